@@ -1,0 +1,1 @@
+"""The daemon, the trainer and the commands: the only place where protocol and optim meet."""

@@ -1,0 +1,1 @@
+"""The training methods: tensors in, tensors out; knows no socket, no clock, no file."""

@@ -1,0 +1,228 @@
+"""The run manifest: one TOML file that says everything about a run, parsed, checked and named by its hash.
+
+The run id is the SHA-256 of the canonical form: sorted JSON of every value, defaults filled in, without the
+bootstrap addresses (they are hints, and may change while the run lives).
+"""
+
+import difflib
+import hashlib
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from protocol.errors import ManifestError, MissingFileError
+
+Scalar = bool | int | float | str
+RunId = str  # 64 hexadecimal digits
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+MAX_MANIFEST_BYTES = 64 * 1024
+
+
+class Section(BaseModel):
+    """Base of every table: unknown keys are refused, values never change, and no type is guessed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Run(Section):
+    """What the run is called and who may be asked about it."""
+
+    name: Name
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    min_peers: int = Field(default=1, ge=1, le=10_000, description="peers that must be present before round 0")
+    bootstrap: tuple[str, ...] = Field(default=(), description="multiaddresses with /p2p/ of peers to ask first")
+
+
+class Model(Section):
+    """A Llama-type decoder. Sizes in elements."""
+
+    vocabulary: int = Field(default=256, ge=2, le=2**20)
+    width: int = Field(ge=8, le=2**16)
+    layers: int = Field(ge=1, le=1024)
+    heads: int = Field(ge=1, le=1024)
+    kv_heads: int | None = Field(default=None, ge=1, description="heads of keys and values; absent: as many as heads")
+    hidden: int = Field(ge=8, le=2**18)
+    context: int = Field(ge=2, le=2**20)
+    tied: bool = Field(default=True, description="the output layer shares the embedding's weights")
+    rope_theta: float = Field(default=10_000.0, gt=0)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError("width must be an even multiple of heads")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError("heads must be a multiple of kv_heads")
+        return self
+
+
+class Data(Section):
+    """Where the tokens come from."""
+
+    source: Literal["python-stdlib", "text", "tokens", "hf"]
+    path: str = Field(default="", description="glob, shard folder or data set name; relative to the manifest")
+    split: str = Field(default="train", description="hf only")
+    column: str = Field(default="text", description="hf only: the column that holds the text")
+    tokenizer: str = Field(default="", description="tokenizer.json; empty: bytes")
+    validation_share: float = Field(default=0.02, gt=0, lt=0.5)
+
+
+class Train(Section):
+    """The inner optimizer: AdamW with warm-up and cosine decay to `final_share` of the learning rate."""
+
+    batch_tokens: int = Field(ge=1, description="tokens of one inner step on one peer")
+    microbatch: int = Field(default=8, ge=1, description="sequences of one forward pass")
+    learning_rate: float = Field(gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    decay_steps: int = Field(default=0, ge=0, description="inner steps until the end of the decay; 0: constant")
+    final_share: float = Field(default=0.1, ge=0, le=1)
+    weight_decay: float = Field(default=0.1, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    clip: float = Field(default=1.0, gt=0, description="largest norm of the gradient")
+
+
+class Method(Section):
+    """A recipe by name; each table overrides one of its parts."""
+
+    recipe: str
+    signal: dict[str, Scalar] = {}
+    schedule: dict[str, Scalar] = {}
+    codec: dict[str, Scalar] = {}
+    topology: dict[str, Scalar] = {}
+    aggregate: dict[str, Scalar] = {}
+    update: dict[str, Scalar] = {}
+
+    def overrides(self) -> dict[str, dict[str, Scalar]]:
+        tables: dict[str, dict[str, Scalar]] = self.model_dump(exclude={"recipe"})
+        return {part: table for part, table in tables.items() if table}
+
+
+class Round(Section):
+    """Deadlines of an outer round, in seconds."""
+
+    grace: float = Field(default=10.0, gt=0, description="wait for the others once half of the live have reported")
+    leader_timeout: float = Field(default=5.0, gt=0, description="silence after which the next leader takes over")
+    exchange_timeout: float = Field(default=60.0, gt=0, description="the longest an exchange may take")
+    parts: int = Field(default=12, ge=1, le=4096, description="parts of a butterfly")
+
+
+class Membership(Section):
+    """Seconds between gossip exchanges, and until a silent peer counts as gone."""
+
+    heartbeat: float = Field(default=2.0, gt=0)
+    expiry: float = Field(default=15.0, gt=0)
+
+
+class Checkpoint(Section):
+    every_rounds: int = Field(default=1, ge=1)
+    keep: int = Field(default=2, ge=1)
+
+
+class Target(Section):
+    """When the run is done: whichever comes first of those given."""
+
+    rounds: int | None = Field(default=None, ge=1)
+    tokens: int | None = Field(default=None, ge=1)
+
+
+class Manifest(Section):
+    """A whole run."""
+
+    run: Run
+    model: Model
+    data: Data
+    train: Train
+    method: Method
+    round: Round = Round()
+    membership: Membership = Membership()
+    checkpoint: Checkpoint = Checkpoint()
+    target: Target = Target()
+
+    @model_validator(mode="after")
+    def _batch_holds_a_sequence(self) -> Self:
+        if self.train.batch_tokens % self.model.context:
+            raise ValueError("train.batch_tokens must be a multiple of model.context")
+        return self
+
+    def canonical(self) -> bytes:
+        values = self.model_dump(mode="json")
+        del values["run"]["bootstrap"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+    @property
+    def run_id(self) -> RunId:
+        return hashlib.sha256(self.canonical()).hexdigest()
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def load_manifest(path: Path) -> Manifest:
+    """Read a manifest from a file; raises MissingFileError or ManifestError, each one line that says what to mend."""
+    try:
+        text = path.read_bytes()[: MAX_MANIFEST_BYTES + 1]
+    except OSError as error:
+        raise MissingFileError(f"cannot read the manifest {path}: {error.strerror}; name an existing file") from error
+    return parse_manifest(text, str(path))
+
+
+def parse_manifest(text: bytes, origin: str) -> Manifest:
+    """`origin` names the text in errors."""
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"{origin}: a manifest has at most {MAX_MANIFEST_BYTES} bytes")
+    try:
+        decoded = text.decode()
+        values = tomllib.loads(decoded)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ManifestError(f"{origin}: not valid TOML: {error}") from error
+    try:
+        # JSON mode lets arrays become tuples while every scalar stays strict.
+        return Manifest.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise ManifestError(f"{origin}: {_first_fault(error, decoded)}") from error
+
+
+def _first_fault(error: ValidationError, text: str) -> str:
+    fault = error.errors(include_url=False)[0]
+    keys = tuple(str(part) for part in fault["loc"])
+    place, line = ".".join(keys) or "manifest", _line_of(keys, text)
+    where = f"{place} (line {line})" if line else place
+    if fault["type"] == "extra_forbidden":
+        known = _known_keys(keys[:-1])
+        near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+        return f"unknown key {where}; {hint}"
+    if fault["type"] == "missing":
+        return f"{place} is missing; add it"
+    return f"{where}: {fault['msg']}, got {fault['input']!r}" if keys else f"{where}: {fault['msg']}"
+
+
+def _known_keys(tables: tuple[str, ...]) -> list[str]:
+    model: type[BaseModel] = Manifest
+    for table in tables:
+        annotation = model.model_fields[table].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _line_of(keys: tuple[str, ...], text: str) -> int | None:
+    """The line on which a key (or, failing that, its table) stands; TOML's parser does not tell."""
+    table, found = "", None
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line)
+        if header:
+            table = header[1]
+            if table == ".".join(keys):
+                found = number
+            continue
+        key = re.match(r"\s*([A-Za-z0-9_.\-\"]+)\s*=", line)
+        if key and ".".join(filter(None, (table, key[1].strip('"')))) == ".".join(keys):
+            return number
+    return found

@@ -1,0 +1,252 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Signed(_message.Message):
+    __slots__ = ("kind", "peer", "body", "signature")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    peer: str
+    body: bytes
+    signature: bytes
+    def __init__(self, kind: _Optional[str] = ..., peer: _Optional[str] = ..., body: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class BlobRef(_message.Message):
+    __slots__ = ("digest", "size")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    size: int
+    def __init__(self, digest: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
+
+class PeerRecord(_message.Message):
+    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    expires: float
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    role: str
+    device: str
+    name: str
+    version: str
+    round: int
+    step: int
+    digest: bytes
+    state_digest: bytes
+    chain_tokens: int
+    tokens: int
+    loss: float
+    tokens_per_second: float
+    bytes_sent: int
+    leaving: bool
+    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
+
+class Contribution(_message.Message):
+    __slots__ = ("round", "fragment", "base", "codec", "shapes", "tokens", "steps", "loss", "parts")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    SHAPES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    fragment: int
+    base: bytes
+    codec: str
+    shapes: bytes
+    tokens: int
+    steps: int
+    loss: float
+    parts: _containers.RepeatedCompositeFieldContainer[BlobRef]
+    def __init__(self, round: _Optional[int] = ..., fragment: _Optional[int] = ..., base: _Optional[bytes] = ..., codec: _Optional[str] = ..., shapes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
+
+class Roster(_message.Message):
+    __slots__ = ("round", "view", "base", "contributions")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    view: int
+    base: bytes
+    contributions: _containers.RepeatedCompositeFieldContainer[Signed]
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., base: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+
+class Holding(_message.Message):
+    __slots__ = ("round", "view", "roster", "blobs")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    view: int
+    roster: bytes
+    blobs: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., blobs: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Inclusion(_message.Message):
+    __slots__ = ("round", "view", "roster", "attempt", "included", "reducers")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INCLUDED_FIELD_NUMBER: _ClassVar[int]
+    REDUCERS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    view: int
+    roster: bytes
+    attempt: int
+    included: _containers.RepeatedScalarFieldContainer[str]
+    reducers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., attempt: _Optional[int] = ..., included: _Optional[_Iterable[str]] = ..., reducers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("round", "view", "roster", "attempt", "part", "blob")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    view: int
+    roster: bytes
+    attempt: int
+    part: int
+    blob: BlobRef
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., attempt: _Optional[int] = ..., part: _Optional[int] = ..., blob: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("round", "view", "base", "contributions", "parts")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    view: int
+    base: bytes
+    contributions: _containers.RepeatedCompositeFieldContainer[Signed]
+    parts: _containers.RepeatedCompositeFieldContainer[BlobRef]
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., base: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
+
+class GossipRequest(_message.Message):
+    __slots__ = ("run", "time", "known", "records")
+    class KnownEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    time: float
+    known: _containers.ScalarMap[str, int]
+    records: _containers.RepeatedCompositeFieldContainer[Signed]
+    def __init__(self, run: _Optional[bytes] = ..., time: _Optional[float] = ..., known: _Optional[_Mapping[str, int]] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+
+class GossipReply(_message.Message):
+    __slots__ = ("time", "records", "wanted")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    records: _containers.RepeatedCompositeFieldContainer[Signed]
+    wanted: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, time: _Optional[float] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., wanted: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DeliverRequest(_message.Message):
+    __slots__ = ("run", "statements")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STATEMENTS_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    statements: _containers.RepeatedCompositeFieldContainer[Signed]
+    def __init__(self, run: _Optional[bytes] = ..., statements: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+
+class DeliverReply(_message.Message):
+    __slots__ = ("statements",)
+    STATEMENTS_FIELD_NUMBER: _ClassVar[int]
+    statements: _containers.RepeatedCompositeFieldContainer[Signed]
+    def __init__(self, statements: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+
+class ChainRequest(_message.Message):
+    __slots__ = ("run", "after_round")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    AFTER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    after_round: int
+    def __init__(self, run: _Optional[bytes] = ..., after_round: _Optional[int] = ...) -> None: ...
+
+class ChainReply(_message.Message):
+    __slots__ = ("commits", "round", "digest", "chain_tokens", "state")
+    COMMITS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    commits: _containers.RepeatedCompositeFieldContainer[Signed]
+    round: int
+    digest: bytes
+    chain_tokens: int
+    state: BlobRef
+    def __init__(self, commits: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+
+class PiecesRequest(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
+
+class PiecesReply(_message.Message):
+    __slots__ = ("size", "pieces")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    pieces: bytes
+    def __init__(self, size: _Optional[int] = ..., pieces: _Optional[bytes] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("digest", "offset", "length")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    offset: int
+    length: int
+    def __init__(self, digest: _Optional[bytes] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
