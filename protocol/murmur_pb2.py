@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protocol/murmur.proto\x12\tmurmur.v1\"E\n\x06Signed\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x11\n\tsignature\x18\x04 \x01(\x0c\"\'\n\x07\x42lobRef\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0c\n\x04size\x18\x02 \x01(\x04\"\xb6\x02\n\nPeerRecord\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x65xpires\x18\x02 \x01(\x01\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\r\n\x05round\x18\x08 \x01(\x04\x12\x0c\n\x04step\x18\t \x01(\x04\x12\x0e\n\x06\x64igest\x18\n \x01(\x0c\x12\x14\n\x0cstate_digest\x18\x0b \x01(\x0c\x12\x14\n\x0c\x63hain_tokens\x18\x0c \x01(\x04\x12\x0e\n\x06tokens\x18\r \x01(\x04\x12\x0c\n\x04loss\x18\x0e \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x0f \x01(\x01\x12\x12\n\nbytes_sent\x18\x10 \x01(\x04\x12\x0f\n\x07leaving\x18\x11 \x01(\x08\"\xac\x01\n\x0c\x43ontribution\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x0c\x12\r\n\x05\x63odec\x18\x04 \x01(\t\x12\x0e\n\x06shapes\x18\x05 \x01(\x0c\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\r\n\x05steps\x18\x07 \x01(\r\x12\x0c\n\x04loss\x18\x08 \x01(\x01\x12!\n\x05parts\x18\t \x03(\x0b\x32\x12.murmur.v1.BlobRef\"]\n\x06Roster\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04view\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x0c\x12(\n\rcontributions\x18\x04 \x03(\x0b\x32\x11.murmur.v1.Signed\"E\n\x07Holding\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04view\x18\x02 \x01(\r\x12\x0e\n\x06roster\x18\x03 \x01(\x0c\x12\r\n\x05\x62lobs\x18\x04 \x03(\x0c\"m\n\tInclusion\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04view\x18\x02 \x01(\r\x12\x0e\n\x06roster\x18\x03 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x10\n\x08included\x18\x05 \x03(\t\x12\x10\n\x08reducers\x18\x06 \x03(\t\"t\n\x04Part\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04view\x18\x02 \x01(\r\x12\x0e\n\x06roster\x18\x03 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0c\n\x04part\x18\x05 \x01(\r\x12 \n\x04\x62lob\x18\x06 \x01(\x0b\x32\x12.murmur.v1.BlobRef\"\x80\x01\n\x06\x43ommit\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04view\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x0c\x12(\n\rcontributions\x18\x04 \x03(\x0b\x32\x11.murmur.v1.Signed\x12!\n\x05parts\x18\x05 \x03(\x0b\x32\x12.murmur.v1.BlobRef\"\xb0\x01\n\rGossipRequest\x12\x0b\n\x03run\x18\x01 \x01(\x0c\x12\x0c\n\x04time\x18\x02 \x01(\x01\x12\x32\n\x05known\x18\x03 \x03(\x0b\x32#.murmur.v1.GossipRequest.KnownEntry\x12\"\n\x07records\x18\x04 \x03(\x0b\x32\x11.murmur.v1.Signed\x1a,\n\nKnownEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"O\n\x0bGossipReply\x12\x0c\n\x04time\x18\x01 \x01(\x01\x12\"\n\x07records\x18\x02 \x03(\x0b\x32\x11.murmur.v1.Signed\x12\x0e\n\x06wanted\x18\x03 \x03(\t\"D\n\x0e\x44\x65liverRequest\x12\x0b\n\x03run\x18\x01 \x01(\x0c\x12%\n\nstatements\x18\x02 \x03(\x0b\x32\x11.murmur.v1.Signed\"5\n\x0c\x44\x65liverReply\x12%\n\nstatements\x18\x01 \x03(\x0b\x32\x11.murmur.v1.Signed\"0\n\x0c\x43hainRequest\x12\x0b\n\x03run\x18\x01 \x01(\x0c\x12\x13\n\x0b\x61\x66ter_round\x18\x02 \x01(\x04\"\x88\x01\n\nChainReply\x12\"\n\x07\x63ommits\x18\x01 \x03(\x0b\x32\x11.murmur.v1.Signed\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63hain_tokens\x18\x04 \x01(\x04\x12!\n\x05state\x18\x05 \x01(\x0b\x32\x12.murmur.v1.BlobRef\"\x1f\n\rPiecesRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"+\n\x0bPiecesReply\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0e\n\x06pieces\x18\x02 \x01(\x0c\">\n\x0c\x46\x65tchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"\x15\n\x05\x43hunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32H\n\nMembership\x12:\n\x06Gossip\x12\x18.murmur.v1.GossipRequest\x1a\x16.murmur.v1.GossipReply2\x80\x01\n\x06Rounds\x12=\n\x07\x44\x65liver\x12\x19.murmur.v1.DeliverRequest\x1a\x17.murmur.v1.DeliverReply\x12\x37\n\x05\x43hain\x12\x17.murmur.v1.ChainRequest\x1a\x15.murmur.v1.ChainReply2y\n\x05\x42lobs\x12:\n\x06Pieces\x12\x18.murmur.v1.PiecesRequest\x1a\x16.murmur.v1.PiecesReply\x12\x34\n\x05\x46\x65tch\x12\x17.murmur.v1.FetchRequest\x1a\x10.murmur.v1.Chunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protocol/murmur.proto\x12\tmurmur.v1\"E\n\x06Signed\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x11\n\tsignature\x18\x04 \x01(\x0c\"\'\n\x07\x42lobRef\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0c\n\x04size\x18\x02 \x01(\x04\"\xe9\x02\n\nPeerRecord\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x65xpires\x18\x02 \x01(\x01\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\r\n\x05round\x18\x08 \x01(\x04\x12\x0c\n\x04step\x18\t \x01(\x04\x12\x0e\n\x06\x64igest\x18\n \x01(\x0c\x12\x14\n\x0cstate_digest\x18\x0b \x01(\x0c\x12\x14\n\x0c\x63hain_tokens\x18\x0c \x01(\x04\x12\x0e\n\x06tokens\x18\r \x01(\x04\x12\x0c\n\x04loss\x18\x0e \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x0f \x01(\x01\x12\x12\n\nbytes_sent\x18\x10 \x01(\x04\x12\x0f\n\x07leaving\x18\x11 \x01(\x08\x12\x17\n\x0fvalidation_loss\x18\x12 \x01(\x01\x12\x18\n\x10validation_round\x18\x13 \x01(\x04\"\xac\x01\n\x0c\x43ontribution\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x0c\x12\r\n\x05\x63odec\x18\x04 \x01(\t\x12\x0e\n\x06shapes\x18\x05 \x01(\x0c\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\r\n\x05steps\x18\x07 \x01(\r\x12\x0c\n\x04loss\x18\x08 \x01(\x01\x12!\n\x05parts\x18\t \x03(\x0b\x32\x12.murmur.v1.BlobRef\"]\n\x06Roster\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04view\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x0c\x12(\n\rcontributions\x18\x04 \x03(\x0b\x32\x11.murmur.v1.Signed\"E\n\x07Holding\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04view\x18\x02 \x01(\r\x12\x0e\n\x06roster\x18\x03 \x01(\x0c\x12\r\n\x05\x62lobs\x18\x04 \x03(\x0c\"m\n\tInclusion\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04view\x18\x02 \x01(\r\x12\x0e\n\x06roster\x18\x03 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x10\n\x08included\x18\x05 \x03(\t\x12\x10\n\x08reducers\x18\x06 \x03(\t\"t\n\x04Part\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04view\x18\x02 \x01(\r\x12\x0e\n\x06roster\x18\x03 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0c\n\x04part\x18\x05 \x01(\r\x12 \n\x04\x62lob\x18\x06 \x01(\x0b\x32\x12.murmur.v1.BlobRef\"\x80\x01\n\x06\x43ommit\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04view\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x0c\x12(\n\rcontributions\x18\x04 \x03(\x0b\x32\x11.murmur.v1.Signed\x12!\n\x05parts\x18\x05 \x03(\x0b\x32\x12.murmur.v1.BlobRef\"\xb0\x01\n\rGossipRequest\x12\x0b\n\x03run\x18\x01 \x01(\x0c\x12\x0c\n\x04time\x18\x02 \x01(\x01\x12\x32\n\x05known\x18\x03 \x03(\x0b\x32#.murmur.v1.GossipRequest.KnownEntry\x12\"\n\x07records\x18\x04 \x03(\x0b\x32\x11.murmur.v1.Signed\x1a,\n\nKnownEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"O\n\x0bGossipReply\x12\x0c\n\x04time\x18\x01 \x01(\x01\x12\"\n\x07records\x18\x02 \x03(\x0b\x32\x11.murmur.v1.Signed\x12\x0e\n\x06wanted\x18\x03 \x03(\t\"D\n\x0e\x44\x65liverRequest\x12\x0b\n\x03run\x18\x01 \x01(\x0c\x12%\n\nstatements\x18\x02 \x03(\x0b\x32\x11.murmur.v1.Signed\"5\n\x0c\x44\x65liverReply\x12%\n\nstatements\x18\x01 \x03(\x0b\x32\x11.murmur.v1.Signed\"0\n\x0c\x43hainRequest\x12\x0b\n\x03run\x18\x01 \x01(\x0c\x12\x13\n\x0b\x61\x66ter_round\x18\x02 \x01(\x04\"\x88\x01\n\nChainReply\x12\"\n\x07\x63ommits\x18\x01 \x03(\x0b\x32\x11.murmur.v1.Signed\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63hain_tokens\x18\x04 \x01(\x04\x12!\n\x05state\x18\x05 \x01(\x0b\x32\x12.murmur.v1.BlobRef\"\x1f\n\rPiecesRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"+\n\x0bPiecesReply\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0e\n\x06pieces\x18\x02 \x01(\x0c\">\n\x0c\x46\x65tchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"\x15\n\x05\x43hunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32H\n\nMembership\x12:\n\x06Gossip\x12\x18.murmur.v1.GossipRequest\x1a\x16.murmur.v1.GossipReply2\x80\x01\n\x06Rounds\x12=\n\x07\x44\x65liver\x12\x19.murmur.v1.DeliverRequest\x1a\x17.murmur.v1.DeliverReply\x12\x37\n\x05\x43hain\x12\x17.murmur.v1.ChainRequest\x1a\x15.murmur.v1.ChainReply2y\n\x05\x42lobs\x12:\n\x06Pieces\x12\x18.murmur.v1.PiecesRequest\x1a\x16.murmur.v1.PiecesReply\x12\x34\n\x05\x46\x65tch\x12\x17.murmur.v1.FetchRequest\x1a\x10.murmur.v1.Chunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,45 +38,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOBREF']._serialized_start=107
   _globals['_BLOBREF']._serialized_end=146
   _globals['_PEERRECORD']._serialized_start=149
-  _globals['_PEERRECORD']._serialized_end=459
-  _globals['_CONTRIBUTION']._serialized_start=462
-  _globals['_CONTRIBUTION']._serialized_end=634
-  _globals['_ROSTER']._serialized_start=636
-  _globals['_ROSTER']._serialized_end=729
-  _globals['_HOLDING']._serialized_start=731
-  _globals['_HOLDING']._serialized_end=800
-  _globals['_INCLUSION']._serialized_start=802
-  _globals['_INCLUSION']._serialized_end=911
-  _globals['_PART']._serialized_start=913
-  _globals['_PART']._serialized_end=1029
-  _globals['_COMMIT']._serialized_start=1032
-  _globals['_COMMIT']._serialized_end=1160
-  _globals['_GOSSIPREQUEST']._serialized_start=1163
-  _globals['_GOSSIPREQUEST']._serialized_end=1339
-  _globals['_GOSSIPREQUEST_KNOWNENTRY']._serialized_start=1295
-  _globals['_GOSSIPREQUEST_KNOWNENTRY']._serialized_end=1339
-  _globals['_GOSSIPREPLY']._serialized_start=1341
-  _globals['_GOSSIPREPLY']._serialized_end=1420
-  _globals['_DELIVERREQUEST']._serialized_start=1422
-  _globals['_DELIVERREQUEST']._serialized_end=1490
-  _globals['_DELIVERREPLY']._serialized_start=1492
-  _globals['_DELIVERREPLY']._serialized_end=1545
-  _globals['_CHAINREQUEST']._serialized_start=1547
-  _globals['_CHAINREQUEST']._serialized_end=1595
-  _globals['_CHAINREPLY']._serialized_start=1598
-  _globals['_CHAINREPLY']._serialized_end=1734
-  _globals['_PIECESREQUEST']._serialized_start=1736
-  _globals['_PIECESREQUEST']._serialized_end=1767
-  _globals['_PIECESREPLY']._serialized_start=1769
-  _globals['_PIECESREPLY']._serialized_end=1812
-  _globals['_FETCHREQUEST']._serialized_start=1814
-  _globals['_FETCHREQUEST']._serialized_end=1876
-  _globals['_CHUNK']._serialized_start=1878
-  _globals['_CHUNK']._serialized_end=1899
-  _globals['_MEMBERSHIP']._serialized_start=1901
-  _globals['_MEMBERSHIP']._serialized_end=1973
-  _globals['_ROUNDS']._serialized_start=1976
-  _globals['_ROUNDS']._serialized_end=2104
-  _globals['_BLOBS']._serialized_start=2106
-  _globals['_BLOBS']._serialized_end=2227
+  _globals['_PEERRECORD']._serialized_end=510
+  _globals['_CONTRIBUTION']._serialized_start=513
+  _globals['_CONTRIBUTION']._serialized_end=685
+  _globals['_ROSTER']._serialized_start=687
+  _globals['_ROSTER']._serialized_end=780
+  _globals['_HOLDING']._serialized_start=782
+  _globals['_HOLDING']._serialized_end=851
+  _globals['_INCLUSION']._serialized_start=853
+  _globals['_INCLUSION']._serialized_end=962
+  _globals['_PART']._serialized_start=964
+  _globals['_PART']._serialized_end=1080
+  _globals['_COMMIT']._serialized_start=1083
+  _globals['_COMMIT']._serialized_end=1211
+  _globals['_GOSSIPREQUEST']._serialized_start=1214
+  _globals['_GOSSIPREQUEST']._serialized_end=1390
+  _globals['_GOSSIPREQUEST_KNOWNENTRY']._serialized_start=1346
+  _globals['_GOSSIPREQUEST_KNOWNENTRY']._serialized_end=1390
+  _globals['_GOSSIPREPLY']._serialized_start=1392
+  _globals['_GOSSIPREPLY']._serialized_end=1471
+  _globals['_DELIVERREQUEST']._serialized_start=1473
+  _globals['_DELIVERREQUEST']._serialized_end=1541
+  _globals['_DELIVERREPLY']._serialized_start=1543
+  _globals['_DELIVERREPLY']._serialized_end=1596
+  _globals['_CHAINREQUEST']._serialized_start=1598
+  _globals['_CHAINREQUEST']._serialized_end=1646
+  _globals['_CHAINREPLY']._serialized_start=1649
+  _globals['_CHAINREPLY']._serialized_end=1785
+  _globals['_PIECESREQUEST']._serialized_start=1787
+  _globals['_PIECESREQUEST']._serialized_end=1818
+  _globals['_PIECESREPLY']._serialized_start=1820
+  _globals['_PIECESREPLY']._serialized_end=1863
+  _globals['_FETCHREQUEST']._serialized_start=1865
+  _globals['_FETCHREQUEST']._serialized_end=1927
+  _globals['_CHUNK']._serialized_start=1929
+  _globals['_CHUNK']._serialized_end=1950
+  _globals['_MEMBERSHIP']._serialized_start=1952
+  _globals['_MEMBERSHIP']._serialized_end=2024
+  _globals['_ROUNDS']._serialized_start=2027
+  _globals['_ROUNDS']._serialized_end=2155
+  _globals['_BLOBS']._serialized_start=2157
+  _globals['_BLOBS']._serialized_end=2278
 # @@protoc_insertion_point(module_scope)

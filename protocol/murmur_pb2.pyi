@@ -27,7 +27,7 @@ class BlobRef(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
-    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving")
+    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,8 @@ class PeerRecord(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    VALIDATION_LOSS_FIELD_NUMBER: _ClassVar[int]
+    VALIDATION_ROUND_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     expires: float
     addresses: _containers.RepeatedScalarFieldContainer[str]
@@ -62,7 +64,9 @@ class PeerRecord(_message.Message):
     tokens_per_second: float
     bytes_sent: int
     leaving: bool
-    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    validation_loss: float
+    validation_round: int
+    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("round", "fragment", "base", "codec", "shapes", "tokens", "steps", "loss", "parts")
