@@ -21,12 +21,14 @@ Scalar = bool | int | float | str
 RunId = str  # 64 hexadecimal digits
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 MAX_MANIFEST_BYTES = 64 * 1024
+MAX_DOTS = 500  # on one line: the time to parse a dotted key grows with the square of its parts
+MAX_SHOWN = 80
 
 
 class Section(BaseModel):
     """Base of every table: unknown keys are refused, values never change, and no type is guessed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -93,6 +95,7 @@ class Method(Section):
     signal: dict[str, Scalar] = {}
     schedule: dict[str, Scalar] = {}
     codec: dict[str, Scalar] = {}
+    feedback: dict[str, Scalar] = {}
     topology: dict[str, Scalar] = {}
     aggregate: dict[str, Scalar] = {}
     update: dict[str, Scalar] = {}
@@ -165,7 +168,8 @@ class Manifest(Section):
 def load_manifest(path: Path) -> Manifest:
     """Read a manifest from a file; raises MissingFileError or ManifestError, each one line that says what to mend."""
     try:
-        text = path.read_bytes()[: MAX_MANIFEST_BYTES + 1]
+        with path.open("rb") as file:
+            text = file.read(MAX_MANIFEST_BYTES + 1)
     except OSError as error:
         raise MissingFileError(f"cannot read the manifest {path}: {error.strerror}; name an existing file") from error
     return parse_manifest(text, str(path))
@@ -177,29 +181,50 @@ def parse_manifest(text: bytes, origin: str) -> Manifest:
         raise ManifestError(f"{origin}: a manifest has at most {MAX_MANIFEST_BYTES} bytes")
     try:
         decoded = text.decode()
-        values = tomllib.loads(decoded)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if any(line.count(".") > MAX_DOTS for line in decoded.splitlines()):
+            raise ValueError(f"more than {MAX_DOTS} dots on a line")
+        # JSON mode lets arrays become tuples while every scalar stays strict.
+        values = json.dumps(tomllib.loads(decoded), default=_refuse_date)
+    except RecursionError as error:
+        raise ManifestError(f"{origin}: not valid TOML: nested too deeply") from error
+    except ValueError as error:  # not UTF-8, not TOML, a number of thousands of digits, a date
         raise ManifestError(f"{origin}: not valid TOML: {error}") from error
     try:
-        # JSON mode lets arrays become tuples while every scalar stays strict.
-        return Manifest.model_validate_json(json.dumps(values, default=str))
+        return Manifest.model_validate_json(values)
     except ValidationError as error:
-        raise ManifestError(f"{origin}: {_first_fault(error, decoded)}") from error
+        raise ManifestError(f"{origin}: {_worst_fault(error, decoded)}") from error
 
 
-def _first_fault(error: ValidationError, text: str) -> str:
-    fault = error.errors(include_url=False)[0]
+def _refuse_date(value: object) -> str:
+    raise ValueError(f"no key takes a date or time; put {value} in quotes")
+
+
+def _worst_fault(error: ValidationError, text: str) -> str:
+    """One line on one fault; an unknown key first, for a key that is missing may be the same one misspelt."""
+    faults = error.errors(include_url=False)
+    fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     keys = tuple(str(part) for part in fault["loc"])
-    place, line = ".".join(keys) or "manifest", _line_of(keys, text)
+    place, line = _printable(".".join(keys)) or "manifest", _line_of(keys, text)
     where = f"{place} (line {line})" if line else place
     if fault["type"] == "extra_forbidden":
-        known = _known_keys(keys[:-1])
-        near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-        return f"unknown key {where}; {hint}"
+        return f"unknown key {where}; {_hint(keys)}"
     if fault["type"] == "missing":
         return f"{place} is missing; add it"
-    return f"{where}: {fault['msg']}, got {fault['input']!r}" if keys else f"{where}: {fault['msg']}"
+    message = fault["msg"].removeprefix("Value error, ")
+    given = fault["input"]
+    return f"{where}: {message}" + ("" if isinstance(given, dict) else f", got {_printable(repr(given))}")
+
+
+def _hint(keys: tuple[str, ...]) -> str:
+    known = _known_keys(keys[:-1])
+    near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+
+
+def _printable(text: str) -> str:
+    """On one line, of a length that a person reads."""
+    shown = text if text.isprintable() else repr(text)
+    return shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
 
 
 def _known_keys(tables: tuple[str, ...]) -> list[str]:

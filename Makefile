@@ -1,0 +1,35 @@
+# make demo   three peers train a model on this machine, in minutes
+# make test   everything that a change must pass
+# make proto  the code generated from protocol/murmur.proto
+# make clean  removes what make built; runs/ stays
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test proto clean
+
+demo: .venv/installed
+	$(BIN)/murmur up configs/demo.toml --drill
+
+test: .venv/installed-for-tests
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+proto: .venv/installed-for-tests
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I . \
+		--python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=. protocol/murmur.proto
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/installed-for-tests: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@ .venv/installed

@@ -1,0 +1,196 @@
+"""The memory a daemon and its trainer share: anchors, snapshots of the inner state, and the outbox.
+
+It is one anonymous file (memfd, or an unlinked temporary file where there is none), inherited by its descriptor
+number. Nothing has a name, so nothing can be left behind: the memory goes with the last process that holds it.
+
+    page 0            magic, layout version, numel, outbox bytes
+    meta 0, meta 1    generation, length, checksum, JSON (at most 64 KiB) of each snapshot
+    anchor 0, 1       flat fp32; the anchor of round r lies in buffer r % 2
+    snapshot 0, 1     five flat fp32 vectors each: weights, first and second moment, residual, reference
+    outbox            the parts of the message that is on its way, one after the other
+
+Who writes what: the daemon writes anchors, the trainer the rest. (Before a trainer is started, the daemon may put a
+snapshot and an outbox from a disk checkpoint there.) The anchor of round r may be written once the trainer has
+adopted round r - 1 or later, or while no trainer runs.
+
+A snapshot is written into the slot that does not hold the newest one: its generation is cleared first and written
+last, under a checksum, so a writer killed at any instant leaves the snapshot before it whole. A reader in another
+process copies and then looks whether the generation is still the newest (a sequence lock).
+"""
+
+import json
+import mmap
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from protocol.errors import StorageError
+
+VECTORS = ("weights", "first_moment", "second_moment", "residual", "reference")
+MAX_META_BYTES = 64 * 1024
+_PAGE = 4096
+_MAGIC = b"murmur\0\1"
+_HEADER = struct.Struct("<8sQQ")  # magic, numel, outbox bytes
+_SLOT = struct.Struct("<QII")  # generation (0: none), length of the JSON, checksum of generation and JSON
+_SLOT_BYTES = _PAGE + MAX_META_BYTES
+_COPY_ATTEMPTS = 8
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The inner state at one instant. `vectors` maps each of VECTORS to a flat fp32 CPU tensor; `meta` is JSON."""
+
+    generation: int
+    vectors: dict[str, Tensor]
+    meta: dict[str, Any]
+
+
+class Arena:
+    """A view of the shared memory of one model of `numel` parameters. Tensors it hands out alias that memory."""
+
+    def __init__(self, fd: int, numel: int, outbox_bytes: int) -> None:
+        self.fd = fd
+        self.numel = numel
+        self.outbox_bytes = outbox_bytes
+        self._map = mmap.mmap(fd, _total_bytes(numel, outbox_bytes))
+
+    @classmethod
+    def create(cls, numel: int, outbox_bytes: int) -> Self:
+        """Zeroed memory; raises StorageError when the machine has not that much."""
+        if numel < 1 or outbox_bytes < 1:
+            raise ValueError("an arena needs at least one parameter and one byte of outbox")
+        fd = _anonymous_file(_total_bytes(numel, outbox_bytes))
+        arena = cls(fd, numel, outbox_bytes)
+        _HEADER.pack_into(arena._map, 0, _MAGIC, numel, outbox_bytes)
+        return arena
+
+    @classmethod
+    def attach(cls, fd: int, numel: int, outbox_bytes: int) -> Self:
+        """The memory behind an inherited descriptor; raises ValueError where its layout is another."""
+        if os.fstat(fd).st_size != _total_bytes(numel, outbox_bytes):
+            raise ValueError(f"descriptor {fd} is no arena of {numel} parameters and {outbox_bytes} bytes of outbox")
+        arena = cls(fd, numel, outbox_bytes)
+        if _HEADER.unpack_from(arena._map, 0) != (_MAGIC, numel, outbox_bytes):
+            raise ValueError(f"descriptor {fd} holds an arena of another layout")
+        return arena
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory itself goes with the last tensor that aliases it."""
+        os.close(self.fd)
+        self.fd = -1
+
+    def anchor(self, round_number: int) -> Tensor:
+        """The buffer of that round's anchor: flat fp32."""
+        return self._vector(round_number % 2)
+
+    @property
+    def outbox(self) -> memoryview:
+        """All bytes of the outbox, writable."""
+        start = _vector_offset(self.numel, 2 + 2 * len(VECTORS))
+        return memoryview(self._map)[start : start + self.outbox_bytes]
+
+    def write_snapshot(self, vectors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> int:
+        """Copy the inner state (every one of VECTORS, from any device) and publish it; returns its generation."""
+        text = json.dumps(meta, separators=(",", ":"), allow_nan=False).encode()
+        if len(text) > MAX_META_BYTES:
+            raise ValueError(f"the meta data of a snapshot has {len(text)} bytes, more than {MAX_META_BYTES}")
+        newest = self._newest()
+        slot, generation = (1 - newest[0], newest[1] + 1) if newest else (0, 1)
+        self._clear(slot)
+        for name, shared in self._vectors(slot).items():
+            shared.copy_(vectors[name])
+        self._publish(slot, generation, text)
+        return generation
+
+    def read_snapshot(self) -> Snapshot | None:
+        """The newest whole snapshot, its tensors aliasing the arena: for when no trainer writes."""
+        newest = self._newest()
+        if newest is None:
+            return None
+        slot, generation, meta = newest
+        return Snapshot(generation, self._vectors(slot), meta)
+
+    def copy_snapshot(self, outbox_bytes: int | None = None) -> tuple[Snapshot, bytes] | None:
+        """A private copy of the newest snapshot and the outbox, taken while a trainer may write; None: there is none.
+
+        The outbox is only rewritten after a snapshot that says it is free, so the same check covers both.
+        """
+        for _ in range(_COPY_ATTEMPTS):
+            snapshot = self.read_snapshot()
+            if snapshot is None:
+                return None
+            vectors = {name: vector.clone() for name, vector in snapshot.vectors.items()}
+            outbox = bytes(self.outbox[:outbox_bytes])
+            newest = self._newest()
+            if newest is not None and newest[1] == snapshot.generation:
+                return Snapshot(snapshot.generation, vectors, snapshot.meta), outbox
+        raise StorageError("the trainer writes snapshots faster than they can be copied; this machine is overloaded")
+
+    def _newest(self) -> tuple[int, int, dict[str, Any]] | None:
+        whole = [(generation, slot, meta) for slot in (0, 1) for generation, meta in self._read_slot(slot)]
+        if not whole:
+            return None
+        generation, slot, meta = max(whole, key=lambda found: found[0])
+        return slot, generation, meta
+
+    def _read_slot(self, slot: int) -> list[tuple[int, dict[str, Any]]]:
+        start = _PAGE + slot * _SLOT_BYTES
+        generation, length, checksum = _SLOT.unpack_from(self._map, start)
+        if generation == 0 or length > MAX_META_BYTES:
+            return []
+        text = self._map[start + _SLOT.size : start + _SLOT.size + length]
+        if _checksum(generation, text) != checksum:
+            return []
+        return [(generation, json.loads(text))]
+
+    def _clear(self, slot: int) -> None:
+        _SLOT.pack_into(self._map, _PAGE + slot * _SLOT_BYTES, 0, 0, 0)
+
+    def _publish(self, slot: int, generation: int, text: bytes) -> None:
+        start = _PAGE + slot * _SLOT_BYTES
+        self._map[start + _SLOT.size : start + _SLOT.size + len(text)] = text
+        _SLOT.pack_into(self._map, start, 0, len(text), _checksum(generation, text))
+        struct.pack_into("<Q", self._map, start, generation)
+
+    def _vectors(self, slot: int) -> dict[str, Tensor]:
+        first = 2 + slot * len(VECTORS)
+        return {name: self._vector(first + index) for index, name in enumerate(VECTORS)}
+
+    def _vector(self, index: int) -> Tensor:
+        offset = _vector_offset(self.numel, index)
+        return torch.frombuffer(self._map, dtype=torch.float32, count=self.numel, offset=offset)
+
+
+def _checksum(generation: int, text: bytes) -> int:
+    return zlib.crc32(text, zlib.crc32(generation.to_bytes(8, "little")))
+
+
+def _vector_offset(numel: int, index: int) -> int:
+    pages = -(-4 * numel // _PAGE)
+    return _PAGE + 2 * _SLOT_BYTES + index * pages * _PAGE
+
+
+def _total_bytes(numel: int, outbox_bytes: int) -> int:
+    return _vector_offset(numel, 2 + 2 * len(VECTORS)) + outbox_bytes
+
+
+def _anonymous_file(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("murmur", os.MFD_CLOEXEC)
+    else:
+        fd, path = tempfile.mkstemp(prefix="murmur-")
+        os.unlink(path)
+    try:
+        # Reserved now: a page that is missing later would be a bus error in the middle of a step.
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        os.close(fd)
+        raise StorageError(f"no room for {size >> 20} MiB of shared memory ({error.strerror}); free some") from error
+    return fd

@@ -1,0 +1,298 @@
+"""All parts of one node, put together."""
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from typing import Any
+
+import torch
+
+from node.arena import Arena
+from node.channel import Adopted, Config, FromTrainer, Message
+from node.checkpoint import Checkpoint, load_newest
+from node.config import NodeSettings
+from node.folder import RunFolder
+from node.keeper import Keeper, restore_inner
+from node.membership import Members
+from node.metrics import Metrics
+from node.model import initial_weights, shape_table
+from node.offers import Offers
+from node.participant import Participant, Replica
+from node.post import Post
+from node.replica import OuterState, Workshop, state_bytes
+from node.rounds import Hooks, RoundDriver
+from node.rounds_service import RoundsService, deliver
+from node.standing import Standing
+from node.status import NodeStatus
+from node.trainer_link import TrainerLink
+from node.trainer_process import TrainerProcess
+from node.wishes import Wishes
+from optim.errors import OptimError
+from optim.method import Method
+from optim.recipes import compose
+from protocol.blob_fetch import Fetcher
+from protocol.blob_service import BlobService
+from protocol.blob_store import BlobStore
+from protocol.chain import Chain, Head
+from protocol.clock import Clock
+from protocol.errors import ManifestError
+from protocol.gossip import Directory
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server, add_RoundsServicer_to_server
+from protocol.rendezvous import Rendezvous
+from protocol.round_events import RoundSettings
+from protocol.statements import Terms
+from protocol.transport import Transport, caller
+
+logger = logging.getLogger(__name__)
+
+VALIDATION_TOKENS = 16_384
+STORE_STATES = 16  # how many states' worth of blobs may lie in the store
+STORE_EXTRA_BYTES = 1 << 30
+MAX_TOKENS = 1 << 40  # of one contribution
+
+
+def method_of(manifest: Manifest) -> Method:
+    """Raises ManifestError for a recipe or an option that does not exist."""
+    try:
+        return compose(manifest.method.recipe, manifest.method.overrides())
+    except OptimError as error:
+        raise ManifestError(f"method: {error}") from error
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
+
+
+class Assembly:
+    """One node. `build` loads what the disk has; `open` goes on the network."""
+
+    @classmethod
+    async def build(
+        cls, settings: NodeSettings, folder: RunFolder, pool: Executor, rng: random.Random
+    ) -> "Assembly":
+        async def work(function: Callable[..., Any], *arguments: Any) -> Any:
+            return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+
+        identity = Identity.load_or_create(folder.key)
+        method = method_of(settings.manifest)
+        return cls(settings, folder, identity, method, rng, work)
+
+    def __init__(
+        self, settings: NodeSettings, folder: RunFolder, identity: Identity, method: Method, rng: random.Random,
+        work: Callable[..., Awaitable[Any]],
+    ) -> None:  # fmt: skip
+        manifest = settings.manifest
+        self._settings, self._folder, self._identity, self._work = settings, folder, identity, work
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._finished = False
+        self.peer_id = identity.peer_id
+        self._shapes = shape_table(manifest.model)
+        numel = self._shapes.numel
+        bounds = method.bounds(numel, manifest.round.parts)
+        sizes = [method.codec.max_bytes(stop - start) for start, stop in bounds]
+        self._terms = Terms(manifest.method.recipe, self._shapes.hash(), len(bounds), MAX_TOKENS, max(sizes))
+        self.arena = Arena.create(numel, sum(sizes))
+        self.store = BlobStore(folder.blobs, STORE_STATES * state_bytes(numel, method) + STORE_EXTRA_BYTES)
+        self._workshop = Workshop(method, numel, manifest.round.parts, self.store)
+        saved = self._load()
+        self.chain = Chain(Head.from_json(saved.chain["head"])) if saved else Chain.begin(manifest.run_id)
+        self._offers = Offers.from_json(saved.chain["offer"]) if saved else Offers()
+        self.replica = self._first_replica(method, saved)
+        self.metrics = Metrics()
+        self._build_network(rng)
+        self._build_round(method, rng)
+
+    def _load(self) -> Checkpoint | None:
+        saved, skipped = load_newest(self._folder.checkpoints, self._settings.run_id, self._shapes)
+        for line in skipped:
+            logger.warning("skipped a checkpoint: %s", line)
+        if saved is not None:
+            logger.info("resuming from the checkpoint of round %d", saved.round)
+            restore_inner(saved, self.arena)
+        return saved
+
+    def _first_replica(self, method: Method, saved: Checkpoint | None) -> Replica:
+        manifest = self._settings.manifest
+        if saved is not None:
+            state = OuterState(saved.anchor, saved.outer)
+        else:
+            state = OuterState.initial(initial_weights(manifest.model, manifest.run.seed), method)
+        return Replica(state, self._workshop.keep(state))
+
+    def _build_network(self, rng: random.Random) -> None:
+        settings, manifest = self._settings, self._settings.manifest
+        self.transport = Transport.create(self._identity, self._folder.path)
+        clock = Clock()
+        contacts = (*settings.peers, *manifest.run.bootstrap)
+        self.directory = Directory(
+            self._identity, manifest.run_id, self.transport, clock, manifest.membership.heartbeat,
+            manifest.membership.expiry, rng, contacts, self._folder.peers,
+        )  # fmt: skip
+        self.rendezvous = Rendezvous(
+            self._identity, manifest.run_id, self.transport, clock, self.directory.neighbours,
+            self.directory.remember, rng,
+        )  # fmt: skip
+        self._members = Members(self.directory, self.chain, bool(contacts), rng)
+        self._post = Post(
+            lambda peer, statements, seconds: deliver(
+                manifest.run_id, self.transport.channel, peer, statements, seconds
+            ),
+            lambda peer, statements: self._take(peer, statements),
+            self.directory.suspect,
+        )
+        self.blobs = BlobService(self.store, caller)
+        self._fetcher = Fetcher(self.store, self.transport.channel, self._lied, rng)
+        self._wishes = Wishes(self._fetcher, lambda: [peer for peer in self.directory.live() if peer != self.peer_id])
+
+    def _build_round(self, method: Method, rng: random.Random) -> None:
+        manifest, work = self._settings.manifest, self._work
+        process = TrainerProcess(self.arena, self._trainer_config)
+        self.trainer = TrainerLink(self.peer_id, process, self.arena, self.store, self._offers, work, self._heard)
+        self.keeper = Keeper(
+            self._folder, manifest, self._shapes, self.store, self.arena, work, self.trainer.has_adopted
+        )
+        self.standing = Standing(self._first_status(), self.metrics, self._traffic)
+        self.standing.stands_at(self.chain.head, self.replica.blob.digest)
+        rounds = manifest.round
+        driver_settings = RoundSettings(
+            manifest.run_id, method.topology, self._terms.parts, rounds.grace, rounds.leader_timeout,
+            rounds.exchange_timeout, 2 * manifest.membership.expiry,
+        )  # fmt: skip
+        hooks = Hooks(
+            self._post.send, work, self._members.at_this_round, self.standing.refused, self.standing.skipped,
+            lambda commit: self.participant.decided(commit),
+        )  # fmt: skip
+        self.driver = RoundDriver(
+            self._identity, driver_settings, self._terms, self.store, self._workshop, self._wishes, hooks
+        )
+        self.participant = Participant(
+            manifest, method, self._terms, self._shapes.numel, self.transport, self._members, self.driver,
+            self._workshop, self._wishes, self.trainer, self.keeper, self.standing, self.chain, self.replica, work,
+        )  # fmt: skip
+
+    async def open(self) -> None:
+        """Go on the network and say where we stand."""
+        rounds = RoundsService(self._settings.run_id, self.driver, self.chain, lambda: self.participant.replica.blob)
+        await self.transport.open(
+            [
+                self.directory.register,
+                lambda server: add_BlobsServicer_to_server(self.blobs, server),
+                lambda server: add_RoundsServicer_to_server(rounds, server),
+            ],
+            listen=self._listen(),
+        )
+        self.directory.publish(role="trainer", name=self._settings.name)
+        self._members.announce_head(self.chain.head, self.participant.replica.blob.digest)
+        self.directory.subscribe(lambda _: self._membership_changed())
+
+    async def finish(self) -> None:
+        """Stop the trainer and save; the network stays. May be repeated."""
+        if self._finished:
+            return
+        self._finished = True
+        self.driver.close()
+        await self.trainer.stop()
+        await self.keeper.save_now(self.chain, self._offers, self.participant.replica.state)
+        await self._post.stop()
+
+    def all_arrived(self) -> bool:
+        """Whether every live peer has as many rounds as we."""
+        return all(record.round >= self.chain.round for record in self._members.records().values())
+
+    def publish_progress(self) -> None:
+        status = self.standing.status()
+        self.directory.publish(
+            step=status.step,
+            tokens=status.tokens,
+            loss=status.loss or 0.0,
+            tokens_per_second=status.tokens_per_second,
+            bytes_sent=status.bytes_sent,
+            validation_loss=status.validation_loss or 0.0,
+            validation_round=status.validation_round or 0,
+        )
+
+    async def trainer_failure(self) -> None:
+        """Ends when the trainer fails for good: raises its reason."""
+        await self.trainer.finished()
+
+    def _listen(self) -> tuple[str, ...]:
+        """A port left to chance is the one of the last start, where that is still free."""
+        port = self._folder.usual_port()
+        if not port or not port_is_free(port):
+            return self._settings.listen
+        return tuple(address.replace("/tcp/0", f"/tcp/{port}") for address in self._settings.listen)
+
+    def _trainer_config(self) -> Config:
+        settings = self._settings
+        return Config(
+            manifest=settings.manifest.to_toml(),
+            base=str(settings.base),
+            peer_id=self.peer_id,
+            device=settings.device,
+            threads=settings.threads or torch.get_num_threads(),
+            numel=self._shapes.numel,
+            outbox_bytes=self.arena.outbox_bytes,
+            round=self.trainer.round,
+            validation_tokens=VALIDATION_TOKENS,
+        )
+
+    def _heard(self, message: FromTrainer) -> None:
+        self.standing.heard(message)
+        match message:
+            case Message():
+                self.participant.offer()
+            case Adopted() if self._members.evaluates(message.round):
+                self._spawn(self.trainer.evaluate())
+
+    def _take(self, peer: str, statements: Any) -> None:
+        self.driver.take(peer, statements)
+
+    def _membership_changed(self) -> None:
+        self.driver.members_changed()
+        self.participant.wake.set()
+
+    def _lied(self, peer: str, reason: str) -> None:
+        self.metrics.refused("wrong blob")
+        logger.warning("%s served a wrong blob: %s", peer, reason)
+
+    def _first_status(self) -> NodeStatus:
+        manifest = self._settings.manifest
+        return NodeStatus(
+            peer_id=self.peer_id,
+            run=manifest.run.name,
+            run_id=manifest.run_id,
+            name=self._settings.name,
+            target_rounds=manifest.target.rounds,
+            target_tokens=manifest.target.tokens,
+        )
+
+    def _traffic(self) -> dict[str, object]:
+        """What the status reads at the moment it is asked."""
+        self.metrics.blob_bytes = self.store.size
+        return {
+            "peers": len(self.directory.live()),
+            "bytes_sent": self.transport.bytes_sent,
+            "bytes_received": self.transport.bytes_received,
+            "bytes_sent_by_kind": {"blobs": self.blobs.total_bytes_served},
+            "bytes_received_by_kind": {"blobs": self._fetcher.bytes_received},
+            "trainer_restarts": self.trainer.deaths,
+            "addresses": tuple(self.directory.live()[self.peer_id].addresses)
+            if self.peer_id in self.directory.live()
+            else (),
+        }
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

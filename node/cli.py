@@ -1,0 +1,177 @@
+"""The commands. Nothing heavy is imported before a command runs: `murmur --help` answers at once.
+
+Exit codes: those of `protocol.errors` (see docs/exit-codes.md), and 130 after Ctrl-C.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from protocol.errors import MurmurError
+
+app = typer.Typer(
+    help="Anyone's machines train one language model together.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Examples: `murmur up` trains a small model with three peers here; `murmur join run.toml` takes part in "
+    "a run; `murmur status` says what they do; `murmur export DIR model` takes the model away.",
+)
+
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to train")]
+JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"murmur {version('murmuration')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog="Example: murmur up configs/demo.toml --peers 4 --rounds 40")
+def up(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="the manifest; if absent, the demo")] = None,
+    peers: Annotated[int | None, typer.Option(min=1, max=64, help="how many; at least 3 if not given")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="stop after so many, whatever the manifest says")] = None,
+    folder: Annotated[Path | None, typer.Option("--dir", help="resumed if it exists; default runs/NAME-N")] = None,
+    recipe: Annotated[str | None, typer.Option(help="train by this method, with its own defaults")] = None,
+    drill: Annotated[bool | None, typer.Option(help="kill one peer half-way; on in the demo")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="of weights and data order")] = None,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Train with several peers on this machine, until the run's target."""
+    from node.up import Wish
+    from node.up import up as run_swarm
+
+    wish = Wish(run, folder, peers, rounds, recipe, seed, drill, device, as_json)
+    raise typer.Exit(run_swarm(wish))
+
+
+@app.command(epilog="Example: murmur join run.toml --peer /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...")
+def join(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="the run's manifest")],
+    folder: Annotated[Path | None, typer.Option("--dir", help="the node's folder; default: one a run")] = None,
+    peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer first; repeatable")] = None,
+    device: DeviceOption = "auto",
+    name: Annotated[str, typer.Option(help="shown to the others")] = "",
+    threads: Annotated[int | None, typer.Option(min=1, help="of the trainer")] = None,
+    listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="repeatable")] = None,
+    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="on 127.0.0.1; 0: a free one")] = 0,
+    log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
+) -> None:
+    """Take part in a run. Started again, it resumes."""
+    from node.join import join_run
+
+    join_run(
+        run,
+        folder=folder,
+        peers=tuple(peer or ()),
+        device=device,
+        name=name,
+        threads=threads,
+        listen=tuple(listen or ()),
+        metrics_port=metrics_port,
+        log_json=log_json,
+    )
+
+
+@app.command(epilog="Example: murmur export runs/demo-1 model")
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="of `murmur join` or `murmur up`")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a folder that does not exist yet")],
+) -> None:
+    """Write the newest checkpoint as a Hugging Face folder."""
+    from node.export import export as export_model
+    from node.places import trained_folder
+
+    export_model(trained_folder(folder), out)
+    typer.echo(f"the model lies in {out}")
+
+
+@app.command(epilog="Example: murmur generate runs/demo-1 --prompt 'def '")
+def generate(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="of `murmur join` or `murmur up`")],
+    prompt: Annotated[str, typer.Option(help="the beginning of the text")],
+    tokens: Annotated[int, typer.Option(min=1, help="to add")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="choose among so many; default: all")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Let the newest checkpoint go on with a text."""
+    from node.generate import generate as continuation
+    from node.places import trained_folder
+
+    sys.stdout.write(prompt)
+    for piece in continuation(trained_folder(folder), prompt, tokens, temperature, top_k, seed):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+@app.command(epilog="Example: murmur tokenize tokenizer.json shards corpus/*.txt")
+def tokenize(
+    tokenizer: Annotated[Path, typer.Argument(help="a Hugging Face tokenizer.json")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="the folder for the shards")],
+    files: Annotated[list[Path], typer.Argument(help="UTF-8 text")],
+) -> None:
+    """Turn text files into token shards for the source `tokens`."""
+    from node.data.tokens import tokenize_files
+
+    tokenize_files(tokenizer, files, out)
+    typer.echo(f"the shards lie in {out}")
+
+
+@app.command(epilog="Example: murmur status runs/demo-1 --json")
+def status(
+    folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="default: what was started last")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say in one line what a node does and whether it contributes."""
+    from node.inquiry import status_lines
+
+    for line in status_lines(folder, as_json):
+        typer.echo(line)
+
+
+@app.command(epilog="Example: murmur key ~/.local/state/murmur/demo-1a2b3c4d")
+def key(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a node's folder; the key is made if there is none")],
+) -> None:
+    """Show the peer id of a node."""
+    from node.inquiry import key_line
+
+    typer.echo(key_line(folder))
+
+
+def main() -> None:
+    sys.exit(_guarded(app))
+
+
+def _guarded(command: Callable[[], object]) -> int:
+    """Run a command; what it ends with, as an exit code."""
+    try:
+        command()
+    except MurmurError as error:
+        sys.stderr.write(f"murmur: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""A node's own settings: what one machine decides for itself, beside the run's manifest.
+
+The folder that a node keeps is described in `node.folder`.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from protocol.errors import UsageError
+from protocol.manifest import Manifest
+
+Device = Literal["auto", "cpu", "cuda"]
+LOOPBACK_LISTEN = "/ip4/127.0.0.1/tcp/0"
+EVERYWHERE_LISTEN = "/ip4/0.0.0.0/tcp/0"
+MULTIADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/\s]+(/[^/\s]+)*$")
+
+
+class NodeSettings(BaseModel):
+    """Everything that `run_node` is told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    manifest: Manifest
+    base: Path = Field(description="folder of the manifest: relative data paths start here")
+    folder: Path = Field(description="the node's own folder: key, checkpoints, blobs; see node.folder")
+    peers: tuple[str, ...] = Field(default=(), description="multiaddresses to ask first, beside the manifest's")
+    device: Device = "auto"
+    threads: int | None = Field(default=None, ge=1, le=4096, description="of the trainer; None: torch decides")
+    name: str = Field(default="", max_length=64, description="shown to others; empty: the peer id")
+    listen: tuple[str, ...] = Field(default=(EVERYWHERE_LISTEN,), min_length=1)
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="on loopback; 0: a free one")
+    log_json: bool = False
+
+    @field_validator("peers", "listen")
+    @classmethod
+    def _are_multiaddresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            if not MULTIADDRESS.match(address):
+                raise ValueError(f"{address!r} is no multiaddress; write it like /ip4/203.0.113.7/tcp/4001/p2p/12D3...")
+        return addresses
+
+    @field_validator("peers")
+    @classmethod
+    def _name_their_peer(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            if "/p2p/" not in address:
+                raise ValueError(f"{address} lacks its peer id; append /p2p/ and the id that `murmur key` prints there")
+        return addresses
+
+    @property
+    def run_id(self) -> str:
+        return self.manifest.run_id
+
+
+def node_settings(**values: object) -> NodeSettings:
+    """NodeSettings from a command's options; raises UsageError, one line that names the option."""
+    try:
+        return NodeSettings.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        option = "--" + str(fault["loc"][0] if fault["loc"] else "options").replace("_", "-").replace("peers", "peer")
+        raise UsageError(f"{option}: {fault['msg'].removeprefix('Value error, ')}") from error
+
+
+def threads_each(processes: int) -> int:
+    """Threads for each of several trainers that share this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)

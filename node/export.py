@@ -1,0 +1,145 @@
+"""The model as a Hugging Face folder: what `LlamaForCausalLM.from_pretrained` and `AutoTokenizer` load as they are.
+
+A byte-level run gets a tokenizer whose 256 tokens are the bytes in order; any other run its own tokenizer.json.
+The folder is written beside its place and renamed, so a folder that exists is complete.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from node.checkpoint import Trained, load_trained
+from node.model import shape_table
+from node.model.llama import NORM_EPSILON
+from node.tensor_file import write_tensors
+from protocol.errors import MissingFileError, StorageError, UsageError
+from protocol.manifest import Manifest
+
+Json = dict[str, Any]
+
+
+def export(run_dir: Path, out: Path) -> None:
+    """Write the newest whole checkpoint of the node in `run_dir` as a Hugging Face Llama folder, `out`.
+
+    UsageError when `out` holds something already; MissingFileError and CheckpointError when there is nothing to export.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not an empty folder; name a new one")
+    trained = load_trained(run_dir)
+    tokenizer = _tokenizer_text(run_dir, trained.manifest)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".exporting-", dir=out.parent) as staging:
+            inside = Path(staging) / "model"
+            inside.mkdir()
+            _write(inside, trained, tokenizer)
+            inside.rename(out)
+    except (OSError, shutil.Error) as error:
+        raise StorageError(f"cannot write {out}: {error}; free some space or name another folder") from error
+
+
+def _write(folder: Path, trained: Trained, tokenizer: str) -> None:
+    manifest = trained.manifest
+    views = shape_table(manifest.model).views(trained.anchor)
+    weights = folder / "model.safetensors"
+    write_tensors(weights, views, {"format": "pt"})
+    weights.chmod(0o644)
+    texts = {
+        "config.json": _text(_config(manifest)),
+        "generation_config.json": _text({"do_sample": True, "temperature": 0.8, "bos_token_id": None}),
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": _text(_tokenizer_config(manifest)),
+        "README.md": _card(trained),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _config(manifest: Manifest) -> Json:
+    model = manifest.model
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocabulary,
+        "hidden_size": model.width,
+        "intermediate_size": model.hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads or model.heads,
+        "head_dim": model.width // model.heads,
+        "max_position_embeddings": model.context,
+        # transformers 4 reads the first of these two, transformers 5 the second.
+        "rope_theta": model.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rms_norm_eps": NORM_EPSILON,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": model.tied,
+        "torch_dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _tokenizer_text(run_dir: Path, manifest: Manifest) -> str:
+    if not manifest.data.tokenizer:
+        return _text(byte_tokenizer())
+    path = run_dir / manifest.data.tokenizer
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MissingFileError(f"cannot read the tokenizer {path}: {error.strerror}; put it there") from error
+
+
+def byte_tokenizer() -> Json:
+    """The content of a tokenizer.json whose token n is the byte n.
+
+    No character is in the vocabulary, so all fall back to the bytes of their UTF-8 form; there is nothing to merge.
+    """
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": {f"<0x{byte:02X}>": byte for byte in range(256)},
+            "merges": [],
+        },
+    }
+
+
+def _tokenizer_config(manifest: Manifest) -> Json:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": manifest.model.context,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _card(trained: Trained) -> str:
+    manifest = trained.manifest
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
+        f"# {manifest.run.name}\n\n"
+        f"A Llama-type model of {trained.anchor.numel():,} parameters, trained by many peers with Murmuration: "
+        f"recipe {manifest.method.recipe}, round {trained.round}, run `{manifest.run_id}`.\n"
+    )
+
+
+def _text(values: Json) -> str:
+    return json.dumps(values, indent=2) + "\n"

@@ -1,0 +1,91 @@
+"""A node's own folder: who holds it, which run it belongs to, and what the next start should remember.
+
+    key            the identity              run.toml      the run it belongs to
+    lock           held while a node runs    node.json     process, addresses and metrics port of the running node
+    checkpoints/   saved states              peers.json    addresses that worked, for a start without a bootstrap peer
+    blobs/         content-addressed files
+"""
+
+import fcntl
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import AlreadyRunningError, OtherRunError, StorageError
+from protocol.manifest import Manifest, load_manifest
+
+
+class RunFolder:
+    """Claim it before touching anything inside."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.peers = path / "peers.json"
+        self.key = path / "key"
+        self.blobs = path / "blobs"
+        self.checkpoints = path / "checkpoints"
+        self._lock: int | None = None
+
+    def claim(self, manifest: Manifest) -> None:
+        """Raises AlreadyRunningError, OtherRunError or StorageError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StorageError(f"cannot use the folder {self.path}: {error.strerror}; choose another --dir") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise AlreadyRunningError(
+                f"another node runs in {self.path}; stop it first, or give this one its own --dir"
+            ) from error
+        self._belong_to(manifest)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def announce(self, peer_id: str, addresses: tuple[str, ...], metrics_port: int) -> None:
+        """Say where the running node is found, for `murmur status` and `murmur up`."""
+        values = {"pid": os.getpid(), "peer_id": peer_id, "addresses": addresses, "metrics_port": metrics_port}
+        write_atomically(self.path / "node.json", json.dumps(values).encode())
+
+    def usual_port(self) -> int:
+        """The TCP port of the last start, so that the addresses others remember stay true; 0: none yet."""
+        found = (re.search(r"/tcp/(\d+)", address) for address in self._read("node.json").get("addresses", ()))
+        return next((int(match[1]) for match in found if match), 0)
+
+    def _belong_to(self, manifest: Manifest) -> None:
+        path = self.path / "run.toml"
+        if path.exists():
+            present = load_manifest(path)
+            if present.run_id != manifest.run_id:
+                raise OtherRunError(
+                    f"{self.path} belongs to the run {present.run.name} ({present.run_id[:12]}), "
+                    f"not to {manifest.run.name} ({manifest.run_id[:12]}); choose another --dir"
+                )
+        else:
+            write_atomically(path, manifest.to_toml().encode())
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """What an earlier start left; a torn or absent file only means that nothing is remembered."""
+        try:
+            values = json.loads((self.path / name).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return values if isinstance(values, dict) else {}
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Readers see the old content or the new, never a part. Raises StorageError."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; free some space or choose another --dir") from error

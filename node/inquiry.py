@@ -1,0 +1,57 @@
+"""Questions about the nodes of this machine: what do they do, who are they."""
+
+import asyncio
+import json
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from node.places import announced_port, node_folders
+from node.status import NodeStatus, fetch_status
+from protocol.errors import UnreachableError
+from protocol.identity import Identity
+
+STATUS_DEADLINE = 5.0
+
+
+def status_lines(path: Path | None, as_json: bool) -> list[str]:
+    """One line a node, or one JSON object: node folder to status, null for a node that does not run."""
+    folders = node_folders(path)
+    statuses = asyncio.run(_ask(folders))
+    if as_json:
+        shown = {
+            str(folder): status.model_dump(mode="json") if status else None
+            for folder, status in zip(folders, statuses, strict=True)
+        }
+        return [json.dumps(shown)]
+    return [
+        f"{folder.name}: {status.summary() if status else _absent(folder)}"
+        for folder, status in zip(folders, statuses, strict=True)
+    ]
+
+
+def key_line(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return Identity.load_or_create(folder / "key").peer_id
+
+
+async def _ask(folders: list[Path]) -> list[NodeStatus | None]:
+    return await asyncio.gather(*(_ask_one(folder) for folder in folders))
+
+
+async def _ask_one(folder: Path) -> NodeStatus | None:
+    port = announced_port(folder)
+    if port is None:
+        return None
+    try:
+        return await fetch_status(port, STATUS_DEADLINE)
+    except UnreachableError:
+        return None
+
+
+def _absent(folder: Path) -> str:
+    try:
+        last = NodeStatus.model_validate_json((folder / "status.json").read_bytes())
+    except (OSError, ValidationError):
+        return "does not run; start it with `murmur join`"
+    return f"does not run; when it ended: {last.round_of_target()}, step {last.step}, {last.phase}"

@@ -1,0 +1,68 @@
+"""The directory as a participant sees it: who trains, who stands where, and who may be asked."""
+
+import random
+
+from protocol.chain import Chain, Head
+from protocol.directory import Event, Joined, Left
+from protocol.gossip import Directory
+from protocol.identity import PeerId
+from protocol.murmur_pb2 import PeerRecord
+from protocol.round_events import Live
+from protocol.statements import Digest
+
+
+class Members:
+    """`has_contacts`: whether somebody was named whom we can ask for the run."""
+
+    def __init__(self, directory: Directory, chain: Chain, has_contacts: bool, rng: random.Random) -> None:
+        self._directory, self._chain, self.has_contacts, self._rng = directory, chain, has_contacts, rng
+        self._departed: set[PeerId] = set()
+        directory.subscribe(self._note)
+
+    def records(self) -> dict[PeerId, PeerRecord]:
+        """Of all live peers but ourselves, in random order: nobody is asked first by everybody."""
+        others = [(peer, record) for peer, record in self._directory.live().items() if peer != self._directory.peer_id]
+        self._rng.shuffle(others)
+        return dict(others)
+
+    def others(self) -> int:
+        return len(self.records())
+
+    def live_trainers(self) -> list[PeerId]:
+        return [peer for peer, record in self._directory.live().items() if record.role == "trainer"]
+
+    def trainers(self) -> int:
+        return len(self.live_trainers())
+
+    def at_this_round(self) -> Live:
+        """Who takes part in the round that follows our head: those who stand there, and those about to arrive."""
+        last = self._chain.since(max(0, self._chain.round - 1)) or ()
+        near = {self._chain.digest, *(commit.body.base for commit in last)}
+        live = self._directory.live()
+        peers = {peer for peer, record in live.items() if record.role == "trainer" and record.digest in near}
+        return Live(frozenset(peers | {self._directory.peer_id}), frozenset(self._departed))
+
+    def evaluates(self, number: int) -> bool:
+        """Whether it is our turn to measure the anchor of that round: the trainers take turns."""
+        trainers = sorted(self.live_trainers())
+        return bool(trainers) and trainers[number % len(trainers)] == self._directory.peer_id
+
+    def holders(self, head: Head, other_than: Digest) -> list[PeerId]:
+        """Who stands at `head` with another state."""
+        return [
+            peer
+            for peer, record in self.records().items()
+            if record.digest == head.digest and record.state_digest not in (b"", other_than)
+        ]
+
+    def announce_head(self, head: Head, state: Digest) -> None:
+        self._directory.publish(
+            urgent=True, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state
+        )
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Joined):
+            self._departed.discard(event.peer)
+        elif isinstance(event, Left) and event.reason == "left":
+            self._departed.add(event.peer)
+

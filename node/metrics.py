@@ -1,0 +1,174 @@
+"""Numbers for machines, on loopback only: /metrics (Prometheus or OpenMetrics text), /healthz and /status (JSON).
+
+What the status already says is read from it at the moment of the scrape, so the two can never disagree;
+`Metrics` keeps only what the status does not hold.
+"""
+
+import asyncio
+import collections
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Literal
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from node.status import NodeStatus
+from protocol.errors import UsageError
+
+Outcome = Literal["included", "excluded", "missed", "failed"]
+STOP_DEADLINE = 3.0
+
+
+class Metrics(Collector):
+    """Counters of one node. Labels are words of our own code, never a peer's: their number stays small."""
+
+    def __init__(self) -> None:
+        self.rounds: collections.Counter[str] = collections.Counter()
+        self.refusals: collections.Counter[str] = collections.Counter()
+        self.blobs = 0
+        self.blob_bytes = 0
+        self._status: Callable[[], NodeStatus] | None = None
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def watch(self, status: Callable[[], NodeStatus]) -> None:
+        """From now on the status is read at each scrape."""
+        self._status = status
+
+    def round_ended(self, outcome: Outcome) -> None:
+        """`missed`: a round was committed without an offer of ours; `failed`: it was given up by all."""
+        self.rounds[outcome] += 1
+
+    def refused(self, reason: str) -> None:
+        """Something of a peer was refused or timed out; `reason` is a fixed short word such as `forged`."""
+        self.refusals[reason] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        yield _labelled("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
+        yield _labelled("murmur_refusals", "What peers sent and was refused, or timed out", "reason", self.refusals)
+        yield GaugeMetricFamily("murmur_blobs", "Blobs held", value=self.blobs)
+        yield GaugeMetricFamily("murmur_blob_bytes", "Bytes of blobs held", value=self.blob_bytes)
+        if self._status is not None:
+            yield from _of_status(self._status())
+
+
+def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _of_status(status: NodeStatus) -> Iterator[Metric]:
+    about = {"peer": status.peer_id, "run": status.run, "run_id": status.run_id, "name": status.name}
+    yield InfoMetricFamily("murmur_node", "Who this is", value=about)
+    yield CounterMetricFamily("murmur_tokens", "Tokens this node trained on", value=status.tokens)
+    yield CounterMetricFamily("murmur_trainer_restarts", "Deaths of the trainer", value=status.trainer_restarts)
+    yield _labelled("murmur_seconds", "Seconds by activity", "activity", status.seconds)
+    yield _bytes_moved(status)
+    gauges: tuple[tuple[str, str, float | None], ...] = (
+        ("murmur_loss", "Recent training loss, nats a token", status.loss),
+        ("murmur_validation_loss", "Loss on held-out text, nats a token", status.validation_loss),
+        ("murmur_round", "Rounds committed and applied", status.round),
+        ("murmur_step", "Inner steps taken", status.step),
+        ("murmur_chain_tokens", "Tokens of all peers in all committed rounds", status.chain_tokens),
+        ("murmur_tokens_per_second", "Speed of this node", status.tokens_per_second),
+        ("murmur_peers_known", "Live peers, this one included", status.peers),
+        ("murmur_start_time_seconds", "Start of this process since the epoch", status.since),
+    )
+    for name, text, value in gauges:
+        if value is not None:
+            yield GaugeMetricFamily(name, text, value=value)
+
+
+def _bytes_moved(status: NodeStatus) -> CounterMetricFamily:
+    family = CounterMetricFamily("murmur_bytes", "Bytes between peers", labels=["direction", "kind"])
+    for direction, total, kinds in (
+        ("sent", status.bytes_sent, status.bytes_sent_by_kind),
+        ("received", status.bytes_received, status.bytes_received_by_kind),
+    ):
+        for kind, count in kinds.items():
+            family.add_metric([direction, kind], count)
+        # The sum over kinds is the total, whatever is not attributed to a kind.
+        family.add_metric([direction, "other"], max(0, total - sum(kinds.values())))
+    return family
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the daemon."""
+        yield
+
+
+@contextlib.asynccontextmanager
+async def metrics_server(port: int, metrics: Metrics, status: Callable[[], NodeStatus]) -> AsyncIterator[int]:
+    """Serve on 127.0.0.1 in the running loop; yields the port (a free one for 0). UsageError if it is taken."""
+    metrics.watch(status)
+    listener = _listen(port)
+    config = uvicorn.Config(
+        _application(metrics, status),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        limit_concurrency=32,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=1,
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="metrics server")
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await _finish(serving)
+        listener.close()
+
+
+async def _finish(serving: asyncio.Task[None]) -> None:
+    _, late = await asyncio.wait({serving}, timeout=STOP_DEADLINE)
+    if late:
+        serving.cancel()
+        await asyncio.wait({serving}, timeout=STOP_DEADLINE)
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+        listener.listen(32)
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen on 127.0.0.1:{port}: {error.strerror}; give another --metrics-port") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _application(metrics: Metrics, status: Callable[[], NodeStatus]) -> Starlette:
+    async def scrape(request: Request) -> Response:
+        encoder, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encoder(metrics.registry), headers={"content-type": content_type})
+
+    async def health(_: Request) -> Response:
+        return PlainTextResponse(f"ok {status().phase}\n")
+
+    async def whole(_: Request) -> Response:
+        return Response(status().model_dump_json(), media_type="application/json")
+
+    routes = [Route("/metrics", scrape), Route("/healthz", health), Route("/status", whole)]
+    # A page in a browser must not reach us through a name that it makes point to 127.0.0.1.
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    return Starlette(routes=routes, middleware=[hosts])

@@ -1,0 +1,62 @@
+"""Initial weights that come out bit-equal on every machine.
+
+All peers of a run must start from the same anchor, whatever their processor, library build or number of threads, and
+torch's normal generator does not promise that across instruction sets. So: the integers of a Philox stream (whose
+values NumPy keeps fixed), one stream a parameter, four 16-bit uniforms added up exactly, and one fp32 multiplication.
+The sum of four uniforms (Irwin-Hall) is a bell of bounded width: it ends at 3.46 standard deviations.
+
+Matrices have standard deviation 0.02; those that write into the residual stream 0.02 / sqrt(2 layers), as in GPT-2,
+so that the stream's variance at the start does not grow with depth. Gains of the norms are 1.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from node.model.shapes import shape_table
+from protocol.manifest import Model
+
+STANDARD_DEVIATION = 0.02
+CHUNK = 2**20  # elements drawn at a time: bounds the working memory to a few 8 MiB arrays
+
+SUM_MEAN = 4 * 65535 // 2
+SUM_DEVIATION = math.sqrt(4 * (65536**2 - 1) / 12)
+
+
+def initial_weights(config: Model, seed: int) -> Tensor:
+    """The weights of round 0: a flat fp32 vector (numel,) on the CPU, a function of the shapes and the seed alone."""
+    table = shape_table(config)
+    flat = torch.ones(table.numel)
+    for name, view in table.views(flat).items():
+        if view.ndim == 2:
+            _fill_bell(view.view(-1), _deviation(name, config.layers), _key(seed, name))
+    return flat
+
+
+def _deviation(name: str, layers: int) -> float:
+    writes_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return STANDARD_DEVIATION / math.sqrt(2 * layers) if writes_to_stream else STANDARD_DEVIATION
+
+
+def _key(seed: int, name: str) -> int:
+    """128 bits for one parameter's stream, so that a parameter's values do not depend on what else the model has."""
+    return int.from_bytes(hashlib.sha256(f"murmur initial 1 {seed} {name}".encode()).digest()[:16], "big")
+
+
+def _fill_bell(out: Tensor, deviation: float, key: int) -> None:
+    stream = np.random.Philox(key=key)
+    scale = np.float32(deviation / SUM_DEVIATION)
+    for start in range(0, out.numel(), CHUNK):
+        chunk = out[start : start + CHUNK]
+        chunk.copy_(torch.from_numpy(_sums(stream, chunk.numel()).astype(np.float32) * scale))
+
+
+def _sums(stream: np.random.Philox, count: int) -> npt.NDArray[np.int64]:
+    """Sums of four 16-bit uniforms less their mean: exact in fp32 (under 2**18), in any order."""
+    raw: npt.NDArray[np.uint64] = np.asarray(stream.random_raw(count), dtype=np.uint64)
+    total = sum(((raw >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64) for shift in (0, 16, 32, 48))
+    return np.asarray(total - SUM_MEAN, dtype=np.int64)

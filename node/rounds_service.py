@@ -1,0 +1,71 @@
+"""The Rounds service of a node, and its calls to others."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import grpc
+
+from node.rounds import RoundDriver
+from protocol.blobs import Blob
+from protocol.chain import Chain
+from protocol.errors import LimitError, PeerFault, StaleError
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
+from protocol.murmur_pb2_grpc import RoundsServicer, RoundsStub
+from protocol.transport import caller
+
+MAX_STATEMENTS = 64  # of one call
+MAX_REPLY_BYTES = 512 * 1024  # of commits in one answer
+Channels = Callable[[PeerId], grpc.aio.Channel]
+
+
+class RoundsService(RoundsServicer):
+    def __init__(self, run_id: RunId, driver: RoundDriver, chain: Chain, state: Callable[[], Blob]) -> None:
+        self._run_id, self._driver, self._chain, self._state = run_id, driver, chain, state
+
+    async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
+        peer = await self._admit(request, context, len(request.statements))
+        return DeliverReply(statements=self._driver.take(peer, request.statements))
+
+    async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
+        await self._admit(request, context, 0)
+        commits = self._chain.since(request.after_round) or ()
+        return ChainReply(
+            commits=_fitting([commit.signed for commit in commits]),
+            round=self._chain.round,
+            digest=self._chain.digest,
+            chain_tokens=self._chain.tokens,
+            state=self._state().to_wire(),
+        )
+
+    async def _admit(self, request: DeliverRequest | ChainRequest, context: Any, statements: int) -> PeerId:
+        try:
+            peer = caller(context)
+            if request.run.hex() != self._run_id:
+                raise StaleError(f"{peer} asks about another run")
+            if statements > MAX_STATEMENTS:
+                raise LimitError(f"{peer} delivers {statements} statements at once")
+        except PeerFault as fault:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
+        return peer
+
+
+async def deliver(
+    run_id: RunId, channel: Channels, peer: PeerId, statements: Sequence[Signed], seconds: float
+) -> Iterable[Signed]:
+    """Bring statements to a peer; returns what it thinks we lack. Raises grpc.aio.AioRpcError."""
+    request = DeliverRequest(run=bytes.fromhex(run_id), statements=statements)
+    reply: DeliverReply = await RoundsStub(channel(peer)).Deliver(request, timeout=seconds)
+    return list(reply.statements)[:MAX_STATEMENTS]
+
+
+def _fitting(commits: list[Signed]) -> list[Signed]:
+    """As many of the oldest as one message may carry; a peer that needs more asks again."""
+    total, kept = 0, []
+    for signed in commits:
+        total += signed.ByteSize()
+        if total > MAX_REPLY_BYTES:
+            break
+        kept.append(signed)
+    return kept

@@ -1,0 +1,130 @@
+"""What a node is doing: the object it serves at /status, the line a person reads, and how to ask for it."""
+
+import asyncio
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from protocol.errors import UnreachableError
+
+Phase = Literal[
+    "starting", "joining", "waiting for peers", "training", "exchanging", "catching up", "leaving", "done"
+]
+MAX_STATUS_BYTES = 1 << 20
+RECENT_ROUNDS = 2  # a contribution counts as current while at most this many rounds have been committed since
+
+
+class NodeStatus(BaseModel):
+    """One node at one moment. Bytes and seconds count from `since`: the start of this process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    peer_id: str
+    run: str
+    run_id: str
+    name: str = ""
+    phase: Phase = "starting"
+    reason: str = Field(default="", description="one line: why the node waits, or why its work was left out")
+    round: int = Field(default=0, description="rounds committed and applied")
+    target_rounds: int | None = None
+    target_tokens: int | None = None
+    step: int = Field(default=0, description="inner steps taken")
+    tokens: int = Field(default=0, description="tokens this peer trained on")
+    chain_tokens: int = Field(default=0, description="tokens of all peers in all committed rounds")
+    loss: float | None = Field(default=None, description="recent training loss, nats a token")
+    validation_loss: float | None = None
+    validation_round: int | None = None
+    tokens_per_second: float = 0.0
+    digest: str = Field(default="", description="chained anchor digest, hexadecimal")
+    state_digest: str = Field(default="", description="hash of anchor and outer state, hexadecimal")
+    peers: int = Field(default=0, description="live peers, this one included")
+    contributions_included: int = 0
+    contributions_excluded: int = 0
+    last_included_round: int | None = Field(default=None, description="number of the round, the first is 0")
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    bytes_sent_by_kind: dict[str, int] = {}
+    bytes_received_by_kind: dict[str, int] = {}
+    seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
+    trainer_restarts: int = 0
+    addresses: tuple[str, ...] = ()
+    since: float = Field(default=0.0, description="start of this process, seconds since the epoch")
+
+    @property
+    def done(self) -> bool:
+        return self.phase == "done"
+
+    def contributing(self) -> str:
+        """`yes`, or `no: ` and the reason."""
+        if self.done:
+            return "no: the run has reached its target"
+        if self.phase in ("starting", "joining", "waiting for peers", "leaving"):
+            return f"no: {self.reason or self.phase}"
+        if self.last_included_round is None:
+            return f"no: {self.reason or 'no round has taken a contribution of this node yet'}"
+        missed = self.round - 1 - self.last_included_round
+        if missed >= RECENT_ROUNDS:
+            return f"no: {self.reason or f'left out of the last {missed} rounds'}"
+        return "yes"
+
+    def summary(self) -> str:
+        """One line for a person."""
+        offered = self.contributions_included + self.contributions_excluded
+        return " · ".join(
+            (
+                self.round_of_target(),
+                f"step {self.step}",
+                f"{short_count(self.tokens_per_second)} tok/s",
+                f"sent {short_bytes(self.bytes_sent)}",
+                f"included {self.contributions_included}/{offered}",
+                f"contributing: {self.contributing()}",
+            )
+        )
+
+    def round_of_target(self) -> str:
+        return f"round {self.round}" + (f"/{self.target_rounds}" if self.target_rounds else "")
+
+
+def short_count(number: float) -> str:
+    """9100 -> 9.1k"""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def short_bytes(number: float) -> str:
+    """4200000 -> 4.2 MB (powers of ten, as links are measured)"""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(number) >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} B"
+
+
+async def fetch_status(port: int, deadline: float) -> NodeStatus:
+    """Ask the node whose metrics port on loopback is `port`; UnreachableError after `deadline` seconds."""
+    try:
+        async with asyncio.timeout(deadline):
+            body = await _get(port, "/status")
+    except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+        raise UnreachableError(f"no node answers on 127.0.0.1:{port}; start it with `murmur join`") from error
+    try:
+        return NodeStatus.model_validate_json(body)
+    except ValidationError as error:
+        raise UnreachableError(f"127.0.0.1:{port} is not a node of this version; start the node again") from error
+
+
+async def _get(port: int, path: str) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=MAX_STATUS_BYTES)
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+        await writer.drain()
+        response = bytearray()
+        while len(response) <= MAX_STATUS_BYTES and (chunk := await reader.read(1 << 16)):
+            response += chunk
+    finally:
+        writer.close()
+    head, _, body = bytes(response).partition(b"\r\n\r\n")
+    if b" 200 " not in head.partition(b"\r\n")[0] + b" ":
+        return b""
+    return body

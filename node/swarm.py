@@ -1,0 +1,99 @@
+"""PURE: what `murmur up` sees of its peers at one moment, and how far the run is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from node.status import NodeStatus
+
+State = Literal["starting", "running", "lost", "ended"]
+
+
+@dataclass(frozen=True)
+class PeerView:
+    """One peer process. `status` is the last it told in its present life."""
+
+    name: str
+    state: State
+    status: NodeStatus | None
+
+    @property
+    def word(self) -> str:
+        return self.status.phase if self.state == "running" and self.status else self.state
+
+    @property
+    def round(self) -> int:
+        return self.status.round if self.status else 0
+
+
+@dataclass(frozen=True)
+class SwarmView:
+    """All peers of this machine. `elapsed` in seconds since the start of the swarm."""
+
+    run: str
+    target_rounds: int | None
+    target_tokens: int | None
+    elapsed: float
+    peers: tuple[PeerView, ...]
+
+    @property
+    def present(self) -> tuple[PeerView, ...]:
+        return tuple(peer for peer in self.peers if peer.state == "running")
+
+    @property
+    def round(self) -> int:
+        return max((peer.round for peer in self.peers), default=0)
+
+    @property
+    def tokens(self) -> int:
+        return max((peer.status.chain_tokens for peer in self.peers if peer.status), default=0)
+
+    @property
+    def progress(self) -> float:
+        """0 to 1: the nearer of the two targets."""
+        rounds = self.round / self.target_rounds if self.target_rounds else 0.0
+        tokens = self.tokens / self.target_tokens if self.target_tokens else 0.0
+        return min(1.0, max(rounds, tokens))
+
+
+class Remaining:
+    """Estimates the seconds left from the pace since the first progress seen (a resumed run starts half-way)."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, float] | None = None
+
+    def estimate(self, view: SwarmView) -> float | None:
+        if not view.progress:
+            return None
+        if self._first is None:
+            self._first = (view.elapsed, view.progress)
+        seconds, gained = view.elapsed - self._first[0], view.progress - self._first[1]
+        return seconds * (1 - view.progress) / gained if gained > 0 else None
+
+
+@dataclass
+class Ledger:
+    """What one peer has done over all its lives in this swarm: the last status of each, by its start time."""
+
+    lives: dict[float, NodeStatus]
+
+    def note(self, status: NodeStatus) -> None:
+        self.lives[status.since] = status
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(status.bytes_sent for status in self.lives.values())
+
+    def seconds(self) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for status in self.lives.values():
+            for activity, seconds in status.seconds.items():
+                total[activity] = total.get(activity, 0.0) + seconds
+        return total
+
+
+def compute_share(ledgers: Sequence[Ledger]) -> float | None:
+    """Seconds of computing over all seconds that the trainers accounted for."""
+    sums = [ledger.seconds() for ledger in ledgers]
+    whole = sum(sum(seconds.values()) for seconds in sums)
+    return sum(seconds.get("compute", 0.0) for seconds in sums) / whole if whole else None

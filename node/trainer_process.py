@@ -1,0 +1,231 @@
+"""The daemon's side of the trainer: spawn it, listen to it, start it again when it dies.
+
+A trainer that dies comes back from the arena, after a growing pause. It is given up, with its last words, when it
+says Failed itself or has died MAX_DEATHS times in a row without making progress.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from node.arena import Arena
+from node.channel import ChannelClosed, Config, DaemonEnd, Failed, FromTrainer, Message, Progress, Stop, ToTrainer
+from protocol import errors
+from protocol.errors import MalformedError, MurmurError
+
+logger = logging.getLogger(__name__)
+MAX_DEATHS = 5
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+STOP_SECONDS = 20.0
+QUEUE_MESSAGES = 256
+LAST_WORDS_LINES = 20
+LINE_BYTES = 2000
+
+
+class TrainerProcess:
+    """A trainer that is kept alive. `config` is asked at every start, so it may name the round of that moment.
+
+    The consumer of `messages` sends Adopt again after each Ready that is behind: what was sent to a trainer that
+    died is lost.
+    """
+
+    def __init__(self, arena: Arena, config: Callable[[], Config]) -> None:
+        self._arena = arena
+        self._config = config
+        self._queue: asyncio.Queue[FromTrainer | None] = asyncio.Queue(QUEUE_MESSAGES)
+        self._last_words: deque[str] = deque(maxlen=LAST_WORDS_LINES)
+        self._life: _Life | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._deaths_in_a_row = 0
+        self._stopping = False
+        self._failure: MurmurError | None = None
+        self.deaths = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return self._life.process.pid if self._life and self._life.process.returncode is None else None
+
+    async def start(self) -> None:
+        """Spawn it; returns once it has been given its config. Ready comes through `messages`."""
+        self._life = await self._spawn()
+        self._supervisor = asyncio.create_task(self._supervise(self._life), name="trainer")
+
+    async def messages(self) -> AsyncIterator[FromTrainer]:
+        """All that the trainer says, over its restarts. Ends after `stop`; raises MurmurError when it is given up."""
+        while (message := await self._queue.get()) is not None:
+            yield message
+        if self._failure is not None:
+            raise self._failure
+
+    async def send(self, message: ToTrainer) -> bool:
+        """False when there is no trainer to hear it right now."""
+        if self._life is None:
+            return False
+        try:
+            await self._life.channel.send(message)
+        except ChannelClosed as closed:
+            logger.info("the trainer did not hear %s: %s", message.kind, closed)
+            return False
+        return True
+
+    async def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
+        """Have it write a last snapshot and end; kill it after `timeout_seconds`. Leaves nothing. May be repeated."""
+        self._stopping = True
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self.send(Stop())
+                await self._ended()
+        except TimeoutError:
+            logger.warning("the trainer did not stop within %.0f s; killing it", timeout_seconds)
+        finally:
+            await self._end()
+
+    async def _ended(self) -> None:
+        # The consumer may be gone: make room, or a trainer full of words never reaches its end.
+        while self._supervisor is not None and not self._supervisor.done():
+            self._drain()
+            await asyncio.wait([self._supervisor], timeout=0.05)
+
+    async def _end(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+        if self._life is not None:
+            self._life.kill()
+            await self._bury(self._life)
+        self._drain()
+        self._queue.put_nowait(None)
+
+    def _drain(self) -> None:
+        while not self._queue.empty():
+            self._queue.get_nowait()
+
+    async def _supervise(self, life: "_Life") -> None:
+        try:
+            while True:
+                await self._listen(life)
+                code = await self._bury(life)
+                if self._stopping:
+                    break
+                self._count_death(code)
+                await asyncio.sleep(self._pause())
+                if self._stopping:
+                    break
+                self._life = life = await self._spawn()
+        except MurmurError as error:
+            self._failure = error
+            await self._bury(life)
+        except OSError as error:
+            self._failure = MurmurError(f"the trainer cannot be started: {error}; free memory or processes")
+        await self._queue.put(None)
+
+    async def _listen(self, life: "_Life") -> None:
+        """Until it dies; raises the error that it failed with."""
+        while True:
+            try:
+                message = await life.channel.receive()
+            except ChannelClosed:
+                return
+            except MalformedError as error:
+                logger.error("the trainer sent something that is no message, killing it: %s", error)
+                life.kill()
+                return
+            if isinstance(message, Failed):
+                raise _error_of(message)
+            if isinstance(message, Progress | Message):
+                self._deaths_in_a_row = 0
+            await self._queue.put(message)
+
+    def _count_death(self, code: int) -> None:
+        self.deaths += 1
+        self._deaths_in_a_row += 1
+        words = self._last_words[-1] if self._last_words else "no last words"
+        logger.warning("the trainer died (%s), death %d: %s", _cause(code), self.deaths, words)
+        if self._deaths_in_a_row >= MAX_DEATHS:
+            raise errors.DeviceError(
+                f"the trainer died {MAX_DEATHS} times in a row ({_cause(code)}), last: {words}; see the log"
+            )
+
+    def _pause(self) -> float:
+        return float(min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 4 ** (self._deaths_in_a_row - 1)))
+
+    async def _spawn(self) -> "_Life":
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "node.trainer"),
+                *(str(theirs.fileno()), str(self._arena.fd), str(os.getpid())),
+                pass_fds=(theirs.fileno(), self._arena.fd),
+                stdin=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                process_group=0,  # a terminal's Ctrl-C is for the daemon
+            )
+        self._last_words.clear()
+        hearing = asyncio.create_task(self._hear(process), name="stderr of the trainer")
+        life = _Life(process, await DaemonEnd.open(ours), hearing)
+        with contextlib.suppress(ChannelClosed):  # dead already: listening will tell
+            await life.channel.send(self._config())
+        return life
+
+    async def _hear(self, process: asyncio.subprocess.Process) -> None:
+        """Pass the trainer's standard error on to the log, line by line, long lines cut."""
+        assert process.stderr is not None
+        rest = b""
+        while data := await process.stderr.read(LINE_BYTES):
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[:LINE_BYTES]
+            for line in lines:
+                self._note(line)
+        self._note(rest)
+
+    def _note(self, line: bytes) -> None:
+        text = line[:LINE_BYTES].decode(errors="replace").strip()
+        if text:
+            self._last_words.append(text)
+            logger.info("trainer: %s", text)
+
+    async def _bury(self, life: "_Life") -> int:
+        """Its end of the channel is closed or it is to go: see that nothing of it is left; returns its exit code."""
+        await life.channel.close()
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                code = await life.process.wait()
+        except TimeoutError:
+            logger.warning("the trainer closed its channel but lives on; killing it")
+            life.kill()
+            code = await life.process.wait()
+        await life.hearing
+        self._life = None
+        return code
+
+
+@dataclass(frozen=True)
+class _Life:
+    """One run of the process."""
+
+    process: asyncio.subprocess.Process
+    channel: DaemonEnd
+    hearing: asyncio.Task[None]
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+
+
+def _cause(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _error_of(failed: Failed) -> MurmurError:
+    """The error that the trainer raised, by its exit code."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MurmurError)]
+    kind = next((kind for kind in kinds if kind.exit_code == failed.exit_code), MurmurError)
+    return kind(failed.reason)

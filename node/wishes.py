@@ -1,0 +1,37 @@
+"""The blobs that are wanted now and who may have them; sources may change while a fetch is under way."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from protocol.blob_fetch import Fetcher
+from protocol.blobs import Blob
+from protocol.identity import PeerId
+from protocol.statements import Digest
+
+
+class Wishes:
+    """`everyone` is asked for peers that may have a blob besides those named."""
+
+    def __init__(self, fetcher: Fetcher, everyone: Callable[[], Iterable[PeerId]]) -> None:
+        self._fetcher = fetcher
+        self._everyone = everyone
+        self._sources: dict[Digest, tuple[PeerId, ...]] = {}
+
+    def want(self, blob: Blob, sources: Sequence[PeerId]) -> bool:
+        """Whether this is a new wish; otherwise only its sources are renewed."""
+        known = blob.digest in self._sources
+        self._sources[blob.digest] = tuple(sources)
+        return not known
+
+    async def get(self, blob: Blob, deadline: float) -> None:
+        """The blob is in the store when this returns; errors are those of Fetcher.fetch."""
+        try:
+            await self._fetcher.fetch(blob, lambda: self._among(blob.digest), deadline)
+        finally:
+            self._sources.pop(blob.digest, None)
+
+    async def get_from_anyone(self, blob: Blob, deadline: float) -> None:
+        self.want(blob, tuple(self._everyone()))
+        await self.get(blob, deadline)
+
+    def _among(self, digest: Digest) -> tuple[PeerId, ...]:
+        return self._sources.get(digest) or tuple(self._everyone())

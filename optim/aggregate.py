@@ -1,0 +1,104 @@
+"""From the members' messages to one pseudo-gradient.
+
+Messages are summed in the order in which they are given, in fp32, and divided once: every peer gets the same bits.
+"""
+
+import math
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass as plain_dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic.dataclasses import dataclass
+
+from optim.codecs.codec import Codec, Payload
+from optim.errors import OptimError
+from optim.parts import STRICT
+from optim.vectors import Floats, Vector, slabs
+
+
+@plain_dataclass(frozen=True)
+class Message:
+    """One member's payload with its weight; decoded on demand, so that one dense message at a time is in memory."""
+
+    codec: Codec
+    payload: Payload
+    numel: int
+    weight: float
+
+    def read(self) -> Vector:
+        return self.codec.read(self.payload, self.numel)
+
+
+class Aggregate(ABC):
+    """Messages of one length, in the agreed order, to one vector."""
+
+    @abstractmethod
+    def combine(self, messages: Sequence[Message]) -> Floats:
+        """CodecError if a payload is malformed, OptimError if no message has a weight."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class _Weighted(Aggregate):
+    """`weights`: by the tokens each member trained on, or all alike. `clip`: no message counts with a norm above the
+    median of all norms (of the part at hand, where messages are reduced in parts)."""
+
+    weights: Literal["tokens", "equal"] = "tokens"
+    clip: bool = False
+
+    def _weigh(self, messages: Sequence[Message]) -> list[float]:
+        weights = [message.weight if self.weights == "tokens" else float(message.weight > 0) for message in messages]
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+            raise OptimError("weights must be finite and not negative, and one of them above zero")
+        return weights
+
+    def _shrink(self, messages: Sequence[Message], weights: Sequence[float]) -> list[float]:
+        """The factor of each message: 1, or what brings its norm down to the median of those that count."""
+        if not self.clip:
+            return [1.0] * len(messages)
+        norms = [message.read().norm() for message in messages]
+        median = statistics.median(norm for norm, weight in zip(norms, weights, strict=True) if weight)
+        return [min(1.0, median / norm) if norm else 1.0 for norm in norms]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Mean(_Weighted):
+    """sum_i w_i x_i / sum_i w_i over all members of the round."""
+
+    kind: ClassVar[str] = "mean"
+
+    def combine(self, messages: Sequence[Message]) -> Floats:
+        weights = self._weigh(messages)
+        total = np.zeros(messages[0].numel, np.float32)
+        for message, weight, factor in zip(messages, weights, self._shrink(messages, weights), strict=True):
+            message.read().add_to(total, weight * factor)
+        return _divide(total, np.float32(math.fsum(weights)))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SenderMean(_Weighted):
+    """As `Mean`, but each coordinate is divided by the weight of those members that sent something for it.
+
+    This is what the public codes of arXiv 2508.15706 do where its text has the mean over all members; with sparse
+    messages it moves several times farther, so learning rates do not carry over from one rule to the other.
+    """
+
+    kind: ClassVar[str] = "sender-mean"
+
+    def combine(self, messages: Sequence[Message]) -> Floats:
+        weights = self._weigh(messages)
+        total, present = np.zeros((2, messages[0].numel), np.float32)
+        for message, weight, factor in zip(messages, weights, self._shrink(messages, weights), strict=True):
+            vector = message.read()
+            vector.add_to(total, weight * factor)
+            vector.add_presence_to(present, weight)
+        present[present == 0] = 1
+        return _divide(total, present)
+
+
+def _divide(total: Floats, divisor: Floats | np.float32) -> Floats:
+    for part in slabs(total.size):
+        total[part] /= divisor[part] if isinstance(divisor, np.ndarray) else divisor
+    return total

@@ -1,0 +1,108 @@
+"""What every codec offers: values to bytes, and untrusted bytes back to a vector.
+
+A payload starts with the codec's number and the version of its format. Its length, counts and contents are checked
+against what this peer expects (`numel` is ours, never the wire's) before anything of that size is allocated.
+"""
+
+import struct
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from optim.errors import CodecError
+from optim.vectors import Floats, Vector
+
+Payload = bytes | memoryview
+SAMPLE = 1 << 20  # values that are enough to tell a codec's rate
+
+
+class Codec(ABC):
+    """A wire format. `alignment`: parts of a vector that are encoded apart start at multiples of it."""
+
+    number: ClassVar[int]
+    version: ClassVar[int]
+
+    @property
+    def alignment(self) -> int:
+        return 1
+
+    def encode(self, values: torch.Tensor) -> bytes:
+        """`values`: flat fp32 on the CPU, not empty. CodecError if one is not finite or beyond the format's range."""
+        return self.write(as_array(values), subtract=False)
+
+    def extract(self, values: torch.Tensor) -> bytes:
+        """As `encode`, and subtract in place what the receiver will decode; `values` is untouched on an error."""
+        return self.write(as_array(values), subtract=True)
+
+    def decode(self, payload: Payload, numel: int) -> torch.Tensor:
+        """Flat fp32 of `numel` values, all finite. CodecError if the payload is malformed or of another length."""
+        return torch.from_numpy(self.read(payload, numel).dense())
+
+    def bits_per_parameter(self, numel: int) -> float:
+        """Measured on the encoded bytes of normally distributed values."""
+        sample = np.random.default_rng(0).standard_normal(min(numel, SAMPLE), np.float32)
+        return 8 * len(self.write(sample, subtract=False)) / sample.size
+
+    @abstractmethod
+    def max_bytes(self, numel: int) -> int:
+        """No payload of `numel` values is longer."""
+
+    @abstractmethod
+    def write(self, values: Floats, subtract: bool) -> bytes:
+        """`encode` or `extract` on an array."""
+
+    @abstractmethod
+    def read(self, payload: Payload, numel: int) -> Vector:
+        """Check everything and decode; CodecError says what is wrong."""
+
+    def head(self) -> bytes:
+        return struct.pack("<BB", self.number, self.version)
+
+    def open(self, payload: Payload, numel: int) -> "Reader":
+        """A reader behind the head, after what can be told from the length and the head alone."""
+        limit = self.max_bytes(numel)
+        if len(payload) > limit:
+            raise CodecError(f"payload of {len(payload)} bytes where {numel} values take at most {limit}")
+        reader = Reader(payload)
+        number, version = reader.take("u1", 2).tolist()
+        if (number, version) != (self.number, self.version):
+            raise CodecError(f"codec {number} version {version} where {self.number} version {self.version} was agreed")
+        return reader
+
+
+class Reader:
+    """Takes arrays off the front of a payload; never past its end."""
+
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+        self._position = 0
+
+    @property
+    def remaining(self) -> int:
+        return len(self._payload) - self._position
+
+    def take(self, dtype: str, count: int) -> npt.NDArray[Any]:
+        """`count` little-endian values of `dtype`, not copied."""
+        kind = np.dtype(dtype).newbyteorder("<")
+        if self.remaining < count * kind.itemsize:
+            raise CodecError(f"payload ends {count * kind.itemsize - self.remaining} bytes early")
+        values = np.frombuffer(self._payload, kind, count, self._position)
+        self._position += count * kind.itemsize
+        return values
+
+    def end(self) -> None:
+        if self.remaining:
+            raise CodecError(f"{self.remaining} bytes after the end of the payload")
+
+
+def as_array(values: torch.Tensor) -> Floats:
+    """The tensor's own memory as an array."""
+    if values.dtype != torch.float32 or values.dim() != 1 or values.device.type != "cpu" or not values.is_contiguous():
+        raise ValueError("a codec takes flat contiguous fp32 tensors on the CPU")
+    if not values.numel():
+        raise ValueError("nothing to encode")
+    array: Floats = values.detach().numpy()
+    return array

@@ -1,0 +1,261 @@
+"""The k largest of each chunk, as position, sign and one bit of magnitude (arXiv 2508.15706, with fitted levels).
+
+The vector is cut into chunks; the last may be shorter and keeps the same share, rounded up. The kept magnitudes of a
+chunk are split into small and large where that leaves the least squared error, and each group is sent as its mean: two
+levels a chunk. (The paper's public code has bins of fixed width over a whole tensor; kept values are far from zero, so
+only two of the four bins are ever used.)
+
+Payload: head; model of the gaps (0: uniform positions, 1: a table follows); number of words; table of frequencies;
+levels (exponent, two fp16 a chunk, small before large); lanes; words; plain bits. The plain bits are all signs (1:
+negative), all magnitude bits (1: large) and the low bits of the gaps, in chunk order; the first 16 a lane travel inside
+the lanes (rans.py).
+"""
+
+import struct
+from dataclasses import dataclass as plain_dataclass
+from typing import ClassVar, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from optim.codecs import gaps, rans
+from optim.codecs.codec import Codec, Payload, Reader
+from optim.codecs.scales import read_scales, write_scales
+from optim.codecs.selection import largest
+from optim.errors import CodecError
+from optim.parts import STRICT
+from optim.vectors import SLAB, Floats, SparseVector
+
+UNIFORM, COUNTED = 0, 1  # models of the gaps
+Number = TypeVar("Number", np.float32, np.int64)
+Codes = npt.NDArray[np.uint32]  # index << 2 | negative << 1 | large
+
+
+@plain_dataclass(frozen=True)
+class Layout:
+    """How many values of which chunk are kept. `span`, `keep`: of a full chunk."""
+
+    numel: int
+    span: int
+    keep: int
+
+    @property
+    def full(self) -> int:
+        return self.numel // self.span
+
+    @property
+    def rest(self) -> int:
+        """Values in the short last chunk; 0 if there is none."""
+        return self.numel % self.span
+
+    @property
+    def rest_keep(self) -> int:
+        return -(-self.keep * self.rest // self.span)
+
+    @property
+    def chunks(self) -> int:
+        return self.full + (self.rest > 0)
+
+    @property
+    def kept(self) -> int:
+        return self.full * self.keep + self.rest_keep
+
+    @property
+    def frequencies(self) -> rans.Frequencies:
+        """Of the gaps' classes, were positions uniform."""
+        if self.full:
+            return gaps.uniform_frequencies(self.span, self.keep)
+        return gaps.uniform_frequencies(self.rest, self.rest_keep)
+
+    @property
+    def reach(self) -> int:
+        """All gaps are below it."""
+        return self.span if self.full else self.rest
+
+    def spread(self, per_chunk: npt.NDArray[Number]) -> npt.NDArray[Number]:
+        """Repeat each chunk's entry for each value kept of it."""
+        whole = np.repeat(per_chunk[: self.full], self.keep)
+        return np.concatenate([whole, np.repeat(per_chunk[self.full :], self.rest_keep)]) if self.rest else whole
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ChunkTopK(Codec):
+    kind: ClassVar[str] = "topk"
+    number: ClassVar[int] = 4
+    version: ClassVar[int] = 1
+
+    k: int = Field(default=64, ge=1, le=65_536, description="values kept of each chunk")
+    chunk: int = Field(default=4096, ge=64, le=65_536, description="values of a chunk")
+
+    @model_validator(mode="after")
+    def _keeps_no_more_than_there_is(self) -> Self:
+        if self.k > self.chunk:
+            raise ValueError(f"k must be at most the chunk's {self.chunk} values")
+        return self
+
+    @property
+    def alignment(self) -> int:
+        return self.chunk
+
+    def max_bytes(self, numel: int) -> int:
+        layout = self._layout(numel)
+        table = 2 * len(gaps.class_table(layout.reach)[0])
+        # At most one 16-bit word, 15 low bits, a sign and a magnitude bit a value.
+        return 8 + table + 4 * layout.chunks + 4 * rans.lanes_for(layout.kept) + 5 * layout.kept
+
+    def write(self, values: Floats, subtract: bool) -> bytes:
+        layout = self._layout(values.size)
+        codes, fitted = _select(values, layout)
+        wire, levels = write_scales(fitted.ravel())
+        payload = self.head() + _pack(codes, layout, wire)
+        if subtract:
+            negative, large = codes >> np.uint32(1) & np.uint32(1), codes & np.uint32(1)
+            kept = _vector(layout, codes >> np.uint32(2), negative, large.astype(np.bool_), levels)
+            values[kept.positions] -= kept.values
+        return payload
+
+    def read(self, payload: Payload, numel: int) -> SparseVector:
+        layout = self._layout(numel)
+        return _unpack(self.open(payload, numel), layout)
+
+    def _layout(self, numel: int) -> Layout:
+        return Layout(numel, self.chunk, self.k)
+
+
+def _select(values: Floats, layout: Layout) -> tuple[Codes, Floats]:
+    """The codes of all kept values in chunk order, ascending by index, and (chunks, 2) levels."""
+    codes = np.empty(layout.kept, np.uint32)
+    levels = np.empty((layout.chunks, 2), np.float32)
+    whole = layout.full * layout.span
+    count = max(1, SLAB // layout.span)
+    for first in range(0, layout.full, count):
+        last = min(first + count, layout.full)
+        chunks = values[first * layout.span : last * layout.span].reshape(-1, layout.span)
+        codes[first * layout.keep : last * layout.keep], levels[first:last] = _encode_chunks(chunks, layout.keep)
+    if layout.rest:
+        chunks = values[whole:].reshape(1, -1)
+        codes[layout.full * layout.keep :], levels[-1] = _encode_chunks(chunks, layout.rest_keep)
+    return codes, levels
+
+
+def _encode_chunks(chunks: Floats, keep: int) -> tuple[Codes, Floats]:
+    """(count * keep,) codes and (count, 2) levels of (count, span) values."""
+    indices, magnitudes = largest(chunks, keep)
+    large, levels = _fit(magnitudes)
+    negative = np.signbit(np.take_along_axis(chunks, indices.astype(np.int64), axis=1))
+    flags = negative.astype(np.uint32) << np.uint32(1) | (np.arange(keep) < large[:, None])
+    codes: Codes = indices << np.uint32(2) | flags
+    codes.sort(axis=1)
+    return codes.ravel(), levels
+
+
+def _fit(magnitudes: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+    """How many of each row's descending magnitudes are large, and the mean of the others and of those.
+
+    The split into two groups with the least sum of squared errors is the one with the largest sum_g (sum of g)^2 / |g|.
+    """
+    rows, keep = magnitudes.shape
+    sums = np.cumsum(magnitudes, axis=1, dtype=np.float64)
+    total = sums[:, -1:]
+    sizes = np.arange(1, keep + 1)
+    explained = sums**2 / sizes + (total - sums) ** 2 / np.maximum(keep - sizes, 1)
+    large = explained.argmax(axis=1) + 1
+    above = sums[np.arange(rows), large - 1]
+    below = (total[:, 0] - above) / np.maximum(keep - large, 1)
+    return large, np.stack([np.maximum(below, 0), above / large], axis=1).astype(np.float32)
+
+
+def _pack(codes: Codes, layout: Layout, levels: bytes) -> bytes:
+    distances = _gaps(codes >> np.uint32(2), layout)
+    classes = gaps.class_of(distances)
+    model, frequencies, table = _choose_model(classes, layout)
+    flags = [(codes >> 1 & 1).astype(np.uint8), (codes & 1).astype(np.uint8)]
+    plain = np.packbits(np.concatenate([*flags, gaps.plain_bits(distances, classes, layout.reach)])).tobytes()
+    carried = 2 * rans.lanes_for(layout.kept)
+    plain = plain.ljust(carried, b"\0")
+    lanes, words = rans.encode(classes, frequencies, np.frombuffer(plain[:carried], "<u2"))
+    head = struct.pack("<BI", model, words.size)
+    body = (lanes.astype("<u4").tobytes(), words.astype("<u2").tobytes(), plain[carried:])
+    return b"".join((head, table, levels, *body))
+
+
+def _unpack(reader: Reader, layout: Layout) -> SparseVector:
+    model, word_count = struct.unpack("<BI", reader.take("u1", 5).tobytes())
+    if model not in (UNIFORM, COUNTED):
+        raise CodecError(f"model {model} of the gaps is not known")
+    frequencies = _read_frequencies(reader, layout) if model == COUNTED else layout.frequencies
+    levels = read_scales(reader, 2 * layout.chunks)
+    if (levels[0::2] > levels[1::2]).any():
+        raise CodecError("a small level is above the large one")
+    lanes = reader.take("u4", rans.lanes_for(layout.kept))
+    words = reader.take("u2", word_count)
+    classes, carried = rans.decode(layout.kept, frequencies, lanes, words)
+    flag_count = 2 * layout.kept
+    packed = _read_plain(reader, carried, flag_count + gaps.count_plain_bits(classes, layout.reach))
+    indices = _indices(gaps.from_classes(classes, packed, flag_count, layout.reach), layout)
+    negative, large = np.unpackbits(packed, count=flag_count).reshape(2, -1)
+    return _vector(layout, indices, negative, large.astype(np.bool_), levels)
+
+
+def _choose_model(classes: rans.Symbols, layout: Layout) -> tuple[int, rans.Frequencies, bytes]:
+    """Counted frequencies where they save more than their table costs."""
+    counts = np.bincount(classes, minlength=len(gaps.class_table(layout.reach)[0]))
+    uniform, counted = layout.frequencies, rans.normalized(counts)
+    occurring = counts > 0
+    if (uniform[occurring] > 0).all():
+        saved = (counts[occurring] * np.log2(counted[occurring] / uniform[occurring])).sum()
+        if saved <= 16 * counts.size:
+            return UNIFORM, uniform, b""
+    return COUNTED, counted, counted.astype("<u2").tobytes()
+
+
+def _read_frequencies(reader: Reader, layout: Layout) -> rans.Frequencies:
+    frequencies = reader.take("u2", len(gaps.class_table(layout.reach)[0])).astype(np.uint32)
+    gaps.check_frequencies(frequencies)
+    return frequencies
+
+
+def _read_plain(reader: Reader, carried: rans.Words, count: int) -> npt.NDArray[np.uint8]:
+    """The bytes of `count` plain bits: those in the lanes first, then all that is left of the payload."""
+    length = -(-count // 8)
+    missing = max(0, length - 2 * carried.size)
+    joined = carried.astype("<u2").tobytes() + reader.take("u1", missing).tobytes()
+    reader.end()
+    packed = np.frombuffer(joined, np.uint8)
+    if packed[length:].any() or packed[length - 1] & (1 << (8 * length - count)) - 1:
+        raise CodecError("padding is not zero")
+    return packed[:length]
+
+
+def _gaps(indices: npt.NDArray[np.uint32], layout: Layout) -> gaps.Gaps:
+    """How many positions lie between each kept value and the one before it in its chunk."""
+    distances = np.diff(indices.astype(np.int32), prepend=-1) - 1
+    distances[0 :: layout.keep] = indices[0 :: layout.keep]
+    return distances.astype(np.uint16)
+
+
+def _indices(distances: gaps.Gaps, layout: Layout) -> npt.NDArray[np.uint32]:
+    """Undo `_gaps`: strictly increasing by construction; CodecError where one leaves its chunk."""
+    steps = distances.astype(np.int32) + 1
+    whole = layout.full * layout.keep
+    rows = steps[:whole].reshape(-1, layout.keep).cumsum(axis=1, dtype=np.int32) - 1
+    last = steps[whole:].cumsum(dtype=np.int32) - 1
+    if (rows[:, -1] >= layout.span).any() or (last[-1:] >= layout.rest).any():
+        raise CodecError("an index is beyond its chunk")
+    return np.concatenate([rows.ravel(), last]).view(np.uint32)
+
+
+def _vector(
+    layout: Layout,
+    indices: npt.NDArray[np.uint32],
+    negative: npt.NDArray[np.unsignedinteger],
+    large: npt.NDArray[np.bool_],
+    levels: Floats,
+) -> SparseVector:
+    positions = layout.spread(np.arange(layout.chunks, dtype=np.int64) * layout.span)
+    positions += indices
+    values = np.where(large, layout.spread(levels[1::2]), layout.spread(levels[0::2]))
+    values.view(np.uint32)[:] |= negative.astype(np.uint32) << np.uint32(31)
+    return SparseVector(positions, values, layout.numel)

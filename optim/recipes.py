@@ -1,0 +1,153 @@
+"""The table of methods: each row a composition of parts by name, with the options that differ from their defaults."""
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from pydantic import ValidationError
+
+from optim.aggregate import Aggregate, Mean, SenderMean
+from optim.codecs.codec import Codec
+from optim.codecs.dense import HalfPrecision, Uncompressed
+from optim.codecs.int8 import BlockInt8
+from optim.codecs.topk import ChunkTopK
+from optim.errors import UnknownOption, UnknownRecipe
+from optim.feedback import ErrorFeedback, Feedback, NoFeedback
+from optim.method import Method
+from optim.parts import Scalar
+from optim.schedules import EverySteps, Schedule
+from optim.signals import PseudoGradient, Signal
+from optim.topologies import Butterfly, Gather, Topology
+from optim.updates import Nesterov, Sgd, Update
+
+Part = TypeVar("Part")
+Table = Mapping[str, Scalar]
+Tables = Mapping[str, Table]
+
+SIGNALS: Final[Mapping[str, type[Signal]]] = {"pseudo-gradient": PseudoGradient}
+SCHEDULES: Final[Mapping[str, type[Schedule]]] = {"every-steps": EverySteps}
+CODECS: Final[Mapping[str, type[Codec]]] = {
+    "none": Uncompressed,
+    "fp16": HalfPrecision,
+    "int8": BlockInt8,
+    "topk": ChunkTopK,
+}
+FEEDBACKS: Final[Mapping[str, type[Feedback]]] = {"none": NoFeedback, "error": ErrorFeedback}
+TOPOLOGIES: Final[Mapping[str, type[Topology]]] = {"butterfly": Butterfly, "gather": Gather}
+AGGREGATES: Final[Mapping[str, type[Aggregate]]] = {"mean": Mean, "sender-mean": SenderMean}
+UPDATES: Final[Mapping[str, type[Update]]] = {"nesterov": Nesterov, "sgd": Sgd}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A row. `tables`: by part, its kind and the options that differ from the kind's defaults."""
+
+    name: str
+    paper: str
+    tables: Tables
+
+
+def _recipe(name: str, paper: str, **tables: Table) -> Recipe:
+    return Recipe(name, paper, types.MappingProxyType(tables))
+
+
+_ROWS = (
+    _recipe(
+        "diloco",
+        "arXiv 2311.08105",
+        signal={"kind": "pseudo-gradient"},
+        schedule={"kind": "every-steps", "inner_steps": 100, "overlap": False},
+        codec={"kind": "int8"},
+        feedback={"kind": "error"},
+        topology={"kind": "butterfly"},
+        aggregate={"kind": "mean"},
+        update={"kind": "nesterov", "learning_rate": 0.7, "momentum": 0.9},
+    ),
+    _recipe(
+        "sparseloco",
+        "arXiv 2508.15706",
+        signal={"kind": "pseudo-gradient"},
+        schedule={"kind": "every-steps", "inner_steps": 30, "overlap": False},
+        codec={"kind": "topk", "k": 64},
+        feedback={"kind": "error", "decay": 0.95},
+        topology={"kind": "gather"},
+        aggregate={"kind": "mean", "clip": True},
+        update={"kind": "sgd", "learning_rate": 1.0},
+    ),
+    _recipe(
+        "averaging",
+        "arXiv 1602.05629",
+        signal={"kind": "pseudo-gradient"},
+        schedule={"kind": "every-steps", "inner_steps": 30, "overlap": False},
+        codec={"kind": "int8"},
+        feedback={"kind": "error"},
+        topology={"kind": "butterfly"},
+        aggregate={"kind": "mean"},
+        update={"kind": "sgd", "learning_rate": 1.0},
+    ),
+)
+RECIPES: Final[Mapping[str, Recipe]] = types.MappingProxyType({row.name: row for row in _ROWS})
+PARTS: Final = ("signal", "schedule", "codec", "feedback", "topology", "aggregate", "update")
+NOTHING: Final[Tables] = types.MappingProxyType({})
+
+
+def compose(recipe: str, overrides: Tables = NOTHING) -> Method:
+    """The recipe with some parts' options changed: {"codec": {"k": 128}, "update": {"kind": "sgd"}}.
+
+    A table with another `kind` replaces the recipe's part; the options it does not give are that kind's defaults.
+    UnknownRecipe or UnknownOption, each one line that names the nearest known name or the allowed values.
+    """
+    if recipe not in RECIPES:
+        raise UnknownRecipe(f"no recipe is called {recipe!r}; {_hint(recipe, RECIPES)}")
+    for part in overrides:
+        if part not in PARTS:
+            raise UnknownOption(f"a method has no part {part!r}; {_hint(part, PARTS)}")
+    row = RECIPES[recipe]
+    tables = {part: _merged(row.tables[part], overrides.get(part, {})) for part in PARTS}
+    return Method(
+        name=row.name,
+        paper=row.paper,
+        signal=_build("signal", SIGNALS, tables),
+        schedule=_build("schedule", SCHEDULES, tables),
+        codec=_build("codec", CODECS, tables),
+        feedback=_build("feedback", FEEDBACKS, tables),
+        topology=_build("topology", TOPOLOGIES, tables).kind,
+        aggregate=_build("aggregate", AGGREGATES, tables),
+        update=_build("update", UPDATES, tables),
+    )
+
+
+def _merged(default: Table, override: Table) -> Table:
+    if override.get("kind", default["kind"]) != default["kind"]:
+        return override
+    return {**default, **override}
+
+
+def _build(part: str, kinds: Mapping[str, type[Part]], tables: Tables) -> Part:
+    options = dict(tables[part])
+    kind = options.pop("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise UnknownOption(f"{part}.kind = {kind!r} is not known; {_hint(str(kind), kinds)}")
+    fields = [field.name for field in dataclasses.fields(kinds[kind])]  # type: ignore[arg-type]
+    for option in options:
+        if option not in fields:
+            raise UnknownOption(f"{part} {kind!r} has no option {option!r}; {_hint(option, [*fields, 'kind'])}")
+    try:
+        return kinds[kind](**options)
+    except ValidationError as error:
+        raise UnknownOption(_first_fault(part, error)) from error
+
+
+def _first_fault(part: str, error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    place = ".".join((part, *map(str, fault["loc"])))
+    message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{place} = {fault['input']!r}: {message}" if fault["loc"] else f"{part}: {message}"
+
+
+def _hint(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(known)}"

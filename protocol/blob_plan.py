@@ -1,0 +1,237 @@
+"""PURE: which piece is asked of which source next.
+
+A plan knows the missing pieces, the sources and how each has done so far; clock and randomness are handed in.
+- At most 4 sources work at once, each on at most 2 pieces. The fastest go first; a source not tried yet counts as half
+  as fast as the best one, so it is tried where it may well be an improvement.
+- A call that gets on too slowly is late: it goes on, but no longer fills its source's place, and once no piece is left
+  to begin with, its piece is asked of another source as well. The first to deliver wins. A call is late only against
+  the others' speed or below a floor: where our own link is the narrow one, asking twice would make it narrower.
+- A source that fails is left alone for a while, longer each time. One that lies is never asked again.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from protocol.identity import PeerId
+
+
+class Failure(StrEnum):
+    """Why a call did not deliver its piece."""
+
+    LIED = "lied"
+    ABSENT = "does not have it"
+    BUSY = "is busy"
+    SLOW = "too slow"
+    LOST = "does not answer"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When to wait and when to give up; seconds and bytes a second."""
+
+    sources: int = 4
+    pieces_per_source: int = 2
+    stall: float = 5.0  # a call without a byte for so long has failed
+    slowest: float = 8 * 1024  # a call below this speed is late, and in the end fails
+    slack: float = 8.0  # a call may take so many times what its source took before
+    shortest: float = 10.0  # no call has less time than this
+    patience: float = 1.0  # no call is late before
+    late_share: float = 0.25  # nor while it has this share of the best source's speed
+    retry: float = 0.25  # after the first failure, doubled with each one that follows
+    longest_retry: float = 5.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One piece asked of one source; `seconds` is how long it may take altogether."""
+
+    peer: PeerId
+    piece: int
+    seconds: float
+
+
+@dataclass
+class Source:
+    """How a peer has done so far. `order` breaks ties at random."""
+
+    order: float
+    speed: float | None = None  # bytes a second of one call, smoothed
+    failures: int = 0  # in a row
+    retry_at: float = float("-inf")
+    tried: bool = False
+    banned: bool = False
+    trouble: str = ""  # the last failure, in words
+
+
+@dataclass
+class Progress:
+    """A call that runs."""
+
+    call: Call
+    began: float
+    length: int
+    received: int = 0
+
+
+@dataclass
+class Sources:
+    """All the sources of one blob, remembered as long as it is being fetched: a ban must outlive a departure."""
+
+    pace: Pace
+    rng: random.Random
+    by_peer: dict[PeerId, Source] = field(default_factory=dict)
+    present: frozenset[PeerId] = frozenset()
+
+    def offer(self, peers: Iterable[PeerId]) -> None:
+        """Those that may have the blob now."""
+        self.present = frozenset(peers)
+        for peer in sorted(self.present - self.by_peer.keys()):
+            self.by_peer[peer] = Source(self.rng.random())
+
+    def available(self, now: float) -> list[PeerId]:
+        """Those that may be asked, best first."""
+        able = [peer for peer in self.present if not self.by_peer[peer].banned and self.by_peer[peer].retry_at <= now]
+        assumed = self.best / 2
+        return sorted(able, key=lambda peer: (-(self.by_peer[peer].speed or assumed), self.by_peer[peer].order))
+
+    @property
+    def best(self) -> float:
+        """Bytes a second of the fastest; 0 where none has delivered."""
+        return max((source.speed or 0.0 for source in self.by_peer.values()), default=0.0)
+
+    def succeeded(self, peer: PeerId, speed: float) -> None:
+        source = self.by_peer[peer]
+        source.speed = speed if source.speed is None else 0.7 * source.speed + 0.3 * speed
+        source.failures = 0
+        source.retry_at = float("-inf")
+
+    def failed(self, peer: PeerId, failure: Failure, trouble: str, now: float) -> None:
+        source, pace = self.by_peer[peer], self.pace
+        pause = min(pace.longest_retry, pace.retry * 2.0 ** min(source.failures, 30))
+        source.retry_at = now + pause * self.rng.uniform(0.5, 1.5)
+        source.failures += 1
+        source.trouble = trouble or failure
+        source.banned = source.banned or failure is Failure.LIED
+        if failure is Failure.SLOW and source.speed:
+            source.speed /= 2
+
+    def seconds_for(self, peer: PeerId, length: int) -> float:
+        """How long a call for `length` bytes may take."""
+        pace, speed = self.pace, self.by_peer[peer].speed
+        longest = max(pace.shortest, length / pace.slowest)
+        return min(longest, max(pace.shortest, pace.slack * length / speed)) if speed else longest
+
+    def troubles(self) -> dict[PeerId, str]:
+        """The last failure of each source that was ever asked."""
+        return {peer: source.trouble or "slow" for peer, source in self.by_peer.items() if source.tried}
+
+
+class Plan:
+    """Pieces to be fetched: their number to their length in bytes."""
+
+    def __init__(self, lengths: Mapping[int, int], sources: Sources) -> None:
+        self._lengths = lengths
+        self._sources = sources
+        self._pace = sources.pace
+        self._waiting = deque(sorted(lengths))
+        self._running: dict[int, dict[PeerId, Progress]] = {}
+
+    @property
+    def done(self) -> bool:
+        return not self._waiting and not self._running
+
+    def next_call(self, now: float) -> Call | None:
+        """A call to begin at once, if there is one; ask until there is none."""
+        busy: dict[PeerId, list[Progress]] = {}
+        for progress in self._calls():
+            busy.setdefault(progress.call.peer, []).append(progress)
+        if sum(map(len, busy.values())) >= 2 * self._pace.sources * self._pace.pieces_per_source:
+            return None
+        for peer in self._ready(busy, now):
+            piece = self._piece_for(peer, now)
+            if piece is not None:
+                return self._begin(peer, piece, now)
+        return None
+
+    def runs(self, call: Call) -> bool:
+        """Whether anybody still waits for what this call brings."""
+        return self._find(call) is not None
+
+    def began(self, call: Call, now: float) -> None:
+        """The call had to wait its turn and starts only now."""
+        if progress := self._find(call):
+            progress.began = now
+
+    def received(self, call: Call, size: int) -> None:
+        """Some bytes of a piece came."""
+        if progress := self._find(call):
+            progress.received += size
+
+    def succeeded(self, call: Call, now: float) -> list[Call]:
+        """The piece is there and checked. Returns the other calls for it, to be cancelled; they are forgotten here."""
+        running = self._running.pop(call.piece, None)
+        if running is None:
+            return []
+        progress = running.pop(call.peer)
+        self._sources.succeeded(call.peer, progress.length / max(now - progress.began, 1e-6))
+        for other in running.values():
+            if self._is_late(other, now):
+                self._sources.failed(other.call.peer, Failure.SLOW, "slower than others", now)
+        return [other.call for other in running.values()]
+
+    def failed(self, call: Call, failure: Failure, trouble: str, now: float) -> None:
+        """`trouble` says in words what happened."""
+        self._sources.failed(call.peer, failure, trouble, now)
+        running = self._running.get(call.piece, {})
+        running.pop(call.peer, None)
+        if not running and self._running.pop(call.piece, None) is not None:
+            self._waiting.appendleft(call.piece)
+
+    def _ready(self, busy: Mapping[PeerId, list[Progress]], now: float) -> list[PeerId]:
+        """Sources that may be given one more piece, the least busy first.
+
+        Only the best few are: a slower one finishes what it has and then makes room.
+        """
+        late = {peer for peer, calls in busy.items() if any(self._is_late(call, now) for call in calls)}
+        places = self._pace.sources - len(busy.keys() - late)
+        ready = []
+        for peer in [peer for peer in self._sources.available(now) if peer not in late][: self._pace.sources]:
+            if peer not in busy:
+                places -= 1
+            if places >= 0 or peer in busy:
+                ready.append(peer)
+        least_first = sorted(ready, key=lambda peer: len(busy.get(peer, ())))
+        return [peer for peer in least_first if len(busy.get(peer, ())) < self._pace.pieces_per_source]
+
+    def _piece_for(self, peer: PeerId, now: float) -> int | None:
+        if self._waiting:
+            return self._waiting[0]
+        late = [
+            (len(running), piece)
+            for piece, running in self._running.items()
+            if peer not in running and all(self._is_late(progress, now) for progress in running.values())
+        ]
+        return min(late)[1] if late else None
+
+    def _is_late(self, progress: Progress, now: float) -> bool:
+        taken = now - progress.began
+        enough = max(self._pace.slowest, self._pace.late_share * self._sources.best)
+        return taken >= self._pace.patience
+
+    def _begin(self, peer: PeerId, piece: int, now: float) -> Call:
+        if self._waiting and self._waiting[0] == piece:
+            self._waiting.popleft()
+        length = self._lengths[piece]
+        call = Call(peer, piece, self._sources.seconds_for(peer, length))
+        self._running.setdefault(piece, {})[peer] = Progress(call, now, length)
+        self._sources.by_peer[peer].tried = True
+        return call
+
+    def _calls(self) -> list[Progress]:
+        return [progress for running in self._running.values() for progress in running.values()]
+
+    def _find(self, call: Call) -> Progress | None:
+        return self._running.get(call.piece, {}).get(call.peer)

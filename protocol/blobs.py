@@ -1,0 +1,89 @@
+"""What a blob is: bytes named by their hash, cut into pieces that can each be checked alone.
+
+    pieces = the bytes in runs of 1 MiB (the last one may be shorter)
+    digest = SHA-256(SHA-256(piece 0) + SHA-256(piece 1) + ... + size as 8 bytes, big-endian)
+
+Who knows digest and size can check the list of piece hashes, and with it every piece, before using a byte.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from protocol.errors import LimitError, MalformedError
+from protocol.murmur_pb2 import BlobRef
+
+PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
+DIGEST_BYTES = 32
+# The hashes of the largest blob fill half a mebibyte: they fit into one message.
+MAX_BLOB_BYTES = 1 << 34
+
+
+@dataclass(frozen=True)
+class Blob:
+    """The name of a blob: `digest` has 32 bytes, `size` is in bytes."""
+
+    digest: bytes
+    size: int
+
+    def __post_init__(self) -> None:
+        check_digest(self.digest)
+        if not 0 <= self.size <= MAX_BLOB_BYTES:
+            raise LimitError("a blob has at most 16 GiB")
+
+    @classmethod
+    def of(cls, data: bytes | memoryview) -> Self:
+        return cls.from_hashes(piece_hashes(data), memoryview(data).nbytes)
+
+    @classmethod
+    def from_hashes(cls, hashes: bytes, size: int) -> Self:
+        return cls(digest_of(hashes, size), size)
+
+    @classmethod
+    def from_wire(cls, wire: BlobRef) -> Self:
+        return cls(wire.digest, wire.size)
+
+    def to_wire(self) -> BlobRef:
+        return BlobRef(digest=self.digest, size=self.size)
+
+    @property
+    def name(self) -> str:
+        return self.digest.hex()
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces there are."""
+        return -(-self.size // PIECE_BYTES)
+
+    def piece_length(self, piece: int) -> int:
+        return min(PIECE_BYTES, self.size - piece * PIECE_BYTES)
+
+    def check_hashes(self, hashes: bytes) -> None:
+        """Raises LimitError where there are too many, MalformedError where they are not this blob's."""
+        if len(hashes) > self.pieces * DIGEST_BYTES:
+            raise LimitError("more piece hashes than the blob has pieces")
+        if digest_of(hashes, self.size) != self.digest:
+            raise MalformedError("piece hashes do not match the digest")
+
+
+def check_digest(digest: bytes) -> None:
+    if len(digest) != DIGEST_BYTES:
+        raise MalformedError("a digest has 32 bytes")
+
+
+def digest_of(hashes: bytes, size: int) -> bytes:
+    return hashlib.sha256(hashes + size.to_bytes(8, "big")).digest()
+
+
+def piece_hashes(data: bytes | memoryview) -> bytes:
+    """The 32-byte hashes of all pieces, one after the other."""
+    return b"".join(hashlib.sha256(piece).digest() for piece in cut(data))
+
+
+def cut(data: bytes | memoryview) -> Iterator[memoryview]:
+    """The pieces of `data`, without copying."""
+    view = memoryview(data).cast("B")
+    for start in range(0, view.nbytes, PIECE_BYTES):
+        yield view[start : start + PIECE_BYTES]

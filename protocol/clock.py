@@ -1,0 +1,55 @@
+"""Swarm time: the local clock plus the median offset against the clocks of peers.
+
+Clocks of volunteers are wrong by seconds or hours; records that expire need one time that all agree on. Each peer has
+one vote: its clock minus the middle of our sending and receiving (as in NTP). Our own clock votes 0. The median does
+not follow a minority of liars, however far they are off. What a peer tells is its raw clock, never its swarm time:
+offsets that are derived from offsets would drift together.
+Two peers alone meet in the middle of their clocks. For that the called one must hear of the caller's, too, though it
+has no round trip to correct it by; such a vote counts only while there are few others.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+from protocol.identity import PeerId
+
+MAX_VOTES = 64
+MAX_ROUND_TRIP = 10.0  # seconds; the error of a vote is at most half of it
+MAX_OFFSET = 100 * 365 * 86_400.0  # seconds; a device without a battery wakes up in 1970, nobody is further off
+FEW_VOTES = 3
+VOTE_LIFETIME = 120.0  # seconds; after it, a step of our own clock is forgotten
+
+
+class Clock:
+    """All times in seconds since the epoch."""
+
+    def __init__(self, local: Callable[[], float] = time.time) -> None:
+        self.local = local
+        self._votes: dict[PeerId, tuple[float, float]] = {}  # offset, when it was measured; oldest first
+        self.offset = 0.0
+
+    def now(self) -> float:
+        return self.local() + self.offset
+
+    def observe(self, peer: PeerId, theirs: float, sent: float, received: float) -> None:
+        """Count a peer's clock, read between `sent` and `received` of ours; nonsense is not counted."""
+        offset = theirs - (sent + received) / 2
+        if not (math.isfinite(offset) and abs(offset) <= MAX_OFFSET and 0 <= received - sent <= MAX_ROUND_TRIP):
+            return
+        self._votes.pop(peer, None)
+        self._votes[peer] = offset, received
+        self._drop_old(received)
+        self.offset = statistics.median([0.0, *(offset for offset, _ in self._votes.values())])
+
+    def observe_caller(self, peer: PeerId, theirs: float) -> None:
+        """Count the clock of a peer that calls us, late by the way it took."""
+        if len(self._votes) < FEW_VOTES:
+            self.observe(peer, theirs, self.local(), self.local())
+
+    def _drop_old(self, now: float) -> None:
+        # A vote from the future was cast before our own clock was set back; it says nothing any more.
+        for peer, (_, measured) in list(self._votes.items()):
+            if len(self._votes) > MAX_VOTES or not -MAX_ROUND_TRIP <= now - measured <= VOTE_LIFETIME:
+                del self._votes[peer]

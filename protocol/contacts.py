@@ -1,0 +1,137 @@
+"""Whom to try when the live are few: bootstrap peers, and peers that once were here.
+
+PURE: the caller passes the time (seconds, monotonic) and the randomness. A peer that the DHT and the table have
+forgotten stays here for an hour. Each is tried again and again with growing, jittered intervals; a bootstrap peer for
+ever.
+"""
+
+import json
+import logging
+import random
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from protocol.errors import MalformedError, ManifestError
+from protocol.identity import PeerId
+from protocol.records import peer_of
+
+logger = logging.getLogger(__name__)
+
+MAX_CONTACTS = 1024
+MAX_ADDRESSES = 8  # of one peer
+MAX_FILE_BYTES = 4 * 1024 * 1024
+MEMORY = 3600.0  # seconds
+SHORTEST_WAIT = 1.0  # seconds
+LONGEST_WAIT = 60.0  # seconds
+
+
+@dataclass(slots=True)
+class Contact:
+    """A peer that may be reached, and when to try it next."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    seen: float
+    permanent: bool = False
+    failures: int = 0
+    next_attempt: float = field(default=float("-inf"))
+
+
+class Contacts:
+    def __init__(self, bootstrap: Iterable[str], rng: random.Random, max_contacts: int = MAX_CONTACTS) -> None:
+        self._rng = rng
+        self._max_contacts = max_contacts
+        self._contacts: dict[PeerId, Contact] = {}  # the longest unseen first
+        self._bootstrap = _by_peer(bootstrap)
+        for peer, addresses in self._bootstrap.items():
+            self._contacts[peer] = Contact(peer, addresses, seen=float("inf"), permanent=True)
+
+    def __len__(self) -> int:
+        return len(self._contacts)
+
+    def remember(self, peer: PeerId, addresses: Sequence[str], now: float) -> None:
+        """Note where a peer can be found; news of a peer do not shorten the wait after a failure."""
+        contact = self._contacts.pop(peer, None) or Contact(peer, (), now)
+        # The manifest's own addresses stay: a record may tell of others that are gone when they are needed.
+        known = dict.fromkeys((*self._bootstrap.get(peer, ()), *addresses))
+        contact.addresses = tuple(known)[:MAX_ADDRESSES]
+        if not contact.permanent:
+            contact.seen = now
+        self._contacts[peer] = contact
+        self._prune(now)
+
+    def due(self, now: float, present: Container[PeerId], count: int) -> list[Contact]:
+        """Up to `count` of those who are not present and whose wait is over, at random."""
+        self._prune(now)
+        waiting = [
+            contact
+            for peer, contact in self._contacts.items()
+            if peer not in present and contact.addresses and contact.next_attempt <= now
+        ]
+        return self._rng.sample(waiting, min(count, len(waiting)))
+
+    def succeeded(self, peer: PeerId, now: float) -> None:
+        contact = self._contacts.get(peer)
+        if contact is not None:
+            contact.failures, contact.next_attempt = 0, now
+
+    def failed(self, peer: PeerId, now: float) -> float:
+        """The seconds until it is tried again."""
+        contact = self._contacts.get(peer)
+        if contact is None:
+            return LONGEST_WAIT
+        # The exponent is bounded too: 2.0 ** failures overflows after a week of trying.
+        wait = min(SHORTEST_WAIT * 2.0 ** min(contact.failures, 16), LONGEST_WAIT) * self._rng.uniform(0.7, 1.3)
+        contact.failures += 1
+        contact.next_attempt = now + wait
+        return wait
+
+    def addresses(self) -> Mapping[PeerId, tuple[str, ...]]:
+        return {peer: contact.addresses for peer, contact in self._contacts.items()}
+
+    def bootstrap(self) -> Mapping[PeerId, tuple[str, ...]]:
+        return self._bootstrap
+
+    def _prune(self, now: float) -> None:
+        for peer, contact in list(self._contacts.items()):
+            crowded = len(self._contacts) > self._max_contacts
+            if not contact.permanent and (crowded or now - contact.seen > MEMORY):
+                del self._contacts[peer]
+
+
+def save_addresses(path: Path, addresses: Mapping[PeerId, Sequence[str]]) -> None:
+    """Write what `load_addresses` reads, whole or not at all; a disk that refuses is logged."""
+    text = json.dumps([address for listed in addresses.values() for address in listed], indent=0)
+    temporary = path.with_suffix(".new")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("cannot keep the addresses of peers in %s: %s", path, error)
+
+
+def load_addresses(path: Path) -> Mapping[PeerId, tuple[str, ...]]:
+    """The addresses of an earlier life, by peer; none where the file is missing or broken, which is logged."""
+    try:
+        with path.open("rb") as file:
+            listed = json.loads(file.read(MAX_FILE_BYTES))
+        if not (isinstance(listed, list) and all(isinstance(address, str) for address in listed)):
+            raise ValueError("not a list of addresses")
+        return _by_peer(listed)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, ManifestError) as error:
+        logger.warning("the addresses in %s cannot be used (%s); peers will be found anew", path, error)
+        return {}
+
+
+def _by_peer(addresses: Iterable[str]) -> dict[PeerId, tuple[str, ...]]:
+    grouped: dict[PeerId, tuple[str, ...]] = {}
+    for address in addresses:
+        try:
+            peer = peer_of(address)
+        except MalformedError as error:
+            raise ManifestError(f"bootstrap address {error}; add it") from error
+        grouped[peer] = (*grouped.get(peer, ()), address)
+    return grouped

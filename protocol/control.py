@@ -1,0 +1,132 @@
+"""What we ask p2pd over its control socket: who am I, connect, disconnect, open a stream, hand over incoming streams.
+
+The messages are hivemind's `p2pd_pb2`, each behind its length as a varint. hivemind's own client has no deadlines, and
+a request given up leaves its socket half open for ever; here each request is bounded and closes what it opened.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import base58
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
+
+from protocol.errors import MalformedError, TransportError, UnreachableError
+from protocol.identity import PeerId, public_key
+
+BUFFER_BYTES = 256 * 1024  # what a reader holds at most is twice this
+ANSWER_SECONDS = 10.0  # p2pd answers what needs no network at once
+MAX_ADDRESS_LENGTH = 512
+HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
+
+
+class Stream(NamedTuple):
+    """Two directions of bytes."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class Control:
+    """p2pd at the other end of a Unix socket. TransportError: it does not answer. UnreachableError: it says no."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
+        """Our peer id and our addresses, without /p2p/."""
+        answer = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_SECONDS)
+        addresses = tuple(str(Multiaddr(address)) for address in answer.identify.addrs)
+        return base58.b58encode(answer.identify.id).decode(), addresses
+
+    async def connect(self, peer: PeerId, addresses: Sequence[str], deadline: float) -> None:
+        """Returns at once where a connection exists; `deadline` in seconds from now."""
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.CONNECT,
+            connect=p2pd_pb2.ConnectRequest(
+                peer=base58.b58decode(peer),
+                addrs=[Multiaddr(address).to_bytes() for address in addresses],
+                timeout=math.ceil(deadline),
+            ),
+        )
+        await self._ask(request, deadline)
+
+    async def disconnect(self, peer: PeerId) -> None:
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.DISCONNECT,
+            disconnect=p2pd_pb2.DisconnectRequest(peer=base58.b58decode(peer)),
+        )
+        await self._ask(request, ANSWER_SECONDS)
+
+    async def hand_over(self, protocol: str, listener: Path) -> None:
+        """From now on p2pd connects to `listener` for each incoming stream; see `accept`."""
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_HANDLER,
+            streamHandler=p2pd_pb2.StreamHandlerRequest(
+                addr=Multiaddr(f"/unix{listener}").to_bytes(), proto=[protocol], balanced=False
+            ),
+        )
+        await self._ask(request, ANSWER_SECONDS)
+
+    async def open_stream(self, peer: PeerId, protocol: str, deadline: float) -> Stream:
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_OPEN,
+            streamOpen=p2pd_pb2.StreamOpenRequest(
+                peer=base58.b58decode(peer), proto=[protocol], timeout=math.ceil(deadline)
+            ),
+        )
+        stream, _ = await self._exchange(request, deadline)
+        return stream
+
+    async def _ask(self, request: Any, deadline: float) -> Any:
+        stream, answer = await self._exchange(request, deadline)
+        stream.writer.transport.abort()
+        return answer
+
+    async def _exchange(self, request: Any, deadline: float) -> tuple[Stream, Any]:
+        """The answer, and the socket on which it came; every other outcome closes the socket."""
+        answer = p2pd_pb2.Response()
+        stream: Stream | None = None
+        try:
+            async with asyncio.timeout(deadline):
+                stream = Stream(*await asyncio.open_unix_connection(str(self._path), limit=BUFFER_BYTES))
+                await write_pbmsg(stream.writer, request)
+                await read_pbmsg_safe(stream.reader, answer)
+            if answer.type == p2pd_pb2.Response.ERROR:
+                raise UnreachableError(" ".join(answer.error.msg.split())[:300])
+        except BaseException as error:
+            if stream:
+                stream.writer.transport.abort()
+            if isinstance(error, TimeoutError):
+                raise UnreachableError(f"no answer within {deadline:g} s") from error
+            if isinstance(error, OSError | EOFError):
+                raise TransportError("p2pd does not answer; it is being started again") from error
+            raise
+        return stream, answer
+
+
+async def accept(stream: Stream) -> PeerId:
+    """Read who opened a stream that p2pd hands over. MalformedError: a peer without an Ed25519 key."""
+    information = p2pd_pb2.StreamInfo()
+    async with asyncio.timeout(ANSWER_SECONDS):
+        await read_pbmsg_safe(stream.reader, information)
+    peer = base58.b58encode(information.peer).decode()
+    public_key(peer)
+    return peer
+
+
+def split_address(address: str) -> tuple[PeerId, str]:
+    """Peer id and the way to it, of a multiaddress that ends in /p2p/<peer id>. MalformedError for anything else."""
+    way, separator, peer = address.rpartition("/p2p/")
+    if not separator or len(address) > MAX_ADDRESS_LENGTH:
+        raise MalformedError(f"{address[:100]!r} is not a peer's address: it must end in /p2p/<peer id>")
+    public_key(peer)
+    with suppress(ValueError, LookupError):
+        if Multiaddr(way).protocols()[0].name in HOSTS:
+            return peer, way
+    raise MalformedError(f"{address[:100]!r} does not begin with a way to a host, like /ip4/192.0.2.1/tcp/4001")

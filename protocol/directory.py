@@ -1,0 +1,204 @@
+"""Who is in the run: a table of signed, expiring records, the last writer (by sequence) winning.
+
+PURE: the caller passes the swarm time, and does the gossip. Merging is commutative, associative and idempotent, so
+peers that have seen the same records in any order hold the same table (anti-entropy, Demers et al. 1987).
+A sequence is the swarm time in milliseconds, or the previous one plus one: a peer that lost its disk still overrides
+its former self. It is bounded by the clock, so nobody can squat on a sequence that a later record cannot reach.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from protocol.errors import LimitError, MalformedError, StaleError
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.murmur_pb2 import PeerRecord, Signed
+from protocol.records import peer_of, read_unverified, verify_signed
+
+KIND = "peer"
+ROLES = ("trainer", "observer")
+MAX_PEERS = 4096
+MAX_RECORD_BYTES = 2048
+MAX_ADDRESSES = 8
+MAX_ADDRESS_CHARACTERS = 256
+MAX_TEXT_CHARACTERS = 64
+CLOCK_TOLERANCE = 60.0  # seconds by which two honest swarm times may differ
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    peer: PeerId
+    record: PeerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    peer: PeerId
+    record: PeerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    peer: PeerId
+    reason: str  # "left", "expired" or "unreachable"
+
+
+Event = Joined | Updated | Left
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    signed: Signed
+    record: PeerRecord
+    suspected: bool = False
+
+    @property
+    def live(self) -> bool:
+        return not (self.suspected or self.record.leaving)
+
+
+class Table:
+    """The records of one run. `lifetime`: seconds that a record may at most be valid for."""
+
+    def __init__(self, run_id: RunId, lifetime: float, max_peers: int = MAX_PEERS) -> None:
+        self._run_id = run_id
+        self._lifetime = lifetime
+        self._max_peers = max_peers
+        self._entries: dict[PeerId, _Entry] = {}
+        self._swept = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def merge(self, signed: Signed, now: float) -> PeerRecord | None:
+        """Take a record in; None if it is not newer than what is here.
+
+        Raises StaleError (expired), MalformedError (nonsense), ForgedError (not of that peer, or of another run) and
+        LimitError: the table is full of peers that are alive, and those are never given up for a newcomer.
+        """
+        record = read_unverified(signed, KIND, PeerRecord, MAX_RECORD_BYTES)
+        held = self._entries.get(signed.peer)
+        # Cheap refusals come before the signature: a flood must not cost us an Ed25519 check a record.
+        if held is not None and not _newer(signed, record, held):
+            return None
+        check_record(signed.peer, record, now, self._lifetime)
+        if held is None and len(self._entries) >= self._max_peers:
+            self._make_room(now)
+        verify_signed(signed, self._run_id)
+        self._entries[signed.peer] = _Entry(signed, record)
+        return record
+
+    def _make_room(self, now: float) -> None:
+        # At most once a second: a flood of newcomers must not cost a sweep each.
+        if abs(now - self._swept) >= 1:
+            self.expire(now)
+        if len(self._entries) >= self._max_peers:
+            raise LimitError(f"the table is full with {self._max_peers} peers; a newcomer must wait for one to leave")
+
+    def live(self, now: float) -> Mapping[PeerId, PeerRecord]:
+        """Those who are there: not expired, not leaving, not suspected."""
+        return {
+            peer: entry.record for peer, entry in self._entries.items() if entry.live and entry.record.expires > now
+        }
+
+    def expire(self, now: float) -> list[PeerId]:
+        """Drop the records whose time is over, or not yet there since our clock was set back; the peers they were of."""
+        gone = [peer for peer, entry in self._entries.items() if _untimely(entry.record, now, self._lifetime)]
+        for peer in gone:
+            del self._entries[peer]
+        self._swept = now
+        return gone
+
+    def discard(self, peer: PeerId) -> None:
+        self._entries.pop(peer, None)
+
+    def suspect(self, peer: PeerId) -> None:
+        """Not live until a record with a higher sequence shows that the peer still speaks."""
+        entry = self._entries.get(peer)
+        if entry is not None:
+            self._entries[peer] = _Entry(entry.signed, entry.record, suspected=True)
+
+    def fate(self, peer: PeerId) -> str:
+        """Why a peer is not live."""
+        entry = self._entries.get(peer)
+        if entry is None:
+            return "expired"
+        if entry.record.leaving:
+            return "left"
+        return "unreachable" if entry.suspected else "expired"
+
+    def known(self) -> dict[PeerId, int]:
+        return {peer: entry.record.sequence for peer, entry in self._entries.items()}
+
+    def newer_than(self, known: Mapping[PeerId, int]) -> list[Signed]:
+        """The records that somebody who knows these sequences lacks."""
+        return [entry.signed for peer, entry in self._entries.items() if entry.record.sequence > known.get(peer, -1)]
+
+    def lacking(self, known: Mapping[PeerId, int]) -> list[PeerId]:
+        """The peers of whom somebody with these sequences has a newer record."""
+        return [peer for peer, sequence in known.items() if sequence > self.sequence(peer)]
+
+    def records(self, peers: Iterable[PeerId]) -> list[Signed]:
+        return [self._entries[peer].signed for peer in peers if peer in self._entries]
+
+    def sequence(self, peer: PeerId) -> int:
+        """-1 for a peer that is not here."""
+        entry = self._entries.get(peer)
+        return -1 if entry is None else entry.record.sequence
+
+
+def _newer(signed: Signed, record: PeerRecord, held: _Entry) -> bool:
+    # The body decides between two records that a lying peer gave one sequence: all must keep the same of the two.
+    return (record.sequence, signed.body) > (held.record.sequence, held.signed.body)
+
+
+def next_sequence(previous: int, now: float) -> int:
+    """Above the previous one, and near the clock; one that a wrong clock once made is given up."""
+    clock = int(now * 1000)
+    return previous + 1 if clock <= previous <= clock + CLOCK_TOLERANCE * 1000 else clock
+
+
+def check_record(peer: PeerId, record: PeerRecord, now: float, lifetime: float) -> None:
+    """MalformedError unless a peer may say this of itself, StaleError unless it may now."""
+    fault = _untimely(record, now, lifetime)
+    if fault is not None:
+        raise StaleError(f"the record of {peer} {fault}")
+    check_addresses(peer, record.addresses)
+    _check_fields(peer, record)
+
+
+def _untimely(record: PeerRecord, now: float, lifetime: float) -> str | None:
+    if not now < record.expires <= now + lifetime + CLOCK_TOLERANCE:  # not a number is neither
+        return f"expires in {record.expires - now:.1f} s"
+    if not 0 < record.sequence <= (now + CLOCK_TOLERANCE) * 1000:
+        return f"has the sequence {record.sequence}, which no clock gives at {now:.0f}"
+    return None
+
+
+def check_addresses(peer: PeerId, addresses: Iterable[str]) -> None:
+    """MalformedError unless these are few, short addresses of that very peer."""
+    listed = list(addresses)
+    if len(listed) > MAX_ADDRESSES:
+        raise MalformedError(f"the record of {peer} has {len(listed)} of at most {MAX_ADDRESSES} addresses")
+    for address in listed:
+        plain = address.startswith("/") and address.isascii() and address.isprintable() and " " not in address
+        if not plain or len(address) > MAX_ADDRESS_CHARACTERS:
+            raise MalformedError(f"the record of {peer} has an address that is none")
+        # Otherwise one peer could send all others knocking at another's door.
+        if peer_of(address) != peer:
+            raise MalformedError(f"the record of {peer} has the address of another peer")
+
+
+def _check_fields(peer: PeerId, record: PeerRecord) -> None:
+    if record.role not in ROLES:
+        raise MalformedError(f"the record of {peer} has an unknown role")
+    for text in (record.device, record.name, record.version):
+        # These are shown on terminals: no control characters.
+        if len(text) > MAX_TEXT_CHARACTERS or not text.isprintable():
+            raise MalformedError(f"the record of {peer} has a text that is too long or not printable")
+    if len(record.digest) not in (0, 32) or len(record.state_digest) not in (0, 32):
+        raise MalformedError(f"the record of {peer} has a digest of the wrong length")
+    speed = record.tokens_per_second
+    if not (math.isfinite(record.loss) and math.isfinite(speed) and speed >= 0):
+        raise MalformedError(f"the record of {peer} has a number that is not finite")

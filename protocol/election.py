@@ -1,0 +1,88 @@
+"""Who leads a view of a round, and which peers make a majority.
+
+    rank(view, peer) = SHA-256(run, round, view, peer) as a number; the live member with the lowest leads the view.
+
+Members may disagree for a while on who is alive, so a view can have two leaders. That is harmless as in Paxos: ballots
+are totally ordered, by view and then by rank, and each has exactly one proposer.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+
+
+@dataclass(frozen=True, order=True)
+class Ballot:
+    """One leader's turn: greater outranks; `precedence` grows as the rank falls."""
+
+    view: int
+    precedence: int
+
+
+@dataclass(frozen=True)
+class Election:
+    """The leaders of one round."""
+
+    run_id: RunId
+    round: int
+
+    def rank(self, view: int, peer: PeerId) -> int:
+        text = f"murmur leader {self.run_id} {self.round} {view} {peer}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
+
+    def ballot(self, view: int, peer: PeerId) -> Ballot:
+        return Ballot(view, -self.rank(view, peer))
+
+    def leader(self, view: int, peers: Iterable[PeerId]) -> PeerId | None:
+        return min(peers, key=lambda peer: self.rank(view, peer), default=None)
+
+
+class Electorate:
+    """The members whose majority decides.
+
+    A member that vanishes without a word keeps its vote for `memory` seconds: members notice such things at different
+    times, and majorities meet only where they are counted over nearly the same set.
+    """
+
+    def __init__(self, memory: float, seen: Mapping[PeerId, float], now: float) -> None:
+        self.live: frozenset[PeerId] = frozenset()
+        self.seen = {peer: time for peer, time in seen.items() if now - time <= memory}
+        self._memory = memory
+        # Members of the round before that have not yet shown up in this one: late rather than gone.
+        self._awaited = set(self.seen)
+
+    def update(self, live: frozenset[PeerId], departed: frozenset[PeerId], now: float) -> None:
+        self.seen.update(dict.fromkeys(self.live | live, now))
+        self.live = live
+        self._awaited -= live | departed
+        for peer in departed - live:
+            self.seen.pop(peer, None)
+
+    def advance(self, now: float) -> None:
+        """Forget the votes of those that vanished too long ago."""
+        self.seen.update(dict.fromkeys(self.live, now))
+        self.seen = {peer: time for peer, time in self.seen.items() if now - time <= self._memory}
+        self._awaited &= self.seen.keys()
+
+    @property
+    def members(self) -> frozenset[PeerId]:
+        return frozenset(self.seen)
+
+    @property
+    def expected(self) -> frozenset[PeerId]:
+        """Those from whom a contribution may still come."""
+        return self.live | self._awaited
+
+    def is_quorum(self, voters: Iterable[PeerId]) -> bool:
+        """More than half; or exactly half with the lowest peer id among them, as two such sets still meet."""
+        present = self.seen.keys() & set(voters)
+        if 2 * len(present) == len(self.seen):
+            return bool(present) and min(self.seen) in present
+        return 2 * len(present) > len(self.seen)
+
+    def next_change(self) -> float | None:
+        """When the next vote is forgotten."""
+        return min((time + self._memory for peer, time in self.seen.items() if peer not in self.live), default=None)

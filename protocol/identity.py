@@ -1,0 +1,127 @@
+"""The key of a peer: one Ed25519 key is its libp2p identity, and it signs the peer's statements.
+
+The file holds libp2p's `PrivateKey` message, which p2pd reads as it is. A peer id is the base58 form of the "identity"
+multihash of libp2p's `PublicKey` message, so it contains the public key and a signature is checked from the id alone.
+Layout of both: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+"""
+
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Self
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from protocol.errors import ForgedError, IdentityError, MalformedError
+
+PeerId = str  # 52 characters, 12D3KooW...
+
+PEER_ID_LENGTH = 52
+KEY_BYTES = 32
+# Field 1 (key type) is 1 for Ed25519; field 2 is the key: 64 bytes (seed, then public key) or 32.
+PRIVATE_HEADER = bytes.fromhex("08011240")
+# Multihash code 0 ("identity"), 36 bytes long, then the message's own header.
+PUBLIC_HEADER = bytes.fromhex("0024") + bytes.fromhex("08011220")
+PRIVATE_FILE_BYTES = len(PRIVATE_HEADER) + 2 * KEY_BYTES
+
+
+class Identity:
+    """An Ed25519 private key."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.peer_id: PeerId = _peer_id(key.public_key().public_bytes_raw())
+
+    @classmethod
+    def create(cls) -> Self:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Self:
+        """The key in the file, made if there is none. IdentityError: it cannot be used, and what to do."""
+        try:
+            return cls._load(path)
+        except FileNotFoundError:
+            return cls._store_new(path)
+        except OSError as error:
+            raise IdentityError(f"cannot read the key {path}: {error.strerror}; make it readable for you") from error
+
+    @classmethod
+    def _load(cls, path: Path) -> Self:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode & 0o777
+            if mode & 0o077:
+                raise IdentityError(f"others can read the key {path} (mode {mode:04o}); run: chmod 600 {path}")
+            content = file.read(PRIVATE_FILE_BYTES + 1)
+        seed, public = content[len(PRIVATE_HEADER) : -KEY_BYTES], content[-KEY_BYTES:]
+        if len(content) == PRIVATE_FILE_BYTES and content.startswith(PRIVATE_HEADER):
+            key = Ed25519PrivateKey.from_private_bytes(seed)
+            if key.public_key().public_bytes_raw() == public:
+                return cls(key)
+        raise IdentityError(f"{path} is not an Ed25519 key; restore it from a copy, or remove it to become a new peer")
+
+    @classmethod
+    def _store_new(cls, path: Path) -> Self:
+        identity = cls.create()
+        try:
+            _store_exclusively(path, identity.to_bytes())
+        except FileExistsError:  # another process was faster: both are to be the same peer
+            return cls._load(path)
+        except OSError as error:
+            message = f"cannot write the key {path}: {error.strerror}; name a folder you may write to"
+            raise IdentityError(message) from error
+        return identity
+
+    def to_bytes(self) -> bytes:
+        """The `PrivateKey` message that the file holds."""
+        return PRIVATE_HEADER + self._key.private_bytes_raw() + self._key.public_key().public_bytes_raw()
+
+    def sign(self, message: bytes) -> bytes:
+        """64 bytes."""
+        return self._key.sign(message)
+
+
+def _store_exclusively(path: Path, content: bytes) -> None:
+    """Whole or not at all, whenever the process dies; never over an existing file."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".key-") as file:  # created with mode 0600
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        os.link(file.name, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _peer_id(public: bytes) -> PeerId:
+    return base58.b58encode(PUBLIC_HEADER + public).decode()
+
+
+@lru_cache(maxsize=4096)
+def public_key(peer_id: PeerId) -> Ed25519PublicKey:
+    """The key inside a peer id. MalformedError: not the id of an Ed25519 key, in its one canonical form."""
+    # The length comes first: decoding takes time quadratic in it, and the text may be a peer's.
+    if len(peer_id) != PEER_ID_LENGTH:
+        raise MalformedError(f"a peer id has {PEER_ID_LENGTH} characters, not {len(peer_id)}")
+    try:
+        content = base58.b58decode(peer_id)
+    except ValueError as error:
+        raise MalformedError(f"peer id {peer_id!r} is not base58") from error
+    public = content[len(PUBLIC_HEADER) :]
+    if len(public) != KEY_BYTES or _peer_id(public) != peer_id:
+        raise MalformedError(f"peer id {peer_id!r} does not contain an Ed25519 key")
+    return Ed25519PublicKey.from_public_bytes(public)
+
+
+def verify(peer_id: PeerId, message: bytes, signature: bytes) -> None:
+    """ForgedError unless the peer signed the message; MalformedError for a peer id that is none."""
+    try:
+        public_key(peer_id).verify(signature, message)
+    except InvalidSignature as error:
+        raise ForgedError(f"the signature is not {peer_id}'s") from error

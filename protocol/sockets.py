@@ -1,0 +1,91 @@
+"""The private folder of a node's Unix sockets.
+
+A Unix socket's path may have 107 bytes, fewer than many a node's own folder, so the sockets live in a short temporary
+folder that only its owner may enter. The node's folder holds a link to it: after a SIGKILL the next start finds the
+old one by that link and removes it. Who uses it holds a lock on it, which the kernel drops with the process.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Self
+
+from protocol.errors import AlreadyRunningError, StorageError
+
+logger = logging.getLogger(__name__)
+
+LINK = "sockets"
+PREFIX = "murmur-"
+LONGEST_ROOT = 40  # leaves 60 of a socket's 107 bytes for the folder's and the socket's own names
+
+
+class SocketFolder:
+    """`path` has mode 0700 and is gone after `remove`."""
+
+    def __init__(self, path: Path, link: Path, lock: int) -> None:
+        self.path = path
+        self._link = link
+        self._lock = lock
+
+    @classmethod
+    def create(cls, node_folder: Path) -> Self:
+        """AlreadyRunningError: a living process uses this node folder. StorageError: no folder can be made."""
+        link = node_folder / LINK
+        try:
+            node_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _remove_stale(link)
+            path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_root()))
+            lock = _locked(path)
+            link.symlink_to(path)
+        except FileExistsError as error:
+            raise _in_use(link) from error
+        except OSError as error:
+            message = f"cannot make the socket folder of {node_folder}: {error.strerror}; free or open that place"
+            raise StorageError(message) from error
+        return cls(path, link, lock)
+
+    def remove(self) -> None:
+        self._link.unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _root() -> str:
+    root = tempfile.gettempdir()
+    return root if len(os.fsencode(root)) <= LONGEST_ROOT else "/tmp"
+
+
+def _locked(path: Path) -> int:
+    """BlockingIOError where another process holds it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _in_use(link: Path) -> AlreadyRunningError:
+    return AlreadyRunningError(f"a running node uses {link.parent}; stop it, or name another folder")
+
+
+def _remove_stale(link: Path) -> None:
+    if not link.is_symlink():
+        return
+    target = link.readlink()
+    try:
+        lock = _locked(target)
+    except BlockingIOError as error:
+        raise _in_use(link) from error
+    except FileNotFoundError:  # a restart of the machine empties the temporary folder
+        link.unlink()
+        return
+    if target.name.startswith(PREFIX):
+        logger.info("removing the sockets that an earlier process left in %s", target)
+        shutil.rmtree(target, ignore_errors=True)
+    os.close(lock)
+    link.unlink()

@@ -1,0 +1,247 @@
+"""Every source gives tokens, holds the right part out, and says in one line what is wrong with bad input."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from node.data import Batches, open_source, tokenize_files
+from node.data import tokens as tokens_module
+from node.data.corpus import Corpus, TokenArray
+from node.data.stdlib import LEFT_OUT, stdlib_files
+from protocol.errors import DataError, MissingFileError, MurmurError, StorageError, UsageError
+from protocol.manifest import Data
+
+
+def config(**values: object) -> Data:
+    return Data.model_validate(values)
+
+
+def tokens(row: object) -> list[int]:
+    assert isinstance(row, TokenArray)
+    return [int(token) for token in row.read(0, len(row))]
+
+
+def text_of(corpus: Corpus) -> tuple[bytes, bytes]:
+    return bytes(tokens(corpus.training)), bytes(tokens(corpus.validation))
+
+
+def write_tokenizer(path: Path, words: int = 50) -> Path:
+    vocabulary = {"</s>": 0, "<unk>": 1} | {f"w{index}": index + 2 for index in range(words)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(path))
+    return path
+
+
+def test_standard_library_is_large_real_and_fixed() -> None:
+    corpus = open_source(config(source="python-stdlib"), Path("/nowhere"))
+    assert isinstance(corpus.training, TokenArray)
+    assert 5_000_000 < len(corpus.training) < 20_000_000
+    assert 0.003 < len(corpus.validation) / len(corpus.training) < 0.06
+    assert corpus.vocabulary == 256
+    again = open_source(config(source="python-stdlib"), Path("/nowhere"))
+    assert tokens(again.validation) == tokens(corpus.validation)
+
+
+def test_standard_library_files_are_sorted_and_ours_are_not_among_them() -> None:
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [path.relative_to(root).as_posix() for path in stdlib_files(root)]
+    assert names == sorted(names) and "abc.py" in names
+    assert not any(LEFT_OUT.intersection(Path(name).parts) for name in names)
+
+
+def test_text_files_are_held_out_whole(tmp_path: Path) -> None:
+    for index in range(60):
+        (tmp_path / f"{index:02}.txt").write_text(f"<{index:02}>" * 5)
+    training, validation = text_of(open_source(config(source="text", path="*.txt", validation_share=0.2), tmp_path))
+    held = [index for index in range(60) if f"<{index:02}>".encode() in validation]
+    assert 0 < len(held) < 30
+    assert validation == b"".join(f"<{index:02}>".encode() * 5 for index in held)
+    assert training == b"".join(f"<{index:02}>".encode() * 5 for index in range(60) if index not in held)
+    (tmp_path / "61.txt").write_text("new")
+    _, after = text_of(open_source(config(source="text", path="*.txt", validation_share=0.2), tmp_path))
+    assert after in (validation, validation + b"new"), "a file more moves no other"
+
+
+def test_one_text_file_gives_its_end(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_bytes(bytes(range(100)))
+    training, validation = text_of(open_source(config(source="text", path="book.txt", validation_share=0.1), tmp_path))
+    assert (training, validation) == (bytes(range(90)), bytes(range(90, 100)))
+
+
+def test_absolute_glob(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("abcdefghij")
+    corpus = open_source(config(source="text", path=f"{tmp_path}/*.txt"), Path("/nowhere"))
+    assert text_of(corpus) == (b"abcdefghi", b"j")
+
+
+def test_text_with_a_tokenizer(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json")
+    for index in range(2):
+        (tmp_path / f"{index}.txt").write_text(f"w{index} w9 other")
+    corpus = open_source(config(source="text", path="*.txt", tokenizer="tokenizer.json"), tmp_path)
+    assert sorted([tokens(corpus.training), tokens(corpus.validation)]) == [[2, 11, 1, 0], [3, 11, 1, 0]]
+    assert corpus.vocabulary == 52
+
+
+def make_shards(folder: Path, monkeypatch: pytest.MonkeyPatch, words: int = 50) -> Path:
+    monkeypatch.setattr(tokens_module, "SHARD_TOKENS", 7)
+    write_tokenizer(folder / "tokenizer.json", words)
+    for index in range(3):
+        (folder / f"{index}.txt").write_text("\n".join(f"w{index} w{word}" for word in range(5)))
+    tokenize_files(folder / "tokenizer.json", sorted(folder.glob("*.txt")), folder / "out")
+    return folder / "out"
+
+
+@pytest.mark.parametrize(("words", "width"), [(50, 2), (70_000, 4)])
+def test_tokenized_shards_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, width: int) -> None:
+    folder = make_shards(tmp_path, monkeypatch, words)
+    expected = [token for file in range(3) for word in range(5) for token in (file + 2, word + 2)]
+    expected = expected[:10] + [0] + expected[10:20] + [0] + expected[20:] + [0]
+    corpus = open_source(config(source="tokens", path="out", validation_share=0.1), tmp_path)
+    assert tokens(corpus.training) + tokens(corpus.validation) == expected
+    assert len(corpus.validation) == 3 and corpus.vocabulary == words + 2
+    assert sorted(file.stat().st_size for file in folder.glob("*.bin")) == [5 * width] + [7 * width] * 4
+    assert not list(tmp_path.glob("*partial*"))
+
+
+def test_tokenizing_blocks_gives_what_whole_files_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path / "t.json")
+    (tmp_path / "long.txt").write_text("".join(f"w{index % 50} é\n" for index in range(1000)))
+    for block in (10, 2**20):
+        monkeypatch.setattr(tokens_module, "BLOCK_BYTES", block)
+        tokenize_files(tmp_path / "t.json", [tmp_path / "long.txt"], tmp_path / f"out{block}")
+    first, second = ((tmp_path / f"out{block}" / "00000.bin").read_bytes() for block in (10, 2**20))
+    assert first == second and len(first) == 2 * 2001
+
+
+def test_tokenizing_leaves_nothing_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path / "t.json")
+    (tmp_path / "bad.txt").write_bytes(b"w1 w2\n" * 10 + b"\xff")
+    with pytest.raises(DataError, match=r"bad.txt is not UTF-8 \(byte 60\)"):
+        tokenize_files(tmp_path / "t.json", [tmp_path / "bad.txt"], tmp_path / "out")
+    (tmp_path / "bad.txt").write_text("w1")
+
+    def no_space(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", no_space)
+    with pytest.raises(StorageError, match="No space left"):
+        tokenize_files(tmp_path / "t.json", [tmp_path / "bad.txt"], tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.txt", "t.json"]
+    with pytest.raises(UsageError, match="exists already"):
+        tokenize_files(tmp_path / "t.json", [], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda folder: (folder / "header.json").unlink(), "run `murmur tokenize` to make it"),
+        (lambda folder: (folder / "header.json").write_text("{"), "run `murmur tokenize` again"),
+        (lambda folder: (folder / "00001.bin").unlink(), "00001.bin"),
+        (lambda folder: (folder / "00001.bin").write_bytes(b"123"), "has 3 bytes, its header says 14"),
+        (lambda folder: rename_shard(folder, "../../etc/passwd"), r"shards\.0\.name"),
+    ],
+)
+def test_damaged_shards_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: object, text: str
+) -> None:
+    folder = make_shards(tmp_path, monkeypatch)
+    assert callable(damage)
+    damage(folder)
+    with pytest.raises(MurmurError, match=text):
+        open_source(config(source="tokens", path="out"), tmp_path)
+
+
+def rename_shard(folder: Path, name: str) -> None:
+    header = json.loads((folder / "header.json").read_text())
+    header["shards"][0]["name"] = name
+    (folder / "header.json").write_text(json.dumps(header))
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "text"),
+    [
+        ({"source": "text", "path": "none*.txt"}, MissingFileError, "no file matches"),
+        ({"source": "text"}, DataError, "data.path is empty"),
+        ({"source": "text", "path": "latin.txt"}, DataError, r"latin.txt is not UTF-8 \(byte 3\)"),
+        ({"source": "text", "path": "empty.txt"}, DataError, "empty.txt and what goes with it are empty"),
+        ({"source": "text", "path": "*.txt", "tokenizer": "none.json"}, MissingFileError, "no tokenizer file"),
+        ({"source": "text", "path": "*.txt", "tokenizer": "latin.txt"}, DataError, "is no tokenizer.json"),
+        ({"source": "tokens"}, DataError, "data.path is empty"),
+        ({"source": "hf"}, DataError, "data.path is empty"),
+        ({"source": "hf", "path": "void"}, MurmurError, "mend data.path"),
+    ],
+)
+def test_bad_input_gets_one_line(tmp_path: Path, values: dict[str, str], kind: type[MurmurError], text: str) -> None:
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "void").mkdir()
+    with pytest.raises(kind, match=text) as caught:
+        open_source(config(**values), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A local data set of 40 examples; example i is the byte i, i + 1 times."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    lines = [json.dumps({"text": chr(33 + index) * (index + 1), "other": index}) for index in range(40)]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def hub(share: float = 0.2, **values: object) -> Data:
+    return config(source="hf", path="set", validation_share=share, **values)
+
+
+def test_streamed_windows_are_whole_examples_in_a_row(examples: Path) -> None:
+    corpus = open_source(hub(), examples)
+    held = set(tokens(corpus.validation))
+    windows = corpus.training.windows(10, key=5, position=0).take(120)
+    row = np.append(windows[:, :-1].reshape(-1), windows[-1, -1])
+    assert np.array_equal(windows[1:, 0], windows[:-1, -1])
+    assert 0 < len(held) < 20 and not held & set(row.tolist())
+    runs = np.split(row, np.flatnonzero(np.diff(row)) + 1)
+    assert all(len(run) == run[0] - 32 for run in runs[:-1])
+    assert set(row.tolist()) | held == set(range(33, 73)), "one epoch and more: everything is read or held out"
+
+
+def test_streamed_position_goes_on_at_the_very_token_over_epochs(examples: Path) -> None:
+    corpus = open_source(hub(), examples)
+    reader = corpus.training.windows(10, 5, 0)
+    for _ in range(40):
+        again = corpus.training.windows(10, 5, reader.position)
+        assert np.array_equal(reader.take(5), again.take(5))
+        assert reader.position == again.position
+    assert reader.position >= 2**64, "the second epoch"
+
+
+def test_streamed_peers_read_differently(examples: Path) -> None:
+    corpus = open_source(hub(), examples)
+    assert not torch.equal(Batches(corpus, 10, 0, "a").next(20), Batches(corpus, 10, 0, "b").next(20))
+
+
+def test_streamed_columns_and_splits_are_checked(examples: Path) -> None:
+    with pytest.raises(DataError, match="set data.column: other, text"):
+        open_source(hub(column="body"), examples)
+    with pytest.raises(DataError, match="no text in 'other'"):
+        open_source(hub(column="other"), examples)
+    with pytest.raises(MurmurError, match="mend data.path"):
+        open_source(hub(split="dev"), examples)
+
+
+def test_streamed_set_without_text_is_refused_instead_of_read_for_ever(examples: Path) -> None:
+    (examples / "set" / "train.jsonl").write_text("\n".join('{"text": ""}' for _ in range(5)))
+    corpus = open_source(hub(), examples)
+    with pytest.raises(DataError, match="holds no text to train on"):
+        corpus.training.windows(10, 5, 0).take(1)

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+
+from node.config import NodeSettings, node_settings, threads_each
+from protocol.errors import UsageError
+from protocol.manifest import load_manifest
+
+MANIFEST = load_manifest(Path(__file__).parents[2] / "configs" / "test.toml")
+PEER = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWTest"
+
+
+def settings(**changes: object) -> NodeSettings:
+    return node_settings(**{"manifest": MANIFEST, "base": Path(), "folder": Path("here"), **changes})
+
+
+def test_defaults() -> None:
+    made = settings(peers=(PEER,))
+    assert made.peers == (PEER,)
+    assert made.device == "auto"
+    assert made.metrics_port == 0
+    assert made.run_id == MANIFEST.run_id
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"peers": ("203.0.113.7:4001",)}, "--peer: '203.0.113.7:4001' is no multiaddress"),
+        ({"peers": ("/ip4/203.0.113.7/tcp/4001",)}, "--peer: .* append /p2p/"),
+        ({"listen": ("0.0.0.0",)}, "--listen: '0.0.0.0' is no multiaddress"),
+        ({"device": "tpu"}, "--device: "),
+        ({"metrics_port": 70_000}, "--metrics-port: "),
+        ({"threads": 0}, "--threads: "),
+        ({"colour": 1}, "--colour: "),
+    ],
+)
+def test_what_cannot_be_is_one_line_that_names_the_option(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(UsageError, match=text) as caught:
+        settings(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_threads_are_shared_and_never_none() -> None:
+    assert threads_each(1) >= 1
+    assert threads_each(10_000) == 1

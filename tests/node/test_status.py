@@ -1,0 +1,107 @@
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from node.status import NodeStatus, fetch_status, short_bytes, short_count
+from protocol.errors import UnreachableError
+
+WORKING = NodeStatus(
+    peer_id="12D3KooWTest",
+    run="demo",
+    run_id="ab" * 32,
+    phase="training",
+    round=12,
+    target_rounds=60,
+    step=138,
+    tokens_per_second=9100,
+    bytes_sent=4_200_000,
+    contributions_included=11,
+    contributions_excluded=1,
+    last_included_round=11,
+)
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def test_summary_of_a_contributing_node() -> None:
+    expected = "round 12/60 · step 138 · 9.1k tok/s · sent 4.2 MB · included 11/12 · contributing: yes"
+    assert WORKING.summary() == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer"),
+    [
+        ({}, "yes"),
+        ({"last_included_round": 10}, "yes"),  # one missed round may be in flight
+        ({"last_included_round": 9}, "no: left out of the last 2 rounds"),
+        ({"last_included_round": None}, "no: no round has taken a contribution of this node yet"),
+        ({"last_included_round": None, "reason": "too slow: 31 s of 20 s"}, "no: too slow: 31 s of 20 s"),
+        ({"phase": "waiting for peers", "reason": "1 of 3 peers"}, "no: 1 of 3 peers"),
+        ({"phase": "joining"}, "no: joining"),
+        ({"phase": "done"}, "no: the run has reached its target"),
+    ],
+)
+def test_contributing(changes: dict[str, object], answer: str) -> None:
+    assert WORKING.model_copy(update=changes).contributing() == answer
+
+
+def test_round_without_a_target() -> None:
+    assert WORKING.model_copy(update={"target_rounds": None}).round_of_target() == "round 12"
+
+
+def test_json_round_trip_keeps_everything_and_nan_becomes_unknown() -> None:
+    status = WORKING.model_copy(update={"loss": math.nan, "seconds": {"compute": 1.5}})
+    back = NodeStatus.model_validate_json(status.model_dump_json())
+    assert back == status.model_copy(update={"loss": None})
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (999, "999"), (9100, "9.1k"), (2_500_000, "2.5M"), (3e9, "3.0G")]
+)
+def test_short_count(number: float, text: str) -> None:
+    assert short_count(number) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(12, "12 B"), (1500, "1.5 kB"), (4.2e6, "4.2 MB"), (7e12, "7.0 TB")])
+def test_short_bytes(number: float, text: str) -> None:
+    assert short_bytes(number) == text
+
+
+async def served(handler: Handler) -> tuple[asyncio.Server, int]:
+    server = await asyncio.start_server(handler, "127.0.0.1", 0)
+    return server, server.sockets[0].getsockname()[1]
+
+
+async def test_fetch_from_nobody_says_what_to_do(unused_tcp_port: int) -> None:
+    with pytest.raises(UnreachableError, match=f"no node answers on 127.0.0.1:{unused_tcp_port}; start it"):
+        await fetch_status(unused_tcp_port, 1.0)
+
+
+async def test_fetch_has_a_deadline() -> None:
+    release = asyncio.Event()
+
+    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        writer.close()
+
+    server, port = await served(silent)
+    async with server:
+        with pytest.raises(UnreachableError, match="no node answers"):
+            await asyncio.wait_for(fetch_status(port, 0.1), 5)
+        release.set()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 200 OK\r\n\r\nnonsense", b"HTTP/1.1 404 Not Found\r\n\r\n{}", b"", b"x" * (3 << 20)]
+)
+async def test_fetch_from_a_stranger(answer: bytes) -> None:
+    async def strange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    server, port = await served(strange)
+    async with server:
+        with pytest.raises(UnreachableError):
+            await fetch_status(port, 5.0)

@@ -1,0 +1,93 @@
+"""A tiny run for tests with real trainer processes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from node.arena import Arena
+from node.channel import Config, FromTrainer
+from node.model import initial_weights, shape_table
+from node.trainer_process import TrainerProcess
+from protocol.manifest import Manifest, parse_manifest
+
+torch.set_num_threads(1)
+DEADLINE = 60.0
+M = TypeVar("M")
+TOML = """
+[run]
+name = "tiny"
+seed = 1
+[model]
+vocabulary = 256
+width = 16
+layers = 1
+heads = 2
+hidden = 32
+context = 16
+[data]
+source = "text"
+path = "*.txt"
+[train]
+batch_tokens = 64
+microbatch = 2
+learning_rate = {learning_rate}
+[method]
+recipe = "{recipe}"
+[method.schedule]
+inner_steps = {inner_steps}
+overlap = {overlap}
+"""
+
+
+class Bench:
+    """A manifest, its text, an arena with anchor 0, and the trainer process on it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        recipe: str = "sparseloco",
+        inner_steps: int = 20,
+        overlap: bool = True,
+        learning_rate: float = 1e-2,
+    ) -> None:
+        self.folder = folder
+        (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+        (folder / "b.txt").write_text("pack my box with five dozen liquor jugs\n" * 200)
+        toml = TOML.format(
+            recipe=recipe, inner_steps=inner_steps, overlap=str(overlap).lower(), learning_rate=learning_rate
+        )
+        self.manifest: Manifest = parse_manifest(toml.encode(), "test")
+        self.numel = shape_table(self.manifest.model).numel
+        self.arena = Arena.create(self.numel, 8 * self.numel)
+        self.arena.anchor(0).copy_(initial_weights(self.manifest.model, 0))
+        self.trainer = TrainerProcess(self.arena, self.config)
+        self.seen: list[FromTrainer] = []
+        self._messages: AsyncIterator[FromTrainer] = self.trainer.messages()
+
+    def config(self) -> Config:
+        return Config(
+            manifest=self.manifest.to_toml(),
+            base=str(self.folder),
+            peer_id="12D3KooWtest",
+            device="cpu",
+            numel=self.numel,
+            outbox_bytes=self.arena.outbox_bytes,
+            round=0,
+            validation_tokens=512,
+        )
+
+    async def until(self, kind: type[M], deadline: float = DEADLINE) -> M:
+        """The next message of that kind; those before it are kept in `seen`."""
+        async with asyncio.timeout(deadline):
+            async for message in self._messages:
+                self.seen.append(message)
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError(f"the trainer ended before it said {kind.__name__}")
+
+    async def close(self) -> None:
+        await self.trainer.stop()
+        self.arena.close()

@@ -1,0 +1,184 @@
+"""What every codec promises, whatever its format."""
+
+import os
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optim.codecs.codec import Codec
+from optim.codecs.dense import HalfPrecision, Uncompressed
+from optim.codecs.int8 import BlockInt8
+from optim.codecs.topk import ChunkTopK
+from optim.errors import CodecError
+
+CODECS: list[Codec] = [
+    Uncompressed(),
+    HalfPrecision(),
+    BlockInt8(),
+    BlockInt8(block=16),
+    ChunkTopK(),
+    ChunkTopK(k=3, chunk=64),
+    ChunkTopK(k=64, chunk=64),
+    ChunkTopK(k=5, chunk=100),
+]
+GOLDEN = Path(__file__).parent.parent / "golden"
+each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+numels = st.integers(1, 9000)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def sample(numel: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    """Heavy-tailed values, some of them zero, chunks of different size: what a pseudo-gradient looks like."""
+    generator = np.random.default_rng(seed)
+    values = generator.standard_t(3, numel) * generator.lognormal(0, 1, numel) * (generator.random(numel) > 0.1)
+    return torch.from_numpy((values * scale).astype(np.float32))
+
+
+@each_codec
+@quick
+@given(numels, seeds, st.sampled_from([1e-30, 1e-8, 1e-3, 1.0, 1e6, 0.0]))
+def test_decodes_to_finite_values_near_the_input(codec: Codec, numel: int, seed: int, scale: float) -> None:
+    values = sample(numel, seed, scale)
+    decoded = codec.decode(codec.encode(values), numel)
+    assert decoded.shape == values.shape and decoded.dtype == torch.float32
+    assert torch.isfinite(decoded).all()
+    assert torch.linalg.vector_norm(values - decoded) <= torch.linalg.vector_norm(values)
+
+
+@each_codec
+@quick
+@given(numels, seeds)
+def test_size_stays_below_the_bound_and_bytes_are_deterministic(codec: Codec, numel: int, seed: int) -> None:
+    values = sample(numel, seed)
+    payload = codec.encode(values)
+    assert len(payload) <= codec.max_bytes(numel)
+    assert payload == codec.encode(values.clone())
+
+
+@each_codec
+@quick
+@given(numels, seeds)
+def test_extract_leaves_exactly_what_the_receiver_does_not_get(codec: Codec, numel: int, seed: int) -> None:
+    values = sample(numel, seed)
+    rest = values.clone()
+    payload = codec.extract(rest)
+    assert payload == codec.encode(values)
+    assert torch.equal(rest, values - codec.decode(payload, numel))
+
+
+@each_codec
+def test_threads_change_no_bit(codec: Codec) -> None:
+    values = sample(300_000, 1)
+    threads = torch.get_num_threads()
+    payloads = set()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        payloads.add(codec.encode(values))
+    torch.set_num_threads(threads)
+    assert len(payloads) == 1
+
+
+@each_codec
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e38, -1e38])
+@pytest.mark.parametrize("place", [0, 4095, 4999])
+def test_values_that_are_not_finite_are_refused_and_left_alone(codec: Codec, bad: float, place: int) -> None:
+    values = sample(5000, 2)
+    values[place] = bad
+    before = values.clone()
+    with pytest.raises(CodecError):
+        codec.extract(values)
+    assert torch.equal(values.nan_to_num(7), before.nan_to_num(7))
+
+
+@each_codec
+def test_other_lengths_other_codecs_and_every_truncation_are_refused(codec: Codec) -> None:
+    payload = codec.encode(sample(5000, 3))
+    wrong = [payload[:cut] for cut in range(0, len(payload), max(1, len(payload) // 97))]
+    wrong += [payload + b"\0", payload + payload, b"", b"\xff" * len(payload), b"\0" * len(payload)]
+    for bytes_ in wrong:
+        with pytest.raises(CodecError):
+            codec.read(bytes_, 5000)
+    for other in CODECS:
+        if other.number != codec.number:
+            with pytest.raises(CodecError):
+                other.read(payload, 5000)
+    for numel in (1, 4096, 4999, 9000):
+        with pytest.raises(CodecError):
+            codec.read(payload, numel)
+
+
+@st.composite
+def mutations(draw: st.DrawFn, payload: bytes) -> bytes:
+    kind = draw(st.sampled_from(["flip", "cut", "splice", "random", "insert"]))
+    place = draw(st.integers(0, len(payload) - 1))
+    if kind == "flip":
+        return payload[:place] + bytes([payload[place] ^ draw(st.integers(1, 255))]) + payload[place + 1 :]
+    if kind == "cut":
+        return payload[:place]
+    if kind == "splice":
+        other = draw(st.integers(0, len(payload) - 1))
+        return payload[:place] + payload[other:]
+    noise = draw(st.binary(min_size=1, max_size=64))
+    return payload[:place] + noise + payload[place + (len(noise) if kind == "random" else 0) :]
+
+
+@each_codec
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_hostile_bytes_are_refused_or_harmless(codec: Codec, data: st.DataObject) -> None:
+    payload = codec.encode(sample(1000, 4))
+    hostile = data.draw(mutations(payload))
+    try:
+        decoded = codec.decode(hostile, 1000)
+    except CodecError:
+        return
+    assert decoded.shape == (1000,) and torch.isfinite(decoded).all()
+    assert decoded.abs().max() < 2.0**55
+
+
+@each_codec
+def test_the_wire_decides_no_allocation(codec: Codec) -> None:
+    head = codec.encode(sample(1000, 5))[:2]
+    tracemalloc.start()
+    for seed in range(200):
+        hostile = head + np.random.default_rng(seed).bytes(600)
+        with pytest.raises(CodecError):
+            codec.read(hostile, 1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize("codec", CODECS[:1] + CODECS[1:3] + CODECS[4:6], ids=str)
+def test_golden_files_pin_the_wire_format(codec: Codec) -> None:
+    """Run with WRITE_GOLDEN=1 after a change of format, which also takes a new version number."""
+    values = torch.arange(-450, 550, dtype=torch.float32).mul(0.37).sin().mul(2.0**-9)
+    values[::7] = 0
+    payload = codec.encode(values)
+    path = GOLDEN / f"{codec}.bin".replace("(", "-").replace(")", "").replace("=", "").replace(", ", "-")
+    if os.environ.get("WRITE_GOLDEN"):
+        path.write_bytes(payload)
+    golden = path.read_bytes()
+    assert payload[:2] == golden[:2]
+    assert torch.equal(codec.decode(golden, 1000), codec.decode(payload, 1000))
+    assert payload == golden
+
+
+@each_codec
+def test_bits_per_parameter_is_what_the_bytes_say(codec: Codec) -> None:
+    values = torch.from_numpy(np.random.default_rng(9).standard_normal(100_000, np.float32))
+    measured = 8 * len(codec.encode(values)) / values.numel()
+    assert codec.bits_per_parameter(100_000) == pytest.approx(measured, rel=0.02)
+
+
+@each_codec
+def test_a_tensor_it_cannot_take_is_the_callers_mistake(codec: Codec) -> None:
+    for tensor in (torch.zeros(4, 4), torch.zeros(8, dtype=torch.float64), torch.zeros(8)[::2], torch.zeros(0)):
+        with pytest.raises(ValueError, match="codec takes|nothing to encode"):
+            codec.encode(tensor)

@@ -1,0 +1,46 @@
+import struct
+
+import pytest
+import torch
+
+from optim.codecs.dense import HalfPrecision, Uncompressed
+from optim.errors import CodecError
+
+
+def test_fp32_comes_back_bit_for_bit() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e-20
+    assert torch.equal(Uncompressed().decode(Uncompressed().encode(values), 1000), values)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e6])
+def test_fp16_holds_any_scale_to_eleven_bits(scale: float) -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).mul(scale)
+    decoded = HalfPrecision().decode(HalfPrecision().encode(values), 1000)
+    assert torch.allclose(decoded, values, rtol=2**-11, atol=scale * 1e-8)
+    # The control: fp16 as it is loses what is small and turns what is large into infinity.
+    plain = values.half().float()
+    assert scale == 1.0 or not torch.allclose(plain, values, rtol=2**-11, atol=scale * 1e-8)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e38, -1e38])
+def test_fp32_from_the_wire_must_be_finite_and_bounded(value: float) -> None:
+    payload = bytearray(Uncompressed().encode(torch.ones(10)))
+    struct.pack_into("<f", payload, 18, value)
+    with pytest.raises(CodecError):
+        Uncompressed().read(bytes(payload), 10)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_fp16_from_the_wire_must_be_finite(value: float) -> None:
+    payload = bytearray(HalfPrecision().encode(torch.ones(10)))
+    struct.pack_into("<e", payload, 9, value)
+    with pytest.raises(CodecError):
+        HalfPrecision().read(bytes(payload), 10)
+
+
+@pytest.mark.parametrize("exponent", [-128, -101, 33, 127])
+def test_fp16_exponent_is_bounded(exponent: int) -> None:
+    payload = bytearray(HalfPrecision().encode(torch.ones(10)))
+    struct.pack_into("<b", payload, 2, exponent)
+    with pytest.raises(CodecError):
+        HalfPrecision().read(bytes(payload), 10)

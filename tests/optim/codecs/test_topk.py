@@ -1,0 +1,205 @@
+"""Chunked top-k: the choice, the levels, the rate, and a slow decoder written apart from the fast one."""
+
+import struct
+from math import lgamma, log
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from optim.codecs.gaps import class_table, uniform_frequencies
+from optim.codecs.topk import ChunkTopK
+from optim.errors import CodecError
+
+Array = npt.NDArray[np.float32]
+
+
+def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
+    """One value after the other, as the format's description says; ValueError where a payload breaks it."""
+    sizes = [min(codec.chunk, numel - start) for start in range(0, numel, codec.chunk)]
+    keeps = [-(-codec.k * size // codec.chunk) for size in sizes]
+    number, version, model, words = struct.unpack_from("<BBBI", payload)
+    if (number, version) != (4, 1) or model > 1:
+        raise ValueError("head")
+    lowest, widths = (table.tolist() for table in class_table(sizes[0]))
+    position, frequencies = 7, uniform_frequencies(sizes[0], keeps[0]).tolist()
+    if model:
+        frequencies = list(struct.unpack_from(f"<{len(lowest)}H", payload, position))
+        position += 2 * len(lowest)
+    if sum(frequencies) != 4096:
+        raise ValueError("frequencies")
+    exponent, *halves = struct.unpack_from(f"<b{2 * len(sizes)}e", payload, position)
+    signs = payload[position + 2 : position + 1 + 4 * len(sizes) : 2]
+    if not -100 <= exponent <= 32 or any(byte & 128 for byte in signs):
+        raise ValueError("scales")
+    if any(not half <= 2.0**15 for half in halves) or any(a > b for a, b in zip(halves[::2], halves[1::2], strict=True)):
+        raise ValueError("scales")
+    position += 1 + 4 * len(sizes)
+    count = sum(keeps)
+    lane_count = -(-count // 96)
+    lanes = list(struct.unpack_from(f"<{lane_count}I", payload, position))
+    position += 4 * lane_count
+    stream = list(struct.unpack_from(f"<{words}H", payload, position))
+    position += 2 * words
+    if any(lane < 2**16 for lane in lanes):
+        raise ValueError("lane")
+    classes = []
+    for i in range(count):
+        lane = lanes[i % lane_count]
+        slot, symbol = lane % 4096, 0
+        while slot >= frequencies[symbol]:
+            slot -= frequencies[symbol]
+            symbol += 1
+        classes.append(symbol)
+        lane = frequencies[symbol] * (lane // 4096) + slot
+        lanes[i % lane_count] = lane if lane >= 2**16 else lane << 16 | stream.pop(0)
+    if stream or any(lane >> 16 != 1 for lane in lanes):
+        raise ValueError("end of stream")
+    plain = b"".join(struct.pack("<H", lane & 0xFFFF) for lane in lanes) + payload[position:]
+    bits = [byte >> shift & 1 for byte in plain for shift in range(7, -1, -1)]
+    needed = 2 * count + sum(widths[symbol] for symbol in classes)
+    if len(plain) != max(-(-needed // 8), 2 * lane_count) or any(bits[needed:]):
+        raise ValueError("plain bits")
+    decoded, kept, cursor = [0.0] * numel, 0, 2 * count
+    for chunk, (size, keep) in enumerate(zip(sizes, keeps, strict=True)):
+        index = -1
+        for _ in range(keep):
+            width = widths[classes[kept]]
+            index += 1 + lowest[classes[kept]] + int("".join(map(str, bits[cursor : cursor + width])) or "0", 2)
+            cursor += width
+            if index >= size:
+                raise ValueError("index")
+            level = halves[2 * chunk + bits[count + kept]] * 2.0**exponent
+            decoded[chunk * codec.chunk + index] = -level if bits[kept] else level
+            kept += 1
+    return decoded
+
+
+@pytest.mark.parametrize("codec", [ChunkTopK(), ChunkTopK(k=3, chunk=64), ChunkTopK(k=100, chunk=100)], ids=str)
+@pytest.mark.parametrize("numel", [1, 3, 63, 64, 100, 8192, 9001])
+def test_the_slow_decoder_agrees(codec: ChunkTopK, numel: int) -> None:
+    values = torch.from_numpy(np.random.default_rng(numel).standard_normal(numel, np.float32))
+    payload = codec.encode(values)
+    assert codec.decode(payload, numel).tolist() == slow_decode(codec, payload, numel)
+
+
+@pytest.mark.parametrize("clustered", [False, True])
+def test_no_mutated_payload_is_read_differently_from_the_slow_decoder(clustered: bool) -> None:
+    codec, numel = ChunkTopK(k=8, chunk=256), 1000
+    generator = np.random.default_rng(7)
+    values = generator.standard_normal(numel, np.float32)
+    if clustered:
+        values[::256] = values[1::256] = values[2::256] = 90
+    payload = codec.encode(torch.from_numpy(values))
+    accepted = 0
+    for _ in range(3000):
+        hostile = bytearray(payload)
+        for place in generator.integers(2, len(payload), generator.integers(1, 4)):
+            hostile[place] ^= 1 << generator.integers(8)
+        try:
+            fast = codec.decode(bytes(hostile), numel).tolist()
+        except CodecError:
+            with pytest.raises((ValueError, IndexError, struct.error)):
+                slow_decode(codec, bytes(hostile), numel)
+            continue
+        accepted += 1
+        assert fast == slow_decode(codec, bytes(hostile), numel)
+    # Signs, magnitudes and levels are free to change; a code that refused them too would have proven nothing here.
+    assert accepted > 100
+
+
+@pytest.mark.parametrize("k", [1, 5, 64, 200, 1024, 4000, 4096])
+def test_keeps_the_largest_and_of_equals_the_first(k: int) -> None:
+    generator = np.random.default_rng(k)
+    # Few distinct magnitudes: nearly every choice is between equals.
+    values = generator.integers(-9, 10, 3 * 4096).astype(np.float32)
+    codec = ChunkTopK(k=k)
+    positions = codec.read(codec.encode(torch.from_numpy(values)), values.size).positions.reshape(3, k)
+    for row, chunk in enumerate(values.reshape(3, 4096)):
+        expected = np.sort(np.argsort(-np.abs(chunk), kind="stable")[:k])
+        assert np.array_equal(positions[row] - row * 4096, expected)
+
+
+def test_levels_are_the_best_split_in_two() -> None:
+    values = np.random.default_rng(0).standard_t(3, 4096).astype(np.float32)
+    codec = ChunkTopK(k=32)
+    vector = codec.read(codec.encode(torch.from_numpy(values)), 4096)
+    kept = np.sort(np.abs(values[vector.positions]))
+    error = ((np.abs(vector.values) - np.abs(values[vector.positions])) ** 2).sum()
+    best = min(kept[:cut].var() * cut + kept[cut:].var() * (32 - cut) for cut in range(1, 32))
+    assert error == pytest.approx(best, rel=1e-3)
+
+
+def test_values_of_two_levels_come_back_exactly() -> None:
+    levels = np.random.default_rng(1).choice(np.array([-3, -0.25, 0.25, 3], np.float32), 4096 + 77)
+    codec = ChunkTopK(k=4096)
+    assert np.array_equal(codec.decode(codec.encode(torch.from_numpy(levels)), levels.size).numpy(), levels)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("gaussian", 0.10), ("laplace", 0.16), ("student", 0.40)], ids=lambda value: str(value)
+)
+def test_error_of_the_kept_values(name: str, limit: float) -> None:
+    generator, count = np.random.default_rng(3), 256 * 4096
+    draws = {
+        "gaussian": generator.standard_normal(count),
+        "laplace": generator.laplace(size=count),
+        "student": generator.standard_t(3, count),
+    }
+    values = draws[name].astype(np.float32)
+    codec = ChunkTopK()
+    vector = codec.read(codec.encode(torch.from_numpy(values)), count)
+    kept = values[vector.positions]
+    assert np.linalg.norm(vector.values - kept) / np.linalg.norm(kept) <= limit
+
+
+def clustered_values(generator: np.random.Generator, chunks: int, k: int) -> Array:
+    """The k largest of each chunk stand in runs of about eight, at random places."""
+    values = generator.standard_normal((chunks, 4096)).astype(np.float32) * 0.01
+    for row in values:
+        chosen = np.concatenate([(start + np.arange(8)) % 4096 for start in generator.choice(4096, k, replace=False)])
+        row[np.array(list(dict.fromkeys(chosen.tolist()))[:k])] += 100
+    return values.ravel()
+
+
+@pytest.mark.parametrize("clustered", [False, True])
+@pytest.mark.parametrize("k", [16, 32, 64, 128])
+@pytest.mark.parametrize("chunks", [64, 512])
+def test_index_coding_is_within_three_percent_of_the_bound(k: int, chunks: int, clustered: bool) -> None:
+    generator = np.random.default_rng(k)
+    values = clustered_values(generator, chunks, k) if clustered else generator.standard_normal(chunks * 4096, np.float32)
+    payload = ChunkTopK(k=k).encode(torch.from_numpy(values))
+    bound = chunks * (lgamma(4097) - lgamma(k + 1) - lgamma(4097 - k)) / log(2)
+    head_levels_and_values = 8 * 8 + 32 * chunks + 2 * k * chunks
+    assert 8 * len(payload) - head_levels_and_values <= 1.03 * bound
+    if clustered:  # an entropy coder must profit, where coding each gap by the mean gap alone would not
+        assert 8 * len(payload) - head_levels_and_values <= 0.7 * bound
+
+
+@pytest.mark.parametrize("numel", [64 * 4096, 840_000, 25 * 2**20])
+def test_rate_of_the_default(numel: int) -> None:
+    assert ChunkTopK().bits_per_parameter(numel) <= 0.16
+
+
+def forged(field: str) -> bytes:
+    """A payload of 4096 values, otherwise whole, with one field replaced."""
+    payload = bytearray(ChunkTopK().encode(torch.from_numpy(np.random.default_rng(2).standard_normal(4096, np.float32))))
+    small, large = struct.unpack_from("<ee", payload, 8)
+    halves = {"nan": float("nan"), "infinity": float("inf"), "minus zero": -0.0, "negative": -small, "huge": 65504.0}
+    if field in halves:
+        struct.pack_into("<e", payload, 8, halves[field])
+    elif field == "levels in the wrong order":
+        struct.pack_into("<ee", payload, 8, large, small)
+    else:
+        struct.pack_into("<b", payload, 7, {"exponent": 100, "low exponent": -101}[field])
+    return bytes(payload)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["nan", "infinity", "minus zero", "negative", "huge", "levels in the wrong order", "exponent", "low exponent"],
+)
+def test_bad_levels_are_refused(field: str) -> None:
+    with pytest.raises(CodecError):
+        ChunkTopK().read(forged(field), 4096)

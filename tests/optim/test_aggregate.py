@@ -1,0 +1,104 @@
+import statistics
+
+import numpy as np
+import pytest
+import torch
+
+from optim.aggregate import Aggregate, Mean, Message, SenderMean
+from optim.codecs.codec import Codec
+from optim.codecs.dense import Uncompressed
+from optim.codecs.topk import ChunkTopK
+from optim.errors import CodecError, OptimError
+
+RULES: list[Aggregate] = [Mean(), Mean(clip=True), Mean(weights="equal"), SenderMean(), SenderMean(clip=True)]
+each_rule = pytest.mark.parametrize("rule", RULES, ids=str)
+
+
+def messages(values: list[torch.Tensor], weights: list[float], codec: Codec | None = None) -> list[Message]:
+    codec = codec or Uncompressed()
+    return [
+        Message(codec, codec.encode(value), value.numel(), weight) for value, weight in zip(values, weights, strict=True)
+    ]
+
+
+def draws(count: int, numel: int = 500) -> list[torch.Tensor]:
+    return list(torch.randn(count, numel, generator=torch.Generator().manual_seed(count)))
+
+
+def test_mean_by_tokens() -> None:
+    combined = Mean().combine(messages([torch.tensor([1.0, 0.0]), torch.tensor([4.0, 2.0])], [1, 2]))
+    assert combined.tolist() == pytest.approx([3.0, 4 / 3])
+
+
+def test_equal_weights_ignore_tokens_but_not_absence() -> None:
+    values = [torch.tensor([3.0]), torch.tensor([5.0]), torch.tensor([100.0])]
+    assert Mean(weights="equal").combine(messages(values, [1, 1000, 0])).tolist() == [4.0]
+
+
+def test_sender_mean_divides_by_those_who_sent() -> None:
+    values = [torch.tensor([1.0, 0.0, 0.0]), torch.tensor([4.0, 2.0, 0.0])]
+    assert SenderMean().combine(messages(values, [1, 1])).tolist() == [2.5, 2.0, 0.0]
+    assert Mean().combine(messages(values, [1, 1])).tolist() == [2.5, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("codec", [Uncompressed(), ChunkTopK(k=8, chunk=64)], ids=str)
+def test_identical_members_agree_under_both_means(codec: Codec) -> None:
+    members = messages(draws(1) * 4, [1] * 4, codec)
+    assert np.allclose(SenderMean().combine(members), Mean().combine(members), rtol=1e-6)
+
+
+@each_rule
+@pytest.mark.parametrize("codec", [Uncompressed(), ChunkTopK(k=8, chunk=64)], ids=str)
+def test_a_member_of_weight_zero_is_as_if_absent(rule: Aggregate, codec: Codec) -> None:
+    members = messages(draws(4), [3, 0, 5, 7], codec)
+    assert np.array_equal(rule.combine(members), rule.combine(members[:1] + members[2:]))
+
+
+@each_rule
+def test_sums_follow_the_given_order_to_the_bit(rule: Aggregate) -> None:
+    members = messages(draws(8, 10_000), [1] * 8)
+    forward = rule.combine(members)
+    assert np.array_equal(forward, rule.combine(members))
+    # The control: another order is another sum, so an order that is not agreed on would break the anchor's digest.
+    assert not np.array_equal(forward, rule.combine(members[::-1]))
+
+
+def test_mean_is_a_loop_in_fp32() -> None:
+    values, weights = draws(3, 50), [11.0, 7.0, 5.0]
+    combined = Mean().combine(messages(values, weights))
+    for i in range(50):
+        total = np.float32(0)
+        for value, weight in zip(values, weights, strict=True):
+            total = total + np.float32(np.float32(weight) * np.float32(value[i]))
+        assert combined[i] == total / np.float32(23)
+
+
+def test_clip_bounds_what_one_member_can_do() -> None:
+    values = draws(5)
+    values[3] = values[3] * 1e6
+    norms = [float(value.norm()) for value in values]
+    clipped = Mean(clip=True).combine(messages(values, [1] * 5))
+    assert np.linalg.norm(clipped) <= statistics.median(norms) * 1.0001
+    # The control: without the clip the loud member decides alone.
+    assert np.linalg.norm(Mean().combine(messages(values, [1] * 5))) > 1000 * statistics.median(norms)
+
+
+def test_clip_leaves_equal_norms_and_zeros_alone() -> None:
+    values = [torch.tensor([3.0, 4.0]), torch.tensor([4.0, 3.0]), torch.tensor([5.0, 0.0])]
+    assert np.array_equal(Mean(clip=True).combine(messages(values, [1] * 3)), Mean().combine(messages(values, [1] * 3)))
+    assert Mean(clip=True).combine(messages([torch.zeros(2)], [1])).tolist() == [0, 0]
+
+
+@each_rule
+@pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan"), 1], [float("inf"), 1]])
+def test_weights_that_make_no_mean_are_refused(rule: Aggregate, weights: list[float]) -> None:
+    if rule != Mean(weights="equal") or weights == [0, 0]:
+        with pytest.raises(OptimError, match="weights"):
+            rule.combine(messages(draws(2), weights))
+
+
+@each_rule
+def test_a_malformed_message_is_a_codec_error(rule: Aggregate) -> None:
+    members = messages(draws(2), [1, 1])
+    with pytest.raises(CodecError):
+        rule.combine([members[0], Message(Uncompressed(), b"nonsense", 500, 1)])

@@ -1,0 +1,90 @@
+from collections.abc import Mapping
+
+import pytest
+
+from optim.codecs.dense import HalfPrecision
+from optim.codecs.int8 import BlockInt8
+from optim.codecs.topk import ChunkTopK
+from optim.errors import UnknownOption, UnknownRecipe
+from optim.feedback import ErrorFeedback, NoFeedback
+from optim.parts import Scalar
+from optim.recipes import PARTS, RECIPES, compose
+from optim.updates import Nesterov, Sgd
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_row_composes_and_names_its_paper(name: str) -> None:
+    method = compose(name)
+    assert method.name == name and method.paper.startswith("arXiv ")
+    assert set(RECIPES[name].tables) == set(PARTS)
+
+
+def test_diloco() -> None:
+    method = compose("diloco")
+    assert method.codec == BlockInt8(block=256)
+    assert method.feedback == ErrorFeedback(decay=1.0)
+    assert method.topology == "butterfly"
+    assert method.update == Nesterov(learning_rate=0.7, momentum=0.9)
+
+
+def test_sparseloco() -> None:
+    method = compose("sparseloco")
+    assert method.codec == ChunkTopK(k=64, chunk=4096)
+    assert method.feedback == ErrorFeedback(decay=0.95)
+    assert method.topology == "gather"
+    assert method.update == Sgd(learning_rate=1.0)
+
+
+def test_options_and_kinds_are_overridden() -> None:
+    method = compose("diloco", {"schedule": {"inner_steps": 7}, "codec": {"kind": "fp16"}, "feedback": {"kind": "none"}})
+    assert method.schedule.inner_steps == 7 and not method.schedule.overlap
+    assert method.codec == HalfPrecision() and method.feedback == NoFeedback()
+    assert compose("sparseloco", {"topology": {"kind": "butterfly"}}).topology == "butterfly"
+
+
+def test_another_kind_starts_from_its_own_defaults() -> None:
+    assert compose("sparseloco", {"codec": {"kind": "int8"}}).codec == BlockInt8()
+    assert compose("sparseloco", {"codec": {"kind": "topk", "chunk": 64}}).codec == ChunkTopK(k=64, chunk=64)
+
+
+def test_whole_numbers_may_stand_for_reals() -> None:
+    assert compose("diloco", {"update": {"learning_rate": 1}}).update == Nesterov(learning_rate=1.0, momentum=0.9)
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UnknownRecipe, match="did you mean 'diloco'.*sparseloco"):
+        compose("diloko")
+    with pytest.raises(UnknownRecipe, match="Known: diloco, sparseloco"):
+        compose("zzz")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"codek": {}}, "no part 'codek'; did you mean 'codec'"),
+        ({"codec": {"kind": "in8"}}, "did you mean 'int8'.*Known: none, fp16, int8, topk"),
+        ({"codec": {"kind": 8}}, "codec.kind = 8"),
+        ({"codec": {"k": 3}}, "codec 'int8' has no option 'k'"),
+        ({"codec": {"blok": 3}}, "did you mean 'block'"),
+        ({"codec": {"number": 3}}, "has no option 'number'"),
+        ({"codec": {"block": 3}}, "codec.block = 3: should be greater than or equal to 16"),
+        ({"codec": {"block": True}}, "codec.block = True: should be a valid integer"),
+        ({"codec": {"block": 32.5}}, "codec.block = 32.5"),
+        ({"codec": {"kind": "topk", "k": 5000}}, "k must be at most the chunk's 4096"),
+        ({"schedule": {"inner_steps": 0}}, "schedule.inner_steps = 0"),
+        ({"schedule": {"overlap": "yes"}}, "schedule.overlap = 'yes': should be a valid boolean"),
+        ({"aggregate": {"weights": "tokns"}}, "should be 'tokens' or 'equal'"),
+        ({"update": {"momentum": 1.0}}, "update.momentum = 1.0: should be less than 1"),
+        ({"update": {"learning_rate": float("nan")}}, "update.learning_rate = nan"),
+        ({"update": {"learning_rate": float("inf")}}, "update.learning_rate = inf"),
+        ({"topology": {"kind": "ring"}}, "topology.kind = 'ring' is not known; Known: butterfly, gather"),
+        ({"feedback": {"decay": 0.0}}, "feedback.decay = 0.0"),
+    ],
+    ids=str,
+)
+def test_bad_options_get_one_line_that_says_what_is_allowed(
+    overrides: Mapping[str, Mapping[str, Scalar]], text: str
+) -> None:
+    with pytest.raises(UnknownOption, match=text) as caught:
+        compose("diloco", overrides)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from optim.updates import SLAB, Nesterov, Sgd
+
+
+def test_diloco_vector() -> None:
+    """eta 0.7, mu 0.9, delta 1 in every round, phi 0 at the start."""
+    anchor, slots = torch.zeros(3), {"momentum": torch.zeros(3)}
+    path = []
+    for _ in range(3):
+        Nesterov(learning_rate=0.7, momentum=0.9).apply(anchor, slots, torch.ones(3))
+        path.append(float(anchor[0]))
+    assert path == pytest.approx([-1.33, -3.227, -5.6343], abs=1e-6)
+
+
+def test_nesterov_is_that_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    anchor = torch.randn(1000, generator=generator)
+    theirs = torch.nn.Parameter(anchor.clone())
+    optimizer = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
+    slots = {"momentum": torch.zeros(1000)}
+    for _ in range(10):
+        delta = torch.randn(1000, generator=generator)
+        Nesterov().apply(anchor, slots, delta)
+        theirs.grad = delta
+        optimizer.step()
+    assert torch.allclose(anchor, theirs.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_sgd_with_rate_one_lands_on_the_mean() -> None:
+    anchor = torch.tensor([1.0, 2.0])
+    weights = [torch.tensor([3.0, 4.0]), torch.tensor([5.0, 0.0])]
+    delta = sum((anchor - weight for weight in weights), torch.zeros(2)) / 2
+    Sgd().apply(anchor, {}, delta)
+    assert torch.equal(anchor, torch.tensor([4.0, 2.0]))
+
+
+@pytest.mark.parametrize("update", [Sgd(learning_rate=0.65), Nesterov()], ids=str)
+def test_threads_and_place_in_the_vector_change_no_bit(update: Sgd | Nesterov) -> None:
+    generator = torch.Generator().manual_seed(1)
+    numel = 2 * SLAB + 13
+    start, delta, momentum = torch.randn(3, numel, generator=generator)
+    threads, results = torch.get_num_threads(), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        anchor, slots = start.clone(), {"momentum": momentum.clone()}
+        update.apply(anchor, slots, delta)
+        results.append(anchor)
+    torch.set_num_threads(threads)
+    one_by_one = start[-20:].clone()
+    for i in range(20):
+        place = slice(numel - 20 + i, numel - 19 + i)
+        update.apply(one_by_one[i : i + 1], {"momentum": momentum[place].clone()}, delta[place])
+    assert all(torch.equal(results[0], result) for result in results)
+    assert torch.equal(results[0][-20:], one_by_one)
+
+
+def test_slots_are_named() -> None:
+    assert Nesterov.slots == ("momentum",) and Sgd.slots == ()

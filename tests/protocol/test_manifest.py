@@ -1,0 +1,178 @@
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import ManifestError, MissingFileError
+from protocol.manifest import MAX_MANIFEST_BYTES, Manifest, load_manifest, parse_manifest
+
+ROOT = Path(__file__).parents[2]
+GOOD = b"""
+[run]
+name = "demo"
+
+[model]
+width = 128
+layers = 4
+heads = 4
+hidden = 344
+context = 128
+
+[data]
+source = "python-stdlib"
+
+[train]
+batch_tokens = 2048
+learning_rate = 3e-3
+
+[method]
+recipe = "diloco"
+
+[method.codec]
+block = 256
+"""
+
+
+def fault(text: bytes) -> str:
+    with pytest.raises(ManifestError) as caught:
+        parse_manifest(text, "run.toml")
+    message = str(caught.value)
+    assert message.startswith("run.toml: ")
+    assert message.isprintable(), "one line"
+    assert len(message) < 400
+    return message.removeprefix("run.toml: ")
+
+
+def test_values_and_defaults() -> None:
+    manifest = parse_manifest(GOOD, "run.toml")
+    assert manifest.model.width == 128
+    assert manifest.model.vocabulary == 256
+    assert manifest.method.overrides() == {"codec": {"block": 256}}
+    assert manifest.target.rounds is None
+
+
+def test_toml_round_trip_is_the_same_run() -> None:
+    manifest = parse_manifest(GOOD, "run.toml")
+    again = parse_manifest(manifest.to_toml().encode(), "again")
+    assert again == manifest
+    assert again.run_id == manifest.run_id
+
+
+def test_run_id_ignores_layout_defaults_and_bootstrap_and_nothing_else() -> None:
+    plain = parse_manifest(GOOD, "").run_id
+    assert re.fullmatch("[0-9a-f]{64}", plain)
+    assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4  # few\nvocabulary = 256"), "").run_id == plain
+    assert parse_manifest(GOOD.replace(b'"demo"', b'"demo"\nbootstrap = ["/dns/a/tcp/1/p2p/x"]'), "").run_id == plain
+    assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 5"), "").run_id != plain
+    assert parse_manifest(GOOD.replace(b"block = 256", b"block = 128"), "").run_id != plain
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"layers", b"layrs", "unknown key model.layrs (line 7); did you mean layers?"),
+        (b"[train]", b"[trian]", "unknown key trian (line 15); did you mean train?"),
+        (b"[data]", b"[data]\nzzz = 1", "unknown key data.zzz (line 13); known here: source, path, split, "),
+        (b"[train]", b"[zzzzzzz]\n[train]", "unknown key zzzzzzz (line 15); known here: run, model, data, "),
+        (b"learning_rate = 3e-3", b"", "train.learning_rate is missing; add it"),
+        (b"layers = 4", b"layers = '4'", "model.layers (line 7): Input should be a valid integer, got '4'"),
+        (b"layers = 4", b"layers = 4.0", "model.layers (line 7): Input should be a valid integer"),
+        (b"layers = 4", b"layers = true", "model.layers (line 7): Input should be a valid integer, got True"),
+        (b"layers = 4", b"layers = 0", "model.layers (line 7): Input should be greater than or equal to 1, got 0"),
+        (b"heads = 4", b"heads = 3", "model (line 5): width must be an even multiple of heads"),
+        (b"2048", b"2000", "manifest: train.batch_tokens must be a multiple of model.context"),
+        (b'"python-stdlib"', b'"wiki"', "data.source (line 13): Input should be 'python-stdlib', 'text'"),
+        (b'"demo"', b'"Demo run"', "run.name (line 3): String should match pattern"),
+        (b'"demo"', b"2026-11-21", "not valid TOML: no key takes a date or time; put 2026-11-21 in quotes"),
+        (b"3e-3", b"nan", "train.learning_rate (line 17): Input should be a finite number"),
+        (b"3e-3", b"inf", "train.learning_rate (line 17): Input should be a finite number"),
+        (b"3e-3", b"-1.0", "train.learning_rate (line 17): Input should be greater than 0"),
+        (b"block = 256", b"block = [1]", "method.codec.block"),
+        (b"[method.codec]", b"[method.kodec]", "unknown key method.kodec (line 22); did you mean codec?"),
+        (b"[run]", b"[run", "not valid TOML: "),
+        (b"[run]", b"\xff", "not valid TOML: "),
+    ],
+)
+def test_faults_are_one_line_that_says_where(old: bytes, new: bytes, message: str) -> None:
+    assert old in GOOD
+    assert fault(GOOD.replace(old, new, 1)).startswith(message)
+
+
+def test_unknown_key_is_told_before_the_missing_one_it_was_meant_to_be() -> None:
+    broken = GOOD.replace(b"width = 128", b"wdth = 128").replace(b"context = 128", b"")
+    assert fault(broken) == "unknown key model.wdth (line 6); did you mean width?"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"a = " + b"[" * 20_000,
+        b"a" + b".a" * 20_000 + b" = 1",
+        b"a = { b" + b".a" * 20_000 + b" = 1 }",
+        (b"a" + b".a" * 480 + b" = 1\n") * 60,
+        b"a = " + b"9" * 20_000,
+        b'"a\\nb" = 1',
+        GOOD.replace(b'"diloco"', b'"' + b"x" * 20_000 + b'"').replace(b'"demo"', b'"' + b"D" * 20_000 + b'"'),
+    ],
+    ids=["nested lists", "nested tables", "nested inside", "nested often", "long number", "key with a line break", "long value"],
+)
+def test_hostile_text_is_one_short_line(text: bytes) -> None:
+    fault(text)
+
+
+def test_size_is_bounded() -> None:
+    assert "at most" in fault(b"#" * (MAX_MANIFEST_BYTES + 1))
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_parse_or_are_refused(noise: bytes) -> None:
+    fault(noise)
+
+
+@given(st.integers(0, len(GOOD) - 1), st.binary(max_size=4))
+def test_any_change_parses_or_is_refused(position: int, noise: bytes) -> None:
+    text = GOOD[:position] + noise + GOOD[position + len(noise) :]
+    try:
+        manifest = parse_manifest(text, "run.toml")
+    except ManifestError as error:
+        assert str(error).isprintable()
+    else:
+        assert parse_manifest(manifest.to_toml().encode(), "again").run_id == manifest.run_id
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="nowhere.toml: No such file"):
+        load_manifest(tmp_path / "nowhere.toml")
+    with pytest.raises(MissingFileError, match="name an existing file"):
+        load_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
+def test_every_shipped_manifest_is_good(path: Path) -> None:
+    assert load_manifest(path).target.rounds
+
+
+def test_reference_names_every_key_and_no_other() -> None:
+    known = set()
+    for table, field in Manifest.model_fields.items():
+        section = field.annotation
+        assert section is not None
+        known |= {f"{table}.{key}" for key in section.model_fields}
+    rows = re.findall(r"^\| \*?\*?`(\w+\.\w+)`", (ROOT / "docs" / "manifest.md").read_text(), re.MULTILINE)
+    assert len(rows) == len(set(rows))
+    assert set(rows) == known
+
+
+def test_reference_gives_the_defaults() -> None:
+    text = (ROOT / "docs" / "manifest.md").read_text()
+    for table, field in Manifest.model_fields.items():
+        section = field.annotation
+        assert section is not None
+        for key, value in section.model_fields.items():
+            row = next(line for line in text.splitlines() if f"`{table}.{key}`" in line and line.startswith("|"))
+            shown = row.split("|")[3].strip()
+            assert value.is_required() == row.startswith("| **"), row
+            if isinstance(value.default, int | float) and not isinstance(value.default, bool):
+                assert float(shown) == value.default, row
