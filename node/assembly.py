@@ -110,8 +110,9 @@ class Assembly:
         self._offers = Offers.from_json(saved.chain["offer"]) if saved else Offers()
         self.replica = self._first_replica(method, saved)
         self.metrics = Metrics()
-        self._build_network(rng)
-        self._build_round(method, rng)
+        self._rng = rng
+        self._build_network()
+        self._build_round(method)
 
     def _load(self) -> Checkpoint | None:
         saved, skipped = load_newest(self._folder.checkpoints, self._settings.run_id, self._shapes)
@@ -130,20 +131,16 @@ class Assembly:
             state = OuterState.initial(initial_weights(manifest.model, manifest.run.seed), method)
         return Replica(state, self._workshop.keep(state))
 
-    def _build_network(self, rng: random.Random) -> None:
+    def _build_network(self) -> None:
         settings, manifest = self._settings, self._settings.manifest
-        self.transport = Transport.create(self._identity, self._folder.path)
-        clock = Clock()
+        self.transport = Transport.create(self._folder.key, self._folder.path)
+        self._clock = Clock()
         contacts = (*settings.peers, *manifest.run.bootstrap)
         self.directory = Directory(
-            self._identity, manifest.run_id, self.transport, clock, manifest.membership.heartbeat,
-            manifest.membership.expiry, rng, contacts, self._folder.peers,
+            self._identity, manifest.run_id, self.transport, self._clock,
+            manifest.membership.heartbeat, manifest.membership.expiry, self._rng, contacts, self._folder.peers,
         )  # fmt: skip
-        self.rendezvous = Rendezvous(
-            self._identity, manifest.run_id, self.transport, clock, self.directory.neighbours,
-            self.directory.remember, rng,
-        )  # fmt: skip
-        self._members = Members(self.directory, self.chain, bool(contacts), rng)
+        self._members = Members(self.directory, self.chain, bool(contacts), self._rng)
         self._post = Post(
             lambda peer, statements, seconds: deliver(
                 manifest.run_id, self.transport.channel, peer, statements, seconds
@@ -152,10 +149,10 @@ class Assembly:
             self.directory.suspect,
         )
         self.blobs = BlobService(self.store, caller)
-        self._fetcher = Fetcher(self.store, self.transport.channel, self._lied, rng)
+        self._fetcher = Fetcher(self.store, self.transport.channel, self._lied, self._rng)
         self._wishes = Wishes(self._fetcher, lambda: [peer for peer in self.directory.live() if peer != self.peer_id])
 
-    def _build_round(self, method: Method, rng: random.Random) -> None:
+    def _build_round(self, method: Method) -> None:
         manifest, work = self._settings.manifest, self._work
         process = TrainerProcess(self.arena, self._trainer_config)
         self.trainer = TrainerLink(self.peer_id, process, self.arena, self.store, self._offers, work, self._heard)
@@ -192,6 +189,10 @@ class Assembly:
             ],
             listen=self._listen(),
         )
+        self.rendezvous = Rendezvous(
+            self._identity, self._settings.run_id, self.transport, self._clock, self.directory.neighbours,
+            self.directory.remember, self._rng,
+        )  # fmt: skip
         self.directory.publish(role="trainer", name=self._settings.name)
         self._members.announce_head(self.chain.head, self.participant.replica.blob.digest)
         self.directory.subscribe(lambda _: self._membership_changed())

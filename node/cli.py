@@ -3,6 +3,7 @@
 Exit codes: those of `protocol.errors` (see docs/exit-codes.md), and 130 after Ctrl-C.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -97,10 +98,12 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a folder that does not exist yet")],
 ) -> None:
     """Write the newest checkpoint as a Hugging Face folder."""
-    from node.export import export as export_model
     from node.places import trained_folder
 
-    export_model(trained_folder(folder), out)
+    node = trained_folder(folder)
+    from node.export import export as export_model
+
+    export_model(node, out)
     typer.echo(f"the model lies in {out}")
 
 
@@ -114,11 +117,13 @@ def generate(
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Let the newest checkpoint go on with a text."""
-    from node.generate import generate as continuation
     from node.places import trained_folder
 
-    sys.stdout.write(prompt)
-    for piece in continuation(trained_folder(folder), prompt, tokens, temperature, top_k, seed):
+    node = trained_folder(folder)
+    from node.generate import generate as continuation
+
+    pieces = continuation(node, prompt, tokens, temperature, top_k, seed)
+    for piece in itertools.chain((prompt,), pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

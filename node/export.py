@@ -95,19 +95,17 @@ def _tokenizer_text(run_dir: Path, manifest: Manifest) -> str:
 
 
 def byte_tokenizer() -> Json:
-    """The content of a tokenizer.json whose token n is the byte n.
-
-    No character is in the vocabulary, so all fall back to the bytes of their UTF-8 form; there is nothing to merge.
-    """
+    """The content of a tokenizer.json whose token n is the byte n: GPT-2's byte-level scheme with nothing to merge."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": None,
+        "pre_tokenizer": level,
         "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "decoder": level,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -115,12 +113,19 @@ def byte_tokenizer() -> Json:
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             "fuse_unk": False,
-            "byte_fallback": True,
+            "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {f"<0x{byte:02X}>": byte for byte in range(256)},
+            "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
             "merges": [],
         },
     }
+
+
+def _byte_letters() -> list[str]:
+    """The character that stands for each byte: itself where that is printable Latin-1, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = map(chr, range(0x100, 0x200))
+    return [chr(byte) if byte in printable else next(spare) for byte in range(256)]
 
 
 def _tokenizer_config(manifest: Manifest) -> Json:

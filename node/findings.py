@@ -31,7 +31,8 @@ def examine(manifest: Manifest, swarm: Path) -> Findings:
     """Reads the newest checkpoint below `swarm` and writes `swarm`/export anew. Raises MurmurError."""
     node = trained_folder(swarm)
     trained = load_trained(node)
-    before, after = validation_losses(manifest, swarm, initial_weights(manifest.model, manifest.run.seed), trained.anchor)
+    initial = initial_weights(manifest.model, manifest.run.seed)
+    before, after = validation_losses(manifest, swarm, initial, trained.anchor)
     exported = swarm / "export"
     shutil.rmtree(exported, ignore_errors=True)
     export(node, exported)

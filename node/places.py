@@ -46,8 +46,7 @@ def peer_folder(swarm: Path, index: int) -> Path:
 def node_folders(path: Path | None) -> list[Path]:
     """The node folders at or right below `path`; without a path, those of the run that was started last."""
     if path is not None:
-        if not path.is_dir():
-            raise MissingFileError(f"{path} is no folder; name the --dir of `murmur join` or `murmur up`")
+        _require_folder(path)
         found = [path] if _is_node(path) else [folder for folder in sorted(path.iterdir()) if _is_node(folder)]
         if not found:
             raise UsageError(f"no node has run in {path}; name the --dir of `murmur join` or `murmur up`")
@@ -61,6 +60,7 @@ def node_folders(path: Path | None) -> list[Path]:
 
 def trained_folder(path: Path) -> Path:
     """`path` if it is a node's, else the node folder below it whose newest checkpoint is of the latest round."""
+    _require_folder(path)
     if (path / "checkpoints").is_dir():
         return path
     nodes = {folder: newest_checkpoint(folder) for folder in sorted(path.glob("peer-*"))}
@@ -82,6 +82,11 @@ def announced_port(folder: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return port if isinstance(port, int) else None
+
+
+def _require_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise MissingFileError(f"{path} is no folder; name the --dir of `murmur join` or `murmur up`")
 
 
 def _is_node(folder: Path) -> bool:

@@ -166,14 +166,25 @@ class RoundDriver:
             self._spawn(self._get(blob, self._number))
 
     async def _get(self, blob: Blob, number: int) -> None:
+        """Until it is here or the round is over (which cancels this)."""
         try:
-            await self._wishes.get(blob, self._settings.exchange_timeout)
+            while not await self._arrived(blob):
+                logger.info("round %d still wants blob %s", number, blob.name[:12])
             await self._hooks.work(self._workshop.check, blob, self._parts.get(blob.digest, 0))
-        except (UnreachableError, MalformedError) as error:
+        except MalformedError as error:
             logger.warning("round %d goes on here without blob %s: %s", number, blob.name[:12], error)
             return
+        finally:
+            self._wishes.drop(blob)
         if number == self._number:
             self._feed(Held(blob.digest))
+
+    async def _arrived(self, blob: Blob) -> bool:
+        try:
+            await self._wishes.get(blob, self._settings.exchange_timeout)
+        except UnreachableError:
+            return False
+        return True
 
     async def _reduce(self, order: Reduce) -> None:
         number = self._number

@@ -46,6 +46,7 @@ class TrainerLink:
         self.offers = offers
         self._work, self._heard = work, heard
         self._round = 0
+        self._started = asyncio.Event()
         self._adopted = asyncio.Condition()
         self._adopted_round = 0
         self._listener: asyncio.Task[None] | None = None
@@ -65,9 +66,11 @@ class TrainerLink:
         self._arena.anchor(round_number).copy_(anchor)
         await self._process.start()
         self._listener = asyncio.create_task(self._listen(), name="trainer link")
+        self._started.set()
 
     async def finished(self) -> None:
         """Ends only with the trainer: raises what made it fail for good."""
+        await self._started.wait()
         assert self._listener is not None
         await asyncio.shield(self._listener)
 

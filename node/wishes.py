@@ -24,14 +24,14 @@ class Wishes:
 
     async def get(self, blob: Blob, deadline: float) -> None:
         """The blob is in the store when this returns; errors are those of Fetcher.fetch."""
-        try:
-            await self._fetcher.fetch(blob, lambda: self._among(blob.digest), deadline)
-        finally:
-            self._sources.pop(blob.digest, None)
+        await self._fetcher.fetch(blob, lambda: self._among(blob.digest), deadline)
+
+    def drop(self, blob: Blob) -> None:
+        """It is no longer wanted."""
+        self._sources.pop(blob.digest, None)
 
     async def get_from_anyone(self, blob: Blob, deadline: float) -> None:
-        self.want(blob, tuple(self._everyone()))
-        await self.get(blob, deadline)
+        await self._fetcher.fetch(blob, lambda: tuple(self._everyone()), deadline)
 
     def _among(self, digest: Digest) -> tuple[PeerId, ...]:
         return self._sources.get(digest) or tuple(self._everyone())

@@ -219,7 +219,7 @@ class Plan:
     def _is_late(self, progress: Progress, now: float) -> bool:
         taken = now - progress.began
         enough = max(self._pace.slowest, self._pace.late_share * self._sources.best)
-        return taken >= self._pace.patience
+        return taken >= self._pace.patience and progress.received < enough * taken
 
     def _begin(self, peer: PeerId, piece: int, now: float) -> Call:
         if self._waiting and self._waiting[0] == piece:

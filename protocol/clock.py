@@ -8,7 +8,6 @@ Two peers alone meet in the middle of their clocks. For that the called one must
 has no round trip to correct it by; such a vote counts only while there are few others.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from protocol.identity import PeerId
 
 MAX_VOTES = 64
 MAX_ROUND_TRIP = 10.0  # seconds; the error of a vote is at most half of it
-MAX_OFFSET = 100 * 365 * 86_400.0  # seconds; a device without a battery wakes up in 1970, nobody is further off
+PLAUSIBLE = (1.7e9, 4.1e9)  # seconds since the epoch: 2023 to 2099; a device without a battery wakes up in 1970
 FEW_VOTES = 3
 VOTE_LIFETIME = 120.0  # seconds; after it, a step of our own clock is forgotten
 
@@ -36,12 +35,13 @@ class Clock:
     def observe(self, peer: PeerId, theirs: float, sent: float, received: float) -> None:
         """Count a peer's clock, read between `sent` and `received` of ours; nonsense is not counted."""
         offset = theirs - (sent + received) / 2
-        if not (math.isfinite(offset) and abs(offset) <= MAX_OFFSET and 0 <= received - sent <= MAX_ROUND_TRIP):
+        if not (_plausible(theirs) and 0 <= received - sent <= MAX_ROUND_TRIP):
             return
         self._votes.pop(peer, None)
         self._votes[peer] = offset, received
         self._drop_old(received)
-        self.offset = statistics.median([0.0, *(offset for offset, _ in self._votes.values())])
+        own = [0.0] if _plausible(received) else []
+        self.offset = statistics.median([*own, *(offset for offset, _ in self._votes.values())])
 
     def observe_caller(self, peer: PeerId, theirs: float) -> None:
         """Count the clock of a peer that calls us, late by the way it took."""
@@ -53,3 +53,7 @@ class Clock:
         for peer, (_, measured) in list(self._votes.items()):
             if len(self._votes) > MAX_VOTES or not -MAX_ROUND_TRIP <= now - measured <= VOTE_LIFETIME:
                 del self._votes[peer]
+
+
+def _plausible(time_read: float) -> bool:
+    return PLAUSIBLE[0] <= time_read <= PLAUSIBLE[1]

@@ -103,7 +103,7 @@ class Table:
         }
 
     def expire(self, now: float) -> list[PeerId]:
-        """Drop the records whose time is over, or not yet there since our clock was set back; the peers they were of."""
+        """Drop the records whose time is over, or not yet there as our clock was set back; whose they were."""
         gone = [peer for peer, entry in self._entries.items() if _untimely(entry.record, now, self._lifetime)]
         for peer in gone:
             del self._entries[peer]
@@ -155,7 +155,7 @@ def _newer(signed: Signed, record: PeerRecord, held: _Entry) -> bool:
 
 def next_sequence(previous: int, now: float) -> int:
     """Above the previous one, and near the clock; one that a wrong clock once made is given up."""
-    clock = int(now * 1000)
+    clock = max(1, int(now * 1000))
     return previous + 1 if clock <= previous <= clock + CLOCK_TOLERANCE * 1000 else clock
 
 

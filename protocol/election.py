@@ -9,6 +9,7 @@ are totally ordered, by view and then by rank, and each has exactly one proposer
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from protocol.identity import PeerId
 from protocol.manifest import RunId
@@ -22,6 +23,12 @@ class Ballot:
     precedence: int
 
 
+@lru_cache(maxsize=65_536)
+def rank(run_id: RunId, number: int, view: int, peer: PeerId) -> int:
+    text = f"murmur leader {run_id} {number} {view} {peer}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
+
+
 @dataclass(frozen=True)
 class Election:
     """The leaders of one round."""
@@ -29,15 +36,11 @@ class Election:
     run_id: RunId
     round: int
 
-    def rank(self, view: int, peer: PeerId) -> int:
-        text = f"murmur leader {self.run_id} {self.round} {view} {peer}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
-
     def ballot(self, view: int, peer: PeerId) -> Ballot:
-        return Ballot(view, -self.rank(view, peer))
+        return Ballot(view, -rank(self.run_id, self.round, view, peer))
 
     def leader(self, view: int, peers: Iterable[PeerId]) -> PeerId | None:
-        return min(peers, key=lambda peer: self.rank(view, peer), default=None)
+        return min(peers, key=lambda peer: rank(self.run_id, self.round, view, peer), default=None)
 
 
 class Electorate:

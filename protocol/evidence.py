@@ -80,7 +80,8 @@ class Evidence:
         return [
             contribution
             for _, contribution in sorted(self.contributions.items())
-            if all(self.is_obtainable(contribution, part, live) for part in range(len(contribution.body.parts)))
+            if contribution.sender in live
+            or all(self.is_obtainable(contribution, part, live) for part in range(len(contribution.body.parts)))
         ]
 
     def decided(self, electorate: Electorate) -> Statement[Commit] | None:

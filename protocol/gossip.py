@@ -23,8 +23,6 @@ from protocol.clock import Clock
 from protocol.contacts import Contacts, load_addresses, save_addresses
 from protocol.directory import (
     KIND,
-    MAX_ADDRESS_CHARACTERS,
-    MAX_ADDRESSES,
     MAX_PEERS,
     MAX_RECORD_BYTES,
     MAX_TEXT_CHARACTERS,
@@ -34,15 +32,14 @@ from protocol.directory import (
     Table,
     Updated,
     check_addresses,
-    check_record,
-    next_sequence,
 )
 from protocol.errors import LimitError, MalformedError, PeerFault, StaleError, TransportError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord, Signed
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
-from protocol.records import open_signed, sign
+from protocol.own_record import FieldValue, OwnRecord
+from protocol.records import open_signed
 from protocol.transport import caller
 
 logger = logging.getLogger(__name__)
@@ -53,13 +50,10 @@ MAX_RECORDS = 256  # a message; with the largest records and MAX_PEERS known sti
 FAILURES_UNTIL_SUSPECT = 2
 SHORTEST_DEADLINE = 2.0  # seconds
 LEAVE_SECONDS = 2.0
-CLOCK_STEP = 1.0  # seconds; when the swarm time moves by more, our own record is dated anew
 REUNION_SHARE = 0.2  # of heartbeats that try somebody who is not live although others are
 SAVE_SECONDS = 30.0
 CALLS_PER_HEARTBEAT = 8
 CALL_BURST = 32
-
-FieldValue = bool | int | float | str | bytes
 
 
 class Network(Protocol):
@@ -88,15 +82,13 @@ class Directory(MembershipServicer):
     ) -> None:
         self.peer_id = identity.peer_id
         self.refusals: Counter[str] = Counter()  # by kind of fault
-        self._identity, self._run_id, self._transport, self._clock = identity, run_id, transport, clock
-        self._heartbeat, self._expiry, self._rng = heartbeat, expiry, rng
+        self._run_id, self._transport, self._clock = run_id, transport, clock
+        self._heartbeat, self._rng = heartbeat, rng
         self._deadline = max(SHORTEST_DEADLINE, 2 * heartbeat)
         self._table = Table(run_id, expiry)
         self._contacts = Contacts(bootstrap, rng)
         self._allowance = Allowance(CALL_BURST, CALLS_PER_HEARTBEAT / heartbeat)
-        self._draft = PeerRecord(role="observer")
-        self._sequence = -1
-        self._dated_with = clock.offset
+        self._own = OwnRecord(identity, run_id, clock, expiry)
         self._seen: dict[PeerId, int] = {}
         self._failures: Counter[PeerId] = Counter()
         self._exchanges: dict[PeerId, asyncio.Task[None]] = {}
@@ -104,21 +96,15 @@ class Directory(MembershipServicer):
         self._subscribers: list[Callable[[Event], None]] = []
         self._addresses_file, self._saved = addresses_file, time.monotonic()
         self._recall()
-        self._renew()
+        self._own.renew(self._table)
 
     def register(self, server: grpc.aio.Server) -> None:
         add_MembershipServicer_to_server(self, server)
 
     def publish(self, *, urgent: bool = False, **fields: FieldValue) -> None:
         """Change fields of our own record. Raises MalformedError for what no peer would accept."""
-        draft = PeerRecord()
-        draft.CopyFrom(self._draft)
-        for name, value in fields.items():
-            setattr(draft, name, value)
-        now = self._clock.now()
-        check_record(self.peer_id, self._dated(draft, next_sequence(self._sequence, now), now), now, self._expiry)
-        self._draft = draft
-        self._renew()
+        self._own.change(fields)
+        self._own.renew(self._table)
         if urgent:
             self._push()
 
@@ -160,8 +146,8 @@ class Directory(MembershipServicer):
 
     async def leave(self) -> None:
         """Tell the live that we go; takes at most two seconds."""
-        self._draft.leaving = True
-        self._renew()
+        self._own.change({"leaving": True})
+        self._own.renew(self._table)
         for peer in self._others():
             self._start(peer, again=True)
         if self._exchanges:
@@ -196,7 +182,7 @@ class Directory(MembershipServicer):
 
     async def _beat(self) -> None:
         await self._refresh_addresses()
-        self._renew()
+        self._own.renew(self._table)
         self._expire()
         self._announce()
         others = self._others()
@@ -207,10 +193,11 @@ class Directory(MembershipServicer):
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self._save()
 
-    def _expire(self) -> None:
+    def _expire(self, caller_now: PeerId | None = None) -> None:
         for peer in self._table.expire(self._clock.now()):
             self._failures.pop(peer, None)
-            if peer != self.peer_id:
+            # To forget cuts the connection: not that of a peer that is back after a long sleep and speaks to us.
+            if peer not in (self.peer_id, caller_now):
                 self._transport.forget(peer)
 
     async def _refresh_addresses(self) -> None:
@@ -220,22 +207,7 @@ class Directory(MembershipServicer):
         except (TimeoutError, TransportError, UnreachableError) as error:
             logger.warning("our own addresses cannot be read now (%s); the last ones stay", error or "time-out")
             return
-        short = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARACTERS]
-        self._draft.addresses[:] = short[:MAX_ADDRESSES]
-
-    def _renew(self) -> None:
-        now = self._clock.now()
-        self._sequence = next_sequence(max(self._sequence, self._table.sequence(self.peer_id)), now)
-        if self._sequence <= self._table.sequence(self.peer_id):
-            self._table.discard(self.peer_id)  # made when our clock was wrong; nobody else took it
-        record = self._dated(self._draft, self._sequence, now)
-        self._table.merge(sign(self._identity, KIND, self._run_id, record), now)
-        self._dated_with = self._clock.offset
-
-    def _dated(self, draft: PeerRecord, sequence: int, now: float) -> PeerRecord:
-        record = PeerRecord(sequence=sequence, expires=now + self._expiry)
-        record.MergeFrom(draft)
-        return record
+        self._own.move(addresses)
 
     def _others(self) -> list[PeerId]:
         return [peer for peer in self.live() if peer != self.peer_id]
@@ -285,12 +257,11 @@ class Directory(MembershipServicer):
             await self._exchange(peer, wanted)
 
     def _redate(self) -> bool:
-        """Renew our record if a wrong clock dated it: whoever got it has refused it, or soon would."""
-        wrong = abs(self._clock.offset - self._dated_with) > CLOCK_STEP
-        if wrong:
+        misdated = self._own.misdated()
+        if misdated:
             logger.info("our clock is %.1f s from the swarm's; our record is dated anew", -self._clock.offset)
-            self._renew()
-        return wrong
+            self._own.renew(self._table)
+        return misdated
 
     async def _exchange(self, peer: PeerId, pushed: Sequence[PeerId]) -> list[PeerId]:
         """The peers of whom the other side wants our record."""
@@ -324,7 +295,7 @@ class Directory(MembershipServicer):
     def _absorb(self, records: Sequence[Signed], sender: PeerId) -> None:
         if len(records) > MAX_RECORDS:
             raise LimitError(f"{sender} sent {len(records)} records at once, of at most {MAX_RECORDS}")
-        self._expire()
+        self._expire(sender)
         faults = [fault for signed in records if (fault := self._merge(signed)) is not None]
         self.refusals.update(type(fault).__name__ for fault in faults)
         if faults:
@@ -358,7 +329,7 @@ class Directory(MembershipServicer):
     def _learn(self, peer: PeerId, record: PeerRecord) -> None:
         if peer == self.peer_id:
             logger.info("a record of our own key is about from elsewhere or an earlier life; ours overrides it")
-            self._renew()
+            self._own.renew(self._table)
             return
         self._failures.pop(peer, None)
         self._contacts.remember(peer, record.addresses, time.monotonic())

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from google.protobuf.message import DecodeError
 from hivemind.dht.node import DHTNode
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
@@ -43,11 +44,20 @@ CALL_SECONDS = 3.0
 CONNECT_SECONDS = 5.0
 ROUND_SECONDS = 30.0
 STOP_SECONDS = 2.0
-FIRST_PERIOD = 1.0  # seconds between rounds; doubles up to
+FIRST_PERIOD = 0.25  # seconds between rounds; doubles up to
 LONGEST_PERIOD = 60.0
 
-# What hivemind raises where p2pd is dead, refuses, or knows no way to a peer.
-FAILURES = (OSError, EOFError, TimeoutError, P2PDaemonError, P2PHandlerError, TransportError, UnreachableError)
+# What comes out of hivemind where p2pd is dead or refuses, a peer cannot be reached, or answers nonsense.
+FAILURES = (
+    OSError,
+    EOFError,
+    TimeoutError,
+    DecodeError,
+    P2PDaemonError,
+    P2PHandlerError,
+    TransportError,
+    UnreachableError,
+)
 
 
 class Host(Protocol):

@@ -60,12 +60,12 @@ Service = Callable[[grpc.aio.Server], None]
 
 
 class Transport:
-    """The network side of a node. Made by `start`; everything it made is gone after `stop`."""
+    """The network side of a node. Made by `create`, used after `open`; everything it made is gone after `stop`."""
 
-    def __init__(self, identity: Identity, folder: SocketFolder, limits: TunnelLimits) -> None:
+    def __init__(self, identity: Identity, identity_path: Path, folder: SocketFolder, limits: TunnelLimits) -> None:
         self.peer_id: PeerId = identity.peer_id
         self.traffic = Traffic()
-        self._folder = folder.path
+        self._identity_path, self._sockets, self._folder = identity_path, folder, folder.path
         self._limits = limits
         self._stack = AsyncExitStack()
         self._tunnels = Tunnels(limits, self.traffic)
@@ -75,33 +75,41 @@ class Transport:
         self._p2pd: P2pd
 
     @classmethod
-    async def start(
-        cls,
-        identity_path: Path,
-        folder: Path,
+    def create(cls, identity_path: Path, folder: Path, limits: TunnelLimits | None = None) -> Self:
+        """Not on the network yet; channels made now dial later. `folder` is the node's, used by one process at a time.
+
+        Raises IdentityError, AlreadyRunningError or StorageError.
+        """
+        identity = Identity.load_or_create(identity_path)
+        self = cls(identity, identity_path, SocketFolder.create(folder), limits or TunnelLimits())
+        self._stack.callback(self._sockets.remove)
+        self._stack.push_async_callback(self._tunnels.stop)
+        return self
+
+    @classmethod
+    async def start(cls, identity_path: Path, folder: Path, services: Sequence[Service], **options: Any) -> Self:
+        """`create` and `open` in one, for those whose services need no transport."""
+        self = cls.create(identity_path, folder, options.pop("limits", None))
+        await self.open(services, **options)
+        return self
+
+    async def open(
+        self,
         services: Sequence[Service],
         listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce: Sequence[str] = (),
         relay_service: bool = False,
-        limits: TunnelLimits | None = None,
-    ) -> Self:
-        """`services` add their servicers to gRPC's server; `folder` is the node's own, used by one process at a time.
+    ) -> None:
+        """Serve and be reachable; dials nobody. `services` add their servicers to gRPC's server.
 
-        Each call that a servicer receives carries its caller: see `caller`. Raises IdentityError, TransportError,
-        AlreadyRunningError or StorageError; dials nobody.
+        Each call that a servicer receives carries its caller: see `caller`. Raises TransportError.
         """
-        identity = Identity.load_or_create(identity_path)
-        sockets = SocketFolder.create(folder)
-        self = cls(identity, sockets, limits or TunnelLimits())
-        self._stack.callback(sockets.remove)
-        self._stack.push_async_callback(self._tunnels.stop)
-        options = Options(identity_path, tuple(listen), tuple(announce), relay_service)
+        options = Options(self._identity_path, tuple(listen), tuple(announce), relay_service)
         try:
             await self._open(options, services)
         except BaseException:
             await self.stop()
             raise
-        return self
 
     async def _open(self, options: Options, services: Sequence[Service]) -> None:
         server_path, entrance_path = self._folder / "server.sock", self._folder / "in.sock"

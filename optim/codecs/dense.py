@@ -6,7 +6,7 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Payload
-from optim.codecs.scales import HIGHEST, TOP, power, read_exponent, shared_exponent
+from optim.codecs.scales import HALF_LIMIT, HIGHEST, TOP, power, read_exponent, shared_exponent
 from optim.errors import CodecError
 from optim.parts import STRICT
 from optim.vectors import DenseVector, Floats, slabs
@@ -65,9 +65,9 @@ class HalfPrecision(Codec):
         exponent = read_exponent(reader)
         halves = reader.take("f2", numel)
         reader.end()
-        values = halves.astype(np.float32) * power(exponent)
-        largest_magnitude(values)
-        return DenseVector(values)
+        if (halves.view("<u2") & np.uint16(0x7FFF)).max() > HALF_LIMIT:
+            raise CodecError("a value is not finite or too large")
+        return DenseVector(halves.astype(np.float32) * power(exponent))
 
 
 def largest_magnitude(values: Floats) -> float:

@@ -70,8 +70,7 @@ def from_classes(classes: Symbols, packed: npt.NDArray[np.uint8], first: int, sp
     """The gaps; the low bits stand in `packed` bytes from bit `first` on, as many as `count_plain_bits` says."""
     lowest, widths = class_table(span)
     width = widths[classes].astype(np.uint32)
-    start = np.cumsum(width, dtype=np.int64)
-    start += first - width
+    start = np.cumsum(width, dtype=np.int64) - width + first
     # The 24 bits from each byte on: a gap has at most 13 low bits, which begin at most 7 bits into them.
     padded = np.concatenate([packed, np.zeros(3, np.uint8)]).astype(np.uint32)
     window = (padded[:-2] << np.uint32(16) | padded[1:-1] << np.uint32(8) | padded[2:])[start >> 3]

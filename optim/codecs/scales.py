@@ -14,6 +14,7 @@ from optim.vectors import Floats
 
 LOWEST, HIGHEST = -100, 32  # exponents; decoded scales stay below 2^48 and out of the subnormal range
 TOP = 15
+HALF_LIMIT = np.float16(2.0**TOP).view(np.uint16)
 
 
 def write_scales(scales: Floats) -> tuple[bytes, Floats]:
@@ -28,7 +29,7 @@ def read_scales(reader: Reader, count: int) -> Floats:
     exponent = read_exponent(reader)
     halves = reader.take("f2", count)
     # As integers: a sign bit, an infinity and a NaN all lie above every fp16 from +0 to 2^15.
-    if halves.view("<u2").max() > np.float16(2.0**TOP).view(np.uint16):
+    if halves.view("<u2").max() > HALF_LIMIT:
         raise CodecError("a scale is negative, not finite or too large")
     return halves.astype(np.float32) * power(exponent)
 

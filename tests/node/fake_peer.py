@@ -1,6 +1,6 @@
 """A stand-in for `murmur join` in the tests of the local swarm: announces itself, serves /status, ends at its target.
 
-    fake_peer.py FOLDER EPOCH TARGET [--end CODE] [--ends-at ROUND] [--dies-once] [--deaf] [--peer ADDRESS]...
+    fake_peer.py FOLDER EPOCH TARGET [--end CODE] [--ends-at ROUND] [--digest WORD] [--dies-once] [--deaf] [--peer ADDRESS]...
 
 Its round is the tenths of a second since EPOCH, so that one which was away is at once where the others are.
 """
@@ -27,6 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("target", type=int)
     parser.add_argument("--end", type=int, default=0)
     parser.add_argument("--ends-at", type=int)
+    parser.add_argument("--digest")
     parser.add_argument("--dies-once", action="store_true")
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--peer", action="append", default=[])
@@ -45,7 +46,7 @@ def status(given: argparse.Namespace) -> NodeStatus:
         step=present * 5,
         chain_tokens=present * 1000,
         loss=3.0,
-        digest=f"{present:064x}",
+        digest=given.digest or f"{present:064x}",
         peers=sum(alive(file) for file in given.folder.parent.glob("*/node.json")),
         contributions_included=present,
         last_included_round=present - 1,
@@ -65,7 +66,7 @@ def alive(file: Path) -> bool:
 
 def serve(given: argparse.Namespace) -> int:
     class Answers(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             body = status(given).model_dump_json().encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))

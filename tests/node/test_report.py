@@ -31,7 +31,9 @@ def ledger(sent: int) -> Ledger:
     return Ledger({0.0: status})
 
 
-def outcome(sent: tuple[int, ...] = (10, 20, 30), before: int = 0, digests: tuple[str, ...] = ("d", "d", "d")) -> Outcome:
+def outcome(
+    sent: tuple[int, ...] = (10, 20, 30), before: int = 0, digests: tuple[str, ...] = ("d", "d", "d")
+) -> Outcome:
     return Outcome(
         ledgers=[ledger(count) for count in sent],
         tokens=before + 3 * 600 * 2048,

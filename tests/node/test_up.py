@@ -1,9 +1,15 @@
 import json
+import os
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import node.up
+from node.folder import RunFolder
 from node.peer_process import PeerProcess
 from node.report import Findings
 from node.up import Wish, peer_processes, settle, swarm_manifest, up
@@ -88,7 +94,7 @@ def test_commands_of_the_peers(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_run_or_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None:
     up_claims = settle(Wish(run=TEST_RUN, folder=tmp_path))
-    claimed = node.up.RunFolder(tmp_path)
+    claimed = RunFolder(tmp_path)
     claimed.claim(up_claims.manifest)
     with pytest.raises(AlreadyRunningError):
         up(Wish(run=TEST_RUN, folder=tmp_path))
@@ -111,9 +117,6 @@ class Stage:
         self.target = target
 
     def processes(self, plan: node.up.Plan) -> list[PeerProcess]:
-        import sys
-        import time
-
         fake, epoch = str(Path(__file__).with_name("fake_peer.py")), str(time.time())
         homes = [plan.folder / f"peer-{index}" for index in range(plan.peers)]
         return [
@@ -157,10 +160,29 @@ def test_models_that_differ_are_a_failure(
 ) -> None:
     agreeing = stage.processes
 
-    def one_stops_early(plan: node.up.Plan) -> list[PeerProcess]:
+    def one_disagrees(plan: node.up.Plan) -> list[PeerProcess]:
         first, second = agreeing(plan)
-        return [first, PeerProcess(second.name, second.folder, [*second._command, "--ends-at", "8"])]
+        return [first, PeerProcess(second.name, second.folder, [*second._command, "--digest", "other"])]
 
-    monkeypatch.setattr(node.up, "peer_processes", one_stops_early)
+    monkeypatch.setattr(node.up, "peer_processes", one_disagrees)
     assert up(Wish(run=TEST_RUN, folder=tmp_path, peers=2)) == 1
     assert "DIFFER" in capsys.readouterr().out
+
+
+def test_interrupted_it_says_how_to_go_on(
+    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.target = 10_000
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "peer-1" / "node.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    person = threading.Thread(target=interrupt)
+    person.start()
+    assert up(Wish(run=TEST_RUN, folder=tmp_path, peers=2)) == 130
+    person.join()
+    assert f"murmur up --dir {tmp_path} goes on from here" in capsys.readouterr().out.replace("\n", "")
+    assert not (tmp_path / "report.json").exists()

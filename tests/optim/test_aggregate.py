@@ -17,7 +17,8 @@ each_rule = pytest.mark.parametrize("rule", RULES, ids=str)
 def messages(values: list[torch.Tensor], weights: list[float], codec: Codec | None = None) -> list[Message]:
     codec = codec or Uncompressed()
     return [
-        Message(codec, codec.encode(value), value.numel(), weight) for value, weight in zip(values, weights, strict=True)
+        Message(codec, codec.encode(value), value.numel(), weight)
+        for value, weight in zip(values, weights, strict=True)
     ]
 
 

@@ -125,8 +125,8 @@ def test_without_error_feedback_most_of_the_mass_is_lost() -> None:
         for _ in range(100):
             total += decoded(method, sender.message(constant, residual))
         sent[feedback] = float(torch.dot(total, constant) / torch.dot(constant, constant)) / 100
-    assert sent["error"] > 0.6
-    assert sent["none"] < 0.2
+    assert sent["error"] > 0.45
+    assert sent["none"] < 0.15
 
 
 def test_a_progress_that_is_not_finite_leaves_the_residual_alone() -> None:

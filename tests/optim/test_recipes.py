@@ -36,7 +36,9 @@ def test_sparseloco() -> None:
 
 
 def test_options_and_kinds_are_overridden() -> None:
-    method = compose("diloco", {"schedule": {"inner_steps": 7}, "codec": {"kind": "fp16"}, "feedback": {"kind": "none"}})
+    method = compose(
+        "diloco", {"schedule": {"inner_steps": 7}, "codec": {"kind": "fp16"}, "feedback": {"kind": "none"}}
+    )
     assert method.schedule.inner_steps == 7 and not method.schedule.overlap
     assert method.codec == HalfPrecision() and method.feedback == NoFeedback()
     assert compose("sparseloco", {"topology": {"kind": "butterfly"}}).topology == "butterfly"

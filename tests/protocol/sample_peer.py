@@ -13,7 +13,6 @@ from protocol import murmur_pb2, murmur_pb2_grpc
 from protocol.transport import Transport, caller
 
 CHUNK = 256 * 1024
-SINK = "/test.Sample/Sink"
 
 
 class SampleBlobs(murmur_pb2_grpc.BlobsServicer):
@@ -36,15 +35,6 @@ class SampleBlobs(murmur_pb2_grpc.BlobsServicer):
 
     def add(self, server: Any) -> None:
         murmur_pb2_grpc.add_BlobsServicer_to_server(self, server)
-        sink = grpc.stream_unary_rpc_method_handler(_sink)
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Sample", {"Sink": sink})])
-
-
-async def _sink(chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
-    total = 0
-    async for chunk in chunks:
-        total += len(chunk)
-    return str(total).encode()
 
 
 async def serve(folder: Path) -> None:

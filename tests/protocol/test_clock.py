@@ -6,11 +6,13 @@ import pytest
 
 from protocol.clock import MAX_VOTES, VOTE_LIFETIME, Clock
 
+NOW = 1_800_000_000.0
+
 
 class Watch:
     """A local clock that stands until it is moved."""
 
-    def __init__(self, time: float = 1_000_000.0) -> None:
+    def __init__(self, time: float = NOW) -> None:
         self.time = time
 
     def __call__(self) -> float:
@@ -37,11 +39,11 @@ def test_a_wrong_clock_follows_the_others() -> None:
 
 def test_two_peers_meet_in_the_middle() -> None:
     """Neither can know who is right; they need one time all the same."""
-    here, there = Watch(1000.0), Watch(1090.0)
+    here, there = Watch(NOW), Watch(NOW + 90)
     one, other = Clock(here), Clock(there)
     one.observe("other", there(), here(), here())
     other.observe("one", here(), there(), there())
-    assert one.now() == other.now() == 1045.0
+    assert one.now() == other.now() == NOW + 45
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -68,7 +70,7 @@ def test_a_peer_has_one_vote() -> None:
     assert statistics.median([0.0, 0.1, -0.1, *[5000.0] * 100]) == 5000  # control: a vote a call
 
 
-@pytest.mark.parametrize("theirs", [math.nan, math.inf, -math.inf, 1e300, -1e300])
+@pytest.mark.parametrize("theirs", [math.nan, math.inf, -math.inf, 1e300, -1e300, 0.0, 1e9])
 def test_nonsense_is_not_counted(theirs: float) -> None:
     clock = Clock(Watch())
     clock.observe("peer", theirs, clock.local(), clock.local())
@@ -110,3 +112,13 @@ def test_callers_count_while_there_are_few_others() -> None:
     for number in range(50):
         clock.observe_caller(f"liar {number}", watch.time + 100)
     assert clock.offset == 0
+
+
+def test_a_clock_that_stands_in_1970_has_no_vote_anywhere() -> None:
+    watch = Watch(5.0)
+    clock = Clock(watch)
+    clock.observe("peer", NOW, watch.time, watch.time)
+    assert clock.now() == NOW
+    other = Clock(Watch())
+    other.observe_caller("the one in 1970", watch.time)
+    assert other.now() == NOW

@@ -3,6 +3,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,11 +29,11 @@ IDENTITIES = [Identity.create() for _ in range(4)]
 PEER = IDENTITIES[0].peer_id
 
 
-def record(identity: Identity = IDENTITIES[0], **fields: object) -> Signed:
+def record(identity: Identity = IDENTITIES[0], **fields: Any) -> Signed:
     body = PeerRecord(sequence=SEQUENCE, expires=NOW + LIFETIME, role="trainer")
     for name, value in fields.items():
         if name == "addresses":
-            body.addresses.extend(value)  # type: ignore[arg-type]
+            body.addresses.extend(value)
         else:
             setattr(body, name, value)
     return sign(identity, KIND, RUN, body)
@@ -181,7 +182,7 @@ def test_sequences_grow_and_a_wrong_clocks_one_is_given_up() -> None:
     assert next_sequence(SEQUENCE + 3_600_000, NOW) == SEQUENCE
 
 
-BAD_FIELDS: dict[str, dict[str, object]] = {
+BAD_FIELDS: dict[str, dict[str, Any]] = {
     "role": {"role": "king"},
     "no role": {"role": ""},
     "name long": {"name": "n" * 65},
@@ -202,7 +203,7 @@ BAD_FIELDS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("fields", BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
-def test_nonsense_is_refused(fields: dict[str, object]) -> None:
+def test_nonsense_is_refused(fields: dict[str, Any]) -> None:
     table = Table(RUN, LIFETIME)
     with pytest.raises(MalformedError):
         table.merge(record(**fields), NOW)
@@ -210,7 +211,7 @@ def test_nonsense_is_refused(fields: dict[str, object]) -> None:
 
 
 def test_good_fields_are_taken() -> None:
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "addresses": [f"/ip4/1.1.1.1/tcp/1/p2p/{PEER}", f"/dns4/example.org/tcp/1/p2p/{PEER}"],
         "name": "Zürich 2",
         "digest": bytes(32),
@@ -220,7 +221,7 @@ def test_good_fields_are_taken() -> None:
     assert table_of([record(**fields)]).live(NOW)[PEER].name == "Zürich 2"
 
 
-UNTIMELY: dict[str, dict[str, object]] = {
+UNTIMELY: dict[str, dict[str, Any]] = {
     "expired": {"expires": NOW},
     "nan": {"expires": math.nan},
     "infinite": {"expires": math.inf},
@@ -230,7 +231,7 @@ UNTIMELY: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("fields", UNTIMELY.values(), ids=UNTIMELY.keys())
-def test_an_untimely_record_is_stale(fields: dict[str, object]) -> None:
+def test_an_untimely_record_is_stale(fields: dict[str, Any]) -> None:
     with pytest.raises(StaleError):
         Table(RUN, LIFETIME).merge(record(**fields), NOW)
 

@@ -130,6 +130,8 @@ class Swarm:
         for task in self.tasks.values():
             task.cancel()
         await asyncio.wait(self.tasks.values())
+        pending = [task for directory in self.network.directories.values() for task in directory._exchanges.values()]
+        assert not [task for task in pending if not task.done()]
         for task in self.tasks.values():
             assert task.cancelled(), task  # nothing but the end of the test ends a loop
 
@@ -298,6 +300,20 @@ async def test_a_peer_with_a_wrong_clock_joins(swarm: Swarm, skew: float, others
     assert all_see(everybody, everybody)
 
 
+async def test_a_peer_that_slept_is_answered_at_once(swarm: Swarm) -> None:
+    """Its record has expired meanwhile; to forget it just then would cut the connection that it calls on."""
+    one, other = chain(swarm, 2, expiry=0.3)
+    await until(lambda: all_see([one, other], [one, other]))
+    for directory in (one, other):
+        swarm.tasks[directory.peer_id].cancel()
+    await asyncio.sleep(0.4)
+    assert one.live().keys() == set()
+    other.publish(name="awake")
+    request = GossipRequest(run=bytes.fromhex(RUN), records=other._table.records([other.peer_id]))
+    await one.Gossip(request, Context(other.peer_id))
+    assert other.peer_id in one.live() and other.peer_id in swarm.nodes[one.peer_id].introduced
+
+
 async def test_subscribers_hear_of_everything_once(swarm: Swarm) -> None:
     one = swarm.add()
     events: list[Event] = []
@@ -346,7 +362,7 @@ async def test_what_no_peer_would_accept_is_not_published(swarm: Swarm) -> None:
     one.publish(name="good")
     for fields in ({"name": "x" * 100}, {"loss": float("nan")}, {"role": "king"}):
         with pytest.raises(MalformedError):
-            one.publish(**fields)  # type: ignore[arg-type]
+            one.publish(**fields)
     with pytest.raises(AttributeError):
         one.publish(nmae="typo")
     assert one.live()[one.peer_id].name == "good"
@@ -426,3 +442,14 @@ async def test_five_peers_over_real_transports(
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+@pytest.mark.parametrize("lie", [-1e300, -1e18, 0.0, 1.0, 1e18, float("inf"), float("nan")])
+async def test_a_callers_absurd_clock_moves_nothing(swarm: Swarm, lie: float) -> None:
+    one = swarm.add()
+    for _ in range(5):
+        request = GossipRequest(run=bytes.fromhex(RUN), time=lie)
+        await one.Gossip(request, Context(Identity.create().peer_id))
+    assert abs(one.live()[one.peer_id].expires - time.time()) < 2
+    other = swarm.add(bootstrap=[at(one)])
+    await until(lambda: all_see([one, other], [one, other]))

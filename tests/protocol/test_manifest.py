@@ -116,7 +116,7 @@ def test_unknown_key_is_told_before_the_missing_one_it_was_meant_to_be() -> None
         b'"a\\nb" = 1',
         GOOD.replace(b'"diloco"', b'"' + b"x" * 20_000 + b'"').replace(b'"demo"', b'"' + b"D" * 20_000 + b'"'),
     ],
-    ids=["nested lists", "nested tables", "nested inside", "nested often", "long number", "key with a line break", "long value"],
+    ids=["lists", "tables", "tables inside", "many tables", "long number", "key with a line break", "long value"],
 )
 def test_hostile_text_is_one_short_line(text: bytes) -> None:
     fault(text)

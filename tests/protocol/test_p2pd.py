@@ -5,6 +5,9 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -15,7 +18,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from protocol import p2pd
 from protocol.errors import TransportError
 from protocol.identity import Identity
-from protocol.p2pd import Options, P2pd, arguments, keep_ports
+from protocol.p2pd import LAUNCHER, Options, P2pd, arguments, keep_ports
 from protocol.sockets import SocketFolder
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -122,13 +125,42 @@ async def test_restarts_are_spaced_out_until_one_works(
     folder.remove()
 
 
-async def test_dead_seeds_end_hiveminds_start_which_is_why_ours_has_none() -> None:
+async def test_dead_seeds_end_hiveminds_start_which_is_why_ours_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SocketFolder.create(tmp_path)
+    monkeypatch.setattr(P2P, "_UNIX_SOCKET_PREFIX", f"/unix{folder.path}/")  # it leaves a socket there
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.create().peer_id}"
     with pytest.raises(P2PDaemonError, match="bootstrap"):
         await P2P.create(initial_peers=[dead], nat_port_map=False)
     while psutil.Process().children():  # hivemind does not wait for it
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
+    folder.remove()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_kernel_ends_it_with_its_parent(tied: bool) -> None:
+    """Any program in p2pd's place: p2pd itself also ends when its last client goes, if it comes to notice."""
+    launch = ["-c", LAUNCHER, "PARENT"] if tied else ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"]
+    parent = (
+        "import os, subprocess, sys\n"
+        "command = [str(os.getpid()) if word == 'PARENT' else word for word in sys.argv[1:]]\n"
+        "child = subprocess.Popen(command, stdout=subprocess.DEVNULL, process_group=0)\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    command = [sys.executable, "-c", parent, sys.executable, *launch, "/bin/sleep", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        child = psutil.Process(int(process.stdout.readline()))
+        while child.name() != "sleep":
+            time.sleep(0.01)
+        process.kill()
+    ended, living = psutil.wait_procs([child], timeout=5 if tied else 0.5)
+    assert bool(ended) == tied
+    for left in living:
+        left.kill()
 
 
 def test_hivemind_speaks_through_our_logging(caplog: pytest.LogCaptureFixture) -> None:

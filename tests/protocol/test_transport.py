@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.transport import MAX_MESSAGE_BYTES, Transport, caller
 from protocol.tunnel import TunnelLimits
 from tests.protocol.conftest import StartPeer, StartTransport
-from tests.protocol.sample_peer import CHUNK, SINK, SampleBlobs
+from tests.protocol.sample_peer import SampleBlobs
 
 MEBIBYTE = 1024 * 1024
 Call = grpc.aio.AioRpcError
@@ -155,11 +155,6 @@ async def test_a_killed_node_leaves_no_process_and_comes_back(
     assert not Path(about["sockets"]).exists(), "the next start removes what the killed one left"
 
 
-async def _chunks() -> AsyncIterator[bytes]:
-    while True:
-        yield bytes(CHUNK)
-
-
 async def test_a_frozen_peer_holds_up_nobody(
     start_peer: StartPeer, start_transport: StartTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,11 +167,11 @@ async def test_a_frozen_peer_holds_up_nobody(
     await ask(node, about["peer"])
     process.send_signal(signal.SIGSTOP)
     os.kill(about["p2pd"], signal.SIGSTOP)
-    writing = asyncio.create_task(_upload(node, about["peer"], timeout=2))
+    began, writing = time.monotonic(), asyncio.create_task(_upload(node, about["peer"], timeout=2))
     for _ in range(20):
         await ask(node, other.peer_id, timeout=1)
-    with pytest.raises(Call, match="DEADLINE_EXCEEDED|UNAVAILABLE"):
-        await asyncio.wait_for(writing, 4)
+    assert await writing <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
+    assert time.monotonic() - began < 4
     async with asyncio.timeout(5):
         while "nothing was taken" not in caplog.text:
             await asyncio.sleep(0.02)
@@ -184,9 +179,14 @@ async def test_a_frozen_peer_holds_up_nobody(
     os.kill(about["p2pd"], signal.SIGCONT)
 
 
-async def _upload(node: Transport, peer: str, timeout: float) -> None:
-    sink = node.channel(peer).stream_unary(SINK)
-    await sink(_chunks(), timeout=timeout)
+async def _upload(node: Transport, peer: str, timeout: float) -> set[grpc.StatusCode]:
+    """Far more than what sockets and windows hold; returns how the calls ended."""
+    stub, request = BlobsStub(node.channel(peer)), PiecesRequest(digest=bytes(MEBIBYTE))
+    results = await asyncio.gather(
+        *(stub.Pieces(request, timeout=timeout) for _ in range(24)), return_exceptions=True
+    )
+    assert all(isinstance(result, Call) for result in results), results
+    return {result.code() for result in results if isinstance(result, Call)}
 
 
 async def test_a_long_stream_is_counted_and_needs_little_memory(start_transport: StartTransport) -> None:

@@ -18,7 +18,7 @@ def test_every_gap_comes_back(span: int) -> None:
         assert np.array_equal(from_classes(classes, packed, first, span), gaps)
 
 
-@pytest.mark.parametrize(("span", "keep"), [(4096, 64), (4096, 4096), (4096, 1), (65_536, 300), (7, 3), (1, 1)])
+@pytest.mark.parametrize(("span", "keep"), [(4096, 64), (4096, 4096), (4096, 1), (1000, 300), (7, 3), (1, 1)])
 def test_uniform_frequencies_are_those_of_a_first_gap(span: int, keep: int) -> None:
     frequencies = uniform_frequencies(span, keep)
     counts = np.zeros(len(frequencies))

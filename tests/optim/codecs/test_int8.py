@@ -16,7 +16,9 @@ def test_size_is_one_byte_a_value_and_two_a_block() -> None:
 def test_error_is_half_a_step_of_its_block() -> None:
     values = torch.randn(100_001, generator=torch.Generator().manual_seed(0))
     decoded = BlockInt8().decode(BlockInt8().encode(values), values.numel())
-    steps = torch.nn.functional.pad(values, (0, 95)).view(-1, 256).abs().amax(1).div(127).repeat_interleave(256)[:100_001]
+    steps = (
+        torch.nn.functional.pad(values, (0, 95)).view(-1, 256).abs().amax(1).div(127).repeat_interleave(256)[:100_001]
+    )
     assert ((values - decoded).abs() <= 0.5 * steps * 1.1).all()
     assert float((values - decoded).norm() / values.norm()) < 0.0075
 

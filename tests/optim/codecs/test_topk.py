@@ -33,7 +33,9 @@ def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
     signs = payload[position + 2 : position + 1 + 4 * len(sizes) : 2]
     if not -100 <= exponent <= 32 or any(byte & 128 for byte in signs):
         raise ValueError("scales")
-    if any(not half <= 2.0**15 for half in halves) or any(a > b for a, b in zip(halves[::2], halves[1::2], strict=True)):
+    if any(not half <= 2.0**15 for half in halves) or any(
+        a > b for a, b in zip(halves[::2], halves[1::2], strict=True)
+    ):
         raise ValueError("scales")
     position += 1 + 4 * len(sizes)
     count = sum(keeps)
@@ -168,7 +170,9 @@ def clustered_values(generator: np.random.Generator, chunks: int, k: int) -> Arr
 @pytest.mark.parametrize("chunks", [64, 512])
 def test_index_coding_is_within_three_percent_of_the_bound(k: int, chunks: int, clustered: bool) -> None:
     generator = np.random.default_rng(k)
-    values = clustered_values(generator, chunks, k) if clustered else generator.standard_normal(chunks * 4096, np.float32)
+    values = (
+        clustered_values(generator, chunks, k) if clustered else generator.standard_normal(chunks * 4096, np.float32)
+    )
     payload = ChunkTopK(k=k).encode(torch.from_numpy(values))
     bound = chunks * (lgamma(4097) - lgamma(k + 1) - lgamma(4097 - k)) / log(2)
     head_levels_and_values = 8 * 8 + 32 * chunks + 2 * k * chunks
@@ -184,7 +188,9 @@ def test_rate_of_the_default(numel: int) -> None:
 
 def forged(field: str) -> bytes:
     """A payload of 4096 values, otherwise whole, with one field replaced."""
-    payload = bytearray(ChunkTopK().encode(torch.from_numpy(np.random.default_rng(2).standard_normal(4096, np.float32))))
+    payload = bytearray(
+        ChunkTopK().encode(torch.from_numpy(np.random.default_rng(2).standard_normal(4096, np.float32)))
+    )
     small, large = struct.unpack_from("<ee", payload, 8)
     halves = {"nan": float("nan"), "infinity": float("inf"), "minus zero": -0.0, "negative": -small, "huge": 65504.0}
     if field in halves:

@@ -1,0 +1,171 @@
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import node.cli
+from protocol import errors
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key")
+LIGHT = {"node", "node.cli", "protocol", "protocol.errors"}
+
+
+def murmur(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "node.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder)
+
+
+def one_line(result: subprocess.CompletedProcess[str]) -> str:
+    """What it said on standard error, which is one line and no traceback."""
+    assert result.stdout == ""
+    assert result.stderr.startswith("murmur: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("murmur: ").rstrip()
+
+
+def test_help_names_every_command_with_examples() -> None:
+    result = murmur("--help")
+    assert result.returncode == 0
+    assert set(re.findall(r"^  (\w+)  ", result.stdout, re.MULTILINE)) >= set(COMMANDS)
+    assert "Examples:" in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_has_an_example(command: str) -> None:
+    result = murmur(command, "-h")
+    assert result.returncode == 0
+    assert f"Example: murmur {command} " in result.stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = "import sys, node.cli; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    imported = set(result.stdout.split())
+    assert not imported & {"torch", "hivemind", "grpc", "starlette", "uvicorn", "pydantic", "numpy", "google", "rich"}
+    assert {name for name in imported if name.split(".")[0] in ("node", "protocol", "optim")} == LIGHT
+
+
+def test_help_is_quick() -> None:
+    """In seconds of processor time, which is the wall's on a machine that does nothing else."""
+    took = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        murmur("--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(took) < 0.3, took
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"murmur \d+\.\d+\.\d+\n", murmur("--version").stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (("up", "nowhere.toml"), 4, "cannot read the manifest nowhere.toml: No such file or directory; name an"),
+        (("status", "nowhere"), 4, "nowhere is no folder; name the --dir of `murmur join` or `murmur up`"),
+        (("export", "nowhere", "out"), 4, "nowhere is no folder; name the --dir"),
+        (("generate", ".", "--prompt", "x"), 8, "no checkpoint in .; name the --dir"),
+        (("up", "bad.toml"), 3, "bad.toml: unknown key modl (line 2); did you mean model?"),
+    ],
+)
+def test_a_persons_error_is_one_line_and_a_code(tmp_path: Path, words: tuple[str, ...], code: int, text: str) -> None:
+    (tmp_path / "bad.toml").write_text("\n[modl]\nwidth = 3\n")
+    result = murmur(*words, folder=tmp_path)
+    assert one_line(result).startswith(text)
+    assert result.returncode == code
+
+
+@pytest.mark.parametrize(
+    "words", [("uup",), ("up", "--peers", "0"), ("up", "--colour"), ("join",), ("up", "--device", "tpu")]
+)
+def test_wrong_calls_end_with_two(words: tuple[str, ...]) -> None:
+    result = murmur(*words)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("kind", errors.MurmurError.__subclasses__())
+def test_every_error_has_its_line_and_code(kind: type[errors.MurmurError], capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise kind("mend this")
+
+    assert node.cli._guarded(fail) == kind.exit_code
+    assert capsys.readouterr().err == "murmur: mend this\n"
+
+
+def test_codes_are_distinct_and_documented() -> None:
+    kinds = [kind for kind in errors.MurmurError.__subclasses__() if kind is not errors.PeerFault]
+    codes = [kind.exit_code for kind in kinds]
+    assert len(codes) == len(set(codes))
+    table = (ROOT / "docs" / "exit-codes.md").read_text()
+    documented = [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
+    assert documented == sorted({0, 1, 130, *codes})
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]]:
+    """What the commands hand on to the parts that do the work."""
+    calls: list[tuple[object, ...]] = []
+
+    def module(**functions: object) -> SimpleNamespace:
+        return SimpleNamespace(**functions)
+
+    def note(*words: object, **named: object) -> list[str]:
+        calls.append((*words, *sorted(named.items())))
+        return ["text"]
+
+    monkeypatch.setitem(sys.modules, "node.export", module(export=note))
+    monkeypatch.setitem(sys.modules, "node.generate", module(generate=note))
+    monkeypatch.setitem(sys.modules, "node.join", module(join_run=note))
+    monkeypatch.setitem(sys.modules, "node.data.tokens", module(tokenize_files=note))
+    yield calls
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["murmur", *words])
+    with pytest.raises(SystemExit) as ended:
+        node.cli.main()
+    assert ended.value.code == 0
+
+
+def test_what_commands_hand_on(
+    called: list[tuple[object, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    run(monkeypatch, "export", str(tmp_path), "out")
+    run(monkeypatch, "generate", str(tmp_path), "--prompt", "def ", "--tokens", "9", "--seed", "3")
+    run(monkeypatch, "tokenize", "words.json", "shards", "a.txt", "b.txt")
+    assert called == [
+        (tmp_path, Path("out")),
+        (tmp_path, "def ", 9, 0.8, None, 3),
+        (Path("words.json"), [Path("a.txt"), Path("b.txt")], Path("shards")),
+    ]
+    assert "def text\n" in capsys.readouterr().out
+
+
+def test_join_hands_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = "--dir d --peer /a --peer /b --device cpu --name n --threads 2 --listen /c --metrics-port 7 --log-json"
+    run(monkeypatch, "join", "run.toml", *options.split())
+    given: dict[str, object] = dict(called[0][1:])  # type: ignore[arg-type]
+    assert called[0][0] == Path("run.toml")
+    assert given == {
+        "folder": Path("d"),
+        "peers": ("/a", "/b"),
+        "device": "cpu",
+        "name": "n",
+        "threads": 2,
+        "listen": ("/c",),
+        "metrics_port": 7,
+        "log_json": True,
+    }

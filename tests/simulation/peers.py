@@ -1,0 +1,289 @@
+"""The peers of the virtual network: each drives one round machine after the other, as the daemon does."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from protocol import murmur_pb2 as wire
+from protocol.blobs import Blob
+from protocol.chain import Chain, Head, preferred
+from protocol.identity import Identity, PeerId
+from protocol.round import Round
+from protocol.round_events import (
+    Action,
+    Event,
+    Fetch,
+    Finish,
+    Held,
+    Live,
+    Offered,
+    Received,
+    Reduce,
+    Reduced,
+    Send,
+    Skip,
+    Tick,
+)
+from protocol.statements import Commit, Contribution, Digest, Statement
+from tests.simulation.network import RUN_ID, Network, Scenario, offer_of, signer_of, sum_of
+
+NAMES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)).peer_id for number in range(1, 17)]
+HEARTBEAT = 1.0
+# So long a peer tries to end its own round before it takes over a longer chain that it hears of.
+CATCH_UP_AFTER = 3.0
+
+
+class Peer:
+    def __init__(self, name: PeerId, network: Network, swarm: "Swarm") -> None:
+        self.name = name
+        self.network = network
+        self.swarm = swarm
+        self.chain = Chain.begin(RUN_ID)
+        self.store: set[Digest] = set()
+        self.records: dict[PeerId, tuple[Head, float]] = {}
+        self.decisions: dict[int, tuple[wire.Signed, ...]] = {}
+        self.sources: dict[Digest, tuple[PeerId, ...]] = {}
+        self.pending: Statement[Commit] | None = None  # decided, but not all its blobs are here
+        self.behind_since: float | None = None
+        self.round: Round
+        self._live: frozenset[PeerId] = frozenset()
+        self._seen: dict[PeerId, float] = {}
+        self._tick_at = 0.0
+
+    def begin(self, seen: dict[PeerId, float]) -> None:
+        """The next round on our chain."""
+        head, now = self.chain.head, self.network.now
+        settings = self.network.scenario.settings()
+        self.pending, self.behind_since, self._live, self._tick_at = None, None, frozenset(), 0.0
+        self.round = Round(settings, self.name, head.round, head.digest, signer_of(self.name), now, seen)
+        self.refresh()
+        if head.round < self.network.scenario.rounds:
+            machine = self.round
+            time = self.network.random.uniform(0.3, 1.0) * self.network.scenario.training
+            self.after(time, lambda: self.offer(machine))
+        self.broadcast_record()
+
+    def after(self, delay: float, action: Callable[[], None]) -> None:
+        """Later, unless dead by then; a frozen process goes on when it thaws."""
+
+        def act() -> None:
+            if self.name in self.network.link.frozen:
+                self.network.schedule(0.1, act)
+            elif self.name not in self.network.link.dead:
+                action()
+
+        self.network.schedule(delay, act)
+
+    def offer(self, machine: Round) -> None:
+        if machine is self.round and machine.commit is None:
+            offer = offer_of(self.name, self.chain.round, self.chain.digest, self.network.scenario)
+            self.store.update(blob.digest for blob in offer.parts)
+            self.swarm.offered.append((self.name, offer))
+            self.feed(Offered(offer))
+
+    def feed(self, event: Event) -> None:
+        if not isinstance(event, Tick):
+            self.network.say(self.name, event)
+        machine = self.round
+        for action in machine.handle(event, self.network.now):
+            self.network.say(self.name, action)
+            for watch in self.swarm.watches:
+                watch(self.name, action)
+            if self.name not in self.network.link.dead:
+                self.act(action)
+        self._arm(machine)
+        self.swarm.check()
+
+    def _arm(self, machine: Round) -> None:
+        deadline = machine.next_deadline(self.network.now)
+        if machine is not self.round or deadline is None or self.network.now < self._tick_at <= deadline:
+            return
+        self._tick_at = deadline
+        self.after(deadline - self.network.now, lambda: self._tick(machine))
+
+    def _tick(self, machine: Round) -> None:
+        if machine is self.round and self.network.now >= self._tick_at - 1e-9:
+            self.feed(Tick())
+
+    def act(self, action: Any) -> None:
+        match action:
+            case Send(peers, signed):
+                for peer in peers:
+                    self.network.transmit(self.name, peer, partial(self.swarm.peers[peer].receive, signed))
+            case Fetch(blob, sources):
+                self.want(blob, sources)
+            case Reduce(part, attempt, contributions):
+                assert {entry.body.parts[part].digest for entry in contributions} <= self.store
+                machine = self.round
+                self.after(0.05, lambda: self.reduced(machine, part, attempt, contributions))
+            case Finish(commit):
+                self.finish(commit)
+            case Skip():
+                self.swarm.skips.append((self.name, action.peer, action.reason))
+
+    def reduced(
+        self, machine: Round, part: int, attempt: int, contributions: tuple[Statement[Contribution], ...]
+    ) -> None:
+        blob = sum_of(part, contributions)
+        self.store.add(blob.digest)
+        if machine is self.round:
+            self.feed(Reduced(part, attempt, blob))
+
+    def receive(self, signed: wire.Signed) -> None:
+        statement = self.network.open(signed)
+        number = statement.body.round
+        if number == self.round.number and self.round.commit is None:
+            self.feed(Received(statement))
+        elif number in self.decisions and signed.kind != "commit":
+            asking = self.swarm.peers[statement.sender]
+            for answer in self.decisions[number]:
+                self.network.transmit(self.name, asking.name, partial(asking.receive, answer))
+
+    def want(self, blob: Blob, sources: tuple[PeerId, ...]) -> None:
+        fresh = blob.digest not in self.sources
+        self.sources[blob.digest] = sources
+        if fresh:
+            self._try(blob, 0)
+
+    def _try(self, blob: Blob, attempt: int) -> None:
+        if blob.digest in self.store:
+            return
+        sources = self.sources[blob.digest]
+        source = sources[attempt % len(sources)]
+        delay = self.network.random.uniform(0.02, self.network.scenario.transfer)
+        self.after(delay, lambda: self._transferred(blob, source, attempt))
+
+    def _transferred(self, blob: Blob, source: PeerId, attempt: int) -> None:
+        if self.network.link.reaches(source, self.name) and blob.digest in self.swarm.peers[source].store:
+            self.store.add(blob.digest)
+            self.feed(Held(blob.digest))
+            self.apply()
+        else:
+            self.after(0.2, lambda: self._try(blob, attempt + 1))
+
+    def finish(self, commit: Statement[Commit]) -> None:
+        self.decisions[commit.body.round] = self.round.decision
+        self.swarm.decided(self.name, commit)
+        self.pending = commit
+        for blob in self.swarm.needed(commit.body):
+            if blob.digest not in self.store:
+                self.want(blob, tuple(peer for peer in self.swarm.peers if peer != self.name))
+        self.apply()
+
+    def apply(self) -> None:
+        if self.pending and all(blob.digest in self.store for blob in self.swarm.needed(self.pending.body)):
+            self.chain.append(self.pending)
+            self.begin(self.round.seen)
+
+    def broadcast_record(self) -> None:
+        head = self.chain.head
+        for other in self.swarm.peers.values():
+            if other is not self:
+                self.network.transmit(self.name, other.name, partial(other.hear, self.name, head))
+
+    def beat(self) -> None:
+        self.broadcast_record()
+        self.refresh()
+        self.catch_up()
+        self.after(HEARTBEAT, self.beat)
+
+    def hear(self, peer: PeerId, head: Head) -> None:
+        known = self.records.get(peer)
+        if known is None or known[0].round <= head.round or preferred(known[0], head):
+            self.records[peer] = (head, self.network.now)
+            self.refresh()
+
+    def refresh(self) -> None:
+        oldest = self.network.now - self.network.scenario.expiry
+        level = (peer for peer, (head, heard) in self.records.items() if heard >= oldest and head == self.chain.head)
+        live = frozenset(level) | {self.name}
+        if live != self._live:
+            self._live = live
+            self.feed(Live(live))
+
+    def catch_up(self) -> None:
+        """Takes over the chain of whoever is ahead, when our own round does not end by itself."""
+        now, mine = self.network.now, self.chain.head
+        ahead = [
+            peer
+            for peer, (head, heard) in sorted(self.records.items())
+            if preferred(mine, head) and now - heard <= HEARTBEAT * 2 and self.network.link.reaches(peer, self.name)
+        ]
+        if not ahead:
+            self.behind_since = None
+        elif self.behind_since is None:
+            self.behind_since = now
+        elif now - self.behind_since >= CATCH_UP_AFTER:
+            self._adopt(self.swarm.peers[ahead[0]].chain)
+
+    def _adopt(self, theirs: Chain) -> None:
+        if not preferred(self.chain.head, theirs.head):
+            return
+        self.network.say(self.name, f"takes over the chain at round {theirs.round}")
+        self.chain = Chain(theirs.head, theirs.since(max(0, theirs.round - 64)) or ())
+        self.begin(self.round.seen)
+
+
+class Swarm:
+    """All peers, and what must hold whatever happens. `forks`: rounds with two decisions on the same base."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.scenario = scenario
+        self.network = Network(scenario, seed)
+        self.offered: list[tuple[PeerId, Contribution]] = []
+        self.skips: list[tuple[PeerId, PeerId | None, str]] = []
+        self.decisions: dict[tuple[int, Digest], dict[bytes, list[PeerId]]] = {}
+        self.checks: list[Callable[[], None]] = []
+        self.watches: list[Callable[[PeerId, Action], None]] = []
+        self.peers = {name: Peer(name, self.network, self) for name in NAMES[: scenario.peers]}
+
+    def start(self) -> None:
+        head = next(iter(self.peers.values())).chain.head
+        for peer in self.peers.values():
+            peer.records = {other: (head, 0.0) for other in self.peers if other != peer.name}
+        for peer in self.peers.values():
+            peer.begin(dict.fromkeys(self.peers, 0.0))
+            peer.after(self.network.random.uniform(0, HEARTBEAT), peer.beat)
+
+    def alive(self) -> list[Peer]:
+        return [peer for name, peer in self.peers.items() if name not in self.network.link.dead]
+
+    def is_done(self) -> bool:
+        return all(peer.chain.round >= self.scenario.rounds for peer in self.alive())
+
+    def needed(self, commit: Commit) -> list[Blob]:
+        if self.scenario.exchange == "butterfly":
+            return list(commit.parts)
+        return [blob for entry in commit.contributions for blob in entry.body.parts]
+
+    def decided(self, peer: PeerId, commit: Statement[Commit]) -> None:
+        body = commit.body
+        self.decisions.setdefault((body.round, body.base), {}).setdefault(body.content(), []).append(peer)
+        senders = [entry.sender for entry in body.contributions]
+        assert senders == sorted(set(senders)) and senders, "a contribution stands twice, or none at all"
+        assert all((entry.sender, entry.body) in self.offered for entry in body.contributions), "an invented one"
+        if self.scenario.exchange == "butterfly":
+            assert body.parts == tuple(sum_of(part, body.contributions) for part in range(self.scenario.parts))
+
+    def check(self) -> None:
+        for check in self.checks:
+            check()
+
+    def forks(self) -> list[tuple[int, Digest]]:
+        return [place for place, contents in self.decisions.items() if len(contents) > 1]
+
+    def kill(self, name: PeerId) -> None:
+        self.network.say(name, "is killed")
+        self.network.link.dead.add(name)
+
+    def freeze(self, name: PeerId, seconds: float) -> None:
+        self.network.say(name, f"freezes for {seconds:.1f} s")
+        self.network.link.frozen.add(name)
+        self.network.schedule(seconds, lambda: self.network.link.frozen.discard(name))
+
+    def split(self, islands: dict[PeerId, int], seconds: float) -> None:
+        self.network.say("network", f"splits for {seconds:.1f} s: {islands}")
+        self.network.link.islands = islands
+        self.network.schedule(seconds, self.network.link.islands.clear)
