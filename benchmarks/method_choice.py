@@ -1,9 +1,9 @@
 """Which recipe, period and outer rate a short run should use, at how many bytes.
 
 Trains virtual peers of a manifest's model on its data in one process, with the senders, mergers and updates that real
-peers use, and prints for each setting the validation loss of the final anchor and the bytes a peer sends beside per-step
-all-reduce of fp32 gradients (a ring: 2 (P - 1) / P * 4 bytes a parameter and step). Three baselines: all-reduce
-itself, one peer alone, and peers that never exchange.
+peers use, and prints for each setting the validation loss of the final anchor and the bytes a peer sends beside
+per-step all-reduce of fp32 gradients (a ring: 2 (P - 1) / P * 4 bytes a parameter and step). Three baselines:
+all-reduce itself, one peer alone, and peers that never exchange.
 
     python benchmarks/method_choice.py [--manifest configs/demo.toml] [--small] [--steps 600] [--only NAME] [--json]
 """
@@ -56,18 +56,28 @@ class Outcome:
 
 def grid() -> list[Setting]:
     """What is compared: period, density and outer rate, near and above fifty times fewer bytes than all-reduce."""
-    settings = []
-    for steps in (15, 20, 30):
-        settings.append(Setting("averaging", {"schedule": {"inner_steps": steps}}))
-        for rate, momentum in ((0.7, 0.5), (0.7, 0.9), (1.0, 0.3), (0.9, 0.6)):
-            update = {"learning_rate": rate, "momentum": momentum}
-            settings.append(Setting("diloco", {"schedule": {"inner_steps": steps}, "update": update}))
-    for steps, k in ((1, 64), (2, 128), (5, 128), (3, 256), (4, 512), (10, 512), (10, 64), (30, 64)):
-        for decay in (0.95, 1.0):
-            overrides = {"schedule": {"inner_steps": steps}, "codec": {"k": k}, "feedback": {"decay": decay}}
-            settings.append(Setting("sparseloco", overrides))
-    settings.append(Setting("averaging", {"schedule": {"inner_steps": 15}}, delay=3))
-    return settings
+    return [
+        *(averaging(steps) for steps in (15, 30)),
+        *(sparse(steps, k, 1.0) for steps, k in ((1, 64), (2, 128), (3, 256), (5, 512))),
+        *(diloco(15, rate, momentum) for rate, momentum in ((0.7, 0.5), (1.0, 0.3), (0.7, 0.9))),
+        *(sparse(steps, k, 0.95) for steps, k in ((2, 128), (5, 512), (30, 64))),
+        averaging(15, delay=3),
+        diloco(30, 0.7, 0.5),
+    ]
+
+
+def averaging(steps: int, delay: int = 0) -> Setting:
+    return Setting("averaging", {"schedule": {"inner_steps": steps}}, delay)
+
+
+def diloco(steps: int, rate: float, momentum: float) -> Setting:
+    update: dict[str, Scalar] = {"learning_rate": rate, "momentum": momentum}
+    return Setting("diloco", {"schedule": {"inner_steps": steps}, "update": update})
+
+
+def sparse(steps: int, k: int, decay: float) -> Setting:
+    overrides: Overrides = {"schedule": {"inner_steps": steps}, "codec": {"k": k}, "feedback": {"decay": decay}}
+    return Setting("sparseloco", overrides)
 
 
 class Trial:

@@ -203,7 +203,7 @@ class Assembly:
             return
         self._finished = True
         self.driver.close()
-        await self.trainer.stop()
+        await self.trainer.stop(self.chain.round)
         await self.keeper.save_now(self.chain, self._offers, self.participant.replica.state)
         await self._post.stop()
 

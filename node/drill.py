@@ -70,8 +70,9 @@ class Drill:
         status = victim.status
         if status is None or status.last_included_round is None or status.last_included_round < self._round:
             return None
-        # Peers are asked one after the other: one round of difference is not a lag.
-        if status.round + 1 < max(peer.round for peer in others):
+        # Rounds of its own after the others have gone are no return: it must stand where one of them stands.
+        beside = (peer.status for peer in others if peer.status and peer.status.round == status.round)
+        if not any(other.digest == status.digest for other in beside):
             return None
         self._stage = "over"
         return Order("none", f"drill: {victim.name} is back in round {status.round} and contributes")

@@ -33,6 +33,7 @@ from protocol.statements import Commit
 logger = logging.getLogger(__name__)
 
 ADOPTION_SECONDS = 60.0
+LAST_ADOPTION_SECONDS = 5.0
 
 
 class TrainerLink:
@@ -74,10 +75,12 @@ class TrainerLink:
         assert self._listener is not None
         await asyncio.shield(self._listener)
 
-    async def stop(self) -> None:
-        """The trainer writes a last snapshot and ends; nothing of it is left."""
+    async def stop(self, round_number: int) -> None:
+        """The trainer adopts that round, writes a last snapshot and ends; nothing of it is left."""
         if self._listener is None:
             return
+        if not await self.has_adopted(round_number, LAST_ADOPTION_SECONDS):
+            logger.warning("the trainer stops before it has adopted round %d", round_number)
         await self._process.stop()
         await asyncio.wait({self._listener}, timeout=ADOPTION_SECONDS)
 

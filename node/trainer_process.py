@@ -159,21 +159,30 @@ class TrainerProcess:
 
     async def _spawn(self) -> "_Life":
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "node.trainer"),
-                *(str(theirs.fileno()), str(self._arena.fd), str(os.getpid())),
-                pass_fds=(theirs.fileno(), self._arena.fd),
-                stdin=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                process_group=0,  # a terminal's Ctrl-C is for the daemon
-            )
+        try:
+            process = await self._execute(theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self._last_words.clear()
         hearing = asyncio.create_task(self._hear(process), name="stderr of the trainer")
         life = _Life(process, await DaemonEnd.open(ours), hearing)
         with contextlib.suppress(ChannelClosed):  # dead already: listening will tell
             await life.channel.send(self._config())
         return life
+
+    async def _execute(self, channel_fd: int) -> asyncio.subprocess.Process:
+        arena_fd = self._arena.fd
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "node.trainer"),
+            *(str(channel_fd), str(arena_fd), str(os.getpid())),
+            pass_fds=(channel_fd, arena_fd),
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            process_group=0,  # a terminal's Ctrl-C is for the daemon
+        )
 
     async def _hear(self, process: asyncio.subprocess.Process) -> None:
         """Pass the trainer's standard error on to the log, line by line, long lines cut."""

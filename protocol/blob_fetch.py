@@ -92,7 +92,7 @@ class Wire:
                     _append(data, chunk, length)
                     # Empty chunks are no progress.
                     if chunk.data:
-                        pass
+                        limit.reschedule(min(end, clock() + self._stall))
                         self.bytes_received += len(chunk.data)
                         plan.received(call, len(chunk.data))
         finally:

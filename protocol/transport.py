@@ -72,7 +72,7 @@ class Transport:
         self._addresses: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
         self._exits: dict[PeerId, Exit] = {}
         self._exits_made = 0
-        self._p2pd: P2pd
+        self._started: P2pd | None = None
 
     @classmethod
     def create(cls, identity_path: Path, folder: Path, limits: TunnelLimits | None = None) -> Self:
@@ -84,6 +84,7 @@ class Transport:
         self = cls(identity, identity_path, SocketFolder.create(folder), limits or TunnelLimits())
         self._stack.callback(self._sockets.remove)
         self._stack.push_async_callback(self._tunnels.stop)
+        self._stack.push_async_callback(self._close_exits)
         return self
 
     @classmethod
@@ -122,9 +123,8 @@ class Transport:
         entrance = Entrance(entrance_path, server_path, self._tunnels)
         await entrance.open()
         self._stack.callback(entrance.close)
-        self._p2pd = await P2pd.start(options, self._folder, {PROTOCOL: entrance_path})
-        self._stack.push_async_callback(self._p2pd.stop)
-        self._stack.push_async_callback(self._close_exits)
+        self._started = await P2pd.start(options, self._folder, {PROTOCOL: entrance_path})
+        self._stack.push_async_callback(self._started.stop)
 
     async def stop(self) -> None:
         """Within STOP_SECONDS; a second call does nothing."""
@@ -133,6 +133,12 @@ class Transport:
                 await self._stack.aclose()
         except TimeoutError:
             logger.warning("the transport did not stop within %g s", STOP_SECONDS)
+
+    @property
+    def _p2pd(self) -> P2pd:
+        if not self._started:
+            raise TransportError("the transport is not open yet")
+        return self._started
 
     @property
     def p2p(self) -> Any:

@@ -58,16 +58,19 @@ def example(round_number: int) -> Checkpoint:
     )
 
 
-def restored_round(folder: Path) -> int | None:
-    """The round that a start would resume from, after checking that it holds exactly what was saved; None: nothing."""
-    loaded, _ = load_newest(folder, RUN_ID, SHAPES)
-    if loaded is None:
-        return None
+def restored_round(folder: Path) -> int:
+    """The round that a start would resume from: it holds exactly what was saved, and nothing was passed over for it."""
+    loaded, skipped = load_newest(folder, RUN_ID, SHAPES)
+    assert loaded is not None and skipped == []
     expected = example(loaded.round)
     assert torch.equal(loaded.anchor, expected.anchor)
     assert torch.equal(loaded.outer["momentum"], expected.outer["momentum"])
     assert torch.equal(loaded.inner["weights"], expected.inner["weights"]) and loaded.inner_meta == expected.inner_meta
     return loaded.round
+
+
+def is_lost(folder: Path) -> bool:
+    return load_newest(folder, RUN_ID, SHAPES)[0] is None
 
 
 # What the children do. Each takes the folder of checkpoints and returns the job, whose result is the exit code; what
@@ -271,7 +274,7 @@ def assert_saves_go_on(folder: Path) -> None:
 
 def test_a_save_killed_at_every_system_call(tracing: Server, folders: Folders) -> None:
     everywhere = points(tracing, folders, save_once, "pair")
-    restored: Counter[int | None] = Counter()
+    restored: Counter[int] = Counter()
     for call, turn in everywhere:
         folder = folders.fresh("pair")
         code = tracing.traced(save_once, folder, "-o", "/dev/null", "-e", f"inject={call}:signal=KILL:when={turn}")
@@ -289,7 +292,7 @@ def test_control_an_overwrite_killed_at_every_system_call(tracing: Server, folde
     for call, turn in everywhere:
         folder = folders.fresh("single")
         tracing.traced(overwrite_once, folder, "-o", "/dev/null", "-e", f"inject={call}:signal=KILL:when={turn}")
-        lost += restored_round(folder) is None
+        lost += is_lost(folder)
         folders.drop(folder)
     print(f"control: {lost} of {len(everywhere)} points lost everything")
     assert lost >= len(everywhere) / 2
@@ -314,7 +317,8 @@ def test_a_save_failed_by_the_disk_at_every_call(tracing: Server, folders: Folde
     failing = [(call, turn) for call, turn in points(tracing, folders, save_once, "pair") if call in errors]
     for call, turn in failing:
         folder = folders.fresh("pair")
-        code = tracing.traced(save_once, folder, "-o", "/dev/null", "-e", f"inject={call}:error={errors[call]}:when={turn}")
+        fault = f"inject={call}:error={errors[call]}:when={turn}"
+        code = tracing.traced(save_once, folder, "-o", "/dev/null", "-e", fault)
         assert code == StorageError.exit_code, (call, turn)
         assert restored_round(folder) in (2, 3), (call, turn)
         assert_saves_go_on(folder)
@@ -351,7 +355,7 @@ def test_control_overwrites_killed_at_random_moments(server: Server, folders: Fo
     for _ in range(60):
         folder = folders.fresh("single")
         server.killed_after(overwrite_for_ever, folder, rng.uniform(0.005, 0.02))
-        lost += restored_round(folder) is None
+        lost += is_lost(folder)
         folders.drop(folder)
     print(f"control, seed {seed}: {lost} of 60 kills lost everything")
     assert lost >= 30

@@ -3,9 +3,17 @@ from node.status import NodeStatus
 from node.swarm import PeerView, State, SwarmView
 
 
-def peer(round_number: int, live: int = 3, included: int | None = None, state: State = "running") -> PeerView:
+def peer(
+    round_number: int, live: int = 3, included: int | None = None, state: State = "running", digest: str = "same"
+) -> PeerView:
     status = NodeStatus(
-        peer_id="p", run="d", run_id="0", round=round_number, peers=live, last_included_round=included
+        peer_id="p",
+        run="d",
+        run_id="0",
+        round=round_number,
+        peers=live,
+        last_included_round=included,
+        digest=digest,
     )
     return PeerView("peer", state, status)
 
@@ -42,9 +50,20 @@ def test_kill_at_half_then_return_then_welcome() -> None:
     assert act(drill, peer(12, 3), peer(12, 3), PeerView("peer", "starting", None)) is None
     assert act(drill, peer(13, 3), peer(13, 3), peer(13, 3, included=10)) is None  # that was in its first life
     assert act(drill, peer(16, 3), peer(16, 3), peer(14, 3, included=13)) is None  # still behind
-    assert act(drill, peer(17, 3), peer(17, 3), peer(16, 3, included=15)) == "none"
+    assert act(drill, peer(17, 3), peer(16, 3), peer(16, 3, included=15)) == "none"
     assert (drill.lost, drill.rejoined) == (1, 1)
     assert act(drill, peer(18), peer(18), peer(18)) is None
+
+
+def test_rounds_of_its_own_are_no_return() -> None:
+    """It missed the others' end and went to the target alone: the same number of rounds, another model."""
+    drill, gone = struck(), peer(10, state="lost")
+    assert act(drill, peer(11, 2), peer(11, 2), gone) == "start"
+    others = (peer(20, state="ended"), peer(20, state="ended"))
+    assert act(drill, *others, peer(20, 1, included=19, digest="other")) is None
+    assert act(drill, *others, peer(19, 1, included=18)) is None
+    assert drill.rejoined == 0
+    assert act(drill, *others, peer(20, 3, included=19)) == "none"
 
 
 def test_slowest_survivor_decides() -> None:

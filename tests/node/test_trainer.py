@@ -62,7 +62,7 @@ def decoded(bench: Bench, message: Message) -> torch.Tensor:
 
 
 async def test_the_loss_falls_and_everything_is_counted(make: Make) -> None:
-    bench = make(inner_steps=100)
+    bench = make(recipe="diloco", inner_steps=100)
     await bench.trainer.start()
     ready = await bench.until(Ready)
     assert (ready.step, ready.round, ready.outstanding, ready.device) == (0, 0, None, "cpu")

@@ -204,6 +204,8 @@ def test_the_last_piece_is_asked_of_another_when_its_source_is_late() -> None:
     assert plan.succeeded(second, 1.5) == [first]
     assert plan.done
     assert not plan.runs(first)
+    plan.failed(first, Failure.LOST, "slower than others", 1.6)
+    assert plan.done, "what failed too late is not fetched again"
     assert sources.troubles()[first.peer] == "slower than others"
 
 

@@ -272,6 +272,23 @@ async def test_a_bad_key_stops_the_start_and_leaves_nothing(start_transport: Sta
     assert os.listdir(tmp_path / "node") == ["key"]
 
 
+async def test_a_channel_may_be_made_before_opening(start_transport: StartTransport, tmp_path: Path) -> None:
+    callee = await start_transport("callee", [SampleBlobs().add])
+    node = Transport.create(tmp_path / "node" / "key", tmp_path / "node")
+    await meet(node, callee)
+    with pytest.raises(Call, match="UNAVAILABLE"):
+        await ask(node, callee.peer_id, timeout=5)
+    await node.open([])
+    async with asyncio.timeout(10):
+        while not await _answers(node, callee.peer_id):
+            await asyncio.sleep(0.05)
+    await node.stop()
+    unopened = Transport.create(tmp_path / "node" / "key", tmp_path / "node")
+    unopened.channel(callee.peer_id)
+    await unopened.stop()
+    assert os.listdir(tmp_path / "node") == ["key"]
+
+
 async def test_stopping_leaves_nothing(start_transport: StartTransport, tmp_path: Path) -> None:
     process = psutil.Process()
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("caller")
