@@ -8,9 +8,12 @@ theta <- theta - lr * Adam(g)
 import math
 
 import torch
+from torch import Tensor
 
 from node.model import Llama, ShapeTable
 from protocol.manifest import Train
+
+EPSILON = 1e-8
 
 
 def learning_rate(train: Train, step: int) -> float:
@@ -23,27 +26,25 @@ def learning_rate(train: Train, step: int) -> float:
 
 
 class InnerOptimizer:
-    """AdamW on `model.flat`. The moments are flat fp32 on the model's device and belong to the trainer's state."""
+    """AdamW on `model.flat`. The moments are flat fp32 on the model's device and belong to the trainer's state.
+
+    Written out here because torch.optim imports the compiler at its first use: a second more at each restart.
+    """
 
     def __init__(self, model: Llama, train: Train) -> None:
         self._train = train
-        self._flat = model.flat
-        self._matrices = [model.flat.detach()[start:stop] for start, stop in matrix_runs(model.shapes)]
-        self._adam = torch.optim.AdamW(
-            [model.flat], lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0, fused=True
-        )
-        self.first_moment = torch.zeros_like(model.flat.detach())
-        self.second_moment = torch.zeros_like(model.flat.detach())
-        self.restore(0)
-
-    def restore(self, step: int) -> None:
-        """The moments were set from outside, after `step` steps."""
-        count = torch.tensor(float(step), device=self._flat.device)
-        self._adam.state[self._flat] = {"step": count, "exp_avg": self.first_moment, "exp_avg_sq": self.second_moment}
+        self._parameter = model.flat
+        self._weights = model.flat.detach()
+        self._matrices = [self._weights[start:stop] for start, stop in matrix_runs(model.shapes)]
+        self.first_moment = torch.zeros_like(self._weights)
+        self.second_moment = torch.zeros_like(self._weights)
 
     def step(self, step: int) -> bool:
-        """Apply the gradient in `flat.grad` as inner step `step`; False, and nothing changes, when it is not finite."""
-        gradient = self._flat.grad
+        """Apply the gradient in `flat.grad` as inner step `step`; False, and nothing changes, when it is not finite.
+
+        `step` counts the steps applied before, from 0: the moments' bias is corrected by it.
+        """
+        gradient = self._parameter.grad
         if gradient is None:
             raise ValueError("there is no gradient; run backward first")
         norm = float(torch.linalg.vector_norm(gradient))
@@ -54,12 +55,19 @@ class InnerOptimizer:
         rate = learning_rate(self._train, step)
         for matrix in self._matrices:
             matrix.mul_(1 - rate * self._train.weight_decay)
-        self._adam.param_groups[0]["lr"] = rate
-        self._adam.step()
+        self._adam(gradient, rate, step + 1)
         return True
 
     def clear_gradient(self) -> None:
-        self._adam.zero_grad(set_to_none=True)
+        self._parameter.grad = None
+
+    def _adam(self, gradient: Tensor, rate: float, count: int) -> None:
+        """theta <- theta - rate * m' / (sqrt(v') + eps), where x' = x / (1 - beta^count) corrects the zero start."""
+        beta1, beta2 = self._train.beta1, self._train.beta2
+        self.first_moment.lerp_(gradient, 1 - beta1)
+        self.second_moment.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        spread = self.second_moment.sqrt().div_(math.sqrt(1 - beta2**count)).add_(EPSILON)
+        self._weights.addcdiv_(self.first_moment, spread, value=-rate / (1 - beta1**count))
 
 
 def matrix_runs(shapes: ShapeTable) -> list[tuple[int, int]]:

@@ -94,7 +94,6 @@ class InnerState:
         self.counters = Counters.model_validate(snapshot.meta)
         for name, tensor in self._vectors().items():
             tensor.copy_(snapshot.vectors[name])
-        self._optimizer.restore(self.counters.step)
         return True
 
     def save(self) -> None:

@@ -105,7 +105,7 @@ class LocalSwarm:
 
     def _revive(self, peer: PeerProcess) -> None:
         """Once; a death for a reason that a person must mend is final."""
-        if peer.returncode in PERSONAL:
+        if peer.name in self._revived or peer.returncode in PERSONAL:
             raise _death(peer)
         self._revived.add(peer.name)
         self._display.say(f"{peer.name} died (exit {peer.returncode}) and is started again; its last words:")

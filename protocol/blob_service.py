@@ -95,7 +95,7 @@ class BlobService(BlobsServicer):
         while offset < end:
             piece = offset // PIECE_BYTES
             if piece != checked:
-                pass
+                await asyncio.to_thread(self._store.check_piece, blob.digest, piece)
                 checked = piece
             length = min(CHUNK_BYTES, end - offset, (piece + 1) * PIECE_BYTES - offset)
             yield await asyncio.to_thread(self._store.read_range, blob.digest, offset, length)

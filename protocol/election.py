@@ -47,13 +47,18 @@ class Electorate:
     """The members whose majority decides.
 
     A member that vanishes without a word keeps its vote for `memory` seconds: members notice such things at different
-    times, and majorities meet only where they are counted over nearly the same set.
+    times, and majorities meet only where they are counted over nearly the same set. Time in which we ourselves were
+    away (suspended, or between two rounds) does not count: it says nothing about the others. `step`: the longest time
+    between two calls of `advance` while we are not away.
     """
 
-    def __init__(self, memory: float, seen: Mapping[PeerId, float], now: float) -> None:
+    def __init__(self, memory: float, step: float, seen: Mapping[PeerId, float], now: float) -> None:
+        away = now - max(seen.values(), default=now)
         self.live: frozenset[PeerId] = frozenset()
-        self.seen = {peer: time for peer, time in seen.items() if now - time <= memory}
+        self.seen = {peer: time + away for peer, time in seen.items()}
         self._memory = memory
+        self._step = step
+        self._now = now
         # Members of the round before that have not yet shown up in this one: late rather than gone.
         self._awaited = set(self.seen)
 
@@ -66,6 +71,9 @@ class Electorate:
 
     def advance(self, now: float) -> None:
         """Forget the votes of those that vanished too long ago."""
+        away = max(0.0, now - self._now - self._step)
+        self._now = now
+        self.seen = {peer: time + away for peer, time in self.seen.items()}
         self.seen.update(dict.fromkeys(self.live, now))
         self.seen = {peer: time for peer, time in self.seen.items() if now - time <= self._memory}
         self._awaited &= self.seen.keys()

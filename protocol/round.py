@@ -85,7 +85,7 @@ class Round:
         self.commit: Statement[Commit] | None = None
         self.decision: tuple[wire.Signed, ...] = ()
         self._signer = signer
-        electorate = Electorate(settings.vote_memory, seen or {}, now)
+        electorate = Electorate(settings.vote_memory, settings.leader_timeout, seen or {}, now)
         self._state = RoundState(settings, me, number, base, electorate, now)
         self._evidence = self._state.evidence
         self._repeat_at = now + self._state.repeat_interval

@@ -1,6 +1,7 @@
 """A stand-in for `murmur join` in the tests of the local swarm: announces itself, serves /status, ends at its target.
 
-    fake_peer.py FOLDER EPOCH TARGET [--end CODE] [--ends-at ROUND] [--digest WORD] [--dies-once] [--deaf] [--peer ADDRESS]...
+    fake_peer.py FOLDER EPOCH TARGET [--end CODE] [--ends-at ROUND] [--digest WORD] [--dies-once] [--deaf]
+        [--peer ADDRESS]...
 
 Its round is the tenths of a second since EPOCH, so that one which was away is at once where the others are.
 """

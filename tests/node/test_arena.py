@@ -29,7 +29,7 @@ def constant(numel: int, value: float) -> dict[str, Tensor]:
     return {name: torch.full((numel,), value) for name in VECTORS}
 
 
-class Interrupted(Exception):
+class WriterDiedError(Exception):
     pass
 
 
@@ -41,7 +41,7 @@ class Tearing(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name == VECTORS[2]:
-            raise Interrupted
+            raise WriterDiedError
         return self._whole[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -110,7 +110,7 @@ def test_copy_does_not_change_with_the_arena(arena: Arena) -> None:
 def test_an_unfinished_snapshot_is_not_seen(arena: Arena) -> None:
     arena.write_snapshot(constant(1001, 1.0), {"step": 1})
     arena.write_snapshot(constant(1001, 2.0), {"step": 2})
-    with pytest.raises(Interrupted):
+    with pytest.raises(WriterDiedError):
         arena.write_snapshot(Tearing(constant(1001, 3.0)), {"step": 3})
     snapshot = arena.read_snapshot()
     assert snapshot is not None and snapshot.meta == {"step": 2}
@@ -128,6 +128,16 @@ def test_a_slot_whose_meta_data_is_damaged_is_skipped(arena: Arena) -> None:
     os.pwrite(arena.fd, b'{"step":3}', place)
     snapshot = arena.read_snapshot()
     assert snapshot is not None and snapshot.meta == {"step": 1}
+
+
+def test_a_half_written_slot_is_never_fallen_back_on(arena: Arena) -> None:
+    for step in (1, 2):
+        arena.write_snapshot(constant(1001, float(step)), {"step": step})
+    with pytest.raises(WriterDiedError):
+        arena.write_snapshot(Tearing(constant(1001, 3.0)), {"step": 3})
+    data = os.pread(arena.fd, 3 * MAX_META_BYTES, 0)
+    os.pwrite(arena.fd, b'{"step":9}', data.index(b'{"step":2}'))
+    assert arena.read_snapshot() is None, "the other slot still has the meta data of step 1, but not its tensors"
 
 
 def test_layout_of_another_size_is_refused(arena: Arena) -> None:

@@ -280,6 +280,7 @@ def test_a_save_killed_at_every_system_call(tracing: Server, folders: Folders) -
         code = tracing.traced(save_once, folder, "-o", "/dev/null", "-e", f"inject={call}:signal=KILL:when={turn}")
         assert code == -signal.SIGKILL, (call, turn)
         restored[restored_round(folder)] += 1
+        assert {len(list(path.iterdir())) for path in folder.iterdir() if path.name[0] != "."} == {4}, (call, turn)
         assert_saves_go_on(folder)
         folders.drop(folder)
     print(f"{len(everywhere)} points, restored rounds {dict(restored)}")

@@ -76,7 +76,7 @@ async def test_the_loss_falls_and_everything_is_counted(make: Make) -> None:
     assert (await bench.until(Adopted)).round == 1
     await bench.trainer.send(Evaluate(round=1))
     after = await bench.until(Evaluated)
-    assert after.loss < before.loss - 0.3 and after.tokens <= 512
+    assert after.loss < before.loss - 0.1 and after.tokens <= 512
     progress = await bench.until(Progress)
     assert progress.tokens == 64 * progress.step and progress.loss < before.loss
     assert progress.seconds["compute"] > 0 and {"encode", "adopt", "evaluate", "snapshot"} <= set(progress.seconds)
@@ -94,10 +94,11 @@ async def test_a_message_on_its_way_holds_training_only_so_far(make: Make, overl
     bench = make(inner_steps=10, overlap=overlap)
     await bench.trainer.start()
     assert (await bench.until(Message)).steps == 10
+    bench.seen.clear()
     while await step_now(bench) < last_step:
         pass
     assert [await step_now(bench) for _ in range(5)] == [last_step] * 5
-    assert bench.seen.count(Message) == 0
+    assert not any(isinstance(message, Message) for message in bench.seen)
     await bench.trainer.send(Adopt(round=0, fate="included"))
     following = await bench.until(Message)
     assert following.steps == 10

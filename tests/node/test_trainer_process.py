@@ -32,7 +32,7 @@ def scripted(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     launcher = tmp_path / "python"
     launcher.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
     launcher.chmod(0o755)
-    monkeypatch.setattr(trainer_process.sys, "executable", str(launcher))
+    monkeypatch.setattr(sys, "executable", str(launcher))
     monkeypatch.setattr(trainer_process, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(trainer_process, "LONGEST_PAUSE_SECONDS", 0.05)
     return program
@@ -163,7 +163,7 @@ async def test_killed_in_its_first_instant(bench: Bench) -> None:
 async def test_a_program_that_cannot_be_started_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     await bench.trainer.start()
     await bench.until(Ready)
-    monkeypatch.setattr(trainer_process.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert bench.trainer.pid is not None
     os.kill(bench.trainer.pid, signal.SIGKILL)
     with pytest.raises(MurmurError, match="cannot be started"):

@@ -58,7 +58,7 @@ class World:
 
     def _advance(self, plan: Plan, call: Call, length: int, step: float, chance: random.Random) -> None:
         nature = self.natures[call.peer]
-        rate = min(nature.speed, self.narrow / len(self.running))
+        rate = min(nature.speed * chance.uniform(0.5, 1.5), self.narrow / len(self.running))
         if rate > 0:
             size = min(rate * step, length - self.running[call])
             self.running[call] += size
@@ -188,6 +188,14 @@ def test_the_fast_sources_are_found_and_do_the_work() -> None:
     assert fast > 150
     # The control: keeping the first four of sixteen, mostly slow, would take several times as long.
     assert taken < 200 * PIECE / (4 * 2 * 0.3e6) / 2
+
+
+def test_a_source_that_is_no_snail_but_slow_makes_room_for_a_faster_one() -> None:
+    # Not slow enough to be late: only giving the next piece to the best few moves the work.
+    natures = {f"slow {n}": Nature(1e6) for n in range(12)} | {f"fast {n}": Nature(3.5e6) for n in range(4)}
+    world = World(natures, seed=3)
+    world.run(pieces(200))
+    assert sum(count for peer, count in world.delivered.items() if peer.startswith("fast")) > 150
 
 
 def test_the_last_piece_is_asked_of_another_when_its_source_is_late() -> None:

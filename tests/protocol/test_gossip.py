@@ -86,6 +86,7 @@ class Node:
     def __init__(self, network: Network, peer: str) -> None:
         self.network, self.peer = network, peer
         self.introduced: dict[str, Sequence[str]] = {}
+        self.forgotten: list[str] = []
         self.broken = False
 
     async def addresses(self) -> tuple[str, ...]:
@@ -98,6 +99,7 @@ class Node:
 
     def forget(self, peer: str) -> None:
         self.introduced.pop(peer, None)
+        self.forgotten.append(peer)
 
     def channel(self, peer: str) -> Any:
         # A peer whose addresses were never heard of cannot be called.
@@ -300,6 +302,12 @@ async def test_a_peer_with_a_wrong_clock_joins(swarm: Swarm, skew: float, others
     assert all_see(everybody, everybody)
 
 
+async def test_two_peers_agree_on_the_time_in_their_first_exchange(swarm: Swarm) -> None:
+    seed = swarm.add(heartbeat=30.0)
+    wrong = swarm.add(heartbeat=30.0, skew=7200.0, bootstrap=[at(seed)])
+    await until(lambda: all_see([seed, wrong], [seed, wrong]), 10.0)  # long before the next heartbeat
+
+
 async def test_a_peer_that_slept_is_answered_at_once(swarm: Swarm) -> None:
     """Its record has expired meanwhile; to forget it just then would cut the connection that it calls on."""
     one, other = chain(swarm, 2, expiry=0.3)
@@ -311,7 +319,8 @@ async def test_a_peer_that_slept_is_answered_at_once(swarm: Swarm) -> None:
     other.publish(name="awake")
     request = GossipRequest(run=bytes.fromhex(RUN), records=other._table.records([other.peer_id]))
     await one.Gossip(request, Context(other.peer_id))
-    assert other.peer_id in one.live() and other.peer_id in swarm.nodes[one.peer_id].introduced
+    assert other.peer_id in one.live()
+    assert other.peer_id not in swarm.nodes[one.peer_id].forgotten
 
 
 async def test_subscribers_hear_of_everything_once(swarm: Swarm) -> None:

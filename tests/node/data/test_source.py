@@ -150,9 +150,7 @@ def test_tokenizing_leaves_nothing_half_done(tmp_path: Path, monkeypatch: pytest
         (lambda folder: rename_shard(folder, "../../etc/passwd"), r"shards\.0\.name"),
     ],
 )
-def test_damaged_shards_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: object, text: str
-) -> None:
+def test_damaged_shards_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: object, text: str) -> None:
     folder = make_shards(tmp_path, monkeypatch)
     assert callable(damage)
     damage(folder)
