@@ -4,13 +4,14 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
 
 import torch
 
 from node.arena import Arena
+from node.catch_up import Scout
 from node.channel import Adopted, Config, FromTrainer, Message
 from node.checkpoint import Checkpoint, load_newest
 from node.config import NodeSettings
@@ -20,9 +21,9 @@ from node.membership import Members
 from node.metrics import Metrics
 from node.model import initial_weights, shape_table
 from node.offers import Offers
-from node.participant import Participant, Replica
+from node.participant import Participant
 from node.post import Post
-from node.replica import OuterState, Workshop, state_bytes
+from node.replica import OuterState, Replica, Work, Workshop, state_bytes
 from node.rounds import Hooks, RoundDriver
 from node.rounds_service import RoundsService, deliver
 from node.standing import Standing
@@ -90,7 +91,7 @@ class Assembly:
 
     def __init__(
         self, settings: NodeSettings, folder: RunFolder, identity: Identity, method: Method, rng: random.Random,
-        work: Callable[..., Awaitable[Any]],
+        work: Work,
     ) -> None:  # fmt: skip
         manifest = settings.manifest
         self._settings, self._folder, self._identity, self._work = settings, folder, identity, work
@@ -106,7 +107,6 @@ class Assembly:
         self.store = BlobStore(folder.blobs, STORE_STATES * state_bytes(numel, method) + STORE_EXTRA_BYTES)
         self._workshop = Workshop(method, numel, manifest.round.parts, self.store)
         saved = self._load()
-        self.chain = Chain(Head.from_json(saved.chain["head"])) if saved else Chain.begin(manifest.run_id)
         self._offers = Offers.from_json(saved.chain["offer"]) if saved else Offers()
         self.replica = self._first_replica(method, saved)
         self.metrics = Metrics()
@@ -126,10 +126,11 @@ class Assembly:
     def _first_replica(self, method: Method, saved: Checkpoint | None) -> Replica:
         manifest = self._settings.manifest
         if saved is not None:
-            state = OuterState(saved.anchor, saved.outer)
+            chain, state = Chain(Head.from_json(saved.chain["head"])), OuterState(saved.anchor, saved.outer)
         else:
+            chain = Chain.begin(manifest.run_id)
             state = OuterState.initial(initial_weights(manifest.model, manifest.run.seed), method)
-        return Replica(state, self._workshop.keep(state))
+        return Replica(chain, state, self._workshop, self._work)
 
     def _build_network(self) -> None:
         settings, manifest = self._settings, self._settings.manifest
@@ -140,7 +141,7 @@ class Assembly:
             self._identity, manifest.run_id, self.transport, self._clock,
             manifest.membership.heartbeat, manifest.membership.expiry, self._rng, contacts, self._folder.peers,
         )  # fmt: skip
-        self._members = Members(self.directory, self.chain, bool(contacts), self._rng)
+        self._members = Members(self.directory, self.replica.chain, bool(contacts), self._rng)
         self._post = Post(
             lambda peer, statements, seconds: deliver(
                 manifest.run_id, self.transport.channel, peer, statements, seconds
@@ -160,7 +161,7 @@ class Assembly:
             self._folder, manifest, self._shapes, self.store, self.arena, work, self.trainer.has_adopted
         )
         self.standing = Standing(self._first_status(), self.metrics, self._traffic)
-        self.standing.stands_at(self.chain.head, self.replica.blob.digest)
+        self.standing.stands_at(self.replica.chain.head, self.replica.blob.digest)
         rounds = manifest.round
         driver_settings = RoundSettings(
             manifest.run_id, method.topology, self._terms.parts, rounds.grace, rounds.leader_timeout,
@@ -173,14 +174,24 @@ class Assembly:
         self.driver = RoundDriver(
             self._identity, driver_settings, self._terms, self.store, self._workshop, self._wishes, hooks
         )
+        expected = state_bytes(self._shapes.numel, method)
+        chain = self.replica.chain
         self.participant = Participant(
-            manifest, method, self._terms, self._shapes.numel, self.transport, self._members, self.driver,
-            self._workshop, self._wishes, self.trainer, self.keeper, self.standing, self.chain, self.replica, work,
-        )  # fmt: skip
+            manifest=manifest,
+            terms=self._terms,
+            members=self._members,
+            driver=self.driver,
+            wishes=self._wishes,
+            scout=Scout(manifest.run_id, self._terms, chain, self.transport.channel, expected),
+            trainer=self.trainer,
+            keeper=self.keeper,
+            standing=self.standing,
+            replica=self.replica,
+        )
 
     async def open(self) -> None:
         """Go on the network and say where we stand."""
-        rounds = RoundsService(self._settings.run_id, self.driver, self.chain, lambda: self.participant.replica.blob)
+        rounds = RoundsService(self._settings.run_id, self.driver, self.replica)
         await self.transport.open(
             [
                 self.directory.register,
@@ -194,7 +205,7 @@ class Assembly:
             self.directory.remember, self._rng,
         )  # fmt: skip
         self.directory.publish(role="trainer", name=self._settings.name)
-        self._members.announce_head(self.chain.head, self.participant.replica.blob.digest)
+        self._members.announce_head(self.replica.chain.head, self.replica.blob.digest)
         self.directory.subscribe(lambda _: self._membership_changed())
 
     async def finish(self) -> None:
@@ -203,13 +214,13 @@ class Assembly:
             return
         self._finished = True
         self.driver.close()
-        await self.trainer.stop(self.chain.round)
-        await self.keeper.save_now(self.chain, self._offers, self.participant.replica.state)
+        await self.trainer.stop(self.replica.chain.round)
+        await self.keeper.save_now(self.replica, self._offers)
         await self._post.stop()
 
     def all_arrived(self) -> bool:
         """Whether every live peer has as many rounds as we."""
-        return all(record.round >= self.chain.round for record in self._members.records().values())
+        return all(record.round >= self.replica.chain.round for record in self._members.records().values())
 
     def publish_progress(self) -> None:
         status = self.standing.status()

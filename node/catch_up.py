@@ -22,6 +22,7 @@ from protocol.statements import Commit, Statement, Terms, parse
 logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 10.0
+Channels = Callable[[PeerId], grpc.aio.Channel]
 MAX_COMMITS = 64
 
 
@@ -50,24 +51,30 @@ def best(heads: Mapping[Head, list[PeerId]]) -> tuple[Head, list[PeerId]]:
     return head, heads[head]
 
 
-async def find_way(
-    run_id: RunId, terms: Terms, chain: Chain, peer: PeerId, channel: Callable[[PeerId], grpc.aio.Channel],
-    state_bytes: int,
-) -> Way:  # fmt: skip
-    """Ask `peer`. Raises UnreachableError when it does not answer, PeerFault when its answer is no good."""
-    request = ChainRequest(run=bytes.fromhex(run_id), after_round=chain.round)
-    try:
-        reply: ChainReply = await RoundsStub(channel(peer)).Chain(request, timeout=CALL_SECONDS)
-    except grpc.aio.AioRpcError as error:
-        raise UnreachableError(f"{peer} does not tell its chain: {error.details()}") from error
-    head = Head(reply.round, reply.digest, reply.chain_tokens)
-    commits = _commits(reply, run_id, terms)
-    if commits and continues(chain, commits):
-        return Way(chain.would_lead_to(commits), commits, None)
-    state = Blob.from_wire(reply.state)
-    if state.size != state_bytes:
-        raise MalformedError(f"{peer} offers a state of {state.size} bytes, {state_bytes} are expected")
-    return Way(head, commits, state)
+class Scout:
+    """Asks others for the way. `state_bytes`: the size that every state of this run has."""
+
+    def __init__(self, run_id: RunId, terms: Terms, chain: Chain, channel: Channels, state_bytes: int) -> None:
+        self._run_id, self._terms, self._chain = run_id, terms, chain
+        self._channel, self._state_bytes = channel, state_bytes
+
+    async def find_way(self, peer: PeerId, replay: bool) -> Way:
+        """With `replay` by commits, if they continue our chain; otherwise by taking over the state.
+
+        Raises UnreachableError when `peer` does not answer, PeerFault when its answer is no good.
+        """
+        request = ChainRequest(run=bytes.fromhex(self._run_id), after_round=self._chain.round)
+        try:
+            reply: ChainReply = await RoundsStub(self._channel(peer)).Chain(request, timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise UnreachableError(f"{peer} does not tell its chain: {error.details()}") from error
+        commits = _commits(reply, self._run_id, self._terms)
+        if replay and commits and continues(self._chain, commits):
+            return Way(self._chain.would_lead_to(commits), commits, None)
+        state = Blob.from_wire(reply.state)
+        if state.size != self._state_bytes:
+            raise MalformedError(f"{peer} offers a state of {state.size} bytes, {self._state_bytes} are expected")
+        return Way(Head(reply.round, reply.digest, reply.chain_tokens), commits, state)
 
 
 def continues(chain: Chain, commits: tuple[Statement[Commit], ...]) -> bool:

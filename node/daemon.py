@@ -123,6 +123,7 @@ class Daemon:
         except TimeoutError:
             logger.warning("not everyone could be told that we leave")
         await node.finish()
+        self._folder.leave_word(node.standing.status().model_dump_json())
 
     async def _publish(self, node: Assembly) -> None:
         """Keep the changing fields of our record fresh; gossip carries them."""

@@ -3,7 +3,7 @@
     key            the identity              run.toml      the run it belongs to
     lock           held while a node runs    node.json     process, addresses and metrics port of the running node
     checkpoints/   saved states              peers.json    addresses that worked, for a start without a bootstrap peer
-    blobs/         content-addressed files
+    blobs/         content-addressed files   status.json   the last status of a node that has ended
 """
 
 import fcntl
@@ -54,6 +54,10 @@ class RunFolder:
         """Say where the running node is found, for `murmur status` and `murmur up`."""
         values = {"pid": os.getpid(), "peer_id": peer_id, "addresses": addresses, "metrics_port": metrics_port}
         write_atomically(self.path / "node.json", json.dumps(values).encode())
+
+    def leave_word(self, status: str) -> None:
+        """The last status, as JSON, for whoever asks after the node has ended."""
+        write_atomically(self.path / "status.json", status.encode())
 
     def usual_port(self) -> int:
         """The TCP port of the last start, so that the addresses others remember stay true; 0: none yet."""

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from node.checkpoint import Checkpoint
 from node.folder import RunFolder
 from node.model import ShapeTable
 from node.offers import Offers
-from node.replica import OuterState
+from node.replica import OuterState, Replica, Work
 from protocol.blob_store import BlobStore
 from protocol.blobs import Blob
-from protocol.chain import Chain, Head
+from protocol.chain import Head
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
 from protocol.statements import Commit
@@ -36,7 +37,7 @@ OUTBOX = "outbox"
 class Keeper:
     def __init__(
         self, folder: RunFolder, manifest: Manifest, shapes: ShapeTable, store: BlobStore, arena: Arena,
-        work: Callable[..., Awaitable[Any]], adopted: Callable[[int], Awaitable[bool]],
+        work: Work, adopted: Callable[[int], Awaitable[bool]],
     ) -> None:  # fmt: skip
         self._folder, self._manifest, self._shapes, self._store = folder, manifest, shapes, store
         self._arena, self._work, self._adopted = arena, work, adopted
@@ -46,42 +47,41 @@ class Keeper:
 
     def prune(self, offers: Offers, state: Blob, commits: Iterable[Commit]) -> None:
         """After a round (or a jump): drop the blobs that nobody should still ask for."""
-        self._rounds.extend(_blobs_of(commit) for commit in commits)
+        self._rounds.extend({blob.digest for blob in commit.blobs} for commit in commits)
         self._states.append(state.digest)
         offered = {part.digest for part in offers.current.parts} if offers.current else set()
         self._store.retain(set().union(*self._rounds, self._states, offered))
 
-    async def keep(self, chain: Chain, offers: Offers, state: OuterState) -> None:
+    async def keep(self, replica: Replica, offers: Offers) -> None:
         """Save in the background, where the manifest says so; returns once the save before this one is on disk."""
-        if chain.round % self._manifest.checkpoint.every_rounds == 0:
+        if replica.chain.round % self._manifest.checkpoint.every_rounds == 0:
             await self.saved()
-            facts = {"head": chain.head.to_json(), "offer": offers.to_json()}
-            self._saving = asyncio.create_task(self._save(chain.head, facts, state), name="checkpoint")
+            self._saving = asyncio.create_task(self._save(_Moment.of(replica, offers)), name="checkpoint")
 
     async def saved(self) -> None:
         """The save under way, if there is one, is on disk, or has failed with a line in the log."""
         if self._saving is not None:
             await asyncio.shield(self._saving)
 
-    async def save_now(self, chain: Chain, offers: Offers, state: OuterState) -> None:
+    async def save_now(self, replica: Replica, offers: Offers) -> None:
         """The last save before the end; the trainer has stopped."""
         await self.saved()
-        await self._write(chain.head, {"head": chain.head.to_json(), "offer": offers.to_json()}, state)
+        await self._write(_Moment.of(replica, offers))
 
-    async def _save(self, head: Head, facts: dict[str, Any], state: OuterState) -> None:
+    async def _save(self, moment: "_Moment") -> None:
         # The trainer's snapshot must know of the fate that the chain's head implies.
-        if await self._adopted(head.round):
-            await self._write(head, facts, state)
+        if await self._adopted(moment.head.round):
+            await self._write(moment)
         else:
-            logger.warning("round %d is not saved: the trainer has not adopted it in time", head.round)
+            logger.warning("round %d is not saved: the trainer has not adopted it in time", moment.head.round)
 
-    async def _write(self, head: Head, facts: dict[str, Any], state: OuterState) -> None:
+    async def _write(self, moment: "_Moment") -> None:
         try:
-            await self._work(self._write_file, head, facts, state)
+            await self._work(self._write_files, moment)
         except StorageError as error:
             logger.error("%s", error)
 
-    def _write_file(self, head: Head, facts: dict[str, Any], state: OuterState) -> None:
+    def _write_files(self, moment: "_Moment") -> None:
         copied = self._arena.copy_snapshot()
         inner = dict(copied[0].vectors) if copied else {}
         if copied:
@@ -89,15 +89,28 @@ class Keeper:
         taken = Checkpoint(
             run_id=self._manifest.run_id,
             shapes=self._shapes.hash(),
-            round=head.round,
-            digest=head.digest,
-            chain=facts,
-            anchor=state.anchor,
-            outer=dict(state.slots),
+            round=moment.head.round,
+            digest=moment.head.digest,
+            chain={"head": moment.head.to_json(), "offer": moment.offer},
+            anchor=moment.state.anchor,
+            outer=dict(moment.state.slots),
             inner=inner,
             inner_meta=copied[0].meta if copied else {},
         )
         checkpoint.save(self._folder.checkpoints, taken, self._shapes, self._manifest.checkpoint.keep)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What a save is to hold, taken at once: the replica moves on while it is written."""
+
+    head: Head
+    state: OuterState
+    offer: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, replica: Replica, offers: Offers) -> "_Moment":
+        return cls(replica.chain.head, replica.state, offers.to_json())
 
 
 def restore_inner(saved: Checkpoint, arena: Arena) -> None:
@@ -108,8 +121,3 @@ def restore_inner(saved: Checkpoint, arena: Arena) -> None:
     arena.outbox[: len(outbox)] = outbox
     arena.write_snapshot({name: saved.inner[name] for name in VECTORS}, saved.inner_meta)
 
-
-def _blobs_of(commit: Commit) -> set[bytes]:
-    """What it takes to apply a commit: the reduced parts, or the contributions themselves."""
-    needed = commit.parts or tuple(contribution.body.parts[0] for contribution in commit.contributions)
-    return {blob.digest for blob in needed}

@@ -25,14 +25,9 @@ class Members:
         self._rng.shuffle(others)
         return dict(others)
 
-    def others(self) -> int:
-        return len(self.records())
-
-    def live_trainers(self) -> list[PeerId]:
+    def trainers(self) -> list[PeerId]:
+        """All that train, whatever their round, ourselves among them."""
         return [peer for peer, record in self._directory.live().items() if record.role == "trainer"]
-
-    def trainers(self) -> int:
-        return len(self.live_trainers())
 
     def at_this_round(self) -> Live:
         """Who takes part in the round that follows our head: those who stand there, and those about to arrive."""
@@ -44,7 +39,7 @@ class Members:
 
     def evaluates(self, number: int) -> bool:
         """Whether it is our turn to measure the anchor of that round: the trainers take turns."""
-        trainers = sorted(self.live_trainers())
+        trainers = sorted(self.trainers())
         return bool(trainers) and trainers[number % len(trainers)] == self._directory.peer_id
 
     def holders(self, head: Head, other_than: Digest) -> list[PeerId]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from node.channel import Fate, Message
 from protocol.blobs import Blob
+from protocol.chain import Head
 from protocol.identity import PeerId
-from protocol.statements import Commit, Contribution, Digest
+from protocol.statements import Commit, Contribution, Terms
 
 MAX_AGE = 3  # rounds
 
@@ -21,10 +22,17 @@ class Offer:
     message: Message
     parts: tuple[Blob, ...]
 
-    def contribution(self, number: int, base: Digest, codec: str, shapes: Digest) -> Contribution:
-        message = self.message
+    def contribution(self, head: Head, terms: Terms) -> Contribution:
+        """To the round that follows `head`."""
         return Contribution(
-            number, base, codec, shapes, message.tokens, message.steps, message.loss, self.parts
+            round=head.round,
+            base=head.digest,
+            codec=terms.codec,
+            shapes=terms.shapes,
+            tokens=self.message.tokens,
+            steps=self.message.steps,
+            loss=self.message.loss,
+            parts=self.parts,
         )
 
 

@@ -1,4 +1,4 @@
-"""What all peers of a run hold alike: the anchor and the state of the outer optimizer, always on the CPU.
+"""What all peers of a run hold alike: the chain of commits, the anchor and the outer optimizer, always on the CPU.
 
 The outer update is computed here, in the daemon's process, on every machine in the same elementwise operations, so
 peers with different accelerators still hold the same bits. The state's serialized form (anchor, then the slots in the
@@ -6,8 +6,9 @@ order of their names, raw little-endian fp32) is a blob: its digest proves agree
 everyone who agrees.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from optim.errors import CodecError
 from optim.method import Merger, Method
 from protocol.blob_store import BlobStore
 from protocol.blobs import Blob
+from protocol.chain import Chain, Head
 from protocol.errors import MalformedError
-from protocol.statements import Commit
+from protocol.statements import Commit, Statement
 
 FLOAT_BYTES = 4
+Work = Callable[..., Awaitable[Any]]  # calls a function with arguments in the worker thread
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,8 @@ class Workshop:
     def apply(self, state: OuterState, commit: Commit) -> tuple[OuterState, Blob]:
         """The state after a commit whose blobs are all in the store, and its blob. Raises MalformedError."""
         weights = [float(contribution.body.tokens) for contribution in commit.contributions]
-        blobs = commit.parts or [contribution.body.parts[0] for contribution in commit.contributions]
         try:
-            delta = self._merger.merge([self._store.read(blob.digest) for blob in blobs], weights)
+            delta = self._merger.merge([self._store.read(blob.digest) for blob in commit.blobs], weights)
         except CodecError as error:
             raise MalformedError(f"the commit of round {commit.round} does not decode: {error}") from error
         after = state.updated(self._method, delta)
@@ -103,3 +105,25 @@ class Workshop:
 
     def load(self, blob: Blob) -> OuterState:
         return OuterState.from_bytes(bytearray(self._store.read(blob.digest)), self._numel, self._method)
+
+
+class Replica:
+    """Where this peer stands: `state` belongs to the head of `chain`, `blob` is the state's name."""
+
+    def __init__(self, chain: Chain, state: OuterState, workshop: Workshop, work: Work) -> None:
+        self.chain, self.state = chain, state
+        self.blob = workshop.keep(state)
+        self._workshop, self._work = workshop, work
+
+    async def apply(self, commit: Statement[Commit]) -> None:
+        """The blobs that it names must be in the store. StaleError or MalformedError: nothing has changed."""
+        self.chain.would_lead_to([commit])
+        state, blob = await self._work(self._workshop.apply, self.state, commit.body)
+        self.chain.append(commit)
+        self.state, self.blob = state, blob
+
+    async def take_over(self, head: Head, blob: Blob, commits: Sequence[Statement[Commit]]) -> None:
+        """Another chain: its head, its state (in the store) and its last commits. MalformedError: nothing changed."""
+        state = await self._work(self._workshop.load, blob)
+        self.chain.restart(head, commits)
+        self.state, self.blob = state, blob

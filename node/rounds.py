@@ -7,11 +7,11 @@ through the fetcher, arithmetic through a worker thread; each result goes back i
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from node.replica import Workshop
+from node.replica import Work, Workshop
 from node.wishes import Wishes
 from protocol.blob_store import BlobStore
 from protocol.blobs import Blob
@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 MAX_EARLY = 1024  # statements of the round after ours that are kept
 KEPT_DECISIONS = 4
 EARLY_ROUNDS = 1
-
-Work = Callable[..., Awaitable[Any]]  # runs a function in the worker thread
 
 
 @dataclass

@@ -5,9 +5,8 @@ from typing import Any
 
 import grpc
 
+from node.replica import Replica
 from node.rounds import RoundDriver
-from protocol.blobs import Blob
-from protocol.chain import Chain
 from protocol.errors import LimitError, PeerFault, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
@@ -21,8 +20,8 @@ Channels = Callable[[PeerId], grpc.aio.Channel]
 
 
 class RoundsService(RoundsServicer):
-    def __init__(self, run_id: RunId, driver: RoundDriver, chain: Chain, state: Callable[[], Blob]) -> None:
-        self._run_id, self._driver, self._chain, self._state = run_id, driver, chain, state
+    def __init__(self, run_id: RunId, driver: RoundDriver, replica: Replica) -> None:
+        self._run_id, self._driver, self._replica = run_id, driver, replica
 
     async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
         peer = await self._admit(request, context, len(request.statements))
@@ -30,13 +29,14 @@ class RoundsService(RoundsServicer):
 
     async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
         await self._admit(request, context, 0)
-        commits = self._chain.since(request.after_round) or ()
+        chain = self._replica.chain
+        commits = chain.since(request.after_round) or ()
         return ChainReply(
             commits=_fitting([commit.signed for commit in commits]),
-            round=self._chain.round,
-            digest=self._chain.digest,
-            chain_tokens=self._chain.tokens,
-            state=self._state().to_wire(),
+            round=chain.round,
+            digest=chain.digest,
+            chain_tokens=chain.tokens,
+            state=self._replica.blob.to_wire(),
         )
 
     async def _admit(self, request: DeliverRequest | ChainRequest, context: Any, statements: int) -> PeerId:

@@ -233,6 +233,11 @@ class Commit:
     def tokens(self) -> int:
         return sum(contribution.body.tokens for contribution in self.contributions)
 
+    @property
+    def blobs(self) -> tuple[Blob, ...]:
+        """What it takes to apply it: the reduced parts, or all included messages whole."""
+        return self.parts or tuple(contribution.body.parts[0] for contribution in self.contributions)
+
     def content(self) -> bytes:
         """What is decided, whoever proposed it in whichever view: the canonical body with view 0."""
         return replace(self, view=0).to_wire().SerializeToString(deterministic=True)
