@@ -40,10 +40,6 @@ class Leadership:
         """From here on whoever is slow is waited for no more."""
         return self._view.since + self._settings.exchange_timeout
 
-    @property
-    def ends_at(self) -> float:
-        return self._view.since + self._settings.whole_exchange
-
     def promised(self) -> set[PeerId]:
         """Members that joined this view, and of which we know every proposal that they acknowledged before."""
         known = self._view.blobs() | self._evidence.proposals.keys()
@@ -199,4 +195,4 @@ class Leadership:
     def deadlines(self) -> list[float]:
         grace = self._settings.grace
         stocked = [] if self._stocked_since is None else [self._stocked_since + grace]
-        return [self._forced_at, self.ends_at, self.silent_at, *stocked]
+        return [self._forced_at, self.silent_at, *stocked]

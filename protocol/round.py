@@ -234,8 +234,9 @@ class Round:
         self._state.watch_contributions(now)
         self._change_view(now)
         self._open_roster(now)
-        self._lead(now)
+        self._appoint(now)
         self._reduce()
+        self._propose(now)
         self._acknowledge()
         self._fetch()
         self._report()
@@ -277,19 +278,21 @@ class Round:
         for sender in sorted(self._evidence.contributions.keys() - set(view.contributors)):
             self._skip(sender, "late")
 
-    def _lead(self, now: float) -> None:
+    def _propose(self, now: float) -> None:
         state = self._state
-        if state.leadership is None or state.followed is None or state.proposal() is not None:
+        if state.leadership is None or state.proposal() is not None:
             return
         proposal = state.leadership.proposal(now)
         if proposal is not None:
             commit = self._sign(Commit(state.number, state.view, state.base, *proposal))
             self._evidence.learn_proposal(commit)
             self._send(state.others, commit)
-        elif state.settings.exchange == "butterfly":
-            self._appoint(state.followed, state.leadership, now)
 
-    def _appoint(self, view: View, leadership: Leadership, now: float) -> None:
+    def _appoint(self, now: float) -> None:
+        state = self._state
+        view, leadership = state.followed, state.leadership
+        if view is None or leadership is None or not state.settings.sums or state.proposal() is not None:
+            return
         appointment = leadership.appointment(now)
         if appointment is None:
             return

@@ -94,10 +94,10 @@ class RoundState:
             return self._absence_of_leader(now)
         if view.leader not in self.live:
             return "leader left"
-        if self.leadership:
-            return "exchange stalled" if now >= self.leadership.ends_at or self.leadership.is_hopeless() else None
-        if now >= view.heard + self._patience:
+        if self.leadership is None and now >= view.heard + self._patience:
             return "leader silent"
+        if self.leadership and self.leadership.is_hopeless():
+            return "exchange stalled"
         ends_at = view.since + self.settings.whole_exchange + self.settings.leader_timeout
         return "exchange stalled" if now >= ends_at else None
 

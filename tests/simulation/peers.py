@@ -132,14 +132,19 @@ class Peer:
             self.feed(Reduced(part, attempt, blob))
 
     def receive(self, signed: wire.Signed) -> None:
+        """A delivery; whoever still asks about a round that is decided is answered with the decision."""
         statement = self.network.open(signed)
         number = statement.body.round
-        if number == self.round.number and self.round.commit is None:
-            self.feed(Received(statement))
-        elif number in self.decisions and signed.kind != "commit":
+        self.take(signed)
+        if number in self.decisions and signed.kind != "commit":
             asking = self.swarm.peers[statement.sender]
             for answer in self.decisions[number]:
-                self.network.transmit(self.name, asking.name, partial(asking.receive, answer))
+                self.network.transmit(self.name, asking.name, partial(asking.take, answer))
+
+    def take(self, signed: wire.Signed) -> None:
+        statement = self.network.open(signed)
+        if statement.body.round == self.round.number and self.round.commit is None:
+            self.feed(Received(statement))
 
     def want(self, blob: Blob, sources: tuple[PeerId, ...]) -> None:
         fresh = blob.digest not in self.sources
@@ -253,6 +258,9 @@ class Swarm:
     def is_done(self) -> bool:
         return all(peer.chain.round >= self.scenario.rounds for peer in self.alive())
 
+    def is_one_chain(self) -> bool:
+        return self.is_done() and len({peer.chain.head for peer in self.alive()}) == 1
+
     def needed(self, commit: Commit) -> list[Blob]:
         if self.scenario.exchange == "butterfly":
             return list(commit.parts)
@@ -286,4 +294,4 @@ class Swarm:
     def split(self, islands: dict[PeerId, int], seconds: float) -> None:
         self.network.say("network", f"splits for {seconds:.1f} s: {islands}")
         self.network.link.islands = islands
-        self.network.schedule(seconds, self.network.link.islands.clear)
+        self.network.schedule(seconds, islands.clear)

@@ -42,6 +42,7 @@ class Story:
         self.swarm = Swarm(scenario_of(seed), seed)
         self.isolating = isolating
         self._chance = random.Random(f"faults {seed}")
+        self._apart_left = self.swarm.scenario.vote_memory - 1.0
         self._plan()
 
     def _plan(self) -> None:
@@ -64,11 +65,13 @@ class Story:
         elif kind == "freeze":
             self.swarm.freeze(victim, self._chance.uniform(0.5, 9.0))
         else:
-            # A shorter split than votes are remembered must not fork anything; a longer one may.
-            longest = 60.0 if self.isolating else self.swarm.scenario.vote_memory - 1.0
-            shortest = 30.0 if self.isolating else 0.5
-            islands = {name: self._chance.randint(0, 1) for name in names}
-            self.swarm.split(islands, self._chance.uniform(shortest, longest))
+            self._split(names)
+
+    def _split(self, names: list[PeerId]) -> None:
+        """Nothing may fork while peers are apart for less time, all splits together, than votes are remembered."""
+        seconds = self._chance.uniform(30.0, 60.0) if self.isolating else self._chance.uniform(0.0, self._apart_left)
+        self._apart_left -= seconds
+        self.swarm.split({name: self._chance.randint(0, 1) for name in names}, seconds)
 
     def _kill(self, victim: PeerId) -> None:
         if len(self.swarm.alive()) > 1 and victim not in self.swarm.network.link.dead:
@@ -109,7 +112,7 @@ class Story:
             if not self.isolating:
                 self.swarm.checks.append(self._nobody_forks)
             self.swarm.start()
-            self.swarm.network.run(END, self.swarm.is_done)
+            self.swarm.network.run(END, self.swarm.is_one_chain if self.isolating else self.swarm.is_done)
             for fault in self._faults():
                 raise AssertionError(fault)
         except AssertionError as error:

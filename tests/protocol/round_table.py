@@ -1,0 +1,137 @@
+"""A few round machines around one table: what they say arrives at once and in order, unless a test drops it."""
+
+from collections import deque
+from collections.abc import Callable
+
+from protocol import murmur_pb2 as wire
+from protocol.blobs import Blob
+from protocol.chain import genesis
+from protocol.identity import PeerId
+from protocol.round import Round
+from protocol.round_events import (
+    Action,
+    Event,
+    Exchange,
+    Fetch,
+    Held,
+    Live,
+    Offered,
+    Received,
+    Reduce,
+    Reduced,
+    Send,
+    Skip,
+    Tick,
+)
+from protocol.statements import Commit, Digest, Statement
+from tests.simulation.network import RUN_ID, Network, Scenario, offer_of, signer_of, sum_of
+from tests.simulation.peers import NAMES
+
+BASE = genesis(RUN_ID).digest
+Drop = Callable[[PeerId, PeerId, str], bool]  # sender, receiver, kind
+
+
+class Table:
+    """`names` stand in the order in which they would lead: names[0] leads view 0."""
+
+    def __init__(self, peers: int, exchange: Exchange, parts: int = 1) -> None:
+        self.scenario = Scenario(peers, exchange, parts, 1, 0, 0, 0, 0, 0)
+        self.network = Network(self.scenario, seed=0)
+        self.now = 0.0
+        self.drop: Drop = lambda sender, receiver, kind: False
+        self.is_slow: Callable[[PeerId, Digest], bool] = lambda peer, digest: False  # transfers that do not end
+        self.dead: set[PeerId] = set()
+        self.log: list[tuple[PeerId, Action]] = []
+        self.queue: deque[tuple[PeerId, PeerId, wire.Signed]] = deque()
+        self.backwards = False
+        self.copies = 1
+        members = NAMES[:peers]
+        self.stores: dict[PeerId, set[Digest]] = {name: set() for name in members}
+        self.wishes: dict[tuple[PeerId, Digest], Fetch] = {}
+        self.machines = {name: self.machine(name) for name in members}
+        for name in members:
+            self.feed(name, Live(frozenset(members)))
+        leader = self.machines[members[0]].leader
+        self.names = sorted(members, key=lambda name: name != leader)
+
+    def machine(self, name: PeerId, seen: dict[PeerId, float] | None = None) -> Round:
+        return Round(self.scenario.settings(), name, 0, BASE, signer_of(name), self.now, seen)
+
+    def offer(self, *names: PeerId) -> None:
+        for name in names:
+            offer = offer_of(name, 0, BASE, self.scenario)
+            self.stores[name].update(blob.digest for blob in offer.parts)
+            self.feed(name, Offered(offer))
+        self.settle()
+
+    def feed(self, name: PeerId, event: Event) -> None:
+        if name in self.dead:
+            return
+        for action in self.machines[name].handle(event, self.now):
+            self.log.append((name, action))
+            self._act(name, action)
+
+    def _act(self, name: PeerId, action: Action) -> None:
+        if isinstance(action, Send):
+            self.queue.extend((name, peer, action.signed) for peer in action.peers * self.copies)
+        elif isinstance(action, Fetch):
+            self.wishes[name, action.blob.digest] = action
+        elif isinstance(action, Reduce):
+            blob = sum_of(action.part, action.contributions)
+            self.stores[name].add(blob.digest)
+            self.feed(name, Reduced(action.part, action.attempt, blob))
+
+    def settle(self) -> None:
+        """Until nothing is under way any more."""
+        while self.queue or self._transfer():
+            while self.queue:
+                sender, receiver, signed = self.queue.pop() if self.backwards else self.queue.popleft()
+                if receiver not in self.dead and not self.drop(sender, receiver, signed.kind):
+                    self.feed(receiver, Received(self.network.open(signed)))
+
+    def _transfer(self) -> bool:
+        for (name, digest), fetch in list(self.wishes.items()):
+            able = [peer for peer in fetch.sources if peer not in self.dead and digest in self.stores[peer]]
+            if able and name not in self.dead and not self.is_slow(name, digest):
+                del self.wishes[name, digest]
+                self.stores[name].add(digest)
+                self.feed(name, Held(digest))
+                return True
+        return False
+
+    def elapse(self, seconds: float) -> None:
+        """In steps of a fifth of a second."""
+        for _ in range(round(seconds * 5)):
+            self.now += 0.2
+            for name in self.machines:
+                self.feed(name, Tick())
+            self.settle()
+
+    def kill(self, *names: PeerId, noticed: bool = True) -> None:
+        self.dead.update(names)
+        if noticed:
+            self.live(*(name for name in self.machines if name not in self.dead))
+
+    def live(self, *names: PeerId) -> None:
+        for name in names:
+            self.feed(name, Live(frozenset(names)))
+        self.settle()
+
+    def commit(self, name: PeerId) -> Commit | None:
+        commit: Statement[Commit] | None = self.machines[name].commit
+        return commit.body if commit else None
+
+    def included(self) -> set[tuple[PeerId, ...]]:
+        """The contributors that those alive agree on: one element if they agree, none if nobody is done."""
+        bodies = [self.commit(name) for name in self.machines if name not in self.dead]
+        return {tuple(entry.sender for entry in body.contributions) for body in bodies if body}
+
+    def skips(self, name: PeerId) -> set[tuple[PeerId | None, str]]:
+        found = (action for who, action in self.log if who == name)
+        return {(action.peer, action.reason) for action in found if isinstance(action, Skip)}
+
+    def sent(self, kind: str) -> list[PeerId]:
+        return [name for name, action in self.log if isinstance(action, Send) and action.signed.kind == kind]
+
+    def blobs(self, name: PeerId) -> tuple[Blob, ...]:
+        return offer_of(name, 0, BASE, self.scenario).parts
