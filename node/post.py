@@ -1,16 +1,17 @@
 """Carries round statements to other peers: one bounded queue and one worker a peer, so that nobody waits for anybody.
 
-Statements are idempotent at the receiver. A batch that cannot be delivered is tried again with growing pauses, then
-given up: the peer is reported as unreachable, and the round goes on without it. Replies may carry statements that the
-other side thinks we lack.
+Statements are idempotent at the receiver, and the round machine repeats what matters. A batch that cannot be delivered
+is tried again with growing pauses; then the peer is reported as unreachable and all that waits for it is dropped. A
+batch that is refused is dropped alone: whoever refuses is there. Replies may carry statements that we seem to lack.
+A worker lives only while something waits for its peer, so peers that come and go leave nothing behind.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-import grpc
-
+from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256
 MAX_BATCH = 16
+MAX_BATCH_BYTES = 768 * 1024  # of statements; one call takes 1 MiB
 CALL_SECONDS = 5.0
 PAUSES = (0.1, 0.4, 1.0)
 
@@ -25,35 +27,42 @@ Deliver = Callable[[PeerId, Sequence[Signed], float], Awaitable[Iterable[Signed]
 
 
 class Post:
-    """`deliver(peer, statements, deadline in seconds)` makes the call; `unreachable(peer)` hears of failures."""
+    """`deliver(peer, statements, deadline in seconds)` makes the call: UnreachableError where it does not arrive,
+    PeerFault where it is refused. `unreachable(peer, reason)` hears of peers that were given up, `broken(error)` of a
+    fault in our own code.
+    """
 
     def __init__(
         self,
         deliver: Deliver,
         received: Callable[[PeerId, Iterable[Signed]], None],
         unreachable: Callable[[PeerId, str], None],
+        broken: Callable[[BaseException], None],
     ) -> None:
         self._deliver = deliver
         self._received = received
         self._unreachable = unreachable
-        self._queues: dict[PeerId, asyncio.Queue[Signed]] = {}
+        self._broken = broken
+        self._waiting: dict[PeerId, deque[Signed]] = {}
         self._workers: dict[PeerId, asyncio.Task[None]] = {}
 
     def send(self, peers: Iterable[PeerId], statement: Signed) -> None:
+        size = statement.ByteSize()
+        if size > MAX_BATCH_BYTES:
+            logger.error("a %s statement of %d bytes is not sent: no call takes it", statement.kind, size)
+            return
         for peer in peers:
-            queue = self._queues.get(peer)
-            if queue is None:
-                queue = self._queues[peer] = asyncio.Queue(MAX_WAITING)
-                self._workers[peer] = asyncio.create_task(self._work(peer, queue), name=f"post to {peer}")
-            if queue.full():
-                self._unreachable(peer, "does not take its post")
-                self.forget(peer)
+            waiting = self._waiting.setdefault(peer, deque())
+            if len(waiting) >= MAX_WAITING:
+                self._give_up(peer, "does not take its post")
                 continue
-            queue.put_nowait(statement)
+            waiting.append(statement)
+            if peer not in self._workers:
+                self._start(peer, waiting)
 
     def forget(self, peer: PeerId) -> None:
         """Drop what waits for a peer that is gone."""
-        self._queues.pop(peer, None)
+        self._waiting.pop(peer, None)
         worker = self._workers.pop(peer, None)
         if worker is not None:
             worker.cancel()
@@ -64,12 +73,25 @@ class Post:
             self.forget(peer)
         await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _work(self, peer: PeerId, queue: asyncio.Queue[Signed]) -> None:
-        while True:
-            batch = [await queue.get()]
-            while len(batch) < MAX_BATCH and not queue.empty():
-                batch.append(queue.get_nowait())
-            await self._carry(peer, batch)
+    def _start(self, peer: PeerId, waiting: deque[Signed]) -> None:
+        worker = asyncio.create_task(self._work(peer, waiting), name=f"post to {peer}")
+        self._workers[peer] = worker
+        worker.add_done_callback(lambda ended: self._ended(peer, ended))
+
+    def _ended(self, peer: PeerId, worker: asyncio.Task[None]) -> None:
+        if self._workers.get(peer) is worker:
+            del self._workers[peer]
+            self._waiting.pop(peer, None)
+        if not worker.cancelled() and (error := worker.exception()) is not None:
+            logger.error("the post to %s broke", peer, exc_info=error)
+            self._broken(error)
+
+    async def _work(self, peer: PeerId, waiting: deque[Signed]) -> None:
+        while waiting:
+            await self._carry(peer, _batch(waiting))
+        # Here, not when the task has ended: what is sent in between would find a worker that looks no more.
+        if self._waiting.get(peer) is waiting:
+            del self._waiting[peer], self._workers[peer]
 
     async def _carry(self, peer: PeerId, batch: list[Signed]) -> None:
         fault = ""
@@ -77,9 +99,27 @@ class Post:
             try:
                 self._received(peer, await self._deliver(peer, batch, CALL_SECONDS))
                 return
-            except grpc.aio.AioRpcError as error:
-                fault = f"{error.code().name.lower()}: {error.details()}"
+            except UnreachableError as error:
+                fault = str(error)
+            except PeerFault as refusal:
+                logger.warning("%s refused %d statements: %s", peer, len(batch), refusal)
+                return
             if pause is not None:
                 await asyncio.sleep(pause)
-        logger.info("gave up %d statements for %s: %s", len(batch), peer, fault)
-        self._unreachable(peer, fault)
+        self._give_up(peer, fault)
+
+    def _give_up(self, peer: PeerId, reason: str) -> None:
+        dropped = self._waiting.get(peer, ())
+        logger.info("gave up %d statements for %s: %s", len(dropped), peer, reason)
+        self.forget(peer)
+        self._unreachable(peer, reason)
+
+
+def _batch(waiting: deque[Signed]) -> list[Signed]:
+    """As many from the front as one call may carry, at least one."""
+    batch = [waiting.popleft()]
+    size = batch[0].ByteSize()
+    while waiting and len(batch) < MAX_BATCH and size + waiting[0].ByteSize() <= MAX_BATCH_BYTES:
+        batch.append(waiting.popleft())
+        size += batch[-1].ByteSize()
+    return batch

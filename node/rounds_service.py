@@ -1,7 +1,7 @@
-"""The Rounds service of a node, and its calls to others."""
+"""The Rounds service of a node."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import logging
+from typing import Any, NoReturn
 
 import grpc
 
@@ -11,12 +11,13 @@ from protocol.errors import LimitError, PeerFault, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
-from protocol.murmur_pb2_grpc import RoundsServicer, RoundsStub
+from protocol.murmur_pb2_grpc import RoundsServicer
 from protocol.transport import caller
+
+logger = logging.getLogger(__name__)
 
 MAX_STATEMENTS = 64  # of one call
 MAX_REPLY_BYTES = 512 * 1024  # of commits in one answer
-Channels = Callable[[PeerId], grpc.aio.Channel]
 
 
 class RoundsService(RoundsServicer):
@@ -47,17 +48,14 @@ class RoundsService(RoundsServicer):
             if statements > MAX_STATEMENTS:
                 raise LimitError(f"{peer} delivers {statements} statements at once")
         except PeerFault as fault:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
+            logger.warning("a call was refused: %s", fault)
+            return await _abort(context, fault)
         return peer
 
 
-async def deliver(
-    run_id: RunId, channel: Channels, peer: PeerId, statements: Sequence[Signed], seconds: float
-) -> Iterable[Signed]:
-    """Bring statements to a peer; returns what it thinks we lack. Raises grpc.aio.AioRpcError."""
-    request = DeliverRequest(run=bytes.fromhex(run_id), statements=statements)
-    reply: DeliverReply = await RoundsStub(channel(peer)).Deliver(request, timeout=seconds)
-    return list(reply.statements)[:MAX_STATEMENTS]
+async def _abort(context: Any, fault: PeerFault) -> NoReturn:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
+    raise AssertionError("abort always raises")
 
 
 def _fitting(commits: list[Signed]) -> list[Signed]:

@@ -100,6 +100,9 @@ class TrainerLink:
         await self._process.send(Adopt(round=round_number, fate=fate))
 
     async def has_adopted(self, round_number: int, seconds: float = ADOPTION_SECONDS) -> bool:
+        """True as well before the trainer's first start: it will be greeted with whatever was decided until then."""
+        if self._listener is None:
+            return True
         try:
             async with asyncio.timeout(seconds), self._adopted:
                 await self._adopted.wait_for(lambda: self._adopted_round >= round_number)

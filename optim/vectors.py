@@ -5,7 +5,7 @@ nor the width of the processor's registers can change a bit.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,40 +19,43 @@ SLAB = 1 << 18  # values whose temporaries stay in the cache
 class Vector(ABC):
     """A decoded message of known length; every value is finite."""
 
+    numel: int
+
     @abstractmethod
+    def span(self, part: slice) -> Floats:
+        """The values from `part.start` to `part.stop`, at most `numel`; to be read, not written."""
+
     def add_to(self, total: Floats, weight: float) -> None:
         """total <- total + weight * self, the product rounded before it is added."""
+        for part in slabs(self.numel):
+            total[part] += self.span(part) * np.float32(weight)
 
-    @abstractmethod
     def add_presence_to(self, total: Floats, weight: float) -> None:
         """Add `weight` wherever this vector is not zero."""
+        for part in slabs(self.numel):
+            total[part] += (self.span(part) != 0) * np.float32(weight)
 
-    @abstractmethod
     def dense(self) -> Floats:
         """A writable array of the whole length."""
+        whole = np.empty(self.numel, np.float32)
+        for part in slabs(self.numel):
+            whole[part] = self.span(part)
+        return whole
 
-    @abstractmethod
     def norm(self) -> float:
         """The Euclidean norm, the same on every machine."""
+        return norm(map(self.span, slabs(self.numel)))
 
 
 @dataclass(frozen=True)
 class DenseVector(Vector):
-    values: Floats
+    """`restore` decodes a span on demand: beside the payload there is never more than a slab in memory."""
 
-    def add_to(self, total: Floats, weight: float) -> None:
-        for part in slabs(total.size):
-            total[part] += self.values[part] * np.float32(weight)
+    numel: int
+    restore: Callable[[slice], Floats]
 
-    def add_presence_to(self, total: Floats, weight: float) -> None:
-        for part in slabs(total.size):
-            total[part] += (self.values[part] != 0) * np.float32(weight)
-
-    def dense(self) -> Floats:
-        return self.values
-
-    def norm(self) -> float:
-        return norm(self.values)
+    def span(self, part: slice) -> Floats:
+        return self.restore(part)
 
 
 @dataclass(frozen=True)
@@ -63,31 +66,35 @@ class SparseVector(Vector):
     values: Floats
     numel: int
 
+    def span(self, part: slice) -> Floats:
+        first, last = np.searchsorted(self.positions, (part.start, part.stop))
+        whole = np.zeros(part.stop - part.start, np.float32)
+        whole[self.positions[first:last] - part.start] = self.values[first:last]
+        return whole
+
     def add_to(self, total: Floats, weight: float) -> None:
         total[self.positions] += self.values * np.float32(weight)
 
     def add_presence_to(self, total: Floats, weight: float) -> None:
         total[self.positions] += (self.values != 0) * np.float32(weight)
 
-    def dense(self) -> Floats:
-        whole = np.zeros(self.numel, np.float32)
-        whole[self.positions] = self.values
-        return whole
-
     def norm(self) -> float:
-        return norm(self.values)
+        return norm([self.values[part] for part in slabs(self.values.size)])
 
 
 def slabs(numel: int) -> Iterator[slice]:
     return (slice(start, min(start + SLAB, numel)) for start in range(0, numel, SLAB))
 
 
-def norm(values: Floats) -> float:
-    """Squares of fp32 are exact in fp64; folding halves sums them in an order that never depends on the machine."""
-    sums = np.zeros(min(SLAB, 1 << max(0, values.size - 1).bit_length()), np.float64)
-    for part in slabs(values.size):
-        slab = values[part].astype(np.float64)
-        sums[: slab.size] += slab * slab
+def norm(pieces: Iterable[Floats]) -> float:
+    """Of the pieces one after the other, each at most a slab.
+
+    Squares of fp32 are exact in fp64; folding halves sums them in an order that never depends on the machine.
+    """
+    sums = np.zeros(SLAB, np.float64)
+    for piece in pieces:
+        values = piece.astype(np.float64)
+        sums[: values.size] += values * values
     while sums.size > 1:
         half = sums.size // 2
         sums = sums[:half] + sums[half:]

@@ -1,0 +1,62 @@
+"""Calls to another peer's Rounds service. What goes wrong comes back as UnreachableError or PeerFault, nothing else."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+import grpc
+
+from protocol.errors import LimitError, UnreachableError
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
+from protocol.murmur_pb2_grpc import RoundsStub
+
+# A decision comes with the acknowledgements of a majority; the bytes are bounded by the transport.
+MAX_ANSWERS = 1024
+CHAIN_SECONDS = 10.0
+REFUSALS = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+)
+Channels = Callable[[PeerId], grpc.aio.Channel]
+Reply = TypeVar("Reply")
+
+
+async def deliver(
+    run_id: RunId, channel: Channels, peer: PeerId, statements: Sequence[Signed], seconds: float
+) -> Iterable[Signed]:
+    """Bring statements to a peer; returns what it thinks we lack."""
+    request = DeliverRequest(run=bytes.fromhex(run_id), statements=statements)
+    reply: DeliverReply = await _answer(peer, lambda: RoundsStub(channel(peer)).Deliver(request, timeout=seconds))
+    if len(reply.statements) > MAX_ANSWERS:
+        raise LimitError(f"{peer} answers with {len(reply.statements)} statements")
+    return list(reply.statements)
+
+
+async def ask_chain(run_id: RunId, channel: Channels, peer: PeerId, after_round: int) -> ChainReply:
+    """Its head, the name of its state, and its commits after that round, as far as it has them."""
+    request = ChainRequest(run=bytes.fromhex(run_id), after_round=after_round)
+    return await _answer(peer, lambda: RoundsStub(channel(peer)).Chain(request, timeout=CHAIN_SECONDS))
+
+
+async def _answer(peer: PeerId, call: Callable[[], Awaitable[Reply]]) -> Reply:
+    try:
+        return await call()
+    except grpc.aio.AioRpcError as error:
+        reason = f"{error.code().name.lower()}: {error.details()}"
+        if error.code() in REFUSALS:
+            raise LimitError(f"{peer} refuses the call ({reason})") from error
+        raise UnreachableError(f"{peer} does not answer ({reason})") from error
+    except grpc.aio.UsageError as error:
+        raise UnreachableError(f"the channel to {peer} is closed") from error
+    except asyncio.CancelledError as cancelled:
+        # A call ends as cancelled, too, when its channel is closed under it because the peer counts as gone.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise UnreachableError(f"the channel to {peer} was closed") from cancelled

@@ -1,0 +1,63 @@
+"""The trainer's side of a virtual peer: the same inner state, optimizer and sender as a trainer process has."""
+
+from torch import Tensor
+
+from node.arena import Arena
+from node.channel import Fate, Message
+from node.data import Batches, Corpus
+from node.inner import InnerOptimizer
+from node.inner_state import InnerState
+from node.inner_step import accumulate_gradient
+from node.model import Llama
+from node.pace import is_message_due, must_wait
+from optim.method import Method, Sender
+from protocol.errors import MurmurError
+from protocol.identity import PeerId
+from protocol.manifest import Manifest
+
+
+class Learner:
+    """Starts from `anchor`, the state after `round_number` rounds."""
+
+    def __init__(
+        self, manifest: Manifest, method: Method, corpus: Corpus, sender: Sender, me: PeerId, anchor: Tensor,
+        round_number: int,
+    ) -> None:  # fmt: skip
+        self._train, self._schedule = manifest.train, method.schedule
+        self._sequences = manifest.train.batch_tokens // manifest.model.context
+        model = Llama(manifest.model)
+        self._optimizer = InnerOptimizer(model, manifest.train)
+        bounds = method.bounds(anchor.numel(), manifest.round.parts)
+        outbox_bytes = sum(method.codec.max_bytes(stop - start) for start, stop in bounds)
+        self._arena = Arena.create(anchor.numel(), outbox_bytes)
+        self._arena.close()  # the memory stays; a thousand peers would use up the descriptors
+        self._model = model
+        self.state = InnerState(model, self._optimizer, sender, self._arena)
+        self._arena.anchor(round_number).copy_(anchor)
+        self.state.start(round_number)
+        self._batches = Batches(corpus, manifest.model.context, manifest.run.seed, me)
+
+    def must_wait(self) -> bool:
+        return must_wait(self.state.counters, self._schedule)
+
+    def is_message_due(self, most_steps: int) -> bool:
+        """`most_steps`: so many bring the run to its target."""
+        return is_message_due(self.state.counters, min(self._schedule.inner_steps, most_steps))
+
+    def step(self) -> None:
+        loss = accumulate_gradient(self._model, self._batches.next(self._sequences), self._train.microbatch)
+        applied = self._optimizer.step(self.state.counters.step)
+        self._optimizer.clear_gradient()
+        if not applied:
+            raise MurmurError("a simulated peer's gradient is not finite; lower train.learning_rate")
+        self.state.count_step(self._train.batch_tokens, loss, self._batches.position)
+
+    def message(self) -> tuple[Message, list[bytes]]:
+        message = self.state.message()
+        ends = [sum(message.sizes[: index + 1]) for index in range(len(message.sizes))]
+        parts = [bytes(self._arena.outbox[end - size : end]) for end, size in zip(ends, message.sizes, strict=True)]
+        return message, parts
+
+    def adopt(self, round_number: int, anchor: Tensor, fate: Fate) -> None:
+        self._arena.anchor(round_number).copy_(anchor)
+        self.state.adopt(round_number, fate)

@@ -1,0 +1,61 @@
+"""What became of every message, and what the swarm spent: the accounts from which results are drawn."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from node.channel import Message
+from protocol.blobs import Blob
+from protocol.identity import PeerId
+from protocol.statements import Commit, Digest
+
+End = Literal["under way", "included", "given back", "died"]
+Key = tuple[PeerId, int]  # who made it, in which round
+
+
+@dataclass
+class Entry:
+    parts: tuple[Blob, ...]
+    tokens: int
+    times_included: int = 0
+    end: End = "under way"
+
+
+@dataclass
+class Ledger:
+    """`busy`: seconds of computing, by slot. `logic_seconds`: real time spent inside the round machines."""
+
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    commits: dict[Digest, Commit] = field(default_factory=dict)  # by the base they continue
+    skips: Counter[str] = field(default_factory=Counter)
+    busy: Counter[int] = field(default_factory=Counter)
+    steps: int = 0
+    takeovers: int = 0
+    logic_seconds: float = 0.0
+
+    def enter(self, peer: PeerId, message: Message, parts: tuple[Blob, ...]) -> None:
+        """A new message. AssertionError if this peer made one for that round before."""
+        assert (peer, message.round) not in self.entries, "two messages of one peer for one round"
+        self.entries[peer, message.round] = Entry(parts, message.tokens)
+
+    def decide(self, commit: Commit) -> None:
+        """Counted once, however many peers learn of it. AssertionError where a round was decided in two ways."""
+        if commit.base in self.commits:
+            assert self.commits[commit.base].content() == commit.content(), "two commits of one round"
+            return
+        self.commits[commit.base] = commit
+        included = {(contribution.sender, contribution.body.parts) for contribution in commit.contributions}
+        for (peer, _), entry in self.entries.items():
+            entry.times_included += (peer, entry.parts) in included
+
+    def settle(self, peer: PeerId, message_round: int, end: End) -> None:
+        self.entries[peer, message_round].end = end
+
+    def bury(self, peer: PeerId) -> None:
+        for (owner, _), entry in self.entries.items():
+            if owner == peer and entry.end == "under way":
+                entry.end = "died"
+
+    @property
+    def message_bits(self) -> int:
+        return 8 * sum(blob.size for entry in self.entries.values() for blob in entry.parts)

@@ -1,0 +1,52 @@
+"""Peers that lie: they train like the others and send something else.
+
+    sign-flip   x <- -x            scale10   x <- 10 x
+    zero        x <- 0             random    x <- noise of the same norm
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from optim.method import Method, Sender
+
+LieKind = Literal["sign-flip", "scale10", "zero", "random"]
+KINDS: Final[tuple[str, ...]] = get_args(LieKind)
+
+
+@dataclass(frozen=True)
+class Liars:
+    """The share of peers that lie, rounded to whole peers, and how."""
+
+    share: float
+    kind: LieKind
+
+    def count(self, peers: int) -> int:
+        return round(self.share * peers)
+
+
+class LyingSender(Sender):
+    """Encodes another message than the one it is given."""
+
+    def __init__(self, method: Method, numel: int, parts: int, kind: LieKind, seed: int) -> None:
+        super().__init__(method, numel, parts)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._lie = self._lies()[kind]
+
+    def message(self, delta: Tensor, residual: Tensor) -> list[bytes]:
+        return super().message(self._lie(delta), residual)
+
+    def _lies(self) -> dict[LieKind, Callable[[Tensor], Tensor]]:
+        return {
+            "sign-flip": torch.neg,
+            "scale10": lambda delta: delta * 10,
+            "zero": torch.zeros_like,
+            "random": self._noise,
+        }
+
+    def _noise(self, delta: Tensor) -> Tensor:
+        noise = torch.randn(delta.shape, generator=self._generator)
+        return noise * (torch.linalg.vector_norm(delta) / torch.linalg.vector_norm(noise))

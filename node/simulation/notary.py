@@ -1,0 +1,64 @@
+"""Statements without cryptography: inside one process nobody forges, and signatures would take most of the time.
+
+A signature here is a serial number, as long as a real one so that statements have their real size. Bodies are parsed
+and checked as on the wire, but only once, whoever receives them.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from protocol import murmur_pb2 as wire
+from protocol.blobs import Blob
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.records import SIGNATURE_BYTES
+from protocol.statements import KINDS, Commit, Contribution, Roster, Statement, Terms
+
+
+class Notary:
+    """Signs for every peer of one run, and opens what it signed."""
+
+    def __init__(self, run_id: RunId, terms: Terms) -> None:
+        self._run_id, self._terms = run_id, terms
+        self._serials = itertools.count()
+        self._opened: dict[bytes, Statement[Any]] = {}
+        self._signed_in: dict[int, list[bytes]] = {}
+
+    def signer(self, peer: PeerId) -> Callable[[str, Message], wire.Signed]:
+        def sign(kind: str, body: Message) -> wire.Signed:
+            signature = next(self._serials).to_bytes(SIGNATURE_BYTES, "big")
+            encoded = body.SerializeToString(deterministic=True)
+            return wire.Signed(kind=kind, peer=peer, body=encoded, signature=signature)
+
+        return sign
+
+    def open(self, signed: wire.Signed) -> Statement[Any]:
+        statement = self._opened.get(signed.signature)
+        if statement is None:
+            statement = Statement.of(signed, self._body(signed))
+            self._opened[signed.signature] = statement
+            self._signed_in.setdefault(statement.body.round, []).append(signed.signature)
+        return statement
+
+    def forget_before(self, number: int) -> None:
+        """Drop what was said in the rounds before that one."""
+        for old in [known for known in self._signed_in if known < number]:
+            for signature in self._signed_in.pop(old):
+                del self._opened[signature]
+
+    def _body(self, signed: wire.Signed) -> Any:
+        message, from_wire = KINDS[signed.kind]
+        body: Any = message()
+        body.ParseFromString(signed.body)
+        if signed.kind == "roster":
+            return Roster(body.round, body.view, body.base, self._all(body.contributions))
+        if signed.kind == "commit":
+            parts = tuple(Blob.from_wire(part) for part in body.parts)
+            return Commit(body.round, body.view, body.base, self._all(body.contributions), parts)
+        return from_wire(body, self._run_id, self._terms)
+
+    def _all(self, envelopes: Iterable[wire.Signed]) -> tuple[Statement[Contribution], ...]:
+        return tuple(self.open(signed) for signed in envelopes)

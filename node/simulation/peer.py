@@ -1,0 +1,357 @@
+"""The daemon's side of a virtual peer: rounds one after the other, blobs, the trainer kept in step.
+
+It drives the same machine as a daemon and answers to it in the same way (see node.rounds and node.participant); what
+takes a daemon time on the network takes it virtual time here, and arithmetic takes none.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from node.channel import Fate
+from node.offers import Offer, Offers
+from node.simulation.learner import Learner
+from node.simulation.machine import BatchRound
+from node.simulation.vault import Applied
+from protocol import murmur_pb2 as wire
+from protocol.blobs import Blob
+from protocol.chain import Chain, Head
+from protocol.identity import PeerId
+from protocol.round_events import (
+    Action,
+    Event,
+    Fetch,
+    Finish,
+    Held,
+    Live,
+    Offered,
+    Received,
+    Reduce,
+    Reduced,
+    Send,
+    Skip,
+    Tick,
+)
+from protocol.statements import Commit, Digest, Statement
+
+if TYPE_CHECKING:
+    from node.simulation.swarm import Swarm
+
+REACTION = 0.01  # virtual seconds in which a peer gathers what came in before it looks at it
+RETRY = 0.2  # until it asks again for a blob that nobody had
+PATIENCE = 1.5  # that the next commit may take to come by itself before the state is taken over
+GAP = 2  # rounds behind, from which on it is taken over at once
+KEPT_DECISIONS = 4
+
+
+class VirtualPeer:
+    """`slot`: which machine and link it has. A peer that comes back is a new one on the old slot."""
+
+    def __init__(self, name: PeerId, slot: int, swarm: "Swarm") -> None:
+        self.name, self.slot, self.swarm = name, slot, swarm
+        self.alive = True
+        self.chain = Chain.begin(swarm.run_id)
+        self.applied: Applied = swarm.vault.initial
+        self.held: set[Digest] = set()
+        self.offers = Offers()
+        self.learner: Learner | None = None
+        self._machine: BatchRound | None = None
+        self._seen: dict[PeerId, float] | None = None
+        self._live: frozenset[PeerId] = frozenset()
+        self._inbox: list[Event] = []
+        self._early: list[Statement[Any]] = []
+        self._decisions: dict[int, tuple[wire.Signed, ...]] = {}
+        self._answered: set[tuple[PeerId, int]] = set()
+        self._wanted: dict[Digest, tuple[PeerId, ...]] = {}
+        self._places: dict[Digest, int] = {}  # which part of the model a blob holds
+        self._pending: Statement[Commit] | None = None  # decided, but not all its blobs are here
+        self._behind_since: float | None = None
+        self._taking_over = False
+        self._busy = False
+        self._adoption: Fate | None = None
+        self._tick_at = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return self.chain.tokens >= self.swarm.setting.target_tokens
+
+    # The rounds.
+
+    def begin(self) -> None:
+        """Open the next round on our chain, and go on training."""
+        swarm, head = self.swarm, self.chain.head
+        if self.is_done:
+            return
+        swarm.vault.enter(head.round)
+        now = swarm.clock.now
+        seen = self._seen if self._seen is not None else dict.fromkeys(swarm.directory.peers, now)
+        self._inbox.clear()
+        self._live, self._tick_at = frozenset(), 0.0
+        signer = swarm.notary.signer(self.name)
+        self._machine = BatchRound(swarm.round_settings, self.name, head.round, head.digest, signer, now, seen)
+        self.refresh()
+        early, self._early = self._early, []
+        for statement in early:
+            self._take(statement)
+        self._offer()
+        self.train()
+
+    def _offer(self) -> None:
+        offer = self.offers.current
+        if offer is not None and self._machine is not None:
+            self._queue(Offered(offer.contribution(self.chain.head, self.swarm.terms)))
+
+    def refresh(self) -> None:
+        """What all know of one another has changed, or we have moved."""
+        if self._machine is not None:
+            last = self.chain.since(max(0, self.chain.round - 1)) or ()
+            near = {self.chain.digest, *(commit.body.base for commit in last)}
+            live = self.swarm.directory.standing_at(near) | {self.name}
+            if live != self._live:
+                self._live = live
+                self._queue(Live(live))
+        self._catch_up()
+
+    def _queue(self, event: Event) -> None:
+        if not self._inbox:
+            self._later(REACTION, self._look)
+        self._inbox.append(event)
+
+    def _look(self) -> None:
+        events, self._inbox = self._inbox, []
+        machine = self._machine
+        if machine is None or not events:
+            return
+        started = time.perf_counter()
+        actions = machine.handle_all(events, self.swarm.clock.now)
+        self.swarm.ledger.logic_seconds += time.perf_counter() - started
+        for action in actions:
+            self._carry_out(action)
+        if machine is self._machine:
+            self._arm(machine)
+
+    def _arm(self, machine: BatchRound) -> None:
+        now = self.swarm.clock.now
+        deadline = machine.next_deadline(now)
+        if deadline is not None and not now < self._tick_at <= deadline:
+            self._tick_at = deadline
+            self._later(deadline - now, lambda: self._tick(machine, deadline))
+
+    def _tick(self, machine: BatchRound, deadline: float) -> None:
+        if machine is self._machine and deadline == self._tick_at:
+            self._queue(Tick())
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Send(peers, signed):
+                self.swarm.say(self, peers, signed)
+            case Fetch(blob, sources):
+                self._want(blob, sources)
+            case Reduce():
+                self._reduce(action)
+            case Finish(commit):
+                self._finish(commit)
+            case Skip():
+                self.swarm.ledger.skips[action.reason] += 1
+
+    def _reduce(self, order: Reduce) -> None:
+        blobs = [contribution.body.parts[order.part] for contribution in order.contributions]
+        tokens = [contribution.body.tokens for contribution in order.contributions]
+        blob = self.swarm.vault.reduce(order.part, blobs, tokens)
+        self.held.add(blob.digest)
+        self._queue(Reduced(order.part, order.attempt, blob))
+
+    def _finish(self, commit: Statement[Commit]) -> None:
+        machine = self._machine
+        assert machine is not None
+        self._seen = machine.seen
+        self._decisions[machine.number] = machine.decision
+        self._decisions.pop(machine.number - KEPT_DECISIONS, None)
+        self._answered = {answer for answer in self._answered if answer[1] in self._decisions}
+        self._machine, self._pending = None, commit
+        self.swarm.ledger.decide(commit.body)
+        for part, blob in enumerate(commit.body.blobs):
+            self._places.setdefault(blob.digest, part if commit.body.parts else 0)
+            if blob.digest not in self.held:
+                self._want(blob, tuple(sorted(self.swarm.peers.keys() - {self.name})))
+        self._apply_when_whole()
+
+    def _apply_when_whole(self) -> None:
+        commit = self._pending
+        if commit is None or not all(blob.digest in self.held for blob in commit.body.blobs):
+            return
+        self._pending = None
+        self.applied = self.swarm.vault.apply(self.applied, commit.body)
+        self.chain.append(commit)
+        self._settle([commit.body])
+
+    def _settle(self, commits: Sequence[Commit]) -> None:
+        """A new state is in place."""
+        self._behind_since = None
+        self._places.clear()
+        fate: Fate = "none"
+        for commit in commits:
+            offer = self.offers.current
+            decided = self.offers.settle(self.name, commit)
+            if offer is not None and decided != "none":
+                fate = decided
+                ledger_end = "included" if fate == "included" else "given back"
+                self.swarm.ledger.settle(self.name, offer.message.round, ledger_end)
+        self.swarm.arrived(self)
+        if self.learner is None:
+            self.learner = self.swarm.new_learner(self)
+        elif self._adoption in (None, "none"):  # a fate that the trainer has not heard yet stays
+            self._adoption = fate
+        self.begin()
+
+    # What others say.
+
+    def receive(self, signed: wire.Signed) -> None:
+        """A statement; whoever still asks about a round that is decided is answered with the decision, once."""
+        if not self.alive:
+            return
+        statement = self.swarm.notary.open(signed)
+        number = statement.body.round
+        self._take(statement)
+        asked = statement.sender, number
+        if number in self._decisions and signed.kind != "commit" and asked not in self._answered:
+            self._answered.add(asked)
+            for answer in self._decisions[number]:
+                self.swarm.say(self, [statement.sender], answer, answered=True)
+
+    def take_answer(self, signed: wire.Signed) -> None:
+        if self.alive:
+            self._take(self.swarm.notary.open(signed))
+
+    def _take(self, statement: Statement[Any]) -> None:
+        number = statement.body.round
+        if number == self.chain.round and self._machine is not None:
+            self._places.update(self.swarm.places(statement))
+            self._queue(Received(statement))
+        elif number == self.chain.round + 1:
+            self._early.append(statement)
+
+    # Blobs.
+
+    def _want(self, blob: Blob, sources: tuple[PeerId, ...]) -> None:
+        if blob.digest in self.held:
+            self._queue(Held(blob.digest))
+            return
+        fresh = blob.digest not in self._wanted
+        self._wanted[blob.digest] = sources
+        if fresh:
+            self._ask(blob)
+
+    def _ask(self, blob: Blob) -> None:
+        """Of those who have it, the one whose uplink is free first: a daemon asks several at once."""
+        links, peers = self.swarm.links, self.swarm.peers
+        found = [peers[name] for name in self._wanted[blob.digest] if name in peers]
+        holders = [peer for peer in found if peer.alive and blob.digest in peer.held]
+        if not holders:
+            self._later(RETRY, lambda: self._ask(blob))
+            return
+        source = min(holders, key=lambda peer: links.backlog(peer.slot))
+        links.carry(source.slot, self.slot, blob.size, self._if_alive(lambda: self._arrived(blob, source)))
+
+    def _arrived(self, blob: Blob, source: "VirtualPeer") -> None:
+        if not source.alive:
+            self._ask(blob)
+            return
+        self._wanted.pop(blob.digest, None)
+        if self.swarm.vault.is_well_formed(blob, self._places.get(blob.digest, 0)):
+            self.held.add(blob.digest)
+            self._queue(Held(blob.digest))
+            self._apply_when_whole()
+
+    # Catching up.
+
+    def _catch_up(self) -> None:
+        """Take the state over where others are ahead and the commit does not come by itself."""
+        swarm = self.swarm
+        head = swarm.directory.best(self.chain.head)
+        if head is None or self._taking_over or self._pending is not None:
+            self._behind_since = None if head is None else self._behind_since
+            return
+        now = swarm.clock.now
+        if self._behind_since is None:
+            self._behind_since = now
+            self._later(PATIENCE, self._catch_up)
+        if self.learner is None or head.round - self.chain.round >= GAP or now - self._behind_since >= PATIENCE:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """From the peer that is furthest, among those the one whose uplink is free first."""
+        swarm = self.swarm
+        best = max((peer for peer in swarm.peers.values() if peer.alive), key=lambda peer: peer.chain.tokens)
+        level = [peer for peer in swarm.peers.values() if peer.alive and peer.chain.head == best.chain.head]
+        source = min(level, key=lambda peer: swarm.links.backlog(peer.slot))
+        head, applied, commits = source.chain.head, source.applied, source.chain.since(self.chain.round) or ()
+        self._taking_over, self._machine = True, None
+        self._inbox.clear()
+        swarm.ledger.takeovers += 1
+        swarm.links.carry(
+            source.slot, self.slot, applied[1].size, self._if_alive(lambda: self._took_over(source, head, commits, applied))
+        )
+
+    def _took_over(
+        self, source: "VirtualPeer", head: Head, commits: Sequence[Statement[Commit]], applied: Applied
+    ) -> None:
+        self._taking_over = False
+        if not source.alive:
+            self._catch_up()
+            return
+        self.applied = self.swarm.vault.load(applied[1])
+        self.chain.restart(head, commits)
+        self._settle([commit.body for commit in commits])
+
+    # The trainer.
+
+    def train(self) -> None:
+        """What the trainer does next."""
+        learner = self.learner
+        if learner is None or self._busy or not self.alive:
+            return
+        if self._adoption is not None:
+            learner.adopt(self.chain.round, self.applied[0].anchor, self._adoption)
+            self._adoption = None
+        if self.is_done:
+            return
+        if learner.is_message_due(self.swarm.steps_to_target(self.chain.tokens)):
+            self._place(learner)
+        if not learner.must_wait():
+            self._busy = True
+            self._later(1 / self.swarm.setting.speeds[self.slot], self._stepped)
+
+    def _stepped(self) -> None:
+        assert self.learner is not None
+        self._busy = False
+        self.learner.step()
+        self.swarm.stepped(self)
+        self.train()
+
+    def _place(self, learner: Learner) -> None:
+        message, payloads = learner.message()
+        parts = tuple(self.swarm.vault.put(payload) for payload in payloads)
+        self.held.update(blob.digest for blob in parts)
+        self.offers.place(Offer(message, parts))
+        self.swarm.ledger.enter(self.name, message, parts)
+        self._offer()
+
+    # Time, and its end.
+
+    def _later(self, delay: float, action: Callable[[], None]) -> None:
+        self.swarm.clock.after(delay, self._if_alive(action))
+
+    def _if_alive(self, action: Callable[[], None]) -> Callable[[], None]:
+        def act() -> None:
+            if self.alive:
+                action()
+
+        return act
+
+    def die(self) -> None:
+        self.alive = False
+        self._machine = None
+        self.learner = None
+        self.swarm.ledger.bury(self.name)
+        self.swarm.directory.lose(self.name)

@@ -1,0 +1,51 @@
+"""What is simulated: a manifest, and the machines and links it runs on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.simulation.liars import Liars
+from protocol.errors import UsageError
+from protocol.manifest import Data, Manifest, Method, Model, Round, Run, Train
+
+DEFAULT_MODEL = Model(width=64, layers=2, heads=4, hidden=172, context=64)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`steps`: inner steps of each peer, where all are equally fast. Per peer: `speeds` in inner steps a second,
+    `bandwidths` in bytes a second; `latency` in seconds. `churn`: the share of peers that die in each round."""
+
+    manifest: Manifest
+    base: Path
+    peers: int
+    steps: int
+    speeds: tuple[float, ...]
+    bandwidths: tuple[float, ...]
+    latency: float
+    churn: float = 0.0
+    liars: Liars | None = None
+
+    @property
+    def target_tokens(self) -> int:
+        """Of all peers together, when the run ends."""
+        return self.steps * self.peers * self.manifest.train.batch_tokens
+
+
+def default_manifest(steps: int) -> Manifest:
+    """A model that takes some milliseconds a step, on text that every machine has."""
+    return Manifest(
+        run=Run(name="simulation"),
+        model=DEFAULT_MODEL,
+        data=Data(source="python-stdlib"),
+        train=Train(batch_tokens=512, learning_rate=3e-3, warmup_steps=20, decay_steps=steps),
+        method=Method(recipe="diloco"),
+        round=Round(grace=5.0, leader_timeout=3.0, exchange_timeout=60.0),
+    )
+
+
+def for_each_peer(values: Sequence[float], peers: int, option: str) -> tuple[float, ...]:
+    """One value for all, or one for each."""
+    if len(values) not in (1, peers) or not all(value > 0 for value in values):
+        raise UsageError(f"{option} takes one positive number, or one for each of the {peers} peers")
+    return tuple(values) * (peers // len(values))

@@ -1,0 +1,90 @@
+"""Blobs in memory, and the arithmetic on them.
+
+All bytes lie here once; which peer holds which is the peers' own affair. A computation whose inputs have the same
+digests has the same result, so each is done once for all peers: they still agree only if their inputs did.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+from node.replica import OuterState, Workshop
+from optim.method import Method
+from protocol.blob_store import BlobStore
+from protocol.blobs import Blob
+from protocol.errors import MalformedError
+from protocol.statements import Commit, Digest
+
+KEPT_ROUNDS = 6
+Applied = tuple[OuterState, Blob]
+
+
+class MemoryStore:
+    """What a Workshop asks of a store."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[Digest, bytes] = {}
+        self._rounds: dict[Digest, int] = {}
+        self.round = 0  # the newest
+
+    def put(self, data: bytes | memoryview) -> Blob:
+        blob = Blob.of(data)
+        self._blobs.setdefault(blob.digest, bytes(data))
+        self._rounds[blob.digest] = self.round
+        return blob
+
+    def read(self, digest: Digest) -> bytes:
+        return self._blobs[digest]
+
+    def forget_before(self, number: int) -> None:
+        """Drop what was put before that round."""
+        for digest in [known for known, put in self._rounds.items() if put < number]:
+            del self._blobs[digest], self._rounds[digest]
+
+
+class Vault:
+    """`initial` is the state that every run begins with."""
+
+    def __init__(self, method: Method, numel: int, parts: int, initial: OuterState) -> None:
+        self._store = MemoryStore()
+        self._workshop = Workshop(method, numel, parts, cast(BlobStore, self._store))
+        self._applied: dict[tuple[Digest, ...], Applied] = {}
+        self._checked: dict[tuple[Digest, int], bool] = {}
+        self.initial = initial, self._workshop.keep(initial)
+
+    def put(self, data: bytes) -> Blob:
+        return self._store.put(data)
+
+    def read(self, blob: Blob) -> bytes:
+        return self._store.read(blob.digest)
+
+    def is_well_formed(self, blob: Blob, part: int) -> bool:
+        key = blob.digest, part
+        if key not in self._checked:
+            try:
+                self._workshop.check(blob, part)
+                self._checked[key] = True
+            except MalformedError:
+                self._checked[key] = False
+        return self._checked[key]
+
+    def reduce(self, part: int, blobs: Sequence[Blob], tokens: Sequence[int]) -> Blob:
+        return self._workshop.reduce(part, blobs, tokens)
+
+    def apply(self, before: Applied, commit: Commit) -> Applied:
+        weights = (contribution.body.tokens.to_bytes(8, "big") for contribution in commit.contributions)
+        key = (before[1].digest, *(blob.digest for blob in commit.blobs), *weights)
+        if key not in self._applied:
+            self._applied[key] = self._workshop.apply(before[0], commit)
+        return self._applied[key]
+
+    def load(self, blob: Blob) -> Applied:
+        return self._workshop.load(blob), blob
+
+    def enter(self, number: int) -> None:
+        """A round begins somewhere: keep what the last few may still ask for."""
+        if number > self._store.round:
+            self._store.round = number
+            self._store.forget_before(number - KEPT_ROUNDS)
+            while len(self._applied) > KEPT_ROUNDS:
+                del self._applied[next(iter(self._applied))]
+            self._checked.clear()

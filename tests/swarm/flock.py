@@ -1,0 +1,187 @@
+"""A flock: real peers of one small run, which a test watches, kills and starts again.
+
+Each peer is `murmur join` in its own process, with its trainer and its p2pd. What a test waits for is a condition with
+a deadline; where that passes, the test fails with the last status and the last words of every peer.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.config import LOOPBACK_LISTEN
+from node.peer_process import PeerProcess
+from node.status import NodeStatus
+from protocol.manifest import Manifest, load_manifest
+from tests.swarm.processes import MARK, family, marked
+
+CONFIG = Path(__file__).parents[2] / "configs" / "test.toml"
+LOOK = 0.05  # seconds between two looks at a condition
+START_SECONDS = 60.0  # until a peer answers; it imports torch, and others do so beside it
+ENDLESS = 1_000_000  # rounds
+WORDS = ("flock", "murmur", "wing", "evening", "reed", "turn", "seven", "neighbours", "sky", "roost", "falcon", "and")
+
+
+def manifest_with(**changes: Mapping[str, Any]) -> Manifest:
+    """The smallest run there is, on a small text; `changes` by table."""
+    values = load_manifest(CONFIG).model_dump(mode="json", exclude_none=True)
+    values["data"] |= {"source": "text", "path": "corpus.txt"}
+    for table, keys in changes.items():
+        values[table] |= keys
+    return Manifest.model_validate_json(json.dumps(values))
+
+
+def write_run(folder: Path, manifest: Manifest) -> Path:
+    """The manifest, and the text that it names beside it."""
+    draw = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "corpus.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(20_000)))
+    (folder / "run.toml").write_text(manifest.to_toml())
+    return folder / "run.toml"
+
+
+@contextlib.contextmanager
+def own_world() -> Iterator[str]:
+    """Whatever is started inside carries a mark, and puts its sockets into a folder of its own; none may be left."""
+    mark = secrets.token_hex(8)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="mm", dir="/tmp") as temporary:
+        patch.setenv(MARK, mark)
+        patch.setenv("TMPDIR", temporary)
+        patch.setattr(tempfile, "tempdir", None)
+        try:
+            yield mark
+        finally:
+            for process in marked(mark):
+                process.kill()
+
+
+class Flock:
+    def __init__(self, folder: Path, manifest: Manifest, peers: int) -> None:
+        self.manifest = manifest
+        self.run = write_run(folder, manifest)
+        self.peers = [self._made(index) for index in range(peers)]
+
+    def add(self) -> PeerProcess:
+        """One more peer, not started yet."""
+        self.peers.append(self._made(len(self.peers)))
+        return self.peers[-1]
+
+    def start(self) -> None:
+        """All at once, each told of the addresses that the first one had before, as a person's script would do."""
+        self.peers[0].start(())
+        self.wait(lambda: bool(self.peers[0].addresses()), "the first peer has an address")
+        for peer in self.peers[1:]:
+            peer.start(self.peers[0].addresses()[:1])
+
+    def kill(self) -> None:
+        """Every daemon, trainer and p2pd at once."""
+        for peer in self.peers:
+            for process in family(pid_of(peer)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        for peer in self.peers:
+            peer.kill()
+        self.wait(lambda: not any(peer.running for peer in self.peers), "all are dead")
+
+    def leave(self) -> None:
+        """Politely; what does not leave is killed."""
+        for peer in self.peers:
+            peer.interrupt()
+        try:
+            self.wait(lambda: not any(peer.running for peer in self.peers), "all have left")
+        finally:
+            self.kill()
+
+    def look(self, *peers: PeerProcess) -> list[NodeStatus]:
+        """What each of them (default: all) says now, or said last; those that have said nothing are left out."""
+        chosen = peers or tuple(self.peers)
+
+        async def ask() -> None:
+            await asyncio.gather(*(peer.poll() for peer in chosen))
+
+        asyncio.run(ask())
+        return [peer.status for peer in chosen if peer.status]
+
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = START_SECONDS) -> float:
+        """Until the condition holds; the seconds that took. AssertionError with all that is known where it does not."""
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < seconds, f"not in {seconds:g} s: {what}\n{self.story()}"
+            time.sleep(LOOK)
+        return time.monotonic() - began
+
+    def wait_for_round(self, number: int, *peers: PeerProcess, seconds: float = START_SECONDS) -> None:
+        """Until each of them (default: all) has applied so many rounds."""
+        chosen = peers or tuple(self.peers)
+
+        def reached() -> bool:
+            statuses = self.look(*chosen)
+            return len(statuses) == len(chosen) and all(status.round >= number for status in statuses)
+
+        self.wait(reached, f"{', '.join(peer.name for peer in chosen)} in round {number}", seconds)
+
+    def wait_for_agreement(self, seconds: float = START_SECONDS, after: int = 0) -> int:
+        """Until all have been seen with the same model in the same round, later than `after`; returns the round."""
+        seen: dict[tuple[int, str, str], set[str]] = {}
+        agreed: list[int] = []
+
+        def met() -> bool:
+            for status in self.look():
+                key = (status.round, status.digest, status.state_digest)
+                seen.setdefault(key, set()).add(status.peer_id)
+            agreed.extend(key[0] for key, who in seen.items() if key[0] > after and len(who) == len(self.peers))
+            return bool(agreed)
+
+        self.wait(met, f"all agree in a round after {after}", seconds)
+        return agreed[0]
+
+    def story(self) -> str:
+        """The last status and the last words of every peer."""
+        lines = []
+        for peer in self.peers:
+            told = peer.status.model_dump_json(exclude={"seconds", "addresses"}) if peer.status else "no status"
+            lines += [f"{peer.name} ({peer.returncode}): {told}", *(f"    {line}" for line in peer.last_words(15))]
+        return "\n".join(lines)
+
+    def log(self, peer: PeerProcess) -> str:
+        return peer.log.read_text()
+
+    def _made(self, index: int) -> PeerProcess:
+        name = f"peer-{index}"
+        home = self.run.parent / name
+        return PeerProcess(name, home, join_command(self.run, home, "--name", name))
+
+
+def join_command(run: Path, home: Path, *more: str) -> list[str]:
+    words = [sys.executable, "-m", "node.cli", "join", str(run), "--dir", str(home)]
+    return [*words, "--listen", LOOPBACK_LISTEN, "--device", "cpu", "--threads", "1", *more]
+
+
+def pid_of(peer: PeerProcess) -> int:
+    """Of its daemon, which runs or ran last."""
+    assert peer._process is not None
+    return peer._process.pid
+
+
+@contextlib.contextmanager
+def flying(folder: Path, manifest: Manifest, peers: int = 3) -> Iterator[Flock]:
+    """A flock in its own world; dead at the end, whatever happened."""
+    with own_world():
+        flock = Flock(folder, manifest, peers)
+        try:
+            yield flock
+        finally:
+            flock.kill()
+
+

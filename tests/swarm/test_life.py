@@ -1,0 +1,56 @@
+"""A run from its beginning to its target, and those who come later."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+
+ROUNDS = 12
+SPARSE = {"recipe": "sparseloco", "schedule": {"inner_steps": 5}}
+
+
+def all_have_reached_the_target(flock: Flock, rounds: int) -> None:
+    flock.wait(lambda: all(peer.returncode is not None for peer in flock.peers), "all have ended")
+    statuses = flock.look()
+    assert [peer.returncode for peer in flock.peers] == [0] * len(flock.peers), flock.story()
+    assert [status.phase for status in statuses] == ["done"] * len(flock.peers), flock.story()
+    assert {status.round for status in statuses} == {rounds}
+    assert len({(status.digest, status.state_digest) for status in statuses}) == 1, flock.story()
+
+
+@pytest.mark.parametrize("method", [{"recipe": "diloco"}, SPARSE], ids=["diloco", "sparseloco"])
+def test_three_peers_train_to_the_target(tmp_path: Path, method: dict[str, object]) -> None:
+    with flying(tmp_path, manifest_with(target={"rounds": ROUNDS}, method=method)) as flock:
+        flock.start()
+        losses: dict[int, float] = {}
+
+        def over() -> bool:
+            for status in flock.look():
+                if status.validation_loss is not None and status.validation_round is not None:
+                    losses[status.validation_round] = status.validation_loss
+            return all(peer.returncode is not None for peer in flock.peers)
+
+        flock.wait(over, "all have ended")
+        all_have_reached_the_target(flock, ROUNDS)
+        assert losses[max(losses)] < 5.545 - 0.8, f"{losses}, from ln 256 on"
+        for status in flock.look():
+            assert status.contributions_included >= ROUNDS - 2, flock.story()
+            assert status.bytes_sent > 0
+
+
+@pytest.mark.parametrize("introducer", [0, 2])
+def test_a_late_peer_needs_one_address_of_anybody(tmp_path: Path, introducer: int) -> None:
+    with flying(tmp_path, manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 2})) as flock:
+        flock.start()
+        flock.wait_for_round(3)
+        late = flock.add()
+        late.start(flock.peers[introducer].addresses()[:1])
+        flock.wait(lambda: bool(flock.look(late)), "it answers")
+        spent = flock.wait(lambda: any(status.contributions_included for status in flock.look(late)), "it contributes", 30)
+        print(f"from the first answer to the first contribution: {spent:.1f} s")
+        assert late.status is not None and late.status.contributions_included < late.status.round
+        joined = late.status.round
+        flock.wait_for_agreement(after=joined + 3)
