@@ -4,19 +4,20 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from typing import Any
 
 import torch
 
 from node.arena import Arena
+from node.calls import deliver
 from node.catch_up import Scout
 from node.channel import Adopted, Config, FromTrainer, Message
 from node.checkpoint import Checkpoint, load_newest
 from node.config import NodeSettings
 from node.folder import RunFolder
-from node.keeper import Keeper, restore_inner
+from node.keeper import Keeper, restore_inner, restored_offers
 from node.membership import Members
 from node.metrics import Metrics
 from node.model import initial_weights, shape_table
@@ -25,7 +26,7 @@ from node.participant import Participant
 from node.post import Post
 from node.replica import OuterState, Replica, Work, Workshop, state_bytes
 from node.rounds import Hooks, RoundDriver
-from node.rounds_service import RoundsService, deliver
+from node.rounds_service import RoundsService
 from node.standing import Standing
 from node.status import NodeStatus
 from node.trainer_link import TrainerLink
@@ -39,10 +40,12 @@ from protocol.blob_service import BlobService
 from protocol.blob_store import BlobStore
 from protocol.chain import Chain, Head
 from protocol.clock import Clock
+from protocol.directory import Event, Left
 from protocol.errors import ManifestError
 from protocol.gossip import Directory
-from protocol.identity import Identity
+from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
+from protocol.murmur_pb2 import Signed
 from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server, add_RoundsServicer_to_server
 from protocol.rendezvous import Rendezvous
 from protocol.round_events import RoundSettings
@@ -96,7 +99,7 @@ class Assembly:
         manifest = settings.manifest
         self._settings, self._folder, self._identity, self._work = settings, folder, identity, work
         self._tasks: set[asyncio.Task[None]] = set()
-        self._finished = False
+        self._finishing: asyncio.Task[None] | None = None
         self.peer_id = identity.peer_id
         self._shapes = shape_table(manifest.model)
         numel = self._shapes.numel
@@ -107,7 +110,7 @@ class Assembly:
         self.store = BlobStore(folder.blobs, STORE_STATES * state_bytes(numel, method) + STORE_EXTRA_BYTES)
         self._workshop = Workshop(method, numel, manifest.round.parts, self.store)
         saved = self._load()
-        self._offers = Offers.from_json(saved.chain["offer"]) if saved else Offers()
+        self._offers = restored_offers(saved, self.arena, self.store) if saved else Offers()
         self.replica = self._first_replica(method, saved)
         self.metrics = Metrics()
         self._rng = rng
@@ -148,6 +151,7 @@ class Assembly:
             ),
             lambda peer, statements: self._take(peer, statements),
             self.directory.suspect,
+            lambda error: self.participant.broken(error),
         )
         self.blobs = BlobService(self.store, caller)
         self._fetcher = Fetcher(self.store, self.transport.channel, self._lied, self._rng)
@@ -157,8 +161,9 @@ class Assembly:
         manifest, work = self._settings.manifest, self._work
         process = TrainerProcess(self.arena, self._trainer_config)
         self.trainer = TrainerLink(self.peer_id, process, self.arena, self.store, self._offers, work, self._heard)
+        # Not in the worker thread: no round is to wait while a checkpoint is written.
         self.keeper = Keeper(
-            self._folder, manifest, self._shapes, self.store, self.arena, work, self.trainer.has_adopted
+            self._folder, manifest, self._shapes, self.store, self.arena, asyncio.to_thread, self.trainer.has_adopted
         )
         self.standing = Standing(self._first_status(), self.metrics, self._traffic)
         self.standing.stands_at(self.replica.chain.head, self.replica.blob.digest)
@@ -168,9 +173,15 @@ class Assembly:
             rounds.exchange_timeout, 2 * manifest.membership.expiry,
         )  # fmt: skip
         hooks = Hooks(
-            self._post.send, work, self._members.at_this_round, self.standing.refused, self.standing.skipped,
-            lambda commit: self.participant.decided(commit),
-        )  # fmt: skip
+            send=self._post.send,
+            work=work,
+            members=self._members.at_this_round,
+            trains=self._members.is_trainer,
+            refused=self.standing.refused,
+            skipped=self.standing.skipped,
+            decided=lambda commit: self.participant.decided(commit),
+            broken=lambda error: self.participant.broken(error),
+        )
         self.driver = RoundDriver(
             self._identity, driver_settings, self._terms, self.store, self._workshop, self._wishes, hooks
         )
@@ -206,13 +217,15 @@ class Assembly:
         )  # fmt: skip
         self.directory.publish(role="trainer", name=self._settings.name)
         self._members.announce_head(self.replica.chain.head, self.replica.blob.digest)
-        self.directory.subscribe(lambda _: self._membership_changed())
+        self.directory.subscribe(self._membership_changed)
 
     async def finish(self) -> None:
-        """Stop the trainer and save; the network stays. May be repeated."""
-        if self._finished:
-            return
-        self._finished = True
+        """Stop the trainer and save; the network stays. May be repeated, and goes on when a caller is cancelled."""
+        if self._finishing is None:
+            self._finishing = asyncio.create_task(self._finish(), name="finish")
+        await asyncio.shield(self._finishing)
+
+    async def _finish(self) -> None:
         self.driver.close()
         await self.trainer.stop(self.replica.chain.round)
         await self.keeper.save_now(self.replica, self._offers)
@@ -267,10 +280,12 @@ class Assembly:
             case Adopted() if self._members.evaluates(message.round):
                 self._spawn(self.trainer.evaluate())
 
-    def _take(self, peer: str, statements: Any) -> None:
+    def _take(self, peer: PeerId, statements: Iterable[Signed]) -> None:
         self.driver.take(peer, statements)
 
-    def _membership_changed(self) -> None:
+    def _membership_changed(self, event: Event) -> None:
+        if isinstance(event, Left):
+            self._post.forget(event.peer)
         self.driver.members_changed()
         self.participant.wake.set()
 
@@ -304,7 +319,12 @@ class Assembly:
             else (),
         }
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.participant.broken(error)

@@ -4,34 +4,31 @@ It asks a peer that is ahead for the commits after its own round. Where they con
 the same blobs, the same arithmetic, the same digests. Otherwise the state itself is fetched, from all who hold it.
 """
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import grpc
-
-from protocol.blobs import Blob
+from node.calls import Channels, ask_chain
+from protocol.blobs import Blob, check_digest
 from protocol.chain import Chain, Head, preferred
-from protocol.errors import MalformedError, PeerFault, UnreachableError
+from protocol.errors import MalformedError, PeerFault, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.murmur_pb2 import ChainReply, ChainRequest, PeerRecord
-from protocol.murmur_pb2_grpc import RoundsStub
-from protocol.statements import Commit, Statement, Terms, parse
+from protocol.murmur_pb2 import ChainReply, PeerRecord
+from protocol.statements import MAX_ROUND, Commit, Statement, Terms, parse
 
-logger = logging.getLogger(__name__)
-
-CALL_SECONDS = 10.0
-Channels = Callable[[PeerId], grpc.aio.Channel]
 MAX_COMMITS = 64
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to get from our head to another: by these commits, or by taking over a state."""
+    """How to get from our head to another: by these commits, or by taking over a state.
+
+    `commits` follow one another. When `state` is None they continue our chain; otherwise they lead to `head`, or are
+    the first of more, and tell what became of our message.
+    """
 
     head: Head
-    commits: tuple[Statement[Commit], ...]  # they continue our chain when `state` is None
+    commits: tuple[Statement[Commit], ...]
     state: Blob | None
 
 
@@ -63,18 +60,20 @@ class Scout:
 
         Raises UnreachableError when `peer` does not answer, PeerFault when its answer is no good.
         """
-        request = ChainRequest(run=bytes.fromhex(self._run_id), after_round=self._chain.round)
-        try:
-            reply: ChainReply = await RoundsStub(self._channel(peer)).Chain(request, timeout=CALL_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            raise UnreachableError(f"{peer} does not tell its chain: {error.details()}") from error
-        commits = _commits(reply, self._run_id, self._terms)
+        mine = self._chain.head
+        reply = await ask_chain(self._run_id, self._channel, peer, mine.round)
+        head, commits = _head(reply), _commits(reply, self._run_id, self._terms)
         if replay and commits and continues(self._chain, commits):
             return Way(self._chain.would_lead_to(commits), commits, None)
+        if head.digest != mine.digest and not preferred(mine, head):
+            raise StaleError(f"{peer} stands at round {head.round}, from which nothing is to be had")
+        return Way(head, _linked(commits, head), self._state(reply, peer))
+
+    def _state(self, reply: ChainReply, peer: PeerId) -> Blob:
         state = Blob.from_wire(reply.state)
         if state.size != self._state_bytes:
             raise MalformedError(f"{peer} offers a state of {state.size} bytes, {self._state_bytes} are expected")
-        return Way(Head(reply.round, reply.digest, reply.chain_tokens), commits, state)
+        return state
 
 
 def continues(chain: Chain, commits: tuple[Statement[Commit], ...]) -> bool:
@@ -83,6 +82,27 @@ def continues(chain: Chain, commits: tuple[Statement[Commit], ...]) -> bool:
     except PeerFault:
         return False
     return True
+
+
+def _linked(commits: tuple[Statement[Commit], ...], head: Head) -> tuple[Statement[Commit], ...]:
+    """MalformedError unless they follow one another, not beyond `head`, and lead to it where they reach so far."""
+    if not commits:
+        return commits
+    chain = Chain(Head(commits[0].body.round, commits[0].body.base, 0))
+    try:
+        reached = chain.would_lead_to(commits)
+    except StaleError as fault:
+        raise MalformedError(f"commits that do not follow one another: {fault}") from fault
+    if reached.round > head.round or (reached.round == head.round and reached.digest != head.digest):
+        raise MalformedError(f"commits that do not lead to the head of round {head.round}")
+    return commits
+
+
+def _head(reply: ChainReply) -> Head:
+    check_digest(reply.digest)
+    if reply.round > MAX_ROUND:
+        raise MalformedError(f"round {reply.round} is out of range")
+    return Head(reply.round, reply.digest, reply.chain_tokens)
 
 
 def _commits(reply: ChainReply, run_id: RunId, terms: Terms) -> tuple[Statement[Commit], ...]:

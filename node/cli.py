@@ -164,6 +164,47 @@ def key(
     typer.echo(key_line(folder))
 
 
+@app.command(epilog="Example: murmur sim diloco sparseloco --peers 8 --steps 200 --bandwidth 20")
+def sim(
+    recipe: Annotated[list[str], typer.Argument(metavar="RECIPE...", help="names from `murmur recipes`")],
+    peers: Annotated[int, typer.Option(min=1, max=1000, help="how many virtual peers")] = 8,
+    steps: Annotated[int | None, typer.Option(min=1, help="inner steps of each peer; default 200")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="of all peers together, instead of --steps")] = None,
+    speeds: Annotated[str, typer.Option(help="inner steps a second: one, or one a peer with commas")] = "1",
+    bandwidth: Annotated[str, typer.Option(metavar="MBIT", help="of each link: one, or one a peer")] = "100",
+    latency: Annotated[float, typer.Option(metavar="MS", min=0.0, help="one way")] = 50.0,
+    churn: Annotated[float, typer.Option(metavar="SHARE", min=0.0, max=0.45, help="of peers die each round")] = 0.0,
+    liars: Annotated[
+        str | None, typer.Option(metavar="F:KIND", help="a share of peers lies: sign-flip, scale10, zero or random")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="runs of each recipe")] = 3,
+    run: Annotated[Path | None, typer.Option(help="a manifest: its model, data, training and deadlines")] = None,
+    option: Annotated[list[str] | None, typer.Option("--set", metavar="PART.OPTION=VALUE", help="repeatable")] = None,
+    as_json: JsonOption = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="loss against bytes and against time")] = None,
+) -> None:
+    """Compare methods: virtual peers, real gradients, a virtual network."""
+    from node.simulation.command import Wish, simulate
+
+    simulate(
+        Wish(
+            tuple(recipe), peers, steps, tokens, speeds, bandwidth, latency, churn, liars, seeds, run,
+            tuple(option or ()), as_json, plot,
+        )
+    )  # fmt: skip
+
+
+@app.command(epilog="Example: murmur recipes sparseloco")
+def recipes(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="one recipe in full")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the training methods and what they are made of."""
+    from node.recipe_table import show_recipes
+
+    show_recipes(name, as_json)
+
+
 def main() -> None:
     sys.exit(_guarded(app))
 

@@ -76,7 +76,7 @@ class Daemon:
         stopped = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({main, stopped, *background}, return_when=asyncio.FIRST_COMPLETED)
-            failed = [task for task in (main, *background) if task.done() and task.exception()]
+            failed = [task for task in (main, *background) if task.done()]
         finally:
             for task in (main, stopped):
                 task.cancel()

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import AlreadyRunningError, OtherRunError, StorageError
+from protocol.errors import AlreadyRunningError, MurmurError, OtherRunError, StorageError
 from protocol.manifest import Manifest, load_manifest
 
 
@@ -38,12 +38,18 @@ class RunFolder:
             raise StorageError(f"cannot use the folder {self.path}: {error.strerror}; choose another --dir") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._belong_to(manifest)
         except BlockingIOError as error:
             self.release()
             raise AlreadyRunningError(
                 f"another node runs in {self.path}; stop it first, or give this one its own --dir"
             ) from error
-        self._belong_to(manifest)
+        except OSError as error:
+            self.release()
+            raise StorageError(f"cannot lock {self.path}: {error.strerror}; choose another --dir") from error
+        except MurmurError:
+            self.release()
+            raise
 
     def release(self) -> None:
         if self._lock is not None:
@@ -61,7 +67,8 @@ class RunFolder:
 
     def usual_port(self) -> int:
         """The TCP port of the last start, so that the addresses others remember stay true; 0: none yet."""
-        found = (re.search(r"/tcp/(\d+)", address) for address in self._read("node.json").get("addresses", ()))
+        addresses = self._read("node.json").get("addresses", ())
+        found = (re.search(r"/tcp/(\d{1,5})\b", str(address)) for address in addresses)
         return next((int(match[1]) for match in found if match), 0)
 
     def _belong_to(self, manifest: Manifest) -> None:
@@ -86,10 +93,16 @@ class RunFolder:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Readers see the old content or the new, never a part. Raises StorageError."""
+    """Readers see the old content or the new, never a part, also after a power cut. Raises StorageError."""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; free some space or choose another --dir") from error

@@ -17,9 +17,11 @@ from node import checkpoint
 from node.arena import VECTORS, Arena
 from node.checkpoint import Checkpoint
 from node.folder import RunFolder
+from node.inner_state import Counters
 from node.model import ShapeTable
-from node.offers import Offers
+from node.offers import Offer, Offers
 from node.replica import OuterState, Replica, Work
+from node.trainer_link import stored_parts
 from protocol.blob_store import BlobStore
 from protocol.blobs import Blob
 from protocol.chain import Head
@@ -35,6 +37,8 @@ OUTBOX = "outbox"
 
 
 class Keeper:
+    """`work` runs a function in a thread that may be busy for long; `adopted(round)` waits for the trainer."""
+
     def __init__(
         self, folder: RunFolder, manifest: Manifest, shapes: ShapeTable, store: BlobStore, arena: Arena,
         work: Work, adopted: Callable[[int], Awaitable[bool]],
@@ -121,3 +125,15 @@ def restore_inner(saved: Checkpoint, arena: Arena) -> None:
     arena.outbox[: len(outbox)] = outbox
     arena.write_snapshot({name: saved.inner[name] for name in VECTORS}, saved.inner_meta)
 
+
+def restored_offers(saved: Checkpoint, arena: Arena, store: BlobStore) -> Offers:
+    """The message that was on its way, too: a round may have taken it while we were away, which must not happen twice.
+
+    After `restore_inner`.
+    """
+    offers = Offers.from_json(saved.chain["offer"])
+    outstanding = Counters.model_validate(saved.inner_meta).outstanding
+    if outstanding is not None and offers.fate_of(outstanding.round) == "none":
+        message = outstanding.message()
+        offers.place(Offer(message, stored_parts(store, arena.outbox, message)))
+    return offers

@@ -10,13 +10,15 @@ from protocol.murmur_pb2 import PeerRecord
 from protocol.round_events import Live
 from protocol.statements import Digest
 
+MAX_DEPARTED = 4096
+
 
 class Members:
     """`has_contacts`: whether somebody was named whom we can ask for the run."""
 
     def __init__(self, directory: Directory, chain: Chain, has_contacts: bool, rng: random.Random) -> None:
         self._directory, self._chain, self.has_contacts, self._rng = directory, chain, has_contacts, rng
-        self._departed: set[PeerId] = set()
+        self._departed: dict[PeerId, None] = {}  # the longest gone first
         directory.subscribe(self._note)
 
     def records(self) -> dict[PeerId, PeerRecord]:
@@ -28,6 +30,10 @@ class Members:
     def trainers(self) -> list[PeerId]:
         """All that train, whatever their round, ourselves among them."""
         return [peer for peer, record in self._directory.live().items() if record.role == "trainer"]
+
+    def is_trainer(self, peer: PeerId) -> bool:
+        record = self._directory.live().get(peer)
+        return record is not None and record.role == "trainer"
 
     def at_this_round(self) -> Live:
         """Who takes part in the round that follows our head: those who stand there, and those about to arrive."""
@@ -43,12 +49,12 @@ class Members:
         return bool(trainers) and trainers[number % len(trainers)] == self._directory.peer_id
 
     def holders(self, head: Head, other_than: Digest) -> list[PeerId]:
-        """Who stands at `head` with another state."""
-        return [
-            peer
-            for peer, record in self.records().items()
-            if record.digest == head.digest and record.state_digest not in (b"", other_than)
-        ]
+        """Who stands at `head` with the state that most of them have, of those that are not ours."""
+        by_state: dict[Digest, list[PeerId]] = {}
+        for peer, record in self.records().items():
+            if record.digest == head.digest and record.state_digest not in (b"", other_than):
+                by_state.setdefault(record.state_digest, []).append(peer)
+        return min(by_state.items(), key=lambda entry: (-len(entry[1]), entry[0]), default=(b"", []))[1]
 
     def announce_head(self, head: Head, state: Digest) -> None:
         self._directory.publish(
@@ -57,7 +63,9 @@ class Members:
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Joined):
-            self._departed.discard(event.peer)
+            self._departed.pop(event.peer, None)
         elif isinstance(event, Left) and event.reason == "left":
-            self._departed.add(event.peer)
+            self._departed[event.peer] = None
+            if len(self._departed) > MAX_DEPARTED:
+                del self._departed[next(iter(self._departed))]
 

@@ -1,8 +1,8 @@
 """The trainer's message on its way: offered to one round after the other until one takes it.
 
 A delta that misses its round is still a delta: it joins the next one, up to MAX_AGE rounds late. After that it is
-given back to the trainer, whose residual takes it in. Exactly one of the two happens, and is remembered, so a trainer
-(or a whole node) that died in between hears of it afterwards. PURE.
+given back to the trainer, whose residual takes it in. Exactly one of the two happens, and is remembered until the
+trainer's next message, so a trainer (or a whole node) that died in between hears of it afterwards. PURE.
 """
 
 from dataclasses import dataclass
@@ -44,13 +44,15 @@ class Offers:
         self.decided = decided  # round and fate of the last message that was decided
 
     def is_known(self, message: Message) -> bool:
-        """Whether a trainer that came back repeats what is on its way or decided."""
+        """Whether what a trainer that came back repeats is on its way or decided."""
         return self.current is not None and self.current.message.round == message.round or (
             self.fate_of(message.round) != "none"
         )
 
     def place(self, offer: Offer) -> None:
-        self.current = offer
+        """A new message: its trainer has heard of the fate of the one before it."""
+        # Rounds start anew from a lower number on another chain: an old fate must not pass for that of this message.
+        self.current, self.decided = offer, None
 
     def fate_of(self, message_round: int | None) -> Fate:
         """Of the message that a trainer calls outstanding."""

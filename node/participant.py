@@ -7,6 +7,7 @@ the trainer is offered until a round takes it. Nothing here blocks the trainer: 
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from node.catch_up import Scout, Way, ahead, best
@@ -18,7 +19,7 @@ from node.standing import Standing
 from node.trainer_link import TrainerLink
 from node.wishes import Wishes
 from protocol.chain import Head, disagrees
-from protocol.errors import PeerFault, UnreachableError
+from protocol.errors import MissingFileError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.statements import Commit, Statement, Terms
@@ -28,13 +29,14 @@ logger = logging.getLogger(__name__)
 PATIENCE = 1.5  # seconds that the next commit may take to come by itself before we ask for it
 GAP = 2  # rounds behind, from which on we ask at once
 LOOK_SECONDS = 0.5
-STATE_SECONDS = 600.0
-AVOID_SECONDS = 60.0  # a head that nobody could show us the way to
+STATE_SECONDS = 60.0  # to fetch a state, and a second more for each of so many bytes
+SLOWEST_BYTES = 1_000_000
+AVOID_SECONDS = 60.0  # not to follow a peer that could not show us the way to its head
 
 
 @dataclass(kw_only=True)
 class Participant:
-    """`decided`, `offer` and `wake` are called from outside; everything else happens in `run`."""
+    """`decided`, `offer`, `broken` and `wake` are called from outside; everything else happens in `run`."""
 
     manifest: Manifest
     terms: Terms
@@ -48,13 +50,19 @@ class Participant:
     replica: Replica
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     _decided: Statement[Commit] | None = None
-    _avoided: dict[Head, float] = field(default_factory=dict)
+    _fault: BaseException | None = None
+    _avoided: dict[PeerId, float] = field(default_factory=dict)
     _ahead_since: float | None = None
     _replay_failed: bool = False
 
     def decided(self, commit: Statement[Commit]) -> None:
         """From the round driver."""
         self._decided = commit
+        self.wake.set()
+
+    def broken(self, error: BaseException) -> None:
+        """A fault in our own code, somewhere in the background: `run` ends with it."""
+        self._fault = self._fault or error
         self.wake.set()
 
     def offer(self) -> None:
@@ -78,6 +86,8 @@ class Participant:
         await self.trainer.start(self.replica.chain.round, self.replica.state.anchor)
         await self._assemble()
         while not self.target_reached:
+            if self._fault is not None:
+                raise self._fault
             if self._decided is not None:
                 await self._take_decided()
             elif self._must_catch_up():
@@ -132,9 +142,10 @@ class Participant:
         assert commit is not None
         try:
             await self._apply(commit)
-        except (UnreachableError, PeerFault) as error:
+        except (UnreachableError, PeerFault, MissingFileError) as error:
             logger.warning("round %d is decided but cannot be applied here: %s", commit.body.round, error)
             self.standing.round_failed(str(error))
+            await self._look()
 
     async def _apply(self, commit: Statement[Commit]) -> None:
         for blob in commit.body.blobs:
@@ -148,16 +159,21 @@ class Participant:
         fate = self.trainer.settle(commits)
         self.standing.applied(replica.chain.head, replica.blob.digest, commits, fate)
         self.members.announce_head(replica.chain.head, replica.blob.digest)
-        await self.trainer.adopt(replica.chain.round, replica.state.anchor, fate)
+        await self.trainer.adopt(replica.chain.round, replica.state.anchor)
         async with self.trainer.placing:
             self.keeper.prune(self.trainer.offers, replica.blob, commits)
         await self.keeper.keep(replica, self.trainer.offers)
 
     def _heads(self) -> dict[Head, list[PeerId]]:
+        """Where others are that we could follow, and who."""
+        records = self.members.records()
+        followed = {peer: record for peer, record in records.items() if peer in self._not_avoided(records)}
+        return ahead(self.replica.chain.head, followed)
+
+    def _not_avoided(self, peers: Iterable[PeerId]) -> list[PeerId]:
         now = asyncio.get_running_loop().time()
-        self._avoided = {head: until for head, until in self._avoided.items() if until > now}
-        heads = ahead(self.replica.chain.head, self.members.records())
-        return {head: peers for head, peers in heads.items() if head not in self._avoided}
+        self._avoided = {peer: until for peer, until in self._avoided.items() if until > now}
+        return [peer for peer in peers if peer not in self._avoided]
 
     def _must_catch_up(self) -> bool:
         """Whether others are ahead, and the commit that they have does not come by itself."""
@@ -183,28 +199,28 @@ class Participant:
             head = self.replica.chain.head
             logger.error("our state differs from the others' after round %d; fetching theirs", head.round)
             self.standing.round_failed("our state differed from the others'")
-            peers = self.members.holders(head, self.replica.blob.digest)
-        elif heads:
-            head, peers = best(heads)
+            peers = self._not_avoided(self.members.holders(head, self.replica.blob.digest))
         else:
-            return
+            head, peers = best(heads) if heads else (self.replica.chain.head, [])
+        if not peers:
+            return await self._look()
         # The blobs of long ago are gone, and one state costs no more than many rounds.
         replay = not (replace or self._replay_failed) and head.round - self.replica.chain.round <= KEPT_ROUNDS
         try:
             await self._follow(await self.scout.find_way(peers[0], replay))
             self._replay_failed = False
-        except (UnreachableError, PeerFault) as error:
-            self._replay_failed = replay
+        except (UnreachableError, PeerFault, MissingFileError) as error:
             logger.warning("cannot follow %s to round %d: %s", peers[0], head.round, error)
-            if len(peers) == 1:
-                self._avoided[head] = asyncio.get_running_loop().time() + AVOID_SECONDS
+            self._replay_failed = replay
+            if not replay:
+                self._avoided[peers[0]] = asyncio.get_running_loop().time() + AVOID_SECONDS
             await self._look()
 
     async def _follow(self, way: Way) -> None:
         """Replay the rounds that we missed, or take over another state."""
         if way.state is not None:
             logger.info("fetching the state of round %d (%d bytes)", way.head.round, way.state.size)
-            await self.wishes.get_from_anyone(way.state, STATE_SECONDS)
+            await self.wishes.get_from_anyone(way.state, STATE_SECONDS + way.state.size / SLOWEST_BYTES)
             await self.replica.take_over(way.head, way.state, way.commits)
             await self._settle([commit.body for commit in way.commits])
         else:

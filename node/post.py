@@ -62,7 +62,7 @@ class Post:
 
     def forget(self, peer: PeerId) -> None:
         """Drop what waits for a peer that is gone."""
-        self._waiting.pop(peer, None)
+        self._waiting.pop(peer, deque()).clear()
         worker = self._workers.pop(peer, None)
         if worker is not None:
             worker.cancel()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim.errors import CodecError
+from optim.errors import OptimError
 from optim.method import Merger, Method
 from protocol.blob_store import BlobStore
 from protocol.blobs import Blob
@@ -76,7 +76,7 @@ class Workshop:
         """Raises MalformedError unless the blob is a well-formed payload of that part."""
         try:
             self._merger.check(self._store.read(blob.digest), part)
-        except CodecError as error:
+        except OptimError as error:
             raise MalformedError(f"a payload does not decode: {error}") from error
 
     def reduce(self, part: int, blobs: Sequence[Blob], tokens: Sequence[int]) -> Blob:
@@ -86,7 +86,7 @@ class Workshop:
             start, stop = self._merger.bounds[part]
             weights = [float(count) for count in tokens]
             return self._store.put(self._merger.reduce_part(payloads, weights, stop - start))
-        except CodecError as error:
+        except OptimError as error:
             raise MalformedError(f"a contribution does not decode: {error}") from error
 
     def apply(self, state: OuterState, commit: Commit) -> tuple[OuterState, Blob]:
@@ -94,7 +94,7 @@ class Workshop:
         weights = [float(contribution.body.tokens) for contribution in commit.contributions]
         try:
             delta = self._merger.merge([self._store.read(blob.digest) for blob in commit.blobs], weights)
-        except CodecError as error:
+        except OptimError as error:
             raise MalformedError(f"the commit of round {commit.round} does not decode: {error}") from error
         after = state.updated(self._method, delta)
         return after, self.keep(after)
@@ -123,7 +123,8 @@ class Replica:
         self.state, self.blob = state, blob
 
     async def take_over(self, head: Head, blob: Blob, commits: Sequence[Statement[Commit]]) -> None:
-        """Another chain: its head, its state (in the store) and its last commits. MalformedError: nothing changed."""
+        """Another chain: its head, its state (in the store) and commits of it that follow one another; they are kept
+        where they lead to its head. MalformedError: nothing has changed."""
         state = await self._work(self._workshop.load, blob)
-        self.chain.restart(head, commits)
+        self.chain.restart(head, commits if commits and commits[-1].body.round == head.round - 1 else ())
         self.state, self.blob = state, blob

@@ -69,7 +69,7 @@ class Standing:
             self._metrics.round_ended("excluded")
             excluded = status.contributions_excluded + 1
             self._set(contributions_excluded=excluded, reason="our message came too late for several rounds")
-        else:
+        for _ in commits[fate != "none" :]:
             self._metrics.round_ended("missed")
 
     def round_failed(self, reason: str) -> None:

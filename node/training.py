@@ -1,7 +1,4 @@
-"""The trainer's loop: inner steps, messages, adoptions.
-
-A message is due after H = schedule.inner_steps steps since the last one, once no other is on its way. With overlap
-training goes on while it travels, for at most H further steps; without, the trainer waits for its fate.
+"""The trainer's loop: inner steps, messages, adoptions (when: see node.pace).
 
 State is snapshotted into the arena every SNAPSHOT_SECONDS and, always before the daemon is told, at each message and
 adoption: whatever the daemon knows of survives this process.
@@ -11,9 +8,6 @@ import logging
 import math
 import time
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from node.activity import Stopwatch
 from node.arena import Arena
@@ -33,10 +27,12 @@ from node.channel import (
     TrainerEnd,
 )
 from node.data import Batches, Corpus, open_source, validation_batches
-from node.device import choose_device, device_name, precision
+from node.device import choose_device, device_name
 from node.inner import InnerOptimizer
 from node.inner_state import InnerState, Work
+from node.inner_step import accumulate_gradient, validation_loss
 from node.model import Llama
+from node.pace import is_message_due, must_wait
 from optim.method import Sender
 from optim.recipes import compose
 from protocol.errors import MalformedError, MurmurError
@@ -80,9 +76,10 @@ class Trainer:
             self._obey(self._channel.receive())
             if self._stopping:
                 return
-            if self._message_due():
+            counters = self._state.counters
+            if is_message_due(counters, self._schedule.inner_steps):
                 self._send_message()
-            elif self._must_wait():
+            elif must_wait(counters, self._schedule):
                 self._wait()
             else:
                 self._train()
@@ -101,15 +98,6 @@ class Trainer:
         )
         if outstanding:
             self._channel.send(outstanding.message())
-
-    def _message_due(self) -> bool:
-        counters = self._state.counters
-        return counters.outstanding is None and counters.since_message.steps >= self._schedule.inner_steps
-
-    def _must_wait(self) -> bool:
-        counters = self._state.counters
-        ahead = self._schedule.inner_steps if self._schedule.overlap else 0
-        return counters.outstanding is not None and counters.since_message.steps >= ahead
 
     def _obey(self, command: ToTrainer | None) -> None:
         match command:
@@ -151,7 +139,8 @@ class Trainer:
         """One inner step; left out when the loss or the gradient is not finite."""
         with self._watch.spend("compute"):
             sequences = self._manifest.train.batch_tokens // self._manifest.model.context
-            loss = self._gradient(self._batches.next(sequences).to(self._device))
+            windows = self._batches.next(sequences)
+            loss = accumulate_gradient(self._model, windows, self._manifest.train.microbatch)
             applied = math.isfinite(loss) and self._optimizer.step(self._state.counters.step)
             self._optimizer.clear_gradient()
         if not applied:
@@ -161,16 +150,6 @@ class Trainer:
         tokens = self._manifest.train.batch_tokens
         self._state.count_step(tokens, loss, self._batches.position)
         self._unshown += Work(tokens=tokens, steps=1, loss=loss)
-
-    def _gradient(self, windows: Tensor) -> float:
-        """The gradient of the mean loss over `windows` (sequences, context + 1), a few at a time; returns that loss."""
-        total = torch.zeros((), device=self._device)
-        for piece in torch.split(windows, self._manifest.train.microbatch):
-            with precision(self._device):
-                loss = self._model(piece[:, :-1], piece[:, 1:]) * (len(piece) / len(windows))
-            loss.backward()
-            total += loss.detach()
-        return float(total)
 
     def _count_skipped(self) -> None:
         self._skipped_in_a_row += 1
@@ -215,23 +194,9 @@ class Trainer:
 
     def _evaluate(self, round_number: int) -> None:
         with self._watch.spend("evaluate"):
-            loss, tokens = self._validation_loss(self._arena.anchor(round_number))
+            batches = validation_batches(self._corpus, self._manifest.model.context, self._config.validation_tokens)
+            loss, tokens = validation_loss(self._model, self._arena.anchor(round_number), batches)
         self._channel.send(Evaluated(round=round_number, loss=loss, tokens=tokens))
-
-    @torch.no_grad()
-    def _validation_loss(self, flat: Tensor) -> tuple[float, int]:
-        """Mean loss in nats a token of the weights `flat` over the held-out text, and the tokens it was taken over."""
-        context = self._manifest.model.context
-        trained = self._model.flat.detach().clone()
-        self._model.load_flat(flat)
-        total, tokens = 0.0, 0
-        for windows in validation_batches(self._corpus, context, self._config.validation_tokens):
-            piece = windows.to(self._device)
-            with precision(self._device):
-                loss = self._model(piece[:, :-1], piece[:, 1:])
-            total, tokens = total + float(loss) * len(piece) * context, tokens + len(piece) * context
-        self._model.load_flat(trained)
-        return total / tokens, tokens
 
 
 def _open_corpus(manifest: Manifest, base: Path) -> Corpus:

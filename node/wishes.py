@@ -30,6 +30,10 @@ class Wishes:
         """It is no longer wanted."""
         self._sources.pop(blob.digest, None)
 
+    def clear(self) -> None:
+        """Nothing is wanted any more."""
+        self._sources.clear()
+
     async def get_from_anyone(self, blob: Blob, deadline: float) -> None:
         await self._fetcher.fetch(blob, lambda: tuple(self._everyone()), deadline)
 

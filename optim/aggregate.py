@@ -33,26 +33,37 @@ class Message:
 
 
 class Aggregate(ABC):
-    """Messages of one length, in the agreed order, to one vector."""
+    """Messages of one length, in the agreed order, to one vector. A message of weight zero is as if absent."""
+
+    kind: ClassVar[str]
 
     @abstractmethod
     def combine(self, messages: Sequence[Message]) -> Floats:
         """CodecError if a payload is malformed, OptimError if no message has a weight."""
 
 
+def present(messages: Sequence[Message]) -> list[Message]:
+    """Those with a weight. OptimError if a weight is nonsense or there is none."""
+    if not all(math.isfinite(message.weight) and message.weight >= 0 for message in messages):
+        raise OptimError("weights must be finite and not negative")
+    members = [message for message in messages if message.weight]
+    if not members:
+        raise OptimError("one of the weights must be above zero")
+    return members
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _Weighted(Aggregate):
     """`weights`: by the tokens each member trained on, or all alike. `clip`: no message counts with a norm above the
-    median of all norms (of the part at hand, where messages are reduced in parts)."""
+    median of all norms (of the part at hand, where messages are reduced in parts). The clip bounds what one member can
+    do and keeps the rest of the mean as it is; the rules of `optim.robust` instead leave members out."""
 
     weights: Literal["tokens", "equal"] = "tokens"
     clip: bool = False
 
     def _weigh(self, messages: Sequence[Message]) -> list[float]:
-        weights = [message.weight if self.weights == "tokens" else float(message.weight > 0) for message in messages]
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
-            raise OptimError("weights must be finite and not negative, and one of them above zero")
-        return weights
+        present(messages)
+        return [message.weight if self.weights == "tokens" else float(message.weight > 0) for message in messages]
 
     def _shrink(self, messages: Sequence[Message], weights: Sequence[float]) -> list[float]:
         """The factor of each message: 1, or what brings its norm down to the median of those that count."""

@@ -11,17 +11,22 @@ from pydantic import ValidationError
 
 from optim.aggregate import Aggregate, Mean, SenderMean
 from optim.codecs.codec import Codec
-from optim.codecs.dense import HalfPrecision, Uncompressed
-from optim.codecs.int8 import BlockInt8
+from optim.codecs.cosine_topk import CosineTopK
+from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
+from optim.codecs.integers import BlockInt4, BlockInt8
+from optim.codecs.powers import PowersOfTwo
+from optim.codecs.signs import BlockSign
+from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
 from optim.errors import UnknownOption, UnknownRecipe
 from optim.feedback import ErrorFeedback, Feedback, NoFeedback
 from optim.method import Method
 from optim.parts import Scalar
+from optim.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
 from optim.schedules import EverySteps, Schedule
 from optim.signals import PseudoGradient, Signal
 from optim.topologies import Butterfly, Gather, Topology
-from optim.updates import Nesterov, Sgd, Update
+from optim.updates import HeavyBall, Nesterov, Sgd, Sign, Update
 
 Part = TypeVar("Part")
 Table = Mapping[str, Scalar]
@@ -29,16 +34,17 @@ Tables = Mapping[str, Table]
 
 SIGNALS: Final[Mapping[str, type[Signal]]] = {"pseudo-gradient": PseudoGradient}
 SCHEDULES: Final[Mapping[str, type[Schedule]]] = {"every-steps": EverySteps}
-CODECS: Final[Mapping[str, type[Codec]]] = {
-    "none": Uncompressed,
-    "fp16": HalfPrecision,
-    "int8": BlockInt8,
-    "topk": ChunkTopK,
-}
+_CODECS: Final[tuple[type[Codec], ...]] = (
+    *(Uncompressed, HalfPrecision, BrainFloat, BlockInt8, BlockInt4, PowersOfTwo, BlockSign),
+    *(ChunkTopK, CosineTopK, RandomSubset),
+)
+CODECS: Final[Mapping[str, type[Codec]]] = {codec.kind: codec for codec in _CODECS}
 FEEDBACKS: Final[Mapping[str, type[Feedback]]] = {"none": NoFeedback, "error": ErrorFeedback}
 TOPOLOGIES: Final[Mapping[str, type[Topology]]] = {"butterfly": Butterfly, "gather": Gather}
-AGGREGATES: Final[Mapping[str, type[Aggregate]]] = {"mean": Mean, "sender-mean": SenderMean}
-UPDATES: Final[Mapping[str, type[Update]]] = {"nesterov": Nesterov, "sgd": Sgd}
+_AGGREGATES: Final[tuple[type[Aggregate], ...]] = (Mean, SenderMean, TrimmedMean, CoordinateMedian, Krum, CentredClip)
+AGGREGATES: Final[Mapping[str, type[Aggregate]]] = {aggregate.kind: aggregate for aggregate in _AGGREGATES}
+_UPDATES: Final[tuple[type[Update], ...]] = (Nesterov, Sgd, HeavyBall, Sign)
+UPDATES: Final[Mapping[str, type[Update]]] = {update.kind: update for update in _UPDATES}
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,8 @@ class SparseVector(Vector):
         return norm([self.values[part] for part in slabs(self.values.size)])
 
 
-def slabs(numel: int) -> Iterator[slice]:
-    return (slice(start, min(start + SLAB, numel)) for start in range(0, numel, SLAB))
+def slabs(numel: int, size: int = SLAB) -> Iterator[slice]:
+    return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
 def norm(pieces: Iterable[Floats]) -> float:

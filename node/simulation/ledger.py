@@ -1,6 +1,6 @@
 """What became of every message, and what the swarm spent: the accounts from which results are drawn."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,12 +23,13 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """`busy`: seconds of computing, by slot. `logic_seconds`: real time spent inside the round machines."""
+    """`busy_seconds`: of computing, by slot. `logic_seconds`: the processor's, inside the round machines."""
 
     entries: dict[Key, Entry] = field(default_factory=dict)
     commits: dict[Digest, Commit] = field(default_factory=dict)  # by the base they continue
+    newest: dict[PeerId, Entry] = field(default_factory=dict)
     skips: Counter[str] = field(default_factory=Counter)
-    busy: Counter[int] = field(default_factory=Counter)
+    busy_seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     steps: int = 0
     takeovers: int = 0
     logic_seconds: float = 0.0
@@ -36,7 +37,7 @@ class Ledger:
     def enter(self, peer: PeerId, message: Message, parts: tuple[Blob, ...]) -> None:
         """A new message. AssertionError if this peer made one for that round before."""
         assert (peer, message.round) not in self.entries, "two messages of one peer for one round"
-        self.entries[peer, message.round] = Entry(parts, message.tokens)
+        self.entries[peer, message.round] = self.newest[peer] = Entry(parts, message.tokens)
 
     def decide(self, commit: Commit) -> None:
         """Counted once, however many peers learn of it. AssertionError where a round was decided in two ways."""
@@ -44,9 +45,10 @@ class Ledger:
             assert self.commits[commit.base].content() == commit.content(), "two commits of one round"
             return
         self.commits[commit.base] = commit
-        included = {(contribution.sender, contribution.body.parts) for contribution in commit.contributions}
-        for (peer, _), entry in self.entries.items():
-            entry.times_included += (peer, entry.parts) in included
+        for contribution in commit.contributions:
+            entry = self.newest[contribution.sender]
+            assert entry.parts == contribution.body.parts, "a commit of a message that is not on its way"
+            entry.times_included += 1
 
     def settle(self, peer: PeerId, message_round: int, end: End) -> None:
         self.entries[peer, message_round].end = end

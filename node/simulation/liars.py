@@ -1,7 +1,7 @@
 """Peers that lie: they train like the others and send something else.
 
-    sign-flip   x <- -x            scale10   x <- 10 x
-    zero        x <- 0             random    x <- noise of the same norm
+sign-flip   x <- -x            scale10   x <- 10 x
+zero        x <- 0             random    x <- noise of the same norm
 """
 
 from collections.abc import Callable
@@ -49,4 +49,4 @@ class LyingSender(Sender):
 
     def _noise(self, delta: Tensor) -> Tensor:
         noise = torch.randn(delta.shape, generator=self._generator)
-        return noise * (torch.linalg.vector_norm(delta) / torch.linalg.vector_norm(noise))
+        return noise.mul_(torch.linalg.vector_norm(delta) / torch.linalg.vector_norm(noise))

@@ -4,8 +4,8 @@ Blobs queue: an uplink sends one after the other, a downlink takes one after the
 enters the downlink one latency after it left. Statements are small and pass beside the blobs: latency, and their own
 length over the narrower of the two links. Nothing is lost. Every byte is counted where it is sent.
 
-    up_end    = max(now, up_free) + size / up
-    down_end  = max(up_end + latency, down_free + size / down)
+    up_start   = max(now, up_free)                     up_end   = up_start + size / up
+    down_start = max(up_start + latency, down_free)    down_end = max(up_end + latency, down_start + size / down)
 """
 
 from collections import defaultdict
@@ -36,8 +36,10 @@ class Links:
     def carry(self, source: int, receiver: int, size: int, arrived: Callable[[], None]) -> None:
         """A blob from slot to slot."""
         now = self._clock.now
-        sent = max(now, self._up_free[source]) + size / self._bandwidths[source]
-        taken = max(sent + self.latency, self._down_free[receiver] + size / self._bandwidths[receiver])
+        begun = max(now, self._up_free[source])
+        sent = begun + size / self._bandwidths[source]
+        first = max(begun + self.latency, self._down_free[receiver])
+        taken = max(sent + self.latency, first + size / self._bandwidths[receiver])
         self._up_free[source], self._down_free[receiver] = sent, taken
         self.blob_bytes[source] += size
         self._clock.after(taken - now, arrived)

@@ -15,7 +15,7 @@ from protocol.blobs import Blob
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.records import SIGNATURE_BYTES
-from protocol.statements import KINDS, Commit, Contribution, Roster, Statement, Terms
+from protocol.statements import KINDS, Commit, Contribution, Digest, Part, Roster, Statement, Terms
 
 
 class Notary:
@@ -26,6 +26,7 @@ class Notary:
         self._serials = itertools.count()
         self._opened: dict[bytes, Statement[Any]] = {}
         self._signed_in: dict[int, list[bytes]] = {}
+        self._parts: dict[Digest, int] = {}
 
     def signer(self, peer: PeerId) -> Callable[[str, Message], wire.Signed]:
         def sign(kind: str, body: Message) -> wire.Signed:
@@ -41,13 +42,19 @@ class Notary:
             statement = Statement.of(signed, self._body(signed))
             self._opened[signed.signature] = statement
             self._signed_in.setdefault(statement.body.round, []).append(signed.signature)
+            self._parts.update(_places(statement.body))
         return statement
+
+    def part_of(self, blob: Blob) -> int:
+        """Which part of the model that blob holds, by what was said of it."""
+        return self._parts.get(blob.digest, 0)
 
     def forget_before(self, number: int) -> None:
         """Drop what was said in the rounds before that one."""
         for old in [known for known in self._signed_in if known < number]:
             for signature in self._signed_in.pop(old):
-                del self._opened[signature]
+                for digest, _ in _places(self._opened.pop(signature).body):
+                    self._parts.pop(digest, None)
 
     def _body(self, signed: wire.Signed) -> Any:
         message, from_wire = KINDS[signed.kind]
@@ -62,3 +69,12 @@ class Notary:
 
     def _all(self, envelopes: Iterable[wire.Signed]) -> tuple[Statement[Contribution], ...]:
         return tuple(self.open(signed) for signed in envelopes)
+
+
+def _places(body: Any) -> Iterable[tuple[Digest, int]]:
+    match body:
+        case Contribution(parts=parts):
+            return ((blob.digest, part) for part, blob in enumerate(parts))
+        case Part(part=part, blob=blob):
+            return ((blob.digest, part),)
+    return ()

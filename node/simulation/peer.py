@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from node.channel import Fate
 from node.offers import Offer, Offers
 from node.simulation.learner import Learner
+from node.simulation.ledger import End
 from node.simulation.machine import BatchRound
-from node.simulation.vault import Applied
+from node.simulation.vault import KEPT_ROUNDS, Applied
 from protocol import murmur_pb2 as wire
 from protocol.blobs import Blob
 from protocol.chain import Chain, Head
@@ -52,7 +53,7 @@ class VirtualPeer:
         self.alive = True
         self.chain = Chain.begin(swarm.run_id)
         self.applied: Applied = swarm.vault.initial
-        self.held: set[Digest] = set()
+        self.held: dict[Digest, int] = {}  # since which round of ours
         self.offers = Offers()
         self.learner: Learner | None = None
         self._machine: BatchRound | None = None
@@ -63,7 +64,6 @@ class VirtualPeer:
         self._decisions: dict[int, tuple[wire.Signed, ...]] = {}
         self._answered: set[tuple[PeerId, int]] = set()
         self._wanted: dict[Digest, tuple[PeerId, ...]] = {}
-        self._places: dict[Digest, int] = {}  # which part of the model a blob holds
         self._pending: Statement[Commit] | None = None  # decided, but not all its blobs are here
         self._behind_since: float | None = None
         self._taking_over = False
@@ -75,14 +75,14 @@ class VirtualPeer:
     def is_done(self) -> bool:
         return self.chain.tokens >= self.swarm.setting.target_tokens
 
-    # The rounds.
-
     def begin(self) -> None:
         """Open the next round on our chain, and go on training."""
         swarm, head = self.swarm, self.chain.head
         if self.is_done:
+            self.train()  # adopts the last anchor
             return
         swarm.vault.enter(head.round)
+        self.held = {digest: since for digest, since in self.held.items() if since >= head.round - KEPT_ROUNDS}
         now = swarm.clock.now
         seen = self._seen if self._seen is not None else dict.fromkeys(swarm.directory.peers, now)
         self._inbox.clear()
@@ -122,9 +122,9 @@ class VirtualPeer:
         machine = self._machine
         if machine is None or not events:
             return
-        started = time.perf_counter()
+        started = time.process_time()
         actions = machine.handle_all(events, self.swarm.clock.now)
-        self.swarm.ledger.logic_seconds += time.perf_counter() - started
+        self.swarm.ledger.logic_seconds += time.process_time() - started
         for action in actions:
             self._carry_out(action)
         if machine is self._machine:
@@ -158,7 +158,7 @@ class VirtualPeer:
         blobs = [contribution.body.parts[order.part] for contribution in order.contributions]
         tokens = [contribution.body.tokens for contribution in order.contributions]
         blob = self.swarm.vault.reduce(order.part, blobs, tokens)
-        self.held.add(blob.digest)
+        self.held[blob.digest] = self.chain.round
         self._queue(Reduced(order.part, order.attempt, blob))
 
     def _finish(self, commit: Statement[Commit]) -> None:
@@ -170,8 +170,7 @@ class VirtualPeer:
         self._answered = {answer for answer in self._answered if answer[1] in self._decisions}
         self._machine, self._pending = None, commit
         self.swarm.ledger.decide(commit.body)
-        for part, blob in enumerate(commit.body.blobs):
-            self._places.setdefault(blob.digest, part if commit.body.parts else 0)
+        for blob in commit.body.blobs:
             if blob.digest not in self.held:
                 self._want(blob, tuple(sorted(self.swarm.peers.keys() - {self.name})))
         self._apply_when_whole()
@@ -188,23 +187,20 @@ class VirtualPeer:
     def _settle(self, commits: Sequence[Commit]) -> None:
         """A new state is in place."""
         self._behind_since = None
-        self._places.clear()
         fate: Fate = "none"
         for commit in commits:
             offer = self.offers.current
             decided = self.offers.settle(self.name, commit)
             if offer is not None and decided != "none":
                 fate = decided
-                ledger_end = "included" if fate == "included" else "given back"
-                self.swarm.ledger.settle(self.name, offer.message.round, ledger_end)
+                end: End = "included" if fate == "included" else "given back"
+                self.swarm.ledger.settle(self.name, offer.message.round, end)
         self.swarm.arrived(self)
         if self.learner is None:
             self.learner = self.swarm.new_learner(self)
         elif self._adoption in (None, "none"):  # a fate that the trainer has not heard yet stays
             self._adoption = fate
         self.begin()
-
-    # What others say.
 
     def receive(self, signed: wire.Signed) -> None:
         """A statement; whoever still asks about a round that is decided is answered with the decision, once."""
@@ -226,12 +222,9 @@ class VirtualPeer:
     def _take(self, statement: Statement[Any]) -> None:
         number = statement.body.round
         if number == self.chain.round and self._machine is not None:
-            self._places.update(self.swarm.places(statement))
             self._queue(Received(statement))
         elif number == self.chain.round + 1:
             self._early.append(statement)
-
-    # Blobs.
 
     def _want(self, blob: Blob, sources: tuple[PeerId, ...]) -> None:
         if blob.digest in self.held:
@@ -258,12 +251,10 @@ class VirtualPeer:
             self._ask(blob)
             return
         self._wanted.pop(blob.digest, None)
-        if self.swarm.vault.is_well_formed(blob, self._places.get(blob.digest, 0)):
-            self.held.add(blob.digest)
+        if self.swarm.vault.is_well_formed(blob, self.swarm.notary.part_of(blob)):
+            self.held[blob.digest] = self.chain.round
             self._queue(Held(blob.digest))
             self._apply_when_whole()
-
-    # Catching up.
 
     def _catch_up(self) -> None:
         """Take the state over where others are ahead and the commit does not come by itself."""
@@ -283,15 +274,16 @@ class VirtualPeer:
         """From the peer that is furthest, among those the one whose uplink is free first."""
         swarm = self.swarm
         best = max((peer for peer in swarm.peers.values() if peer.alive), key=lambda peer: peer.chain.tokens)
+        if best.chain.head == self.chain.head:
+            return  # whoever was further has died
         level = [peer for peer in swarm.peers.values() if peer.alive and peer.chain.head == best.chain.head]
         source = min(level, key=lambda peer: swarm.links.backlog(peer.slot))
         head, applied, commits = source.chain.head, source.applied, source.chain.since(self.chain.round) or ()
         self._taking_over, self._machine = True, None
         self._inbox.clear()
         swarm.ledger.takeovers += 1
-        swarm.links.carry(
-            source.slot, self.slot, applied[1].size, self._if_alive(lambda: self._took_over(source, head, commits, applied))
-        )
+        arrived = self._if_alive(lambda: self._took_over(source, head, commits, applied))
+        swarm.links.carry(source.slot, self.slot, applied[1].size, arrived)
 
     def _took_over(
         self, source: "VirtualPeer", head: Head, commits: Sequence[Statement[Commit]], applied: Applied
@@ -303,8 +295,6 @@ class VirtualPeer:
         self.applied = self.swarm.vault.load(applied[1])
         self.chain.restart(head, commits)
         self._settle([commit.body for commit in commits])
-
-    # The trainer.
 
     def train(self) -> None:
         """What the trainer does next."""
@@ -332,12 +322,10 @@ class VirtualPeer:
     def _place(self, learner: Learner) -> None:
         message, payloads = learner.message()
         parts = tuple(self.swarm.vault.put(payload) for payload in payloads)
-        self.held.update(blob.digest for blob in parts)
+        self.held.update((blob.digest, self.chain.round) for blob in parts)
         self.offers.place(Offer(message, parts))
         self.swarm.ledger.enter(self.name, message, parts)
         self._offer()
-
-    # Time, and its end.
 
     def _later(self, delay: float, action: Callable[[], None]) -> None:
         self.swarm.clock.after(delay, self._if_alive(action))

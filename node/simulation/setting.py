@@ -1,5 +1,6 @@
 """What is simulated: a manifest, and the machines and links it runs on."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,6 @@ def default_manifest(steps: int) -> Manifest:
 
 def for_each_peer(values: Sequence[float], peers: int, option: str) -> tuple[float, ...]:
     """One value for all, or one for each."""
-    if len(values) not in (1, peers) or not all(value > 0 for value in values):
+    if len(values) not in (1, peers) or not all(math.isfinite(value) and value > 0 for value in values):
         raise UsageError(f"{option} takes one positive number, or one for each of the {peers} peers")
     return tuple(values) * (peers // len(values))

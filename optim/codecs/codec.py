@@ -22,6 +22,7 @@ SAMPLE = 1 << 20  # values that are enough to tell a codec's rate
 class Codec(ABC):
     """A wire format. `alignment`: parts of a vector that are encoded apart start at multiples of it."""
 
+    kind: ClassVar[str]
     number: ClassVar[int]
     version: ClassVar[int]
 
@@ -92,6 +93,12 @@ class Reader:
         values = np.frombuffer(self._payload, kind, count, self._position)
         self._position += count * kind.itemsize
         return values
+
+    def rest(self) -> memoryview:
+        """All that is left, not copied."""
+        rest = memoryview(self._payload)[self._position :]
+        self._position = len(self._payload)
+        return rest
 
     def end(self) -> None:
         if self.remaining:

@@ -1,19 +1,18 @@
-"""The k largest of each chunk, as position, sign and one bit of magnitude (arXiv 2508.15706, with fitted levels).
+"""The k largest of each chunk, as position, sign and 0 to 2 bits of magnitude (arXiv 2508.15706, with fitted levels).
 
 The vector is cut into chunks; the last may be shorter and keeps the same share, rounded up. The kept magnitudes of a
-chunk are split into small and large where that leaves the least squared error, and each group is sent as its mean: two
-levels a chunk. (The paper's public code has bins of fixed width over a whole tensor; kept values are far from zero, so
-only two of the four bins are ever used.)
+chunk are sent as one, two or four levels that fit them best (levels.py). (The paper's public code has bins of fixed
+width over a whole tensor; kept values are far from zero, so only two of the four bins are ever used.)
 
 Payload: head; model of the gaps (0: uniform positions, 1: a table follows); number of words; table of frequencies;
-levels (exponent, two fp16 a chunk, small before large); lanes; words; plain bits. The plain bits are all signs (1:
-negative), all magnitude bits (1: large) and the low bits of the gaps, in chunk order; the first 16 a lane travel inside
-the lanes (rans.py).
+levels (exponent, one fp16 each, ascending in a chunk); lanes; words; plain bits. The plain bits are all signs (1:
+negative), all low and then all high bits of the levels' numbers and the low bits of the gaps, in chunk order; the first
+16 a lane travel inside the lanes (rans.py).
 """
 
 import struct
 from dataclasses import dataclass as plain_dataclass
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs import gaps, rans
 from optim.codecs.codec import Codec, Payload, Reader
+from optim.codecs.levels import fit
 from optim.codecs.scales import read_scales, write_scales
 from optim.codecs.selection import largest
 from optim.errors import CodecError
@@ -29,17 +29,21 @@ from optim.parts import STRICT
 from optim.vectors import SLAB, Floats, SparseVector
 
 UNIFORM, COUNTED = 0, 1  # models of the gaps
-Number = TypeVar("Number", np.float32, np.int64)
-Codes = npt.NDArray[np.uint32]  # index << 2 | negative << 1 | large
+Codes = npt.NDArray[np.uint32]  # index << 3 | negative << 2 | level
 
 
 @plain_dataclass(frozen=True)
 class Layout:
-    """How many values of which chunk are kept. `span`, `keep`: of a full chunk."""
+    """How many values of which chunk are kept. `span`, `keep`: of a full chunk. `bits`: of a kept value."""
 
     numel: int
     span: int
     keep: int
+    bits: int
+
+    @property
+    def levels(self) -> int:
+        return 1 << self.bits - 1
 
     @property
     def full(self) -> int:
@@ -74,7 +78,7 @@ class Layout:
         """All gaps are below it."""
         return self.span if self.full else self.rest
 
-    def spread(self, per_chunk: npt.NDArray[Number]) -> npt.NDArray[Number]:
+    def spread(self, per_chunk: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Repeat each chunk's entry for each value kept of it."""
         whole = np.repeat(per_chunk[: self.full], self.keep)
         return np.concatenate([whole, np.repeat(per_chunk[self.full :], self.rest_keep)]) if self.rest else whole
@@ -88,6 +92,7 @@ class ChunkTopK(Codec):
 
     k: int = Field(default=64, ge=1, le=65_536, description="values kept of each chunk")
     chunk: int = Field(default=4096, ge=64, le=65_536, description="values of a chunk")
+    bits: int = Field(default=2, ge=1, le=3, description="bits of a kept value, its sign included")
 
     @model_validator(mode="after")
     def _keeps_no_more_than_there_is(self) -> Self:
@@ -102,8 +107,8 @@ class ChunkTopK(Codec):
     def max_bytes(self, numel: int) -> int:
         layout = self._layout(numel)
         table = 2 * len(gaps.class_table(layout.reach)[0])
-        # At most one 16-bit word, 15 low bits, a sign and a magnitude bit a value.
-        return 8 + table + 4 * layout.chunks + 4 * rans.lanes_for(layout.kept) + 5 * layout.kept
+        # At most one 16-bit word, 15 low bits, a sign and two magnitude bits a value: 34 bits.
+        return 8 + table + 2 * layout.levels * layout.chunks + 4 * rans.lanes_for(layout.kept) + 5 * layout.kept
 
     def write(self, values: Floats, subtract: bool) -> bytes:
         layout = self._layout(values.size)
@@ -111,8 +116,8 @@ class ChunkTopK(Codec):
         wire, levels = write_scales(fitted.ravel())
         payload = self.head() + _pack(codes, layout, wire)
         if subtract:
-            negative, large = codes >> np.uint32(1) & np.uint32(1), codes & np.uint32(1)
-            kept = _vector(layout, codes >> np.uint32(2), negative, large.astype(np.bool_), levels)
+            negative, level = codes >> np.uint32(2) & np.uint32(1), codes & np.uint32(3)
+            kept = _vector(layout, codes >> np.uint32(3), negative, level, levels)
             values[kept.positions] -= kept.values
         return payload
 
@@ -121,57 +126,42 @@ class ChunkTopK(Codec):
         return _unpack(self.open(payload, numel), layout)
 
     def _layout(self, numel: int) -> Layout:
-        return Layout(numel, self.chunk, self.k)
+        return Layout(numel, self.chunk, self.k, self.bits)
 
 
 def _select(values: Floats, layout: Layout) -> tuple[Codes, Floats]:
-    """The codes of all kept values in chunk order, ascending by index, and (chunks, 2) levels."""
+    """The codes of all kept values in chunk order, ascending by index, and (chunks, levels) levels."""
     codes = np.empty(layout.kept, np.uint32)
-    levels = np.empty((layout.chunks, 2), np.float32)
+    levels = np.empty((layout.chunks, layout.levels), np.float32)
     whole = layout.full * layout.span
     count = max(1, SLAB // layout.span)
     for first in range(0, layout.full, count):
         last = min(first + count, layout.full)
         chunks = values[first * layout.span : last * layout.span].reshape(-1, layout.span)
-        codes[first * layout.keep : last * layout.keep], levels[first:last] = _encode_chunks(chunks, layout.keep)
+        kept = slice(first * layout.keep, last * layout.keep)
+        codes[kept], levels[first:last] = _encode_chunks(chunks, layout.keep, layout.levels)
     if layout.rest:
         chunks = values[whole:].reshape(1, -1)
-        codes[layout.full * layout.keep :], levels[-1] = _encode_chunks(chunks, layout.rest_keep)
+        codes[layout.full * layout.keep :], levels[-1] = _encode_chunks(chunks, layout.rest_keep, layout.levels)
     return codes, levels
 
 
-def _encode_chunks(chunks: Floats, keep: int) -> tuple[Codes, Floats]:
-    """(count * keep,) codes and (count, 2) levels of (count, span) values."""
+def _encode_chunks(chunks: Floats, keep: int, count: int) -> tuple[Codes, Floats]:
+    """(rows * keep,) codes and (rows, count) levels of (rows, span) values."""
     indices, magnitudes = largest(chunks, keep)
-    large, levels = _fit(magnitudes)
+    level, levels = fit(magnitudes, count)
     negative = np.signbit(np.take_along_axis(chunks, indices.astype(np.int64), axis=1))
-    flags = negative.astype(np.uint32) << np.uint32(1) | (np.arange(keep) < large[:, None])
-    codes: Codes = indices << np.uint32(2) | flags
+    codes: Codes = indices << np.uint32(3) | negative.astype(np.uint32) << np.uint32(2) | level
     codes.sort(axis=1)
     return codes.ravel(), levels
 
 
-def _fit(magnitudes: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
-    """How many of each row's descending magnitudes are large, and the mean of the others and of those.
-
-    The split into two groups with the least sum of squared errors is the one with the largest sum_g (sum of g)^2 / |g|.
-    """
-    rows, keep = magnitudes.shape
-    sums = np.cumsum(magnitudes, axis=1, dtype=np.float64)
-    total = sums[:, -1:]
-    sizes = np.arange(1, keep + 1)
-    explained = sums**2 / sizes + (total - sums) ** 2 / np.maximum(keep - sizes, 1)
-    large = explained.argmax(axis=1) + 1
-    above = sums[np.arange(rows), large - 1]
-    below = (total[:, 0] - above) / np.maximum(keep - large, 1)
-    return large, np.stack([np.maximum(below, 0), above / large], axis=1).astype(np.float32)
-
-
 def _pack(codes: Codes, layout: Layout, levels: bytes) -> bytes:
-    distances = _gaps(codes >> np.uint32(2), layout)
+    distances = _gaps(codes >> np.uint32(3), layout)
     classes = gaps.class_of(distances)
     model, frequencies, table = _choose_model(classes, layout)
-    flags = [(codes >> 1 & 1).astype(np.uint8), (codes & 1).astype(np.uint8)]
+    planes = (2, 0, 1)[: layout.bits]  # the sign's, the level's low and the level's high bit
+    flags = [(codes >> plane & 1).astype(np.uint8) for plane in planes]
     plain = np.packbits(np.concatenate([*flags, gaps.plain_bits(distances, classes, layout.reach)])).tobytes()
     carried = 2 * rans.lanes_for(layout.kept)
     plain = plain.ljust(carried, b"\0")
@@ -186,17 +176,20 @@ def _unpack(reader: Reader, layout: Layout) -> SparseVector:
     if model not in (UNIFORM, COUNTED):
         raise CodecError(f"model {model} of the gaps is not known")
     frequencies = _read_frequencies(reader, layout) if model == COUNTED else layout.frequencies
-    levels = read_scales(reader, 2 * layout.chunks)
-    if (levels[0::2] > levels[1::2]).any():
-        raise CodecError("a small level is above the large one")
+    levels = read_scales(reader, layout.levels * layout.chunks).reshape(-1, layout.levels)
+    if (levels[:, :-1] > levels[:, 1:]).any():
+        raise CodecError("a chunk's levels do not ascend")
     lanes = reader.take("u4", rans.lanes_for(layout.kept))
     words = reader.take("u2", word_count)
     classes, carried = rans.decode(layout.kept, frequencies, lanes, words)
-    flag_count = 2 * layout.kept
+    flag_count = layout.bits * layout.kept
     packed = _read_plain(reader, carried, flag_count + gaps.count_plain_bits(classes, layout.reach))
     indices = _indices(gaps.from_classes(classes, packed, flag_count, layout.reach), layout)
-    negative, large = np.unpackbits(packed, count=flag_count).reshape(2, -1)
-    return _vector(layout, indices, negative, large.astype(np.bool_), levels)
+    negative, *planes = np.unpackbits(packed, count=flag_count).reshape(layout.bits, -1)
+    level = np.zeros_like(negative)
+    for plane, bit in enumerate(planes):
+        level |= bit << np.uint8(plane)
+    return _vector(layout, indices, negative, level, levels)
 
 
 def _choose_model(classes: rans.Symbols, layout: Layout) -> tuple[int, rans.Frequencies, bytes]:
@@ -251,11 +244,10 @@ def _vector(
     layout: Layout,
     indices: npt.NDArray[np.uint32],
     negative: npt.NDArray[np.unsignedinteger],
-    large: npt.NDArray[np.bool_],
+    level: npt.NDArray[np.unsignedinteger],
     levels: Floats,
 ) -> SparseVector:
-    positions = layout.spread(np.arange(layout.chunks, dtype=np.int64) * layout.span)
-    positions += indices
-    values = np.where(large, layout.spread(levels[1::2]), layout.spread(levels[0::2]))
+    chunk = layout.spread(np.arange(layout.chunks, dtype=np.int64))
+    values = levels.ravel()[chunk * layout.levels + level]
     values.view(np.uint32)[:] |= negative.astype(np.uint32) << np.uint32(31)
-    return SparseVector(positions, values, layout.numel)
+    return SparseVector(chunk * layout.span + indices, values, layout.numel)

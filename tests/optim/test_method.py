@@ -10,7 +10,7 @@ from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError
 from optim.method import Merger, Method, Sender, part_bounds
 from optim.parts import Scalar
-from optim.recipes import RECIPES, compose
+from optim.recipes import AGGREGATES, CODECS, RECIPES, UPDATES, compose
 
 NUMEL, PARTS = 9000, 3
 LOSSLESS: dict[str, dict[str, Scalar]] = {"codec": {"kind": "none"}}
@@ -223,6 +223,67 @@ def test_payloads_are_checked_part_by_part(recipe: str) -> None:
         merger.check(payload, part)
         with pytest.raises(CodecError):
             merger.check(payload + b"\0", part)
+
+
+@pytest.mark.parametrize("topology", ["butterfly", "gather"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec_keeps_replicas_equal_and_conserves_progress(codec: str, topology: str) -> None:
+    """Error feedback: what was sent and what is left are all progress made, also after a message was left out."""
+    method = compose("averaging", {"codec": {"kind": codec}, "topology": {"kind": topology}})
+    replicas = [Replica(method) for _ in range(3)]
+    sent = torch.zeros(NUMEL)
+    for number in range(4):
+        messages = [
+            replica.sender.message(draw(10 * number + i), replica.residual) for i, replica in enumerate(replicas)
+        ]
+        if number == 2:
+            replicas[0].sender.take_back(messages[0], replicas[0].residual)
+        else:
+            sent += decoded(method, messages[0])
+        included = messages[number == 2 :]
+        for replica in replicas:
+            replica.apply(included, [5.0] * len(included))
+    made = sum((draw(10 * number) for number in range(4)), torch.zeros(NUMEL))
+    assert torch.allclose(sent + replicas[0].residual, made, rtol=1e-4, atol=1e-7)
+    assert torch.equal(replicas[0].anchor, replicas[1].anchor) and torch.equal(replicas[0].anchor, replicas[2].anchor)
+    assert replicas[0].anchor.abs().max() > 0
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("update", UPDATES)
+def test_every_rule_goes_with_every_update(aggregate: str, update: str) -> None:
+    method = compose("averaging", {"aggregate": {"kind": aggregate}, "update": {"kind": update}})
+    replicas = [Replica(method) for _ in range(2)]
+    for number in range(2):
+        messages = [replicas[0].sender.message(draw(i + number), torch.zeros(NUMEL)) for i in range(5)]
+        for replica in replicas:
+            replica.apply(messages, [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert torch.equal(replicas[0].anchor, replicas[1].anchor) and replicas[0].anchor.abs().max() > 0
+
+
+@pytest.mark.parametrize("aggregate", ["median", "trimmed-mean"])
+def test_by_coordinate_parts_are_as_good_as_the_whole(aggregate: str) -> None:
+    merged = []
+    for topology in ("butterfly", "gather"):
+        replica = Replica(
+            compose("averaging", LOSSLESS | {"aggregate": {"kind": aggregate}} | {"topology": {"kind": topology}})
+        )
+        messages = [replica.sender.message(draw(i), torch.zeros(NUMEL)) for i in range(5)]
+        merged.append(replica.apply(messages, [1.0] * 5))
+    assert torch.equal(*merged)
+
+
+@pytest.mark.parametrize("aggregate", ["krum", "centred-clip"])
+def test_rules_on_whole_messages_judge_each_part_of_a_butterfly_apart(aggregate: str) -> None:
+    """Each of three liars is loud in one part only. Whole messages would show three of five as liars: too many. A
+    part shows one."""
+    method = compose("averaging", LOSSLESS | {"aggregate": {"kind": aggregate}})
+    replica, truth = Replica(method), draw(0)
+    messages = [truth + 0.1 * draw(i + 1) for i in range(5)]
+    for liar, (start, stop) in enumerate(replica.merger.bounds):
+        messages[liar][start:stop] *= -10
+    merged = replica.apply([replica.sender.message(message, torch.zeros(NUMEL)) for message in messages], [1.0] * 5)
+    assert torch.linalg.vector_norm(merged - truth) < 0.2 * torch.linalg.vector_norm(truth)
 
 
 def test_a_merge_of_too_few_parts_is_refused() -> None:

@@ -3,12 +3,12 @@ from collections.abc import Mapping
 import pytest
 
 from optim.codecs.dense import HalfPrecision
-from optim.codecs.int8 import BlockInt8
+from optim.codecs.integers import BlockInt8
 from optim.codecs.topk import ChunkTopK
 from optim.errors import UnknownOption, UnknownRecipe
 from optim.feedback import ErrorFeedback, NoFeedback
 from optim.parts import Scalar
-from optim.recipes import PARTS, RECIPES, compose
+from optim.recipes import AGGREGATES, CODECS, FEEDBACKS, PARTS, RECIPES, TOPOLOGIES, UPDATES, compose
 from optim.updates import Nesterov, Sgd
 
 
@@ -53,6 +53,22 @@ def test_whole_numbers_may_stand_for_reals() -> None:
     assert compose("diloco", {"update": {"learning_rate": 1}}).update == Nesterov(learning_rate=1.0, momentum=0.9)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("part", "kinds"),
+    [("codec", CODECS), ("feedback", FEEDBACKS), ("topology", TOPOLOGIES), ("aggregate", AGGREGATES)]
+    + [("update", UPDATES)],
+)
+def test_every_kind_fits_every_recipe(recipe: str, part: str, kinds: Mapping[str, type]) -> None:
+    for kind in kinds:
+        built = getattr(compose(recipe, {part: {"kind": kind}}), part)
+        assert kind == built if part == "topology" else isinstance(built, kinds[kind])
+
+
+def test_no_two_codecs_share_a_number() -> None:
+    assert len({codec.number for codec in CODECS.values()}) == len(CODECS)
+
+
 def test_an_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(UnknownRecipe, match="did you mean 'diloco'.*sparseloco"):
         compose("diloko")
@@ -64,15 +80,22 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
     ("overrides", "text"),
     [
         ({"codek": {}}, "no part 'codek'; did you mean 'codec'"),
-        ({"codec": {"kind": "in8"}}, "did you mean 'int8'.*Known: none, fp16, int8, topk"),
+        ({"codec": {"kind": "in8"}}, "did you mean 'int8'.*Known: none, fp16, .*topk"),
         ({"codec": {"kind": 8}}, "codec.kind = 8"),
         ({"codec": {"k": 3}}, "codec 'int8' has no option 'k'"),
         ({"codec": {"blok": 3}}, "did you mean 'block'"),
         ({"codec": {"number": 3}}, "has no option 'number'"),
-        ({"codec": {"block": 3}}, "codec.block = 3: should be greater than or equal to 16"),
+        ({"codec": {"block": 8}}, "codec.block = 8: should be greater than or equal to 16"),
         ({"codec": {"block": True}}, "codec.block = True: should be a valid integer"),
         ({"codec": {"block": 32.5}}, "codec.block = 32.5"),
         ({"codec": {"kind": "topk", "k": 5000}}, "k must be at most the chunk's 4096"),
+        ({"codec": {"kind": "topk", "bits": 4}}, "codec.bits = 4: should be less than or equal to 3"),
+        ({"codec": {"kind": "e3m0", "rounding": "up"}}, "should be 'nearest' or 'stochastic'"),
+        ({"codec": {"kind": "dct-topk", "dimensions": 3}}, "should be 1 or 2"),
+        ({"codec": {"kind": "subset", "density": 0.0}}, "codec.density = 0.0"),
+        ({"codec": {"kind": "int4", "block": 100}}, "codec.block = 100: should be a multiple of 8"),
+        ({"aggregate": {"kind": "trimmed"}}, "did you mean 'trimmed-mean'"),
+        ({"aggregate": {"kind": "krum", "liars": 0.5}}, "aggregate.liars = 0.5: should be less than 0.5"),
         ({"schedule": {"inner_steps": 0}}, "schedule.inner_steps = 0"),
         ({"schedule": {"overlap": "yes"}}, "schedule.overlap = 'yes': should be a valid boolean"),
         ({"aggregate": {"weights": "tokns"}}, "should be 'tokens' or 'equal'"),

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from optim.updates import SLAB, Nesterov, Sgd
+from optim.updates import SLAB, HeavyBall, Nesterov, Sgd, Sign, Update
 
 
 def test_diloco_vector() -> None:
@@ -14,15 +14,16 @@ def test_diloco_vector() -> None:
     assert path == pytest.approx([-1.33, -3.227, -5.6343], abs=1e-6)
 
 
-def test_nesterov_is_that_of_torch() -> None:
+@pytest.mark.parametrize("update", [Nesterov(), HeavyBall()], ids=str)
+def test_momentum_is_that_of_torch(update: Nesterov | HeavyBall) -> None:
     generator = torch.Generator().manual_seed(0)
     anchor = torch.randn(1000, generator=generator)
     theirs = torch.nn.Parameter(anchor.clone())
-    optimizer = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=isinstance(update, Nesterov))
     slots = {"momentum": torch.zeros(1000)}
     for _ in range(10):
         delta = torch.randn(1000, generator=generator)
-        Nesterov().apply(anchor, slots, delta)
+        update.apply(anchor, slots, delta)
         theirs.grad = delta
         optimizer.step()
     assert torch.allclose(anchor, theirs.detach(), rtol=1e-5, atol=1e-5)
@@ -36,8 +37,27 @@ def test_sgd_with_rate_one_lands_on_the_mean() -> None:
     assert torch.equal(anchor, torch.tensor([4.0, 2.0]))
 
 
-@pytest.mark.parametrize("update", [Sgd(learning_rate=0.65), Nesterov()], ids=str)
-def test_threads_and_place_in_the_vector_change_no_bit(update: Sgd | Nesterov) -> None:
+def test_heavy_ball_vector() -> None:
+    """eta 0.7, mu 0.9, delta 1 in every round: without the look-ahead the first step is plain SGD's."""
+    anchor, slots = torch.zeros(3), {"momentum": torch.zeros(3)}
+    path = []
+    for _ in range(3):
+        HeavyBall().apply(anchor, slots, torch.ones(3))
+        path.append(float(anchor[0]))
+    assert path == pytest.approx([-0.7, -2.03, -3.927], abs=1e-6)
+
+
+def test_sign_moves_every_weight_alike_and_zeros_not_at_all() -> None:
+    anchor = torch.ones(4)
+    Sign(learning_rate=0.25).apply(anchor, {}, torch.tensor([1e-30, -7.0, 0.0, -0.0]))
+    assert anchor.tolist() == [0.75, 1.25, 1.0, 1.0]
+
+
+UPDATES: list[Update] = [Sgd(learning_rate=0.65), Nesterov(), HeavyBall(), Sign(learning_rate=0.3)]
+
+
+@pytest.mark.parametrize("update", UPDATES, ids=str)
+def test_threads_and_place_in_the_vector_change_no_bit(update: Update) -> None:
     generator = torch.Generator().manual_seed(1)
     numel = 2 * SLAB + 13
     start, delta, momentum = torch.randn(3, numel, generator=generator)
@@ -57,4 +77,4 @@ def test_threads_and_place_in_the_vector_change_no_bit(update: Sgd | Nesterov) -
 
 
 def test_slots_are_named() -> None:
-    assert Nesterov.slots == ("momentum",) and Sgd.slots == ()
+    assert Nesterov.slots == HeavyBall.slots == ("momentum",) and Sgd.slots == Sign.slots == ()

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from optim.vectors import SLAB, DenseVector, SparseVector, norm
+from optim.vectors import SLAB, DenseVector, Floats, SparseVector, norm, slabs
 
 
 def sparse(numel: int, seed: int) -> SparseVector:
@@ -12,20 +12,24 @@ def sparse(numel: int, seed: int) -> SparseVector:
     return SparseVector(positions, generator.standard_normal(positions.size).astype(np.float32), numel)
 
 
+def dense(values: Floats) -> DenseVector:
+    return DenseVector(values.size, values.__getitem__)
+
+
 def test_sparse_and_dense_sum_to_the_same_bits() -> None:
     totals = np.random.default_rng(0).standard_normal((2, SLAB + 1000)).astype(np.float32)
     totals[1] = totals[0]
     for seed, weight in enumerate((0.3, 1.0, 12_345.0)):
         vector = sparse(SLAB + 1000, seed)
         vector.add_to(totals[0], weight)
-        DenseVector(vector.dense()).add_to(totals[1], weight)
+        dense(vector.dense()).add_to(totals[1], weight)
     assert np.array_equal(totals[0], totals[1])
 
 
 def test_each_product_is_rounded_before_it_is_added() -> None:
     values = np.random.default_rng(1).standard_normal(10_000).astype(np.float32)
     total = np.ones(10_000, np.float32)
-    DenseVector(values).add_to(total, 0.1)
+    dense(values).add_to(total, 0.1)
     expected = [float(np.float32(1) + np.float32(np.float32(0.1) * value)) for value in values]
     assert total.tolist() == expected
     # The control: one rounding instead of two, as a fused multiply-add does it, is not the same.
@@ -36,11 +40,19 @@ def test_each_product_is_rounded_before_it_is_added() -> None:
 @pytest.mark.parametrize("numel", [1, 2, 3, 1000, SLAB, SLAB + 1])
 def test_norm(numel: int) -> None:
     values = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
-    assert norm(values) == pytest.approx(math.sqrt(math.fsum(float(value) ** 2 for value in values)), rel=1e-14)
+    expected = math.sqrt(math.fsum(float(value) ** 2 for value in values))
+    assert norm(values[part] for part in slabs(numel)) == pytest.approx(expected, rel=1e-14)
 
 
 def test_presence_counts_what_is_not_zero() -> None:
     total = np.zeros(4, np.float32)
     SparseVector(np.array([1, 3]), np.array([0, 2], np.float32), 4).add_presence_to(total, 5)
-    DenseVector(np.array([0, 1, 0, -1], np.float32)).add_presence_to(total, 2)
+    dense(np.array([0, 1, 0, -1], np.float32)).add_presence_to(total, 2)
     assert total.tolist() == [0, 2, 0, 7]
+
+
+@pytest.mark.parametrize("part", [slice(0, 10_000), slice(0, 1), slice(9_990, 10_000), slice(123, 4_567)])
+def test_a_span_is_a_part_of_the_whole(part: slice) -> None:
+    for vector in (sparse(10_000, 3), dense(sparse(10_000, 3).dense())):
+        assert np.array_equal(vector.span(part), vector.dense()[part])
+        assert vector.norm() == pytest.approx(np.linalg.norm(vector.dense()), rel=1e-6)

@@ -131,11 +131,12 @@ async def test_dead_seeds_end_hiveminds_start_which_is_why_ours_has_none(
     folder = SocketFolder.create(tmp_path)
     monkeypatch.setattr(P2P, "_UNIX_SOCKET_PREFIX", f"/unix{folder.path}/")  # it leaves a socket there
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.create().peer_id}"
+    before = set(psutil.Process().children())
     with pytest.raises(P2PDaemonError, match="bootstrap"):
         await P2P.create(initial_peers=[dead], nat_port_map=False)
-    while psutil.Process().children():  # hivemind does not wait for it
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(10):
+        while set(psutil.Process().children()) - before:  # hivemind does not wait for it
+            await asyncio.sleep(0.01)
     folder.remove()
 
 

@@ -7,10 +7,8 @@ a deadline; where that passes, the test fails with the last status and the last 
 import asyncio
 import contextlib
 import json
-import os
 import random
 import secrets
-import signal
 import sys
 import tempfile
 import time
@@ -18,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from node.config import LOOPBACK_LISTEN
 from node.peer_process import PeerProcess
 from node.status import NodeStatus
 from protocol.manifest import Manifest, load_manifest
-from tests.swarm.processes import MARK, family, marked
+from tests.swarm.processes import MARK, alive, family, marked
 
 CONFIG = Path(__file__).parents[2] / "configs" / "test.toml"
 LOOK = 0.05  # seconds between two looks at a condition
@@ -78,21 +77,26 @@ class Flock:
         return self.peers[-1]
 
     def start(self) -> None:
-        """All at once, each told of the addresses that the first one had before, as a person's script would do."""
-        self.peers[0].start(())
-        self.wait(lambda: bool(self.peers[0].addresses()), "the first peer has an address")
+        """The first, and all others introduced by it."""
+        self.start_first()
         for peer in self.peers[1:]:
             peer.start(self.peers[0].addresses()[:1])
 
+    def start_first(self) -> None:
+        first = self.peers[0]
+        first.start(())
+        self.wait(lambda: bool(first.addresses() or not first.running), "the first peer has an address")
+        assert first.running, self.story()
+
     def kill(self) -> None:
         """Every daemon, trainer and p2pd at once."""
-        for peer in self.peers:
-            for process in family(pid_of(peer)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+        doomed = [process for peer in self.peers if peer.running for process in family(pid_of(peer))]
+        for process in doomed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         for peer in self.peers:
             peer.kill()
-        self.wait(lambda: not any(peer.running for peer in self.peers), "all are dead")
+        self.wait(lambda: not alive(doomed), "all are dead")
 
     def leave(self) -> None:
         """Politely; what does not leave is killed."""
@@ -183,5 +187,3 @@ def flying(folder: Path, manifest: Manifest, peers: int = 3) -> Iterator[Flock]:
             yield flock
         finally:
             flock.kill()
-
-

@@ -29,7 +29,7 @@ def trainer_of(pid: int) -> psutil.Process | None:
 
 
 def p2pd_of(pid: int) -> psutil.Process | None:
-    return next((process for process in family(pid) if _words(process)[:1] and _words(process)[0].endswith("p2pd")), None)
+    return next((process for process in family(pid) if "".join(_words(process)[:1]).endswith("/p2pd")), None)
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
@@ -52,7 +52,7 @@ def inet_sockets(process: psutil.Process) -> list[object]:
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
-    """The named shared memory that they have open or mapped; what has no name cannot be left behind."""
+    """The named shared memory that they have open or mapped; what has no name, or lost it, cannot be left behind."""
     found: set[str] = set()
     for process in processes:
         try:
@@ -60,7 +60,7 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
             files = {file.path for file in process.open_files()}
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
-        found |= {path for path in maps | files if path.startswith(SHARED_MEMORY)}
+        found |= {path for path in maps | files if path.startswith(SHARED_MEMORY) and os.path.exists(path)}
     return found
 
 

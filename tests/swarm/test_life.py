@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from protocol.manifest import Manifest
 from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 
 ROUNDS = 12
+NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"  # nobody listens
 SPARSE = {"recipe": "sparseloco", "schedule": {"inner_steps": 5}}
 
 
@@ -41,16 +43,33 @@ def test_three_peers_train_to_the_target(tmp_path: Path, method: dict[str, objec
             assert status.bytes_sent > 0
 
 
+def slow_run(min_peers: int) -> Manifest:
+    """A state of a tenth of a second ago would be gone before it is fetched: rounds of the usual test are too quick."""
+    method = {"schedule": {"inner_steps": 60}}
+    return manifest_with(target={"rounds": ENDLESS}, run={"min_peers": min_peers}, method=method)
+
+
 @pytest.mark.parametrize("introducer", [0, 2])
 def test_a_late_peer_needs_one_address_of_anybody(tmp_path: Path, introducer: int) -> None:
-    with flying(tmp_path, manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 2})) as flock:
+    with flying(tmp_path, slow_run(min_peers=2)) as flock:
         flock.start()
         flock.wait_for_round(3)
         late = flock.add()
         late.start(flock.peers[introducer].addresses()[:1])
         flock.wait(lambda: bool(flock.look(late)), "it answers")
-        spent = flock.wait(lambda: any(status.contributions_included for status in flock.look(late)), "it contributes", 30)
+        spent = flock.wait(lambda: any(told.contributions_included for told in flock.look(late)), "it contributes", 30)
         print(f"from the first answer to the first contribution: {spent:.1f} s")
         assert late.status is not None and late.status.contributions_included < late.status.round
         joined = late.status.round
         flock.wait_for_agreement(after=joined + 3)
+
+
+def test_a_dead_address_beside_a_good_one_delays_nobody(tmp_path: Path) -> None:
+    with flying(tmp_path, slow_run(min_peers=1), peers=1) as flock:
+        flock.start()
+        flock.wait_for_round(1)
+        late = flock.add()
+        late.start([NOWHERE, *flock.peers[0].addresses()[:1]])
+        flock.wait(lambda: bool(flock.look(late)), "it answers")
+        spent = flock.wait(lambda: any(status.peers == 2 for status in flock.look(late)), "it is in the run", 5)
+        print(f"from the first answer to the second peer: {spent:.1f} s")

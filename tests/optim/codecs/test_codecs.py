@@ -12,8 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optim.codecs.codec import Codec
-from optim.codecs.dense import HalfPrecision, Uncompressed
-from optim.codecs.int8 import BlockInt8
+from optim.codecs.cosine_topk import CosineTopK
+from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
+from optim.codecs.integers import BlockInt4, BlockInt8
+from optim.codecs.powers import PowersOfTwo
+from optim.codecs.signs import BlockSign
+from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError
 
@@ -26,7 +30,24 @@ CODECS: list[Codec] = [
     ChunkTopK(k=3, chunk=64),
     ChunkTopK(k=64, chunk=64),
     ChunkTopK(k=5, chunk=100),
+    BrainFloat(),
+    BlockInt4(),
+    BlockInt4(block=24),
+    PowersOfTwo(),
+    PowersOfTwo(rounding="stochastic"),
+    BlockSign(),
+    BlockSign(block=40),
+    ChunkTopK(k=40, chunk=64, bits=1),
+    ChunkTopK(bits=3),
+    ChunkTopK(k=7, chunk=64, bits=3),
+    CosineTopK(),
+    CosineTopK(k=100, bits=3, dimensions=1),
+    RandomSubset(),
+    RandomSubset(density=0.3, values="int4"),
+    RandomSubset(density=1.0, values="sign"),
 ]
+# Those whose error may exceed what they were given: a value between two levels may be drawn to the farther one.
+UNBIASED = [PowersOfTwo(rounding="stochastic")]
 GOLDEN = Path(__file__).parent.parent / "golden"
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -49,7 +70,8 @@ def test_decodes_to_finite_values_near_the_input(codec: Codec, numel: int, seed:
     decoded = codec.decode(codec.encode(values), numel)
     assert decoded.shape == values.shape and decoded.dtype == torch.float32
     assert torch.isfinite(decoded).all()
-    assert torch.linalg.vector_norm(values - decoded) <= torch.linalg.vector_norm(values)
+    if codec not in UNBIASED:
+        assert torch.linalg.vector_norm(values - decoded) <= torch.linalg.vector_norm(values) * (1 + 1e-6)
 
 
 @each_codec
@@ -156,7 +178,10 @@ def test_the_wire_decides_no_allocation(codec: Codec) -> None:
     assert peak < 1_000_000
 
 
-@pytest.mark.parametrize("codec", CODECS[:1] + CODECS[1:3] + CODECS[4:6], ids=str)
+PINNED = [codec for codec in CODECS if codec not in (BlockInt8(block=16), ChunkTopK(k=5, chunk=100))]
+
+
+@pytest.mark.parametrize("codec", PINNED, ids=str)
 def test_golden_files_pin_the_wire_format(codec: Codec) -> None:
     """Run with WRITE_GOLDEN=1 after a change of format, which also takes a new version number."""
     # All of these are exact in fp32 on any machine, which a sine is not.

@@ -3,7 +3,7 @@ import struct
 import pytest
 import torch
 
-from optim.codecs.dense import HalfPrecision, Uncompressed
+from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
 from optim.errors import CodecError
 
 
@@ -44,3 +44,24 @@ def test_fp16_exponent_is_bounded(exponent: int) -> None:
     struct.pack_into("<b", payload, 2, exponent)
     with pytest.raises(CodecError):
         HalfPrecision().read(bytes(payload), 10)
+
+
+def test_bfloat16_is_that_of_torch_at_any_scale() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    for scale in (1e-30, 1e-9, 1.0, 1e12):
+        decoded = BrainFloat().decode(BrainFloat().encode(values * scale), 1000)
+        assert torch.equal(decoded, (values * scale).bfloat16().float())
+        assert torch.allclose(decoded, values * scale, rtol=2**-8, atol=0)
+
+
+def test_bfloat16_rounds_ties_to_even() -> None:
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])
+    assert BrainFloat().decode(BrainFloat().encode(ties), 3).tolist() == [1, 1 + 2**-6, -1]
+
+
+@pytest.mark.parametrize("pattern", [0x7FC0, 0x7F80, 0xFF80, 0x5800, 0xD780])
+def test_bfloat16_from_the_wire_must_be_finite_and_bounded(pattern: int) -> None:
+    payload = bytearray(BrainFloat().encode(torch.ones(10)))
+    struct.pack_into("<H", payload, 9 * 2, pattern)
+    with pytest.raises(CodecError):
+        BrainFloat().read(bytes(payload), 10)

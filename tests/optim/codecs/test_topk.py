@@ -29,15 +29,15 @@ def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
         position += 2 * len(lowest)
     if sum(frequencies) != 4096:
         raise ValueError("frequencies")
-    exponent, *halves = struct.unpack_from(f"<b{2 * len(sizes)}e", payload, position)
-    signs = payload[position + 2 : position + 1 + 4 * len(sizes) : 2]
+    per_chunk = 2 ** (codec.bits - 1)
+    exponent, *halves = struct.unpack_from(f"<b{per_chunk * len(sizes)}e", payload, position)
+    signs = payload[position + 2 : position + 1 + 2 * len(halves) : 2]
     if not -100 <= exponent <= 32 or any(byte & 128 for byte in signs):
         raise ValueError("scales")
-    if any(not half <= 2.0**15 for half in halves) or any(
-        a > b for a, b in zip(halves[::2], halves[1::2], strict=True)
-    ):
+    levels = [halves[first : first + per_chunk] for first in range(0, len(halves), per_chunk)]
+    if any(not half <= 2.0**15 for half in halves) or any(row != sorted(row) for row in levels):
         raise ValueError("scales")
-    position += 1 + 4 * len(sizes)
+    position += 1 + 2 * len(halves)
     count = sum(keeps)
     lane_count = -(-count // 96)
     lanes = list(struct.unpack_from(f"<{lane_count}I", payload, position))
@@ -60,10 +60,10 @@ def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
         raise ValueError("end of stream")
     plain = b"".join(struct.pack("<H", lane & 0xFFFF) for lane in lanes) + payload[position:]
     bits = [byte >> shift & 1 for byte in plain for shift in range(7, -1, -1)]
-    needed = 2 * count + sum(widths[symbol] for symbol in classes)
+    needed = codec.bits * count + sum(widths[symbol] for symbol in classes)
     if len(plain) != max(-(-needed // 8), 2 * lane_count) or any(bits[needed:]):
         raise ValueError("plain bits")
-    decoded, kept, cursor = [0.0] * numel, 0, 2 * count
+    decoded, kept, cursor = [0.0] * numel, 0, codec.bits * count
     for chunk, (size, keep) in enumerate(zip(sizes, keeps, strict=True)):
         index = -1
         for _ in range(keep):
@@ -72,7 +72,8 @@ def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
             cursor += width
             if index >= size:
                 raise ValueError("index")
-            level = halves[2 * chunk + bits[count + kept]] * 2.0**exponent
+            number = sum(bits[plane * count + kept] << plane - 1 for plane in range(1, codec.bits))
+            level = levels[chunk][number] * 2.0**exponent
             decoded[chunk * codec.chunk + index] = -level if bits[kept] else level
             kept += 1
     return decoded
@@ -87,7 +88,17 @@ def clustered_values(generator: np.random.Generator, chunks: int, k: int) -> Arr
     return values.ravel()
 
 
-@pytest.mark.parametrize("codec", [ChunkTopK(), ChunkTopK(k=3, chunk=64), ChunkTopK(k=100, chunk=100)], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        ChunkTopK(),
+        ChunkTopK(k=3, chunk=64),
+        ChunkTopK(k=100, chunk=100),
+        ChunkTopK(k=20, chunk=100, bits=1),
+        ChunkTopK(k=20, chunk=100, bits=3),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("numel", [1, 3, 63, 64, 100, 8192, 9001])
 def test_the_slow_decoder_agrees(codec: ChunkTopK, numel: int) -> None:
     values = torch.from_numpy(np.random.default_rng(numel).standard_normal(numel, np.float32))
@@ -95,9 +106,9 @@ def test_the_slow_decoder_agrees(codec: ChunkTopK, numel: int) -> None:
     assert codec.decode(payload, numel).tolist() == slow_decode(codec, payload, numel)
 
 
-@pytest.mark.parametrize("model", [UNIFORM, COUNTED])
-def test_no_mutated_payload_is_read_differently_from_the_slow_decoder(model: int) -> None:
-    codec, generator = ChunkTopK(k=64, chunk=1024), np.random.default_rng(7)
+@pytest.mark.parametrize(("model", "bits"), [(UNIFORM, 2), (COUNTED, 2), (UNIFORM, 1), (UNIFORM, 3)])
+def test_no_mutated_payload_is_read_differently_from_the_slow_decoder(model: int, bits: int) -> None:
+    codec, generator = ChunkTopK(k=64, chunk=1024, bits=bits), np.random.default_rng(7)
     values = generator.standard_normal(4096, np.float32)
     if model == COUNTED:
         values.reshape(4, 1024)[:, 100:150] *= 50
@@ -149,9 +160,11 @@ def test_values_of_two_levels_come_back_exactly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("gaussian", 0.10), ("laplace", 0.16), ("student", 0.40)], ids=lambda value: str(value)
+    ("name", "limits"),
+    [("gaussian", (0.16, 0.10, 0.05)), ("laplace", (0.31, 0.16, 0.08)), ("student", (0.8, 0.40, 0.21))],
 )
-def test_error_of_the_kept_values(name: str, limit: float) -> None:
+def test_error_of_the_kept_values(name: str, limits: tuple[float, ...]) -> None:
+    """Of one, two and three bits."""
     generator, count = np.random.default_rng(3), 256 * 4096
     draws = {
         "gaussian": generator.standard_normal(count),
@@ -159,10 +172,11 @@ def test_error_of_the_kept_values(name: str, limit: float) -> None:
         "student": generator.standard_t(3, count),
     }
     values = draws[name].astype(np.float32)
-    codec = ChunkTopK()
-    vector = codec.read(codec.encode(torch.from_numpy(values)), count)
-    kept = values[vector.positions]
-    assert np.linalg.norm(vector.values - kept) / np.linalg.norm(kept) <= limit
+    for bits, limit in enumerate(limits, 1):
+        codec = ChunkTopK(bits=bits)
+        vector = codec.read(codec.encode(torch.from_numpy(values)), count)
+        kept = values[vector.positions]
+        assert np.linalg.norm(vector.values - kept) / np.linalg.norm(kept) <= limit
 
 
 @pytest.mark.parametrize("clustered", [False, True])

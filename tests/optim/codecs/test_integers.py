@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from optim.codecs.int8 import BlockInt8
+from optim.codecs.integers import BlockInt4, BlockInt8
 from optim.errors import CodecError
 
 
@@ -60,3 +60,43 @@ def test_agrees_with_a_loop() -> None:
         for i, integer in enumerate(struct.unpack_from("<600b", payload, 9))
     ]
     assert BlockInt8().decode(payload, 600).tolist() == [float(value) for value in expected]
+
+
+def test_four_bits_are_half_a_byte_a_value_and_two_a_block() -> None:
+    for numel, blocks in ((1, 1), (2, 1), (256, 1), (257, 2), (10_001, 40)):
+        size = 3 + (numel + 1) // 2 + 2 * blocks
+        assert len(BlockInt4().encode(torch.ones(numel))) == size == BlockInt4().max_bytes(numel)
+
+
+def test_four_bits_err_by_an_eighth() -> None:
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    decoded = BlockInt4().decode(BlockInt4().encode(values), values.numel())
+    assert float((values - decoded).norm() / values.norm()) == pytest.approx(0.126, abs=0.004)
+
+
+@pytest.mark.parametrize("numel", [1, 63, 600])
+def test_four_bits_agree_with_a_loop(numel: int) -> None:
+    values = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
+    payload = BlockInt4(block=24).encode(torch.from_numpy(values))
+    blocks = -(-numel // 24)
+    exponent, *halves = struct.unpack_from(f"<b{blocks}e", payload, 2)
+    nibbles = [byte >> shift & 15 for byte in payload[3 + 2 * blocks :] for shift in (0, 4)][:numel]
+    scales = [np.float32(half * 2.0**exponent) for half in halves]
+    expected = [(nibble - 16 * (nibble > 7)) * scales[i // 24] for i, nibble in enumerate(nibbles)]
+    assert BlockInt4(block=24).decode(payload, numel).tolist() == [float(value) for value in expected]
+    assert all(abs(x - y) <= 0.51 * scales[i // 24] for i, (x, y) in enumerate(zip(values, expected, strict=True)))
+
+
+@pytest.mark.parametrize("byte", [0x08, 0x80, 0x88, 0x38])
+def test_a_nibble_no_encoder_writes_is_refused(byte: int) -> None:
+    payload = bytearray(BlockInt4().encode(torch.ones(1000)))
+    payload[-7] = byte
+    with pytest.raises(CodecError, match="integer"):
+        BlockInt4().read(bytes(payload), 1000)
+
+
+def test_padding_of_four_bits_must_be_zero() -> None:
+    payload = bytearray(BlockInt4().encode(torch.ones(1001)))
+    payload[-1] |= 0x10
+    with pytest.raises(CodecError, match="padding"):
+        BlockInt4().read(bytes(payload), 1001)

@@ -1,0 +1,163 @@
+"""`murmur sim`: from the words of the command line to a comparison."""
+
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from node.data import open_source
+from node.folder import write_atomically
+from node.simulation import plot, report
+from node.simulation.baselines import DATA_PARALLEL, LOCAL
+from node.simulation.comparison import compare, steps_in_all
+from node.simulation.liars import KINDS, Liars, LieKind
+from node.simulation.links import BYTES_PER_MEGABIT
+from node.simulation.setting import Setting, default_manifest, for_each_peer
+from optim.errors import OptimError
+from optim.method import Method
+from optim.parts import Scalar
+from optim.recipes import compose
+from protocol.errors import UsageError
+from protocol.manifest import Manifest, load_manifest
+
+USUAL_STEPS = 200
+PLOT_POINTS = 20
+Overrides = dict[str, dict[str, Scalar]]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asked for. `bandwidth` in megabits and `latency` in milliseconds, as people say them."""
+
+    recipes: tuple[str, ...]
+    peers: int = 8
+    steps: int | None = None
+    tokens: int | None = None
+    speeds: str = "1"
+    bandwidth: str = "100"
+    latency: float = 50.0
+    churn: float = 0.0
+    liars: str | None = None
+    seeds: int = 3
+    run: Path | None = None
+    options: tuple[str, ...] = ()
+    json: bool = False
+    plot: Path | None = None
+
+
+def simulate(wish: Wish) -> None:
+    """Prints the comparison. Raises MurmurError."""
+    setting = settle(wish)
+    methods = compose_all(wish.recipes, setting.manifest, overrides(wish.options))
+    corpus = open_source(setting.manifest.data, setting.base)
+    corpus.require_vocabulary(setting.manifest.model.vocabulary)
+    points = PLOT_POINTS if wish.plot else 1
+    with _progress(steps_in_all(setting, len(methods), wish.seeds)) as counted:
+        comparison = compare(setting, methods, corpus, wish.seeds, points, counted)
+    if wish.plot:
+        write_atomically(wish.plot, plot.svg(comparison).encode())
+    if wish.json:
+        sys.stdout.write(json.dumps(comparison.to_json(), indent=1) + "\n")
+        return
+    console = Console(width=report.WIDTH)
+    console.print(report.table(comparison))
+    console.print(report.logic_line(comparison))
+
+
+def settle(wish: Wish) -> Setting:
+    """Raises UsageError, or ManifestError for the --run."""
+    if wish.steps is not None and wish.tokens is not None:
+        raise UsageError("--steps and --tokens both say how long; give one of them")
+    given = load_manifest(wish.run) if wish.run else None
+    batch = (given or default_manifest(USUAL_STEPS)).train.batch_tokens
+    steps = wish.steps or USUAL_STEPS
+    if wish.tokens is not None:
+        steps = max(1, wish.tokens // (batch * wish.peers))
+    megabits = for_each_peer(_numbers(wish.bandwidth, "--bandwidth"), wish.peers, "--bandwidth")
+    return Setting(
+        manifest=given or default_manifest(steps),
+        base=wish.run.parent if wish.run else Path(),
+        peers=wish.peers,
+        steps=steps,
+        speeds=for_each_peer(_numbers(wish.speeds, "--speeds"), wish.peers, "--speeds"),
+        bandwidths=tuple(value * BYTES_PER_MEGABIT for value in megabits),
+        latency=wish.latency / 1000,
+        churn=wish.churn,
+        liars=_liars(wish.liars),
+    )
+
+
+def compose_all(recipes: Sequence[str], manifest: Manifest, changed: Overrides) -> Mapping[str, Method]:
+    """Each recipe with its own defaults and the options of `--set`; the manifest's recipe, with the manifest's too."""
+    methods = {}
+    for name in recipes:
+        if name in (DATA_PARALLEL, LOCAL):
+            continue  # always there
+        tables: Overrides = manifest.method.overrides() if name == manifest.method.recipe else {}
+        for part, options in changed.items():
+            tables[part] = {**tables.get(part, {}), **options}
+        try:
+            methods[name] = compose(name, tables)
+        except OptimError as error:
+            raise UsageError(str(error)) from error
+    return methods
+
+
+def overrides(options: Sequence[str]) -> Overrides:
+    """From `part.option=value`, the value as in a manifest; text needs no quotes."""
+    found: Overrides = {}
+    for option in options:
+        place, equals, text = option.partition("=")
+        part, dot, name = place.partition(".")
+        if not (equals and dot and part and name and text):
+            raise UsageError(f"--set {option!r}: write it as part.option=value, such as codec.k=128")
+        found.setdefault(part, {})[name] = _scalar(text)
+    return found
+
+
+def _scalar(text: str) -> Scalar:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return value if isinstance(value, bool | int | float | str) else text
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"{option} {text!r}: write numbers with commas between them, such as 1,1,0.5") from error
+
+
+def _liars(text: str | None) -> Liars | None:
+    if text is None:
+        return None
+    share, _, kind = text.partition(":")
+    known: dict[str, LieKind] = {name: name for name in get_args(LieKind)}
+    if kind not in known or not _is_share(share):
+        raise UsageError(f"--liars {text!r}: write share:kind, such as 0.25:sign-flip; kinds: {', '.join(KINDS)}")
+    return Liars(float(share), known[kind])
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 < float(text) < 1
+    except ValueError:
+        return False
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar with the time left, on standard error; gives what to call for each inner step."""
+    columns = (TextColumn("inner steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,156 @@
+"""A run of a thousand parameters: its method, its peers, and signed statements of them, for tests of the daemon."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from node.model import shape_table
+from node.replica import OuterState, Replica, Workshop, state_bytes
+from optim.method import Method
+from optim.recipes import compose
+from protocol.blob_store import BlobStore
+from protocol.blobs import Blob
+from protocol.chain import Chain, Head
+from protocol.errors import UnreachableError
+from protocol.identity import Identity, PeerId
+from protocol.manifest import Manifest, parse_manifest
+from protocol.murmur_pb2 import Signed
+from protocol.records import sign
+from protocol.statements import Commit, Contribution, Statement, Terms, kind_of
+
+torch.set_num_threads(1)
+TOML = """
+[run]
+name = "small"
+min_peers = {min_peers}
+[model]
+vocabulary = 16
+width = 8
+layers = 1
+heads = 2
+hidden = 16
+context = 8
+[data]
+source = "text"
+path = "*.txt"
+[train]
+batch_tokens = 8
+learning_rate = 1e-2
+[method]
+recipe = "diloco"
+[membership]
+expiry = 0.3
+[target]
+{target}
+"""
+
+
+def manifest_of(target: str = "", min_peers: int = 1) -> Manifest:
+    return parse_manifest(TOML.format(target=target, min_peers=min_peers).encode(), "test")
+
+
+MANIFEST = manifest_of()
+RUN_ID = MANIFEST.run_id
+SHAPES = shape_table(MANIFEST.model)
+NUMEL = SHAPES.numel
+PEERS = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)) for number in range(1, 7)]
+
+
+def method_of(topology: str = "gather") -> Method:
+    return compose("diloco", {"codec": {"kind": "none"}, "topology": {"kind": topology}})
+
+
+METHOD = method_of()
+STATE_BYTES = state_bytes(NUMEL, METHOD)
+
+
+def terms_of(parts: int = 1) -> Terms:
+    return Terms("diloco", SHAPES.hash(), parts, 1 << 40, METHOD.codec.max_bytes(NUMEL))
+
+
+TERMS = terms_of()
+
+
+def payload(seed: int, numel: int = NUMEL) -> bytes:
+    return METHOD.codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(seed)))
+
+
+def contribution_of(head: Head, parts: Sequence[Blob]) -> Contribution:
+    return Contribution(head.round, head.digest, "diloco", SHAPES.hash(), 100, 5, 3.0, tuple(parts))
+
+
+def stated(identity: Identity, body: Any, run_id: str = RUN_ID) -> Statement[Any]:
+    return Statement.of(sign(identity, kind_of(body), run_id, body.to_wire()), body)
+
+
+def commit_of(head: Head, messages: Mapping[int, Blob | tuple[Blob, ...]]) -> Statement[Commit]:
+    """Of the round after `head`, signed by the first peer. `messages`: by the number of the peer."""
+    parts = {peer: (named,) if isinstance(named, Blob) else named for peer, named in messages.items()}
+    statements = [stated(PEERS[peer], contribution_of(head, named)) for peer, named in parts.items()]
+    ordered = tuple(sorted(statements, key=lambda statement: statement.sender))
+    return stated(PEERS[0], Commit(head.round, 0, head.digest, ordered, ()))
+
+
+def store_in(folder: Path) -> BlobStore:
+    return BlobStore(folder, 1 << 26)
+
+
+async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """In the place of the worker thread."""
+    await asyncio.sleep(0)
+    return function(*arguments)
+
+
+def replica_in(store: BlobStore) -> Replica:
+    workshop = Workshop(METHOD, NUMEL, 1, store)
+    anchor = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    return Replica(Chain.begin(RUN_ID), OuterState.initial(anchor, METHOD), workshop, at_once)
+
+
+async def grown(replica: Replica, store: BlobStore, rounds: int, peer: int = 1) -> list[Statement[Commit]]:
+    """Let it go through rounds of one contribution; the commits."""
+    commits = []
+    for _ in range(rounds):
+        blob = store.put(payload(replica.chain.round + 1000 * peer))
+        commits.append(commit_of(replica.chain.head, {peer: blob}))
+        await replica.apply(commits[-1])
+    return commits
+
+
+class CopyingFetcher:
+    """In the place of protocol.blob_fetch.Fetcher: copies from the named peers' stores, waits while none has it."""
+
+    def __init__(self, store: BlobStore, stores: dict[PeerId, BlobStore]) -> None:
+        self.store, self.stores = store, stores
+        self.asked: list[Blob] = []
+        self.under_way = 0
+
+    async def fetch(self, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float) -> None:
+        self.asked.append(blob)
+        self.under_way += 1
+        try:
+            async with asyncio.timeout(deadline):
+                while not self.store.has(blob.digest):
+                    holders = [peer for peer in sources() if peer in self.stores]
+                    found = [peer for peer in holders if self.stores[peer].has(blob.digest)]
+                    if found:
+                        self.store.put(self.stores[found[0]].read(blob.digest))
+                    await asyncio.sleep(0.005)
+        except TimeoutError as error:
+            raise UnreachableError(f"nobody has {blob.name[:8]}") from error
+        finally:
+            self.under_way -= 1
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def kinds(envelopes: Iterable[Signed]) -> list[str]:
+    return [signed.kind for signed in envelopes]

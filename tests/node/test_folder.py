@@ -1,0 +1,84 @@
+"""A folder has one node and one run, and remembers no more than it can read."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from node.folder import RunFolder, write_atomically
+from protocol.errors import AlreadyRunningError, OtherRunError, StorageError
+from protocol.manifest import load_manifest
+from tests.node.small_run import MANIFEST, manifest_of
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_first_claim_makes_the_folder_and_its_manifest(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "deep" / "run")
+    folder.claim(MANIFEST)
+    assert load_manifest(folder.path / "run.toml").run_id == MANIFEST.run_id
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    folder.release()
+    folder.release()
+    folder.claim(MANIFEST)
+    folder.release()
+
+
+def test_two_nodes_or_two_runs_in_one_folder_are_refused_and_leave_nothing_open(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    first.claim(MANIFEST)
+    before = descriptors()
+    with pytest.raises(AlreadyRunningError, match="another node runs"):
+        second.claim(MANIFEST)
+    assert descriptors() == before
+    first.release()
+    before = descriptors()
+    with pytest.raises(OtherRunError, match="belongs to the run small"):
+        second.claim(manifest_of("rounds = 5"))
+    assert descriptors() == before, "the lock stays held"
+    first.claim(MANIFEST)
+    first.release()
+
+
+def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="choose another --dir"):
+        RunFolder(tmp_path / "file").claim(MANIFEST)
+
+
+def test_the_port_of_the_last_start(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.usual_port() == 0
+    folder.announce("me", ("/ip4/1.2.3.4/udp/5/quic", "/ip4/1.2.3.4/tcp/4321/p2p/me"), 99)
+    assert folder.usual_port() == 4321
+    values = json.loads((tmp_path / "node.json").read_text())
+    assert (values["pid"], values["peer_id"], values["metrics_port"]) == (os.getpid(), "me", 99)
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", "{}", '{"addresses": []}', '{"addresses": [3]}', "\0\0\0"])
+def test_what_cannot_be_read_is_not_remembered(tmp_path: Path, text: str) -> None:
+    (tmp_path / "node.json").write_text(text)
+    assert RunFolder(tmp_path).usual_port() == 0
+
+
+def test_a_last_word(tmp_path: Path) -> None:
+    RunFolder(tmp_path).leave_word("{}")
+    assert (tmp_path / "status.json").read_text() == "{}"
+
+
+def test_a_write_that_fails_leaves_the_old_content_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x"
+    write_atomically(path, b"old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left on device; free some"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["x"]

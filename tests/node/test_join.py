@@ -1,0 +1,39 @@
+"""What `join` makes of its arguments."""
+
+from pathlib import Path
+
+import pytest
+
+from node import join
+from node.config import EVERYWHERE_LISTEN, NodeSettings
+from protocol.errors import MissingFileError
+from tests.node.small_run import MANIFEST
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeSettings]:
+    settings: list[NodeSettings] = []
+
+    async def run_node(given: NodeSettings) -> None:
+        settings.append(given)
+
+    monkeypatch.setattr(join, "run_node", run_node)
+    monkeypatch.setattr(join, "configure_logs", lambda as_json: None)
+    return settings
+
+
+def test_paths_are_resolved_and_the_node_listens_everywhere(started: list[NodeSettings], tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(MANIFEST.to_toml())
+    join.join_run(run, tmp_path / "a" / ".." / "b", (), "cpu", "me", 2, (), 0, False)
+    join.join_run(run, None, (), "cpu", "me", None, ("/ip4/127.0.0.1/tcp/1",), 0, False)
+    assert started[0].manifest == MANIFEST and started[0].base == tmp_path.resolve()
+    assert started[0].folder == tmp_path.resolve() / "b"
+    assert started[0].listen == (EVERYWHERE_LISTEN,) and started[1].listen == ("/ip4/127.0.0.1/tcp/1",)
+    assert started[1].folder.is_absolute()
+
+
+def test_a_run_that_is_not_there(started: list[NodeSettings], tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError):
+        join.join_run(tmp_path / "none.toml", None, (), "cpu", "", None, (), 0, False)
+    assert not started

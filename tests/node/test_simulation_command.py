@@ -1,0 +1,128 @@
+"""`murmur sim` and `murmur recipes`, from their words to what they print."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.recipe_table import describe, show_recipes
+from node.simulation.command import Wish, compose_all, overrides, settle, simulate
+from node.simulation.liars import Liars
+from optim.recipes import RECIPES
+from protocol.errors import MurmurError, UsageError
+from tests.node.virtual_swarm import setting
+
+WISH = Wish(recipes=("diloco",))
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    small = setting(2, 4).manifest
+    model, data = small.model.model_copy(update={"vocabulary": 256}), small.data.model_copy(update={"path": "*.txt"})
+    path = tmp_path / "run.toml"
+    path.write_text(small.model_copy(update={"model": model, "data": data}).to_toml())
+    return path
+
+
+def test_a_comparison_as_json_with_charts(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wish = replace(
+        WISH, peers=2, steps=4, seeds=1, run=manifest, options=("schedule.inner_steps=2",), json=True,
+        plot=manifest.parent / "plot.svg",
+    )  # fmt: skip
+    simulate(wish)
+    figures = json.loads(capsys.readouterr().out)["recipes"]
+    assert set(figures) == {"diloco", "data-parallel", "local"}
+    assert figures["diloco"]["rounds"] == 2
+    assert (manifest.parent / "plot.svg").read_text().startswith("<svg")
+
+
+def test_a_comparison_for_people(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(replace(WISH, peers=2, steps=4, seeds=1, run=manifest))
+    printed = capsys.readouterr()
+    assert "data-parallel" in printed.out and "rounds' logic" in printed.out
+    assert "inner steps" in printed.err
+
+
+def test_what_is_settled() -> None:
+    given = settle(
+        replace(WISH, peers=2, tokens=10_240, speeds="1,0.5", bandwidth="8", latency=20.0, liars="0.5:zero", churn=0.1)
+    )
+    assert (given.steps, given.speeds, given.bandwidths) == (10, (1.0, 0.5), (1e6, 1e6))
+    assert (given.latency, given.churn, given.liars) == (0.02, 0.1, Liars(0.5, "zero"))
+    assert given.manifest.train.decay_steps == 10
+
+
+def test_the_manifests_own_options_go_with_its_own_recipe() -> None:
+    manifest = setting(2, 4).manifest
+    table = manifest.method.model_copy(update={"schedule": {"inner_steps": 7}})
+    methods = compose_all(
+        ["diloco", "averaging", "local"],
+        manifest.model_copy(update={"method": table}),
+        {"schedule": {"overlap": True}},
+    )
+    assert set(methods) == {"diloco", "averaging"}
+    assert methods["diloco"].schedule.inner_steps == 7
+    assert methods["averaging"].schedule.inner_steps != 7
+    assert methods["diloco"].schedule.overlap and methods["averaging"].schedule.overlap
+
+
+def test_options_are_read_as_in_a_manifest() -> None:
+    options = ("codec.k=128", "codec.kind=topk", "schedule.overlap=true", 'update.kind="sgd"', "update.rate=1e-2")
+    assert overrides(options) == {
+        "codec": {"k": 128, "kind": "topk"},
+        "schedule": {"overlap": True},
+        "update": {"kind": "sgd", "rate": 0.01},
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda: settle(replace(WISH, steps=1, tokens=1)), "--steps and --tokens both"),
+        (lambda: settle(replace(WISH, speeds="1,2,x")), "--speeds '1,2,x': write numbers"),
+        (lambda: settle(replace(WISH, speeds="1,2,3")), "--speeds takes one positive number, or one for each of the 8"),
+        (lambda: settle(replace(WISH, bandwidth="0")), "--bandwidth takes one positive"),
+        (lambda: settle(replace(WISH, liars="2:zero")), "--liars '2:zero': write share:kind"),
+        (lambda: settle(replace(WISH, liars="0.1:shout")), "kinds: sign-flip, scale10, zero, random"),
+        (lambda: overrides(["codec=3"]), "--set 'codec=3': write it as part.option=value"),
+        (lambda: simulate(replace(WISH, recipes=("dilco",))), "no recipe is called 'dilco'; did you mean 'diloco'?"),
+        (lambda: simulate(replace(WISH, options=("codec.q=3",))), "has no option 'q'"),
+        (lambda: show_recipes("dilco", False), "did you mean 'diloco'?"),
+    ],
+)
+def test_a_wrong_wish_is_one_line(wrong: Callable[[], object], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        wrong()
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_numbers_that_are_none_are_refused() -> None:
+    for word in ("nan", "inf", "-1"):
+        with pytest.raises(MurmurError):
+            settle(replace(WISH, speeds=word))
+
+
+def test_the_table_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    show_recipes(None, True)
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == list(RECIPES)
+    for row in rows:
+        assert {"paper", "signal", "schedule", "codec", "topology", "aggregate", "update"} <= row.keys()
+    show_recipes(None, False)
+    text = capsys.readouterr().out
+    assert all(name in text for name in RECIPES)
+
+
+def test_one_recipe_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    show_recipes("diloco", False)
+    text = capsys.readouterr().out
+    assert "m <- mu * m + delta;  phi <- phi - eta * (delta + mu * m)" in text
+    assert "inner_steps = 100   (default 30)" in text
+    row = describe("diloco")
+    assert row["memory_per_parameter"] == 16  # anchor, reference, residual, momentum
+    assert row["bits_per_parameter_step"] == pytest.approx(row["bits_per_parameter_sync"] / 100)
+    assert row["options"]["update"] == {"learning_rate": 0.7, "momentum": 0.9}
+    assert "acknowledgements" in row["needs"]

@@ -1,0 +1,91 @@
+"""The virtual clock, the links and the directory."""
+
+import pytest
+
+from node.simulation.clock import VirtualClock
+from node.simulation.directory import Directory
+from node.simulation.links import Links
+from protocol.chain import Head
+
+
+def test_things_happen_in_the_order_of_time_and_then_of_asking() -> None:
+    clock, seen = VirtualClock(), list[tuple[float, str]]()
+
+    def note(word: str) -> None:
+        seen.append((clock.now, word))
+
+    clock.after(2.0, lambda: note("late"))
+    clock.after(1.0, lambda: note("first"))
+    clock.after(1.0, lambda: note("second"))
+    clock.after(0.5, lambda: clock.after(0.5, lambda: note("third")))
+    assert not clock.run(lambda: False)
+    assert seen == [(1.0, "first"), (1.0, "second"), (1.0, "third"), (2.0, "late")]
+
+
+def test_the_clock_stops_when_told() -> None:
+    clock = VirtualClock()
+    clock.after(1.0, lambda: None)
+    clock.after(2.0, lambda: None)
+    assert clock.run(lambda: clock.now >= 1.0)
+    assert clock.now == 1.0
+
+
+def arrivals(bandwidths: tuple[float, ...], *transfers: tuple[int, int, int]) -> tuple[list[float], Links]:
+    clock, times = VirtualClock(), list[float]()
+    links = Links(clock, bandwidths, latency=0.1)
+    for source, receiver, size in transfers:
+        links.carry(source, receiver, size, lambda: times.append(clock.now))
+    clock.run(lambda: False)
+    return times, links
+
+
+def test_a_blob_takes_the_narrower_link_and_the_latency() -> None:
+    for bandwidths in ((100.0, 50.0), (50.0, 100.0)):
+        times, links = arrivals(bandwidths, (0, 1, 100))
+        assert times == [pytest.approx(2.1)]
+    assert links.blob_bytes == [100, 0]
+
+
+def test_an_uplink_sends_one_after_the_other() -> None:
+    times, links = arrivals((100.0, 100.0, 100.0), (0, 1, 100), (0, 2, 100))
+    assert times == pytest.approx([1.1, 2.1])
+    assert links.backlog(0) == pytest.approx(2.0)
+
+
+def test_a_downlink_takes_one_after_the_other() -> None:
+    times, _ = arrivals((100.0, 100.0, 100.0), (0, 2, 100), (1, 2, 100))
+    assert times == pytest.approx([1.1, 2.1])
+    independent, _ = arrivals((100.0,) * 4, (0, 2, 100), (1, 3, 100))
+    assert independent == pytest.approx([1.1, 1.1])
+
+
+def test_statements_pass_beside_blobs_and_are_counted() -> None:
+    clock, heard = VirtualClock(), list[tuple[float, int]]()
+    links = Links(clock, (100.0, 100.0, 10.0), latency=0.1)
+    links.carry(0, 1, 10_000, lambda: None)
+    links.say(0, [1, 2], 10, lambda slot: heard.append((clock.now, slot)))
+    clock.run(lambda: clock.now > 50)
+    assert [slot for _, slot in heard] == [1, 2]
+    assert [time for time, _ in heard] == pytest.approx([0.2, 1.1])
+    assert links.statement_bytes == [20, 0, 0]
+
+
+def head(number: int, tokens: int) -> Head:
+    return Head(number, bytes([number]) * 32, tokens)
+
+
+def test_news_reaches_all_after_a_while_and_the_dead_are_missed_after_the_expiry() -> None:
+    clock, told = VirtualClock(), list[float]()
+    directory = Directory(clock, 0.05, 4, 6.0, lambda: told.append(clock.now))
+    directory.begin({"a": head(0, 0), "b": head(0, 0)})
+    directory.publish("a", head(1, 100))
+    directory.publish("b", head(1, 100))
+    directory.lose("b")
+    assert directory.standing_at([head(1, 100).digest]) == frozenset()
+    clock.run(lambda: len(told) == 1)
+    assert directory.standing_at([head(1, 100).digest]) == {"a", "b"}
+    assert directory.best(head(0, 0)) == head(1, 100)
+    assert directory.best(head(1, 100)) is None
+    clock.run(lambda: len(told) == 2)
+    assert directory.peers == {"a"}
+    assert clock.now == 6.0

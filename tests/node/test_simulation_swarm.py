@@ -1,0 +1,202 @@
+"""Whole simulated runs: what must come out the same, what must add up, and that lying and dying show."""
+
+import time
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+import node.data.batches
+import node.offers
+from node.inner_state import InnerState
+from node.simulation.liars import Liars, LieKind, LyingSender
+from node.simulation.measure import outcome
+from node.simulation.peer import VirtualPeer
+from node.simulation.setting import Setting
+from node.simulation.swarm import Swarm
+from optim.method import Method, Sender
+from protocol.errors import MurmurError
+from protocol.manifest import Model
+from tests.node.virtual_swarm import BATCH, Tables, finished, method, setting
+
+OVERLAP: Tables = {"schedule": {"overlap": True}}
+
+
+@pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
+def test_the_same_seed_gives_the_same_numbers(recipe: str) -> None:
+    def run(seed: int) -> object:
+        swarm, recorder = finished(setting(4, 8, seed=seed, churn=0.25), method(recipe, 2), points=4)
+        return outcome(swarm, recorder, 1.0), swarm.ledger.skips, swarm.clock.now
+
+    assert run(3) == run(3)
+    assert run(3) != run(4)
+
+
+@pytest.mark.parametrize("recipe", ["diloco", "sparseloco", "averaging"])
+def test_two_peers_with_the_same_data_are_one(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(peers: int) -> bytes:
+        swarm, _ = finished(setting(peers, 6), method(recipe, 3))
+        return swarm.alive[0].applied[1].digest
+
+    assert end(2) != end(1)  # different data does matter
+    monkeypatch.setattr(node.data.batches, "order_key", lambda seed, peer: seed)
+    assert end(2) == end(1)
+
+
+@pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
+@pytest.mark.parametrize("tables", [{}, OVERLAP])
+def test_all_peers_end_on_one_chain_and_one_state(recipe: str, tables: Tables) -> None:
+    swarm, _ = finished(setting(5, 8, speeds=(1.0, 1.0, 1.3, 1.0, 0.7)), method(recipe, 2, tables))
+    assert len(swarm.alive) == 5
+    assert len({(peer.chain.head, peer.applied[1].digest) for peer in swarm.alive}) == 1
+    assert swarm.alive[0].chain.tokens >= swarm.setting.target_tokens
+
+
+def test_equal_peers_stop_exactly_at_the_target() -> None:
+    swarm, _ = finished(setting(3, 7), method("averaging", 3))
+    assert swarm.alive[0].chain.tokens == 3 * 7 * BATCH
+    assert swarm.alive[0].chain.round == 3  # after 3, 6 and 7 steps
+
+
+@pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
+def test_bytes_are_those_of_the_encoded_messages(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    message = Sender.message
+
+    def count(self: Sender, delta: torch.Tensor, residual: torch.Tensor) -> list[bytes]:
+        parts = message(self, delta, residual)
+        encoded.extend(len(part) for part in parts)
+        return parts
+
+    monkeypatch.setattr(Sender, "message", count)
+    swarm, recorder = finished(setting(4, 6), method(recipe, 3))
+    assert swarm.ledger.message_bits == 8 * sum(encoded)
+    sums = [blob.size for commit in swarm.ledger.commits.values() for blob in commit.parts]
+    # Gather: each message goes to the three others. Butterfly: each part to its reducer, each sum to the three others.
+    expected = 3 * sum(sums) + 3 * sum(encoded) // 4 if sums else 3 * sum(encoded)
+    assert sum(swarm.links.blob_bytes) == expected
+    figures = outcome(swarm, recorder, 1.0)
+    assert figures.bits_per_parameter_sync == 8 * sum(encoded) / 8 / swarm.numel
+    assert figures.bits_per_parameter_step == pytest.approx(figures.bits_per_parameter_sync / 3)
+
+
+def virtual_time(given: Setting, composed: Method) -> tuple[float, float]:
+    swarm, recorder = finished(given, composed)
+    figures = outcome(swarm, recorder, 1.0)
+    return figures.virtual_seconds, figures.compute_share
+
+
+def test_narrow_links_cost_time_and_overlap_hides_it() -> None:
+    wide, wide_share = virtual_time(setting(4, 12), method("diloco", 3))
+    narrow, narrow_share = virtual_time(setting(4, 12, bandwidth=2e4), method("diloco", 3))
+    hidden, hidden_share = virtual_time(setting(4, 12, bandwidth=2e4), method("diloco", 3, OVERLAP))
+    assert 12 < wide < narrow
+    assert 12 < hidden < narrow
+    assert narrow_share < hidden_share
+    assert narrow_share < wide_share < 1
+
+
+def test_a_faster_swarm_takes_less_time() -> None:
+    slow, _ = virtual_time(setting(3, 6), method("diloco", 3))
+    fast, _ = virtual_time(setting(3, 6, speeds=(2.0,) * 3), method("diloco", 3))
+    assert slow - fast == pytest.approx(3.0, abs=0.1)
+
+
+def unaccounted(swarm: Swarm) -> int:
+    """Tokens of survivors that were trained on, and are neither included nor still to be sent."""
+    lost = 0
+    for peer in swarm.alive:
+        included = sum(
+            entry.body.tokens
+            for commit in swarm.ledger.commits.values()
+            for entry in commit.contributions
+            if entry.sender == peer.name
+        )
+        assert peer.learner is not None
+        counters = peer.learner.state.counters
+        waiting = counters.unreported + counters.since_message
+        if counters.outstanding is not None:
+            waiting += counters.outstanding.work
+        lost += abs(counters.tokens - included - waiting.tokens)
+    return lost
+
+
+@pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
+@pytest.mark.parametrize("seed", range(3))
+def test_under_churn_the_survivors_agree_and_nothing_is_lost(recipe: str, seed: int) -> None:
+    swarm, _ = finished(setting(6, 12, seed=seed, churn=0.2), method(recipe, 3))
+    assert swarm.ledger.takeovers > 0
+    assert len({(peer.chain.head, peer.applied[1].digest) for peer in swarm.alive}) == 1
+    ends = {"included": {1}, "given back": {0}, "under way": {0}, "died": {0, 1}}
+    for entry in swarm.ledger.entries.values():
+        assert entry.times_included in ends[entry.end]
+    committed = sum(commit.tokens for commit in swarm.ledger.commits.values())
+    assert committed == swarm.alive[0].chain.tokens
+    assert unaccounted(swarm) == 0
+
+
+def test_a_message_that_misses_its_round_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node.offers, "MAX_AGE", 0)  # at once
+    slow = setting(4, 12, speeds=(1.0, 1.0, 1.0, 0.5), bandwidth=5e3)
+    swarm, _ = finished(slow, method("diloco", 3))
+    assert any(entry.end == "given back" for entry in swarm.ledger.entries.values())
+    assert unaccounted(swarm) == 0
+
+    adopt = InnerState.adopt
+    monkeypatch.setattr(
+        InnerState,
+        "adopt",
+        lambda self, number, fate: adopt(self, number, "included" if fate == "excluded" else fate),
+    )
+    forgetful, _ = finished(slow, method("diloco", 3))
+    assert unaccounted(forgetful) > 0
+
+
+def loss_with(liars: Liars | None, tables: Tables) -> float:
+    given = replace(setting(8, 30, learning_rate=3e-2), liars=liars)
+    _, recorder = finished(given, method("averaging", 5, tables))
+    return recorder.curve[-1].loss
+
+
+def test_liars_hurt_the_plain_mean_and_clipping_helps() -> None:
+    honest, flipped = loss_with(None, {}), loss_with(Liars(0.25, "sign-flip"), {})
+    loud = Liars(0.25, "scale10")
+    scaled, clipped = loss_with(loud, {}), loss_with(loud, {"aggregate": {"clip": True}})
+    print(f"honest {honest:.3f}, sign-flip {flipped:.3f}, scale10 {scaled:.3f}, clipped {clipped:.3f}")
+    assert honest < flipped - 0.1
+    assert honest < scaled - 0.25
+    assert abs(clipped - honest) < 0.1
+
+
+@pytest.mark.parametrize("kind", get_args(LieKind))
+def test_what_liars_send(kind: LieKind) -> None:
+    composed = method("averaging", 1, {"codec": {"kind": "none"}})
+    delta = torch.linspace(-1, 1, 100)
+    sender = LyingSender(composed, 100, 1, kind, 0)
+    sent = composed.codec.decode(sender.message(delta, torch.zeros(100))[0], 100)
+    expected = {"sign-flip": -delta, "scale10": 10 * delta, "zero": torch.zeros(100)}
+    if kind in expected:
+        assert torch.equal(sent, expected[kind])
+    else:
+        assert not torch.equal(sent, delta)
+        torch.testing.assert_close(sent.norm(), delta.norm())
+
+
+def test_a_swarm_that_cannot_go_on_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VirtualPeer, "receive", lambda self, signed: None)
+    with pytest.raises(MurmurError, match="no round was decided for 806 virtual seconds; allow more"):
+        finished(setting(3, 6), method("diloco", 3))
+
+
+def test_a_hundred_peers() -> None:
+    """The time is the processor's: others may be at work beside this test."""
+    large = setting(100, 2, model=Model(vocabulary=32, width=24, layers=1, heads=2, hidden=96, context=16))
+    started = time.process_time()
+    swarm, _ = finished(large, method("diloco", 1))
+    took = time.process_time() - started
+    print(f"{swarm.numel} parameters: {took:.1f} s, of that {swarm.ledger.logic_seconds:.1f} s in the rounds' logic")
+    assert len({peer.applied[1].digest for peer in swarm.alive}) == 1
+    assert all(entry.times_included == 1 for entry in swarm.ledger.entries.values())
+    assert (swarm.alive[0].chain.round, len(swarm.ledger.entries)) == (2, 200)
+    assert took < 20

@@ -1,0 +1,62 @@
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from optim.codecs.levels import fit
+
+Array = npt.NDArray[np.float32]
+
+
+def magnitudes(rows: int, keep: int, seed: int = 0) -> Array:
+    values = np.abs(np.random.default_rng(seed).standard_t(3, (rows, keep))).astype(np.float32)
+    return -np.sort(-values, axis=1)
+
+
+def cost(group: Array) -> float:
+    return float(((group.astype(np.float64) - group.mean(dtype=np.float64)) ** 2).sum()) if group.size else 0.0
+
+
+def cut(row: Array) -> int:
+    return min(range(1, row.size + 1), key=lambda place: cost(row[:place]) + cost(row[place:]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("keep", [1, 2, 3, 5, 64])
+def test_agrees_with_a_loop(count: int, keep: int) -> None:
+    rows = magnitudes(20, keep)
+    level, levels = fit(rows, count)
+    for row, numbers, found in zip(rows, level, levels, strict=True):
+        groups = [row]
+        while len(groups) < count:
+            groups = [half for group in groups for half in np.split(group, [cut(group) if group.size else 0])]
+        assert numbers.tolist() == [count - 1 - i for i, group in enumerate(groups) for _ in group]
+        means = [float(group.mean(dtype=np.float64)) for group in groups if group.size]
+        assert [found[count - 1 - i] for i, group in enumerate(groups) if group.size] == pytest.approx(means, rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_levels_ascend_even_where_groups_are_empty(count: int) -> None:
+    rows = np.stack([np.ones(8), np.zeros(8), np.array([4.0] * 7 + [1]), np.arange(8, 0, -1)]).astype(np.float32)
+    level, levels = fit(rows, count)
+    assert (np.diff(levels, axis=1) >= 0).all() and (levels >= 0).all()
+    assert level.max() < count
+    if count > 1:
+        assert np.array_equal(np.take_along_axis(levels, level.astype(np.int64), axis=1)[:3], rows[:3])
+
+
+def test_four_levels_are_near_the_best_four() -> None:
+    """Lloyd's iteration from the levels found gains little more."""
+    rows = magnitudes(200, 64)
+    level, levels = fit(rows, 4)
+    error = ((rows - np.take_along_axis(levels, level.astype(np.int64), axis=1)) ** 2).sum()
+    better = levels.copy()
+    for _ in range(50):
+        nearest = np.abs(rows[:, :, None] - better[:, None, :]).argmin(axis=2)
+        for group in range(4):
+            mask = nearest == group
+            sums, counts = (rows * mask).sum(axis=1), mask.sum(axis=1)
+            better[:, group] = np.where(counts, sums / np.maximum(counts, 1), better[:, group])
+    best = (np.abs(rows[:, :, None] - better[:, None, :]).min(axis=2) ** 2).sum()
+    two = fit(rows, 2)
+    assert best <= error <= 1.35 * best
+    assert error < 0.5 * ((rows - np.take_along_axis(two[1], two[0].astype(np.int64), axis=1)) ** 2).sum()

@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+import torch
+
+from optim.codecs.subset import INNER, Inner, RandomSubset
+
+
+def draw(numel: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(numel, np.float32))
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("density", [2**-16, 0.01, 1 / 3, 0.9, 1.0])
+@pytest.mark.parametrize("numel", [1, 2, 1000, 10_001])
+def test_one_value_of_each_stretch_is_kept(inner: Inner, density: float, numel: int) -> None:
+    codec, values = RandomSubset(density=density, values=inner), draw(numel, 1)
+    vector = codec.read(codec.encode(values), numel)
+    count = len(vector.positions)
+    assert count == max(1, int(np.ceil(numel * density)))
+    for j, position in enumerate(vector.positions.tolist()):
+        assert j * numel // count <= position < (j + 1) * numel // count
+    expected = INNER[inner].decode(INNER[inner].encode(values[vector.positions]), count)
+    assert np.array_equal(vector.values, expected.numpy())
+
+
+def test_positions_cost_nothing() -> None:
+    codec = RandomSubset(density=1 / 64, values="sign")
+    assert len(codec.encode(draw(64_000, 2))) == 10 + 3 + 2 + 125
+    assert codec.bits_per_parameter(2**20) < 0.017
+
+
+def test_positions_are_spread_evenly_and_differ_from_message_to_message() -> None:
+    numel, hits = 6400, np.zeros(6400)
+    for seed in range(2000):
+        codec = RandomSubset(density=1 / 64)
+        hits[codec.read(codec.encode(draw(numel, seed)), numel).positions] += 1
+    assert hits.sum() == 2000 * 100
+    # Poisson with mean 31: the spread of 6400 counts is known within a few percent.
+    assert hits.var() == pytest.approx(hits.mean(), rel=0.1)
+    assert hits.min() > 0
+
+
+def test_the_same_values_have_the_same_subset_whatever_their_codec() -> None:
+    values = draw(5000, 3)
+    codecs = (RandomSubset(values="int8"), RandomSubset(values="fp16"))
+    one, other = (codec.read(codec.encode(values), 5000).positions for codec in codecs)
+    assert np.array_equal(one, other)
+
+
+def test_positions_are_pinned() -> None:
+    """By a slow Philox 4x64 with ten rounds, written from its definition."""
+    payload = RandomSubset(density=1 / 64).encode(draw(640, 4))
+    seed = int.from_bytes(payload[2:10], "little")
+    expected = [i * 64 + (word >> 32) * 64 // 2**32 for i, word in enumerate(philox(seed, 10))]
+    assert RandomSubset(density=1 / 64).read(payload, 640).positions.tolist() == expected
+
+
+def philox(seed: int, count: int) -> list[int]:
+    words: list[int] = []
+    for block in range(-(-count // 4)):
+        counter, key = [block + 1, 0, 0, 0], [seed, 0]
+        for _ in range(10):
+            left, right = 0xD2E7470EE14C6C93 * counter[0], 0xCA5A826395121157 * counter[2]
+            counter = [
+                right >> 64 ^ counter[1] ^ key[0],
+                right % 2**64,
+                left >> 64 ^ counter[3] ^ key[1],
+                left % 2**64,
+            ]
+            key = [(key[0] + 0x9E3779B97F4A7C15) % 2**64, (key[1] + 0xBB67AE8584CAA73B) % 2**64]
+        words += counter
+    return words[:count]
+
+
+def test_what_was_not_drawn_stays() -> None:
+    values = draw(1000, 5)
+    rest = values.clone()
+    codec = RandomSubset(density=0.1, values="fp16")
+    vector = codec.read(codec.extract(rest), 1000)
+    untouched = np.ones(1000, bool)
+    untouched[vector.positions] = False
+    assert torch.equal(rest[untouched], values[untouched])
+    assert float(rest[~untouched].abs().max()) < 0.01

@@ -1,0 +1,79 @@
+"""What a running node lets in: p2pd's port, and on loopback its numbers; nothing else."""
+
+import stat
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node.places import announced_port
+from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with, pid_of
+from tests.swarm.processes import doors, family, inet_sockets, p2pd_of, trainer_of
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+
+METRICS = ("tokens", "loss", "rounds", "bytes", "seconds", "peers_known", "blobs", "refusals", "round", "node_info")
+
+
+@pytest.fixture(scope="module")
+def flock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flock]:
+    manifest = manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 2})
+    with flying(tmp_path_factory.mktemp("doors"), manifest, peers=2) as made:
+        made.start()
+        made.wait_for_round(3)
+        yield made
+
+
+def page(flock: Flock, path: str, host: str = "127.0.0.1") -> str:
+    port = announced_port(flock.peers[0].folder)
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Host": f"{host}:{port}"})
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+def test_a_node_listens_on_two_ports_and_no_more(flock: Flock) -> None:
+    for peer in flock.peers:
+        daemon = pid_of(peer)
+        p2pd, trainer = p2pd_of(daemon), trainer_of(daemon)
+        assert p2pd is not None and trainer is not None
+        announced = int(peer.addresses()[0].split("/")[4])
+        found = {process.pid: doors(process) for process in family(daemon)}
+        assert found.pop(p2pd.pid) == {("tcp", "127.0.0.1", announced)}
+        assert found.pop(daemon) == {("tcp", "127.0.0.1", announced_port(peer.folder))}
+        assert not any(found.values()), found
+        assert not inet_sockets(trainer)
+
+
+def test_the_sockets_of_a_node_are_for_its_owner_alone(flock: Flock) -> None:
+    for peer in flock.peers:
+        folder = (peer.folder / "sockets").resolve()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        sockets = bound_paths(pid_of(peer))
+        assert sockets, "gRPC's, at least"
+        assert {path.parent for path in sockets} == {folder}
+
+
+def bound_paths(daemon: int) -> set[Path]:
+    """The Unix sockets with a place in the file system on which anything of this node listens."""
+    found = {
+        Path(connection.laddr) for process in family(daemon) for connection in process.net_connections(kind="unix")
+        if connection.laddr and str(connection.laddr).startswith("/")
+    }  # fmt: skip
+    return found
+
+
+def test_numbers_for_machines(flock: Flock) -> None:
+    assert page(flock, "/healthz").startswith("ok ")
+    names = {line.split()[2] for line in page(flock, "/metrics").splitlines() if line.startswith("# TYPE")}
+    assert all(name.startswith("murmur_") for name in names)
+    present = {name.removeprefix("murmur_").removesuffix("_total") for name in names}
+    assert set(METRICS) - {"node_info"} <= present | {"node"}, sorted(names)
+
+
+def test_a_page_in_a_browser_cannot_ask_by_a_name_of_its_own(flock: Flock) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        page(flock, "/status", host="rebound.example")
+    with refused.value as answer:
+        assert answer.code == 400

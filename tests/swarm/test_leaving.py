@@ -1,0 +1,180 @@
+"""Whichever way a node or a swarm ends, nothing of it is left: no process, no socket, no shared memory, no folder."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from node.places import announced_port, newest_checkpoint
+from tests.swarm.flock import ENDLESS, LOOK, Flock, flying, manifest_with, own_world, pid_of, write_run
+from tests.swarm.processes import alive, doors, family, listeners, marked, shared_memory
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+
+SHARED = Path("/dev/shm")
+CYCLES = 10
+AWAY_SECONDS = 20.0
+WAYS = {
+    "SIGTERM": ([signal.SIGTERM], 0),
+    "SIGINT": ([signal.SIGINT], 0),
+    "two SIGINT": ([signal.SIGINT, signal.SIGINT], 130),
+    "SIGKILL": ([signal.SIGKILL], -signal.SIGKILL),
+}
+
+
+class Traces:
+    """What processes hold while they run, for a look afterwards."""
+
+    def __init__(self, processes: list[psutil.Process]) -> None:
+        self._processes = processes
+        self.ports = {port for process in processes for _, _, port in doors(process)}
+        self.memory = shared_memory(processes)
+
+    def left(self) -> list[str]:
+        """Of what they held, all that is still there."""
+        processes = [f"process {process.pid}: {' '.join(process.cmdline())}" for process in alive(self._processes)]
+        ports = [f"port {port}" for port in listeners(self.ports)]
+        numbers = {str(process.pid) for process in self._processes}
+        shared = [str(path) for path in SHARED.iterdir() if numbers & set(path.name.split("_"))]
+        return [*processes, *ports, *shared, *(path for path in self.memory if Path(path).exists())]
+
+
+def wait_for(condition: Callable[[], object], what: Callable[[], object], seconds: float = AWAY_SECONDS) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(LOOK)
+
+
+def socket_folders() -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob("murmur-*"))
+
+
+@pytest.fixture(scope="module")
+def flock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flock]:
+    """One peer for each way to end."""
+    with flying(tmp_path_factory.mktemp("leaving"), manifest_with(target={"rounds": ENDLESS}), len(WAYS)) as made:
+        made.start()
+        made.wait_for_round(2)
+        yield made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_left_of_a_node(flock: Flock, way: str) -> None:
+    peer = flock.peers[list(WAYS).index(way)]
+    signals, code = WAYS[way]
+    kin = family(pid_of(peer))
+    assert len(kin) == 3, "the daemon, its trainer and its p2pd"
+    traces = Traces(kin)
+    assert traces.left(), "the control: what runs is found"
+    assert len(traces.ports) == 2, "p2pd's and the metrics port"
+    assert not traces.memory
+    folder = (peer.folder / "sockets").readlink()
+    saved = newest_checkpoint(peer.folder)
+    shown = flock.look(peer)[0].round
+    for number in signals:
+        kin[0].send_signal(number)
+    flock.wait(lambda: peer.returncode is not None, "it ends", AWAY_SECONDS)
+    assert peer.returncode == code, flock.story()
+    wait_for(lambda: not traces.left(), traces.left)
+    if way in ("SIGTERM", "SIGINT"):
+        assert not folder.exists()
+        assert saved is not None and newest_checkpoint(peer.folder) != saved, "a checkpoint is written on the way out"
+        assert peer.status is not None and peer.status.round >= shown
+    else:  # nobody was there to remove it; the next start is
+        assert folder.exists()
+
+
+def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
+    with flying(tmp_path, manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 1}), peers=1) as flock:
+        flock.start_first()
+        flock.kill()
+        [stale] = socket_folders()
+        flock.start_first()
+        [fresh] = socket_folders()
+        assert fresh != stale
+        flock.leave()
+        assert not socket_folders()
+
+
+class Up:
+    """`murmur up` in a process, its words in a file."""
+
+    def __init__(self, run: Path, folder: Path, peers: int) -> None:
+        self.folder = folder
+        self._output = folder.with_suffix(".out")
+        words = ["up", str(run), "--dir", str(folder), "--peers", str(peers), "--device", "cpu"]
+        with self._output.open("ab") as file:
+            self.process = subprocess.Popen([sys.executable, "-m", "node.cli", *words], stdout=file, stderr=file)
+
+    def said(self) -> str:
+        return self._output.read_text()
+
+    def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+        def over() -> bool:
+            return bool(condition()) or self.process.poll() is not None
+
+        wait_for(over, lambda: f"not in {seconds:g} s: {what}\n{self.said()}", seconds)
+        assert condition(), f"ended with {self.process.poll()} before {what}\n{self.said()}"
+
+    def answers(self, index: int) -> bool:
+        """Whether that peer of this start has said where it is found."""
+        port = announced_port(self.folder / f"peer-{index}")
+        return port is not None and bool(listeners([port]))
+
+    def trains(self) -> bool:
+        """Whether a round was saved."""
+        return any(newest_checkpoint(folder) for folder in self.folder.glob("peer-*"))
+
+    def interrupt(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(AWAY_SECONDS + 10)
+
+
+@pytest.fixture
+def world() -> Iterator[str]:
+    with own_world() as mark:
+        yield mark
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.Signals) -> None:
+    run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
+    up = Up(run, tmp_path / "swarm", peers=2)
+    up.wait_for(up.trains, "training")
+    kin = marked(world)
+    assert len(kin) == 7, [process.cmdline() for process in kin]
+    traces = Traces(kin)
+    assert len(traces.ports) == 4
+    assert not traces.memory
+    os.kill(up.process.pid, number)
+    code = up.process.wait(AWAY_SECONDS + 10)
+    assert code == (-number if number == signal.SIGKILL else 130), up.said()
+    wait_for(lambda: not traces.left() and not marked(world), lambda: [traces.left(), marked(world)])
+    if number != signal.SIGKILL:
+        assert not socket_folders()
+        assert "goes on from here" in up.said().replace("\n", "")
+
+
+@pytest.mark.timeout(240)
+def test_ten_times_up_and_stop(tmp_path: Path, world: str) -> None:
+    run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
+    folder = tmp_path / "swarm"
+    for cycle in range(CYCLES):
+        up = Up(run, folder, peers=2)
+        # Most are stopped while they start, which is quick; the last one has gone on with what the others left.
+        if cycle < CYCLES - 1:
+            up.wait_for(lambda up=up: up.answers(0), "the first peer answers")  # type: ignore[misc]
+        else:
+            up.wait_for(up.trains, "training")
+        assert up.interrupt() == 130, up.said()
+        assert not marked(world), [process.cmdline() for process in marked(world)]
+        assert not socket_folders()
+    assert up.said().count("goes on from here") == CYCLES
