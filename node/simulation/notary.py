@@ -1,10 +1,10 @@
 """Statements without cryptography: inside one process nobody forges, and signatures would take most of the time.
 
-A signature here is a serial number, as long as a real one so that statements have their real size. Bodies are parsed
-and checked as on the wire, but only once, whoever receives them.
+A signature here is a hash of what it signs, as long as a real one so that statements have their real size. Bodies are
+parsed and checked as on the wire, but only once, whoever receives them.
 """
 
-import itertools
+import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +14,6 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs import Blob
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.records import SIGNATURE_BYTES
 from protocol.statements import KINDS, Commit, Contribution, Digest, Part, Roster, Statement, Terms
 
 
@@ -23,15 +22,14 @@ class Notary:
 
     def __init__(self, run_id: RunId, terms: Terms) -> None:
         self._run_id, self._terms = run_id, terms
-        self._serials = itertools.count()
         self._opened: dict[bytes, Statement[Any]] = {}
         self._signed_in: dict[int, list[bytes]] = {}
         self._parts: dict[Digest, int] = {}
 
     def signer(self, peer: PeerId) -> Callable[[str, Message], wire.Signed]:
         def sign(kind: str, body: Message) -> wire.Signed:
-            signature = next(self._serials).to_bytes(SIGNATURE_BYTES, "big")
             encoded = body.SerializeToString(deterministic=True)
+            signature = hashlib.sha512(f"{peer} {kind} ".encode() + encoded).digest()
             return wire.Signed(kind=kind, peer=peer, body=encoded, signature=signature)
 
         return sign

@@ -132,6 +132,9 @@ def test_the_ledger_counts_an_inclusion_once_however_many_learn_of_it() -> None:
         ledger.decide(Commit(0, view, b"b" * 32, (entry,), ()))
     assert ledger.entries[PEERS[0], 0].times_included == 1
     assert ledger.message_bits == 8 * 7
+    again = stated(Notary(RUN, TERMS), PEERS[0], contribution(base=b"c" * 32))
+    ledger.decide(Commit(0, 0, b"c" * 32, (again,), ()))
+    assert ledger.entries[PEERS[0], 0].times_included == 2
     ledger.bury(PEERS[0])
     assert ledger.entries[PEERS[0], 0].end == "died"
 

@@ -136,10 +136,24 @@ def test_under_churn_the_survivors_agree_and_nothing_is_lost(recipe: str, seed: 
     assert unaccounted(swarm) == 0
 
 
-def test_a_message_that_misses_its_round_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node.offers, "MAX_AGE", 0)  # at once
-    slow = setting(4, 12, speeds=(1.0, 1.0, 1.0, 0.5), bandwidth=5e3)
-    swarm, _ = finished(slow, method("diloco", 3))
+SLOW_LINKS = setting(4, 12, speeds=(1.0, 1.0, 1.0, 0.5), bandwidth=5e3)
+
+
+def test_a_message_that_misses_its_round_joins_the_next() -> None:
+    swarm, _ = finished(SLOW_LINKS, method("diloco", 3))
+    made = {(peer, entry.parts): number for (peer, number), entry in swarm.ledger.entries.items()}
+    ages = [
+        commit.round - made[entry.sender, entry.body.parts]
+        for commit in swarm.ledger.commits.values()
+        for entry in commit.contributions
+    ]
+    assert set(ages) == {0, 1}
+    assert unaccounted(swarm) == 0
+
+
+def test_a_message_that_no_round_takes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node.offers, "MAX_AGE", 0)  # after the first that does not
+    swarm, _ = finished(SLOW_LINKS, method("diloco", 3))
     assert any(entry.end == "given back" for entry in swarm.ledger.entries.values())
     assert unaccounted(swarm) == 0
 
@@ -149,7 +163,7 @@ def test_a_message_that_misses_its_round_is_given_back(monkeypatch: pytest.Monke
         "adopt",
         lambda self, number, fate: adopt(self, number, "included" if fate == "excluded" else fate),
     )
-    forgetful, _ = finished(slow, method("diloco", 3))
+    forgetful, _ = finished(SLOW_LINKS, method("diloco", 3))
     assert unaccounted(forgetful) > 0
 
 

@@ -67,8 +67,8 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
 def listeners(ports: Iterable[int]) -> set[int]:
     """Those of the ports on which somebody on this machine listens."""
     wanted = set(ports)
-    open_now = psutil.net_connections(kind="inet")
-    return {found.laddr.port for found in open_now if found.status == psutil.CONN_LISTEN and found.laddr.port in wanted}
+    open_now = [found for found in psutil.net_connections(kind="inet") if found.status == psutil.CONN_LISTEN]
+    return wanted & {found.laddr.port for found in open_now if found.laddr}
 
 
 def _named(pid: int, word: str) -> psutil.Process | None:

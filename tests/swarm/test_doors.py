@@ -57,11 +57,8 @@ def test_the_sockets_of_a_node_are_for_its_owner_alone(flock: Flock) -> None:
 
 def bound_paths(daemon: int) -> set[Path]:
     """The Unix sockets with a place in the file system on which anything of this node listens."""
-    found = {
-        Path(connection.laddr) for process in family(daemon) for connection in process.net_connections(kind="unix")
-        if connection.laddr and str(connection.laddr).startswith("/")
-    }  # fmt: skip
-    return found
+    sockets = [str(found.laddr) for process in family(daemon) for found in process.net_connections(kind="unix")]
+    return {Path(address) for address in sockets if address.startswith("/")}
 
 
 def test_numbers_for_machines(flock: Flock) -> None:

@@ -7,7 +7,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 import psutil
 import pytest
@@ -114,6 +116,13 @@ class Up:
         with self._output.open("ab") as file:
             self.process = subprocess.Popen([sys.executable, "-m", "node.cli", *words], stdout=file, stderr=file)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
     def said(self) -> str:
         return self._output.read_text()
 
@@ -147,17 +156,17 @@ def world() -> Iterator[str]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.Signals) -> None:
     run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
-    up = Up(run, tmp_path / "swarm", peers=2)
-    up.wait_for(up.trains, "training")
-    kin = marked(world)
-    assert len(kin) == 7, [process.cmdline() for process in kin]
-    traces = Traces(kin)
-    assert len(traces.ports) == 4
-    assert not traces.memory
-    os.kill(up.process.pid, number)
-    code = up.process.wait(AWAY_SECONDS + 10)
-    assert code == (-number if number == signal.SIGKILL else 130), up.said()
-    wait_for(lambda: not traces.left() and not marked(world), lambda: [traces.left(), marked(world)])
+    with Up(run, tmp_path / "swarm", peers=2) as up:
+        up.wait_for(up.trains, "training")
+        kin = marked(world)
+        assert len(kin) == 7, [process.cmdline() for process in kin]
+        traces = Traces(kin)
+        assert len(traces.ports) == 4
+        assert not traces.memory
+        os.kill(up.process.pid, number)
+        code = up.process.wait(AWAY_SECONDS + 10)
+        assert code == (-number if number == signal.SIGKILL else 130), up.said()
+        wait_for(lambda: not traces.left() and not marked(world), lambda: [traces.left(), marked(world)])
     if number != signal.SIGKILL:
         assert not socket_folders()
         assert "goes on from here" in up.said().replace("\n", "")
@@ -168,13 +177,13 @@ def test_ten_times_up_and_stop(tmp_path: Path, world: str) -> None:
     run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
     folder = tmp_path / "swarm"
     for cycle in range(CYCLES):
-        up = Up(run, folder, peers=2)
-        # Most are stopped while they start, which is quick; the last one has gone on with what the others left.
-        if cycle < CYCLES - 1:
-            up.wait_for(lambda up=up: up.answers(0), "the first peer answers")  # type: ignore[misc]
-        else:
-            up.wait_for(up.trains, "training")
-        assert up.interrupt() == 130, up.said()
+        with Up(run, folder, peers=2) as up:
+            # Most are stopped while they start, which is quick; the last one has gone on with what the others left.
+            if cycle < CYCLES - 1:
+                up.wait_for(partial(up.answers, 0), "the first peer answers")
+            else:
+                up.wait_for(up.trains, "training")
+            assert up.interrupt() == 130, up.said()
         assert not marked(world), [process.cmdline() for process in marked(world)]
         assert not socket_folders()
     assert up.said().count("goes on from here") == CYCLES
