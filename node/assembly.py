@@ -163,8 +163,9 @@ class Assembly:
         self.trainer = TrainerLink(self.peer_id, process, self.arena, self.store, self._offers, work, self._heard)
         # Not in the worker thread: no round is to wait while a checkpoint is written.
         self.keeper = Keeper(
-            self._folder, manifest, self._shapes, self.store, self.arena, asyncio.to_thread, self.trainer.has_adopted
-        )
+            self._folder, manifest, self._shapes, self.store, self.arena, asyncio.to_thread, self.trainer.has_adopted,
+            self.blobs.being_fetched,
+        )  # fmt: skip
         self.standing = Standing(self._first_status(), self.metrics, self._traffic)
         self.standing.stands_at(self.replica.chain.head, self.replica.blob.digest)
         rounds = manifest.round
@@ -306,7 +307,7 @@ class Assembly:
 
     def _traffic(self) -> dict[str, object]:
         """What the status reads at the moment it is asked."""
-        self.metrics.blob_bytes = self.store.size
+        self.metrics.blobs, self.metrics.blob_bytes = len(self.store), self.store.size
         return {
             "peers": len(self.directory.live()),
             "bytes_sent": self.transport.bytes_sent,

@@ -4,6 +4,7 @@ Exit codes: those of `protocol.errors` (see docs/exit-codes.md), and 130 after C
 """
 
 import itertools
+import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -206,7 +207,9 @@ def recipes(
 
 
 def main() -> None:
-    sys.exit(_guarded(app))
+    code = _guarded(app)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; an interrupt now would only change the exit code
+    sys.exit(code)
 
 
 def _guarded(command: Callable[[], object]) -> int:
@@ -216,6 +219,8 @@ def _guarded(command: Callable[[], object]) -> int:
     except MurmurError as error:
         sys.stderr.write(f"murmur: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

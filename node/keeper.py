@@ -7,7 +7,7 @@ costs at most one round.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,28 +33,36 @@ logger = logging.getLogger(__name__)
 
 KEPT_ROUNDS = 4  # whose blobs a peer that lags may still fetch
 KEPT_STATES = 2
+MAX_STATES = 6  # with those that somebody is still fetching
 OUTBOX = "outbox"
 
 
 class Keeper:
-    """`work` runs a function in a thread that may be busy for long; `adopted(round)` waits for the trainer."""
+    """`work` runs a function in a thread that may be busy for long; `adopted(round)` waits for the trainer; `wanted`
+    names the blobs that others are fetching."""
 
     def __init__(
         self, folder: RunFolder, manifest: Manifest, shapes: ShapeTable, store: BlobStore, arena: Arena,
-        work: Work, adopted: Callable[[int], Awaitable[bool]],
+        work: Work, adopted: Callable[[int], Awaitable[bool]], wanted: Callable[[], Collection[bytes]],
     ) -> None:  # fmt: skip
         self._folder, self._manifest, self._shapes, self._store = folder, manifest, shapes, store
-        self._arena, self._work, self._adopted = arena, work, adopted
+        self._arena, self._work, self._adopted, self._wanted = arena, work, adopted, wanted
         self._rounds: deque[set[bytes]] = deque(maxlen=KEPT_ROUNDS)
-        self._states: deque[bytes] = deque(maxlen=KEPT_STATES)
+        self._states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
 
     def prune(self, offers: Offers, state: Blob, commits: Iterable[Commit]) -> None:
         """After a round (or a jump): drop the blobs that nobody should still ask for."""
         self._rounds.extend({blob.digest for blob in commit.blobs} for commit in commits)
-        self._states.append(state.digest)
+        self._states = self._older_states() + [state.digest]
         offered = {part.digest for part in offers.current.parts} if offers.current else set()
         self._store.retain(set().union(*self._rounds, self._states, offered))
+
+    def _older_states(self) -> list[bytes]:
+        """The one before, and any that a slow peer is in the middle of: it would never arrive otherwise."""
+        wanted, newest = self._wanted(), self._states[1 - KEPT_STATES :]
+        fetched = [digest for digest in self._states if digest in wanted and digest not in newest]
+        return fetched[: MAX_STATES - KEPT_STATES] + newest
 
     async def keep(self, replica: Replica, offers: Offers) -> None:
         """Save in the background, where the manifest says so; returns once the save before this one is on disk."""

@@ -6,6 +6,7 @@ a blob that has rotted on the disk is removed instead of being taken for a lie o
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -24,6 +25,8 @@ from protocol.murmur_pb2_grpc import BlobsServicer
 logger = logging.getLogger(__name__)
 
 COUNTED_CALLERS = 1024
+RECENT_SECONDS = 60.0  # so long after a call a blob counts as being fetched
+MAX_RECENT = 256
 
 
 class RangeError(MurmurError):
@@ -70,6 +73,12 @@ class BlobService(BlobsServicer):
         self._caller = caller
         self._limits = limits or CallerLimits()
         self._loads: dict[PeerId, Load] = {}
+        self._served_at: OrderedDict[bytes, float] = OrderedDict()
+
+    def being_fetched(self) -> set[bytes]:
+        """Digests of the blobs that somebody asked for a moment ago, and may ask for more of."""
+        now = time.monotonic()
+        return {digest for digest, served in self._served_at.items() if now - served < RECENT_SECONDS}
 
     async def Pieces(self, request: PiecesRequest, context: Any) -> PiecesReply:  # noqa: N802
         async with self._answer(context) as peer:
@@ -85,6 +94,7 @@ class BlobService(BlobsServicer):
             blob = self._store.blob(request.digest)
             _check_range(blob, request.offset, request.length)
             with self._admit(peer, request.length):
+                self._note(blob)
                 async for data in self._chunks(blob, request.offset, request.offset + request.length):
                     async with asyncio.timeout(self._limits.chunk_seconds):
                         await context.write(Chunk(data=data))
@@ -130,6 +140,12 @@ class BlobService(BlobsServicer):
             load.bytes_asked -= length
             if load.calls == 0:
                 del self._loads[peer]
+
+    def _note(self, blob: Blob) -> None:
+        self._served_at[blob.digest] = time.monotonic()
+        self._served_at.move_to_end(blob.digest)
+        if len(self._served_at) > MAX_RECENT:
+            self._served_at.popitem(last=False)
 
     def _count(self, peer: PeerId, size: int) -> None:
         self.total_bytes_served += size

@@ -44,6 +44,10 @@ class BlobStore:
             folder.mkdir(parents=True, exist_ok=True)
             self._scan()
 
+    def __len__(self) -> int:
+        """Complete blobs."""
+        return len(self._complete)
+
     @property
     def size(self) -> int:
         """Bytes of all blobs, complete and partial, and of those being written."""

@@ -13,7 +13,7 @@ from node.arena import VECTORS, Arena
 from node.channel import Message
 from node.folder import RunFolder
 from node.inner_state import Counters, Outstanding, Work
-from node.keeper import KEPT_ROUNDS, KEPT_STATES, Keeper, restore_inner, restored_offers
+from node.keeper import KEPT_ROUNDS, KEPT_STATES, MAX_STATES, Keeper, restore_inner, restored_offers
 from node.offers import Offer, Offers
 from node.replica import Replica
 from protocol.blobs import Blob
@@ -44,7 +44,10 @@ class World:
         self.adopted = asyncio.Event()
         self.adopts = True
         self.waited: list[int] = []
-        self.keeper = Keeper(self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted)
+        self.wanted: set[bytes] = set()
+        self.keeper = Keeper(
+            self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted, lambda: self.wanted
+        )
         self.replica: Replica = replica_in(self.store)
 
     async def has_adopted(self, round_number: int) -> bool:
@@ -98,6 +101,25 @@ async def test_prune_keeps_the_last_rounds_and_states_and_the_offer(world: World
     offers.current = None
     world.keeper.prune(offers, replica.blob, [])
     assert not store.has(Blob.of(b"ours, part 0").digest)
+
+
+async def test_a_state_that_somebody_is_fetching_stays_while_rounds_go_on(world: World) -> None:
+    states: list[bytes] = []
+    for number in range(2 * MAX_STATES):
+        (commit,) = await grown(world.replica, world.store, 1)
+        states.append(world.replica.blob.digest)
+        world.keeper.prune(Offers(), world.replica.blob, [commit.body])
+        if number == 0:
+            world.wanted = {states[0]}
+    assert world.store.has(states[0])
+    assert not world.store.has(states[1]), "the control: a state that nobody fetches goes"
+    world.wanted = set(states)
+    for _ in range(2 * MAX_STATES):
+        (commit,) = await grown(world.replica, world.store, 1)
+        world.wanted.add(world.replica.blob.digest)
+        states.append(world.replica.blob.digest)
+        world.keeper.prune(Offers(), world.replica.blob, [commit.body])
+    assert sum(world.store.has(digest) for digest in states) <= MAX_STATES, "a flood of fetches pins no more"
 
 
 async def test_prune_after_a_jump_over_many_rounds_keeps_the_newest(world: World) -> None:
