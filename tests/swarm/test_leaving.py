@@ -1,5 +1,6 @@
 """Whichever way a node or a swarm ends, nothing of it is left: no process, no socket, no shared memory, no folder."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Self
 import psutil
 import pytest
 
-from node.places import announced_port, newest_checkpoint
+from node.places import newest_checkpoint
 from tests.swarm.flock import ENDLESS, LOOK, Flock, flying, manifest_with, own_world, pid_of, write_run
 from tests.swarm.processes import alive, doors, family, listeners, marked, shared_memory
 
@@ -135,8 +136,13 @@ class Up:
 
     def answers(self, index: int) -> bool:
         """Whether that peer of this start has said where it is found."""
-        port = announced_port(self.folder / f"peer-{index}")
-        return port is not None and bool(listeners([port]))
+        try:
+            said = json.loads((self.folder / f"peer-{index}" / "node.json").read_bytes())
+        except (OSError, ValueError):
+            return False
+        # An earlier start left the same file, and its port may be somebody else's by now.
+        ours = {process.pid for process in family(self.process.pid)}
+        return said["pid"] in ours and bool(listeners([said["metrics_port"]]))
 
     def trains(self) -> bool:
         """Whether a round was saved."""
