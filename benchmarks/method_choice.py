@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from node.data import Batches, Corpus, open_source, validation_batches
-from node.inner import InnerOptimizer
 from node.model import Llama, initial_weights
+from node.trainer.inner import InnerOptimizer
 from optim.method import Merger, Method, Sender
 from optim.parts import Scalar
 from optim.recipes import compose

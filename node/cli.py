@@ -58,8 +58,8 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Train with several peers on this machine, until the run's target."""
-    from node.up import Wish
-    from node.up import up as run_swarm
+    from node.local.up import Wish
+    from node.local.up import up as run_swarm
 
     wish = Wish(run, folder, peers, rounds, recipe, seed, drill, device, as_json)
     raise typer.Exit(run_swarm(wish))

@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from node.checkpoint import Trained, load_trained
+from node.checkpoints.checkpoint import Trained, load_trained
+from node.checkpoints.tensor_file import write_tensors
 from node.model import shape_table
 from node.model.llama import NORM_EPSILON
-from node.tensor_file import write_tensors
 from protocol.errors import MissingFileError, StorageError, UsageError
 from protocol.manifest import Manifest
 

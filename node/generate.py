@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from node.checkpoint import load_trained
+from node.checkpoints.checkpoint import load_trained
 from node.model import Llama
 from protocol.errors import MissingFileError, UsageError
 

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from node.config import EVERYWHERE_LISTEN, node_settings
-from node.daemon import run_node
+from node.daemon.lifecycle import run_node
 from node.logs import configure_logs
 from node.places import joined_folder
 from protocol.manifest import load_manifest

@@ -71,7 +71,7 @@ def trained_folder(path: Path) -> Path:
 
 
 def newest_checkpoint(node: Path) -> Path | None:
-    """By name alone (NUMBER.round-ROUND), as node.checkpoint writes them."""
+    """By name alone (NUMBER.round-ROUND), as node.checkpoints.checkpoint writes them."""
     return max((node / "checkpoints").glob("[0-9]*.round-*"), default=None)
 
 

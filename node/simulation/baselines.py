@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from node.data import Batches, Corpus
-from node.inner import InnerOptimizer
-from node.inner_step import accumulate_gradient
 from node.model import Llama, initial_weights
 from node.simulation.measure import Examiner, Outcome, Point, Recorder
 from node.simulation.setting import Setting
 from node.simulation.swarm import peer_name
+from node.trainer.inner import InnerOptimizer
+from node.trainer.inner_step import accumulate_gradient
 
 FLOAT_BYTES = 4
 DATA_PARALLEL = "data-parallel"

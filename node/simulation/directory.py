@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from node.simulation.clock import VirtualClock
-from protocol.chain import Head, preferred
 from protocol.identity import PeerId
-from protocol.statements import Digest
+from protocol.rounds.chain import Head, preferred
+from protocol.rounds.statements import Digest
 
 SECONDS_A_HOP = 0.02  # beside the latency
 

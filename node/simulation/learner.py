@@ -5,11 +5,11 @@ from torch import Tensor
 from node.arena import Arena
 from node.channel import Fate, Message
 from node.data import Batches, Corpus
-from node.inner import InnerOptimizer
-from node.inner_state import InnerState
-from node.inner_step import accumulate_gradient
 from node.model import Llama
-from node.pace import is_message_due, must_wait
+from node.trainer.inner import InnerOptimizer
+from node.trainer.inner_state import InnerState
+from node.trainer.inner_step import accumulate_gradient
+from node.trainer.pace import is_message_due, must_wait
 from optim.method import Method, Sender
 from protocol.errors import MurmurError
 from protocol.identity import PeerId

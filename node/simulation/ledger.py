@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from node.channel import Message
-from protocol.blobs import Blob
+from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.statements import Commit, Digest
+from protocol.rounds.statements import Commit, Digest
 
 End = Literal["under way", "included", "given back", "died"]
 Key = tuple[PeerId, int]  # who made it, in which round

@@ -6,8 +6,8 @@ With hundreds of peers that is the difference between minutes and days.
 
 from collections.abc import Iterable
 
-from protocol.round import Round
-from protocol.round_events import Action, Event
+from protocol.rounds.events import Action, Event
+from protocol.rounds.round import Round
 
 
 class BatchRound(Round):

@@ -7,11 +7,11 @@ from itertools import pairwise
 from torch import Tensor
 
 from node.data import Corpus, validation_batches
-from node.inner_step import validation_loss
 from node.model import Llama
 from node.simulation.peer import VirtualPeer
 from node.simulation.setting import Setting
 from node.simulation.swarm import Swarm
+from node.trainer.inner_step import validation_loss
 
 VALIDATION_TOKENS = 16_384
 

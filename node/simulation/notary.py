@@ -11,10 +11,10 @@ from typing import Any
 from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
-from protocol.blobs import Blob
+from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.statements import KINDS, Commit, Contribution, Digest, Part, Roster, Statement, Terms
+from protocol.rounds.statements import KINDS, Commit, Contribution, Digest, Part, Roster, Statement, Terms
 
 
 class Notary:

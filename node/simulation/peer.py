@@ -1,7 +1,7 @@
 """The daemon's side of a virtual peer: rounds one after the other, blobs, the trainer kept in step.
 
-It drives the same machine as a daemon and answers to it in the same way (see node.rounds and node.participant); what
-takes a daemon time on the network takes it virtual time here, and arithmetic takes none.
+It drives the same machine as a daemon and answers to it in the same way (see node.daemon.rounds and
+node.daemon.participant); what takes a daemon time on the network takes it virtual time here, and arithmetic takes none.
 """
 
 import time
@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from node.channel import Fate
-from node.offers import Offer, Offers
+from node.daemon.offers import Offer, Offers
 from node.simulation.learner import Learner
 from node.simulation.ledger import End
 from node.simulation.machine import BatchRound
 from node.simulation.vault import KEPT_ROUNDS, Applied
 from protocol import murmur_pb2 as wire
-from protocol.blobs import Blob
-from protocol.chain import Chain, Head
+from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.round_events import (
+from protocol.rounds.chain import Chain, Head
+from protocol.rounds.events import (
     Action,
     Event,
     Fetch,
@@ -33,7 +33,7 @@ from protocol.round_events import (
     Skip,
     Tick,
 )
-from protocol.statements import Commit, Digest, Statement
+from protocol.rounds.statements import Commit, Digest, Statement
 
 if TYPE_CHECKING:
     from node.simulation.swarm import Swarm

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from node.daemon.replica import OuterState
 from node.data import Corpus
 from node.model import initial_weights, shape_table
-from node.replica import OuterState
 from node.simulation.clock import VirtualClock
 from node.simulation.directory import Directory
 from node.simulation.learner import Learner
@@ -21,11 +21,11 @@ from node.simulation.setting import Setting
 from node.simulation.vault import Vault
 from optim.method import Method, Sender
 from protocol import murmur_pb2 as wire
-from protocol.chain import Head
 from protocol.errors import MurmurError
 from protocol.identity import Identity, PeerId
-from protocol.round_events import RoundSettings
-from protocol.statements import Digest, Terms
+from protocol.rounds.chain import Head
+from protocol.rounds.events import RoundSettings
+from protocol.rounds.statements import Digest, Terms
 
 MAX_TOKENS = 1 << 40  # of one contribution
 STUCK_EXCHANGES = 20  # so many exchange timeouts without a decision, and nothing will come of it

@@ -7,12 +7,12 @@ digests has the same result, so each is done once for all peers: they still agre
 from collections.abc import Sequence
 from typing import cast
 
-from node.replica import OuterState, Workshop
+from node.daemon.replica import OuterState, Workshop
 from optim.method import Method
-from protocol.blob_store import BlobStore
-from protocol.blobs import Blob
+from protocol.blobs.blob import Blob
+from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError
-from protocol.statements import Commit, Digest
+from protocol.rounds.statements import Commit, Digest
 
 KEPT_ROUNDS = 6
 Applied = tuple[OuterState, Blob]

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from node.daemon.replica import OuterState, Replica, Workshop, state_bytes
 from node.model import shape_table
-from node.replica import OuterState, Replica, Workshop, state_bytes
 from optim.method import Method
 from optim.recipes import compose
-from protocol.blob_store import BlobStore
-from protocol.blobs import Blob
-from protocol.chain import Chain, Head
+from protocol.blobs.blob import Blob
+from protocol.blobs.store import BlobStore
 from protocol.errors import UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest, parse_manifest
 from protocol.murmur_pb2 import Signed
 from protocol.records import sign
-from protocol.statements import Commit, Contribution, Statement, Terms, kind_of
+from protocol.rounds.chain import Chain, Head
+from protocol.rounds.statements import Commit, Contribution, Statement, Terms, kind_of
 
 torch.set_num_threads(1)
 TOML = """
@@ -122,7 +122,7 @@ async def grown(replica: Replica, store: BlobStore, rounds: int, peer: int = 1) 
 
 
 class CopyingFetcher:
-    """In the place of protocol.blob_fetch.Fetcher: copies from the named peers' stores, waits while none has it."""
+    """In the place of protocol.blobs.fetch.Fetcher: copies from the named peers' stores, waits while none has it."""
 
     def __init__(self, store: BlobStore, stores: dict[PeerId, BlobStore]) -> None:
         self.store, self.stores = store, stores

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.checkpoint import Checkpoint, load_newest, save
+from node.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.model import shape_table
 from protocol.errors import StorageError
 from protocol.manifest import Model

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from node.checkpoint import Checkpoint, save
+from node.checkpoints.checkpoint import Checkpoint, save
 from node.export import byte_tokenizer, export
 from node.model import Llama, shape_table
 from protocol.errors import CheckpointError, MissingFileError, StorageError, UsageError

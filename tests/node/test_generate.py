@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from node.checkpoint import Checkpoint, save
+from node.checkpoints.checkpoint import Checkpoint, save
 from node.generate import ByteCodec, choose, generate, sample
 from node.model import Llama, initial_weights, shape_table
 from protocol.errors import CheckpointError, MissingFileError, UsageError

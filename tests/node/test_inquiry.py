@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from node.daemon.metrics import Metrics, metrics_server
 from node.inquiry import key_line, status_lines
-from node.metrics import Metrics, metrics_server
 from node.status import NodeStatus
 from protocol.errors import IdentityError, MissingFileError
 

@@ -21,8 +21,8 @@ def loggers() -> Iterator[None]:
 
 
 def speak() -> None:
-    logging.getLogger("node.daemon").info("round %d", 3)
-    logging.getLogger("protocol.p2pd").debug("too much")
+    logging.getLogger("node.daemon.lifecycle").info("round %d", 3)
+    logging.getLogger("protocol.network.p2pd").debug("too much")
     logging.getLogger("uvicorn.error").info("not asked for")
     logging.getLogger("uvicorn.error").warning("but this")
 
@@ -31,7 +31,7 @@ def test_lines_for_a_person(capsys: Capture) -> None:
     configure_logs(as_json=False)
     speak()
     first, second = capsys.readouterr().err.splitlines()
-    assert first.endswith(" I node.daemon: round 3")
+    assert first.endswith(" I node.daemon.lifecycle: round 3")
     assert second.endswith(" W uvicorn.error: but this")
 
 

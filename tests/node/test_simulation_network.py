@@ -5,7 +5,7 @@ import pytest
 from node.simulation.clock import VirtualClock
 from node.simulation.directory import Directory
 from node.simulation.links import Links
-from protocol.chain import Head
+from protocol.rounds.chain import Head
 
 
 def test_things_happen_in_the_order_of_time_and_then_of_asking() -> None:

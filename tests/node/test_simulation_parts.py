@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from node.channel import Message
-from node.replica import OuterState
+from node.daemon.replica import OuterState
 from node.simulation.comparison import Series
 from node.simulation.ledger import Ledger
 from node.simulation.machine import BatchRound
@@ -18,11 +18,11 @@ from node.simulation.swarm import peer_name
 from node.simulation.vault import KEPT_ROUNDS, Vault
 from optim.method import Sender
 from protocol import murmur_pb2 as wire
-from protocol.blobs import Blob
+from protocol.blobs.blob import Blob
 from protocol.identity import Identity
 from protocol.records import sign
-from protocol.round_events import Action, Event
-from protocol.statements import Commit, Contribution, Part, Roster, Statement, Terms
+from protocol.rounds.events import Action, Event
+from protocol.rounds.statements import Commit, Contribution, Part, Roster, Statement, Terms
 from tests.node.virtual_swarm import corpus, finished, method, setting
 
 RUN = "ab" * 32

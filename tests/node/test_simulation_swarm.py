@@ -7,14 +7,14 @@ from typing import get_args
 import pytest
 import torch
 
+import node.daemon.offers
 import node.data.batches
-import node.offers
-from node.inner_state import InnerState
 from node.simulation.liars import Liars, LieKind, LyingSender
 from node.simulation.measure import outcome
 from node.simulation.peer import VirtualPeer
 from node.simulation.setting import Setting
 from node.simulation.swarm import Swarm
+from node.trainer.inner_state import InnerState
 from optim.method import Method, Sender
 from protocol.errors import MurmurError
 from protocol.manifest import Model
@@ -152,7 +152,7 @@ def test_a_message_that_misses_its_round_joins_the_next() -> None:
 
 
 def test_a_message_that_no_round_takes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node.offers, "MAX_AGE", 0)  # after the first that does not
+    monkeypatch.setattr(node.daemon.offers, "MAX_AGE", 0)  # after the first that does not
     swarm, _ = finished(SLOW_LINKS, method("diloco", 3))
     assert any(entry.end == "given back" for entry in swarm.ledger.entries.values())
     assert unaccounted(swarm) == 0

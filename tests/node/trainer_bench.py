@@ -9,8 +9,8 @@ import torch
 
 from node.arena import Arena
 from node.channel import Config, FromTrainer
+from node.daemon.trainer_process import TrainerProcess
 from node.model import initial_weights, shape_table
-from node.trainer_process import TrainerProcess
 from protocol.manifest import Manifest, parse_manifest
 
 torch.set_num_threads(1)

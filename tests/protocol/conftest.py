@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from protocol.transport import Transport
+from protocol.network.transport import Transport
 
 StartTransport = Callable[..., Awaitable[Transport]]
 StartPeer = Callable[[str], Awaitable[tuple[subprocess.Popen[bytes], dict[str, Any]]]]

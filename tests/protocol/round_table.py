@@ -4,11 +4,10 @@ from collections import deque
 from collections.abc import Callable
 
 from protocol import murmur_pb2 as wire
-from protocol.blobs import Blob
-from protocol.chain import genesis
+from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.round import Round
-from protocol.round_events import (
+from protocol.rounds.chain import genesis
+from protocol.rounds.events import (
     Action,
     Event,
     Exchange,
@@ -23,7 +22,8 @@ from protocol.round_events import (
     Skip,
     Tick,
 )
-from protocol.statements import Commit, Digest, Statement
+from protocol.rounds.round import Round
+from protocol.rounds.statements import Commit, Digest, Statement
 from tests.simulation.network import RUN_ID, Network, Scenario, offer_of, signer_of, sum_of
 from tests.simulation.peers import NAMES
 

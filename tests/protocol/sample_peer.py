@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from protocol import murmur_pb2, murmur_pb2_grpc
-from protocol.transport import Transport, caller
+from protocol.network.transport import Transport, caller
 
 CHUNK = 256 * 1024
 

@@ -16,10 +16,10 @@ from typing import Any
 from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
-from protocol.blobs import Blob
+from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.round_events import Exchange, RoundSettings
-from protocol.statements import KINDS, Commit, Contribution, Digest, Roster, Statement, Terms
+from protocol.rounds.events import Exchange, RoundSettings
+from protocol.rounds.statements import KINDS, Commit, Contribution, Digest, Roster, Statement, Terms
 
 RUN_ID = hashlib.sha256(b"simulated run").hexdigest()
 SHAPES = hashlib.sha256(b"shapes").digest()

@@ -7,11 +7,10 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol import murmur_pb2 as wire
-from protocol.blobs import Blob
-from protocol.chain import Chain, Head, preferred
+from protocol.blobs.blob import Blob
 from protocol.identity import Identity, PeerId
-from protocol.round import Round
-from protocol.round_events import (
+from protocol.rounds.chain import Chain, Head, preferred
+from protocol.rounds.events import (
     Action,
     Event,
     Fetch,
@@ -26,7 +25,8 @@ from protocol.round_events import (
     Skip,
     Tick,
 )
-from protocol.statements import Commit, Contribution, Digest, Statement
+from protocol.rounds.round import Round
+from protocol.rounds.statements import Commit, Contribution, Digest, Statement
 from tests.simulation.network import RUN_ID, Network, Scenario, offer_of, signer_of, sum_of
 
 NAMES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)).peer_id for number in range(1, 17)]

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 
 from protocol.identity import PeerId
-from protocol.round_events import Action, Finish, Reduce, Send
+from protocol.rounds.events import Action, Finish, Reduce, Send
 from tests.simulation.network import Scenario
 from tests.simulation.peers import Swarm
 

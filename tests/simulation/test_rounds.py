@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from protocol.election import Electorate
-from protocol.leadership import Leadership
-from protocol.round_events import Skip
-from protocol.round_state import RoundState
+from protocol.rounds.election import Electorate
+from protocol.rounds.events import Skip
+from protocol.rounds.leadership import Leadership
+from protocol.rounds.state import RoundState
 from tests.simulation.story import BrokenError, Story
 
 BATCHES = 12

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from node.config import LOOPBACK_LISTEN
-from node.peer_process import PeerProcess
+from node.local.peer_process import PeerProcess
 from node.status import NodeStatus
 from protocol.manifest import Manifest, load_manifest
 from tests.swarm.processes import MARK, alive, family, marked

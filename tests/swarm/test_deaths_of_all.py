@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from node.peer_process import PeerProcess
+from node.local.peer_process import PeerProcess
 from tests.swarm.flock import ENDLESS, LOOK, Flock, flying, manifest_with
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from node.peer_process import PeerProcess
-from protocol.election import Election
+from node.local.peer_process import PeerProcess
+from protocol.rounds.election import Election
 from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with, pid_of
 from tests.swarm.processes import family, p2pd_of, trainer_of
 

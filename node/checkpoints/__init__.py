@@ -1,0 +1,1 @@
+"""Saved states: atomic, hashed, and knowing nothing of peers."""

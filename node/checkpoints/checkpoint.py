@@ -1,0 +1,286 @@
+"""Checkpoints on disk: a kill at any instant leaves the one before whole, and a damaged one is never used.
+
+    <folder>/0000000007.round-12/       the 7th save, of round 12
+        anchor.safetensors              the agreed weights, by Hugging Face parameter name
+        outer.<slot>.safetensors        one file a vector of the outer optimizer
+        inner.safetensors               this peer's own vectors, as <vector>/<parameter name>, and raw bytes
+        manifest.json                   everything else, with the hash and size of each file, and a hash of itself
+
+A save writes a new hidden folder, syncs each file and the folder, renames it and syncs the parent; only then are old
+ones pruned, and those are hidden by a rename before they are deleted. So whatever has a checkpoint's name was complete
+once, and what a dead process left behind is hidden and goes at the next save. Names count saves, not rounds: a round
+may be saved twice, and a peer that moves to another chain of the run may go back to a lower round.
+A folder has one writer. Nothing here depends on peers or on how a model is cut into stages, so any layout can load it.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from node.checkpoints.tensor_file import DamagedError, Seal, read_tensors, write_file, write_tensors
+from node.model import ShapeTable, shape_table
+from protocol.errors import CheckpointError, OtherRunError, StorageError
+from protocol.manifest import Manifest, RunId, load_manifest
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+ANCHOR = "anchor.safetensors"
+INNER = "inner.safetensors"
+MANIFEST = "manifest.json"
+NAME = re.compile(r"(\d{10,})\.round-(\d+)")
+
+Json = dict[str, Any]
+Built = TypeVar("Built")
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """All that a peer needs to go on. Vectors are flat fp32 (numel,), in the order of the shape table."""
+
+    run_id: RunId
+    shapes: bytes  # hash of the shape table
+    round: int
+    digest: bytes  # of the chain of commits that led to the anchor
+    chain: Json  # JSON values under text keys, as is inner_meta
+    anchor: Tensor
+    outer: dict[str, Tensor]  # slot of the outer optimizer to its vector
+    inner: dict[str, Tensor]  # vectors, or raw uint8 of any length
+    inner_meta: Json
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The newest weights in a node's folder, and the run that they belong to."""
+
+    manifest: Manifest
+    round: int
+    anchor: Tensor  # flat fp32 (numel,)
+
+
+def save(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable, keep: int) -> Path:
+    """Write a checkpoint, then prune all but the newest `keep`; the new one's folder, on disk when this returns.
+
+    StorageError when the disk is full or fails: what was there before stays as it was.
+    """
+    if checkpoint.shapes != shapes.hash():
+        raise ValueError("the checkpoint was made for another shape table")
+    try:
+        _make_durable(folder)
+        _remove_hidden(folder)
+        target = folder / f"{_next_number(folder):010d}.round-{checkpoint.round}"
+        _publish(target, checkpoint, shapes)
+        _prune(folder, keep)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # best effort: the next save tries again
+            _remove_hidden(folder)
+        raise StorageError(
+            f"cannot save round {checkpoint.round} in {folder}: {error.strerror}; "
+            "free some space or move the folder; the checkpoint before it stays"
+        ) from error
+    return target
+
+
+def load_newest(folder: Path, run_id: RunId, shapes: ShapeTable) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that is whole, or None, and a line for each newer one that is not.
+
+    OtherRunError and CheckpointError when the newest whole one is of another run or of other shapes.
+    """
+
+    def build(path: Path, body: Json) -> Checkpoint:
+        return _read(path, body, shapes)
+
+    return _newest(folder, run_id, shapes, build)
+
+
+def load_trained(run_dir: Path) -> Trained:
+    """The anchor of the newest whole checkpoint of the node that lives in `run_dir`; only the anchor's file is read."""
+    manifest = load_manifest(run_dir / "run.toml")
+    shapes, folder = shape_table(manifest.model), run_dir / "checkpoints"
+
+    def build(path: Path, body: Json) -> Trained:
+        return Trained(manifest, int(body["round"]), _read_vector(path, ANCHOR, body, shapes))
+
+    trained, skipped = _newest(folder, manifest.run_id, shapes, build)
+    if trained is None:
+        reason = f"all are damaged ({skipped[0]})" if skipped else "there is none yet"
+        raise CheckpointError(f"no usable checkpoint in {folder}: {reason}; let the node finish a round first")
+    return trained
+
+
+def _publish(target: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
+    staging = target.with_name(f".{target.name}")
+    staging.mkdir(mode=0o700)
+    _write(staging, checkpoint, shapes)
+    _sync(staging)
+    staging.rename(target)
+    _sync(target.parent)
+
+
+def _write(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
+    files = {ANCHOR: shapes.views(checkpoint.anchor), INNER: _named_inner(checkpoint.inner, shapes)}
+    files |= {_outer_file(slot): shapes.views(vector) for slot, vector in checkpoint.outer.items()}
+    seals = {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
+    write_file(folder / MANIFEST, [_encode_manifest(_body(checkpoint, seals))])
+
+
+def _named_inner(inner: Mapping[str, Tensor], shapes: ShapeTable) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {}
+    for vector, tensor in inner.items():
+        if tensor.dtype == torch.uint8:
+            named[vector] = tensor
+        else:
+            named |= {f"{vector}/{name}": view for name, view in shapes.views(tensor).items()}
+    return named
+
+
+def _body(checkpoint: Checkpoint, seals: Mapping[str, Seal]) -> Json:
+    return {
+        "schema": SCHEMA,
+        "run_id": checkpoint.run_id,
+        "shapes": checkpoint.shapes.hex(),
+        "round": checkpoint.round,
+        "digest": checkpoint.digest.hex(),
+        "chain": checkpoint.chain,
+        "outer": list(checkpoint.outer),
+        "inner": list(checkpoint.inner),
+        "inner_meta": checkpoint.inner_meta,
+        "files": {name: {"sha256": seal.sha256, "size": seal.size} for name, seal in seals.items()},
+    }
+
+
+def _encode_manifest(body: Json) -> bytes:
+    text = json.dumps(body, indent=1)
+    return json.dumps({"body": body, "sha256": hashlib.sha256(text.encode()).hexdigest()}, indent=1).encode()
+
+
+def _read_manifest(folder: Path) -> Json:
+    """The manifest's body; DamagedError unless it is to the byte what `_encode_manifest` writes."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+        body = json.loads(text)["body"]
+        genuine = _encode_manifest(body) == text
+    except OSError as error:
+        raise DamagedError(f"{MANIFEST}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{MANIFEST} is not readable") from error
+    if not genuine:
+        raise DamagedError(f"{MANIFEST} does not match its hash")
+    return dict(body)
+
+
+def _newest(
+    folder: Path, run_id: RunId, shapes: ShapeTable, build: Callable[[Path, Json], Built]
+) -> tuple[Built | None, list[str]]:
+    skipped: list[str] = []
+    for _, path in reversed(_saved(folder)):
+        try:
+            body = _read_manifest(path)
+            _check_kind(path, body, run_id, shapes)
+            return build(path, body), skipped
+        except DamagedError as damage:
+            logger.warning("skipped the checkpoint %s: %s", path, damage)
+            skipped.append(f"{path}: {damage}")
+    return None, skipped
+
+
+def _check_kind(path: Path, body: Json, run_id: RunId, shapes: ShapeTable) -> None:
+    if body["schema"] != SCHEMA:
+        raise CheckpointError(f"{path} has format {body['schema']}, this version reads {SCHEMA}; update murmuration")
+    if body["run_id"] != run_id:
+        raise OtherRunError(f"{path} belongs to run {body['run_id'][:12]}, not {run_id[:12]}; choose another folder")
+    if body["shapes"] != shapes.hash().hex():
+        raise CheckpointError(f"{path} holds a model of other shapes; choose another folder or remove it")
+
+
+def _read(folder: Path, body: Json, shapes: ShapeTable) -> Checkpoint:
+    return Checkpoint(
+        run_id=body["run_id"],
+        shapes=bytes.fromhex(body["shapes"]),
+        round=body["round"],
+        digest=bytes.fromhex(body["digest"]),
+        chain=body["chain"],
+        anchor=_read_vector(folder, ANCHOR, body, shapes),
+        outer={slot: _read_vector(folder, _outer_file(slot), body, shapes) for slot in body["outer"]},
+        inner=_read_inner(folder, body, shapes),
+        inner_meta=body["inner_meta"],
+    )
+
+
+def _read_vector(folder: Path, file: str, body: Json, shapes: ShapeTable) -> Tensor:
+    return _flattened(_tensors(folder, file, body), shapes)
+
+
+def _read_inner(folder: Path, body: Json, shapes: ShapeTable) -> dict[str, Tensor]:
+    named = _tensors(folder, INNER, body)
+    inner: dict[str, Tensor] = {}
+    for vector in body["inner"]:
+        parts = {name: named[f"{vector}/{name}"] for name in shapes.names if f"{vector}/{name}" in named}
+        inner[vector] = _flattened(parts, shapes) if parts else named[vector]
+    return inner
+
+
+def _tensors(folder: Path, file: str, body: Json) -> dict[str, Tensor]:
+    return read_tensors(folder / file, Seal(**body["files"][file]))
+
+
+def _flattened(named: Mapping[str, Tensor], shapes: ShapeTable) -> Tensor:
+    flat = torch.empty(shapes.numel)
+    shapes.fill(flat, named)
+    return flat
+
+
+def _outer_file(slot: str) -> str:
+    return f"outer.{slot}.safetensors"
+
+
+def _saved(folder: Path) -> list[tuple[int, Path]]:
+    """The checkpoints' numbers and folders, oldest first."""
+    if not folder.is_dir():
+        return []
+    names = ((NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted((int(name[1]), path) for name, path in names if name)
+
+
+def _next_number(folder: Path) -> int:
+    saved = _saved(folder)
+    return saved[-1][0] + 1 if saved else 1
+
+
+def _prune(folder: Path, keep: int) -> None:
+    for _, path in _saved(folder)[:-keep]:
+        hidden = path.with_name(f".{path.name}")  # half deleted, it must not look like a checkpoint
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def _remove_hidden(folder: Path) -> None:
+    """Remove what a save or a pruning that was cut short left behind."""
+    for path in folder.glob(".*.round-*"):
+        shutil.rmtree(path)
+
+
+def _make_durable(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sync(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Make the entries of a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,331 @@
+"""All parts of one node, put together."""
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Executor
+from typing import Any
+
+import torch
+
+from node.arena import Arena
+from node.channel import Adopted, Config, FromTrainer, Message
+from node.checkpoints.checkpoint import Checkpoint, load_newest
+from node.config import NodeSettings
+from node.daemon.calls import deliver
+from node.daemon.catch_up import Scout
+from node.daemon.keeper import Keeper, restore_inner, restored_offers
+from node.daemon.membership import Members
+from node.daemon.metrics import Metrics
+from node.daemon.offers import Offers
+from node.daemon.participant import Participant
+from node.daemon.post import Post
+from node.daemon.replica import OuterState, Replica, Work, Workshop, state_bytes
+from node.daemon.rounds import Hooks, RoundDriver
+from node.daemon.rounds_service import RoundsService
+from node.daemon.standing import Standing
+from node.daemon.trainer_link import TrainerLink
+from node.daemon.trainer_process import TrainerProcess
+from node.daemon.wishes import Wishes
+from node.folder import RunFolder
+from node.model import initial_weights, shape_table
+from node.status import NodeStatus
+from optim.errors import OptimError
+from optim.method import Method
+from optim.recipes import compose
+from protocol.blobs.fetch import Fetcher
+from protocol.blobs.service import BlobService
+from protocol.blobs.store import BlobStore
+from protocol.errors import ManifestError
+from protocol.identity import Identity, PeerId
+from protocol.manifest import Manifest
+from protocol.membership.clock import Clock
+from protocol.membership.directory import Event, Left
+from protocol.membership.gossip import Directory
+from protocol.membership.rendezvous import Rendezvous
+from protocol.murmur_pb2 import Signed
+from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server, add_RoundsServicer_to_server
+from protocol.network.transport import Transport, caller
+from protocol.rounds.chain import Chain, Head
+from protocol.rounds.events import RoundSettings
+from protocol.rounds.statements import Terms
+
+logger = logging.getLogger(__name__)
+
+VALIDATION_TOKENS = 16_384
+STORE_STATES = 16  # how many states' worth of blobs may lie in the store
+STORE_EXTRA_BYTES = 1 << 30
+MAX_TOKENS = 1 << 40  # of one contribution
+
+
+def method_of(manifest: Manifest) -> Method:
+    """Raises ManifestError for a recipe or an option that does not exist."""
+    try:
+        return compose(manifest.method.recipe, manifest.method.overrides())
+    except OptimError as error:
+        raise ManifestError(f"method: {error}") from error
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
+
+
+class Assembly:
+    """One node. `build` loads what the disk has; `open` goes on the network."""
+
+    @classmethod
+    async def build(
+        cls, settings: NodeSettings, folder: RunFolder, pool: Executor, rng: random.Random
+    ) -> "Assembly":
+        async def work(function: Callable[..., Any], *arguments: Any) -> Any:
+            return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+
+        identity = Identity.load_or_create(folder.key)
+        method = method_of(settings.manifest)
+        return cls(settings, folder, identity, method, rng, work)
+
+    def __init__(
+        self, settings: NodeSettings, folder: RunFolder, identity: Identity, method: Method, rng: random.Random,
+        work: Work,
+    ) -> None:  # fmt: skip
+        manifest = settings.manifest
+        self._settings, self._folder, self._identity, self._work = settings, folder, identity, work
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._finishing: asyncio.Task[None] | None = None
+        self.peer_id = identity.peer_id
+        self._shapes = shape_table(manifest.model)
+        numel = self._shapes.numel
+        bounds = method.bounds(numel, manifest.round.parts)
+        sizes = [method.codec.max_bytes(stop - start) for start, stop in bounds]
+        self._terms = Terms(manifest.method.recipe, self._shapes.hash(), len(bounds), MAX_TOKENS, max(sizes))
+        self.arena = Arena.create(numel, sum(sizes))
+        self.store = BlobStore(folder.blobs, STORE_STATES * state_bytes(numel, method) + STORE_EXTRA_BYTES)
+        self._workshop = Workshop(method, numel, manifest.round.parts, self.store)
+        saved = self._load()
+        self._offers = restored_offers(saved, self.arena, self.store) if saved else Offers()
+        self.replica = self._first_replica(method, saved)
+        self.metrics = Metrics()
+        self._rng = rng
+        self._build_network()
+        self._build_round(method)
+
+    def _load(self) -> Checkpoint | None:
+        saved, skipped = load_newest(self._folder.checkpoints, self._settings.run_id, self._shapes)
+        for line in skipped:
+            logger.warning("skipped a checkpoint: %s", line)
+        if saved is not None:
+            logger.info("resuming from the checkpoint of round %d", saved.round)
+            restore_inner(saved, self.arena)
+        return saved
+
+    def _first_replica(self, method: Method, saved: Checkpoint | None) -> Replica:
+        manifest = self._settings.manifest
+        if saved is not None:
+            chain, state = Chain(Head.from_json(saved.chain["head"])), OuterState(saved.anchor, saved.outer)
+        else:
+            chain = Chain.begin(manifest.run_id)
+            state = OuterState.initial(initial_weights(manifest.model, manifest.run.seed), method)
+        return Replica(chain, state, self._workshop, self._work)
+
+    def _build_network(self) -> None:
+        settings, manifest = self._settings, self._settings.manifest
+        self.transport = Transport.create(self._folder.key, self._folder.path)
+        self._clock = Clock()
+        contacts = (*settings.peers, *manifest.run.bootstrap)
+        self.directory = Directory(
+            self._identity, manifest.run_id, self.transport, self._clock,
+            manifest.membership.heartbeat, manifest.membership.expiry, self._rng, contacts, self._folder.peers,
+        )  # fmt: skip
+        self._members = Members(self.directory, self.replica.chain, bool(contacts), self._rng)
+        self._post = Post(
+            lambda peer, statements, seconds: deliver(
+                manifest.run_id, self.transport.channel, peer, statements, seconds
+            ),
+            lambda peer, statements: self._take(peer, statements),
+            self.directory.suspect,
+            lambda error: self.participant.broken(error),
+        )
+        self.blobs = BlobService(self.store, caller)
+        self._fetcher = Fetcher(self.store, self.transport.channel, self._lied, self._rng)
+        self._wishes = Wishes(self._fetcher, lambda: [peer for peer in self.directory.live() if peer != self.peer_id])
+
+    def _build_round(self, method: Method) -> None:
+        manifest, work = self._settings.manifest, self._work
+        process = TrainerProcess(self.arena, self._trainer_config)
+        self.trainer = TrainerLink(self.peer_id, process, self.arena, self.store, self._offers, work, self._heard)
+        # Not in the worker thread: no round is to wait while a checkpoint is written.
+        self.keeper = Keeper(
+            self._folder, manifest, self._shapes, self.store, self.arena, asyncio.to_thread, self.trainer.has_adopted,
+            self.blobs.being_fetched,
+        )  # fmt: skip
+        self.standing = Standing(self._first_status(), self.metrics, self._traffic)
+        self.standing.stands_at(self.replica.chain.head, self.replica.blob.digest)
+        rounds = manifest.round
+        driver_settings = RoundSettings(
+            manifest.run_id, method.topology, self._terms.parts, rounds.grace, rounds.leader_timeout,
+            rounds.exchange_timeout, 2 * manifest.membership.expiry,
+        )  # fmt: skip
+        hooks = Hooks(
+            send=self._post.send,
+            work=work,
+            members=self._members.at_this_round,
+            trains=self._members.is_trainer,
+            refused=self.standing.refused,
+            skipped=self.standing.skipped,
+            decided=lambda commit: self.participant.decided(commit),
+            broken=lambda error: self.participant.broken(error),
+        )
+        self.driver = RoundDriver(
+            self._identity, driver_settings, self._terms, self.store, self._workshop, self._wishes, hooks
+        )
+        expected = state_bytes(self._shapes.numel, method)
+        chain = self.replica.chain
+        self.participant = Participant(
+            manifest=manifest,
+            terms=self._terms,
+            members=self._members,
+            driver=self.driver,
+            wishes=self._wishes,
+            scout=Scout(manifest.run_id, self._terms, chain, self.transport.channel, expected),
+            trainer=self.trainer,
+            keeper=self.keeper,
+            standing=self.standing,
+            replica=self.replica,
+        )
+
+    async def open(self) -> None:
+        """Go on the network and say where we stand."""
+        rounds = RoundsService(self._settings.run_id, self.driver, self.replica)
+        await self.transport.open(
+            [
+                self.directory.register,
+                lambda server: add_BlobsServicer_to_server(self.blobs, server),
+                lambda server: add_RoundsServicer_to_server(rounds, server),
+            ],
+            listen=self._listen(),
+        )
+        self.rendezvous = Rendezvous(
+            self._identity, self._settings.run_id, self.transport, self._clock, self.directory.neighbours,
+            self.directory.remember, self._rng,
+        )  # fmt: skip
+        self.directory.publish(role="trainer", name=self._settings.name)
+        self._members.announce_head(self.replica.chain.head, self.replica.blob.digest)
+        self.directory.subscribe(self._membership_changed)
+
+    async def finish(self) -> None:
+        """Stop the trainer and save; the network stays. May be repeated, and goes on when a caller is cancelled."""
+        if self._finishing is None:
+            self._finishing = asyncio.create_task(self._finish(), name="finish")
+        await asyncio.shield(self._finishing)
+
+    async def _finish(self) -> None:
+        self.driver.close()
+        await self.trainer.stop(self.replica.chain.round)
+        await self.keeper.save_now(self.replica, self._offers)
+        await self._post.stop()
+
+    def all_arrived(self) -> bool:
+        """Whether every live peer has as many rounds as we."""
+        return all(record.round >= self.replica.chain.round for record in self._members.records().values())
+
+    def publish_progress(self) -> None:
+        status = self.standing.status()
+        self.directory.publish(
+            step=status.step,
+            tokens=status.tokens,
+            loss=status.loss or 0.0,
+            tokens_per_second=status.tokens_per_second,
+            bytes_sent=status.bytes_sent,
+            validation_loss=status.validation_loss or 0.0,
+            validation_round=status.validation_round or 0,
+        )
+
+    async def trainer_failure(self) -> None:
+        """Ends when the trainer fails for good: raises its reason."""
+        await self.trainer.finished()
+
+    def _listen(self) -> tuple[str, ...]:
+        """A port left to chance is the one of the last start, where that is still free."""
+        port = self._folder.usual_port()
+        if not port or not port_is_free(port):
+            return self._settings.listen
+        return tuple(address.replace("/tcp/0", f"/tcp/{port}") for address in self._settings.listen)
+
+    def _trainer_config(self) -> Config:
+        settings = self._settings
+        return Config(
+            manifest=settings.manifest.to_toml(),
+            base=str(settings.base),
+            peer_id=self.peer_id,
+            device=settings.device,
+            threads=settings.threads or torch.get_num_threads(),
+            numel=self._shapes.numel,
+            outbox_bytes=self.arena.outbox_bytes,
+            round=self.trainer.round,
+            validation_tokens=VALIDATION_TOKENS,
+        )
+
+    def _heard(self, message: FromTrainer) -> None:
+        self.standing.heard(message)
+        match message:
+            case Message():
+                self.participant.offer()
+            case Adopted() if self._members.evaluates(message.round):
+                self._spawn(self.trainer.evaluate())
+
+    def _take(self, peer: PeerId, statements: Iterable[Signed]) -> None:
+        self.driver.take(peer, statements)
+
+    def _membership_changed(self, event: Event) -> None:
+        if isinstance(event, Left):
+            self._post.forget(event.peer)
+        self.driver.members_changed()
+        self.participant.wake.set()
+
+    def _lied(self, peer: str, reason: str) -> None:
+        self.metrics.refused("wrong blob")
+        logger.warning("%s served a wrong blob: %s", peer, reason)
+
+    def _first_status(self) -> NodeStatus:
+        manifest = self._settings.manifest
+        return NodeStatus(
+            peer_id=self.peer_id,
+            run=manifest.run.name,
+            run_id=manifest.run_id,
+            name=self._settings.name,
+            target_rounds=manifest.target.rounds,
+            target_tokens=manifest.target.tokens,
+        )
+
+    def _traffic(self) -> dict[str, object]:
+        """What the status reads at the moment it is asked."""
+        self.metrics.blobs, self.metrics.blob_bytes = len(self.store), self.store.size
+        return {
+            "peers": len(self.directory.live()),
+            "bytes_sent": self.transport.bytes_sent,
+            "bytes_received": self.transport.bytes_received,
+            "bytes_sent_by_kind": {"blobs": self.blobs.total_bytes_served},
+            "bytes_received_by_kind": {"blobs": self._fetcher.bytes_received},
+            "trainer_restarts": self.trainer.deaths,
+            "addresses": tuple(self.directory.live()[self.peer_id].addresses)
+            if self.peer_id in self.directory.live()
+            else (),
+        }
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.participant.broken(error)

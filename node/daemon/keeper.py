@@ -1,0 +1,147 @@
+"""Keeps on disk what the next start needs, and in the blob store what others may still ask for.
+
+A checkpoint is written in the background after a round. The one after it waits for that, so a kill at any moment
+costs at most one round.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from node.arena import VECTORS, Arena
+from node.checkpoints import checkpoint
+from node.checkpoints.checkpoint import Checkpoint
+from node.daemon.offers import Offer, Offers
+from node.daemon.replica import OuterState, Replica, Work
+from node.daemon.trainer_link import stored_parts
+from node.folder import RunFolder
+from node.model import ShapeTable
+from node.trainer.inner_state import Counters
+from protocol.blobs.blob import Blob
+from protocol.blobs.store import BlobStore
+from protocol.errors import StorageError
+from protocol.manifest import Manifest
+from protocol.rounds.chain import Head
+from protocol.rounds.statements import Commit
+
+logger = logging.getLogger(__name__)
+
+KEPT_ROUNDS = 4  # whose blobs a peer that lags may still fetch
+KEPT_STATES = 2
+MAX_STATES = 6  # with those that somebody is still fetching
+OUTBOX = "outbox"
+
+
+class Keeper:
+    """`work` runs a function in a thread that may be busy for long; `adopted(round)` waits for the trainer; `wanted`
+    names the blobs that others are fetching."""
+
+    def __init__(
+        self, folder: RunFolder, manifest: Manifest, shapes: ShapeTable, store: BlobStore, arena: Arena,
+        work: Work, adopted: Callable[[int], Awaitable[bool]], wanted: Callable[[], Collection[bytes]],
+    ) -> None:  # fmt: skip
+        self._folder, self._manifest, self._shapes, self._store = folder, manifest, shapes, store
+        self._arena, self._work, self._adopted, self._wanted = arena, work, adopted, wanted
+        self._rounds: deque[set[bytes]] = deque(maxlen=KEPT_ROUNDS)
+        self._states: list[bytes] = []  # oldest first
+        self._saving: asyncio.Task[None] | None = None
+
+    def prune(self, offers: Offers, state: Blob, commits: Iterable[Commit]) -> None:
+        """After a round (or a jump): drop the blobs that nobody should still ask for."""
+        self._rounds.extend({blob.digest for blob in commit.blobs} for commit in commits)
+        self._states = self._older_states() + [state.digest]
+        offered = {part.digest for part in offers.current.parts} if offers.current else set()
+        self._store.retain(set().union(*self._rounds, self._states, offered))
+
+    def _older_states(self) -> list[bytes]:
+        """The one before, and any that a slow peer is in the middle of: it would never arrive otherwise."""
+        wanted, newest = self._wanted(), self._states[1 - KEPT_STATES :]
+        fetched = [digest for digest in self._states if digest in wanted and digest not in newest]
+        return fetched[: MAX_STATES - KEPT_STATES] + newest
+
+    async def keep(self, replica: Replica, offers: Offers) -> None:
+        """Save in the background, where the manifest says so; returns once the save before this one is on disk."""
+        if replica.chain.round % self._manifest.checkpoint.every_rounds == 0:
+            await self.saved()
+            self._saving = asyncio.create_task(self._save(_Moment.of(replica, offers)), name="checkpoint")
+
+    async def saved(self) -> None:
+        """The save under way, if there is one, is on disk, or has failed with a line in the log."""
+        if self._saving is not None:
+            await asyncio.shield(self._saving)
+
+    async def save_now(self, replica: Replica, offers: Offers) -> None:
+        """The last save before the end; the trainer has stopped."""
+        await self.saved()
+        await self._write(_Moment.of(replica, offers))
+
+    async def _save(self, moment: "_Moment") -> None:
+        # The trainer's snapshot must know of the fate that the chain's head implies.
+        if await self._adopted(moment.head.round):
+            await self._write(moment)
+        else:
+            logger.warning("round %d is not saved: the trainer has not adopted it in time", moment.head.round)
+
+    async def _write(self, moment: "_Moment") -> None:
+        try:
+            await self._work(self._write_files, moment)
+        except StorageError as error:
+            logger.error("%s", error)
+
+    def _write_files(self, moment: "_Moment") -> None:
+        copied = self._arena.copy_snapshot()
+        inner = dict(copied[0].vectors) if copied else {}
+        if copied:
+            inner[OUTBOX] = torch.frombuffer(bytearray(copied[1]), dtype=torch.uint8)
+        taken = Checkpoint(
+            run_id=self._manifest.run_id,
+            shapes=self._shapes.hash(),
+            round=moment.head.round,
+            digest=moment.head.digest,
+            chain={"head": moment.head.to_json(), "offer": moment.offer},
+            anchor=moment.state.anchor,
+            outer=dict(moment.state.slots),
+            inner=inner,
+            inner_meta=copied[0].meta if copied else {},
+        )
+        checkpoint.save(self._folder.checkpoints, taken, self._shapes, self._manifest.checkpoint.keep)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What a save is to hold, taken at once: the replica moves on while it is written."""
+
+    head: Head
+    state: OuterState
+    offer: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, replica: Replica, offers: Offers) -> "_Moment":
+        return cls(replica.chain.head, replica.state, offers.to_json())
+
+
+def restore_inner(saved: Checkpoint, arena: Arena) -> None:
+    """Put the trainer's part of a checkpoint back where a trainer looks for it."""
+    if not saved.inner:
+        return
+    outbox = saved.inner[OUTBOX].numpy().tobytes()
+    arena.outbox[: len(outbox)] = outbox
+    arena.write_snapshot({name: saved.inner[name] for name in VECTORS}, saved.inner_meta)
+
+
+def restored_offers(saved: Checkpoint, arena: Arena, store: BlobStore) -> Offers:
+    """The message that was on its way, too: a round may have taken it while we were away, which must not happen twice.
+
+    After `restore_inner`.
+    """
+    offers = Offers.from_json(saved.chain["offer"])
+    outstanding = Counters.model_validate(saved.inner_meta).outstanding
+    if outstanding is not None and offers.fate_of(outstanding.round) == "none":
+        message = outstanding.message()
+        offers.place(Offer(message, stored_parts(store, arena.outbox, message)))
+    return offers

@@ -1,0 +1,137 @@
+"""The daemon: puts a node together, runs it to the run's target or to a signal, and takes it apart again.
+
+Order of a start: claim the folder, load the newest checkpoint, open the transport, gossip, and only then take part.
+Order of an end: leave the directory (others stop counting on us), stop the trainer, save, close the transport.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from typing import Any
+
+import torch
+
+from node.config import NodeSettings
+from node.daemon.assembly import Assembly
+from node.daemon.metrics import metrics_server
+from node.folder import RunFolder
+from protocol.errors import MurmurError
+
+logger = logging.getLogger(__name__)
+
+LINGER_SECONDS = 20.0  # after the target, for peers that are about to reach it
+LEAVE_SECONDS = 3.0
+PUBLISH_SECONDS = 1.0
+
+
+async def run_node(settings: NodeSettings) -> None:
+    """Until the run's target is reached or SIGINT or SIGTERM comes; a second one ends the process at once."""
+    folder = RunFolder(settings.folder)
+    folder.claim(settings.manifest)
+    try:
+        await Daemon(settings, folder).run()
+    finally:
+        folder.release()
+
+
+class Daemon:
+    def __init__(self, settings: NodeSettings, folder: RunFolder) -> None:
+        self._settings, self._folder = settings, folder
+        self._stop = asyncio.Event()
+        self._signals = 0
+
+    async def run(self) -> None:
+        torch.set_num_threads(1)  # the cores are the trainer's
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+        async with AsyncExitStack() as stack:
+            pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="arithmetic"))
+            node = await Assembly.build(self._settings, self._folder, pool, random.Random(os.urandom(16)))
+            stack.push_async_callback(node.transport.stop)
+            await node.open()
+            port = await stack.enter_async_context(
+                metrics_server(self._settings.metrics_port, node.metrics, node.standing.status)
+            )
+            self._folder.announce(node.peer_id, await node.transport.addresses(), port)
+            logger.info("%s in run %s", node.peer_id, self._settings.manifest.run.name)
+            await self._take_part(node)
+
+    def _signalled(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(130)  # the trainer and p2pd die with us
+        logger.info("leaving; once more to leave at once")
+        self._stop.set()
+
+    async def _take_part(self, node: Assembly) -> None:
+        loops = [node.directory.run(), node.rendezvous.run(), self._publish(node)]
+        background = [asyncio.create_task(_forever(loop)) for loop in loops]
+        main = asyncio.create_task(self._main(node), name="participant")
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({main, stopped, *background}, return_when=asyncio.FIRST_COMPLETED)
+            failed = [task for task in (main, *background) if task.done()]
+        finally:
+            for task in (main, stopped):
+                task.cancel()
+            await asyncio.gather(main, stopped, return_exceptions=True)
+            await self._leave(node)
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+        for task in failed:
+            await task
+
+    async def _main(self, node: Assembly) -> None:
+        """Take part until the target; a trainer that fails for good ends it with its reason."""
+        part = asyncio.create_task(node.participant.run())
+        failure = asyncio.create_task(node.trainer_failure())
+        try:
+            await asyncio.wait({part, failure}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (part, failure):
+                if task.done():
+                    await task
+        finally:
+            for task in (part, failure):
+                task.cancel()
+            await asyncio.gather(part, failure, return_exceptions=True)
+        await node.finish()
+        node.standing.enter("done", "the target is reached")
+        await self._linger(node)
+
+    async def _linger(self, node: Assembly) -> None:
+        """Others may still need our blobs: stay until everyone has arrived, but not for ever."""
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while not node.all_arrived():
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            logger.info("leaving although not everyone has reached the target")
+
+    async def _leave(self, node: Assembly) -> None:
+        if node.standing.status().phase != "done":
+            node.standing.enter("leaving")
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await node.directory.leave()
+        except TimeoutError:
+            logger.warning("not everyone could be told that we leave")
+        await node.finish()
+        self._folder.leave_word(node.standing.status().model_dump_json())
+
+    async def _publish(self, node: Assembly) -> None:
+        """Keep the changing fields of our record fresh; gossip carries them."""
+        while True:
+            node.publish_progress()
+            await asyncio.sleep(PUBLISH_SECONDS)
+
+
+async def _forever(loop: Coroutine[Any, Any, None]) -> None:
+    await loop
+    raise MurmurError("a background task of the node ended; see the log and start it again")

@@ -1,0 +1,71 @@
+"""The directory as a participant sees it: who trains, who stands where, and who may be asked."""
+
+import random
+
+from protocol.identity import PeerId
+from protocol.membership.directory import Event, Joined, Left
+from protocol.membership.gossip import Directory
+from protocol.murmur_pb2 import PeerRecord
+from protocol.rounds.chain import Chain, Head
+from protocol.rounds.events import Live
+from protocol.rounds.statements import Digest
+
+MAX_DEPARTED = 4096
+
+
+class Members:
+    """`has_contacts`: whether somebody was named whom we can ask for the run."""
+
+    def __init__(self, directory: Directory, chain: Chain, has_contacts: bool, rng: random.Random) -> None:
+        self._directory, self._chain, self.has_contacts, self._rng = directory, chain, has_contacts, rng
+        self._departed: dict[PeerId, None] = {}  # the longest gone first
+        directory.subscribe(self._note)
+
+    def records(self) -> dict[PeerId, PeerRecord]:
+        """Of all live peers but ourselves, in random order: nobody is asked first by everybody."""
+        others = [(peer, record) for peer, record in self._directory.live().items() if peer != self._directory.peer_id]
+        self._rng.shuffle(others)
+        return dict(others)
+
+    def trainers(self) -> list[PeerId]:
+        """All that train, whatever their round, ourselves among them."""
+        return [peer for peer, record in self._directory.live().items() if record.role == "trainer"]
+
+    def is_trainer(self, peer: PeerId) -> bool:
+        record = self._directory.live().get(peer)
+        return record is not None and record.role == "trainer"
+
+    def at_this_round(self) -> Live:
+        """Who takes part in the round that follows our head: those who stand there, and those about to arrive."""
+        last = self._chain.since(max(0, self._chain.round - 1)) or ()
+        near = {self._chain.digest, *(commit.body.base for commit in last)}
+        live = self._directory.live()
+        peers = {peer for peer, record in live.items() if record.role == "trainer" and record.digest in near}
+        return Live(frozenset(peers | {self._directory.peer_id}), frozenset(self._departed))
+
+    def evaluates(self, number: int) -> bool:
+        """Whether it is our turn to measure the anchor of that round: the trainers take turns."""
+        trainers = sorted(self.trainers())
+        return bool(trainers) and trainers[number % len(trainers)] == self._directory.peer_id
+
+    def holders(self, head: Head, other_than: Digest) -> list[PeerId]:
+        """Who stands at `head` with the state that most of them have, of those that are not ours."""
+        by_state: dict[Digest, list[PeerId]] = {}
+        for peer, record in self.records().items():
+            if record.digest == head.digest and record.state_digest not in (b"", other_than):
+                by_state.setdefault(record.state_digest, []).append(peer)
+        return min(by_state.items(), key=lambda entry: (-len(entry[1]), entry[0]), default=(b"", []))[1]
+
+    def announce_head(self, head: Head, state: Digest) -> None:
+        self._directory.publish(
+            urgent=True, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state
+        )
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Joined):
+            self._departed.pop(event.peer, None)
+        elif isinstance(event, Left) and event.reason == "left":
+            self._departed[event.peer] = None
+            if len(self._departed) > MAX_DEPARTED:
+                del self._departed[next(iter(self._departed))]
+

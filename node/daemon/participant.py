@@ -1,0 +1,229 @@
+"""One peer's part in a run: rounds one after the other, catching up where it is behind, the trainer kept in step.
+
+The loop is the same for a newcomer, a peer that was away and one on the lesser of two chains: whoever sees a chain
+that is to be preferred goes there; otherwise it opens the next round, and applies what the round decides. A message of
+the trainer is offered until a round takes it. Nothing here blocks the trainer: it trains on while all this happens.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from node.daemon.catch_up import Scout, Way, ahead, best
+from node.daemon.keeper import KEPT_ROUNDS, Keeper
+from node.daemon.membership import Members
+from node.daemon.replica import Replica
+from node.daemon.rounds import RoundDriver
+from node.daemon.standing import Standing
+from node.daemon.trainer_link import TrainerLink
+from node.daemon.wishes import Wishes
+from protocol.errors import MissingFileError, PeerFault, UnreachableError
+from protocol.identity import PeerId
+from protocol.manifest import Manifest
+from protocol.rounds.chain import Head, disagrees
+from protocol.rounds.statements import Commit, Statement, Terms
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 1.5  # seconds that the next commit may take to come by itself before we ask for it
+GAP = 2  # rounds behind, from which on we ask at once
+LOOK_SECONDS = 0.5
+STATE_SECONDS = 60.0  # to fetch a state, and a second more for each of so many bytes
+SLOWEST_BYTES = 1_000_000
+AVOID_SECONDS = 60.0  # not to follow a peer that could not show us the way to its head
+
+
+@dataclass(kw_only=True)
+class Participant:
+    """`decided`, `offer`, `broken` and `wake` are called from outside; everything else happens in `run`."""
+
+    manifest: Manifest
+    terms: Terms
+    members: Members
+    driver: RoundDriver
+    wishes: Wishes
+    scout: Scout
+    trainer: TrainerLink
+    keeper: Keeper
+    standing: Standing
+    replica: Replica
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _decided: Statement[Commit] | None = None
+    _fault: BaseException | None = None
+    _avoided: dict[PeerId, float] = field(default_factory=dict)
+    _ahead_since: float | None = None
+    _replay_failed: bool = False
+
+    def decided(self, commit: Statement[Commit]) -> None:
+        """From the round driver."""
+        self._decided = commit
+        self.wake.set()
+
+    def broken(self, error: BaseException) -> None:
+        """A fault in our own code, somewhere in the background: `run` ends with it."""
+        self._fault = self._fault or error
+        self.wake.set()
+
+    def offer(self) -> None:
+        """Give the trainer's message, if there is one, to the open round."""
+        offer, chain = self.trainer.offers.current, self.replica.chain
+        if offer is not None and self.driver.is_open and self.driver.number == chain.round:
+            self.standing.enter("exchanging")
+            self.driver.offer(offer.contribution(chain.head, self.terms))
+
+    @property
+    def target_reached(self) -> bool:
+        target, head = self.manifest.target, self.replica.chain.head
+        return bool(
+            (target.rounds is not None and head.round >= target.rounds)
+            or (target.tokens is not None and head.tokens >= target.tokens)
+        )
+
+    async def run(self) -> None:
+        """Until the target is reached."""
+        await self._join()
+        await self.trainer.start(self.replica.chain.round, self.replica.state.anchor)
+        await self._assemble()
+        while not self.target_reached:
+            if self._fault is not None:
+                raise self._fault
+            if self._decided is not None:
+                await self._take_decided()
+            elif self._must_catch_up():
+                self.driver.close()
+                await self._catch_up()
+            elif not self.driver.is_open:
+                self._open_round()
+            else:
+                await self._look()
+        self.driver.close()
+        self.standing.enter("training", "the target is reached")
+
+    async def _join(self) -> None:
+        """A newcomer with somebody to ask asks first: what it would train alone is of little use."""
+        self.standing.enter("joining", "looking for the peers of the run")
+        while self.replica.chain.round == 0 and self.members.has_contacts and not self.members.records():
+            await self._look()
+        while self._heads():
+            await self._catch_up()
+
+    async def _assemble(self) -> None:
+        """Wait until enough peers are there; a run that has begun waits only a while for those it had."""
+        needed, loop = self.manifest.run.min_peers, asyncio.get_running_loop()
+        patience_ends = loop.time() + self.manifest.membership.expiry
+        while (present := len(self.members.trainers())) < needed:
+            if self.replica.chain.round > 0 and loop.time() > patience_ends:
+                break
+            self.standing.enter("waiting for peers", f"{present} of {needed} peers are here; round 0 begins with all")
+            if self._heads():
+                await self._catch_up()
+            else:
+                await self._look()
+
+    async def _look(self) -> None:
+        """Wait for news, or a little."""
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                await self.wake.wait()
+        except TimeoutError:
+            return
+        finally:
+            self.wake.clear()
+
+    def _open_round(self) -> None:
+        self.standing.enter("training")
+        self.driver.begin(self.replica.chain.round, self.replica.chain.digest, self.members.trainers())
+        self.offer()
+
+    async def _take_decided(self) -> None:
+        """A decided round: get what is missing, apply it; where that fails, the state is fetched later."""
+        commit, self._decided = self._decided, None
+        assert commit is not None
+        try:
+            await self._apply(commit)
+        except (UnreachableError, PeerFault, MissingFileError) as error:
+            logger.warning("round %d is decided but cannot be applied here: %s", commit.body.round, error)
+            self.standing.round_failed(str(error))
+            await self._look()
+
+    async def _apply(self, commit: Statement[Commit]) -> None:
+        for blob in commit.body.blobs:
+            await self.wishes.get_from_anyone(blob, self.manifest.round.exchange_timeout)
+        await self.replica.apply(commit)
+        await self._settle([commit.body])
+
+    async def _settle(self, commits: list[Commit]) -> None:
+        """A new state is in place: tell the trainer, the others and the disk."""
+        replica, self._ahead_since = self.replica, None
+        fate = self.trainer.settle(commits)
+        self.standing.applied(replica.chain.head, replica.blob.digest, commits, fate)
+        self.members.announce_head(replica.chain.head, replica.blob.digest)
+        await self.trainer.adopt(replica.chain.round, replica.state.anchor)
+        async with self.trainer.placing:
+            self.keeper.prune(self.trainer.offers, replica.blob, commits)
+        await self.keeper.keep(replica, self.trainer.offers)
+
+    def _heads(self) -> dict[Head, list[PeerId]]:
+        """Where others are that we could follow, and who."""
+        records = self.members.records()
+        followed = {peer: record for peer, record in records.items() if peer in self._not_avoided(records)}
+        return ahead(self.replica.chain.head, followed)
+
+    def _not_avoided(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        now = asyncio.get_running_loop().time()
+        self._avoided = {peer: until for peer, until in self._avoided.items() if until > now}
+        return [peer for peer in peers if peer not in self._avoided]
+
+    def _must_catch_up(self) -> bool:
+        """Whether others are ahead, and the commit that they have does not come by itself."""
+        if self._state_is_wrong():
+            return True
+        heads = self._heads()
+        if not heads:
+            self._ahead_since = None
+            return False
+        now = asyncio.get_running_loop().time()
+        self._ahead_since = self._ahead_since or now
+        return best(heads)[0].round - self.replica.chain.round >= GAP or now - self._ahead_since > PATIENCE
+
+    def _state_is_wrong(self) -> bool:
+        votes = {peer: (record.digest, record.state_digest) for peer, record in self.members.records().items()}
+        voting = {peer: vote for peer, vote in votes.items() if vote[1]}
+        return disagrees(self.replica.chain.digest, self.replica.blob.digest, voting)
+
+    async def _catch_up(self) -> None:
+        self.standing.enter("catching up", "others are ahead")
+        replace, heads = self._state_is_wrong(), self._heads()
+        if replace:
+            head = self.replica.chain.head
+            logger.error("our state differs from the others' after round %d; fetching theirs", head.round)
+            self.standing.round_failed("our state differed from the others'")
+            peers = self._not_avoided(self.members.holders(head, self.replica.blob.digest))
+        else:
+            head, peers = best(heads) if heads else (self.replica.chain.head, [])
+        if not peers:
+            return await self._look()
+        # The blobs of long ago are gone, and one state costs no more than many rounds.
+        replay = not (replace or self._replay_failed) and head.round - self.replica.chain.round <= KEPT_ROUNDS
+        try:
+            await self._follow(await self.scout.find_way(peers[0], replay))
+            self._replay_failed = False
+        except (UnreachableError, PeerFault, MissingFileError) as error:
+            logger.warning("cannot follow %s to round %d: %s", peers[0], head.round, error)
+            self._replay_failed = replay
+            if not replay:
+                self._avoided[peers[0]] = asyncio.get_running_loop().time() + AVOID_SECONDS
+            await self._look()
+
+    async def _follow(self, way: Way) -> None:
+        """Replay the rounds that we missed, or take over another state."""
+        if way.state is not None:
+            logger.info("fetching the state of round %d (%d bytes)", way.head.round, way.state.size)
+            await self.wishes.get_from_anyone(way.state, STATE_SECONDS + way.state.size / SLOWEST_BYTES)
+            await self.replica.take_over(way.head, way.state, way.commits)
+            await self._settle([commit.body for commit in way.commits])
+        else:
+            logger.info("replaying %d rounds from round %d on", len(way.commits), self.replica.chain.round)
+            for commit in way.commits:
+                await self._apply(commit)

@@ -1,0 +1,130 @@
+"""What all peers of a run hold alike: the chain of commits, the anchor and the outer optimizer, always on the CPU.
+
+The outer update is computed here, in the daemon's process, on every machine in the same elementwise operations, so
+peers with different accelerators still hold the same bits. The state's serialized form (anchor, then the slots in the
+order of their names, raw little-endian fp32) is a blob: its digest proves agreement, and a newcomer can fetch it from
+everyone who agrees.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim.errors import OptimError
+from optim.method import Merger, Method
+from protocol.blobs.blob import Blob
+from protocol.blobs.store import BlobStore
+from protocol.errors import MalformedError
+from protocol.rounds.chain import Chain, Head
+from protocol.rounds.statements import Commit, Statement
+
+FLOAT_BYTES = 4
+Work = Callable[..., Awaitable[Any]]  # calls a function with arguments in the worker thread
+
+
+@dataclass(frozen=True)
+class OuterState:
+    """Never changed in place. `slots` by name, each flat fp32 of the anchor's size."""
+
+    anchor: Tensor
+    slots: Mapping[str, Tensor]
+
+    @classmethod
+    def initial(cls, anchor: Tensor, method: Method) -> "OuterState":
+        return cls(anchor, {name: torch.zeros_like(anchor) for name in method.update.slots})
+
+    def to_bytes(self) -> memoryview:
+        vectors = [self.anchor, *(self.slots[name] for name in sorted(self.slots))]
+        return memoryview(torch.cat(vectors).numpy().tobytes())
+
+    @classmethod
+    def from_bytes(cls, raw: bytearray, numel: int, method: Method) -> "OuterState":
+        """Raises MalformedError on a wrong size or a number that is not finite."""
+        names = sorted(method.update.slots)
+        if len(raw) != state_bytes(numel, method):
+            raise MalformedError(f"a state of {len(raw)} bytes, {state_bytes(numel, method)} are expected")
+        vectors = torch.split(torch.frombuffer(raw, dtype=torch.float32), numel)
+        if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
+            raise MalformedError("a state that is not finite")
+        return cls(vectors[0], dict(zip(names, vectors[1:], strict=True)))
+
+    def updated(self, method: Method, delta: Tensor) -> "OuterState":
+        anchor = self.anchor.clone()
+        slots = {name: slot.clone() for name, slot in self.slots.items()}
+        method.update.apply(anchor, slots, delta)
+        return OuterState(anchor, slots)
+
+
+def state_bytes(numel: int, method: Method) -> int:
+    """Size of the serialized state."""
+    return FLOAT_BYTES * numel * (1 + len(method.update.slots))
+
+
+class Workshop:
+    """The arithmetic on blobs that one round asks for. Every method may take long: call it in a worker thread."""
+
+    def __init__(self, method: Method, numel: int, parts: int, store: BlobStore) -> None:
+        self._method = method
+        self._merger = Merger(method, numel, parts)
+        self._numel = numel
+        self._store = store
+
+    def check(self, blob: Blob, part: int) -> None:
+        """Raises MalformedError unless the blob is a well-formed payload of that part."""
+        try:
+            self._merger.check(self._store.read(blob.digest), part)
+        except OptimError as error:
+            raise MalformedError(f"a payload does not decode: {error}") from error
+
+    def reduce(self, part: int, blobs: Sequence[Blob], tokens: Sequence[int]) -> Blob:
+        """One part of every contribution, summed in this order and encoded once. Raises MalformedError."""
+        payloads = [self._store.read(blob.digest) for blob in blobs]
+        try:
+            start, stop = self._merger.bounds[part]
+            weights = [float(count) for count in tokens]
+            return self._store.put(self._merger.reduce_part(payloads, weights, stop - start))
+        except OptimError as error:
+            raise MalformedError(f"a contribution does not decode: {error}") from error
+
+    def apply(self, state: OuterState, commit: Commit) -> tuple[OuterState, Blob]:
+        """The state after a commit whose blobs are all in the store, and its blob. Raises MalformedError."""
+        weights = [float(contribution.body.tokens) for contribution in commit.contributions]
+        try:
+            delta = self._merger.merge([self._store.read(blob.digest) for blob in commit.blobs], weights)
+        except OptimError as error:
+            raise MalformedError(f"the commit of round {commit.round} does not decode: {error}") from error
+        after = state.updated(self._method, delta)
+        return after, self.keep(after)
+
+    def keep(self, state: OuterState) -> Blob:
+        """Put the state where others can fetch it."""
+        return self._store.put(state.to_bytes())
+
+    def load(self, blob: Blob) -> OuterState:
+        return OuterState.from_bytes(bytearray(self._store.read(blob.digest)), self._numel, self._method)
+
+
+class Replica:
+    """Where this peer stands: `state` belongs to the head of `chain`, `blob` is the state's name."""
+
+    def __init__(self, chain: Chain, state: OuterState, workshop: Workshop, work: Work) -> None:
+        self.chain, self.state = chain, state
+        self.blob = workshop.keep(state)
+        self._workshop, self._work = workshop, work
+
+    async def apply(self, commit: Statement[Commit]) -> None:
+        """The blobs that it names must be in the store. StaleError or MalformedError: nothing has changed."""
+        self.chain.would_lead_to([commit])
+        state, blob = await self._work(self._workshop.apply, self.state, commit.body)
+        self.chain.append(commit)
+        self.state, self.blob = state, blob
+
+    async def take_over(self, head: Head, blob: Blob, commits: Sequence[Statement[Commit]]) -> None:
+        """Another chain: its head, its state (in the store) and commits of it that follow one another; they are kept
+        where they lead to its head. MalformedError: nothing has changed."""
+        state = await self._work(self._workshop.load, blob)
+        self.chain.restart(head, commits if commits and commits[-1].body.round == head.round - 1 else ())
+        self.state, self.blob = state, blob

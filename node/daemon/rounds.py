@@ -1,0 +1,298 @@
+"""Drives the pure round machine (protocol.rounds.round) on the real network: one round after the other.
+
+The machine decides; this class carries out. Statements come in through the Rounds service and as replies, blobs
+through the fetcher, arithmetic through a worker thread; each result goes back into the machine as an event.
+
+Statements of the next round may come early, from peers that have finished this one. Of each member the newest of each
+kind is kept, and of strangers none: nobody can crowd out anybody.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from node.daemon.replica import Work, Workshop
+from node.daemon.wishes import Wishes
+from protocol.blobs.blob import Blob
+from protocol.blobs.store import BlobStore
+from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
+from protocol.identity import Identity, PeerId
+from protocol.murmur_pb2 import Signed
+from protocol.records import sign
+from protocol.rounds.events import (
+    Action,
+    Event,
+    Fetch,
+    Finish,
+    Held,
+    Live,
+    Offered,
+    Received,
+    Reduce,
+    Reduced,
+    RoundSettings,
+    Send,
+    Skip,
+    Tick,
+)
+from protocol.rounds.round import Round
+from protocol.rounds.statements import Commit, Contribution, Digest, Part, Roster, Statement, Terms, parse
+
+logger = logging.getLogger(__name__)
+
+KEPT_DECISIONS = 4
+MAX_DECISION_BYTES = 768 * 1024  # of one answer; a larger decision is had by catching up
+RETRY_SECONDS = 1.0
+Key = tuple[PeerId, str, int]  # sender, kind and part: what a peer may say of these is bounded
+
+
+@dataclass
+class Hooks:
+    """What the driver needs of its surroundings, and whom it tells.
+
+    `trains`: whether that peer is a live trainer of the run, whatever its round. `broken`: a fault in our own code.
+    """
+
+    send: Callable[[Iterable[PeerId], Signed], None]
+    work: Work
+    members: Callable[[], Live]
+    trains: Callable[[PeerId], bool]
+    refused: Callable[[PeerId, PeerFault], None]
+    skipped: Callable[[PeerId | None, str], None]
+    decided: Callable[[Statement[Commit]], None]
+    broken: Callable[[BaseException], None]
+
+
+class RoundDriver:
+    """Between `begin` and the call of `hooks.decided` there is a machine; `decided` is called once a round."""
+
+    def __init__(
+        self, identity: Identity, settings: RoundSettings, terms: Terms, store: BlobStore, workshop: Workshop,
+        wishes: Wishes, hooks: Hooks,
+    ) -> None:  # fmt: skip
+        self._identity, self._settings, self._terms = identity, settings, terms
+        self._store, self._workshop, self._wishes, self._hooks = store, workshop, wishes, hooks
+        self._machine: Round | None = None
+        self._number = -1
+        self._base: Digest = b""
+        self._seen: Mapping[PeerId, float] | None = None
+        self._early: dict[Key, Statement[Any]] = {}  # of the round after it
+        self._decisions: dict[int, tuple[Signed, ...]] = {}
+        self._heard: dict[Key, Statement[Any]] = {}  # of the open round
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._events: deque[Event] = deque()
+        self._feeding = False
+
+    @property
+    def number(self) -> int:
+        """Of the round that is open, or was last."""
+        return self._number
+
+    @property
+    def is_open(self) -> bool:
+        return self._machine is not None and self._machine.commit is None
+
+    def begin(self, number: int, base: Digest, now_live: Iterable[PeerId]) -> None:
+        """Open a round. `now_live`: every live trainer of the run, whatever its round."""
+        now = _now()
+        seen = self._seen if self._seen is not None else dict.fromkeys(now_live, now)
+        self._number, self._base = number, base
+        # After a change of chains these may be of the other one.
+        self._decisions = {past: decision for past, decision in self._decisions.items() if past < number}
+        self._machine = Round(self._settings, self._identity.peer_id, number, base, self._sign, now, seen)
+        self.members_changed()
+        early, self._early = self._early, {}
+        for statement in early.values():
+            self.receive(statement)
+
+    def close(self) -> None:
+        """Give the open round up: this peer has moved to another chain, or stops."""
+        self._end()
+        self._early.clear()
+
+    def offer(self, contribution: Contribution) -> None:
+        """Our own message for the open round; its blobs are in the store."""
+        self._feed(Offered(contribution))
+
+    def members_changed(self) -> None:
+        if self.is_open:
+            self._feed(self._hooks.members())
+
+    def take(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
+        """Statements that `sender` brought (not all need be its own); returns what it seems to lack."""
+        answers: dict[int, tuple[Signed, ...]] = {}
+        for signed in envelopes:
+            try:
+                statement = parse(signed, self._settings.run_id, self._terms)
+            except PeerFault as fault:
+                self._hooks.refused(sender, fault)
+                continue
+            number = statement.body.round
+            if number in self._decisions and not isinstance(statement.body, Commit):
+                answers[number] = self._decisions[number]
+            self.receive(statement)
+        # Of the oldest round only: it has to be decided there before the others are of use.
+        return list(answers[min(answers)]) if answers else []
+
+    def receive(self, statement: Statement[Any]) -> None:
+        """A checked statement; those of the next round wait for it, others that are not of this round are dropped."""
+        number = statement.body.round
+        if number == self._number and self._machine is not None:
+            if statement.sender in self._machine.seen:
+                self._heard[_key(statement)] = statement
+            self._feed(Received(statement))
+        elif number == self._number + 1 and self._hooks.trains(statement.sender):
+            self._early[_key(statement)] = statement
+
+    def _feed(self, event: Event) -> None:
+        """What an action causes at once (a peer found unreachable) waits until all actions are carried out."""
+        self._events.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._events:
+                self._handle(self._events.popleft())
+        finally:
+            self._feeding = False
+            self._events.clear()
+
+    def _handle(self, event: Event) -> None:
+        machine = self._machine
+        if machine is None:
+            return
+        for action in machine.handle(event, _now()):
+            self._carry_out(action)
+        if machine is self._machine:
+            self._set_timer()
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Send(peers, signed):
+                self._hooks.send(peers, signed)
+            case Fetch(blob, sources):
+                self._fetch(blob, sources)
+            case Reduce():
+                self._spawn(self._reduce(action))
+            case Finish(commit):
+                self._finish(commit)
+            case Skip(peer, reason):
+                self._hooks.skipped(peer, reason)
+
+    def _fetch(self, blob: Blob, sources: Sequence[PeerId]) -> None:
+        if self._wishes.want(blob, sources):
+            self._spawn(self._get(blob, self._number))
+
+    async def _get(self, blob: Blob, number: int) -> None:
+        """Until it is here and good, or the round is over (which cancels this)."""
+        try:
+            while not await self._arrived(blob):
+                logger.info("round %d still wants blob %s", number, blob.name[:12])
+                await asyncio.sleep(RETRY_SECONDS)
+        except (PeerFault, StorageError) as error:
+            logger.warning("round %d goes on here without blob %s: %s", number, blob.name[:12], error)
+            self._wishes.drop(blob)
+            return
+        self._wishes.drop(blob)
+        self._feed(Held(blob.digest))
+
+    async def _arrived(self, blob: Blob) -> bool:
+        try:
+            await self._wishes.get(blob, self._settings.exchange_timeout)
+            await self._hooks.work(self._workshop.check, blob, self._part_of(blob.digest))
+        except (UnreachableError, MissingFileError):  # or it was damaged on our disk, and is removed
+            return False
+        return True
+
+    async def _reduce(self, order: Reduce) -> None:
+        blobs = [contribution.body.parts[order.part] for contribution in order.contributions]
+        tokens = [contribution.body.tokens for contribution in order.contributions]
+        try:
+            blob = await self._hooks.work(self._workshop.reduce, order.part, blobs, tokens)
+        except (PeerFault, MissingFileError, StorageError) as error:
+            logger.warning("part %d of round %d cannot be reduced here: %s", order.part, self._number, error)
+            return
+        self._feed(Reduced(order.part, order.attempt, blob))
+
+    def _finish(self, commit: Statement[Commit]) -> None:
+        assert self._machine is not None
+        decision = self._machine.decision
+        if sum(signed.ByteSize() for signed in decision) <= MAX_DECISION_BYTES:
+            self._decisions[self._number] = decision
+        while len(self._decisions) > KEPT_DECISIONS:
+            del self._decisions[min(self._decisions)]
+        self._end()
+        self._hooks.decided(commit)
+
+    def _end(self) -> None:
+        if self._machine is not None:
+            self._seen = self._machine.seen
+        self._machine = None
+        self._heard.clear()
+        self._wishes.clear()
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._machine.next_deadline(_now()) if self._machine is not None else None
+        if deadline is not None:
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        try:
+            self._feed(Tick())
+        except Exception as error:
+            self._hooks.broken(error)  # a timer has no caller that would hear of it
+            raise
+
+    def _part_of(self, digest: Digest) -> int:
+        """Which part of the model that blob holds."""
+        named = (entry for statement in self._heard.values() for entry in _named_blobs(statement.body))
+        return next((part for part, blob in named if blob.digest == digest), 0)
+
+    def _sign(self, kind: str, body: Any) -> Signed:
+        return sign(self._identity, kind, self._settings.run_id, body)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of round %d broke", self._number, exc_info=error)
+            self._hooks.broken(error)
+
+
+def _key(statement: Statement[Any]) -> Key:
+    return statement.sender, statement.signed.kind, getattr(statement.body, "part", 0)
+
+
+def _named_blobs(body: Any) -> Iterator[tuple[int, Blob]]:
+    """The blobs that a statement names, each with its part."""
+    match body:
+        case Contribution():
+            yield from enumerate(body.parts)
+        case Roster():
+            yield from (entry for nested in body.contributions for entry in _named_blobs(nested.body))
+        case Commit():
+            yield from enumerate(body.parts)
+            yield from (entry for nested in body.contributions for entry in _named_blobs(nested.body))
+        case Part():
+            yield body.part, body.blob
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

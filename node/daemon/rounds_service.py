@@ -1,0 +1,69 @@
+"""The Rounds service of a node."""
+
+import logging
+from typing import Any, NoReturn
+
+import grpc
+
+from node.daemon.replica import Replica
+from node.daemon.rounds import RoundDriver
+from protocol.errors import LimitError, PeerFault, StaleError
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
+from protocol.murmur_pb2_grpc import RoundsServicer
+from protocol.network.transport import caller
+
+logger = logging.getLogger(__name__)
+
+MAX_STATEMENTS = 64  # of one call
+MAX_REPLY_BYTES = 512 * 1024  # of commits in one answer
+
+
+class RoundsService(RoundsServicer):
+    def __init__(self, run_id: RunId, driver: RoundDriver, replica: Replica) -> None:
+        self._run_id, self._driver, self._replica = run_id, driver, replica
+
+    async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
+        peer = await self._admit(request, context, len(request.statements))
+        return DeliverReply(statements=self._driver.take(peer, request.statements))
+
+    async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
+        await self._admit(request, context, 0)
+        chain = self._replica.chain
+        commits = chain.since(request.after_round) or ()
+        return ChainReply(
+            commits=_fitting([commit.signed for commit in commits]),
+            round=chain.round,
+            digest=chain.digest,
+            chain_tokens=chain.tokens,
+            state=self._replica.blob.to_wire(),
+        )
+
+    async def _admit(self, request: DeliverRequest | ChainRequest, context: Any, statements: int) -> PeerId:
+        try:
+            peer = caller(context)
+            if request.run.hex() != self._run_id:
+                raise StaleError(f"{peer} asks about another run")
+            if statements > MAX_STATEMENTS:
+                raise LimitError(f"{peer} delivers {statements} statements at once")
+        except PeerFault as fault:
+            logger.warning("a call was refused: %s", fault)
+            return await _abort(context, fault)
+        return peer
+
+
+async def _abort(context: Any, fault: PeerFault) -> NoReturn:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
+    raise AssertionError("abort always raises")
+
+
+def _fitting(commits: list[Signed]) -> list[Signed]:
+    """As many of the oldest as one message may carry; a peer that needs more asks again."""
+    total, kept = 0, []
+    for signed in commits:
+        total += signed.ByteSize()
+        if total > MAX_REPLY_BYTES:
+            break
+        kept.append(signed)
+    return kept

@@ -1,0 +1,93 @@
+"""Where this node stands, in one object for the page, the command and the counters; all reporting passes here."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from node.channel import Evaluated, Fate, FromTrainer, Progress, Ready
+from node.daemon.metrics import Metrics
+from node.status import NodeStatus, Phase
+from protocol.errors import PeerFault
+from protocol.identity import PeerId
+from protocol.rounds.chain import Head
+from protocol.rounds.statements import Commit, Digest
+
+logger = logging.getLogger(__name__)
+
+
+class Standing:
+    """`traffic`: fields of NodeStatus that are read when asked (peers, bytes, trainer deaths)."""
+
+    def __init__(self, status: NodeStatus, metrics: Metrics, traffic: Callable[[], dict[str, object]]) -> None:
+        self._status = status.model_copy(update={"since": time.time()})
+        self._metrics = metrics
+        self._traffic = traffic
+
+    def status(self) -> NodeStatus:
+        return self._status.model_copy(update=self._traffic())
+
+    def enter(self, phase: Phase, reason: str = "") -> None:
+        if phase != self._status.phase:
+            logger.info("%s%s", phase, f": {reason}" if reason else "")
+        self._set(phase=phase, reason=reason)
+
+    def heard(self, message: FromTrainer) -> None:
+        match message:
+            case Progress():
+                self._set(
+                    step=message.step,
+                    tokens=message.tokens,
+                    loss=message.loss,
+                    tokens_per_second=message.tokens_per_second,
+                    seconds=dict(message.seconds),
+                )
+            case Evaluated():
+                logger.info("round %d: validation loss %.4f", message.round, message.loss)
+                self._set(validation_loss=message.loss, validation_round=message.round)
+            case Ready():
+                logger.info("the trainer is ready on %s at step %d", message.device, message.step)
+
+    def stands_at(self, head: Head, state: Digest) -> None:
+        self._set(round=head.round, chain_tokens=head.tokens, digest=head.digest.hex(), state_digest=state.hex())
+
+    def applied(self, head: Head, state: Digest, commits: Sequence[Commit], fate: Fate) -> None:
+        """New rounds are in place, and what became of our message in them."""
+        self.stands_at(head, state)
+        status = self._status
+        contributors = len(commits[-1].contributions) if commits else 0
+        logger.info(
+            "round %d: %d contributions, ours %s, digest %s",
+            head.round,
+            contributors,
+            _word(fate),
+            head.digest.hex()[:8],
+        )
+        if fate == "included":
+            self._metrics.round_ended("included")
+            self._set(contributions_included=status.contributions_included + 1, last_included_round=head.round - 1)
+        elif fate == "excluded":
+            self._metrics.round_ended("excluded")
+            excluded = status.contributions_excluded + 1
+            self._set(contributions_excluded=excluded, reason="our message came too late for several rounds")
+        for _ in commits[fate != "none" :]:
+            self._metrics.round_ended("missed")
+
+    def round_failed(self, reason: str) -> None:
+        self._metrics.round_ended("failed")
+        self._set(reason=reason)
+
+    def refused(self, peer: PeerId, fault: PeerFault) -> None:
+        reason = type(fault).__name__.removesuffix("Error").lower()
+        self._metrics.refused(reason)
+        logger.warning("refused what %s sent (%s): %s", peer, reason, fault)
+
+    def skipped(self, peer: PeerId | None, reason: str) -> None:
+        self._metrics.refused(reason)
+        logger.info("%s: %s", reason, peer or "this round")
+
+    def _set(self, **values: object) -> None:
+        self._status = self._status.model_copy(update=values)
+
+
+def _word(fate: Fate) -> str:
+    return "not among them" if fate == "none" else fate

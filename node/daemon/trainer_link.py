@@ -1,0 +1,177 @@
+"""The daemon's dealings with its trainer: anchors in, messages out, over any number of trainer deaths.
+
+The anchor of round r lies in the arena's buffer r % 2. It is written only once the trainer has adopted round r - 1, so
+a trainer never reads a buffer that changes under it.
+
+A fate goes out in one Adopt only: to a trainer that has that message outstanding. Said twice, it would be taken for
+that of the next message. So nothing is sent to a trainer between its death and its Ready; the greeting tells it all.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from node.arena import Arena
+from node.channel import (
+    Adopt,
+    Adopted,
+    Evaluate,
+    Evaluated,
+    Fate,
+    FromTrainer,
+    Message,
+    Progress,
+    Ready,
+)
+from node.daemon.offers import Offer, Offers
+from node.daemon.trainer_process import TrainerProcess
+from protocol.blobs.blob import Blob
+from protocol.blobs.store import BlobStore
+from protocol.identity import PeerId
+from protocol.rounds.statements import Commit
+
+logger = logging.getLogger(__name__)
+
+ADOPTION_SECONDS = 60.0
+LAST_ADOPTION_SECONDS = 5.0
+
+
+class TrainerLink:
+    """`heard` is called after every message of the trainer; a new message of its lies in `offers` then."""
+
+    def __init__(
+        self, me: PeerId, process: TrainerProcess, arena: Arena, store: BlobStore, offers: Offers,
+        work: Callable[..., Awaitable[Any]], heard: Callable[[FromTrainer], None],
+    ) -> None:  # fmt: skip
+        self._me, self._process, self._arena, self._store = me, process, arena, store
+        self.offers = offers
+        self._work, self._heard = work, heard
+        self._round = 0
+        self._started = asyncio.Event()
+        self._changed = asyncio.Condition()  # of the two below
+        self._running = False
+        self._adopted_round = 0
+        self._greeted = -1  # deaths before the life that said Ready last
+        self._outstanding: int | None = None  # round of the message whose fate the living trainer waits for
+        self._repeated: int | None = None  # the same, where it will send that message again
+        self._listener: asyncio.Task[None] | None = None
+        self.placing = asyncio.Lock()  # held while blobs are put that no offer names yet
+
+    @property
+    def deaths(self) -> int:
+        return self._process.deaths
+
+    @property
+    def round(self) -> int:
+        """Of the anchor that the trainer was last told of."""
+        return self._round
+
+    async def start(self, round_number: int, anchor: Tensor) -> None:
+        self._round = self._adopted_round = round_number
+        self._arena.anchor(round_number).copy_(anchor)
+        await self._process.start()
+        self._running = True
+        self._listener = asyncio.create_task(self._listen(), name="trainer link")
+        self._started.set()
+
+    async def finished(self) -> None:
+        """Ends only with the trainer: raises what made it fail for good."""
+        await self._started.wait()
+        assert self._listener is not None
+        await asyncio.shield(self._listener)
+
+    async def stop(self, round_number: int) -> None:
+        """The trainer adopts that round, writes a last snapshot and ends; nothing of it is left."""
+        if not await self.has_adopted(round_number, LAST_ADOPTION_SECONDS):
+            logger.warning("the trainer stops before it has adopted round %d", round_number)
+        await self._process.stop()
+        if self._listener is not None:
+            await asyncio.wait({self._listener}, timeout=LAST_ADOPTION_SECONDS)
+        async with self._changed:
+            self._running = False
+            self._changed.notify_all()
+
+    def settle(self, commits: Iterable[Commit]) -> Fate:
+        """What these commits, in order, mean for the message that is on its way."""
+        fates = [self.offers.settle(self._me, commit) for commit in commits]
+        return next((fate for fate in fates if fate != "none"), "none")
+
+    async def adopt(self, round_number: int, anchor: Tensor) -> None:
+        """Hand the trainer a new anchor, and the fate of its message if that is decided."""
+        if not self._running:
+            return
+        if not await self.has_adopted(self._round):
+            logger.warning("the trainer has not adopted round %d for %g s", self._round, ADOPTION_SECONDS)
+        await self._work(self._arena.anchor(round_number).copy_, anchor)
+        self._round = round_number
+        # On another chain the number may be lower, and is not adopted yet for all that.
+        self._adopted_round = min(self._adopted_round, round_number - 1)
+        if self._process.deaths == self._greeted:
+            await self._tell()
+
+    async def has_adopted(self, round_number: int, seconds: float = ADOPTION_SECONDS) -> bool:
+        """Also true where no trainer runs: its snapshot lies still, and the greeting of the next one tells the rest."""
+        try:
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(lambda: self._adopted_round >= round_number or not self._running)
+        except TimeoutError:
+            return False
+        return True
+
+    async def evaluate(self) -> None:
+        """Ask for the validation loss of the newest anchor; the answer comes through `heard`."""
+        await self._process.send(Evaluate(round=self._round))
+
+    async def _listen(self) -> None:
+        async for message in self._process.messages():
+            match message:
+                case Ready():
+                    await self._greet(message)
+                case Message():
+                    await self._take(message)
+                case Adopted():
+                    await self._note_adopted(message.round)
+                case Progress() | Evaluated():
+                    pass
+            self._heard(message)
+
+    async def _greet(self, ready: Ready) -> None:
+        """A trainer that (re)started may be behind, or wait for a fate that was decided meanwhile."""
+        self._greeted, self._outstanding, self._repeated = self._process.deaths, ready.outstanding, ready.outstanding
+        if ready.round != self._round or self.offers.fate_of(ready.outstanding) != "none":
+            await self._tell()
+        else:
+            await self._note_adopted(ready.round)
+
+    async def _tell(self) -> None:
+        fate = self.offers.fate_of(self._outstanding)
+        if fate != "none":
+            self._outstanding = None
+        await self._process.send(Adopt(round=self._round, fate=fate))
+
+    async def _note_adopted(self, round_number: int) -> None:
+        if round_number <= self._round:  # a greater one is of the chain that we left
+            async with self._changed:
+                self._adopted_round = max(self._adopted_round, round_number)
+                self._changed.notify_all()
+
+    async def _take(self, message: Message) -> None:
+        """Put the parts of a new message where others can fetch them."""
+        repeated, self._repeated = self._repeated == message.round, None
+        if repeated and self.offers.is_known(message):
+            return
+        self._outstanding = message.round
+        async with self.placing:
+            # Not copied: the outbox stays as it is until the fate of this message is told.
+            outbox = self._arena.outbox
+            self.offers.place(Offer(message, await self._work(stored_parts, self._store, outbox, message)))
+
+
+def stored_parts(store: BlobStore, outbox: memoryview, message: Message) -> tuple[Blob, ...]:
+    """The parts of a message, one after the other in the outbox, as blobs in the store."""
+    ends = list(itertools.accumulate(message.sizes))
+    return tuple(store.put(outbox[end - size : end]) for end, size in zip(ends, message.sizes, strict=True))

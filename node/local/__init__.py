@@ -1,0 +1,1 @@
+"""`murmur up`: a whole swarm on this machine."""

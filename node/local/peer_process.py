@@ -1,0 +1,150 @@
+"""One peer of a local swarm: a `murmur join` process in its own process group, watched through its /status."""
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from pydantic import ValidationError
+
+from node.local.views import Ledger, PeerView, State
+from node.status import NodeStatus, fetch_status
+from protocol.errors import StorageError, UnreachableError
+
+STATUS_DEADLINE = 2.0
+LAST_WORDS_BYTES = 4096
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class PeerProcess:
+    """`command` starts the peer; `--peer ADDRESS` is appended for each address it shall ask first."""
+
+    def __init__(self, name: str, folder: Path, command: Sequence[str]) -> None:
+        self.name = name
+        self.folder = folder
+        self.ledger = Ledger({})
+        self.status: NodeStatus | None = None
+        self._command = tuple(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs (or has never run); negative: the signal that killed it."""
+        return self._process.poll() if self._process else None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, peers: Sequence[str]) -> None:
+        self.status = None
+        self._started = time.time()
+        introductions = [word for address in peers for word in ("--peer", address)]
+        with self._open_log() as log:
+            self._process = subprocess.Popen(
+                [*self._command, *introductions],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=functools.partial(_die_with, os.getpid()),
+            )
+
+    async def poll(self) -> None:
+        """Ask for its status; keeps the last one when it does not answer."""
+        if self._process is None:
+            return
+        if not self.running:
+            self._note(self._parting_status())
+            return
+        port = self.announced().get("metrics_port")
+        if isinstance(port, int):
+            with contextlib.suppress(UnreachableError):  # the view shows what is missing: the status stays as it was
+                self._note(await fetch_status(port, STATUS_DEADLINE))
+
+    def announced(self) -> dict[str, object]:
+        """Its node.json, once this life has written it."""
+        try:
+            values = json.loads((self.folder / "node.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        mine = isinstance(values, dict) and self._process is not None and values.get("pid") == self._process.pid
+        return values if mine else {}
+
+    def addresses(self) -> tuple[str, ...]:
+        found = self.announced().get("addresses", ())
+        return tuple(map(str, found)) if isinstance(found, list) else ()
+
+    def view(self) -> PeerView:
+        return PeerView(self.name, self._state(), self.status)
+
+    def interrupt(self) -> None:
+        """Ask it to leave politely."""
+        if self._process and self.running:
+            self._process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """SIGKILL to all of its process group, at once."""
+        if self._process and self.running:
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(timeout=10)
+
+    def last_words(self, lines: int = 6) -> list[str]:
+        """The end of its log."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - LAST_WORDS_BYTES))
+                return file.read().decode(errors="replace").splitlines()[-lines:]
+        except OSError:
+            return []
+
+    def _state(self) -> State:
+        if self.running:
+            return "running" if self.status else "starting"
+        if self._process is None:
+            return "starting"
+        return "ended" if self.returncode == 0 else "lost"
+
+    def _note(self, status: NodeStatus | None) -> None:
+        if status is not None:
+            self.status = status
+            self.ledger.note(status)
+
+    def _parting_status(self) -> NodeStatus | None:
+        """What it left in status.json when it ended by itself; None if that is of an earlier life."""
+        try:
+            status = NodeStatus.model_validate_json((self.folder / "status.json").read_bytes())
+        except (OSError, ValidationError):
+            return None
+        return status if status.since >= self._started else None
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            log = self.log.open("ab")
+            log.write(f"--- {self.name} starts at {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+            log.flush()
+        except OSError as error:
+            raise StorageError(f"cannot write {self.log}: {error.strerror}; choose another --dir") from error
+        return log
+
+
+def _die_with(parent: int) -> None:
+    """In the child, before the program starts: die when the parent does, whatever kills it."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,136 @@
+"""The end of a local swarm: what was trained, at what cost in bytes, and where it lies.
+
+Per-step data-parallel training would have sent, per peer, a ring all-reduce of the fp32 gradient at each step:
+    2 (N - 1) / N * 4 bytes * parameters * steps,   steps = tokens / (N * tokens of one step on one peer)
+that is, the steps that the same tokens would have taken.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from node.local.views import Ledger, compute_share
+from node.status import short_bytes
+from protocol.manifest import Manifest
+
+
+class Report(BaseModel):
+    """The object that --json prints. Losses in nats a token; bytes and seconds of this start of the swarm."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    run_id: str
+    recipe: str
+    peers: int
+    validation_loss: float
+    initial_validation_loss: float
+    tokens: int
+    rounds: int
+    parameters: int
+    bytes_sent_per_peer: int  # of the peer that sent most
+    bytes_sent_mean: int
+    bytes_all_reduce_per_peer: int
+    byte_ratio: float | None  # all-reduce over sent; null when nothing was sent
+    compute_share: float | None
+    seconds: float
+    digests: dict[str, str]  # peer id to chained anchor digest
+    agreed: bool
+    peers_lost: int
+    peers_rejoined: int
+    checkpoint: str
+    export: str
+    sample: str
+
+    def lines(self) -> list[str]:
+        """What a person reads."""
+        ratio = f"{self.byte_ratio:.0f} times fewer" if self.byte_ratio else "nothing was sent"
+        share = "-" if self.compute_share is None else f"{self.compute_share:.0%}"
+        return [
+            f"tokens           {self.tokens:,} in {self.rounds} rounds, {self.seconds:.0f} s",
+            f"validation loss  {self.initial_validation_loss:.3f} -> {self.validation_loss:.3f} nats a token",
+            f"parameters       {self.parameters:,}",
+            f"sent per peer    {short_bytes(self.bytes_sent_per_peer)}; per-step all-reduce would have sent "
+            f"{short_bytes(self.bytes_all_reduce_per_peer)}: {ratio}",
+            f"computing        {share} of the time",
+            f"peers            {self.peers}, lost {self.peers_lost}, rejoined {self.peers_rejoined}",
+            f"digests          {self._digest_line()}",
+            f"checkpoint       {self.checkpoint}",
+            f"export           {self.export}",
+            "sample",
+            *(f"    {line}" for line in self.sample.splitlines()),
+        ]
+
+    def _digest_line(self) -> str:
+        if self.agreed:
+            return f"all {len(self.digests)} peers agree: {next(iter(self.digests.values()))[:16]}"
+        return "DIFFER: " + ", ".join(f"{peer[-6:]} {digest[:8] or 'none'}" for peer, digest in self.digests.items())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the swarm itself knows when its peers have ended. `tokens_before`: committed before this start."""
+
+    ledgers: Sequence[Ledger]
+    tokens: int
+    digests: Mapping[str, str]
+    tokens_before: int
+    peers_lost: int
+    peers_rejoined: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found in the newest checkpoint."""
+
+    checkpoint: Path
+    export: Path
+    rounds: int
+    parameters: int
+    initial_validation_loss: float
+    validation_loss: float
+    sample: str
+
+
+def ring_all_reduce_bytes(peers: int, parameters: int, tokens: int, batch_tokens: int) -> int:
+    """Bytes that each of `peers` would have sent, had the same tokens been trained with a gradient sum at each step."""
+    steps = tokens / (peers * batch_tokens)
+    return round(2 * (peers - 1) / peers * 4 * parameters * steps)
+
+
+def agree(digests: Mapping[str, str], peers: int) -> bool:
+    """Every peer told a digest, and all are the same."""
+    return len(digests) == peers and all(digests.values()) and len(set(digests.values())) == 1
+
+
+def summarise(manifest: Manifest, outcome: Outcome, found: Findings) -> Report:
+    sent = [ledger.bytes_sent for ledger in outcome.ledgers]
+    tokens_now = max(0, outcome.tokens - outcome.tokens_before)
+    all_reduce = ring_all_reduce_bytes(len(sent), found.parameters, tokens_now, manifest.train.batch_tokens)
+    return Report(
+        run=manifest.run.name,
+        run_id=manifest.run_id,
+        recipe=manifest.method.recipe,
+        peers=len(sent),
+        validation_loss=found.validation_loss,
+        initial_validation_loss=found.initial_validation_loss,
+        tokens=outcome.tokens,
+        rounds=found.rounds,
+        parameters=found.parameters,
+        bytes_sent_per_peer=max(sent),
+        bytes_sent_mean=round(sum(sent) / len(sent)),
+        bytes_all_reduce_per_peer=all_reduce,
+        byte_ratio=all_reduce / max(sent) if max(sent) else None,
+        compute_share=compute_share(outcome.ledgers),
+        seconds=round(outcome.seconds, 1),
+        digests=dict(outcome.digests),
+        agreed=agree(outcome.digests, len(sent)),
+        peers_lost=outcome.peers_lost,
+        peers_rejoined=outcome.peers_rejoined,
+        checkpoint=str(found.checkpoint),
+        export=str(found.export),
+        sample=found.sample,
+    )

@@ -1,0 +1,1 @@
+"""The torch side of a node: its own process, which opens no socket."""

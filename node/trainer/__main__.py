@@ -1,0 +1,65 @@
+"""The trainer process: `python -m node.trainer CHANNEL ARENA PARENT`.
+
+CHANNEL and ARENA are inherited file descriptors (see node.channel, node.arena), PARENT is the daemon's process id.
+The first message on the channel is Config. The process opens no socket and no shared memory of its own, ignores
+Ctrl-C (the daemon decides), and dies with the daemon. Exit codes: 0 stopped, or the daemon went away; those of
+protocol.errors when going on is pointless (the reason was sent as Failed before); anything else is a crash.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+
+CONFIG_SECONDS = 60.0
+PR_SET_PDEATHSIG = 1
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: list[str]) -> int:
+    channel_fd, arena_fd, parent = (int(argument) for argument in arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(parent)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    return serve(socket.socket(fileno=channel_fd), arena_fd)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the daemon dies, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(0)  # it died before the kernel was asked
+
+
+def serve(connection: socket.socket, arena_fd: int) -> int:
+    """Train until the daemon says stop; returns the exit code."""
+    # Importing torch takes seconds, in which the daemon may already die: only after die_with.
+    import torch
+
+    from node.arena import Arena
+    from node.channel import ChannelClosed, Config, Failed, TrainerEnd
+    from node.trainer.training import Trainer
+    from protocol.errors import MurmurError
+
+    channel = TrainerEnd(connection)
+    try:
+        config = channel.receive(CONFIG_SECONDS)
+        if not isinstance(config, Config):
+            raise MurmurError(f"the daemon sent no config within {CONFIG_SECONDS:.0f} s; start it again")
+        torch.set_num_threads(config.threads)
+        Trainer(config, Arena.attach(arena_fd, config.numel, config.outbox_bytes), channel).run()
+    except ChannelClosed:
+        logger.info("the daemon is gone; stopping")
+    except MurmurError as error:
+        channel.send(Failed(reason=str(error), exit_code=error.exit_code))
+        return error.exit_code
+    finally:
+        channel.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""One inner step's gradient, and the validation loss: what the trainer and the simulator do alike with the model."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from node.model import Llama
+from node.trainer.device import precision
+
+
+def accumulate_gradient(model: Llama, windows: Tensor, microbatch: int) -> float:
+    """Adds the gradient of the mean loss over `windows` (sequences, context + 1) to `model.flat.grad`, a few at a time.
+
+    Returns that loss, in nats a token.
+    """
+    device = model.flat.device
+    total = torch.zeros((), device=device)
+    for piece in torch.split(windows.to(device), microbatch):
+        with precision(device):
+            loss = model(piece[:, :-1], piece[:, 1:]) * (len(piece) / len(windows))
+        loss.backward()
+        total += loss.detach()
+    return float(total)
+
+
+@torch.no_grad()
+def validation_loss(model: Llama, flat: Tensor, batches: Iterable[Tensor]) -> tuple[float, int]:
+    """Mean loss in nats a token of the weights `flat`, and the tokens it was taken over; `model` is left as it was."""
+    device = model.flat.device
+    trained = model.flat.detach().clone()
+    model.load_flat(flat)
+    total, tokens = 0.0, 0
+    for windows in batches:
+        piece = windows.to(device)
+        with precision(device):
+            loss = model(piece[:, :-1], piece[:, 1:])
+        counted = len(piece) * (piece.shape[1] - 1)
+        total, tokens = total + float(loss) * counted, tokens + counted
+    model.load_flat(trained)
+    return total / tokens, tokens

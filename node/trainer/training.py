@@ -1,0 +1,205 @@
+"""The trainer's loop: inner steps, messages, adoptions (when: see node.trainer.pace).
+
+State is snapshotted into the arena every SNAPSHOT_SECONDS and, always before the daemon is told, at each message and
+adoption: whatever the daemon knows of survives this process.
+"""
+
+import logging
+import math
+import time
+from pathlib import Path
+
+from node.arena import Arena
+from node.channel import (
+    Adopt,
+    Adopted,
+    Config,
+    Evaluate,
+    Evaluated,
+    Progress,
+    Ready,
+    Snapshotted,
+    Stop,
+    Stopped,
+    TakeSnapshot,
+    ToTrainer,
+    TrainerEnd,
+)
+from node.data import Batches, Corpus, open_source, validation_batches
+from node.model import Llama
+from node.trainer.activity import Stopwatch
+from node.trainer.device import choose_device, device_name
+from node.trainer.inner import InnerOptimizer
+from node.trainer.inner_state import InnerState, Work
+from node.trainer.inner_step import accumulate_gradient, validation_loss
+from node.trainer.pace import is_message_due, must_wait
+from optim.method import Sender
+from optim.recipes import compose
+from protocol.errors import MalformedError, MurmurError
+from protocol.manifest import Manifest, parse_manifest
+
+logger = logging.getLogger(__name__)
+SNAPSHOT_SECONDS = 10.0
+PROGRESS_SECONDS = 1.0
+WAIT_SECONDS = 1.0
+MAX_SKIPPED_IN_A_ROW = 20
+
+
+class Trainer:
+    """One model in training; `run` returns when the daemon says Stop."""
+
+    def __init__(self, config: Config, arena: Arena, channel: TrainerEnd) -> None:
+        manifest = parse_manifest(config.manifest.encode(), "the daemon's manifest")
+        self._config, self._manifest, self._arena, self._channel = config, manifest, arena, channel
+        self._device = choose_device(config.device)
+        self._model = Llama(manifest.model, self._device)
+        self._optimizer = InnerOptimizer(self._model, manifest.train)
+        method = compose(manifest.method.recipe, manifest.method.overrides())
+        self._schedule = method.schedule
+        sender = Sender(method, arena.numel, manifest.round.parts)
+        self._state = InnerState(self._model, self._optimizer, sender, arena)
+        self._corpus = _open_corpus(manifest, Path(config.base))
+        if not self._state.restore():
+            self._state.start(config.round)
+        counters = self._state.counters
+        self._batches = Batches(
+            self._corpus, manifest.model.context, manifest.run.seed, config.peer_id, counters.position
+        )
+        self._watch = Stopwatch(counters.seconds)
+        self._skipped_in_a_row = 0
+        self._unshown, self._shown_at, self._saved_at = Work(), time.monotonic(), time.monotonic()
+        self._stopping = False
+
+    def run(self) -> None:
+        self._announce()
+        while True:
+            self._obey(self._channel.receive())
+            if self._stopping:
+                return
+            counters = self._state.counters
+            if is_message_due(counters, self._schedule.inner_steps):
+                self._send_message()
+            elif must_wait(counters, self._schedule):
+                self._wait()
+            else:
+                self._train()
+                self._keep_up()
+
+    def _announce(self) -> None:
+        counters = self._state.counters
+        outstanding = counters.outstanding
+        self._channel.send(
+            Ready(
+                device=device_name(self._device),
+                step=counters.step,
+                round=counters.round,
+                outstanding=outstanding.round if outstanding else None,
+            )
+        )
+        if outstanding:
+            self._channel.send(outstanding.message())
+
+    def _obey(self, command: ToTrainer | None) -> None:
+        match command:
+            case None:
+                return
+            case Adopt():
+                self._adopt(command)
+            case Evaluate():
+                self._evaluate(command.round)
+            case TakeSnapshot():
+                self._save()
+                self._channel.send(Snapshotted(step=self._state.counters.step))
+            case Stop():
+                self._save()
+                self._stopping = True
+                self._channel.send(Stopped())
+            case _:
+                raise MalformedError(f"the daemon sent {command.kind!r} in the middle of training")
+
+    def _send_message(self) -> None:
+        with self._watch.spend("encode"):
+            message = self._state.message()
+        self._save()
+        self._show_progress()
+        self._channel.send(message)
+
+    def _adopt(self, command: Adopt) -> None:
+        with self._watch.spend("adopt"):
+            self._state.adopt(command.round, command.fate)
+        self._save()
+        self._channel.send(Adopted(round=command.round))
+
+    def _wait(self) -> None:
+        with self._watch.spend("wait"):
+            command = self._channel.receive(WAIT_SECONDS)
+        self._obey(command)
+
+    def _train(self) -> None:
+        """One inner step; left out when the loss or the gradient is not finite."""
+        with self._watch.spend("compute"):
+            sequences = self._manifest.train.batch_tokens // self._manifest.model.context
+            windows = self._batches.next(sequences)
+            loss = accumulate_gradient(self._model, windows, self._manifest.train.microbatch)
+            applied = math.isfinite(loss) and self._optimizer.step(self._state.counters.step)
+            self._optimizer.clear_gradient()
+        if not applied:
+            self._count_skipped()
+            return
+        self._skipped_in_a_row = 0
+        tokens = self._manifest.train.batch_tokens
+        self._state.count_step(tokens, loss, self._batches.position)
+        self._unshown += Work(tokens=tokens, steps=1, loss=loss)
+
+    def _count_skipped(self) -> None:
+        self._skipped_in_a_row += 1
+        skipped = self._state.counters.skipped + 1
+        self._state.update(skipped=skipped, position=self._batches.position)
+        logger.warning("left out inner step %d: the loss or its gradient is not finite", self._state.counters.step)
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise MurmurError(
+                f"the loss was not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row; lower train.learning_rate"
+            )
+
+    def _keep_up(self) -> None:
+        now = time.monotonic()
+        if now - self._shown_at >= PROGRESS_SECONDS:
+            self._show_progress()
+        if now - self._saved_at >= SNAPSHOT_SECONDS:
+            self._save()
+
+    def _show_progress(self) -> None:
+        now, work = time.monotonic(), self._unshown
+        if not work.steps:
+            return
+        speed = work.tokens / max(1e-9, now - self._shown_at)
+        counters = self._state.counters
+        self._channel.send(
+            Progress(
+                step=counters.step,
+                tokens=counters.tokens,
+                loss=work.mean_loss,
+                tokens_per_second=speed,
+                seconds=self._watch.seconds,
+                skipped=counters.skipped,
+            )
+        )
+        self._unshown, self._shown_at = Work(), now
+
+    def _save(self) -> None:
+        with self._watch.spend("snapshot"):
+            self._state.update(seconds=dict(self._watch.seconds))
+            self._state.save()
+        self._saved_at = time.monotonic()
+
+    def _evaluate(self, round_number: int) -> None:
+        with self._watch.spend("evaluate"):
+            batches = validation_batches(self._corpus, self._manifest.model.context, self._config.validation_tokens)
+            loss, tokens = validation_loss(self._model, self._arena.anchor(round_number), batches)
+        self._channel.send(Evaluated(round=round_number, loss=loss, tokens=tokens))
+
+
+def _open_corpus(manifest: Manifest, base: Path) -> Corpus:
+    corpus = open_source(manifest.data, base)
+    corpus.require_vocabulary(manifest.model.vocabulary)
+    return corpus

@@ -1,0 +1,1 @@
+"""Everything big: named by its hash, fetched from many, checked before use."""

@@ -1,0 +1,161 @@
+"""Serving blobs to other peers: piece hashes and ranges of bytes.
+
+A range is sent in chunks of 256 KiB and one chunk is in memory at a time. Each piece is hashed before its bytes go out:
+a blob that has rotted on the disk is removed instead of being taken for a lie of ours. Limits are for each caller.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob
+from protocol.blobs.store import BlobStore
+from protocol.errors import LimitError, MalformedError, MissingFileError, MurmurError, StorageError
+from protocol.identity import PeerId
+from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
+from protocol.murmur_pb2_grpc import BlobsServicer
+
+logger = logging.getLogger(__name__)
+
+COUNTED_CALLERS = 1024
+RECENT_SECONDS = 60.0  # so long after a call a blob counts as being fetched
+MAX_RECENT = 256
+
+
+class RangeError(MurmurError):
+    """The blob does not reach so far."""
+
+
+_STATUS: dict[type[Exception], grpc.StatusCode] = {
+    MissingFileError: grpc.StatusCode.NOT_FOUND,
+    RangeError: grpc.StatusCode.OUT_OF_RANGE,
+    MalformedError: grpc.StatusCode.INVALID_ARGUMENT,
+    LimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    StorageError: grpc.StatusCode.UNAVAILABLE,
+    TimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+@dataclass(frozen=True)
+class CallerLimits:
+    """What one caller may have going on at once, and the seconds it may take to accept one chunk."""
+
+    calls: int = 32
+    bytes_asked: int = 64 * PIECE_BYTES
+    chunk_seconds: float = 40.0
+
+
+@dataclass
+class Load:
+    """What one caller has going on."""
+
+    calls: int = 0
+    bytes_asked: int = 0
+
+
+class BlobService(BlobsServicer):
+    """`caller` tells who makes a call, and raises MalformedError where that is unknown.
+
+    `bytes_served` counts by peer, for the last 1024 peers served; `total_bytes_served` for all.
+    """
+
+    def __init__(self, store: BlobStore, caller: Callable[[Any], PeerId], limits: CallerLimits | None = None) -> None:
+        self.bytes_served: OrderedDict[PeerId, int] = OrderedDict()
+        self.total_bytes_served = 0
+        self._store = store
+        self._caller = caller
+        self._limits = limits or CallerLimits()
+        self._loads: dict[PeerId, Load] = {}
+        self._served_at: OrderedDict[bytes, float] = OrderedDict()
+
+    def being_fetched(self) -> set[bytes]:
+        """Digests of the blobs that somebody asked for a moment ago, and may ask for more of."""
+        now = time.monotonic()
+        return {digest for digest, served in self._served_at.items() if now - served < RECENT_SECONDS}
+
+    async def Pieces(self, request: PiecesRequest, context: Any) -> PiecesReply:  # noqa: N802
+        async with self._answer(context) as peer:
+            with self._admit(peer, 0):
+                blob = self._store.blob(request.digest)
+                hashes = await asyncio.to_thread(self._store.hashes, blob.digest)
+                self._count(peer, len(hashes))
+        return PiecesReply(size=blob.size, pieces=hashes)
+
+    # Written with context.write instead of yield: only so can a reader that does not read be given a deadline.
+    async def Fetch(self, request: FetchRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        async with self._answer(context) as peer:
+            blob = self._store.blob(request.digest)
+            _check_range(blob, request.offset, request.length)
+            with self._admit(peer, request.length):
+                self._note(blob)
+                async for data in self._chunks(blob, request.offset, request.offset + request.length):
+                    async with asyncio.timeout(self._limits.chunk_seconds):
+                        await context.write(Chunk(data=data))
+                    self._count(peer, len(data))
+
+    async def _chunks(self, blob: Blob, offset: int, end: int) -> AsyncIterator[bytes]:
+        checked = -1
+        while offset < end:
+            piece = offset // PIECE_BYTES
+            if piece != checked:
+                await asyncio.to_thread(self._store.check_piece, blob.digest, piece)
+                checked = piece
+            length = min(CHUNK_BYTES, end - offset, (piece + 1) * PIECE_BYTES - offset)
+            yield await asyncio.to_thread(self._store.read_range, blob.digest, offset, length)
+            offset += length
+
+    @asynccontextmanager
+    async def _answer(self, context: Any) -> AsyncIterator[PeerId]:
+        """Gives the caller's peer id; what is raised inside becomes a status and a log line."""
+        peer = "somebody unknown"
+        try:
+            peer = self._caller(context)
+            yield peer
+        except tuple(_STATUS) as error:
+            status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
+            reason = str(error) or "the caller does not read"
+            logger.info("blob call of %s refused: %s: %s", peer, status.name, reason)
+            # The reason stays here: it names folders.
+            await context.abort(status)
+
+    @contextmanager
+    def _admit(self, peer: PeerId, length: int) -> Iterator[None]:
+        load = self._loads.get(peer, Load())
+        if load.calls >= self._limits.calls or load.bytes_asked + length > self._limits.bytes_asked:
+            raise LimitError(f"at most {self._limits.calls} calls and {self._limits.bytes_asked} bytes at once")
+        self._loads[peer] = load
+        load.calls += 1
+        load.bytes_asked += length
+        try:
+            yield
+        finally:
+            load.calls -= 1
+            load.bytes_asked -= length
+            if load.calls == 0:
+                del self._loads[peer]
+
+    def _note(self, blob: Blob) -> None:
+        self._served_at[blob.digest] = time.monotonic()
+        self._served_at.move_to_end(blob.digest)
+        if len(self._served_at) > MAX_RECENT:
+            self._served_at.popitem(last=False)
+
+    def _count(self, peer: PeerId, size: int) -> None:
+        self.total_bytes_served += size
+        self.bytes_served[peer] = self.bytes_served.pop(peer, 0) + size
+        if len(self.bytes_served) > COUNTED_CALLERS:
+            self.bytes_served.popitem(last=False)
+
+
+def _check_range(blob: Blob, offset: int, length: int) -> None:
+    if length == 0:
+        raise MalformedError("a range has at least one byte")
+    if offset + length > blob.size:
+        raise RangeError("the blob ends before that range")

@@ -1,0 +1,369 @@
+"""Blobs in a folder: what is complete, what is on its way, and no more bytes than allowed.
+
+    <hex digest>          a complete blob
+    <hex digest>.part     a blob that is being fetched: full length, with holes where pieces are missing
+    <hex digest>.pieces   the piece hashes of either
+    *.new                 a file that is being written; removed at the next start
+
+Nothing is fsynced: a blob can be fetched again, and a piece is hashed again before it is trusted. A complete blob
+appears by a rename, so it is never seen half-written. Every method may be called from any thread.
+"""
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import IO
+
+from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, check_digest, piece_hashes
+from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError
+
+logger = logging.getLogger(__name__)
+
+_OURS = re.compile(r"([0-9a-f]{64})(\.part|\.pieces)?")
+
+
+class BlobStore:
+    """`max_bytes` bounds the lengths of all complete and partial blobs together."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._complete: dict[bytes, int] = {}
+        self._partial: dict[bytes, int] = {}
+        self._open: set[bytes] = set()
+        self._writing = 0
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._scan()
+
+    def __len__(self) -> int:
+        """Complete blobs."""
+        return len(self._complete)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all blobs, complete and partial, and of those being written."""
+        with self._lock:
+            return self._total()
+
+    def path(self, digest: bytes) -> Path:
+        """Where a complete blob lies, whether or not it is there."""
+        check_digest(digest)
+        return self._folder / digest.hex()
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self._complete
+
+    def blob(self, digest: bytes) -> Blob:
+        """The name of a complete blob; raises MissingFileError."""
+        check_digest(digest)
+        size = self._complete.get(digest)
+        if size is None:
+            raise MissingFileError(f"no blob {digest.hex()} in {self._folder}; fetch it first")
+        return Blob(digest, size)
+
+    def put(self, data: bytes | memoryview) -> Blob:
+        hashes = piece_hashes(data)
+        blob = Blob.from_hashes(hashes, memoryview(data).nbytes)
+        if not self.has(blob.digest):
+            with self._new_file(blob.size) as file:
+                file.write(data)
+                self._adopt(file, blob, hashes)
+        return blob
+
+    def put_file(self, path: Path) -> Blob:
+        """Copy a file of any size into the store."""
+        with disk_errors(path), path.open("rb") as source:
+            size = os.fstat(source.fileno()).st_size
+            with self._new_file(size) as file:
+                hashes = _copy(source, file, size)
+                blob = Blob.from_hashes(hashes, file.tell())
+                self._adopt(file, blob, hashes)
+        return blob
+
+    def read(self, digest: bytes) -> bytes:
+        """A whole blob, checked. MissingFileError where it is absent, or was damaged and has been removed."""
+        blob = self.blob(digest)
+        data = self.read_range(digest, 0, blob.size)
+        if Blob.of(data) != blob:
+            raise self._rotten(digest)
+        return data
+
+    def read_range(self, digest: bytes, offset: int, length: int) -> bytes:
+        """Bytes as they lie there, fewer where the blob ends; `check_piece` says whether they are good."""
+        with self._opened(digest) as descriptor:
+            return os.pread(descriptor, length, offset)
+
+    def check_piece(self, digest: bytes, piece: int) -> None:
+        """Raises MissingFileError where the piece is damaged; the blob is then removed."""
+        expected = self.hashes(digest)[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]
+        with self._opened(digest) as descriptor:
+            found = _hash_piece(descriptor, piece * PIECE_BYTES)
+        if found != expected:
+            raise self._rotten(digest)
+
+    def hashes(self, digest: bytes) -> bytes:
+        """The piece hashes of a complete blob; made anew where their file is lost or damaged."""
+        blob = self.blob(digest)
+        known = self._read_hashes(blob)
+        if known is not None:
+            return known
+        with self._opened(digest) as descriptor:
+            found = b"".join(_hash_piece(descriptor, piece * PIECE_BYTES) for piece in range(blob.pieces))
+        if Blob.from_hashes(found, blob.size) != blob:
+            raise self._rotten(digest)
+        self._write_hashes(blob, found)
+        return found
+
+    def discard(self, digest: bytes) -> None:
+        """Remove a blob if it is there. A partial blob that is open stays: it is still being fetched."""
+        check_digest(digest)
+        with self._lock:
+            if digest not in self._open:
+                self._complete.pop(digest, None)
+                self._partial.pop(digest, None)
+                self._remove(digest, "", ".part", ".pieces")
+
+    def retain(self, digests: Collection[bytes]) -> None:
+        """Remove every blob, complete or partial, that is neither named nor being fetched."""
+        keep = set(digests)
+        for digest in [*self._complete, *self._partial]:
+            if digest not in keep:
+                self.discard(digest)
+
+    def partial_hashes(self, blob: Blob) -> bytes | None:
+        """The piece hashes of a fetch that was begun, if there was one."""
+        return self._read_hashes(blob) if blob.digest in self._partial else None
+
+    def open_partial(self, blob: Blob, hashes: bytes) -> "Partial":
+        """Begin or take up a fetch; one at a time for each blob. What lies there counts once `recheck` has read it."""
+        blob.check_hashes(hashes)
+        with self._lock:
+            if blob.digest in self._open:
+                raise ValueError(f"blob {blob.name} is being fetched already")
+            self._make_room(blob.size - self._partial.get(blob.digest, 0))
+            self._partial[blob.digest] = blob.size
+            self._open.add(blob.digest)
+        try:
+            self._write_hashes(blob, hashes)
+            return Partial(self, blob, hashes, self._folder / f"{blob.name}.part")
+        except BaseException:
+            self.close_partial(blob)
+            raise
+
+    def close_partial(self, blob: Blob) -> None:
+        """For Partial."""
+        with self._lock:
+            self._open.discard(blob.digest)
+
+    def complete_partial(self, blob: Blob) -> None:
+        """For Partial: every piece is there and checked."""
+        with disk_errors(self._folder), self._lock:
+            os.replace(self._folder / f"{blob.name}.part", self.path(blob.digest))
+            self._partial.pop(blob.digest, None)
+            self._complete[blob.digest] = blob.size
+
+    def _scan(self) -> None:
+        partial: dict[bytes, int] = {}
+        with_hashes: set[bytes] = set()
+        for entry in self._folder.iterdir():
+            match = _OURS.fullmatch(entry.name)
+            if match is None:
+                if entry.suffix == ".new":
+                    entry.unlink()
+                continue
+            digest = bytes.fromhex(match[1])
+            if match[2] == ".pieces":
+                with_hashes.add(digest)
+            else:
+                (partial if match[2] else self._complete)[digest] = entry.stat().st_size
+        self._partial = {d: size for d, size in partial.items() if d in with_hashes and d not in self._complete}
+        for digest in partial.keys() - self._partial.keys():
+            self._remove(digest, ".part")
+        for digest in with_hashes - self._partial.keys() - self._complete.keys():
+            self._remove(digest, ".pieces")
+
+    def _total(self) -> int:
+        return sum(self._complete.values()) + sum(self._partial.values()) + self._writing
+
+    def _make_room(self, size: int) -> None:
+        if self._total() + size > self._max_bytes:
+            raise StorageError(f"{self._folder} may hold {self._max_bytes} bytes and is full; allow it more")
+
+    @contextlib.contextmanager
+    def _new_file(self, size: int) -> Iterator[IO[bytes]]:
+        """A file for `size` bytes that disappears unless it is adopted."""
+        with self._lock:
+            self._make_room(size)
+            self._writing += size
+        try:
+            with disk_errors(self._folder), self._temporary() as file:
+                yield file
+        finally:
+            with self._lock:
+                self._writing -= size
+
+    @contextlib.contextmanager
+    def _temporary(self) -> Iterator[IO[bytes]]:
+        with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".new", delete=False) as file:
+            try:
+                yield file
+            finally:
+                Path(file.name).unlink(missing_ok=True)
+
+    def _adopt(self, file: IO[bytes], blob: Blob, hashes: bytes) -> None:
+        self._write_hashes(blob, hashes)
+        file.flush()
+        with self._lock:
+            os.replace(file.name, self.path(blob.digest))
+            self._complete[blob.digest] = blob.size
+            if blob.digest in self._partial and blob.digest not in self._open:
+                del self._partial[blob.digest]
+                self._remove(blob.digest, ".part")
+
+    def _write_hashes(self, blob: Blob, hashes: bytes) -> None:
+        with disk_errors(self._folder), self._temporary() as file:
+            file.write(hashes)
+            file.flush()
+            os.replace(file.name, self._folder / f"{blob.name}.pieces")
+
+    def _read_hashes(self, blob: Blob) -> bytes | None:
+        try:
+            with disk_errors(self._folder), (self._folder / f"{blob.name}.pieces").open("rb") as file:
+                hashes = file.read(blob.pieces * DIGEST_BYTES + 1)
+            blob.check_hashes(hashes)
+        except (MissingFileError, PeerFault):
+            return None
+        return hashes
+
+    def _remove(self, digest: bytes, *suffixes: str) -> None:
+        with disk_errors(self._folder):
+            for suffix in suffixes:
+                (self._folder / f"{digest.hex()}{suffix}").unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _opened(self, digest: bytes) -> Iterator[int]:
+        path = self.path(digest)
+        with disk_errors(path):
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError as error:
+                self.discard(digest)
+                raise MissingFileError(f"no blob {digest.hex()} in {self._folder}; fetch it first") from error
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+
+    def _rotten(self, digest: bytes) -> MissingFileError:
+        logger.warning("blob %s in %s is damaged and is removed", digest.hex(), self._folder)
+        self.discard(digest)
+        return MissingFileError(f"blob {digest.hex()} in {self._folder} was damaged and is removed; fetch it again")
+
+
+class Partial:
+    """A blob on its way. `missing` holds the pieces that are not there or not yet checked."""
+
+    def __init__(self, store: BlobStore, blob: Blob, hashes: bytes, path: Path) -> None:
+        self.blob = blob
+        self._store = store
+        self._hashes = hashes
+        self._path = path
+        # A thread may still be writing when its task is cancelled: the descriptor must not be closed, and given to
+        # another file, under its hands.
+        self._lock = threading.Lock()
+        self.missing = set(range(blob.pieces))
+        with disk_errors(path):
+            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            os.ftruncate(self._descriptor, blob.size)
+
+    def recheck(self) -> None:
+        """Hash what an earlier fetch left; takes seconds for gigabytes, and ends early when closed."""
+        for piece in range(self.blob.pieces):
+            with self._lock, disk_errors(self._path):
+                if self._descriptor is None:
+                    return
+                if self._holds(self._descriptor, piece):
+                    self.missing.discard(piece)
+
+    def write(self, piece: int, data: bytes | bytearray) -> None:
+        """Check and keep a piece; raises MalformedError where it is not the one that was asked for."""
+        if len(data) != self.blob.piece_length(piece) or hashlib.sha256(data).digest() != self._hash_of(piece):
+            raise MalformedError("a piece does not match its hash")
+        with self._lock, disk_errors(self._path):
+            if self._descriptor is not None:
+                _write_at(self._descriptor, data, piece * PIECE_BYTES)
+                self.missing.discard(piece)
+
+    def finish(self) -> None:
+        """Make the blob a complete one."""
+        if self.missing:
+            raise ValueError(f"blob {self.blob.name} lacks {len(self.missing)} pieces")
+        self._store.complete_partial(self.blob)
+
+    def close(self) -> None:
+        """Stop writing; what is there is kept for the next time."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+                self._store.close_partial(self.blob)
+
+    def _hash_of(self, piece: int) -> bytes:
+        return self._hashes[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]
+
+    def _holds(self, descriptor: int, piece: int) -> bool:
+        start = piece * PIECE_BYTES
+        return _has_data(descriptor, start) and _hash_piece(descriptor, start) == self._hash_of(piece)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns what the disk says about `path` into a StorageError, or into a MissingFileError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{error.filename or path} is not there; name an existing file") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(f"no space left for {path}; free some on that disk") from error
+        raise StorageError(f"cannot use {path}: {error.strerror}; mend the disk or choose another folder") from error
+
+
+def _copy(source: IO[bytes], target: IO[bytes], size: int) -> bytes:
+    """Copies at most `size` bytes; returns the piece hashes of what was copied."""
+    hashes = []
+    while size > 0 and (piece := source.read(min(PIECE_BYTES, size))):
+        target.write(piece)
+        hashes.append(hashlib.sha256(piece).digest())
+        size -= len(piece)
+    return b"".join(hashes)
+
+
+def _hash_piece(descriptor: int, start: int) -> bytes:
+    return hashlib.sha256(os.pread(descriptor, PIECE_BYTES, start)).digest()
+
+
+def _has_data(descriptor: int, start: int) -> bool:
+    """Whether anything was written into the piece at `start`: a hole need not be hashed."""
+    try:
+        return os.lseek(descriptor, start, os.SEEK_DATA) < start + PIECE_BYTES
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+            return False
+        raise
+
+
+def _write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written

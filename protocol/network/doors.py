@@ -1,0 +1,113 @@
+"""Where gRPC meets the tunnels: one entrance for all callers, one exit for each peer that we call.
+
+gRPC's server listens on a Unix socket in a private folder. The entrance connects to it once for each incoming libp2p
+stream, from a socket bound to the abstract name `\\0murmur/<peer id>/<random>`: gRPC shows that name to the servicer as
+its peer, so the caller's authenticated identity arrives with no handshake of ours. The folder keeps others out.
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+
+from protocol.errors import MalformedError, TransportError, UnreachableError
+from protocol.identity import PeerId, public_key
+from protocol.network.control import BUFFER_BYTES, Stream, accept
+from protocol.network.tunnel import Tunnels
+
+logger = logging.getLogger(__name__)
+
+NAME = "murmur"
+Dial = Callable[[PeerId], Awaitable[Stream]]
+
+
+def caller(context: grpc.aio.ServicerContext) -> PeerId:
+    """The authenticated peer id of an incoming call. MalformedError: it did not come through the entrance."""
+    scheme, _, name = str(context.peer()).partition(":")
+    parts = name.split("/")
+    if scheme != "unix-abstract" or len(parts) != 3 or parts[0] != NAME:
+        raise MalformedError(f"a call without an identity came from {context.peer()!r}")
+    public_key(parts[1])
+    return parts[1]
+
+
+class Entrance:
+    """Listens on `path`, to which p2pd connects for each incoming stream; `server` is gRPC's socket."""
+
+    def __init__(self, path: Path, server: Path, tunnels: Tunnels) -> None:
+        self._path = path
+        self._server = server
+        self._tunnels = tunnels
+
+    async def open(self) -> None:
+        self._listener = await asyncio.start_unix_server(self._accepted, self._path, limit=BUFFER_BYTES)
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tunnels.spawn(self._admit(Stream(reader, writer)))
+
+    async def _admit(self, far: Stream) -> None:
+        try:
+            peer = await accept(far)
+            near = await self._connect(peer)
+            if self._tunnels.admits(peer):
+                await self._tunnels.carry_in(peer, near, far)
+            near.writer.transport.abort()
+        except MalformedError as error:
+            logger.warning("refusing a stream: %s", error)
+        except (OSError, EOFError) as error:
+            logger.warning("an incoming stream was lost: %s", error or type(error).__name__)
+        finally:
+            far.writer.transport.abort()
+
+    async def _connect(self, peer: PeerId) -> Stream:
+        near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            near.setblocking(False)
+            # Random: abstract names are the whole machine's, and other nodes on it know the same peers.
+            near.bind(f"\0{NAME}/{peer}/{secrets.token_hex(8)}")
+            await asyncio.get_running_loop().sock_connect(near, str(self._server))
+            return Stream(*await asyncio.open_unix_connection(sock=near, limit=BUFFER_BYTES))
+        except BaseException:
+            near.close()
+            raise
+
+
+class Exit:
+    """A Unix socket whose every connection is carried to one peer, and gRPC's channel to it."""
+
+    def __init__(self, peer: PeerId, path: Path, dial: Dial, tunnels: Tunnels, options: list[tuple[str, int]]) -> None:
+        self._peer = peer
+        self._path = path
+        self._dial = dial
+        self._tunnels = tunnels
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(str(path))
+        listening.listen(4)  # gRPC may connect before the loop comes round to accept
+        self._opening = asyncio.ensure_future(
+            asyncio.start_unix_server(self._accepted, sock=listening, limit=BUFFER_BYTES)
+        )
+        self.channel = grpc.aio.insecure_channel(f"unix:{path}", options=options)
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tunnels.spawn(self._leave(Stream(reader, writer)))
+
+    async def _leave(self, near: Stream) -> None:
+        try:
+            far = await self._dial(self._peer)
+            await self._tunnels.carry_out(self._peer, near, far)
+        except (UnreachableError, TransportError) as error:
+            logger.info("cannot reach %s: %s", self._peer, error)
+        finally:
+            near.writer.transport.abort()
+
+    async def close(self) -> None:
+        (await self._opening).close()
+        self._path.unlink(missing_ok=True)
+        await self.channel.close()

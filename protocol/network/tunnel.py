@@ -1,0 +1,244 @@
+"""Tunnels: a local Unix connection of gRPC's, carried on as one libp2p stream, and the reverse.
+
+Two coroutines move the bytes of a tunnel, each waiting until its receiver took what it has sent: no buffer grows. The
+clock that ends a stuck tunnel is kept outside them, because a receiver that has frozen blocks a write for ever.
+p2pd knows no half-open stream, so when one direction ends, the other may end by itself for a moment and is then cut.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+
+from protocol.identity import PeerId
+from protocol.network.control import BUFFER_BYTES, Stream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TunnelLimits:
+    """Times in seconds, counts in tunnels."""
+
+    dial: float = 10.0  # until a connection and a stream stand
+    stall: float = 30.0  # in which a receiver must take at least one byte
+    idle: float = 300.0  # without a byte in either direction
+    linger: float = 2.0  # for the other direction, once one has ended
+    tick: float = 1.0  # between two looks at the clock
+    incoming_per_peer: int = 8
+    incoming: int = 512
+
+
+@dataclass
+class Count:
+    """Payload bytes."""
+
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass
+class Traffic:
+    """Bytes through tunnels, in total and by peer; the peers longest silent are forgotten, never their bytes."""
+
+    total: Count = field(default_factory=Count)
+    by_peer: OrderedDict[PeerId, Count] = field(default_factory=OrderedDict)
+    max_peers: int = 4096
+
+    def of(self, peer: PeerId) -> Count:
+        count = self.by_peer.setdefault(peer, Count())
+        self.by_peer.move_to_end(peer)
+        if len(self.by_peer) > self.max_peers:
+            self.by_peer.popitem(last=False)
+        return count
+
+    def add_sent(self, peer: PeerId, size: int) -> None:
+        self.total.sent += size
+        self.of(peer).sent += size
+
+    def add_received(self, peer: PeerId, size: int) -> None:
+        self.total.received += size
+        self.of(peer).received += size
+
+
+class Direction:
+    """Moves bytes from one socket to another, and tells a watcher how far it got."""
+
+    def __init__(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, count: Callable[[int], None]) -> None:
+        self._source = source
+        self._sink = sink
+        self._count = count
+        self.taken = 0  # bytes read from the source
+
+    @property
+    def pending(self) -> int:
+        """Bytes that the receiver has not taken."""
+        return self._sink.transport.get_write_buffer_size()
+
+    async def run(self) -> None:
+        """Until the source ends; ConnectionError when either side is cut."""
+        while data := await self._source.read(BUFFER_BYTES):
+            self.taken += len(data)
+            self._count(len(data))
+            self._sink.write(data)
+            await self._sink.drain()
+        if self._sink.can_write_eof():
+            self._sink.write_eof()
+
+
+class Progress:
+    """PURE: when bytes last moved through a direction, and since when they wait."""
+
+    def __init__(self, now: float) -> None:
+        self._passed = 0
+        self._pending = 0
+        self.moved_at = now
+
+    def observe(self, passed: int, pending: int, now: float) -> None:
+        """`passed`: bytes that the receiver took so far. The clock of a wait starts when something begins to wait."""
+        if passed != self._passed or (pending and not self._pending):
+            self.moved_at = now
+        self._passed, self._pending = passed, pending
+
+    def stalled_for(self, now: float) -> float:
+        return now - self.moved_at if self._pending else 0.0
+
+
+class Tunnel:
+    """`near` is gRPC's connection, `far` is p2pd's stream."""
+
+    def __init__(self, peer: PeerId, near: Stream, far: Stream, traffic: Traffic, limits: TunnelLimits) -> None:
+        self.peer = peer
+        self._writers = (near.writer, far.writer)
+        self._limits = limits
+        self._directions = (
+            Direction(near.reader, far.writer, lambda size: traffic.add_sent(peer, size)),
+            Direction(far.reader, near.writer, lambda size: traffic.add_received(peer, size)),
+        )
+        now = asyncio.get_running_loop().time()
+        self._progress = tuple(Progress(now) for _ in self._directions)
+
+    async def run(self) -> None:
+        """Until both directions have ended, or `cut`."""
+        pumps = {asyncio.create_task(direction.run()) for direction in self._directions}
+        try:
+            ended, going = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            if going and not any(pump.exception() for pump in ended):
+                await asyncio.wait(going, timeout=self._limits.linger)
+            await self._flush()
+        finally:
+            self.cut()
+            await _ended(pumps)
+
+    async def _flush(self) -> None:
+        for writer in self._writers:
+            writer.close()
+        try:
+            async with asyncio.timeout(self._limits.linger):
+                for writer in self._writers:
+                    await writer.wait_closed()
+        except OSError as error:  # also a TimeoutError
+            logger.debug("the last bytes of a tunnel with %s were lost: %s", self.peer, error or "not taken")
+
+    def cut(self) -> None:
+        """Ends `run` at once, whatever is under way."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    @property
+    def moved_at(self) -> float:
+        return max(progress.moved_at for progress in self._progress)
+
+    def fault(self, now: float) -> str | None:
+        """Why this tunnel must end, if it must."""
+        for direction, progress in zip(self._directions, self._progress, strict=True):
+            progress.observe(direction.taken - direction.pending, direction.pending, now)
+        waited = max(progress.stalled_for(now) for progress in self._progress)
+        if waited > self._limits.stall:
+            return f"nothing was taken for {waited:.0f} s"
+        if now - self.moved_at > self._limits.idle:
+            return f"idle for {now - self.moved_at:.0f} s"
+        return None
+
+
+async def _ended(pumps: set[asyncio.Task[None]]) -> None:
+    for pump in pumps:
+        pump.cancel()
+    await asyncio.wait(pumps)
+    for pump in pumps:
+        error = None if pump.cancelled() else pump.exception()
+        if error and not isinstance(error, OSError):
+            raise error
+
+
+class Tunnels:
+    """All tunnels of a node, and the clock over them."""
+
+    def __init__(self, limits: TunnelLimits, traffic: Traffic) -> None:
+        self.limits = limits
+        self.traffic = traffic
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._incoming: set[Tunnel] = set()
+        self._outgoing: set[Tunnel] = set()
+        self._refused: set[PeerId] = set()
+        self._watcher = asyncio.create_task(self._watch(), name="tunnel watcher")
+
+    def __len__(self) -> int:
+        return len(self._incoming) + len(self._outgoing)
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Run it until `stop`."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def carry_out(self, peer: PeerId, near: Stream, far: Stream) -> None:
+        await self._carry(Tunnel(peer, near, far, self.traffic, self.limits), self._outgoing)
+
+    async def carry_in(self, peer: PeerId, near: Stream, far: Stream) -> None:
+        await self._carry(Tunnel(peer, near, far, self.traffic, self.limits), self._incoming)
+
+    async def _carry(self, tunnel: Tunnel, group: set[Tunnel]) -> None:
+        group.add(tunnel)
+        try:
+            await tunnel.run()
+        finally:
+            group.discard(tunnel)
+
+    def admits(self, peer: PeerId) -> bool:
+        """Whether `peer` may open one more; where all places are taken, the tunnel that moved least lately yields."""
+        if sum(tunnel.peer == peer for tunnel in self._incoming) >= self.limits.incoming_per_peer:
+            if peer not in self._refused:  # one line for a flood, not one a stream
+                self._refused.add(peer)
+                logger.warning("refusing %s: it holds %d tunnels", peer, self.limits.incoming_per_peer)
+            return False
+        self._refused.discard(peer)
+        if len(self._incoming) >= self.limits.incoming:
+            yielding = min(self._incoming, key=lambda tunnel: tunnel.moved_at)
+            logger.warning("all %d tunnels are taken: cutting that of %s", self.limits.incoming, yielding.peer)
+            self._incoming.discard(yielding)
+            yielding.cut()
+        return True
+
+    def cut(self, peer: PeerId) -> None:
+        """End all tunnels with a peer."""
+        for tunnel in self._incoming | self._outgoing:
+            if tunnel.peer == peer:
+                tunnel.cut()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self.limits.tick)
+            now = asyncio.get_running_loop().time()
+            for tunnel in self._incoming | self._outgoing:
+                if fault := tunnel.fault(now):
+                    logger.info("cutting a tunnel with %s: %s", tunnel.peer, fault)
+                    tunnel.cut()
+            self._refused &= {tunnel.peer for tunnel in self._incoming}
+
+    async def stop(self) -> None:
+        tasks = {self._watcher, *self._tasks}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -1,0 +1,1 @@
+"""What a round decides and how: pure, without clock, network or randomness."""

@@ -1,0 +1,126 @@
+"""The chain of commits: which rounds were decided, in which order, and which of two chains is to be preferred.
+
+    digest(0)     = SHA-256("murmur genesis" + run id)
+    digest(r + 1) = SHA-256(digest(r) + commit of round r, in canonical form and without its view)
+
+The view is left out because it says who proposed a commit, not what was decided. Of two chains the one with more
+tokens wins; with equally many, the one whose digest is lower.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from protocol.errors import CheckpointError, StaleError
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.rounds.statements import Commit, Digest, Statement
+
+KEPT_COMMITS = 64
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where a chain stands: rounds decided, the digest after them, and the tokens in them."""
+
+    round: int
+    digest: Digest
+    tokens: int
+
+    def to_json(self) -> dict[str, int | str]:
+        return {"round": self.round, "digest": self.digest.hex(), "tokens": self.tokens}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, object]) -> Self:
+        """Raises CheckpointError for anything that `to_json` does not give."""
+        number, digest, tokens = (values.get(key) for key in ("round", "digest", "tokens"))
+        if not (_count(number) and _count(tokens) and isinstance(digest, str) and len(digest) == 64):
+            raise CheckpointError("the chain head in the checkpoint is malformed; use an earlier checkpoint")
+        try:
+            return cls(int(str(number)), bytes.fromhex(digest), int(str(tokens)))
+        except ValueError as error:
+            raise CheckpointError("the chain head in the checkpoint is malformed; use an earlier checkpoint") from error
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def genesis(run_id: RunId) -> Head:
+    return Head(0, hashlib.sha256(b"murmur genesis" + bytes.fromhex(run_id)).digest(), 0)
+
+
+def after(head: Head, commit: Commit) -> Head:
+    """The head once `commit` is applied. StaleError: the commit does not belong on this head."""
+    if (commit.round, commit.base) != (head.round, head.digest):
+        raise StaleError(f"a commit of round {commit.round} does not continue this chain at round {head.round}")
+    digest = hashlib.sha256(head.digest + commit.content()).digest()
+    return Head(head.round + 1, digest, head.tokens + commit.tokens)
+
+
+def preferred(mine: Head, theirs: Head) -> bool:
+    """Whether their chain is to replace ours."""
+    return (theirs.tokens, mine.digest) > (mine.tokens, theirs.digest)
+
+
+def disagrees(chain: Digest, state: Digest, votes: Mapping[PeerId, tuple[Digest, Digest]]) -> bool:
+    """Whether our state is the odd one out among those who stand at the same point of the chain.
+
+    `votes`: of every live peer but us, (chain digest, state digest). Whoever has fewer votes than some other state
+    is wrong; of equally many, the lowest state digest is right.
+    """
+    counts: dict[Digest, int] = {state: 1}
+    for their_chain, their_state in votes.values():
+        if their_chain == chain:
+            counts[their_state] = counts.get(their_state, 0) + 1
+    return min(counts, key=lambda candidate: (-counts[candidate], candidate)) != state
+
+
+class Chain:
+    """The head of our chain and the last commits that led to it, oldest first."""
+
+    def __init__(self, head: Head, commits: Sequence[Statement[Commit]] = ()) -> None:
+        self.head = head
+        self._commits = list(commits)[-KEPT_COMMITS:]
+
+    @classmethod
+    def begin(cls, run_id: RunId) -> Self:
+        return cls(genesis(run_id))
+
+    @property
+    def round(self) -> int:
+        return self.head.round
+
+    @property
+    def digest(self) -> Digest:
+        return self.head.digest
+
+    @property
+    def tokens(self) -> int:
+        return self.head.tokens
+
+    def append(self, commit: Statement[Commit]) -> Head:
+        """The new head. StaleError: the commit does not continue this chain."""
+        self.head = after(self.head, commit.body)
+        self._commits.append(commit)
+        del self._commits[:-KEPT_COMMITS]
+        return self.head
+
+    def restart(self, head: Head, commits: Sequence[Statement[Commit]] = ()) -> None:
+        """Go over to another chain, of which only the last commits are known."""
+        self.head, self._commits = head, list(commits)[-KEPT_COMMITS:]
+
+    def since(self, number: int) -> tuple[Statement[Commit], ...] | None:
+        """The commits that lead from `number` decided rounds to our head; None where the log does not reach back."""
+        missing = self.head.round - number
+        if not 0 <= missing <= len(self._commits):
+            return None
+        return tuple(self._commits[len(self._commits) - missing :])
+
+    def would_lead_to(self, commits: Sequence[Statement[Commit]]) -> Head:
+        """The head after these further commits; nothing changes. StaleError where one does not fit."""
+        head = self.head
+        for commit in commits:
+            head = after(head, commit.body)
+        return head

@@ -1,0 +1,153 @@
+"""What goes into the round machine and what comes out of it.
+
+Events tell the machine what happened; actions tell its driver what to do. Both are values: a log of the events with
+their times replays a round exactly.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from protocol import murmur_pb2 as wire
+from protocol.blobs.blob import Blob
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.rounds.statements import Commit, Contribution, Digest, Statement
+
+Exchange = Literal["butterfly", "gather"]
+
+
+@dataclass(frozen=True)
+class RoundSettings:
+    """Times in seconds. `parts` is 1 for "gather".
+
+    `vote_memory`: so long a member that vanished without a word still counts in every majority. Within that time only
+    one side of a split network can commit; after it, each side goes on alone, and the chains settle it when they meet.
+    """
+
+    run_id: RunId
+    exchange: Exchange
+    parts: int
+    grace: float
+    leader_timeout: float
+    exchange_timeout: float
+    vote_memory: float = 30.0
+
+    @property
+    def sums(self) -> int:
+        """How many reduced parts a commit names."""
+        return self.parts if self.exchange == "butterfly" else 0
+
+    @property
+    def whole_exchange(self) -> float:
+        """A butterfly has two exchanges, of contributions and of sums."""
+        return self.exchange_timeout * (2 if self.exchange == "butterfly" else 1)
+
+
+@dataclass(frozen=True)
+class Live:
+    """The peers that are alive and, by their records, at this round and base; with ourselves if we train.
+
+    `departed`: those known to have said good-bye; they lose their vote at once.
+    """
+
+    peers: frozenset[PeerId]
+    departed: frozenset[PeerId] = frozenset()
+
+
+@dataclass(frozen=True)
+class Offered:
+    """Our own trainer's message; its blobs are in our store. The machine signs and announces it."""
+
+    contribution: Contribution
+
+
+@dataclass(frozen=True)
+class Received:
+    """A checked statement of another peer for this round."""
+
+    statement: Statement[Any]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A blob is complete in our store."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A reduction that was asked for is done, its blob in our store; `part` and `attempt` are those of the Reduce."""
+
+    part: int
+    attempt: int
+    blob: Blob
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed: see `Round.next_deadline`."""
+
+
+Event = Live | Offered | Received | Held | Reduced | Tick
+
+Reason = Literal[
+    "foreign",  # a statement of another round, another base or another kind of exchange
+    "stranger",  # a statement of a peer that is no member of this round
+    "equivocation",  # two different statements where one peer may make one
+    "late",  # a contribution that missed the roster
+    "left out",  # a contribution that is not in the commit
+    "lost",  # a contribution that died with its owner
+    "not the leader",  # a roster of a peer that does not lead that view
+    "stale view",  # a statement of a view that is over
+    "leader left",
+    "leader silent",
+    "exchange stalled",
+    "outvoted",  # half of the members are in a later view
+    "reducer left",
+    "reducer silent",
+]
+
+
+@dataclass(frozen=True)
+class Send:
+    peers: tuple[PeerId, ...]
+    signed: wire.Signed
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """This blob is wanted; sources in order of preference. Comes again when the sources change."""
+
+    blob: Blob
+    sources: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Sum this part of these contributions in this order; all its blobs are in our store. Answer with Reduced.
+
+    `attempt` is only to be handed back.
+    """
+
+    part: int
+    attempt: int
+    contributions: tuple[Statement[Contribution], ...]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The round is decided; whatever the commit names and our store lacks is still to be fetched."""
+
+    commit: Statement[Commit]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Something was refused, left out or given up: for the log and the counters."""
+
+    peer: PeerId | None
+    reason: Reason
+
+
+Action = Send | Fetch | Reduce | Finish | Skip

@@ -1,0 +1,396 @@
+"""One outer round at one peer: announce, roster, exchange, commit.
+
+A pure state machine: events and the time go in, actions come out; the daemon and the tests' simulator drive the same.
+
+    contributions  ->  all members    each member's message, the first one counts
+    roster         <-  leader         the ordered list; a member's first holding of it is its promise to the view
+    holdings       ->  leader         which blobs a member has
+    inclusion      <-  leader         (butterfly) whose parts to sum, who sums which; again when a reducer fails
+    parts          ->  all members    (butterfly) the sums
+    commit         <-  leader         a proposal, which it may make once a majority has joined its view
+    holdings       ->  all members    those that name the proposal acknowledge it; a majority decides it
+
+A leader that is dead, silent or makes no progress is followed by that of the next view, which proposes again whatever
+may have been decided (see `leadership`). The view change needs no messages of its own: a member in a later view says
+so by a holding without a roster. Everything is repeated until it is answered, so lost messages cost time only.
+
+No majority, no commit: a minority waits until the votes of those that vanished are forgotten (`vote_memory`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from google.protobuf import message
+
+from protocol import murmur_pb2 as wire
+from protocol.blobs.blob import Blob
+from protocol.identity import PeerId
+from protocol.rounds.election import Electorate
+from protocol.rounds.events import (
+    Action,
+    Event,
+    Fetch,
+    Finish,
+    Held,
+    Live,
+    Offered,
+    Reason,
+    Received,
+    Reduce,
+    Reduced,
+    RoundSettings,
+    Send,
+    Skip,
+    Tick,
+)
+from protocol.rounds.leadership import Leadership
+from protocol.rounds.repetition import Message, asked_of_leader, repeated
+from protocol.rounds.state import RoundState
+from protocol.rounds.statements import (
+    Body,
+    Commit,
+    Contribution,
+    Digest,
+    Holding,
+    Inclusion,
+    Part,
+    Roster,
+    Statement,
+    kind_of,
+)
+from protocol.rounds.view import View
+
+Said = TypeVar("Said", bound=Body)
+Signer = Callable[[str, message.Message], wire.Signed]  # kind, body
+Sum = tuple[int, tuple[Digest, ...]]  # a part of certain contributions, in their order
+MAX_VIEW = 2**31
+
+
+class Round:
+    """`seen`: when each peer that may take part was last known to live: `previous_round.seen`, or at the first
+    round of a process every live trainer of the run, whatever its round, at `now`."""
+
+    def __init__(
+        self,
+        settings: RoundSettings,
+        me: PeerId,
+        number: int,
+        base: Digest,
+        signer: Signer,
+        now: float,
+        seen: Mapping[PeerId, float] | None = None,
+    ) -> None:
+        # What was decided, and with it the acknowledgements that decide it: the answer to whoever still sends
+        # statements of this round; received one by one, they finish his round as well.
+        self.commit: Statement[Commit] | None = None
+        self.decision: tuple[wire.Signed, ...] = ()
+        self._signer = signer
+        electorate = Electorate(settings.vote_memory, settings.leader_timeout, seen or {}, now)
+        self._state = RoundState(settings, me, number, base, electorate, now)
+        self._evidence = self._state.evidence
+        self._repeat_at = now + self._state.repeat_interval
+        self._reported: Statement[Holding] | None = None
+        self._sources: dict[Digest, tuple[PeerId, ...]] = {}
+        self._ordered: list[Sum] = []  # reductions asked for; their place is the attempt that the driver hands back
+        self._sums: dict[Sum, Blob] = {}
+        self._actions: list[Action] = []
+
+    @property
+    def number(self) -> int:
+        return self._state.number
+
+    @property
+    def view(self) -> int:
+        return self._state.view
+
+    @property
+    def leader(self) -> PeerId | None:
+        return self._state.leader
+
+    @property
+    def seen(self) -> dict[PeerId, float]:
+        """For the round after this one."""
+        return dict(self._state.electorate.seen)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Nothing more comes out after Finish."""
+        if self.commit is None:
+            self._state.electorate.advance(now)
+            self._apply(event, now)
+            self._progress(now)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def next_deadline(self, now: float) -> float | None:
+        """When a Tick is wanted; None once decided."""
+        if self.commit is not None:
+            return None
+        wanted = (time for time in [self._repeat_at, *self._state.deadlines()] if time is not None and time > now)
+        return min(wanted, default=now)
+
+    def _apply(self, event: Event, now: float) -> None:
+        match event:
+            case Live(peers, departed):
+                self._meet(peers, departed, now)
+            case Offered(contribution):
+                self._offer(contribution)
+            case Received(statement):
+                self._receive(statement, now)
+            case Held(digest):
+                self._evidence.held.add(digest)
+            case Reduced(_, attempt, blob):
+                self._sums[self._ordered[attempt]] = blob
+                self._evidence.held.add(blob.digest)
+            case Tick():
+                pass
+
+    def _meet(self, peers: frozenset[PeerId], departed: frozenset[PeerId], now: float) -> None:
+        state = self._state
+        newcomers = peers - state.live - {state.me}
+        state.electorate.update(peers, departed, now)
+        if state.me in self._evidence.contributions:
+            self._send(newcomers, self._evidence.contributions[state.me])
+        if state.leadership and state.followed:
+            self._send(newcomers, state.followed.roster)
+
+    def _offer(self, contribution: Contribution) -> None:
+        statement = self._sign(contribution)
+        if not self._evidence.learn_contribution(statement):
+            self._skip(self._state.me, "equivocation")
+            return
+        self._evidence.held.update(blob.digest for blob in contribution.parts)
+        self._send(self._state.others, statement)
+        if self._state.followed:
+            self._skip(self._state.me, "late")
+
+    def _receive(self, statement: Statement[Any], now: float) -> None:
+        state, body = self._state, statement.body
+        if body.round != state.number or getattr(body, "base", state.base) != state.base:
+            self._skip(statement.sender, "foreign")
+        elif statement.sender not in state.electorate.members:
+            self._skip(statement.sender, "stranger")
+        elif statement.sender != state.me:
+            view = state.followed
+            if view and statement.sender == view.leader and getattr(body, "view", -1) >= state.view:
+                view.heard = now
+            self._dispatch(statement, now)
+
+    def _dispatch(self, statement: Statement[Any], now: float) -> None:
+        match statement.body:
+            case Contribution():
+                self._learn_contribution(statement)
+            case Roster():
+                self._learn_roster(statement, now)
+            case Holding():
+                self._evidence.learn_holding(statement)
+            case Inclusion():
+                self._learn_inclusion(statement, now)
+            case Part():
+                self._learn_part(statement)
+            case Commit():
+                self._learn_proposal(statement)
+
+    def _learn_contribution(self, statement: Statement[Contribution]) -> None:
+        if len(statement.body.parts) != self._state.settings.parts:
+            self._skip(statement.sender, "foreign")
+        elif not self._evidence.learn_contribution(statement):
+            self._skip(statement.sender, "equivocation")
+
+    def _learn_roster(self, statement: Statement[Roster], now: float) -> None:
+        followed = self._state.followed
+        ballot = self._state.election.ballot(statement.body.view, statement.sender)
+        if followed and followed.roster.digest == statement.digest:
+            return
+        if not self.view <= ballot.view <= MAX_VIEW or (followed and ballot <= followed.ballot):
+            self._skip(statement.sender, "stale view")
+        elif not self._state.may_lead(statement.sender, ballot.view):
+            self._skip(statement.sender, "not the leader")
+        else:
+            self._follow(statement, now)
+
+    def _learn_inclusion(self, statement: Statement[Inclusion], now: float) -> None:
+        view = self._state.followed
+        if view and statement.body.roster == view.roster.digest and statement.sender == view.leader:
+            view.follow_inclusion(statement, now)
+
+    def _learn_part(self, statement: Statement[Part]) -> None:
+        view = self._state.followed
+        if view and statement.body.roster == view.roster.digest and not view.learn_part(statement):
+            self._skip(statement.sender, "stale view")
+
+    def _learn_proposal(self, statement: Statement[Commit]) -> None:
+        if len(statement.body.parts) != self._state.settings.sums:
+            self._skip(statement.sender, "foreign")
+            return
+        self._evidence.learn_proposal(statement)
+        for contribution in statement.body.contributions:
+            self._evidence.learn_contribution(contribution)
+
+    def _progress(self, now: float) -> None:
+        """What follows from all that is known, in the order of a round."""
+        self._decide()
+        if self.commit is not None:
+            return
+        self._state.watch_contributions(now)
+        self._change_view(now)
+        self._open_roster(now)
+        self._appoint(now)
+        self._reduce()
+        self._propose(now)
+        self._acknowledge()
+        self._fetch()
+        self._report()
+        self._repeat(now)
+        self._decide()
+
+    def _change_view(self, now: float) -> None:
+        state = self._state
+        outvoting = min(state.outvoting_view(), MAX_VIEW)
+        fault: Reason | None = "outvoted" if outvoting > state.view else state.fault_of_leader(now)
+        if fault is None:
+            return
+        self._skip(state.leader, fault)
+        state.view, state.view_since = max(outvoting, state.view + 1), now
+        state.followed = state.leadership = None
+        holding = self._sign(state.holding())
+        self._evidence.learn_holding(holding)
+        self._say(asked_of_leader(state, holding))
+
+    def _open_roster(self, now: float) -> None:
+        state = self._state
+        due = state.roster_due()
+        if state.followed is None and due is not None and now >= due and state.leader == state.me:
+            roster = self._sign(state.new_roster())
+            self._follow(roster, now)
+            self._send(state.others, roster)
+
+    def _follow(self, roster: Statement[Roster], now: float) -> None:
+        state = self._state
+        ballot = state.election.ballot(roster.body.view, roster.sender)
+        view = View(ballot, roster, state.settings.parts, now)
+        state.view, state.view_since, state.followed, state.leadership = ballot.view, now, view, None
+        self._reported = None
+        if roster.sender == state.me:
+            state.leadership = Leadership(state.settings, state.election, state.electorate, self._evidence, view)
+        for contribution in roster.body.contributions:
+            if not self._evidence.learn_contribution(contribution):
+                self._skip(contribution.sender, "equivocation")
+        for sender in sorted(self._evidence.contributions.keys() - set(view.contributors)):
+            self._skip(sender, "late")
+
+    def _propose(self, now: float) -> None:
+        state = self._state
+        if state.leadership is None or state.proposal() is not None:
+            return
+        proposal = state.leadership.proposal(now)
+        if proposal is not None:
+            commit = self._sign(Commit(state.number, state.view, state.base, *proposal))
+            self._evidence.learn_proposal(commit)
+            self._send(state.others, commit)
+
+    def _appoint(self, now: float) -> None:
+        state = self._state
+        view, leadership = state.followed, state.leadership
+        if view is None or leadership is None or not state.settings.sums or state.proposal() is not None:
+            return
+        appointment = leadership.appointment(now)
+        if appointment is None:
+            return
+        included, reducers = appointment
+        for reducer in sorted(set(view.reducers) - set(reducers)):
+            self._skip(reducer, "reducer silent" if reducer in leadership.suspects else "reducer left")
+        names = tuple(contribution.sender for contribution in included)
+        for contribution in view.included:
+            if contribution.sender not in names:
+                self._skip(contribution.sender, "lost")
+        inclusion = Inclusion(self.number, self.view, view.roster.digest, view.attempt + 1, names, reducers)
+        statement = self._sign(inclusion)
+        view.follow_inclusion(statement, now)
+        self._send(self._state.others, statement)
+
+    def _reduce(self) -> None:
+        view = self._state.followed
+        if view is None or view.inclusion is None:
+            return
+        order = tuple(contribution.digest for contribution in view.included)
+        for part, reducer in enumerate(view.reducers):
+            if reducer == self._state.me and view.part(part) is None:
+                self._reduce_part(view, (part, order))
+
+    def _reduce_part(self, view: View, wanted: Sum) -> None:
+        part, state = wanted[0], self._state
+        if wanted in self._sums:
+            body = Part(state.number, state.view, view.roster.digest, view.attempt, part, self._sums[wanted])
+            statement = self._sign(body)
+            view.learn_part(statement)
+            self._send(state.others, statement)
+        elif wanted not in self._ordered:
+            blobs = [contribution.body.parts[part] for contribution in view.included]
+            if self._evidence.holds_all(state.me, blobs):
+                self._ordered.append(wanted)
+                self._actions.append(Reduce(part, len(self._ordered) - 1, view.included))
+
+    def _acknowledge(self) -> None:
+        """Once we hold all that it needs: from now on nothing older gets our vote."""
+        state = self._state
+        proposal = state.proposal()
+        if proposal is None or state.is_locked_here():
+            return
+        if self._evidence.holds_all(state.me, state.needed(proposal)):
+            state.lock = proposal
+            self._reported = self._sign(state.holding())
+            self._evidence.learn_holding(self._reported)
+            self._send(state.others, self._reported)
+
+    def _fetch(self) -> None:
+        for blob, owner in self._state.wanted().items():
+            sources = self._state.sources(blob, owner)
+            if sources and sources != self._sources.get(blob.digest):
+                self._sources[blob.digest] = sources
+                self._actions.append(Fetch(blob, sources))
+
+    def _report(self) -> None:
+        """To the leader: at once when we join its view, and when we have all that we want."""
+        state = self._state
+        if state.followed is None or state.leadership or (self._reported and state.wanted()):
+            return
+        if self._reported is None and state.lock:
+            self._send([state.followed.leader], state.lock)
+        holding = self._sign(state.holding())
+        if self._reported is None or self._reported.digest != holding.digest:
+            self._reported = holding
+            self._send([state.followed.leader], holding)
+
+    def _decide(self) -> None:
+        commit = self._evidence.decided(self._state.electorate)
+        if commit is None or self.commit is not None:
+            return
+        votes = self._evidence.acknowledged[commit.digest]
+        self.commit = commit
+        self.decision = (commit.signed, *(votes[peer].signed for peer in sorted(votes)))
+        self._actions.append(Finish(commit))
+        included = {contribution.sender for contribution in commit.body.contributions}
+        for sender in sorted(self._evidence.contributions.keys() - included):
+            self._skip(sender, "left out")
+
+    def _repeat(self, now: float) -> None:
+        """What may have been lost on the way is said again, to those who seem to lack it."""
+        if now < self._repeat_at:
+            return
+        self._repeat_at = now + self._state.repeat_interval
+        self._say(repeated(self._state, self._sign(self._state.holding())))
+
+    def _say(self, messages: Iterable[Message]) -> None:
+        for peers, statement in messages:
+            self._send(peers, statement)
+
+    def _sign(self, body: Said) -> Statement[Said]:
+        return Statement.of(self._signer(kind_of(body), body.to_wire()), body)
+
+    def _send(self, peers: Iterable[PeerId], statement: Statement[Any]) -> None:
+        receivers = tuple(sorted(peers))
+        if receivers:
+            self._actions.append(Send(receivers, statement.signed))
+
+    def _skip(self, peer: PeerId | None, reason: Reason) -> None:
+        self._actions.append(Skip(peer, reason))

@@ -1,0 +1,167 @@
+"""What one peer knows and is bound by in a round, and what can be told from it; nothing here changes or sends."""
+
+from collections.abc import Collection
+
+from protocol.blobs.blob import Blob
+from protocol.identity import PeerId
+from protocol.rounds.election import Election, Electorate
+from protocol.rounds.events import Reason, RoundSettings
+from protocol.rounds.evidence import Evidence
+from protocol.rounds.leadership import Leadership
+from protocol.rounds.statements import NO_ROSTER, Commit, Digest, Holding, Roster, Statement
+from protocol.rounds.view import View, blobs_of
+
+# Within one timeout a leader is heard three times, so that one lost message deposes nobody.
+REPEATS_PER_TIMEOUT = 3
+LONGEST_PATIENCE = 8
+
+
+class RoundState:
+    """`lock`: the newest proposal that we acknowledged. `view_since`: when we came to this view or its roster."""
+
+    def __init__(
+        self, settings: RoundSettings, me: PeerId, number: int, base: Digest, electorate: Electorate, now: float
+    ) -> None:
+        self.settings = settings
+        self.me = me
+        self.number = number
+        self.base = base
+        self.election = Election(settings.run_id, number)
+        self.electorate = electorate
+        self.evidence = Evidence(me)
+        self.view = 0
+        self.view_since = now
+        self.followed: View | None = None
+        self.leadership: Leadership | None = None
+        self.lock: Statement[Commit] | None = None
+        self.complete_since: float | None = None  # everybody has contributed
+        self.half_since: float | None = None  # at least half have
+
+    @property
+    def live(self) -> frozenset[PeerId]:
+        return self.electorate.live
+
+    @property
+    def others(self) -> frozenset[PeerId]:
+        """All members but us, also those that vanished a moment ago."""
+        return self.electorate.members - {self.me}
+
+    @property
+    def leader(self) -> PeerId | None:
+        return self.followed.leader if self.followed else self.election.leader(self.view, self.live)
+
+    def may_lead(self, peer: PeerId, view: int) -> bool:
+        """Our own claim does not count: who leads already stays."""
+        rivals = self.live - {self.me}
+        return peer in rivals and self.election.leader(view, rivals) == peer
+
+    def watch_contributions(self, now: float) -> None:
+        expected = self.electorate.expected
+        given = {entry.sender for entry in self.evidence.obtainable(self.live)}
+        half = bool(given) and 2 * len(given & expected) >= len(expected)
+        complete = bool(given) and given >= expected
+        self.half_since = (now if self.half_since is None else self.half_since) if half else None
+        self.complete_since = (now if self.complete_since is None else self.complete_since) if complete else None
+
+    def roster_due(self) -> float | None:
+        """Since when (or from when on) a roster is due; None: not in sight."""
+        if self.view and self.evidence.proposals:
+            return self.view_since  # something may have been decided: whoever leads has to find out
+        if self.complete_since is not None:
+            return self.complete_since
+        return None if self.half_since is None else self.half_since + self.settings.grace
+
+    def new_roster(self) -> Roster:
+        contributions = {entry.sender: entry for entry in self.evidence.obtainable(self.live)}
+        for proposal in self.evidence.proposals.values():
+            contributions.update((entry.sender, entry) for entry in proposal.body.contributions)
+        ordered = tuple(contributions[peer] for peer in sorted(contributions))
+        return Roster(self.number, self.view, self.base, ordered)
+
+    def outvoting_view(self) -> int:
+        """The latest view that at least half of the living have reached."""
+        views = sorted((self._view_of(peer) for peer in self.live), reverse=True)
+        return views[(len(views) + 1) // 2 - 1] if views else 0
+
+    def _view_of(self, peer: PeerId) -> int:
+        holding = self.evidence.holdings.get(peer)
+        return holding.body.view if holding else 0
+
+    def fault_of_leader(self, now: float) -> Reason | None:
+        """Why not to follow the leader of our view any longer."""
+        view = self.followed
+        if view is None:
+            return self._absence_of_leader(now)
+        if view.leader not in self.live:
+            return "leader left"
+        if self.leadership is None and now >= view.heard + self._patience:
+            return "leader silent"
+        if self.leadership and self.leadership.is_hopeless():
+            return "exchange stalled"
+        ends_at = view.since + self.settings.whole_exchange + self.settings.leader_timeout
+        return "exchange stalled" if now >= ends_at else None
+
+    def _absence_of_leader(self, now: float) -> Reason | None:
+        due = self.roster_due()
+        if due is None or self.leader in (None, self.me) or now < max(due, self.view_since) + self._patience:
+            return None
+        return "leader silent"
+
+    @property
+    def _patience(self) -> float:
+        """Grows with the views, so that slow links do not depose one leader after the other for ever."""
+        return self.settings.leader_timeout * min(1 + self.view // 2, LONGEST_PATIENCE)
+
+    def proposal(self) -> Statement[Commit] | None:
+        """What the leader of our view proposes; should it propose two things, the first one."""
+        if self.followed is None:
+            return None
+        author = (self.followed.leader, self.view)
+        found = (entry for entry in self.evidence.proposals.values() if (entry.sender, entry.body.view) == author)
+        return next(found, None)
+
+    def is_locked_here(self) -> bool:
+        """Whether the proposal of this very leader in this very view is the one that we acknowledged."""
+        return self.lock is not None and (self.lock.sender, self.lock.body.view) == (self.leader, self.view)
+
+    def needed(self, proposal: Statement[Commit]) -> Collection[Blob]:
+        """Without these the proposed update cannot be applied."""
+        return proposal.body.parts if self.settings.exchange == "butterfly" else blobs_of(proposal.body.contributions)
+
+    def holding(self) -> Holding:
+        """What we hold of the roster, or without one of all contributions; and the proposal that binds us."""
+        view = self.followed
+        offered = view.blobs() if view else {blob.digest for blob in blobs_of([*self.evidence.contributions.values()])}
+        blobs = offered & self.evidence.held | ({self.lock.digest} if self.lock else set())
+        return Holding(self.number, self.view, view.roster.digest if view else NO_ROSTER, tuple(sorted(blobs)))
+
+    def wanted(self) -> dict[Blob, PeerId | None]:
+        """What we need and lack, with its first owner."""
+        wanted: dict[Blob, PeerId | None] = {}
+        proposal, view = self.proposal(), self.followed
+        if proposal:
+            wanted.update(dict.fromkeys(self.needed(proposal)))
+        if self.settings.exchange == "gather":  # even before the roster: nearly all will be on it
+            for entry in self.evidence.contributions.values():
+                wanted[entry.body.parts[0]] = entry.sender
+        elif view:
+            mine = [part for part, reducer in enumerate(view.reducers) if reducer == self.me]
+            wanted.update((entry.body.parts[part], entry.sender) for entry in view.included for part in mine)
+            wanted.update((part.body.blob, part.sender) for part in view.parts())
+        return {blob: owner for blob, owner in wanted.items() if blob.digest not in self.evidence.held}
+
+    def sources(self, blob: Blob, owner: PeerId | None) -> tuple[PeerId, ...]:
+        """Whom to ask: the owner and known holders; where the owner is gone or unknown, in the end everybody."""
+        holders = self.evidence.holders(blob.digest, self.live - {self.me})
+        if owner is not None and owner in self.live - {self.me}:
+            return tuple(dict.fromkeys([owner, *holders]))
+        return tuple(dict.fromkeys([*holders, *sorted(self.others)]))
+
+    @property
+    def repeat_interval(self) -> float:
+        return self.settings.leader_timeout / REPEATS_PER_TIMEOUT
+
+    def deadlines(self) -> list[float | None]:
+        half = None if self.half_since is None else self.half_since + self.settings.grace
+        leading = self.leadership.deadlines() if self.leadership else []
+        return [half, self.electorate.next_change(), *leading]

@@ -1,0 +1,320 @@
+"""What peers state about one outer round: six bodies, each checked in full before anything looks at it.
+
+A `Statement` is a signed envelope, its parsed body and its sender. Its digest covers kind, sender and body, so two
+leaders that state the same words still make two different statements. Lists that are sets (contributions by sender,
+blobs by digest, included peers) stand in ascending order and nowhere twice: one content has one encoding.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, Self, TypeVar
+
+from google.protobuf.message import Message
+
+from protocol import murmur_pb2 as wire
+from protocol.blobs.blob import Blob, check_digest
+from protocol.errors import LimitError, MalformedError
+from protocol.identity import PeerId, public_key
+from protocol.manifest import RunId
+from protocol.records import open_signed
+
+Digest = bytes  # 32 bytes, SHA-256
+
+MAX_CONTRIBUTIONS = 1024
+MAX_PARTS = 4096
+MAX_HELD = 65_536
+MAX_TOKENS = 2**48
+MAX_ROUND = 2**53  # also exact in JSON
+MAX_CODEC_CHARACTERS = 64
+# A roster of 1024 contributions of 4096 parts would be 180 MB: nobody needs that, and nobody gets it.
+MAX_STATEMENT_BYTES = 4 * 1024 * 1024
+NO_ROSTER = bytes(32)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What every contribution to this run must meet. Sizes in bytes, of one blob."""
+
+    codec: str
+    shapes: Digest
+    parts: int
+    max_tokens: int
+    max_blob_bytes: int
+
+    def blob(self, reference: wire.BlobRef) -> Blob:
+        if not 0 < reference.size <= self.max_blob_bytes:
+            raise LimitError(f"a blob of {reference.size} bytes, at most {self.max_blob_bytes} are allowed")
+        return Blob.from_wire(reference)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a peer offers to one round: one blob for all-gather, one a part for a butterfly."""
+
+    round: int
+    base: Digest
+    codec: str
+    shapes: Digest
+    tokens: int
+    steps: int
+    loss: float
+    parts: tuple[Blob, ...]
+    fragment: int = 0
+
+    def to_wire(self) -> wire.Contribution:
+        return wire.Contribution(
+            round=self.round,
+            fragment=self.fragment,
+            base=self.base,
+            codec=self.codec,
+            shapes=self.shapes,
+            tokens=self.tokens,
+            steps=self.steps,
+            loss=self.loss,
+            parts=[blob.to_wire() for blob in self.parts],
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.Contribution, run_id: RunId, terms: Terms) -> Self:
+        _check_round(body.round, body.base)
+        check_digest(body.shapes)
+        if len(body.codec) > MAX_CODEC_CHARACTERS or body.codec != terms.codec or body.shapes != terms.shapes:
+            raise MalformedError("a contribution for another codec or another model")
+        if not 1 <= body.tokens <= min(terms.max_tokens, MAX_TOKENS):
+            raise LimitError(f"a contribution of {body.tokens} tokens, at most {terms.max_tokens} are allowed")
+        if not math.isfinite(body.loss):
+            raise MalformedError("a contribution whose loss is not finite")
+        if len(body.parts) != min(terms.parts, MAX_PARTS):
+            raise MalformedError(f"a contribution of {len(body.parts)} parts, {terms.parts} are asked for")
+        parts = tuple(terms.blob(part) for part in body.parts)
+        return cls(
+            body.round, body.base, body.codec, body.shapes, body.tokens, body.steps, body.loss, parts, body.fragment
+        )
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Which blobs (and which proposed commit) a member holds of a roster; NO_ROSTER: it only tells its view."""
+
+    round: int
+    view: int
+    roster: Digest
+    blobs: tuple[Digest, ...]
+
+    def to_wire(self) -> wire.Holding:
+        return wire.Holding(round=self.round, view=self.view, roster=self.roster, blobs=self.blobs)
+
+    @classmethod
+    def from_wire(cls, body: wire.Holding, run_id: RunId, terms: Terms) -> Self:
+        _check_round(body.round, body.roster)
+        _check_count(len(body.blobs), MAX_HELD, "blobs")
+        for digest in body.blobs:
+            check_digest(digest)
+        _check_ascending(body.blobs, "held blobs")
+        return cls(body.round, body.view, body.roster, tuple(body.blobs))
+
+
+@dataclass(frozen=True)
+class Inclusion:
+    """Whose contributions the reducers shall sum, and who reduces which part."""
+
+    round: int
+    view: int
+    roster: Digest
+    attempt: int
+    included: tuple[PeerId, ...]
+    reducers: tuple[PeerId, ...]
+
+    def to_wire(self) -> wire.Inclusion:
+        return wire.Inclusion(
+            round=self.round,
+            view=self.view,
+            roster=self.roster,
+            attempt=self.attempt,
+            included=self.included,
+            reducers=self.reducers,
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.Inclusion, run_id: RunId, terms: Terms) -> Self:
+        _check_round(body.round, body.roster)
+        _check_count(len(body.included), MAX_CONTRIBUTIONS, "included peers")
+        if not body.included or len(body.reducers) != terms.parts:
+            raise MalformedError("an inclusion names somebody, and one reducer a part")
+        for peer in {*body.included, *body.reducers}:
+            public_key(peer)
+        _check_ascending(body.included, "included peers")
+        return cls(body.round, body.view, body.roster, body.attempt, tuple(body.included), tuple(body.reducers))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part has been reduced and encoded."""
+
+    round: int
+    view: int
+    roster: Digest
+    attempt: int
+    part: int
+    blob: Blob
+
+    def to_wire(self) -> wire.Part:
+        return wire.Part(
+            round=self.round,
+            view=self.view,
+            roster=self.roster,
+            attempt=self.attempt,
+            part=self.part,
+            blob=self.blob.to_wire(),
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.Part, run_id: RunId, terms: Terms) -> Self:
+        _check_round(body.round, body.roster)
+        if body.part >= terms.parts:
+            raise MalformedError(f"part {body.part} of {terms.parts}")
+        return cls(body.round, body.view, body.roster, body.attempt, body.part, terms.blob(body.blob))
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The leader's ordered list of contributions for one view."""
+
+    round: int
+    view: int
+    base: Digest
+    contributions: tuple["Statement[Contribution]", ...]
+
+    def to_wire(self) -> wire.Roster:
+        return wire.Roster(
+            round=self.round,
+            view=self.view,
+            base=self.base,
+            contributions=[contribution.signed for contribution in self.contributions],
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.Roster, run_id: RunId, terms: Terms) -> Self:
+        _check_round(body.round, body.base)
+        contributions = _nested(body.contributions, body.round, body.base, run_id, terms)
+        return cls(body.round, body.view, body.base, contributions)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What the round's update consists of: included contributions in order, and reduced parts (none for all-gather)."""
+
+    round: int
+    view: int
+    base: Digest
+    contributions: tuple["Statement[Contribution]", ...]
+    parts: tuple[Blob, ...]
+
+    def to_wire(self) -> wire.Commit:
+        return wire.Commit(
+            round=self.round,
+            view=self.view,
+            base=self.base,
+            contributions=[contribution.signed for contribution in self.contributions],
+            parts=[part.to_wire() for part in self.parts],
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.Commit, run_id: RunId, terms: Terms) -> Self:
+        _check_round(body.round, body.base)
+        contributions = _nested(body.contributions, body.round, body.base, run_id, terms)
+        if len(body.parts) not in (0, terms.parts):
+            raise MalformedError(f"a commit of {len(body.parts)} parts, {terms.parts} are asked for")
+        return cls(body.round, body.view, body.base, contributions, tuple(terms.blob(part) for part in body.parts))
+
+    @property
+    def tokens(self) -> int:
+        return sum(contribution.body.tokens for contribution in self.contributions)
+
+    @property
+    def blobs(self) -> tuple[Blob, ...]:
+        """What it takes to apply it: the reduced parts, or all included messages whole."""
+        return self.parts or tuple(contribution.body.parts[0] for contribution in self.contributions)
+
+    def content(self) -> bytes:
+        """What is decided, whoever proposed it in whichever view: the canonical body with view 0."""
+        return replace(self, view=0).to_wire().SerializeToString(deterministic=True)
+
+
+Body = Contribution | Roster | Holding | Inclusion | Part | Commit
+B = TypeVar("B", bound=Body, covariant=True)
+
+
+@dataclass(frozen=True)
+class Statement(Generic[B]):
+    """A checked statement; `signed` is what is sent on, byte for byte."""
+
+    signed: wire.Signed = field(compare=False, repr=False)
+    body: B
+    sender: PeerId
+    digest: Digest
+
+    @classmethod
+    def of(cls, signed: wire.Signed, body: B) -> Self:  # type: ignore[misc]  # the class never changes its body
+        content = b"\0".join((signed.kind.encode(), signed.peer.encode(), signed.body))
+        return cls(signed, body, signed.peer, hashlib.sha256(content).digest())
+
+
+KINDS: dict[str, tuple[type[Message], Callable[..., Body]]] = {
+    "contribution": (wire.Contribution, Contribution.from_wire),
+    "roster": (wire.Roster, Roster.from_wire),
+    "holding": (wire.Holding, Holding.from_wire),
+    "inclusion": (wire.Inclusion, Inclusion.from_wire),
+    "part": (wire.Part, Part.from_wire),
+    "commit": (wire.Commit, Commit.from_wire),
+}
+
+
+def kind_of(body: Body) -> str:
+    return type(body).__name__.lower()
+
+
+def parse(signed: wire.Signed, run_id: RunId, terms: Terms) -> Statement[Body]:
+    """The checked statement in an envelope. Raises MalformedError, ForgedError or LimitError."""
+    if signed.kind not in KINDS:
+        raise MalformedError("a statement of a kind that no round knows")
+    message, from_wire = KINDS[signed.kind]
+    body = from_wire(open_signed(signed, run_id, signed.kind, message, MAX_STATEMENT_BYTES), run_id, terms)
+    return Statement.of(signed, body)
+
+
+def _nested(
+    envelopes: Sequence[wire.Signed], number: int, base: Digest, run_id: RunId, terms: Terms
+) -> tuple[Statement[Contribution], ...]:
+    """The contributions inside a roster or a commit: of the same round, ascending, each sender once."""
+    if not envelopes:
+        raise MalformedError("a roster or commit without a contribution")
+    _check_count(len(envelopes), MAX_CONTRIBUTIONS, "contributions")
+    _check_ascending([signed.peer for signed in envelopes], "contributions")
+    statements = tuple(_contribution(signed, run_id, terms) for signed in envelopes)
+    if any((statement.body.round, statement.body.base) != (number, base) for statement in statements):
+        raise MalformedError("a contribution of another round inside a roster or commit")
+    return statements
+
+
+def _contribution(signed: wire.Signed, run_id: RunId, terms: Terms) -> Statement[Contribution]:
+    opened = open_signed(signed, run_id, "contribution", wire.Contribution, MAX_STATEMENT_BYTES)
+    return Statement.of(signed, Contribution.from_wire(opened, run_id, terms))
+
+
+def _check_round(number: int, digest: Digest) -> None:
+    if number > MAX_ROUND:
+        raise MalformedError(f"round {number} is out of range")
+    check_digest(digest)
+
+
+def _check_count(count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise LimitError(f"{count} {what}, at most {limit} are allowed")
+
+
+def _check_ascending(values: Sequence[bytes] | Sequence[str], what: str) -> None:
+    if any(first >= second for first, second in zip(values, values[1:], strict=False)):  # type: ignore[operator]
+        raise MalformedError(f"{what} are not in ascending order, or stand twice")

@@ -1,0 +1,99 @@
+"""One leader's turn in a round, as every member follows it: the roster, who reduces what, and the reduced parts."""
+
+import hashlib
+from collections.abc import Collection, Sequence
+
+from protocol.blobs.blob import Blob
+from protocol.identity import PeerId
+from protocol.rounds.election import Ballot
+from protocol.rounds.statements import Contribution, Digest, Inclusion, Part, Roster, Statement
+
+# Parts of an attempt whose inclusion has not arrived yet are kept, but not those of any attempt a peer may dream up.
+ATTEMPTS_AHEAD = 1
+
+
+class View:
+    """`heard`: when its leader last gave a sign of life; `included_at`: when the newest inclusion came."""
+
+    def __init__(self, ballot: Ballot, roster: Statement[Roster], parts: int, now: float) -> None:
+        self.ballot = ballot
+        self.roster = roster
+        self.since = now
+        self.heard = now
+        self.included_at = now
+        self.inclusion: Statement[Inclusion] | None = None
+        self.announced: dict[tuple[int, int, PeerId], Statement[Part]] = {}
+        self._first_reducers = assign_reducers(roster.digest, self.contributors, parts)
+
+    @property
+    def leader(self) -> PeerId:
+        return self.roster.sender
+
+    @property
+    def contributors(self) -> list[PeerId]:
+        return [contribution.sender for contribution in self.roster.body.contributions]
+
+    @property
+    def attempt(self) -> int:
+        return self.inclusion.body.attempt if self.inclusion else -1
+
+    @property
+    def reducers(self) -> tuple[PeerId, ...]:
+        """By part."""
+        return self.inclusion.body.reducers if self.inclusion else self._first_reducers
+
+    @property
+    def included(self) -> tuple[Statement[Contribution], ...]:
+        """What is to be summed, in roster order; before any inclusion, the whole roster."""
+        contributions = self.roster.body.contributions
+        if self.inclusion is None:
+            return contributions
+        names = set(self.inclusion.body.included)
+        return tuple(contribution for contribution in contributions if contribution.sender in names)
+
+    def follow_inclusion(self, statement: Statement[Inclusion], now: float) -> bool:
+        """False: an old one, or one that names peers outside the roster."""
+        body, contributors = statement.body, set(self.contributors)
+        if body.attempt <= self.attempt or not contributors.issuperset(body.included + body.reducers):
+            return False
+        self.inclusion, self.included_at = statement, now
+        return True
+
+    def learn_part(self, statement: Statement[Part]) -> bool:
+        """False: of a stranger, of a wrong attempt, or a second word on the same part."""
+        body = statement.body
+        ahead = body.attempt - self.attempt
+        if statement.sender not in self.contributors or not 0 <= ahead <= ATTEMPTS_AHEAD:
+            return False
+        return self.announced.setdefault((body.attempt, body.part, statement.sender), statement) == statement
+
+    def part(self, number: int) -> Statement[Part] | None:
+        """What the appointed reducer announced in the newest attempt."""
+        return self.announced.get((self.attempt, number, self.reducers[number]))
+
+    def parts(self) -> list[Statement[Part]]:
+        """Those that are announced, ascending."""
+        found = (self.part(number) for number in range(len(self.reducers)))
+        return [part for part in found if part is not None]
+
+    def blobs(self) -> set[Digest]:
+        """Everything of which members report that they hold it."""
+        offered = {blob.digest for entry in self.roster.body.contributions for blob in entry.body.parts}
+        return offered | {part.body.blob.digest for part in self.announced.values()}
+
+
+def assign_reducers(seed: Digest, peers: Collection[PeerId], parts: int) -> tuple[PeerId, ...]:
+    """One reducer a part: round robin over the peers in an order that the seed shuffles."""
+    order = sorted(peers, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest())
+    return tuple(order[part % len(order)] for part in range(parts))
+
+
+def reassign_reducers(seed: Digest, reducers: Sequence[PeerId], able: Collection[PeerId]) -> tuple[PeerId, ...]:
+    """The same, but for the parts of those who are not able any more: these go round the others."""
+    orphaned = [part for part, reducer in enumerate(reducers) if reducer not in able]
+    heirs = dict(zip(orphaned, assign_reducers(seed, able, len(orphaned)), strict=True))
+    return tuple(heirs.get(part, reducer) for part, reducer in enumerate(reducers))
+
+
+def blobs_of(contributions: Sequence[Statement[Contribution]]) -> list[Blob]:
+    return [blob for contribution in contributions for blob in contribution.body.parts]

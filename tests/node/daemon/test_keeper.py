@@ -1,0 +1,229 @@
+"""What is kept: the blobs that others may ask for, and on disk never less than the round before the last."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from node.arena import VECTORS, Arena
+from node.channel import Message
+from node.checkpoints import checkpoint
+from node.daemon.keeper import KEPT_ROUNDS, KEPT_STATES, MAX_STATES, Keeper, restore_inner, restored_offers
+from node.daemon.offers import Offer, Offers
+from node.daemon.replica import Replica
+from node.folder import RunFolder
+from node.trainer.inner_state import Counters, Outstanding, Work
+from protocol.blobs.blob import Blob
+from protocol.errors import StorageError
+from protocol.rounds.chain import Head
+from tests.node.small_run import (
+    MANIFEST,
+    NUMEL,
+    PEERS,
+    RUN_ID,
+    SHAPES,
+    at_once,
+    commit_of,
+    grown,
+    replica_in,
+    store_in,
+    until,
+)
+
+OUTBOX = b"firstsecond"
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.folder = RunFolder(folder)
+        self.store = store_in(self.folder.blobs)
+        self.arena = Arena.create(NUMEL, 64)
+        self.adopted = asyncio.Event()
+        self.adopts = True
+        self.waited: list[int] = []
+        self.wanted: set[bytes] = set()
+        self.keeper = Keeper(
+            self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted, lambda: self.wanted
+        )
+        self.replica: Replica = replica_in(self.store)
+
+    async def has_adopted(self, round_number: int) -> bool:
+        self.waited.append(round_number)
+        await self.adopted.wait()
+        return self.adopts
+
+    def snapshot(self, outstanding: int | None = None) -> None:
+        sizes, work = (5, 6), Work(tokens=100, steps=5, loss=15.0)
+        waiting = None if outstanding is None else Outstanding(round=outstanding, sizes=sizes, work=work)
+        vectors = {name: torch.full((NUMEL,), float(place)) for place, name in enumerate(VECTORS)}
+        self.arena.outbox[: len(OUTBOX)] = OUTBOX
+        self.arena.write_snapshot(vectors, Counters(round=3, outstanding=waiting).model_dump(mode="json"))
+
+    def saved(self) -> list[int]:
+        folder = self.folder.checkpoints
+        return sorted(int(path.name.split("-")[-1]) for path in folder.iterdir()) if folder.is_dir() else []
+
+    def loaded(self) -> checkpoint.Checkpoint:
+        found, skipped = checkpoint.load_newest(self.folder.checkpoints, RUN_ID, SHAPES)
+        assert found is not None and not skipped
+        return found
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.adopted.set()
+    await made.keeper.saved()
+    made.arena.close()
+
+
+def offer_of(*blobs: Blob) -> Offer:
+    return Offer(Message(round=0, sizes=(1,), tokens=1, steps=1, loss=1.0), blobs)
+
+
+async def test_prune_keeps_the_last_rounds_and_states_and_the_offer(world: World) -> None:
+    store, replica, offers = world.store, world.replica, Offers()
+    offers.place(offer_of(store.put(b"ours, part 0"), store.put(b"ours, part 1")))
+    states, messages = [], []
+    for _ in range(KEPT_ROUNDS + 3):
+        (commit,) = await grown(replica, store, 1)
+        messages.append(commit.body.blobs[0].digest)
+        states.append(replica.blob.digest)
+        world.keeper.prune(offers, replica.blob, [commit.body])
+        fresh = {*messages[-KEPT_ROUNDS:], *states[-KEPT_STATES:]}
+        assert all(store.has(digest) for digest in fresh)
+    assert not any(store.has(digest) for digest in {*messages[:-KEPT_ROUNDS], *states[:-KEPT_STATES]})
+    assert offers.current is not None and all(store.has(part.digest) for part in offers.current.parts)
+    offers.current = None
+    world.keeper.prune(offers, replica.blob, [])
+    assert not store.has(Blob.of(b"ours, part 0").digest)
+
+
+async def test_a_state_that_somebody_is_fetching_stays_while_rounds_go_on(world: World) -> None:
+    states: list[bytes] = []
+    for number in range(2 * MAX_STATES):
+        (commit,) = await grown(world.replica, world.store, 1)
+        states.append(world.replica.blob.digest)
+        world.keeper.prune(Offers(), world.replica.blob, [commit.body])
+        if number == 0:
+            world.wanted = {states[0]}
+    assert world.store.has(states[0])
+    assert not world.store.has(states[1]), "the control: a state that nobody fetches goes"
+    world.wanted = set(states)
+    for _ in range(2 * MAX_STATES):
+        (commit,) = await grown(world.replica, world.store, 1)
+        world.wanted.add(world.replica.blob.digest)
+        states.append(world.replica.blob.digest)
+        world.keeper.prune(Offers(), world.replica.blob, [commit.body])
+    assert sum(world.store.has(digest) for digest in states) <= MAX_STATES, "a flood of fetches pins no more"
+
+
+async def test_prune_after_a_jump_over_many_rounds_keeps_the_newest(world: World) -> None:
+    commits = [commit_of(Head(number, bytes(32), 0), {1: world.store.put(bytes([number]))}) for number in range(10)]
+    world.keeper.prune(Offers(), world.replica.blob, [commit.body for commit in commits])
+    kept = [world.store.has(commit.body.blobs[0].digest) for commit in commits]
+    assert kept == [False] * (10 - KEPT_ROUNDS) + [True] * KEPT_ROUNDS
+    assert world.store.has(world.replica.blob.digest)
+
+
+async def test_a_save_waits_for_adoption_and_the_next_one_for_the_save(world: World) -> None:
+    await grown(world.replica, world.store, 1)
+    await world.keeper.keep(world.replica, Offers())
+    await until(lambda: world.waited == [1])
+    assert world.saved() == []
+    await grown(world.replica, world.store, 1)
+    second = asyncio.create_task(world.keeper.keep(world.replica, Offers()))
+    await asyncio.sleep(0.01)
+    assert not second.done(), "more than one round is unsaved"
+    world.adopted.set()
+    await second
+    assert world.saved() == [1]
+    await world.keeper.saved()
+    assert world.saved() == [1, 2]
+
+
+async def test_what_is_saved_is_that_moment_though_the_replica_moves_on(world: World) -> None:
+    await grown(world.replica, world.store, 1)
+    head, anchor = world.replica.chain.head, world.replica.state.anchor.clone()
+    await world.keeper.keep(world.replica, Offers((0, "included")))
+    await grown(world.replica, world.store, 1)
+    world.adopted.set()
+    await world.keeper.saved()
+    found = world.loaded()
+    assert found.round == 1 and Head.from_json(found.chain["head"]) == head and torch.equal(found.anchor, anchor)
+    assert Offers.from_json(found.chain["offer"]).fate_of(0) == "included"
+
+
+async def test_what_is_not_adopted_in_time_is_not_saved(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.adopts = False
+    world.adopted.set()
+    await world.keeper.keep(world.replica, Offers())
+    await world.keeper.saved()
+    assert world.saved() == [] and "not saved" in caplog.text
+
+
+async def test_a_full_disk_is_said_and_survived(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise StorageError("no space; free some")
+
+    world.adopted.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", full)
+        await world.keeper.keep(world.replica, Offers())
+        await world.keeper.saved()
+        await world.keeper.save_now(world.replica, Offers())
+    assert caplog.text.count("no space; free some") == 2
+    await world.keeper.save_now(world.replica, Offers())
+    assert world.saved() == [0]
+
+
+async def test_a_fault_of_our_own_is_not_survived(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.adopted.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", lambda *_: 1 // 0)
+        await world.keeper.keep(world.replica, Offers())
+        with pytest.raises(ZeroDivisionError):
+            await world.keeper.saved()
+    world.keeper._saving = None
+
+
+async def test_trainer_and_message_come_back_from_disk(world: World, tmp_path: Path) -> None:
+    world.snapshot(outstanding=3)
+    await world.keeper.save_now(world.replica, Offers((2, "included")))
+    found, other = world.loaded(), World(tmp_path / "other")
+    restore_inner(found, other.arena)
+    snapshot = other.arena.read_snapshot()
+    assert snapshot is not None and snapshot.vectors["residual"][0] == VECTORS.index("residual")
+    assert bytes(other.arena.outbox[: len(OUTBOX)]) == OUTBOX
+    offers = restored_offers(found, other.arena, other.store)
+    assert offers.current is not None and offers.current.message.tokens == 100
+    assert [other.store.read(part.digest) for part in offers.current.parts] == [b"first", b"second"]
+    # A round has taken it while we were away: settled now, and not offered again.
+    commit = commit_of(Head(3, bytes(32), 0), {1: offers.current.parts}).body
+    assert offers.settle(PEERS[1].peer_id, commit) == "included"
+    assert offers.is_known(Message(round=3, sizes=(5, 6), tokens=100, steps=5, loss=3.0))
+    other.arena.close()
+
+
+@pytest.mark.parametrize(("outstanding", "decided"), [(None, None), (2, (2, "excluded"))])
+async def test_what_is_decided_or_absent_does_not_come_back(
+    world: World, outstanding: int | None, decided: tuple[int, Any] | None
+) -> None:
+    world.snapshot(outstanding)
+    await world.keeper.save_now(world.replica, Offers(decided))
+    offers = restored_offers(world.loaded(), world.arena, world.store)
+    assert offers.current is None and offers.decided == decided
+
+
+async def test_a_checkpoint_without_a_trainer(world: World) -> None:
+    await world.keeper.save_now(world.replica, Offers())
+    found = world.loaded()
+    restore_inner(found, world.arena)
+    assert world.arena.read_snapshot() is None
+    assert restored_offers(found, world.arena, world.store).current is None

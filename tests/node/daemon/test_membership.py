@@ -1,0 +1,110 @@
+"""The directory through a participant's eyes."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from node.daemon import membership
+from node.daemon.membership import Members
+from protocol.membership.directory import Event, Joined, Left
+from protocol.murmur_pb2 import PeerRecord
+from protocol.rounds.chain import Chain, Head, genesis
+from tests.node.small_run import RUN_ID, grown, replica_in, store_in
+
+
+class FakeDirectory:
+    peer_id = "me"
+
+    def __init__(self) -> None:
+        self.records: dict[str, PeerRecord] = {"me": PeerRecord(role="trainer")}
+        self.published: dict[str, object] = {}
+        self.tell: Callable[[Event], None] = lambda event: None
+
+    def live(self) -> dict[str, PeerRecord]:
+        return self.records
+
+    def subscribe(self, callback: Callable[[Event], None]) -> None:
+        self.tell = callback
+
+    def publish(self, **fields: object) -> None:
+        self.published = fields
+
+
+def members_of(directory: FakeDirectory, chain: Chain | None = None) -> Members:
+    return Members(cast(Any, directory), chain or Chain.begin(RUN_ID), True, random.Random(0))
+
+
+def test_records_are_of_the_others_in_random_order() -> None:
+    directory = FakeDirectory()
+    directory.records |= {str(number): PeerRecord(role="trainer") for number in range(8)}
+    members = members_of(directory)
+    orders = {tuple(members.records()) for _ in range(20)}
+    assert len(orders) > 10 and {frozenset(order) for order in orders} == {frozenset(map(str, range(8)))}
+
+
+def test_observers_do_not_train() -> None:
+    directory = FakeDirectory()
+    directory.records |= {"a": PeerRecord(role="trainer"), "b": PeerRecord(role="observer")}
+    members = members_of(directory)
+    assert sorted(members.trainers()) == ["a", "me"]
+    assert members.is_trainer("a") and not members.is_trainer("b") and not members.is_trainer("nobody")
+
+
+async def test_at_this_round_are_those_who_stand_here_or_are_about_to_arrive(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    replica = replica_in(store)
+    await grown(replica, store, 1)
+    before = replica.chain.digest
+    await grown(replica, store, 1)
+    directory = FakeDirectory()
+    for peer, digest in {"here": replica.chain.digest, "near": before, "far": genesis(RUN_ID).digest}.items():
+        directory.records[peer] = PeerRecord(role="trainer", digest=digest)
+    directory.records["watches"] = PeerRecord(role="observer", digest=replica.chain.digest)
+    assert members_of(directory, replica.chain).at_this_round().peers == {"me", "here", "near"}
+
+
+def test_who_said_good_bye_has_departed_until_it_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_DEPARTED", 2)
+    directory = FakeDirectory()
+    members = members_of(directory)
+    directory.tell(Left("a", "left"))
+    directory.tell(Left("b", "expired"))
+    assert members.at_this_round().departed == {"a"}
+    directory.tell(Joined("a", PeerRecord()))
+    assert members.at_this_round().departed == frozenset()
+    for peer in "cde":
+        directory.tell(Left(peer, "left"))
+    assert members.at_this_round().departed == {"d", "e"}
+
+
+def test_the_trainers_take_turns_in_measuring() -> None:
+    directory = FakeDirectory()
+    directory.records |= {"a": PeerRecord(role="trainer"), "z": PeerRecord(role="trainer")}
+    members = members_of(directory)
+    assert [members.evaluates(number) for number in range(6)] == [False, True, False] * 2
+    directory.records.clear()
+    assert not members.evaluates(0)
+
+
+def test_holders_are_those_of_the_state_that_most_have() -> None:
+    directory, head = FakeDirectory(), Head(3, bytes(32), 0)
+    mine, right, wrong = (bytes([number]) * 32 for number in (1, 2, 0))
+    for peer, state in {"a": right, "b": right, "c": wrong, "d": mine, "e": b""}.items():
+        directory.records[peer] = PeerRecord(role="trainer", digest=head.digest, state_digest=state)
+    directory.records["elsewhere"] = PeerRecord(role="trainer", digest=bytes([1]) * 32, state_digest=wrong)
+    members = members_of(directory)
+    assert sorted(members.holders(head, mine)) == ["a", "b"]
+    del directory.records["b"]
+    assert members.holders(head, mine) == ["c"]  # of equally many, the lower digest, as in the vote
+    assert members.holders(Head(4, bytes([7]) * 32, 0), mine) == []
+
+
+def test_the_head_is_announced_at_once() -> None:
+    directory = FakeDirectory()
+    members_of(directory).announce_head(Head(3, bytes(32), 7), bytes([1]) * 32)
+    assert directory.published == {
+        "urgent": True, "round": 3, "digest": bytes(32), "chain_tokens": 7, "state_digest": bytes([1]) * 32
+    }  # fmt: skip

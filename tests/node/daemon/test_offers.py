@@ -1,0 +1,210 @@
+"""Each message is included once or given back once, whoever is killed when."""
+
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from node.channel import Fate, Message
+from node.daemon.offers import MAX_AGE, Offer, Offers
+from protocol.blobs.blob import Blob
+from protocol.rounds.chain import Head, after, genesis
+from protocol.rounds.statements import Commit
+from tests.node.small_run import PEERS, RUN_ID, TERMS, commit_of
+
+ME = PEERS[1].peer_id
+
+
+def message(number: int) -> Message:
+    return Message(round=number, sizes=(4,), tokens=100, steps=5, loss=3.0)
+
+
+def offer(number: int, identity: int = 0) -> Offer:
+    return Offer(message(number), (Blob.of(f"message {number} {identity}".encode()),))
+
+
+def commit(head: Head, mine: Offer | None) -> Commit:
+    return commit_of(head, {0: Blob.of(b"other")} | ({1: mine.parts[0]} if mine else {})).body
+
+
+def test_an_included_message_is_remembered_until_the_next() -> None:
+    offers, head = Offers(), genesis(RUN_ID)
+    offers.place(offer(0))
+    assert offers.is_known(message(0)) and not offers.is_known(message(1))
+    assert offers.settle(ME, commit(head, offer(0))) == "included"
+    assert offers.current is None and offers.fate_of(0) == "included" and offers.fate_of(None) == "none"
+    assert offers.is_known(message(0))
+    assert Offers.from_json(offers.to_json()).fate_of(0) == "included"
+    offers.place(offer(1))
+    assert offers.fate_of(0) == "none" and Offers.from_json(offers.to_json()).decided is None
+
+
+def test_a_late_message_joins_the_next_round_and_an_old_one_is_given_back() -> None:
+    offers, head = Offers(), genesis(RUN_ID)
+    offers.place(offer(0))
+    for number in range(MAX_AGE):
+        assert offers.current is not None
+        assert offers.current.contribution(head, TERMS).round == number
+        missed = commit(head, None)
+        assert offers.settle(ME, missed) == "none"
+        head = after(head, missed)
+    assert offers.settle(ME, commit(head, None)) == "excluded"
+    assert offers.fate_of(0) == "excluded"
+
+
+def test_the_same_bytes_of_somebody_else_are_not_ours() -> None:
+    offers, head = Offers(), genesis(RUN_ID)
+    offers.place(offer(0))
+    assert offers.settle(ME, commit_of(head, {2: offer(0).parts[0]}).body) == "none"
+
+
+def test_on_a_chain_with_lower_rounds_an_old_fate_is_not_that_of_a_new_message() -> None:
+    offers, head = Offers(), Head(7, bytes(32), 0)
+    offers.place(offer(7))
+    offers.settle(ME, commit(head, offer(7)))
+    offers.place(offer(5))  # after a jump back to round 5
+    offers.settle(ME, commit(Head(5, bytes(32), 0), offer(5)))
+    offers.place(offer(7, identity=1))
+    assert offers.fate_of(7) == "none"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a trainer has written down: its round, and the message that it waits for."""
+
+    round: int = 0
+    outstanding: Offer | None = None
+    residual: tuple[int, ...] = ()  # numbers of messages that were given back
+
+
+@dataclass
+class World:
+    """A chain that always goes on, a node with offers, and a trainer with a snapshot; either dies at any point."""
+
+    rng: random.Random
+    forgetful: bool = False
+    lost_at_restart: bool = False
+    offers: Offers = field(default_factory=Offers)
+    head: Head = field(default_factory=lambda: genesis(RUN_ID))
+    trainer: Snapshot = field(default_factory=Snapshot)
+    disk: tuple[Head, object, Snapshot] | None = None
+    commits: list[Commit] = field(default_factory=list)
+    chain: Head = field(default_factory=lambda: genesis(RUN_ID))  # of the swarm
+    made: int = 0
+    settled: dict[int, list[Fate]] = field(default_factory=dict)
+    names: dict[Blob, int] = field(default_factory=dict)
+
+    def train(self) -> None:
+        """A message, if none is outstanding; the snapshot is written before it is sent, and then it may be killed."""
+        if self.trainer.outstanding is None:
+            made = offer(self.trainer.round, self.made)
+            self.names[made.parts[0]] = self.made
+            self.made += 1
+            self.trainer = replace(self.trainer, outstanding=made)
+            if self.rng.random() < 0.7:
+                self.offers.place(made)
+
+    def restart_trainer(self) -> None:
+        """It says Ready with what is outstanding, and sends it again; the daemon greets it with the fate if known."""
+        waiting = self.trainer.outstanding
+        if waiting is None:
+            return
+        fate = "none" if self.forgetful else self.offers.fate_of(waiting.message.round)
+        if fate != "none":
+            self.adopt(fate)
+        elif not self.offers.is_known(waiting.message) or self.forgetful and self.offers.current is None:
+            self.offers.place(waiting)
+
+    def swarm_commits(self) -> None:
+        """A round is decided; our message may be in it, whether or not we hear of it."""
+        takes_part = self.head == self.chain and self.rng.random() < 0.5
+        mine = self.offers.current if takes_part else None
+        made = commit(self.chain, mine)
+        self.commits.append(made)
+        self.chain = after(self.chain, made)
+
+    def apply(self) -> None:
+        """Catch up by one commit, settle, and let the trainer adopt, unless something dies in between."""
+        if self.head.round == self.chain.round:
+            return
+        found = self.commits[self.head.round]
+        fate = self.offers.settle(ME, found)
+        self.head = after(self.head, found)
+        if self.rng.random() < 0.8:
+            self.adopt(fate)
+
+    def adopt(self, fate: Fate) -> None:
+        waiting = self.trainer.outstanding
+        if waiting is None or fate == "none":
+            self.trainer = replace(self.trainer, round=self.head.round)
+            return
+        number = self.names[waiting.parts[0]]
+        self.settled.setdefault(number, []).append(fate)
+        self.trainer = Snapshot(self.head.round, None)
+
+    def save(self) -> None:
+        self.disk = self.head, self.offers.to_json(), self.trainer
+
+    def kill_node(self) -> None:
+        """The disk knows the head, the last fate, and the trainer's snapshot with what was outstanding."""
+        if self.disk is None:
+            return
+        self.head, decided, self.trainer = self.disk
+        self.offers = Offers.from_json(decided)  # type: ignore[arg-type]
+        waiting = self.trainer.outstanding
+        if waiting and self.offers.fate_of(waiting.message.round) == "none" and not self.lost_at_restart:
+            self.offers.place(waiting)
+        while self.lost_at_restart and self.head.round < self.chain.round:
+            self.apply()
+
+    def step(self) -> None:
+        self.rng.choice(
+            [self.train] * 4 + [self.swarm_commits] * 3 + [self.apply] * 6 + [self.save] * 2
+            + [self.restart_trainer, self.kill_node]
+        )()  # fmt: skip
+
+    def finish(self) -> None:
+        """Everything heals: the last message gets its fate."""
+        for _ in range(3 * MAX_AGE):
+            self.restart_trainer()
+            while self.head.round < self.chain.round:
+                self.apply()
+                self.restart_trainer()
+            self.swarm_commits()
+
+    def inclusions(self) -> list[int]:
+        """Numbers of our messages, one for each commit that has one."""
+        entries = [entry for body in self.commits for entry in body.contributions if entry.sender == ME]
+        return [self.names[entry.body.parts[0]] for entry in entries]
+
+
+def story(seed: int, fault: str = "") -> World:
+    world = World(random.Random(seed), forgetful=fault == "forgetful", lost_at_restart=fault == "lost_at_restart")
+    for _ in range(300):
+        world.step()
+    world.finish()
+    return world
+
+
+def test_whoever_dies_when_each_message_counts_once() -> None:
+    included = given_back = 0
+    for seed in range(100):
+        world = story(seed)
+        counted = world.inclusions()
+        assert len(counted) == len(set(counted)), f"seed {seed}: a message counted twice"
+        for number, fates in world.settled.items():
+            assert len(set(fates)) == 1, f"seed {seed}: message {number} was told {fates}"
+            assert (fates[0] == "included") == (number in counted), f"seed {seed}: message {number}"
+        included += len(counted)
+        given_back += sum(fates[0] == "excluded" for fates in world.settled.values())
+    assert included > 200 and given_back > 10
+
+
+@pytest.mark.parametrize("fault", ["forgetful", "lost_at_restart"])
+def test_negative_control(fault: str) -> None:
+    """Without the memory of fates, or without the message on its way in a checkpoint, some are counted twice."""
+    doubled = 0
+    for seed in range(100):
+        counted = story(seed, fault).inclusions()
+        doubled += len(counted) - len(set(counted))
+    assert doubled > 0

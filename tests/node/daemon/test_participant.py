@@ -1,0 +1,418 @@
+"""The loop of a peer, with plain stand-ins around a real replica: joining, rounds, catching up, and whom it avoids."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from node.channel import Message
+from node.daemon import participant
+from node.daemon.catch_up import Way
+from node.daemon.offers import Offer, Offers
+from node.daemon.participant import Participant
+from node.daemon.replica import Replica
+from node.daemon.wishes import Wishes
+from protocol.errors import MalformedError, UnreachableError
+from protocol.identity import PeerId
+from protocol.manifest import Manifest
+from protocol.murmur_pb2 import PeerRecord
+from protocol.rounds.chain import Head
+from protocol.rounds.statements import Commit, Contribution, Statement
+from tests.node.small_run import (
+    PEERS,
+    TERMS,
+    CopyingFetcher,
+    commit_of,
+    grown,
+    manifest_of,
+    payload,
+    replica_in,
+    store_in,
+    until,
+)
+
+ME = PEERS[1].peer_id
+FRIEND, LIAR = PEERS[2].peer_id, PEERS[3].peer_id
+
+
+class FakeDriver:
+    def __init__(self) -> None:
+        self.is_open, self.number = False, -1
+        self.begun: list[int] = []
+        self.offered: list[Contribution] = []
+
+    def begin(self, number: int, base: bytes, live: Iterable[PeerId]) -> None:
+        self.is_open, self.number = True, number
+        self.begun.append(number)
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def offer(self, contribution: Contribution) -> None:
+        self.offered.append(contribution)
+
+
+class FakeMembers:
+    has_contacts = False
+
+    def __init__(self) -> None:
+        self.others: dict[PeerId, PeerRecord] = {}
+        self.heads: list[Head] = []
+
+    def records(self) -> dict[PeerId, PeerRecord]:
+        return dict(self.others)
+
+    def trainers(self) -> list[PeerId]:
+        return [ME, *self.others]
+
+    def holders(self, head: Head, other_than: bytes) -> list[PeerId]:
+        found = ((peer, record) for peer, record in self.others.items() if record.digest == head.digest)
+        return [peer for peer, record in found if record.state_digest not in (b"", other_than)]
+
+    def announce_head(self, head: Head, state: bytes) -> None:
+        self.heads.append(head)
+
+
+@dataclass
+class FakeTrainer:
+    offers: Offers = field(default_factory=Offers)
+    placing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    started: list[int] = field(default_factory=list)
+    adopted: list[int] = field(default_factory=list)
+    fates: list[str] = field(default_factory=list)
+
+    async def start(self, round_number: int, anchor: object) -> None:
+        self.started.append(round_number)
+
+    def settle(self, commits: Iterable[Commit]) -> str:
+        self.fates.extend(self.offers.settle(ME, commit) for commit in commits)
+        return self.fates[-1] if self.fates else "none"
+
+    async def adopt(self, round_number: int, anchor: object) -> None:
+        self.adopted.append(round_number)
+
+
+class FakeKeeper:
+    def __init__(self) -> None:
+        self.kept: list[int] = []
+
+    def prune(self, *_: object) -> None:
+        pass
+
+    async def keep(self, replica: Replica, offers: Offers) -> None:
+        self.kept.append(replica.chain.round)
+
+
+class FakeScout:
+    """Peers answer with their own chain; a liar with what the test puts here."""
+
+    def __init__(self, mine: Replica) -> None:
+        self.mine = mine
+        self.chains: dict[PeerId, Replica] = {}
+        self.faults: dict[PeerId, Exception] = {}
+        self.asked: list[tuple[PeerId, bool]] = []
+
+    async def find_way(self, peer: PeerId, replay: bool) -> Way:
+        self.asked.append((peer, replay))
+        await asyncio.sleep(0)
+        if peer in self.faults:
+            raise self.faults[peer]
+        theirs = self.chains[peer]
+        commits = theirs.chain.since(self.mine.chain.round) or ()
+        if replay and commits and commits[0].body.base == self.mine.chain.digest:
+            return Way(theirs.chain.head, commits, None)
+        return Way(theirs.chain.head, commits, theirs.blob)
+
+
+class FakeStanding:
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.failures: list[str] = []
+
+    def enter(self, phase: str, reason: str = "") -> None:
+        if self.phases[-1:] != [phase]:
+            self.phases.append(phase)
+
+    def applied(self, *_: object) -> None:
+        pass
+
+    def round_failed(self, reason: str) -> None:
+        self.failures.append(reason)
+
+
+class World:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.store = store_in(folder / "mine")
+        self.fetcher = CopyingFetcher(self.store, {})
+        self.replica = replica_in(self.store)
+        self.driver, self.members, self.trainer = FakeDriver(), FakeMembers(), FakeTrainer()
+        self.keeper, self.standing, self.scout = FakeKeeper(), FakeStanding(), FakeScout(self.replica)
+        parts: dict[str, Any] = {
+            "members": self.members, "driver": self.driver, "scout": self.scout, "trainer": self.trainer,
+            "keeper": self.keeper, "standing": self.standing,
+            "wishes": Wishes(cast(Any, self.fetcher), lambda: self.fetcher.stores),
+        }  # fmt: skip
+        self.participant = Participant(manifest=manifest, terms=TERMS, replica=self.replica, **parts)
+        self.running: asyncio.Task[None] | None = None
+
+    def run(self) -> None:
+        self.running = asyncio.create_task(self.participant.run())
+
+    async def done(self) -> None:
+        assert self.running is not None
+        await asyncio.wait_for(self.running, 10)
+
+    async def until_round(self, number: int) -> None:
+        def reached() -> bool:
+            assert self.running is not None and (not self.running.done() or self.running.result() is None)
+            return self.replica.chain.round >= number
+
+        await until(reached)
+
+    async def peer(self, name: PeerId, rounds: int, seed: int = 2) -> Replica:
+        """Somebody with a chain of so many rounds, whose blobs can be had."""
+        store = store_in(self.folder / name)
+        replica = replica_in(store)
+        await grown(replica, store, rounds, peer=seed)
+        self.fetcher.stores[name], self.scout.chains[name] = store, replica
+        self.show(name, replica.chain.head, replica.blob.digest)
+        return replica
+
+    def show(self, name: PeerId, head: Head, state: bytes = b"") -> None:
+        self.members.others[name] = PeerRecord(
+            role="trainer", round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state
+        )
+
+    async def decide(self, seed: int = 1) -> Statement[Commit]:
+        """The open round ends with one contribution of somebody."""
+        await until(lambda: self.driver.is_open)
+        commit = commit_of(self.replica.chain.head, {2: self.store.put(payload(seed))})
+        self.driver.is_open = False
+        self.participant.decided(commit)
+        await self.until_round(commit.body.round + 1)
+        return commit
+
+
+@pytest.fixture
+async def worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator["Make"]:
+    monkeypatch.setattr(participant, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(participant, "PATIENCE", 0.05)
+    monkeypatch.setattr(participant, "STATE_SECONDS", 5.0)
+    make = Make(tmp_path)
+    yield make
+    for world in make.made:
+        if world.running is not None:
+            world.running.cancel()
+            await asyncio.gather(world.running, return_exceptions=True)
+
+
+class Make:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.made = folder, list[World]()
+
+    def __call__(self, target: str = "", min_peers: int = 1) -> World:
+        self.made.append(World(self.folder, manifest_of(target, min_peers)))
+        return self.made[-1]
+
+
+async def test_rounds_until_the_target_of_rounds(worlds: Make) -> None:
+    world = worlds("rounds = 2")
+    world.run()
+    await world.decide(1)
+    await world.decide(2)
+    await world.done()
+    assert world.driver.begun == [0, 1] and not world.driver.is_open
+    assert world.trainer.adopted == [1, 2] and world.keeper.kept == [1, 2]
+    assert [head.round for head in world.members.heads] == [1, 2]
+
+
+async def test_the_target_of_tokens(worlds: Make) -> None:
+    world = worlds("tokens = 150")
+    world.run()
+    for seed in range(2):
+        assert not world.participant.target_reached
+        await world.decide(seed)
+    await world.done()
+    assert world.replica.chain.tokens == 200
+
+
+async def test_round_0_begins_with_all(worlds: Make) -> None:
+    world = worlds(min_peers=2)
+    world.run()
+    await until(lambda: "waiting for peers" in world.standing.phases)
+    await asyncio.sleep(0.05)
+    assert not world.driver.is_open and world.trainer.started == [0]
+    world.show(FRIEND, world.replica.chain.head)
+    await until(lambda: world.driver.is_open)
+
+
+async def test_a_run_that_has_begun_waits_only_a_while(worlds: Make) -> None:
+    world = worlds(min_peers=3)
+    await grown(world.replica, world.store, 1)
+    world.run()
+    await until(lambda: world.driver.is_open)
+    assert world.driver.begun == [1]
+
+
+async def test_a_newcomer_looks_for_the_run_before_it_trains(worlds: Make) -> None:
+    world = worlds()
+    world.members.has_contacts = True
+    world.run()
+    await asyncio.sleep(0.05)
+    assert world.trainer.started == []
+    await world.peer(FRIEND, 2)
+    await until(lambda: world.trainer.started == [2])
+
+
+async def test_the_message_is_offered_to_the_open_round_and_to_no_other(worlds: Make) -> None:
+    world = worlds()
+    message = Message(round=0, sizes=(1,), tokens=10, steps=1, loss=1.0)
+    world.trainer.offers.place(Offer(message, (world.store.put(payload(5)),)))
+    world.participant.offer()
+    assert world.driver.offered == []
+    world.run()
+    await world.decide()
+    await until(lambda: len(world.driver.offered) == 2)
+    assert [(offer.round, offer.tokens) for offer in world.driver.offered] == [(0, 10), (1, 10)]
+    assert world.driver.offered[1].base == world.replica.chain.digest
+
+
+async def test_a_small_gap_is_replayed(worlds: Make) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 3)
+    world.run()
+    await world.until_round(3)
+    assert world.scout.asked == [(FRIEND, True)]
+    assert world.replica.blob == theirs.blob and world.replica.chain.since(0) is not None
+
+
+async def test_a_large_gap_takes_the_state(worlds: Make) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 6)
+    world.run()
+    await world.until_round(6)
+    assert world.scout.asked == [(FRIEND, False)] and world.replica.blob == theirs.blob
+
+
+async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(
+    worlds: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 3)
+    for commit in theirs.chain.since(0) or ():
+        world.fetcher.stores[FRIEND].discard(commit.body.blobs[0].digest)
+    fetch, held = world.fetcher.fetch, world.fetcher.stores[FRIEND].has
+    monkeypatch.setattr(
+        world.fetcher, "fetch", lambda blob, sources, _: fetch(blob, sources, 10.0 if held(blob.digest) else 0.02)
+    )
+    world.run()
+    await world.until_round(3)
+    assert world.scout.asked == [(FRIEND, True), (FRIEND, False)] and world.replica.blob == theirs.blob
+
+
+async def test_one_round_behind_it_waits_a_little_for_the_commit_to_come_by_itself(
+    worlds: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(participant, "PATIENCE", 30.0)
+    world = worlds()
+    world.run()
+    await until(lambda: world.driver.is_open)
+    await world.peer(FRIEND, 1)
+    await asyncio.sleep(0.05)
+    assert world.scout.asked == [] and world.driver.is_open
+    monkeypatch.setattr(participant, "PATIENCE", 0.01)
+    await world.until_round(1)
+
+
+async def test_the_lesser_of_two_chains_is_left(worlds: Make) -> None:
+    world = worlds()
+    await grown(world.replica, world.store, 2, peer=1)
+    theirs = await world.peer(FRIEND, 3, seed=2)
+    world.run()
+    await world.until_round(3)
+    assert world.replica.chain.digest == theirs.chain.digest and world.replica.blob == theirs.blob
+
+
+async def test_a_liar_is_avoided_though_it_shows_a_new_head_each_time(
+    worlds: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def opened(avoid_seconds: float) -> tuple[int, int]:
+        """How often the liar was asked, and how many rounds were decided meanwhile."""
+        monkeypatch.setattr(participant, "AVOID_SECONDS", avoid_seconds)
+        world = worlds()
+        world.scout.faults[LIAR] = MalformedError("a lie")
+        world.run()
+        await until(lambda: world.driver.is_open)
+        for number in range(100, 110):
+            world.show(LIAR, Head(number, bytes([number]) * 32, 10**9))
+            world.participant.wake.set()
+            await asyncio.sleep(0.03)
+            if world.driver.is_open:
+                await world.decide(number)
+        return len(world.scout.asked), world.replica.chain.round
+
+    asked, rounds = await opened(60.0)
+    assert asked == 1 and rounds >= 8
+    asked, rounds = await opened(0.0)  # negative control
+    assert asked > 10 and rounds < 8
+
+
+async def test_a_liar_does_not_hide_who_stands_honestly_beside_it(worlds: Make) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 6)
+    world.show(LIAR, theirs.chain.head)
+    world.members.others = {LIAR: world.members.others[LIAR], FRIEND: world.members.others[FRIEND]}
+    world.scout.faults[LIAR] = UnreachableError("no answer")
+    world.run()
+    await world.until_round(6)
+    assert world.scout.asked == [(LIAR, False), (FRIEND, False)]
+
+
+async def test_a_state_that_nobody_has_costs_bounded_time(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(participant, "STATE_SECONDS", 0.1)
+    world = worlds()
+    await world.peer(LIAR, 6)
+    del world.fetcher.stores[LIAR]
+    world.run()
+    await until(lambda: world.driver.is_open)
+    assert world.replica.chain.round == 0 and len(world.scout.asked) == 1
+
+
+async def test_who_is_the_odd_one_out_fetches_the_state_of_the_others(worlds: Make) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 2)
+    world.show(LIAR, theirs.chain.head, theirs.blob.digest)
+    await world.replica.take_over(theirs.chain.head, world.replica.blob, theirs.chain.since(0) or ())
+    assert world.replica.blob != theirs.blob and world.replica.chain.head == theirs.chain.head
+    world.fetcher.stores[LIAR], world.scout.chains[LIAR] = world.fetcher.stores[FRIEND], theirs
+    world.run()
+    await until(lambda: world.replica.blob == theirs.blob)
+    assert "our state differed from the others'" in world.standing.failures
+    assert [replay for _, replay in world.scout.asked] == [False]
+
+
+async def test_a_decided_round_that_cannot_be_applied_is_tried_again(
+    worlds: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds()
+    world.run()
+    await until(lambda: world.driver.is_open)
+    commit = commit_of(world.replica.chain.head, {2: world.store.put(b"does not decode")})
+    world.driver.is_open = False
+    world.participant.decided(commit)
+    await until(lambda: len(world.driver.begun) == 2)
+    assert world.replica.chain.round == 0 and "does not decode" in world.standing.failures[0]
+    await world.decide()
+
+
+async def test_a_fault_in_the_background_ends_the_run(worlds: Make) -> None:
+    world = worlds()
+    world.run()
+    await until(lambda: world.driver.is_open)
+    world.participant.broken(KeyError("a bug"))
+    with pytest.raises(KeyError):
+        await world.done()

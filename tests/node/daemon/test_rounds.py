@@ -1,0 +1,353 @@
+"""The driver around the round machine: real stores and arithmetic, statements that arrive at once."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from node.daemon import rounds
+from node.daemon.replica import Workshop
+from node.daemon.rounds import Hooks, RoundDriver
+from node.daemon.wishes import Wishes
+from protocol.blobs.blob import Blob
+from protocol.errors import PeerFault, StorageError
+from protocol.identity import PeerId
+from protocol.murmur_pb2 import Signed
+from protocol.rounds.chain import Head, genesis
+from protocol.rounds.events import Exchange, Fetch, Live, RoundSettings
+from protocol.rounds.statements import Commit, Statement
+from tests.node.small_run import (
+    NUMEL,
+    PEERS,
+    RUN_ID,
+    CopyingFetcher,
+    at_once,
+    contribution_of,
+    kinds,
+    method_of,
+    payload,
+    stated,
+    store_in,
+    terms_of,
+    until,
+)
+
+HEAD = genesis(RUN_ID)
+
+
+class Table:
+    """Peers whose drivers hear each other at once, but for those that are deaf."""
+
+    def __init__(self, folder: Path, count: int, exchange: Exchange) -> None:
+        self.method = method_of(exchange)
+        self.bounds = self.method.bounds(NUMEL, 3)
+        self.terms = terms_of(len(self.bounds))
+        self.settings = RoundSettings(RUN_ID, exchange, len(self.bounds), 0.1, 0.5, 1.0)
+        self.deaf: set[PeerId] = set()
+        self.seats = {identity.peer_id: Seat(self, index, folder) for index, identity in enumerate(PEERS[:count])}
+        stores = {peer: seat.store for peer, seat in self.seats.items()}
+        for seat in self.seats.values():
+            seat.fetcher.stores = stores
+
+    def __getitem__(self, index: int) -> "Seat":
+        return self.seats[PEERS[index].peer_id]
+
+    def begin(self, head: Head = HEAD) -> None:
+        for seat in self.seats.values():
+            seat.driver.begin(head.round, head.digest, self.seats)
+
+    def offer(self, *indices: int, head: Head = HEAD) -> None:
+        for index in indices:
+            self[index].offer(head)
+
+    def carry(self, sender: PeerId, peers: Iterable[PeerId], signed: Signed) -> None:
+        for peer in peers:
+            if peer not in self.deaf | {sender} and peer in self.seats:
+                asyncio.get_running_loop().call_soon(self._arrive, sender, peer, signed)
+
+    def _arrive(self, sender: PeerId, peer: PeerId, signed: Signed) -> None:
+        answers = self.seats[peer].driver.take(sender, [signed])
+        if answers:
+            self.seats[sender].driver.take(peer, answers)
+
+    async def all_decided(self, *indices: int) -> set[bytes]:
+        seats = [self[index] for index in indices]
+        await until(lambda: all(seat.decided for seat in seats))
+        return {seat.decided[-1].body.content() for seat in seats}
+
+
+class Seat:
+    def __init__(self, table: Table, index: int, folder: Path) -> None:
+        self.table, self.identity, self.index = table, PEERS[index], index
+        self.store = store_in(folder / str(index))
+        self.fetcher = CopyingFetcher(self.store, {})
+        self.wishes = Wishes(cast(Any, self.fetcher), lambda: table.seats)
+        self.workshop = Workshop(table.method, NUMEL, 3, self.store)
+        self.sent: list[Signed] = []
+        self.decided: list[Statement[Commit]] = []
+        self.refused: list[PeerFault] = []
+        self.skipped: list[tuple[PeerId | None, str]] = []
+        self.broken: list[BaseException] = []
+        hooks = Hooks(
+            send=self.send,
+            work=at_once,
+            members=lambda: Live(frozenset(table.seats)),
+            trains=lambda peer: peer in table.seats,
+            refused=lambda _, fault: self.refused.append(fault),
+            skipped=lambda peer, reason: self.skipped.append((peer, reason)),
+            decided=self.decided.append,
+            broken=self.broken.append,
+        )
+        self.driver = RoundDriver(
+            self.identity, table.settings, table.terms, self.store, self.workshop, self.wishes, hooks
+        )
+
+    def send(self, peers: Iterable[PeerId], signed: Signed) -> None:
+        self.sent.append(signed)
+        self.table.carry(self.identity.peer_id, peers, signed)
+
+    def parts(self, seed: int = 0) -> list[Blob]:
+        sizes = [stop - start for start, stop in self.table.bounds]
+        return [self.store.put(payload(100 * seed + 10 * self.index + part, size)) for part, size in enumerate(sizes)]
+
+    def offer(self, head: Head = HEAD, parts: list[Blob] | None = None) -> None:
+        self.driver.offer(contribution_of(head, parts or self.parts()))
+
+
+@pytest.fixture
+async def tables(tmp_path: Path) -> AsyncIterator[list[Table]]:
+    made: list[Table] = []
+    yield made
+    for table in made:
+        for seat in table.seats.values():
+            seat.driver.close()
+            assert not seat.broken, f"{seat.broken}"
+    await asyncio.sleep(0.02)
+    fetchers = [seat.fetcher for table in made for seat in table.seats.values()]
+    assert not any(fetcher.under_way for fetcher in fetchers), "a fetch outlived its round"
+
+
+@pytest.fixture
+def table(tables: list[Table], tmp_path: Path) -> Table:
+    tables.append(Table(tmp_path, 3, "gather"))
+    return tables[0]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "butterfly"])
+async def test_all_decide_the_same_and_can_apply_it(tables: list[Table], tmp_path: Path, exchange: Exchange) -> None:
+    table = Table(tmp_path, 4, exchange)
+    tables.append(table)
+    table.begin()
+    table.offer(0, 1, 2, 3)
+    assert len(await table.all_decided(0, 1, 2, 3)) == 1
+    commit = table[0].decided[0].body
+    assert len(commit.contributions) == 4
+    assert all(table[0].store.has(blob.digest) for blob in commit.blobs)
+    assert not table[0].driver.is_open and len(table[0].decided) == 1
+
+
+async def test_a_silent_peer_is_left_out(table: Table) -> None:
+    table.begin()
+    table.offer(0, 1)
+    assert len(await table.all_decided(0, 1)) == 1
+    assert len(table[0].decided[0].body.contributions) == 2
+
+
+async def test_what_does_not_decode_is_never_held(table: Table, caplog: pytest.LogCaptureFixture) -> None:
+    table.begin()
+    bad = table[2].store.put(b"\0" * len(payload(0)))
+    table[2].offer(parts=[bad])
+    table.offer(0, 1)
+    await table.all_decided(0, 1)
+    assert [entry.sender for entry in table[0].decided[0].body.contributions] == sorted(
+        [PEERS[0].peer_id, PEERS[1].peer_id]
+    )
+    held = [signed for seat in (table[0], table[1]) for signed in seat.sent if signed.kind == "holding"]
+    assert held and not any(bad.digest in signed.body for signed in held)
+    assert "goes on here without blob" in caplog.text
+
+
+async def test_who_comes_late_is_told_the_decision(table: Table) -> None:
+    table.deaf = {PEERS[2].peer_id}
+    table.begin()
+    table.offer(0, 1)
+    await table.all_decided(0, 1)
+    table.deaf = set()
+    table.offer(2)
+    assert len(await table.all_decided(0, 1, 2)) == 1
+
+
+async def test_a_decision_that_no_call_takes_is_not_kept(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "MAX_DECISION_BYTES", 100)
+    table.begin()
+    table.offer(0, 1, 2)
+    await table.all_decided(0, 1, 2)
+    late = stated(PEERS[2], contribution_of(HEAD, table[2].parts()))
+    assert table[0].driver.take(PEERS[2].peer_id, [late.signed]) == []
+
+
+async def test_only_the_oldest_decision_is_answered(table: Table) -> None:
+    driver = table[0].driver
+    driver._decisions = {3: (Signed(kind="three"),), 4: (Signed(kind="four"),)}
+    heads = [Head(number, bytes(32), 0) for number in (4, 3)]
+    asked = [stated(PEERS[1], contribution_of(head, table[1].parts())).signed for head in heads]
+    assert kinds(driver.take(PEERS[1].peer_id, asked)) == ["three"]
+
+
+async def test_early_statements_wait_and_one_peer_cannot_crowd_out_another(table: Table) -> None:
+    honest, liar = PEERS[1], PEERS[2]
+    early = stated(honest, contribution_of(HEAD, table[1].parts()))
+    flood = [stated(liar, contribution_of(HEAD, table[2].parts(seed))).signed for seed in range(1, 40)]
+    driver = table[0].driver
+    driver.take(honest.peer_id, [early.signed])
+    driver.take(liar.peer_id, flood)
+    assert len(driver._early) == 2
+    driver.begin(0, HEAD.digest, table.seats)
+    assert driver._machine is not None and honest.peer_id in driver._machine._evidence.contributions
+
+
+async def test_early_statements_of_strangers_and_of_far_rounds_are_dropped(table: Table) -> None:
+    driver = table[0].driver
+    far = stated(PEERS[1], contribution_of(Head(1, bytes(32), 0), table[1].parts()))
+    stranger = stated(PEERS[5], contribution_of(HEAD, table[1].parts()))
+    driver.take(PEERS[1].peer_id, [far.signed, stranger.signed])
+    assert not driver._early
+
+
+async def test_a_stranger_changes_nothing_in_the_open_round(table: Table) -> None:
+    driver = table[0].driver
+    table.begin()
+    stranger = stated(PEERS[5], contribution_of(HEAD, table[1].parts()))
+    driver.take(PEERS[5].peer_id, [stranger.signed])
+    assert (PEERS[5].peer_id, "stranger") in table[0].skipped
+    assert not driver._heard and driver._machine is not None
+    assert PEERS[5].peer_id not in driver._machine._evidence.contributions
+
+
+async def test_forged_statements_are_refused(table: Table) -> None:
+    table.begin()
+    signed = stated(PEERS[1], contribution_of(HEAD, table[1].parts())).signed
+    signed.signature = bytes(64)
+    assert table[0].driver.take(PEERS[1].peer_id, [signed, Signed(kind="nonsense")]) == []
+    assert [type(fault).__name__ for fault in table[0].refused] == ["ForgedError", "MalformedError"]
+
+
+async def test_the_end_of_a_round_ends_its_fetches_and_its_timer(table: Table) -> None:
+    table.begin()
+    driver, wanted = table[0].driver, Blob.of(b"nobody has it")
+    driver._carry_out(Fetch(wanted, (PEERS[1].peer_id,)))
+    await until(lambda: table[0].fetcher.under_way == 1)
+    assert driver._timer is not None
+    driver.close()
+    await until(lambda: table[0].fetcher.under_way == 0)
+    assert driver._timer is None and not driver._tasks and not driver.is_open
+    driver.begin(0, HEAD.digest, table.seats)
+    driver._carry_out(Fetch(wanted, (PEERS[1].peer_id,)))
+    await until(lambda: table[0].fetcher.under_way == 1)  # a wish that died with its round is a new wish
+
+
+async def test_a_fetch_that_is_cancelled_before_it_began_is_wanted_again(table: Table) -> None:
+    table.begin()
+    driver, wanted = table[0].driver, Blob.of(b"nobody has it")
+    driver._carry_out(Fetch(wanted, (PEERS[1].peer_id,)))
+    driver.close()
+    driver.begin(0, HEAD.digest, table.seats)
+    driver._carry_out(Fetch(wanted, (PEERS[1].peer_id,)))
+    await until(lambda: table[0].fetcher.under_way == 1)
+
+
+async def test_a_blob_that_is_damaged_on_our_disk_is_fetched_again(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "RETRY_SECONDS", 0.01)
+    blob = table[1].parts()[0]
+    table.begin()
+    table[0].store.put(table[1].store.read(blob.digest))
+    table[0].store.path(blob.digest).write_bytes(b"rotten")
+    table[1].offer()
+    table.offer(0, 2)
+    await table.all_decided(0)
+    assert blob in table[0].decided[0].body.blobs
+    assert table[0].store.read(blob.digest)
+
+
+async def test_a_full_disk_ends_the_fetch_and_not_the_round(
+    table: Table, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def full(*_: Any) -> None:
+        raise StorageError("no space left; free some")
+
+    monkeypatch.setattr(table[0].fetcher, "fetch", full)
+    table.begin()
+    table.offer(0, 1, 2)
+    await table.all_decided(1, 2)
+    assert "no space left" in caplog.text and not table[0].broken
+
+
+async def test_a_fault_of_our_own_is_told(
+    table: Table, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+
+    async def broken(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(table[0].fetcher, "fetch", broken)
+    table.begin()
+    table[0].driver._carry_out(Fetch(Blob.of(b"x"), (PEERS[1].peer_id,)))
+    await until(lambda: bool(table[0].broken))
+    assert isinstance(table[0].broken.pop(), KeyError) and "broke" in caplog.text
+
+
+async def test_what_an_action_causes_waits_until_all_actions_are_carried_out(table: Table) -> None:
+    """A peer found unreachable while we send changes the members in the midst of it."""
+    seat, depth, deepest = table[0], 0, 0
+    handle, send = seat.driver._handle, seat.driver._hooks.send
+
+    def counted(event: Any) -> None:
+        nonlocal depth, deepest
+        depth += 1
+        deepest = max(deepest, depth)
+        handle(event)
+        depth -= 1
+
+    def unreachable(peers: Iterable[PeerId], signed: Signed) -> None:
+        send(peers, signed)
+        seat.driver.members_changed()
+
+    seat.driver._handle = counted  # type: ignore[method-assign]
+    seat.driver._hooks.send = unreachable
+    table.begin()
+    table.offer(0, 1, 2)
+    assert len(await table.all_decided(0, 1, 2)) == 1
+    assert deepest == 1
+
+
+async def test_votes_are_remembered_from_round_to_round_and_over_a_close(table: Table) -> None:
+    table.begin()
+    driver = table[0].driver
+    driver.close()
+    driver.begin(0, HEAD.digest, [])
+    assert driver._machine is not None and driver._machine.seen.keys() == table.seats.keys()
+
+
+async def test_decisions_of_another_chain_are_forgotten(table: Table) -> None:
+    driver = table[0].driver
+    driver._decisions = {number: (Signed(kind=str(number)),) for number in (3, 4, 5)}
+    driver.begin(4, bytes(32), table.seats)
+    assert set(driver._decisions) == {3}
+
+
+def test_the_part_of_a_blob_is_known_from_any_statement(tables: list[Table], tmp_path: Path) -> None:
+    table = Table(tmp_path, 2, "butterfly")
+    sizes = [stop - start for start, stop in table.bounds]
+    parts = tuple(table[0].store.put(payload(90 + part, size)) for part, size in enumerate(sizes))
+    mine = stated(PEERS[0], contribution_of(HEAD, table[0].parts()))
+    commit = stated(PEERS[0], Commit(0, 0, HEAD.digest, (mine,), parts))
+    driver = table[1].driver
+    driver._heard[PEERS[0].peer_id, "commit", 0] = commit
+    assert [driver._part_of(blob.digest) for blob in parts] == [0, 1, 2]
+    assert [driver._part_of(blob.digest) for blob in mine.body.parts] == [0, 1, 2]

@@ -1,0 +1,141 @@
+"""The service and the calls to it: who may ask what, what fits into an answer, and how calls fail."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from node.daemon import calls, rounds_service
+from node.daemon.calls import ask_chain, deliver
+from node.daemon.replica import Replica
+from node.daemon.rounds_service import MAX_STATEMENTS, RoundsService
+from protocol.errors import LimitError, MalformedError, UnreachableError
+from protocol.identity import PeerId
+from protocol.murmur_pb2 import ChainReply, ChainRequest, Signed
+from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
+from tests.node.small_run import PEERS, RUN_ID, grown, replica_in, store_in
+
+CALLER = PEERS[2].peer_id
+THEM = PEERS[3].peer_id
+
+
+class FakeDriver:
+    def __init__(self) -> None:
+        self.taken: list[tuple[PeerId, int]] = []
+        self.answers = [Signed(kind="answer")]
+
+    def take(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
+        self.taken.append((sender, len(list(envelopes))))
+        return self.answers
+
+
+class World:
+    def __init__(self, channel: grpc.aio.Channel, replica: Replica, driver: FakeDriver) -> None:
+        self.channel, self.replica, self.driver = channel, replica, driver
+
+    def to_them(self, _: PeerId) -> grpc.aio.Channel:
+        return self.channel
+
+    async def deliver(self, count: int = 1, run_id: str = RUN_ID) -> list[Signed]:
+        return list(await deliver(run_id, self.to_them, THEM, [Signed(kind="x")] * count, 5.0))
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(rounds_service, "caller", lambda context: CALLER)
+    store = store_in(tmp_path / "blobs")
+    replica, driver, server = replica_in(store), FakeDriver(), grpc.aio.server()
+    await grown(replica, store, 3)
+    add_RoundsServicer_to_server(RoundsService(RUN_ID, cast(Any, driver), replica), server)
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+        yield World(channel, replica, driver)
+    await server.stop(None)
+
+
+async def test_statements_go_to_the_driver_under_the_callers_name(world: World) -> None:
+    assert await world.deliver(3) == [Signed(kind="answer")]
+    assert world.driver.taken == [(CALLER, 3)]
+
+
+async def test_too_many_another_run_and_no_identity_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await world.deliver(MAX_STATEMENTS)
+
+    def nobody(context: object) -> PeerId:
+        raise MalformedError("a call without an identity")
+
+    with pytest.raises(LimitError, match="65 statements at once"):
+        await world.deliver(MAX_STATEMENTS + 1)
+    with pytest.raises(LimitError, match="another run"):
+        await world.deliver(run_id="ab" * 32)
+    monkeypatch.setattr(rounds_service, "caller", nobody)
+    with pytest.raises(LimitError, match="without an identity"):
+        await world.deliver()
+    with pytest.raises(LimitError, match="without an identity"):
+        await ask_chain(RUN_ID, world.to_them, THEM, 0)
+    assert len(world.driver.taken) == 1
+
+
+async def test_the_chain_with_its_head_and_state(world: World) -> None:
+    chain = world.replica.chain
+    reply = await ask_chain(RUN_ID, world.to_them, THEM, 1)
+    assert (reply.round, reply.digest, reply.chain_tokens) == (3, chain.digest, chain.tokens)
+    assert reply.state == world.replica.blob.to_wire()
+    assert list(reply.commits) == [commit.signed for commit in chain.since(1) or ()]
+    for after_round in (3, 4, 2**63):
+        assert not (await ask_chain(RUN_ID, world.to_them, THEM, after_round)).commits
+
+
+async def test_of_many_commits_the_oldest_that_fit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = [commit.signed for commit in world.replica.chain.since(0) or ()]
+    monkeypatch.setattr(rounds_service, "MAX_REPLY_BYTES", commits[0].ByteSize() + commits[1].ByteSize())
+    assert list((await ask_chain(RUN_ID, world.to_them, THEM, 0)).commits) == commits[:2]
+
+
+async def test_a_decision_of_many_acknowledgements_is_taken_but_not_any_number(world: World) -> None:
+    world.driver.answers = [Signed(kind="answer")] * 200
+    assert len(await world.deliver()) == 200
+    world.driver.answers = [Signed(kind="answer")] * (calls.MAX_ANSWERS + 1)
+    with pytest.raises(LimitError, match="answers with"):
+        await world.deliver()
+
+
+class Deaf(RoundsServicer):
+    def __init__(self) -> None:
+        self.asked, self.over = asyncio.Event(), asyncio.Event()
+
+    async def Deliver(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise AssertionError("nothing is delivered here")
+
+    async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
+        self.asked.set()
+        await self.over.wait()
+        return ChainReply()
+
+
+async def test_a_channel_closed_under_a_call_is_no_end_of_our_own(tmp_path: Path) -> None:
+    """The peer counts as gone while we wait for it: an error, where a cancellation would end the caller."""
+    deaf, server = Deaf(), grpc.aio.server()
+    add_RoundsServicer_to_server(deaf, server)
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    channel = grpc.aio.insecure_channel(f"unix:{tmp_path}/s")
+    waiting = asyncio.create_task(ask_chain(RUN_ID, lambda _: channel, THEM, 0))
+    await deaf.asked.wait()
+    await channel.close()
+    with pytest.raises(UnreachableError, match="closed"):
+        await waiting
+    deaf.over.set()
+    await server.stop(None)
+
+
+async def test_our_own_end_is_one(tmp_path: Path) -> None:
+    waiting = asyncio.create_task(calls._answer(THEM, asyncio.Event().wait))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

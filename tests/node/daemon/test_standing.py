@@ -1,0 +1,76 @@
+"""One object that says where the node stands; the counters agree with it."""
+
+import logging
+
+import pytest
+
+from node.channel import Evaluated, Progress, Ready
+from node.daemon.metrics import Metrics
+from node.daemon.standing import Standing
+from node.status import NodeStatus
+from protocol.blobs.blob import Blob
+from protocol.errors import ForgedError
+from protocol.rounds.chain import Head
+from protocol.rounds.statements import Commit
+from tests.node.small_run import commit_of
+
+HEAD = Head(3, bytes([7]) * 32, 900)
+
+
+@pytest.fixture
+def standing() -> Standing:
+    status = NodeStatus(peer_id="me", run="small", run_id="00" * 32)
+    return Standing(status, Metrics(), lambda: {"peers": 4})
+
+
+def commits(count: int) -> list[Commit]:
+    return [commit_of(Head(number, bytes(32), 0), {1: Blob.of(b"x")}).body for number in range(count)]
+
+
+def test_what_the_trainer_says_and_what_is_read_when_asked(standing: Standing) -> None:
+    standing.heard(Ready(device="cpu", step=0, round=0, outstanding=None))
+    standing.heard(Progress(step=7, tokens=70, loss=2.5, tokens_per_second=9.0, seconds={"compute": 1.0}))
+    standing.heard(Evaluated(round=3, loss=2.0, tokens=10))
+    status = standing.status()
+    assert (status.step, status.tokens, status.loss, status.seconds) == (7, 70, 2.5, {"compute": 1.0})
+    assert (status.validation_loss, status.validation_round, status.peers) == (2.0, 3, 4)
+    assert status.since > 0
+
+
+def test_phases_are_logged_once(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    standing.enter("catching up", "others are ahead")
+    standing.enter("catching up", "others are ahead")
+    assert caplog.messages == ["catching up: others are ahead"]
+    assert (standing.status().phase, standing.status().reason) == ("catching up", "others are ahead")
+    standing.enter("training")
+    assert standing.status().reason == ""
+
+
+def test_included(standing: Standing) -> None:
+    standing.applied(HEAD, bytes(32), commits(1), "included")
+    status = standing.status()
+    assert (status.round, status.chain_tokens, status.digest) == (3, 900, HEAD.digest.hex())
+    assert (status.contributions_included, status.last_included_round) == (1, 2)
+    assert standing._metrics.rounds == {"included": 1}
+
+
+def test_given_back_missed_and_failed(standing: Standing) -> None:
+    standing.applied(HEAD, bytes(32), commits(1), "excluded")
+    standing.applied(HEAD, bytes(32), commits(3), "none")
+    standing.applied(HEAD, bytes(32), commits(3), "included")
+    standing.applied(HEAD, bytes(32), [], "none")
+    standing.round_failed("the state differed")
+    assert standing._metrics.rounds == {"excluded": 1, "missed": 5, "included": 1, "failed": 1}
+    assert standing.status().reason == "the state differed" and standing.status().contributions_excluded == 1
+
+
+def test_refusals_are_counted_and_said(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    standing.refused("them", ForgedError("not theirs"))
+    standing.skipped("them", "late")
+    standing.skipped(None, "leader silent")
+    assert standing._metrics.refusals == {"forged": 1, "late": 1, "leader silent": 1}
+    assert caplog.messages == [
+        "refused what them sent (forged): not theirs", "late: them", "leader silent: this round"
+    ]  # fmt: skip

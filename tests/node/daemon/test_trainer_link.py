@@ -1,0 +1,244 @@
+"""One fate for one message over any number of trainer deaths, and anchors only where nobody reads."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from node.arena import Arena
+from node.channel import Adopt, Adopted, Evaluate, FromTrainer, Message, Progress, Ready, ToTrainer
+from node.daemon import trainer_link
+from node.daemon.offers import Offers
+from node.daemon.trainer_link import TrainerLink
+from protocol.blobs.blob import Blob
+from protocol.errors import DeviceError
+from protocol.rounds.chain import Head
+from tests.node.small_run import PEERS, at_once, commit_of, store_in, until
+
+NUMEL = 8
+ME = PEERS[1].peer_id
+
+
+class ScriptedProcess:
+    """In the place of TrainerProcess: the test speaks for the trainer."""
+
+    def __init__(self) -> None:
+        self.deaths = 0
+        self.heard: list[ToTrainer] = []
+        self.failure: Exception | None = None
+        self.stopped = False
+        self._queue: asyncio.Queue[FromTrainer | None] = asyncio.Queue()
+
+    async def start(self) -> None:
+        pass
+
+    async def send(self, message: ToTrainer) -> bool:
+        self.heard.append(message)
+        return True
+
+    async def messages(self) -> AsyncIterator[FromTrainer]:
+        while (message := await self._queue.get()) is not None:
+            yield message
+        if self.failure is not None:
+            raise self.failure
+
+    async def stop(self) -> None:
+        self.stopped = True
+        self._queue.put_nowait(None)
+
+    def say(self, message: FromTrainer | None) -> None:
+        self._queue.put_nowait(message)
+
+    @property
+    def adopts(self) -> list[tuple[int, str]]:
+        return [(message.round, message.fate) for message in self.heard if isinstance(message, Adopt)]
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.process = ScriptedProcess()
+        self.arena = Arena.create(NUMEL, 64)
+        self.store = store_in(folder / "blobs")
+        self.heard: list[FromTrainer] = []
+        self.offers = Offers()
+        self.head = Head(0, bytes(32), 0)
+        self.work: Callable[..., Awaitable[Any]] = at_once
+        process: Any = self.process
+        self.link = TrainerLink(
+            ME, process, self.arena, self.store, self.offers, lambda *call: self.work(*call), self.heard.append
+        )
+
+    async def begin(self, round_number: int = 0) -> None:
+        await self.link.start(round_number, torch.full((NUMEL,), float(round_number)))
+
+    async def say(self, *messages: FromTrainer) -> None:
+        wanted = len(self.heard) + len(messages)
+        for message in messages:
+            self.process.say(message)
+        await until(lambda: len(self.heard) == wanted)
+
+    async def message(self, number: int, text: bytes = b"abcdef") -> Message:
+        self.arena.outbox[: len(text)] = text
+        made = Message(round=number, sizes=(4, len(text) - 4), tokens=100, steps=5, loss=3.0)
+        await self.say(made)
+        return made
+
+    async def decide(self, number: int, included: bool) -> str:
+        """The round after `number` is decided and handed to the trainer."""
+        offer = self.offers.current
+        messages: dict[int, Blob | tuple[Blob, ...]] = {0: self.store.put(b"other")}
+        if included and offer:
+            messages[1] = offer.parts
+        commit = commit_of(Head(number, bytes(32), 0), messages)
+        fate = self.link.settle([commit.body])
+        await self.link.adopt(number + 1, torch.full((NUMEL,), number + 1.0))
+        return fate
+
+
+def ready(number: int, outstanding: int | None = None) -> Ready:
+    return Ready(device="cpu", step=0, round=number, outstanding=outstanding)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path)
+    yield made
+    await made.link.stop(0)
+    made.arena.close()
+
+
+async def test_a_message_becomes_blobs_and_its_fate_goes_out_once(world: World) -> None:
+    await world.begin()
+    await world.say(ready(0))
+    await world.message(0)
+    assert world.offers.current is not None
+    assert [world.store.read(part.digest) for part in world.offers.current.parts] == [b"abcd", b"ef"]
+    assert await world.decide(0, included=True) == "included"
+    await world.say(Adopted(round=1))
+    await world.decide(1, included=False)
+    assert world.process.adopts == [(1, "included"), (2, "none")]
+    assert torch.equal(world.arena.anchor(2), torch.full((NUMEL,), 2.0))
+
+
+async def test_a_trainer_that_died_before_adopt_hears_of_its_fate_and_repeats_nothing(world: World) -> None:
+    await world.begin()
+    await world.say(ready(0))
+    message = await world.message(0)
+    world.process.deaths = 1  # and the next life has not said Ready
+    assert await world.decide(0, included=True) == "included"
+    assert world.process.adopts == [], "told before Ready, it would be told twice"
+    await world.say(ready(0, outstanding=0), message)
+    assert world.process.adopts == [(1, "included")]
+    assert world.offers.current is None, "a decided message was offered again"
+    await world.say(Adopted(round=1))
+    await world.message(1, b"second")
+    assert world.offers.current is not None and world.offers.current.message.round == 1
+    await world.decide(1, included=False)
+    assert world.process.adopts[-1] == (2, "none"), "the fate of the first message passed for that of the second"
+
+
+async def test_a_fate_that_is_told_in_the_greeting_is_not_told_again(world: World) -> None:
+    await world.begin()
+    await world.say(ready(0))
+    message = await world.message(0)
+    copying = asyncio.Event()
+
+    async def slowly(function: Callable[..., Any], *arguments: Any) -> Any:
+        await copying.wait()
+        return function(*arguments)
+
+    world.work = slowly
+    deciding = asyncio.create_task(world.decide(0, included=True))
+    await until(lambda: world.offers.decided is not None)
+    world.process.deaths = 1
+    await world.say(ready(0, outstanding=0), message)
+    assert world.process.adopts == [(0, "included")]
+    copying.set()
+    await deciding
+    assert world.process.adopts == [(0, "included"), (1, "none")]
+
+
+async def test_a_restarted_trainer_repeats_what_is_on_its_way(world: World) -> None:
+    await world.begin()
+    await world.say(ready(0))
+    message = await world.message(0)
+    offer = world.offers.current
+    world.process.deaths = 1
+    await world.say(ready(0, outstanding=0), message)
+    assert world.offers.current is offer and world.process.adopts == []
+
+
+async def test_killed_between_snapshot_and_message_it_is_offered_after_all(world: World) -> None:
+    await world.begin()
+    await world.say(ready(0))
+    world.process.deaths = 1
+    await world.say(ready(0, outstanding=0))
+    await world.message(0)
+    assert world.offers.current is not None
+
+
+async def test_a_new_message_of_a_round_that_was_decided_on_another_chain_is_offered(world: World) -> None:
+    await world.begin(7)
+    await world.say(ready(7))
+    await world.message(7)
+    await world.decide(7, included=True)
+    await world.say(Adopted(round=8))
+    await world.link.adopt(7, torch.zeros(NUMEL))
+    assert not await world.link.has_adopted(7, 0.01), "round 8 of the other chain passed for round 7 of this one"
+    await world.say(Adopted(round=7))
+    assert await world.link.has_adopted(7, 0.01)
+    await world.message(7, b"another")
+    assert world.offers.current is not None
+
+
+async def test_no_anchor_is_written_before_the_last_one_is_adopted(world: World) -> None:
+    await world.begin()
+    await world.say(ready(0))
+    await world.link.adopt(1, torch.ones(NUMEL))
+    adopting = asyncio.create_task(world.link.adopt(2, torch.full((NUMEL,), 2.0)))
+    await asyncio.sleep(0.02)
+    assert not adopting.done() and torch.equal(world.arena.anchor(2), torch.zeros(NUMEL))
+    await world.say(Adopted(round=1))
+    await adopting
+    assert torch.equal(world.arena.anchor(2), torch.full((NUMEL,), 2.0))
+
+
+async def test_who_is_behind_is_told_and_who_is_not_has_adopted(world: World) -> None:
+    await world.begin(3)
+    await world.say(ready(2))
+    assert world.process.adopts == [(3, "none")]
+    await world.say(ready(3))
+    assert len(world.process.adopts) == 1
+
+
+async def test_where_no_trainer_runs_nobody_waits_for_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await world.link.has_adopted(5, 0.01)
+    await world.link.adopt(5, torch.zeros(NUMEL))
+    assert world.process.adopts == []
+    await world.begin(5)
+    await world.say(ready(5))
+    await world.link.adopt(6, torch.zeros(NUMEL))
+    waiting = asyncio.create_task(world.link.has_adopted(6, 30.0))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(trainer_link, "LAST_ADOPTION_SECONDS", 0.01)
+    await world.link.stop(6)
+    assert await asyncio.wait_for(waiting, 1.0), "a save would have waited for a trainer that is gone"
+    assert world.process.stopped
+
+
+async def test_what_made_the_trainer_fail_is_raised(world: World) -> None:
+    await world.begin()
+    world.process.failure = DeviceError("no memory")
+    world.process.say(None)
+    with pytest.raises(DeviceError, match="no memory"):
+        await world.link.finished()
+
+
+async def test_progress_is_passed_on_and_evaluation_is_of_the_newest_anchor(world: World) -> None:
+    await world.begin(4)
+    await world.say(Progress(step=1, tokens=8, loss=2.0, tokens_per_second=1.0, seconds={}))
+    await world.link.evaluate()
+    assert world.process.heard == [Evaluate(round=4)]

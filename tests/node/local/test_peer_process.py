@@ -1,0 +1,143 @@
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from node.local.peer_process import LAST_WORDS_BYTES, PeerProcess
+from node.status import NodeStatus
+from protocol.errors import StorageError
+
+Make = Callable[..., PeerProcess]
+SLEEPS = ("sleep", "60")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[PeerProcess] = []
+
+    def build(*command: str) -> PeerProcess:
+        made.append(PeerProcess("peer-0", tmp_path / "peer-0", command))
+        return made[-1]
+
+    yield build
+    for peer in made:
+        peer.kill()
+
+
+def python(program: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", program)
+
+
+def ended(peer: PeerProcess) -> None:
+    holds(lambda: not peer.running)
+
+
+def holds(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def status(since: float, bytes_sent: int = 7) -> str:
+    made = NodeStatus(peer_id="p", run="r", run_id="0", round=9, since=since, bytes_sent=bytes_sent)
+    return made.model_dump_json()
+
+
+def test_states(make: Make) -> None:
+    peer = make(*SLEEPS)
+    assert (peer.view().state, peer.returncode, peer.running) == ("starting", None, False)
+    peer.start(())
+    assert (peer.view().state, peer.running) == ("starting", True)
+    peer.kill()
+    assert (peer.view().state, peer.returncode) == ("lost", -signal.SIGKILL)
+    well = make(*python("pass"))
+    well.start(())
+    ended(well)
+    assert well.view().state == "ended"
+
+
+def test_kill_takes_the_whole_group(make: Make) -> None:
+    """The control: a signal to the process alone leaves its child."""
+    program = "import subprocess; child = subprocess.Popen(['sleep', '60']); child.wait()"
+    for whole in (True, False):
+        peer = make(*python(program))
+        peer.start(())
+        assert peer._process
+        parent = psutil.Process(peer._process.pid)
+        holds(lambda parent=parent: bool(parent.children()))  # type: ignore[misc]
+        child = parent.children()[0]
+        if whole:
+            peer.kill()
+        else:
+            parent.kill()
+        _, left = psutil.wait_procs([child], timeout=10 if whole else 0.2)
+        for stray in left:
+            stray.kill()
+        assert bool(left) is not whole
+
+
+def test_its_own_group_keeps_a_terminals_interrupt_away(make: Make) -> None:
+    peer = make(*SLEEPS)
+    peer.start(())
+    assert peer._process
+    assert os.getpgid(peer._process.pid) == peer._process.pid != os.getpgid(0)
+
+
+def test_output_is_appended_to_the_log_and_its_end_are_the_last_words(make: Make) -> None:
+    for _ in range(2):
+        peer = make(*python("import sys; print('out'); print('oh no', file=sys.stderr)"))
+        peer.start(())
+        ended(peer)
+    assert peer.log.read_text().count("oh no") == 2
+    assert peer.last_words(1) == ["oh no"]
+    peer.log.write_bytes(b"\xff" * 10 * LAST_WORDS_BYTES)
+    assert len(peer.last_words()[0]) == LAST_WORDS_BYTES
+
+
+def test_announcement_of_an_earlier_life_does_not_count(make: Make) -> None:
+    peer = make(*SLEEPS)
+    peer.start(())
+    assert peer._process
+    values = {"pid": peer._process.pid + 1, "addresses": ["/a"], "metrics_port": 1}
+    (peer.folder / "node.json").write_text(json.dumps(values))
+    assert peer.addresses() == ()
+    (peer.folder / "node.json").write_text(json.dumps(values | {"pid": peer._process.pid}))
+    assert peer.addresses() == ("/a",)
+
+
+async def test_parting_status_is_read_unless_it_is_of_an_earlier_life(make: Make) -> None:
+    peer = make(*python("pass"))
+    peer.start(())
+    ended(peer)
+    (peer.folder / "status.json").write_text(status(since=time.time() - 3600))
+    await peer.poll()
+    assert peer.status is None
+    (peer.folder / "status.json").write_text(status(since=time.time()))
+    await peer.poll()
+    assert peer.status and peer.status.round == 9
+    assert peer.ledger.bytes_sent == 7
+
+
+async def test_one_that_does_not_answer_keeps_its_last_status(make: Make, unused_tcp_port: int) -> None:
+    peer = make(*SLEEPS)
+    peer.start(())
+    assert peer._process
+    peer.status = NodeStatus.model_validate_json(status(since=time.time()))
+    values = {"pid": peer._process.pid, "addresses": [], "metrics_port": unused_tcp_port}
+    (peer.folder / "node.json").write_text(json.dumps(values))
+    await peer.poll()
+    assert peer.status.round == 9
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    peer = PeerProcess("peer-0", tmp_path / "file" / "peer-0", SLEEPS)
+    with pytest.raises(StorageError, match="cannot write .*peer-0/log: Not a directory; choose another --dir"):
+        peer.start(())

@@ -1,0 +1,112 @@
+from pathlib import Path
+
+import pytest
+
+from node.local.report import Findings, Outcome, Report, agree, ring_all_reduce_bytes, summarise
+from node.local.views import Ledger
+from node.status import NodeStatus
+from protocol.manifest import load_manifest
+
+MANIFEST = load_manifest(Path(__file__).parents[2] / "configs" / "demo.toml")
+PROMISED = {
+    "validation_loss",
+    "initial_validation_loss",
+    "tokens",
+    "rounds",
+    "parameters",
+    "bytes_sent_per_peer",
+    "bytes_all_reduce_per_peer",
+    "compute_share",
+    "digests",
+    "peers_lost",
+    "peers_rejoined",
+    "checkpoint",
+    "export",
+}
+FOUND = Findings(Path("c"), Path("e"), 30, 1_000_000, 5.5, 1.9, "def f():\n    return")
+
+
+def ledger(sent: int) -> Ledger:
+    status = NodeStatus(peer_id="p", run="d", run_id="0", bytes_sent=sent, seconds={"compute": 9.0, "wait": 1.0})
+    return Ledger({0.0: status})
+
+
+def outcome(
+    sent: tuple[int, ...] = (10, 20, 30), before: int = 0, digests: tuple[str, ...] = ("d", "d", "d")
+) -> Outcome:
+    return Outcome(
+        ledgers=[ledger(count) for count in sent],
+        tokens=before + 3 * 600 * 2048,
+        digests={f"peer-{index}": digest for index, digest in enumerate(digests)},
+        tokens_before=before,
+        peers_lost=1,
+        peers_rejoined=1,
+        seconds=61.26,
+    )
+
+
+def test_ring_all_reduce_against_the_steps_counted_one_by_one() -> None:
+    """Each of N peers sends N - 1 chunks of 1/N in the reduce-scatter and as many in the all-gather, each step."""
+    peers, parameters, steps = 4, 1000, 7
+    chunk = 4 * parameters // peers
+    sent = sum(chunk for _ in range(steps) for _ in range(2) for _ in range(peers - 1))
+    assert ring_all_reduce_bytes(peers, parameters, tokens=steps * peers * 32, batch_tokens=32) == sent
+
+
+def test_one_peer_would_have_sent_nothing() -> None:
+    assert ring_all_reduce_bytes(1, 1000, 64, 32) == 0
+
+
+def test_report_has_what_json_promises() -> None:
+    report = summarise(MANIFEST, outcome(), FOUND)
+    assert set(report.model_dump()) >= PROMISED
+    assert report.bytes_sent_per_peer == 30
+    assert report.bytes_sent_mean == 20
+    assert report.bytes_all_reduce_per_peer == round(2 * 2 / 3 * 4 * 1_000_000 * 600)
+    assert report.byte_ratio == report.bytes_all_reduce_per_peer / 30
+    assert report.compute_share == pytest.approx(0.9)
+    assert report.rounds == 30
+    assert report.seconds == 61.3
+    assert report.agreed
+    assert Report.model_validate_json(report.model_dump_json()) == report
+
+
+def test_a_resumed_swarm_counts_only_the_tokens_it_paid_for() -> None:
+    """The control: counted from the run's beginning, the ratio would flatter."""
+    resumed = summarise(MANIFEST, outcome(before=10**9), FOUND)
+    assert resumed.byte_ratio == summarise(MANIFEST, outcome(), FOUND).byte_ratio
+    whole = ring_all_reduce_bytes(3, 1_000_000, resumed.tokens, MANIFEST.train.batch_tokens)
+    assert whole > 2 * resumed.bytes_all_reduce_per_peer
+
+
+def test_nothing_sent_has_no_ratio() -> None:
+    report = summarise(MANIFEST, outcome(sent=(0, 0, 0)), FOUND)
+    assert report.byte_ratio is None
+    assert any("nothing was sent" in line for line in report.lines())
+
+
+@pytest.mark.parametrize(
+    ("digests", "peers", "expected"),
+    [
+        ({"a": "1", "b": "1"}, 2, True),
+        ({"a": "1", "b": "2"}, 2, False),
+        ({"a": "1"}, 2, False),
+        ({"a": "", "b": ""}, 2, False),
+    ],
+)
+def test_agreement_needs_every_peer(digests: dict[str, str], peers: int, expected: bool) -> None:
+    assert agree(digests, peers) is expected
+
+
+def test_lines_for_a_person() -> None:
+    text = "\n".join(summarise(MANIFEST, outcome(), FOUND).lines())
+    assert "5.500 -> 1.900 nats" in text
+    assert "lost 1, rejoined 1" in text
+    assert "all 3 peers agree: d" in text
+    assert "times fewer" in text
+    assert "    def f():\n        return" in text
+
+
+def test_lines_name_who_differs() -> None:
+    text = "\n".join(summarise(MANIFEST, outcome(digests=("d", "d", "")), FOUND).lines())
+    assert "DIFFER: peer-0 d, peer-1 d, peer-2 none" in text

@@ -1,0 +1,188 @@
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import node.local.up
+from node.folder import RunFolder
+from node.local.peer_process import PeerProcess
+from node.local.report import Findings
+from node.local.up import Wish, peer_processes, settle, swarm_manifest, up
+from protocol.errors import AlreadyRunningError, MissingFileError, OtherRunError
+from protocol.manifest import load_manifest
+
+ROOT = Path(__file__).parents[2]
+TEST_RUN = ROOT / "configs" / "test.toml"
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_a_manifest_the_demo_with_its_drill() -> None:
+    plan = settle(Wish())
+    assert plan.manifest.run.name == "demo"
+    assert plan.folder == Path("runs/demo-1")
+    assert (plan.peers, plan.drill) == (3, True)
+
+
+def test_with_a_manifest_no_drill_unless_asked_for() -> None:
+    assert not settle(Wish(run=TEST_RUN)).drill
+    assert settle(Wish(run=TEST_RUN, drill=True)).drill
+    assert not settle(Wish(drill=False)).drill
+
+
+def test_the_run_waits_for_as_many_peers_as_are_started() -> None:
+    assert settle(Wish(run=TEST_RUN, peers=5)).manifest.run.min_peers == 5
+    assert settle(Wish(run=TEST_RUN, peers=1)).peers == 1
+
+
+def test_command_line_changes_the_run(tmp_path: Path) -> None:
+    given = load_manifest(TEST_RUN)
+    made = swarm_manifest(given, tmp_path, 3, Wish(rounds=7, seed=5, recipe="sparseloco"))
+    assert made.target.rounds == 7
+    assert made.run.seed == 5
+    assert made.method.recipe == "sparseloco"
+    assert made.method.overrides() == {}
+    kept = swarm_manifest(given, tmp_path, 3, Wish(recipe="diloco"))
+    assert kept.method == given.method
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "expected"),
+    [
+        ("text", "books/*.txt", "{base}/books/*.txt"),
+        ("text", "/books/*.txt", "/books/*.txt"),
+        ("tokens", "shards", "{base}/shards"),
+        ("hf", "someone/books", "someone/books"),
+        ("hf", "here", "{base}/here"),
+        ("python-stdlib", "", ""),
+    ],
+)
+def test_data_paths_hold_from_any_folder(tmp_path: Path, source: str, path: str, expected: str) -> None:
+    (tmp_path / "here").mkdir()
+    given = load_manifest(TEST_RUN)
+    data = given.data.model_copy(update={"source": source, "path": path, "tokenizer": "words.json"})
+    made = swarm_manifest(given.model_copy(update={"data": data}), tmp_path, 3, Wish())
+    assert made.data.path == expected.format(base=tmp_path)
+    assert made.data.tokenizer == str(tmp_path / "words.json")
+
+
+def test_a_folder_goes_on_with_its_own_manifest(tmp_path: Path) -> None:
+    first = settle(Wish(run=TEST_RUN, folder=tmp_path, peers=4, seed=9))
+    (tmp_path / "run.toml").write_text(first.manifest.to_toml())
+    again = settle(Wish(folder=tmp_path))
+    assert again.manifest.run_id == first.manifest.run_id
+    assert again.peers == 4
+    assert not again.drill
+
+
+def test_commands_of_the_peers(tmp_path: Path) -> None:
+    processes = peer_processes(settle(Wish(run=TEST_RUN, folder=tmp_path, device="cpu")))
+    assert [process.name for process in processes] == ["peer-0", "peer-1", "peer-2"]
+    command = " ".join(processes[1]._command)
+    assert f"-m node.cli join {tmp_path}/run.toml --dir {tmp_path}/peer-1 --name peer-1 --threads" in command
+    assert "--device cpu --listen /ip4/127.0.0.1/tcp/0" in command
+
+
+def test_a_folder_of_another_run_or_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    up_claims = settle(Wish(run=TEST_RUN, folder=tmp_path))
+    claimed = RunFolder(tmp_path)
+    claimed.claim(up_claims.manifest)
+    with pytest.raises(AlreadyRunningError):
+        up(Wish(run=TEST_RUN, folder=tmp_path))
+    claimed.release()
+    with pytest.raises(OtherRunError):
+        up(Wish(run=TEST_RUN, folder=tmp_path, seed=1))
+    assert not (tmp_path / "peer-0").exists()
+
+
+def test_manifest_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError):
+        up(Wish(run=tmp_path / "nowhere.toml"))
+    assert not (tmp_path / "runs").exists()
+
+
+class Stage:
+    """Instead of peers that train: stand-ins, and what is found in their model."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+
+    def processes(self, plan: node.local.up.Plan) -> list[PeerProcess]:
+        fake, epoch = str(Path(__file__).with_name("fake_peer.py")), str(time.time())
+        homes = [plan.folder / f"peer-{index}" for index in range(plan.peers)]
+        return [
+            PeerProcess(home.name, home, [sys.executable, fake, str(home), epoch, str(self.target)]) for home in homes
+        ]
+
+    @staticmethod
+    def examine(_: object, folder: Path) -> Findings:
+        return Findings(folder / "c", folder / "export", 10, 1000, 5.0, 2.0, "def murmur():")
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    made = Stage(target=10)
+    monkeypatch.setattr(node.local.up, "peer_processes", made.processes)
+    monkeypatch.setattr("node.local.findings.examine", made.examine)
+    return made
+
+
+@pytest.mark.usefixtures("stage")
+def test_json_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert up(Wish(run=TEST_RUN, folder=tmp_path, peers=2, json=True)) == 0
+    out, notes = capsys.readouterr()
+    report = json.loads(out)
+    assert report["validation_loss"] == 2.0
+    assert report["digests"] == {"id-of-peer-0": f"{10:064x}", "id-of-peer-1": f"{10:064x}"}
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert "2 peers in" in notes
+
+
+@pytest.mark.usefixtures("stage")
+def test_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert up(Wish(run=TEST_RUN, folder=tmp_path, peers=2)) == 0
+    out = capsys.readouterr().out
+    assert "test: 2 peers in" in out
+    assert "5.000 -> 2.000 nats a token" in out
+
+
+def test_models_that_differ_are_a_failure(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agreeing = stage.processes
+
+    def one_disagrees(plan: node.local.up.Plan) -> list[PeerProcess]:
+        first, second = agreeing(plan)
+        return [first, PeerProcess(second.name, second.folder, [*second._command, "--digest", "other"])]
+
+    monkeypatch.setattr(node.local.up, "peer_processes", one_disagrees)
+    assert up(Wish(run=TEST_RUN, folder=tmp_path, peers=2)) == 1
+    assert "DIFFER" in capsys.readouterr().out
+
+
+def test_interrupted_it_says_how_to_go_on(
+    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.target = 10_000
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "peer-1" / "node.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    person = threading.Thread(target=interrupt)
+    person.start()
+    assert up(Wish(run=TEST_RUN, folder=tmp_path, peers=2)) == 130
+    person.join()
+    assert f"murmur up --dir {tmp_path} goes on from here" in capsys.readouterr().out.replace("\n", "")
+    assert not (tmp_path / "report.json").exists()

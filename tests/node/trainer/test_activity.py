@@ -1,0 +1,16 @@
+"""Where the time goes."""
+
+import pytest
+
+from node.trainer.activity import Stopwatch
+
+
+def test_seconds_add_up_over_lives_and_errors() -> None:
+    now = [0.0]
+    watch = Stopwatch({"compute": 5.0}, lambda: now[0])
+    with watch.spend("compute"):
+        now[0] += 2.0
+    with pytest.raises(KeyError), watch.spend("wait"):
+        now[0] += 1.0
+        raise KeyError
+    assert watch.seconds == {"compute": 7.0, "wait": 1.0}

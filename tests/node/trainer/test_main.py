@@ -1,0 +1,252 @@
+"""The trainer as a real process: it learns, sends, adopts, comes back from memory, and keeps to itself."""
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from node.arena import VECTORS, Snapshot
+from node.channel import (
+    Adopt,
+    Adopted,
+    Evaluate,
+    Evaluated,
+    Message,
+    Progress,
+    Ready,
+    Snapshotted,
+    TakeSnapshot,
+)
+from node.trainer.inner_state import Counters
+from optim.recipes import compose
+from protocol.errors import DataError, MurmurError
+from tests.node.trainer_bench import DEADLINE, Bench
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    made: list[Bench] = []
+
+    def build(**options: object) -> Bench:
+        made.append(Bench(tmp_path, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    for bench in made:
+        await bench.close()
+
+
+def snapshot(bench: Bench) -> tuple[Snapshot, Counters]:
+    copied = bench.arena.copy_snapshot()
+    assert copied is not None
+    return copied[0], Counters.model_validate(copied[0].meta)
+
+
+def decoded(bench: Bench, message: Message) -> torch.Tensor:
+    method, pieces, start = compose(bench.manifest.method.recipe, {}), [], 0
+    bounds = method.bounds(bench.numel, bench.manifest.round.parts)
+    for size, (first, last) in zip(message.sizes, bounds, strict=True):
+        pieces.append(method.codec.decode(bytes(bench.arena.outbox[start : start + size]), last - first))
+        start += size
+    return torch.cat(pieces)
+
+
+async def test_the_loss_falls_and_everything_is_counted(make: Make) -> None:
+    bench = make(recipe="diloco", inner_steps=100)
+    await bench.trainer.start()
+    ready = await bench.until(Ready)
+    assert (ready.step, ready.round, ready.outstanding, ready.device) == (0, 0, None, "cpu")
+    await bench.trainer.send(Evaluate(round=0))
+    before = await bench.until(Evaluated)
+    message = await bench.until(Message)
+    assert (message.round, message.steps, message.tokens) == (0, 100, 6400)
+    assert message.loss < before.loss < 5.7
+    bench.arena.anchor(1).copy_(bench.arena.anchor(0) - decoded(bench, message))
+    await bench.trainer.send(Adopt(round=1, fate="included"))
+    assert (await bench.until(Adopted)).round == 1
+    await bench.trainer.send(Evaluate(round=1))
+    after = await bench.until(Evaluated)
+    assert after.loss < before.loss - 0.1 and after.tokens <= 512
+    progress = await bench.until(Progress)
+    assert progress.tokens == 64 * progress.step and progress.loss < before.loss
+    assert progress.seconds["compute"] > 0 and {"encode", "adopt", "evaluate", "snapshot"} <= set(progress.seconds)
+    assert await bench.trainer.send(TakeSnapshot())
+    assert (await bench.until(Snapshotted)).step >= progress.step
+
+
+async def step_now(bench: Bench) -> int:
+    await bench.trainer.send(TakeSnapshot())
+    return (await bench.until(Snapshotted)).step
+
+
+@pytest.mark.parametrize(("overlap", "last_step"), [(True, 20), (False, 10)])
+async def test_a_message_on_its_way_holds_training_only_so_far(make: Make, overlap: bool, last_step: int) -> None:
+    bench = make(inner_steps=10, overlap=overlap)
+    await bench.trainer.start()
+    assert (await bench.until(Message)).steps == 10
+    bench.seen.clear()
+    while await step_now(bench) < last_step:
+        pass
+    assert [await step_now(bench) for _ in range(5)] == [last_step] * 5
+    assert not any(isinstance(message, Message) for message in bench.seen)
+    await bench.trainer.send(Adopt(round=0, fate="included"))
+    following = await bench.until(Message)
+    assert following.steps == 10
+    await step_now(bench)
+    assert snapshot(bench)[1].seconds["wait"] > 0
+
+
+async def test_excluded_message_is_in_the_residual_again_and_counts_again(make: Make) -> None:
+    bench = make(inner_steps=10, overlap=False)
+    await bench.trainer.start()
+    first = await bench.until(Message)
+    sent = decoded(bench, first)
+    before = snapshot(bench)[0].vectors
+    bench.arena.anchor(1).copy_(bench.arena.anchor(0) + 0.01)
+    await bench.trainer.send(Adopt(round=1, fate="excluded"))
+    await bench.until(Adopted)
+    again = await bench.until(Message)
+    assert (again.round, again.steps, again.tokens) == (1, 20, 1280)
+    after, counters = snapshot(bench)
+    # What left the anchors and what stayed behind add up to all that was trained: residual + sent + progress.
+    decay = compose("sparseloco", {}).feedback.decay
+    progress = bench.arena.anchor(1) - after.vectors["weights"]
+    total = decoded(bench, again) + after.vectors["residual"]
+    torch.testing.assert_close(total, decay * (before["residual"] + sent) + progress, atol=1e-6, rtol=1e-5)
+    assert counters.outstanding is not None and counters.outstanding.round == 1
+
+
+async def test_a_killed_trainer_comes_back_from_memory(make: Make) -> None:
+    bench = make(inner_steps=30, overlap=False)
+    await bench.trainer.start()
+    message = await bench.until(Message)
+    kept, counters = snapshot(bench)
+    pid = bench.trainer.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    ready = await bench.until(Ready)
+    assert (ready.step, ready.round, ready.outstanding) == (counters.step, 0, 0)
+    assert bench.trainer.pid != pid and bench.trainer.deaths == 1
+    assert await bench.until(Message) == message, "the message on its way is told again"
+    assert await step_now(bench) == counters.step
+    now, after = snapshot(bench)
+    for name in VECTORS:
+        assert torch.equal(now.vectors[name], kept.vectors[name]), name
+    assert after.position == counters.position > 0
+
+
+async def test_a_life_cut_short_trains_the_same_as_a_whole_one(make: Make, tmp_path: Path) -> None:
+    """Killed at any time, it takes the same steps on the same text: equal weights to the bit at the same step."""
+    results = []
+    for name, kill in (("whole", False), ("cut", True)):
+        (tmp_path / name).mkdir()
+        bench = Bench(tmp_path / name, inner_steps=60, overlap=False)
+        try:
+            await bench.trainer.start()
+            await bench.until(Ready)
+            if kill:
+                step = await step_now(bench)
+                assert 0 <= step < 60 and bench.trainer.pid is not None
+                os.kill(bench.trainer.pid, signal.SIGKILL)
+                assert (await bench.until(Ready)).step >= step
+            await bench.until(Message)
+            results.append(snapshot(bench)[0].vectors)
+        finally:
+            await bench.close()
+    for name in VECTORS:
+        assert torch.equal(results[0][name], results[1][name]), name
+
+
+async def test_it_holds_no_socket_but_the_channel_and_no_named_memory(make: Make) -> None:
+    named = set(os.listdir("/dev/shm"))
+    bench = make()
+    await bench.trainer.start()
+    await bench.until(Progress)
+    process = psutil.Process(bench.trainer.pid)
+    assert process.net_connections("inet") == []
+    links = [os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")]
+    assert sum(link.startswith("socket:") for link in links) == 1
+    assert sum("memfd:murmur" in link for link in links) >= 1
+    assert process.children() == []
+    assert set(os.listdir("/dev/shm")) == named
+
+
+async def test_ctrl_c_is_the_daemons_to_decide(make: Make) -> None:
+    bench = make(inner_steps=1000)
+    await bench.trainer.start()
+    await bench.until(Ready)
+    pid = bench.trainer.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGINT)
+    step = await step_now(bench)
+    while await step_now(bench) <= step:
+        pass
+    assert bench.trainer.pid == pid and bench.trainer.deaths == 0
+
+
+async def test_text_that_is_missing_ends_it_with_one_line(make: Make) -> None:
+    bench = make()
+    for path in bench.folder.glob("*.txt"):
+        path.write_bytes(b"\xff\xfe")
+    await bench.trainer.start()
+    with pytest.raises(DataError, match="is not UTF-8"):
+        await bench.until(Ready)
+    assert bench.trainer.deaths == 0, "starting it again would not help"
+
+
+async def test_a_loss_that_is_not_finite_is_left_out_and_then_ends_it(make: Make) -> None:
+    bench = make()
+    bench.arena.anchor(0).fill_(math.nan)
+    await bench.trainer.start()
+    with pytest.raises(MurmurError, match=r"20 steps in a row; lower train\.learning_rate"):
+        await bench.until(Progress)
+
+
+def test_it_dies_with_its_daemon(tmp_path: Path) -> None:
+    """A daemon that is killed leaves no trainer behind, even one that hangs and does not look at its channel."""
+    script = (
+        "import os, socket, subprocess, sys, time\n"
+        "ours, theirs = socket.socketpair()\n"
+        "child = subprocess.Popen([sys.executable, '-c',\n"
+        "  'import sys, time; from node.trainer.__main__ import die_with; die_with(int(sys.argv[1])); '\n"
+        "  'print(1, flush=True); time.sleep(600)', str(os.getpid())])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    daemon = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+    assert daemon.stdout is not None
+    lines = {int(daemon.stdout.readline()), int(daemon.stdout.readline())}
+    trainer = psutil.Process(max(lines))
+    daemon.kill()
+    daemon.wait()
+    daemon.stdout.close()
+    gone, alive = psutil.wait_procs([trainer], timeout=DEADLINE)
+    assert not alive
+
+
+def test_a_parent_that_is_gone_already_is_noticed() -> None:
+    done = subprocess.run([sys.executable, "-m", "node.trainer", "0", "0", "1"], timeout=DEADLINE, check=False)
+    assert done.returncode == 0
+
+
+def test_a_daemon_that_hangs_up_ends_it(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        trainer = subprocess.Popen(
+            [sys.executable, "-m", "node.trainer", str(theirs.fileno()), "0", str(os.getpid())],
+            pass_fds=(theirs.fileno(),),
+            stderr=subprocess.DEVNULL,
+        )
+        theirs.close()
+        ours.close()
+        assert trainer.wait(DEADLINE) == 0

@@ -1,0 +1,436 @@
+"""Fetching from sources that die, lie, freeze and come late; over plain gRPC on Unix sockets."""
+
+import asyncio
+import errno
+import os
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
+from protocol.blobs.fetch import Fetcher
+from protocol.blobs.plan import Pace
+from protocol.blobs.service import BlobService, CallerLimits
+from protocol.blobs.store import BlobStore, Partial
+from protocol.errors import MalformedError, MissingFileError, StorageError, UnreachableError
+from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
+from protocol.murmur_pb2_grpc import BlobsServicer, add_BlobsServicer_to_server
+
+QUICK = Pace(stall=0.6, patience=0.3)
+DATA = random.Random(1).randbytes(12 * PIECE_BYTES + 777)
+BLOB = Blob.of(DATA)
+SMALL = random.Random(2).randbytes(5000)
+ROOM = 1 << 30
+
+
+class Scripted(BlobsServicer):
+    """A source of `data` that tampers with what it sends, or stops sending."""
+
+    def __init__(self, data: bytes, size: int | None = None, hashes: bytes | None = None) -> None:
+        self.data = data
+        self.size = len(data) if size is None else size
+        self.hashes = piece_hashes(data) if hashes is None else hashes
+        self.calls = 0
+        self.bytes_sent = 0
+        self.frozen_after: float = float("inf")
+        self.tamper: Callable[[bytes], bytes] = bytes
+
+    async def Pieces(self, request: PiecesRequest, context: Any) -> PiecesReply:  # noqa: N802
+        return PiecesReply(size=self.size, pieces=self.hashes)
+
+    async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
+        self.calls += 1
+        data = self.tamper(self.data[request.offset : request.offset + request.length])
+        for start in range(0, len(data), CHUNK_BYTES):
+            if self.bytes_sent >= self.frozen_after:
+                await asyncio.Event().wait()
+            chunk = data[start : start + CHUNK_BYTES]
+            self.bytes_sent += len(chunk)
+            yield Chunk(data=chunk)
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+class Swarm:
+    """Sources, each with a server of its own, and a folder to fetch into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.servers: dict[str, grpc.aio.Server] = {}
+        self.faults: list[tuple[str, str]] = []
+        self.store = BlobStore(folder / "fetched", ROOM)
+        self.fetcher = self.new_fetcher()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def add(self, name: str, service: BlobsServicer) -> None:
+        server = self.servers[name] = grpc.aio.server()
+        add_BlobsServicer_to_server(service, server)
+        server.add_insecure_port(f"unix:{self.folder}/{name}.sock")
+        await server.start()
+
+    async def add_honest(self, name: str, *blobs: bytes, limits: CallerLimits | None = None) -> BlobService:
+        store = BlobStore(self.folder / name, ROOM)
+        for data in blobs:
+            store.put(data)
+        service = BlobService(store, lambda context: "fetcher", limits)
+        await self.add(name, service)
+        return service
+
+    def channel(self, peer: str) -> grpc.aio.Channel:
+        if peer not in self._channels:
+            options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 200)]
+            self._channels[peer] = grpc.aio.insecure_channel(f"unix:{self.folder}/{peer}.sock", options=options)
+        return self._channels[peer]
+
+    def sources(self) -> list[str]:
+        return list(self.servers)
+
+    def new_fetcher(self, pace: Pace = QUICK, seed: int = 0) -> Fetcher:
+        return Fetcher(self.store, self.channel, lambda *fault: self.faults.append(fault), random.Random(seed), pace)
+
+    async def fetch(self, blob: Blob = BLOB, deadline: float = 30.0) -> None:
+        await self.fetcher.fetch(blob, self.sources, deadline)
+
+    async def stop(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+        for server in self.servers.values():
+            await server.stop(None)
+
+
+@pytest.fixture
+async def swarm(tmp_path: Path) -> AsyncIterator[Swarm]:
+    swarm = Swarm(tmp_path)
+    yield swarm
+    await swarm.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("data", [b"", b"x", SMALL, DATA[:PIECE_BYTES], DATA[: PIECE_BYTES + 1], DATA], ids=len)
+async def test_a_blob_of_any_size_arrives(swarm: Swarm, data: bytes) -> None:
+    await swarm.add_honest("one", data)
+    await swarm.fetch(Blob.of(data))
+    assert swarm.store.read(Blob.of(data).digest) == data
+    await swarm.fetch(Blob.of(data))  # here already
+    assert swarm.fetcher.bytes_received <= len(data) + len(piece_hashes(data))
+    assert swarm.faults == []
+
+
+async def test_several_sources_share_the_work_and_no_byte_comes_twice(swarm: Swarm) -> None:
+    services = [await swarm.add_honest(name, DATA) for name in ("one", "two", "three")]
+    await swarm.fetch()
+    assert swarm.store.read(BLOB.digest) == DATA
+    assert swarm.fetcher.bytes_received == len(DATA) + len(piece_hashes(DATA))
+    assert sum(service.total_bytes_served > PIECE_BYTES for service in services) >= 2
+
+
+async def test_a_source_that_dies_costs_no_more_than_what_was_on_its_way(swarm: Swarm) -> None:
+    mortal = Scripted(DATA)
+    mortal.frozen_after = 3.5 * PIECE_BYTES
+    await swarm.add("mortal", mortal)
+    fetching = asyncio.create_task(swarm.fetch())
+    await until(lambda: mortal.bytes_sent >= mortal.frozen_after)
+    honest = await swarm.add_honest("honest", DATA)
+    await swarm.servers["mortal"].stop(None)
+    await fetching
+    assert swarm.store.read(BLOB.digest) == DATA
+    lost = swarm.fetcher.bytes_received - len(DATA)
+    assert lost <= QUICK.pieces_per_source * PIECE_BYTES + 2 * len(piece_hashes(DATA))
+    assert honest.total_bytes_served < len(DATA) - PIECE_BYTES
+    assert swarm.faults == []
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_cut_fetch_is_taken_up_where_it_was(swarm: Swarm, restart: bool) -> None:
+    first = Scripted(DATA)
+    first.frozen_after = 7 * PIECE_BYTES
+    await swarm.add("first", first)
+    with pytest.raises(UnreachableError, match=r"1 sources tried: first: "):
+        await swarm.fetch(deadline=1.0)
+    assert not swarm.store.has(BLOB.digest)
+    await swarm.servers.pop("first").stop(None)
+    if restart:
+        swarm.store = BlobStore(swarm.folder / "fetched", ROOM)
+    swarm.fetcher = swarm.new_fetcher()
+    second = await swarm.add_honest("second", DATA)
+    await swarm.fetch()
+    assert swarm.store.read(BLOB.digest) == DATA
+    # At least five whole pieces came before the cut: two of the seven may have been halves.
+    assert second.total_bytes_served <= len(DATA) - 5 * PIECE_BYTES
+
+
+def keep_unchecked(partial: Partial, piece: int, data: bytes) -> None:
+    """A naive `Partial.write`: looks at the length only."""
+    assert len(data) == partial.blob.piece_length(piece)
+    assert partial._descriptor is not None
+    os.pwrite(partial._descriptor, data, piece * PIECE_BYTES)
+    partial.missing.discard(piece)
+
+
+@pytest.mark.parametrize("data", [SMALL, DATA], ids=["one piece", "many pieces"])
+async def test_a_lying_source_is_found_by_the_piece_and_asked_no_more(swarm: Swarm, data: bytes) -> None:
+    liar, blob = Scripted(data), Blob.of(data)
+    liar.tamper = flipped
+    await swarm.add("liar", liar)
+    with pytest.raises(UnreachableError, match="liar: a piece does not match its hash"):
+        await swarm.fetch(blob, deadline=1.0)
+    # Once for each piece it was given at once; one more where the list of hashes had to settle who lied.
+    assert liar.calls <= 1 + QUICK.pieces_per_source
+    assert {peer for peer, _ in swarm.faults} == {"liar"}
+    assert not swarm.store.has(blob.digest)
+    await swarm.add_honest("honest", data)
+    await swarm.fetch(blob)
+    assert swarm.store.read(blob.digest) == data
+
+
+async def test_looking_at_lengths_only_lets_the_lie_in(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: the same fetch without the comparison of hashes."""
+    liar = Scripted(DATA)
+    liar.tamper = flipped
+    await swarm.add("liar", liar)
+    with monkeypatch.context() as patch:
+        patch.setattr(Partial, "write", keep_unchecked)
+        await swarm.fetch()
+    assert swarm.store.has(BLOB.digest)
+    assert swarm.faults == []
+    with pytest.raises(MissingFileError, match="damaged"):
+        swarm.store.read(BLOB.digest)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "reason"),
+    [
+        (lambda data: data + b"x", "more bytes than were asked for"),
+        (lambda data: data * 100, "more bytes than were asked for"),
+        (lambda data: data[:-1], "fewer bytes than were asked for"),
+        (lambda data: b"", "fewer bytes than were asked for"),
+    ],
+    ids=["one more", "far more", "one fewer", "none"],
+)
+async def test_too_many_or_too_few_bytes_are_a_fault(
+    swarm: Swarm, tamper: Callable[[bytes], bytes], reason: str
+) -> None:
+    source = Scripted(DATA)
+    source.tamper = tamper
+    await swarm.add("source", source)
+    await swarm.add_honest("honest", DATA)
+    await swarm.fetch()
+    assert swarm.store.read(BLOB.digest) == DATA
+    assert set(swarm.faults) == {("source", reason)}
+    assert swarm.fetcher.bytes_received < len(DATA) + 3 * PIECE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("hashes", "reason"),
+    [
+        (piece_hashes(DATA) + bytes(32), "more piece hashes"),
+        (bytes(1 << 20), "more piece hashes"),
+        (piece_hashes(DATA)[:-32], "do not match the digest"),
+        (bytes(len(piece_hashes(DATA))), "do not match the digest"),
+        (b"", "do not match the digest"),
+    ],
+    ids=["one more", "far more", "one fewer", "others", "none"],
+)
+async def test_a_hostile_list_of_pieces_is_a_fault(swarm: Swarm, hashes: bytes, reason: str) -> None:
+    source = Scripted(DATA, hashes=hashes)
+    await swarm.add("source", source)
+    with pytest.raises(UnreachableError, match=reason):
+        await swarm.fetch(deadline=0.6)
+    assert source.calls == 0
+    assert [peer for peer, _ in swarm.faults] == ["source"]
+    await swarm.add_honest("honest", DATA)
+    await swarm.fetch()
+    assert swarm.store.read(BLOB.digest) == DATA
+
+
+@pytest.mark.parametrize("claim", [len(DATA) - 1, len(DATA) + 1, 2 * len(DATA), 5 * PIECE_BYTES])
+async def test_a_wrong_size_is_laid_at_the_door_of_who_told_it(swarm: Swarm, claim: int) -> None:
+    await swarm.add_honest("honest", DATA)
+    with pytest.raises(MalformedError, match=f"has {len(DATA)} bytes, not {claim}"):
+        await swarm.fetch(Blob(BLOB.digest, claim))
+    assert swarm.faults == []
+    await swarm.fetch()
+
+
+@pytest.mark.parametrize("claim", [0, len(SMALL) - 1, len(SMALL) + 1, 2 * PIECE_BYTES])
+async def test_a_wrong_size_of_a_small_blob_too(swarm: Swarm, claim: int) -> None:
+    blob = Blob.of(SMALL)
+    await swarm.add_honest("honest", SMALL)
+    with pytest.raises((MalformedError, UnreachableError)):
+        await swarm.fetch(Blob(blob.digest, claim), deadline=1.0)
+    assert swarm.faults == []
+    await swarm.fetch(blob)
+
+
+async def test_a_source_cannot_lie_about_the_size(swarm: Swarm) -> None:
+    await swarm.add("liar", Scripted(DATA, size=len(DATA) + 1))
+    await swarm.fetch()
+    assert swarm.store.read(BLOB.digest) == DATA
+
+
+@pytest.mark.parametrize("after", [0, PIECE_BYTES // 2, 4 * PIECE_BYTES])
+async def test_frozen_sources_do_not_stop_the_others(swarm: Swarm, after: int) -> None:
+    for name in ("frozen 1", "frozen 2", "frozen 3"):
+        frozen = Scripted(DATA)
+        frozen.frozen_after = after
+        await swarm.add(name, frozen)
+    await swarm.add_honest("honest", DATA)
+    await asyncio.wait_for(swarm.fetch(), 15)
+    assert swarm.store.read(BLOB.digest) == DATA
+    assert swarm.faults == [], "slow is not a lie"
+
+
+async def test_a_slow_source_that_gets_on_is_not_given_up(swarm: Swarm) -> None:
+    class Slow(Scripted):
+        async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
+            async for chunk in super().Fetch(request, context):
+                await asyncio.sleep(0.4 * QUICK.stall)
+                yield chunk
+
+    data = DATA[:PIECE_BYTES]
+    slow = Slow(data)
+    await swarm.add("slow", slow)
+    await swarm.fetch(Blob.of(data))
+    assert slow.calls == 1, "the whole took longer than a stall, no chunk did"
+
+
+async def test_a_fetch_from_frozen_sources_ends_by_its_deadline(swarm: Swarm) -> None:
+    frozen = Scripted(DATA)
+    frozen.frozen_after = 0
+    await swarm.add("frozen", frozen)
+    swarm.fetcher = swarm.new_fetcher(Pace())  # whose time-outs are far longer than the deadline
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(UnreachableError, match="not fetched within 0.5 s: 1 sources tried: frozen: "):
+        await swarm.fetch(deadline=0.5)
+    assert asyncio.get_running_loop().time() - began < 3
+
+
+async def test_without_sources_it_says_so(swarm: Swarm) -> None:
+    with pytest.raises(UnreachableError, match="no source is known"):
+        await swarm.fetch(deadline=0.2)
+
+
+async def test_what_is_not_there_yet_is_asked_for_again(swarm: Swarm) -> None:
+    late = BlobStore(swarm.folder / "late", ROOM)
+    await swarm.add("late", BlobService(late, lambda context: "fetcher"))
+    swarm.servers["gone"] = grpc.aio.server()  # nothing listens there
+    fetching = asyncio.create_task(swarm.fetch())
+    await asyncio.wait([fetching], timeout=0.6)
+    assert not fetching.done()
+    late.put(DATA)
+    await fetching
+    assert swarm.store.read(BLOB.digest) == DATA
+
+
+async def test_a_newcomer_is_noticed(swarm: Swarm) -> None:
+    fetching = asyncio.create_task(swarm.fetch())
+    await asyncio.wait([fetching], timeout=0.2)
+    await swarm.add_honest("newcomer", DATA)
+    await fetching
+    assert swarm.store.has(BLOB.digest)
+
+
+async def test_a_busy_source_is_asked_again(swarm: Swarm) -> None:
+    await swarm.add_honest("busy", DATA, limits=CallerLimits(calls=1))
+    await swarm.fetch()
+    assert swarm.store.read(BLOB.digest) == DATA
+    assert swarm.faults == []
+
+
+async def test_a_channel_closed_under_a_call_is_a_failure_and_no_cancel(swarm: Swarm) -> None:
+    frozen = Scripted(DATA)
+    frozen.frozen_after = 2 * PIECE_BYTES
+    await swarm.add("frozen", frozen)
+    fetching = asyncio.create_task(swarm.fetch())
+    await until(lambda: frozen.bytes_sent >= frozen.frozen_after)
+    await swarm.channel("frozen").close()
+    await swarm.add_honest("honest", DATA)
+    await fetching
+    assert swarm.store.read(BLOB.digest) == DATA
+
+
+async def test_fetches_of_one_blob_share_a_download(swarm: Swarm) -> None:
+    services = [await swarm.add_honest(name, DATA) for name in ("one", "two")]
+    await asyncio.gather(*(swarm.fetch() for _ in range(5)))
+    assert sum(service.total_bytes_served for service in services) == len(DATA) + len(piece_hashes(DATA))
+
+
+async def test_who_gives_up_leaves_the_download_to_the_others(swarm: Swarm) -> None:
+    frozen = Scripted(DATA)
+    frozen.frozen_after = 5 * PIECE_BYTES
+    await swarm.add("frozen", frozen)
+    patient = asyncio.create_task(swarm.fetch())
+    hasty = asyncio.create_task(swarm.fetch(deadline=0.3))
+    cancelled = asyncio.create_task(swarm.fetch())
+    await until(lambda: frozen.bytes_sent >= frozen.frozen_after)
+    cancelled.cancel()
+    results = await asyncio.gather(hasty, cancelled, return_exceptions=True)
+    assert [type(result) for result in results] == [UnreachableError, asyncio.CancelledError]
+    assert not patient.done()
+    honest = await swarm.add_honest("honest", DATA)
+    await patient
+    assert swarm.store.read(BLOB.digest) == DATA
+    assert honest.total_bytes_served < len(DATA) - PIECE_BYTES
+
+
+async def test_a_cancelled_fetch_leaves_no_task_and_can_be_begun_at_once(swarm: Swarm) -> None:
+    await swarm.add_honest("one", DATA)
+    chance = random.Random(11)
+    for _ in range(15):
+        before = swarm.fetcher.bytes_received
+        enough = before + chance.randrange(3 * PIECE_BYTES)
+        fetching = asyncio.create_task(swarm.fetch())
+        await until(lambda: fetching.done() or swarm.fetcher.bytes_received > enough)  # noqa: B023
+        fetching.cancel()
+        again = asyncio.create_task(swarm.fetch())
+        await asyncio.wait([fetching])
+        await asyncio.wait([again], timeout=0.02)
+        assert not again.cancelled(), "the one that comes next does not inherit the cancel"
+        again.cancel()
+        await asyncio.wait([again])
+        left = [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("fetch ")]
+        assert left == []
+    await swarm.fetch()
+    assert swarm.store.read(BLOB.digest) == DATA
+
+
+async def test_a_full_disk_ends_the_fetch_and_room_lets_it_go_on(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = await swarm.add_honest("one", DATA)
+    kept = 0
+    write = os.pwrite
+
+    def fill_up(descriptor: int, data: bytes, offset: int) -> int:
+        nonlocal kept
+        kept += 1
+        if kept > 5:
+            raise OSError(errno.ENOSPC, "full")
+        return write(descriptor, data, offset)
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="no space left"):
+        patch.setattr(os, "pwrite", fill_up)
+        await swarm.fetch()
+    assert swarm.faults == []
+    before = service.total_bytes_served
+    await swarm.fetch()
+    assert swarm.store.read(BLOB.digest) == DATA
+    assert service.total_bytes_served - before == len(DATA) - 5 * PIECE_BYTES
+
+
+async def test_many_blobs_at_once_share_the_calls(swarm: Swarm) -> None:
+    datas = [random.Random(seed).randbytes(300_000 + seed) for seed in range(40)]
+    services = [await swarm.add_honest(name, *datas) for name in ("one", "two", "three")]
+    swarm.fetcher = swarm.new_fetcher(Pace(patience=10.0))  # a busy machine makes nobody late
+    await asyncio.gather(*(swarm.fetch(Blob.of(data)) for data in datas))
+    assert all(swarm.store.read(Blob.of(data).digest) == data for data in datas)
+    assert sum(service.total_bytes_served for service in services) == sum(map(len, datas))

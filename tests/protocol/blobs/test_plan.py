@@ -1,0 +1,253 @@
+"""The plan in a simulated world: virtual sources with a speed and a temper, under a virtual clock."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from protocol.blobs.plan import Call, Failure, Pace, Plan, Sources
+
+PIECE = 1 << 20
+PACE = Pace()
+
+
+@dataclass(frozen=True)
+class Nature:
+    """How a simulated source behaves. `speed` is of one call, in bytes a second; 0 is frozen."""
+
+    speed: float = 10e6
+    lies: bool = False
+    fails: float = 0.0  # share of calls that fail in some way
+
+
+@dataclass
+class World:
+    """Carries out the calls of a plan; `narrow`: the bytes a second that all calls together get."""
+
+    natures: dict[str, Nature]
+    seed: int
+    narrow: float = float("inf")
+    now: float = 0.0
+    asked: Counter[int] = field(default_factory=Counter)
+    delivered: Counter[str] = field(default_factory=Counter)
+    most_calls: int = 0
+    most_sources: int = 0
+    running: dict[Call, float] = field(default_factory=dict)  # to the bytes that came
+    begun: dict[Call, float] = field(default_factory=dict)
+    last: dict[Call, float] = field(default_factory=dict)
+
+    def run(self, lengths: dict[int, int], limit: float = 3600.0, step: float = 0.05) -> float:
+        chance = random.Random(self.seed)
+        self.sources = Sources(PACE, random.Random(self.seed + 1))
+        self.sources.offer(self.natures)
+        plan = Plan(lengths, self.sources)
+        while not plan.done:
+            assert self.now < limit, f"not done after {limit} s, seed {self.seed}"
+            while (call := plan.next_call(self.now)) is not None:
+                assert call not in self.running, "a source was asked twice for one piece"
+                self.asked[call.piece] += 1
+                self.running[call], self.begun[call], self.last[call] = 0.0, self.now, self.now
+            self.most_calls = max(self.most_calls, len(self.running))
+            self.most_sources = max(self.most_sources, len({call.peer for call in self.running}))
+            self.now += step
+            for call in list(self.running):
+                if call in self.running:
+                    self._advance(plan, call, lengths[call.piece], step, chance)
+        return self.now
+
+    def _advance(self, plan: Plan, call: Call, length: int, step: float, chance: random.Random) -> None:
+        nature = self.natures[call.peer]
+        rate = min(nature.speed * chance.uniform(0.5, 1.5), self.narrow / len(self.running))
+        if rate > 0:
+            size = min(rate * step, length - self.running[call])
+            self.running[call] += size
+            self.last[call] = self.now
+            plan.received(call, int(size))
+        if chance.random() < nature.fails:
+            self._fail(plan, call, chance.choice([Failure.ABSENT, Failure.BUSY, Failure.LOST]))
+        elif self.running[call] >= length:
+            self._deliver(plan, call, nature)
+        elif self.now - self.last[call] > PACE.stall or self.now - self.begun[call] > call.seconds:
+            self._fail(plan, call, Failure.SLOW)
+
+    def _deliver(self, plan: Plan, call: Call, nature: Nature) -> None:
+        if nature.lies:
+            return self._fail(plan, call, Failure.LIED)
+        del self.running[call]
+        self.delivered[call.peer] += 1
+        for other in plan.succeeded(call, self.now):
+            del self.running[other]
+
+    def _fail(self, plan: Plan, call: Call, failure: Failure) -> None:
+        del self.running[call]
+        plan.failed(call, failure, failure, self.now)
+
+
+def pieces(count: int) -> dict[int, int]:
+    return dict.fromkeys(range(count), PIECE)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_faults_every_piece_is_asked_for_exactly_once(seed: int) -> None:
+    chance = random.Random(seed)
+    natures = {f"peer {n}": Nature(chance.uniform(1e6, 50e6)) for n in range(chance.randint(1, 9))}
+    world = World(natures, seed)
+    count = chance.randint(1, 60)
+    world.run(pieces(count))
+    assert world.asked == Counter(range(count)), f"seed {seed}"
+    assert world.most_calls <= PACE.sources * PACE.pieces_per_source
+    assert world.most_sources <= PACE.sources
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_it_ends_under_random_faults_while_one_source_is_sound(seed: int) -> None:
+    chance = random.Random(seed)
+    natures = {
+        f"peer {n}": Nature(chance.choice([0.0, 1e3, 1e5, 1e7]), chance.random() < 0.3, chance.choice([0.0, 0.1, 0.9]))
+        for n in range(chance.randint(0, 12))
+    }
+    world = World(natures | {"sound": Nature(2e6, fails=0.02)}, seed)
+    count = chance.randint(1, 20)
+    world.run(pieces(count))
+    assert world.asked.keys() == set(range(count))
+    assert sum(world.delivered.values()) == count, f"seed {seed}"
+    assert world.most_calls <= 2 * PACE.sources * PACE.pieces_per_source
+    assert not any(natures[peer].lies for peer in world.delivered if peer != "sound")
+
+
+def test_a_liar_is_asked_no_more_and_the_ban_outlives_its_absence() -> None:
+    sources = Sources(PACE, random.Random(1))
+    sources.offer(["liar"])
+    plan = Plan(pieces(3), sources)
+    call = plan.next_call(0.0)
+    assert call is not None
+    plan.failed(call, Failure.LIED, "a piece does not match its hash", 0.1)
+    sources.offer([])
+    sources.offer(["liar"])
+    # The control: a source that was only busy is asked again.
+    assert plan.next_call(1e6) is None
+    sources.offer(["liar", "other"])
+    call = plan.next_call(1e6)
+    assert call is not None
+    assert call.peer == "other"
+    plan.failed(call, Failure.BUSY, "", 1e6)
+    again = plan.next_call(2e6)
+    assert again is not None
+    assert again.peer == "other"
+    assert sources.troubles() == {"liar": "a piece does not match its hash", "other": "is busy"}
+
+
+def test_pauses_grow_and_end_with_a_success() -> None:
+    sources = Sources(PACE, random.Random(2))
+    sources.offer(["peer"])
+    pauses, now = [], 0.0
+    for _ in range(12):
+        sources.failed("peer", Failure.ABSENT, "", now)
+        pauses.append(sources.by_peer["peer"].retry_at - now)
+        assert sources.available(now) == []
+        now = sources.by_peer["peer"].retry_at
+        assert sources.available(now) == ["peer"]
+    assert pauses[0] < 0.5
+    assert pauses[3] > pauses[0]
+    assert max(pauses) <= 1.5 * PACE.longest_retry
+    sources.succeeded("peer", 1e6)
+    sources.failed("peer", Failure.ABSENT, "", now)
+    assert sources.by_peer["peer"].retry_at - now < 0.5
+
+
+def test_frozen_sources_hold_nothing_up() -> None:
+    natures = {f"frozen {n}": Nature(0.0) for n in range(8)} | {"sound": Nature(10e6)}
+    world = World(natures, seed=3)
+    taken = world.run(pieces(20))
+    # Waiting for each pair of frozen calls to run into its time-out would take longer than this.
+    assert taken < 2 * PACE.stall
+    assert world.delivered == Counter({"sound": 20})
+
+
+def test_a_trickle_is_not_taken_for_a_source() -> None:
+    natures = {f"trickle {n}": Nature(100.0) for n in range(4)} | {"sound": Nature(10e6)}
+    taken = World(natures, seed=4).run(pieces(10))
+    # The control: 100 bytes a second pass every check for silence, and one piece alone would take hours.
+    assert taken < 10
+
+
+def test_a_narrow_link_of_our_own_is_not_made_narrower() -> None:
+    natures = {f"peer {n}": Nature(10e6) for n in range(8)}
+    world = World(natures, seed=5, narrow=125e3)
+    taken = world.run(pieces(12))
+    assert world.asked == Counter(range(12))
+    assert taken < 1.1 * 12 * PIECE / 125e3
+
+
+def test_the_fast_sources_are_found_and_do_the_work() -> None:
+    natures = {f"slow {n}": Nature(0.3e6) for n in range(12)} | {f"fast {n}": Nature(20e6) for n in range(4)}
+    world = World(natures, seed=6)
+    taken = world.run(pieces(200))
+    fast = sum(count for peer, count in world.delivered.items() if peer.startswith("fast"))
+    assert fast > 150
+    # The control: keeping the first four of sixteen, mostly slow, would take several times as long.
+    assert taken < 200 * PIECE / (4 * 2 * 0.3e6) / 2
+
+
+def test_a_source_that_is_no_snail_but_slow_makes_room_for_a_faster_one() -> None:
+    # Not slow enough to be late: only giving the next piece to the best few moves the work.
+    natures = {f"slow {n}": Nature(1e6) for n in range(12)} | {f"fast {n}": Nature(3.5e6) for n in range(4)}
+    world = World(natures, seed=3)
+    world.run(pieces(200))
+    assert sum(count for peer, count in world.delivered.items() if peer.startswith("fast")) > 150
+
+
+def test_the_last_piece_is_asked_of_another_when_its_source_is_late() -> None:
+    sources = Sources(PACE, random.Random(7))
+    sources.offer(["one", "two"])
+    plan = Plan(pieces(1), sources)
+    first = plan.next_call(0.0)
+    assert first is not None
+    assert plan.next_call(0.0) is None
+    assert plan.next_call(PACE.patience - 0.01) is None
+    second = plan.next_call(PACE.patience)
+    assert second is not None
+    assert {first.peer, second.peer} == {"one", "two"}
+    assert plan.succeeded(second, 1.5) == [first]
+    assert plan.done
+    assert not plan.runs(first)
+    plan.failed(first, Failure.LOST, "slower than others", 1.6)
+    assert plan.done, "what failed too late is not fetched again"
+    assert sources.troubles()[first.peer] == "slower than others"
+
+
+def test_a_call_that_waited_its_turn_is_not_late_for_it() -> None:
+    sources = Sources(PACE, random.Random(8))
+    sources.offer(["one", "two"])
+    plan = Plan(pieces(1), sources)
+    call = plan.next_call(0.0)
+    assert call is not None
+    plan.began(call, 50.0)
+    assert plan.next_call(50.5) is None
+    assert plan.next_call(51.0) is not None
+
+
+def test_deadlines_follow_the_measured_speed_within_bounds() -> None:
+    sources = Sources(PACE, random.Random(9))
+    sources.offer(["peer"])
+    slowest = PIECE / PACE.slowest
+    assert sources.seconds_for("peer", PIECE) == slowest
+    sources.succeeded("peer", 1e9)
+    assert sources.seconds_for("peer", PIECE) == PACE.shortest
+    sources.by_peer["peer"].speed = 2**19
+    assert sources.seconds_for("peer", PIECE) == PACE.slack * 2
+    sources.failed("peer", Failure.SLOW, "", 0.0)
+    assert sources.seconds_for("peer", PIECE) == PACE.slack * 4
+    sources.by_peer["peer"].speed = 1.0
+    assert sources.seconds_for("peer", PIECE) == slowest
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    natures = {f"peer {n}": Nature(1e6 * (n + 1), fails=0.05) for n in range(6)}
+    first, second, other = World(natures, 10), World(natures, 10), World(natures, 11)
+    for world in (first, second, other):
+        world.run(pieces(30))
+    assert first.delivered == second.delivered
+    assert first.now == second.now
+    assert first.delivered != other.delivered

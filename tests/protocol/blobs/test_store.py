@@ -1,0 +1,294 @@
+"""The folder never shows a blob that is not whole, never grows past its limit, and notices rot."""
+
+import errno
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
+from protocol.blobs.store import BlobStore
+from protocol.errors import LimitError, MalformedError, MissingFileError, StorageError
+
+ROOM = 64 * PIECE_BYTES
+
+
+def some_bytes(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs", ROOM)
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 5])
+def test_what_is_put_can_be_read(store: BlobStore, size: int) -> None:
+    data = some_bytes(size)
+    blob = store.put(data)
+    assert blob == Blob.of(data)
+    assert store.has(blob.digest)
+    assert store.blob(blob.digest) == blob
+    assert store.read(blob.digest) == data
+    assert store.path(blob.digest).read_bytes() == data
+    assert store.hashes(blob.digest) == piece_hashes(data)
+    assert store.size == size
+
+
+def test_putting_twice_changes_nothing(store: BlobStore, tmp_path: Path) -> None:
+    first = store.put(memoryview(b"murmur"))
+    before = files(tmp_path / "blobs")
+    assert store.put(b"murmur") == first
+    assert files(tmp_path / "blobs") == before
+    assert store.size == 6
+
+
+def test_a_file_is_put_like_bytes(store: BlobStore, tmp_path: Path) -> None:
+    data = some_bytes(PIECE_BYTES + 9)
+    (tmp_path / "source").write_bytes(data)
+    assert store.put_file(tmp_path / "source") == Blob.of(data)
+    assert store.read(Blob.of(data).digest) == data
+    with pytest.raises(MissingFileError, match="nowhere"):
+        store.put_file(tmp_path / "nowhere")
+
+
+def test_ranges_end_where_the_blob_ends(store: BlobStore) -> None:
+    data = some_bytes(PIECE_BYTES + 100)
+    digest = store.put(data).digest
+    assert store.read_range(digest, PIECE_BYTES - 3, 6) == data[PIECE_BYTES - 3 : PIECE_BYTES + 3]
+    assert store.read_range(digest, len(data) - 2, 100) == data[-2:]
+
+
+def test_an_absent_blob_is_named(store: BlobStore) -> None:
+    for ask in (store.blob, store.read, store.hashes):
+        with pytest.raises(MissingFileError, match="61616161"):
+            ask(b"a" * 32)
+    for nonsense in (b"", b"../../etc/passwd", b"a" * 31):
+        with pytest.raises(MalformedError):
+            store.path(nonsense)
+
+
+def test_a_new_store_finds_what_is_there_and_clears_what_is_not_whole(store: BlobStore, tmp_path: Path) -> None:
+    kept, folder = store.put(b"kept"), tmp_path / "blobs"
+    lonely = "ab" * 32
+    for name in ("half.new", f"{lonely}.part", f"{'cd' * 32}.pieces", f"{kept.name}.part"):
+        (folder / name).write_bytes(b"left over")
+    (folder / "somebody's notes").write_bytes(b"not ours")
+    again = BlobStore(folder, ROOM)
+    assert again.read(kept.digest) == b"kept"
+    assert files(folder) == {kept.name, f"{kept.name}.pieces", "somebody's notes"}
+    assert again.size == 4
+
+
+def test_a_killed_put_leaves_nothing(store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(source: object, target: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", killed)
+        store.put(b"data")
+    assert files(tmp_path / "blobs") == set()
+    assert store.size == 0
+    assert store.read(store.put(b"data").digest) == b"data"
+
+
+def test_rot_is_found_anywhere_and_the_blob_removed(store: BlobStore) -> None:
+    data = some_bytes(2 * PIECE_BYTES + 77)
+    chance = random.Random(5)
+    for position in [0, len(data) - 1, *(chance.randrange(len(data)) for _ in range(30))]:
+        digest = store.put(data).digest
+        with store.path(digest).open("r+b") as file:
+            file.seek(position)
+            file.write(bytes([data[position] ^ 1 << chance.randrange(8)]))
+        # The control: without the check the damaged bytes come out as if nothing had happened.
+        assert store.read_range(digest, 0, len(data)) != data
+        with pytest.raises(MissingFileError, match="damaged"):
+            store.check_piece(digest, position // PIECE_BYTES)
+        assert not store.has(digest)
+        assert not store.path(digest).exists()
+
+
+def test_a_damaged_or_cut_blob_is_never_read(store: BlobStore, tmp_path: Path) -> None:
+    data = some_bytes(PIECE_BYTES + 1)
+    digest = store.put(data).digest
+    store.path(digest).write_bytes(data[:-1] + b"x")
+    with pytest.raises(MissingFileError, match="damaged"):
+        store.read(digest)
+    digest = store.put(data).digest
+    os.truncate(store.path(digest), 10)
+    with pytest.raises(MissingFileError, match="damaged"):
+        BlobStore(tmp_path / "blobs", ROOM).hashes(digest)
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 64, b"x" * 1000, None])
+def test_lost_or_damaged_hashes_are_made_anew(store: BlobStore, tmp_path: Path, damage: bytes | None) -> None:
+    data = some_bytes(PIECE_BYTES + 1)
+    blob = store.put(data)
+    path = tmp_path / "blobs" / f"{blob.name}.pieces"
+    path.unlink() if damage is None else path.write_bytes(damage)
+    assert store.hashes(blob.digest) == piece_hashes(data)
+    assert path.read_bytes() == piece_hashes(data)
+
+
+def test_a_file_taken_away_is_missing_not_an_accident(store: BlobStore) -> None:
+    digest = store.put(b"data").digest
+    store.path(digest).unlink()
+    with pytest.raises(MissingFileError):
+        store.read(digest)
+    assert not store.has(digest)
+
+
+def test_discard_and_retain(store: BlobStore, tmp_path: Path) -> None:
+    first, second, third = (store.put(data) for data in (b"one", b"two", b"three"))
+    store.discard(first.digest)
+    store.discard(first.digest)
+    store.retain([second.digest, b"z" * 32])
+    assert [store.has(blob.digest) for blob in (first, second, third)] == [False, True, False]
+    assert files(tmp_path / "blobs") == {second.name, f"{second.name}.pieces"}
+    assert store.size == 3
+
+
+def test_the_limit_holds_for_whole_and_partial_blobs(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, 100)
+    store.put(bytes(60))
+    large = some_bytes(41)
+    for attempt in (lambda: store.put(large), lambda: store.open_partial(Blob.of(large), piece_hashes(large))):
+        with pytest.raises(StorageError, match="allow it more"):
+            attempt()
+    small = some_bytes(40)
+    partial = store.open_partial(Blob.of(small), piece_hashes(small))
+    assert store.size == 100
+    with pytest.raises(StorageError):
+        store.put(b"x")
+    partial.close()
+    store.discard(Blob.of(small).digest)
+    store.put(large[:40])
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(errno.ENOSPC, "no space left"), (errno.EDQUOT, "no space left"), (errno.EIO, "mend the disk")],
+)
+def test_a_failing_disk_is_one_line(
+    store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, text: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    data = some_bytes(10)
+    partial = store.open_partial(Blob.of(data), piece_hashes(data))
+    monkeypatch.setattr(os, "replace", fail)
+    monkeypatch.setattr(os, "pwrite", fail)
+    for attempt in (lambda: store.put(b"x"), lambda: partial.write(0, data)):
+        with pytest.raises(StorageError, match=text) as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    assert partial.missing == {0}
+    partial.write(0, data)
+    partial.finish()
+    partial.close()
+    assert store.read(Blob.of(data).digest) == data
+    assert not [name for name in files(tmp_path / "blobs") if name.endswith(".new")]
+
+
+def test_pieces_come_in_any_order_and_only_the_right_ones(store: BlobStore) -> None:
+    data = some_bytes(3 * PIECE_BYTES + 10)
+    blob = Blob.of(data)
+    partial = store.open_partial(blob, piece_hashes(data))
+    for piece in (3, 0, 2):
+        partial.write(piece, data[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES])
+    for wrong in (data[:PIECE_BYTES], bytes(PIECE_BYTES), data[PIECE_BYTES : 2 * PIECE_BYTES - 1], b""):
+        with pytest.raises(MalformedError):
+            partial.write(1, wrong)
+    assert partial.missing == {1}
+    assert not store.has(blob.digest)
+    with pytest.raises(ValueError, match="lacks 1"):
+        partial.finish()
+    partial.write(1, data[PIECE_BYTES : 2 * PIECE_BYTES])
+    partial.finish()
+    partial.close()
+    assert store.read(blob.digest) == data
+    assert store.size == len(data)
+
+
+def test_a_fetch_is_taken_up_where_it_was_left_and_nothing_is_believed(store: BlobStore, tmp_path: Path) -> None:
+    data = some_bytes(4 * PIECE_BYTES)
+    blob, hashes = Blob.of(data), piece_hashes(data)
+    partial = store.open_partial(blob, hashes)
+    for piece in (0, 1, 3):
+        partial.write(piece, data[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES])
+    partial.close()
+    with (tmp_path / "blobs" / f"{blob.name}.part").open("r+b") as file:
+        file.seek(PIECE_BYTES + 5)
+        file.write(bytes(3))  # a piece that rotted in the meantime
+    again = BlobStore(tmp_path / "blobs", ROOM)
+    assert again.size == blob.size
+    assert again.partial_hashes(blob) == hashes
+    partial = again.open_partial(blob, hashes)
+    assert partial.missing == {0, 1, 2, 3}
+    partial.recheck()
+    assert partial.missing == {1, 2}
+    partial.close()
+
+
+def test_a_partial_blob_has_one_owner_who_is_not_robbed(store: BlobStore) -> None:
+    data = some_bytes(10)
+    blob, hashes = Blob.of(data), piece_hashes(data)
+    partial = store.open_partial(blob, hashes)
+    with pytest.raises(ValueError, match="already"):
+        store.open_partial(blob, hashes)
+    store.retain([])
+    partial.write(0, data)
+    partial.finish()
+    partial.close()
+    assert store.read(blob.digest) == data
+
+
+def test_nothing_is_begun_for_hashes_that_are_not_the_blobs(store: BlobStore, tmp_path: Path) -> None:
+    blob = Blob(b"d" * 32, PIECE_BYTES)
+    for hashes, fault in ((bytes(32), MalformedError), (bytes(64), LimitError)):
+        with pytest.raises(fault):
+            store.open_partial(blob, hashes)
+    assert files(tmp_path / "blobs") == set()
+
+
+def test_a_write_after_the_close_touches_no_other_file(store: BlobStore, tmp_path: Path) -> None:
+    data = some_bytes(10)
+    partial = store.open_partial(Blob.of(data), piece_hashes(data))
+    partial.close()
+    with (tmp_path / "other").open("w+b") as other:  # likely gets the same descriptor
+        partial.write(0, data)
+        partial.recheck()
+        assert other.read() == b""
+    assert partial.missing == {0}
+
+
+def test_many_threads_put_and_discard_at_once(store: BlobStore) -> None:
+    faults: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for _ in range(30):
+                blob = store.put(bytes([chance.randrange(4)]) * 1000)
+                if chance.random() < 0.5:
+                    store.discard(blob.digest)
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert faults == []
+    assert store.size == 1000 * sum(store.has(Blob.of(bytes([value]) * 1000).digest) for value in range(4))
+    store.retain([])
+    assert store.size == 0

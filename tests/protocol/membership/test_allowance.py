@@ -1,0 +1,23 @@
+from protocol.membership.allowance import Allowance
+
+
+def test_a_burst_and_then_the_rate() -> None:
+    allowance = Allowance(burst=5, rate=2)
+    assert sum(allowance.take("peer", 0.0) for _ in range(20)) == 5
+    assert sum(allowance.take("peer", 1.0) for _ in range(20)) == 2
+    assert sum(allowance.take("peer", 1000.0) for _ in range(20)) == 5
+
+
+def test_one_peer_does_not_use_up_another_ones() -> None:
+    allowance = Allowance(burst=1, rate=1)
+    assert not all(allowance.take("greedy", 0.0) for _ in range(100))
+    assert allowance.take("modest", 0.0)
+
+
+def test_callers_are_bounded_and_the_longest_silent_goes() -> None:
+    allowance = Allowance(burst=1, rate=0.001, max_callers=2)
+    assert allowance.take("first", 0.0) and allowance.take("second", 0.0)
+    assert not allowance.take("first", 1.0)
+    assert allowance.take("third", 2.0)  # pushes out the second
+    assert not allowance.take("first", 3.0)
+    assert allowance.take("second", 4.0)

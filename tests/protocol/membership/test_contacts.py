@@ -1,0 +1,104 @@
+import logging
+import random
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import ManifestError
+from protocol.identity import Identity
+from protocol.membership.contacts import LONGEST_WAIT, MAX_ADDRESSES, MEMORY, Contacts, load_addresses, save_addresses
+
+PEERS = [Identity.create().peer_id for _ in range(5)]
+
+
+def address(peer: str, port: int = 1) -> str:
+    return f"/ip4/10.0.0.1/tcp/{port}/p2p/{peer}"
+
+
+def due(contacts: Contacts, now: float, present: tuple[str, ...] = (), count: int = 10) -> set[str]:
+    return {contact.peer for contact in contacts.due(now, present, count)}
+
+
+def test_a_bootstrap_peer_is_tried_for_ever_with_growing_intervals() -> None:
+    contacts = Contacts([address(PEERS[0])], random.Random(1))
+    now, waits = 0.0, []
+    for _ in range(200):
+        assert due(contacts, now) == {PEERS[0]}
+        waits.append(contacts.failed(PEERS[0], now))
+        assert due(contacts, now + waits[-1] * 0.99) == set()
+        now += waits[-1]
+    assert waits[:6] == sorted(waits[:6]) and waits[0] < 2 and waits[10] > 30
+    assert max(waits) <= 1.3 * LONGEST_WAIT and len(set(waits[20:])) > 100  # jitter
+    assert now > 2 * MEMORY
+
+
+def test_an_answer_ends_the_wait() -> None:
+    contacts = Contacts([address(PEERS[0])], random.Random(2))
+    for _ in range(10):
+        contacts.failed(PEERS[0], 0.0)
+    contacts.succeeded(PEERS[0], 1.0)
+    assert due(contacts, 1.0) == {PEERS[0]}
+    assert contacts.failed(PEERS[0], 1.0) < 2
+
+
+def test_the_present_are_not_tried() -> None:
+    contacts = Contacts(map(address, PEERS), random.Random(3))
+    assert due(contacts, 0.0, present=tuple(PEERS[:2])) == set(PEERS[2:])
+    assert len(due(contacts, 0.0, count=2)) == 2
+
+
+def test_a_former_peer_is_remembered_for_an_hour() -> None:
+    contacts = Contacts([], random.Random(4))
+    contacts.remember(PEERS[0], [address(PEERS[0])], now=0.0)
+    contacts.remember(PEERS[1], [], now=0.0)  # nowhere to be found
+    assert due(contacts, MEMORY) == {PEERS[0]}
+    assert due(contacts, MEMORY + 1) == set() and len(contacts) == 0
+
+
+def test_contacts_are_bounded_and_the_manifests_own_stay() -> None:
+    contacts = Contacts([address(PEERS[0])], random.Random(5), max_contacts=3)
+    for number, peer in enumerate(PEERS):
+        contacts.remember(peer, [address(peer)], float(number))
+    assert due(contacts, 10.0) == {PEERS[0], PEERS[3], PEERS[4]}
+
+
+def test_the_manifests_address_outlives_newer_ones() -> None:
+    contacts = Contacts([address(PEERS[0])], random.Random(6))
+    contacts.remember(PEERS[0], [address(PEERS[0], port) for port in range(2, 20)], now=0.0)
+    addresses = contacts.addresses()[PEERS[0]]
+    assert address(PEERS[0]) in addresses and len(addresses) == MAX_ADDRESSES
+
+
+def test_news_do_not_shorten_the_wait_after_a_failure() -> None:
+    contacts = Contacts([], random.Random(7))
+    contacts.remember(PEERS[0], [address(PEERS[0])], now=0.0)
+    wait = contacts.failed(PEERS[0], 0.0)
+    contacts.remember(PEERS[0], [address(PEERS[0])], now=wait / 2)
+    assert due(contacts, wait / 2) == set()
+
+
+def test_a_bootstrap_address_without_a_peer_id_says_what_to_do() -> None:
+    with pytest.raises(ManifestError, match="does not end in /p2p/<peer id>; add it"):
+        Contacts(["/ip4/10.0.0.1/tcp/1"], random.Random(8))
+
+
+def test_addresses_outlive_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "addresses.json"
+    assert load_addresses(file) == {}
+    known = {peer: (address(peer, 1), address(peer, 2)) for peer in PEERS}
+    save_addresses(file, known)
+    assert load_addresses(file) == known
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": 1}', "[1]", '["/ip4/1.1.1.1/tcp/1"]', "\0" * 100])
+def test_a_broken_file_is_named_and_skipped(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "addresses.json"
+    file.write_text(text)
+    assert load_addresses(file) == {}
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] and str(file) in caplog.text
+
+
+def test_a_disk_that_refuses_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_addresses(tmp_path / "missing" / "addresses.json", {})
+    assert "cannot keep the addresses" in caplog.text

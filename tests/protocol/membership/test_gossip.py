@@ -1,0 +1,464 @@
+"""Gossip among directories in one process (a network whose faults are at hand), and once over real transports."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protocol.errors import MalformedError, TransportError
+from protocol.identity import Identity
+from protocol.membership.clock import Clock
+from protocol.membership.contacts import load_addresses
+from protocol.membership.directory import KIND, Event, Joined, Left, Updated
+from protocol.membership.gossip import MAX_RECORDS, Directory
+from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
+from protocol.network.transport import Transport
+from protocol.records import sign
+
+RUN = "ab" * 32
+HEARTBEAT = 0.05
+
+
+async def until(condition: Callable[[], object], seconds: float = 15.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def failure(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+
+class Context:
+    """What a servicer sees of a call from `peer`."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+
+    def peer(self) -> str:
+        return f"unix-abstract:murmur/{self._peer}/1"
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise failure(code, details)
+
+
+class Channel:
+    def __init__(self, network: "Network", source: str, target: str) -> None:
+        self._network, self._source, self._target = network, source, target
+
+    def unary_unary(self, *_: Any, **__: Any) -> Callable[..., Awaitable[GossipReply]]:
+        async def call(request: GossipRequest, timeout: float) -> GossipReply:
+            return await self._network.call(self._source, self._target, request, timeout)
+
+        return call
+
+
+class Network:
+    """Who listens where, and who is dead or frozen."""
+
+    def __init__(self) -> None:
+        self.directories: dict[str, Directory] = {}
+        self.dead: set[str] = set()
+        self.frozen: set[str] = set()
+        self.calls: list[tuple[str, str]] = []
+
+    async def call(self, source: str, target: str, request: GossipRequest, seconds: float) -> GossipReply:
+        self.calls.append((source, target))
+        if target in self.frozen:
+            await asyncio.sleep(seconds)
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "frozen")
+        if target in self.dead or target not in self.directories:
+            raise failure(grpc.StatusCode.UNAVAILABLE, "dead")
+        copied = GossipRequest.FromString(request.SerializeToString())
+        return await self.directories[target].Gossip(copied, Context(source))
+
+
+class Node:
+    """A transport on the network of this process."""
+
+    def __init__(self, network: Network, peer: str) -> None:
+        self.network, self.peer = network, peer
+        self.introduced: dict[str, Sequence[str]] = {}
+        self.forgotten: list[str] = []
+        self.broken = False
+
+    async def addresses(self) -> tuple[str, ...]:
+        if self.broken:
+            raise TransportError("p2pd is being started again")
+        return (f"/memory/1/p2p/{self.peer}",)
+
+    def introduce(self, peer: str, addresses: Sequence[str]) -> None:
+        self.introduced[peer] = addresses
+
+    def forget(self, peer: str) -> None:
+        self.introduced.pop(peer, None)
+        self.forgotten.append(peer)
+
+    def channel(self, peer: str) -> Any:
+        # A peer whose addresses were never heard of cannot be called.
+        return Channel(self.network, self.peer, peer if peer in self.introduced else "nowhere")
+
+
+class Swarm:
+    def __init__(self) -> None:
+        self.network = Network()
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.nodes: dict[str, Node] = {}
+
+    def add(self, identity: Identity | None = None, *, skew: float = 0.0, run: str = RUN, **options: Any) -> Directory:
+        identity = identity or Identity.create()
+        node = Node(self.network, identity.peer_id)
+        clock = Clock(lambda: time.time() + skew)
+        settings = {"heartbeat": HEARTBEAT, "expiry": 1.5, "rng": random.Random(len(self.nodes)), **options}
+        directory = Directory(identity, run, node, clock, **settings)
+        self.network.dead.discard(directory.peer_id)
+        self.network.directories[directory.peer_id] = directory
+        self.nodes[directory.peer_id] = node
+        self.tasks[directory.peer_id] = asyncio.create_task(directory.run())
+        return directory
+
+    def kill(self, directory: Directory) -> None:
+        self.network.dead.add(directory.peer_id)
+        self.tasks[directory.peer_id].cancel()
+
+    async def stop(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.wait(self.tasks.values())
+        pending = [task for directory in self.network.directories.values() for task in directory._exchanges.values()]
+        assert not [task for task in pending if not task.done()]
+        for task in self.tasks.values():
+            assert task.cancelled(), task  # nothing but the end of the test ends a loop
+
+
+@pytest.fixture
+async def swarm() -> AsyncIterator[Swarm]:
+    swarm = Swarm()
+    yield swarm
+    await swarm.stop()
+
+
+def at(directory: Directory) -> str:
+    return f"/memory/1/p2p/{directory.peer_id}"
+
+
+def chain(swarm: Swarm, count: int, **options: Any) -> list[Directory]:
+    """Each knows one other to begin with."""
+    peers = [swarm.add(**options)]
+    for _ in range(count - 1):
+        peers.append(swarm.add(bootstrap=[at(peers[-1])], **options))
+    return peers
+
+
+def all_see(viewers: Sequence[Directory], seen: Sequence[Directory]) -> bool:
+    expected = {directory.peer_id for directory in seen}
+    return all(directory.live().keys() == expected for directory in viewers)
+
+
+async def test_a_chain_of_peers_converges(swarm: Swarm) -> None:
+    peers = chain(swarm, 7)
+    await until(lambda: all_see(peers, peers))
+    peers[0].publish(name="first", round=5, tokens=100)
+    await until(lambda: all(peer.live()[peers[0].peer_id].tokens == 100 for peer in peers))
+    assert all(not peer.refusals for peer in peers)
+
+
+async def test_what_is_urgent_needs_no_heartbeat(swarm: Swarm) -> None:
+    peers = [swarm.add()]
+    peers += [swarm.add(bootstrap=[at(peers[0])]) for _ in range(5)]
+    await until(lambda: all_see(peers, peers))
+    for task in swarm.tasks.values():
+        task.cancel()
+    await asyncio.wait(swarm.tasks.values())
+    peers[2].publish(round=1)  # control: nobody hears of it while nobody gossips
+    await asyncio.sleep(0.1)
+    assert all(peer.live()[peers[2].peer_id].round == 0 for peer in peers if peer is not peers[2])
+    peers[2].publish(round=2, urgent=True)
+    await until(lambda: all(peer.live()[peers[2].peer_id].round == 2 for peer in peers), 1.0)
+
+
+async def test_a_dead_peer_is_gone_for_all_and_another_kept(swarm: Swarm) -> None:
+    peers = chain(swarm, 5)
+    await until(lambda: all_see(peers, peers))
+    swarm.kill(peers[2])
+    survivors = [*peers[:2], *peers[3:]]
+    await until(lambda: all_see(survivors, survivors))
+    await asyncio.sleep(4 * HEARTBEAT)
+    assert all_see(survivors, survivors)  # and does not come back from somebody's table
+
+
+async def test_a_silent_peer_expires_where_nobody_calls_it(swarm: Swarm) -> None:
+    one, other = chain(swarm, 2)
+    events: list[Event] = []
+    one.subscribe(events.append)
+    await until(lambda: all_see([one, other], [one, other]))
+    swarm.tasks[other.peer_id].cancel()  # it answers, but its clockwork has stopped: its record grows old
+    await until(lambda: Left(other.peer_id, "expired") in events)
+
+
+async def test_a_leaving_peer_goes_at_once(swarm: Swarm) -> None:
+    peers = chain(swarm, 4, expiry=60.0)
+    events: list[Event] = []
+    peers[0].subscribe(events.append)
+    await until(lambda: all_see(peers, peers))
+    swarm.tasks[peers[3].peer_id].cancel()
+    await asyncio.wait_for(peers[3].leave(), 2.5)
+    assert all_see(peers[:3], peers[:3])
+    assert events[-1] == Left(peers[3].peer_id, "left")
+
+
+async def test_leaving_takes_two_seconds_though_nobody_listens(swarm: Swarm) -> None:
+    peers = chain(swarm, 3)
+    await until(lambda: all_see(peers, peers))
+    swarm.network.frozen = {peers[0].peer_id, peers[1].peer_id}
+    await asyncio.wait_for(peers[2].leave(), 3.0)
+
+
+async def test_two_failures_make_a_suspect_and_its_next_word_clears_it(swarm: Swarm) -> None:
+    peers = chain(swarm, 3, expiry=60.0)
+    events: list[Event] = []
+    peers[0].subscribe(events.append)
+    await until(lambda: all_see(peers, peers))
+    swarm.network.dead.add(peers[2].peer_id)
+    swarm.tasks[peers[2].peer_id].cancel()
+    await until(lambda: all_see(peers[:2], peers[:2]), 5.0)  # long before the record expires
+    assert Left(peers[2].peer_id, "unreachable") in events
+    swarm.network.dead.clear()
+    swarm.tasks[peers[2].peer_id] = asyncio.create_task(peers[2].run())
+    await until(lambda: all_see(peers, peers))
+    assert isinstance(events[-1], Joined | Updated)
+
+
+async def test_a_frozen_peer_does_not_hold_up_the_others(swarm: Swarm) -> None:
+    peers = chain(swarm, 5, expiry=60.0)
+    await until(lambda: all_see(peers, peers))
+    swarm.network.frozen.add(peers[4].peer_id)
+    for step in range(1, 6):  # the calls to the frozen one hang for two seconds each
+        peers[0].publish(step=step)
+        await until(lambda step=step: all(p.live()[peers[0].peer_id].step == step for p in peers[:4]), 1.5)  # type: ignore[misc]
+
+
+async def test_a_forgotten_peer_is_found_again_by_those_who_knew_it(swarm: Swarm) -> None:
+    """A partition longer than the expiry: both halves forget each other, and meet again without any DHT."""
+    peers = chain(swarm, 4)
+    await until(lambda: all_see(peers, peers))
+    call = swarm.network.call
+    left = {peer.peer_id for peer in peers[:2]}
+
+    async def cut(source: str, target: str, request: GossipRequest, seconds: float) -> GossipReply:
+        if (source in left) != (target in left):
+            raise failure(grpc.StatusCode.UNAVAILABLE, "cut")
+        return await call(source, target, request, seconds)
+
+    swarm.network.call = cut  # type: ignore[method-assign]
+    await until(lambda: all_see(peers[:2], peers[:2]) and all_see(peers[2:], peers[2:]))
+    await asyncio.sleep(2.0)  # past the expiry of every record
+    swarm.network.call = call  # type: ignore[method-assign]
+    await until(lambda: all_see(peers, peers))
+
+
+async def test_a_restarted_peer_overrides_its_former_self(swarm: Swarm) -> None:
+    identity = Identity.create()
+    seed = swarm.add()
+    first = swarm.add(identity, bootstrap=[at(seed)])
+    first.publish(name="before", tokens=7)
+    await until(lambda: all_see([seed], [seed, first]))
+    swarm.kill(first)
+    again = swarm.add(identity, bootstrap=[at(seed)])
+    again.publish(name="after")
+    await until(lambda: seed.live().get(identity.peer_id, PeerRecord()).name == "after", 1.0)
+    assert seed.live()[identity.peer_id].tokens == 0
+
+
+async def test_a_record_of_its_own_key_from_elsewhere_is_overridden(swarm: Swarm) -> None:
+    """Somebody kept the last record of an earlier life, and that one's clock was ahead."""
+    identity = Identity.create()
+    seed, peer = swarm.add(), swarm.add(identity)
+    now = Clock().now()
+    former = PeerRecord(sequence=int((now + 30) * 1000), expires=now + 1.5, role="trainer", name="former")
+    request = GossipRequest(run=bytes.fromhex(RUN), records=[sign(identity, KIND, RUN, former)])
+    await seed.Gossip(request, Context(identity.peer_id))
+    assert seed.live()[identity.peer_id].name == "former"
+    peer.remember(seed.peer_id, [at(seed)])
+    await until(lambda: seed.live()[identity.peer_id].name == "" and peer.live()[identity.peer_id].name == "")
+
+
+@pytest.mark.parametrize("others", [1, 2, 3])
+@pytest.mark.parametrize("skew", [-7200.0, 86400.0])
+async def test_a_peer_with_a_wrong_clock_joins(swarm: Swarm, skew: float, others: int) -> None:
+    peers = chain(swarm, others)
+    await until(lambda: all_see(peers, peers))
+    wrong = swarm.add(skew=skew, bootstrap=[at(peers[0])])
+    everybody = [*peers, wrong]
+    await until(lambda: all_see(everybody, everybody))
+    await asyncio.sleep(2.0)  # longer than the expiry
+    assert all_see(everybody, everybody)
+
+
+async def test_two_peers_agree_on_the_time_in_their_first_exchange(swarm: Swarm) -> None:
+    seed = swarm.add(heartbeat=30.0)
+    wrong = swarm.add(heartbeat=30.0, skew=7200.0, bootstrap=[at(seed)])
+    await until(lambda: all_see([seed, wrong], [seed, wrong]), 10.0)  # long before the next heartbeat
+
+
+async def test_a_peer_that_slept_is_answered_at_once(swarm: Swarm) -> None:
+    """Its record has expired meanwhile; to forget it just then would cut the connection that it calls on."""
+    one, other = chain(swarm, 2, expiry=0.3)
+    await until(lambda: all_see([one, other], [one, other]))
+    for directory in (one, other):
+        swarm.tasks[directory.peer_id].cancel()
+    await asyncio.sleep(0.4)
+    assert one.live().keys() == set()
+    other.publish(name="awake")
+    request = GossipRequest(run=bytes.fromhex(RUN), records=other._table.records([other.peer_id]))
+    await one.Gossip(request, Context(other.peer_id))
+    assert other.peer_id in one.live()
+    assert other.peer_id not in swarm.nodes[one.peer_id].forgotten
+
+
+async def test_subscribers_hear_of_everything_once(swarm: Swarm) -> None:
+    one = swarm.add()
+    events: list[Event] = []
+    one.subscribe(events.append)
+    other = swarm.add(bootstrap=[at(one)])
+    await until(lambda: len(events) > 3)
+    joined = [event for event in events if isinstance(event, Joined)]
+    assert [event.peer for event in joined] == [other.peer_id] and events[0] == joined[0]
+    sequences = [event.record.sequence for event in events if not isinstance(event, Left)]
+    assert sequences == sorted(set(sequences))
+
+
+async def test_alone_it_says_whom_it_tried_and_goes_on(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    missing = Identity.create()
+    one = swarm.add(bootstrap=[f"/memory/1/p2p/{missing.peer_id}"])
+    await until(lambda: caplog.records)
+    line = caplog.records[0].getMessage()
+    assert missing.peer_id in line and "/memory/1/p2p/" in line and "trying again in" in line
+    late = swarm.add(missing)
+    await until(lambda: all_see([one, late], [one, late]))
+
+
+async def test_addresses_survive_a_restart_of_all(swarm: Swarm, tmp_path: Path) -> None:
+    peers = chain(swarm, 2, addresses_file=tmp_path / "addresses.json")
+    await until(lambda: all_see(peers, peers))
+    await peers[0].leave()
+    assert peers[1].peer_id in load_addresses(tmp_path / "addresses.json")
+    swarm.kill(peers[0])
+    again = swarm.add(addresses_file=tmp_path / "addresses.json")
+    await until(lambda: all_see([again, peers[1]], [again, peers[1]]))
+
+
+async def test_own_addresses_may_be_unreadable_for_a_while(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:
+    peers = chain(swarm, 2)
+    await until(lambda: all_see(peers, peers))
+    swarm.nodes[peers[0].peer_id].broken = True
+    await until(lambda: "p2pd is being started again" in caplog.text)
+    sequence = peers[1].live()[peers[0].peer_id].sequence
+    await until(lambda: peers[1].live()[peers[0].peer_id].sequence > sequence)
+    assert list(peers[1].live()[peers[0].peer_id].addresses) == [at(peers[0])]
+
+
+async def test_what_no_peer_would_accept_is_not_published(swarm: Swarm) -> None:
+    one = swarm.add()
+    one.publish(name="good")
+    for fields in ({"name": "x" * 100}, {"loss": float("nan")}, {"role": "king"}):
+        with pytest.raises(MalformedError):
+            one.publish(**fields)
+    with pytest.raises(AttributeError):
+        one.publish(nmae="typo")
+    assert one.live()[one.peer_id].name == "good"
+
+
+@asynccontextmanager
+async def refused(code: grpc.StatusCode) -> AsyncIterator[None]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        yield
+    assert caught.value.code() == code
+
+
+async def test_bad_calls_are_refused_and_counted(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:
+    one, stranger = swarm.add(), Identity.create()
+    context, run = Context(stranger.peer_id), bytes.fromhex(RUN)
+    good = sign(stranger, KIND, RUN, PeerRecord())
+    async with refused(grpc.StatusCode.FAILED_PRECONDITION):
+        await one.Gossip(GossipRequest(run=bytes(32)), context)
+    async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
+        await one.Gossip(GossipRequest(run=run, records=[good] * (MAX_RECORDS + 1)), context)
+    async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
+        await one.Gossip(GossipRequest(run=run, known={str(number): 1 for number in range(5000)}), context)
+    async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
+        await one.Gossip(GossipRequest(run=run, known={"k" * 1000: 1}), context)
+    async with refused(grpc.StatusCode.INVALID_ARGUMENT):
+        await one.Gossip(GossipRequest(run=run), Context("nobody"))
+    assert one.refusals == {"StaleError": 1, "LimitError": 3, "MalformedError": 1}
+    assert len(caplog.records) == 5
+
+
+async def test_forged_records_are_dropped_and_honest_ones_beside_them_kept(swarm: Swarm) -> None:
+    one, honest, liar = swarm.add(), Identity.create(), Identity.create()
+    now = Clock().now()
+    body = PeerRecord(sequence=int(now * 1000), expires=now + 1.0, role="trainer")
+    forged = sign(liar, KIND, RUN, body)
+    forged.peer = Identity.create().peer_id
+    request = GossipRequest(run=bytes.fromhex(RUN), records=[forged, sign(honest, KIND, RUN, body)])
+    await one.Gossip(request, Context(liar.peer_id))
+    assert one.live().keys() == {one.peer_id, honest.peer_id}
+    assert one.refusals == {"ForgedError": 1}
+
+
+async def test_a_caller_that_hammers_is_refused_and_the_others_are_not(swarm: Swarm) -> None:
+    one, greedy, modest = swarm.add(heartbeat=10.0), Identity.create(), Identity.create()
+    request = GossipRequest(run=bytes.fromhex(RUN))
+    async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
+        for _ in range(100):
+            await one.Gossip(request, Context(greedy.peer_id))
+    await one.Gossip(request, Context(modest.peer_id))
+
+
+async def test_five_peers_over_real_transports(
+    start_transport: Callable[..., Awaitable[Transport]], tmp_path: Path
+) -> None:
+    peers: list[Directory] = []
+    transports: list[Transport] = []
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for number in range(5):
+            servers: list[grpc.aio.Server] = []
+            transport = await start_transport(str(number), [servers.append])
+            identity = Identity.load_or_create(tmp_path / str(number) / "key")
+            bootstrap = await transports[-1].addresses() if transports else ()
+            peer = Directory(identity, RUN, transport, Clock(), 0.2, 3.0, random.Random(number), bootstrap[:4])
+            peer.register(servers[0])
+            transports.append(transport)
+            peers.append(peer)
+            tasks.append(asyncio.create_task(peer.run()))
+        await until(lambda: all_see(peers, peers))
+        await transports[2].stop()
+        tasks[2].cancel()
+        survivors = [*peers[:2], *peers[3:]]
+        await until(lambda: all_see(survivors, survivors))
+        await peers[4].leave()
+        assert all_see(peers[:2], [*peers[:2], peers[3]])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+@pytest.mark.parametrize("lie", [-1e300, -1e18, 0.0, 1.0, 1e18, float("inf"), float("nan")])
+async def test_a_callers_absurd_clock_moves_nothing(swarm: Swarm, lie: float) -> None:
+    one = swarm.add()
+    for _ in range(5):
+        request = GossipRequest(run=bytes.fromhex(RUN), time=lie)
+        await one.Gossip(request, Context(Identity.create().peer_id))
+    assert abs(one.live()[one.peer_id].expires - time.time()) < 2
+    other = swarm.add(bootstrap=[at(one)])
+    await until(lambda: all_see([one, other], [one, other]))

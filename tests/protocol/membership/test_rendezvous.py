@@ -1,0 +1,186 @@
+"""The DHT over real p2pd processes."""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hivemind.p2p import PeerID
+
+from protocol.identity import Identity
+from protocol.membership.clock import Clock
+from protocol.membership.gossip import Directory
+from protocol.membership.rendezvous import Rendezvous
+from protocol.membership.shelf import FAR, KIND, LIFETIME, run_key
+from protocol.murmur_pb2 import PeerRecord
+from protocol.network.transport import Transport
+from protocol.records import sign
+
+RUN = "ab" * 32
+Start = Callable[..., Awaitable[Transport]]
+
+
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+class Peer:
+    """A rendezvous on a transport of its own, without gossip; `found` is what the DHT told it."""
+
+    def __init__(
+        self, transport: Transport, identity: Identity, seeds: Mapping[str, Sequence[str]], skew: float
+    ) -> None:
+        self.transport, self.identity = transport, identity
+        self.found: dict[str, tuple[str, ...]] = {}
+        self.clock = Clock(lambda: time.time() + skew)
+        self.rendezvous = Rendezvous(
+            identity, RUN, transport, self.clock, lambda: seeds, self._note, random.Random(transport.peer_id)
+        )
+        self.task = asyncio.create_task(self.rendezvous.run())
+
+    def _note(self, peer: str, addresses: Sequence[str]) -> None:
+        self.found[peer] = tuple(addresses)
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+        assert self.task.cancelled()
+
+
+Join = Callable[..., Awaitable[Peer]]
+
+
+@pytest.fixture
+async def join(start_transport: Start, tmp_path: Path) -> AsyncIterator[Join]:
+    """Starts a peer that knows the given ones: `await join(name, *seeds)`."""
+    peers: list[Peer] = []
+
+    async def start(name: str, *seeds: Peer, skew: float = 0.0) -> Peer:
+        transport = await start_transport(name)
+        identity = Identity.load_or_create(tmp_path / name / "key")
+        known = {seed.identity.peer_id: await seed.transport.addresses() for seed in seeds}
+        peers.append(Peer(transport, identity, known, skew))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        await peer.stop()
+
+
+async def test_two_peers_that_share_only_a_seed_find_each_other(join: Join) -> None:
+    seed = await join("seed")
+    one, other = await join("one", seed), await join("other", seed)
+    await until(lambda: other.identity.peer_id in one.found and one.identity.peer_id in other.found)
+    assert one.found[other.identity.peer_id] == await other.transport.addresses()
+    assert seed.rendezvous.refused == one.rendezvous.refused == other.rendezvous.refused == 0
+
+
+@pytest.mark.parametrize("skew", [-7200.0, 7200.0])
+async def test_a_peer_with_a_wrong_clock_is_found_and_finds(join: Join, skew: float) -> None:
+    seed = await join("seed")
+    one = await join("one", seed)
+    await until(lambda: seed.identity.peer_id in one.found)
+    wrong = await join("wrong", seed, one, skew=skew)
+    await until(lambda: wrong.identity.peer_id in one.found and one.identity.peer_id in wrong.found)
+    assert abs(wrong.clock.now() - time.time()) < 5
+
+
+async def test_strangers_cannot_fill_the_dht_nor_speak_for_others(join: Join, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    seed, victim = await join("seed"), Identity.create()
+    liar = await join("liar", seed)
+    await until(lambda: liar.identity.peer_id in seed.found)
+    node: Any = liar.rendezvous._node
+    now = time.time()
+    forged = sign(liar.identity, KIND, RUN, PeerRecord(sequence=1, expires=now + LIFETIME))
+    forged.peer = victim.peer_id
+    honest = sign(liar.identity, KIND, RUN, PeerRecord(sequence=2, expires=now + LIFETIME + 30))
+    target, key = PeerID.from_base58(seed.identity.peer_id), run_key(RUN)
+
+    async def store(value: bytes, expiration: float, subkey: str | None, under: Any = key) -> list[bool]:
+        stored: list[bool] = await node.protocol.call_store(target, [under], [value], [expiration], [subkey])
+        return stored
+
+    for value, subkey in ((forged.SerializeToString(), victim.peer_id), (b"junk", "junk"), (b"junk", None)):
+        assert await store(value, FAR + now + LIFETIME, subkey) == [False]
+    assert await store(b"junk", FAR + now, None, run_key("cd" * 32)) == [False]
+    assert seed.rendezvous.refused == 4
+    assert await store(honest.SerializeToString(), FAR + now + LIFETIME + 30, liar.identity.peer_id) == [True]
+    assert victim.peer_id not in seed.found and "refused so far" in caplog.text
+
+
+async def test_it_survives_the_death_of_p2pd(join: Join) -> None:
+    seed = await join("seed")
+    one = await join("one", seed)
+    await until(lambda: one.identity.peer_id in seed.found)
+    p2p = one.transport.p2p
+    os.kill(one.transport._p2pd.pid, signal.SIGKILL)
+    await until(lambda: one.transport.p2p is not p2p)
+    late = await join("late", one)
+    await until(lambda: late.identity.peer_id in one.found and one.identity.peer_id in late.found)
+
+
+async def test_dead_seeds_delay_nothing_for_ever(join: Join, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    seed, missing = await join("seed"), Identity.create().peer_id
+    one = await join("one")
+    one.rendezvous._neighbours = lambda: {  # nobody listens on the first
+        missing: (f"/ip4/127.0.0.1/tcp/9/p2p/{missing}",),
+        **seeds,
+    }
+    seeds = {seed.identity.peer_id: await seed.transport.addresses()}
+    await until(lambda: one.identity.peer_id in seed.found)
+    await until(lambda: f"no DHT answer from {missing}" in caplog.text)
+
+
+async def test_it_stops_in_time_while_p2pd_is_frozen(join: Join) -> None:
+    seed = await join("seed")
+    one = await join("one", seed)
+    await until(lambda: seed.identity.peer_id in one.found)
+    os.kill(one.transport._p2pd.pid, signal.SIGSTOP)
+    try:
+        await asyncio.wait_for(one.stop(), 5.0)
+    finally:
+        os.kill(one.transport._p2pd.pid, signal.SIGCONT)
+
+
+async def test_directories_meet_through_the_dht_alone(start_transport: Start, join: Join, tmp_path: Path) -> None:
+    """The seed knows nothing of gossip. What the DHT then forgets stays known."""
+    seed = await join("seed")
+    known = {seed.identity.peer_id: await seed.transport.addresses()}
+    directories: list[Directory] = []
+    gossip: list[asyncio.Task[None]] = []
+    lookups: list[asyncio.Task[None]] = []
+    for name in ("one", "other"):
+        servers: list[grpc.aio.Server] = []
+        transport = await start_transport(name, [servers.append])
+        identity, clock = Identity.load_or_create(tmp_path / name / "key"), Clock()
+        directory = Directory(identity, RUN, transport, clock, 0.2, 3.0, random.Random(name))
+        directory.register(servers[0])
+        rendezvous = Rendezvous(identity, RUN, transport, clock, lambda: known, directory.remember, random.Random(name))
+        directories.append(directory)
+        gossip.append(asyncio.create_task(directory.run()))
+        lookups.append(asyncio.create_task(rendezvous.run()))
+    both = {directory.peer_id for directory in directories}
+    try:
+        await until(lambda: all(directory.live().keys() == both for directory in directories))
+        for task in lookups:
+            task.cancel()
+        await asyncio.wait(lookups)
+        await seed.stop()
+        await seed.transport.stop()
+        await asyncio.sleep(3.5)  # longer than the expiry of a record
+        assert all(directory.live().keys() == both for directory in directories)
+    finally:
+        for task in gossip + lookups:
+            task.cancel()
+        await asyncio.wait(gossip + lookups)

@@ -1,0 +1,71 @@
+"""Requests to p2pd: deadlines, what they leave open, addresses."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import MalformedError, TransportError, UnreachableError
+from protocol.identity import Identity
+from protocol.network.control import Control, split_address
+
+PEER = Identity.create().peer_id
+
+
+@pytest.mark.parametrize("way", ["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/9", "/dns4/example.org/tcp/4001"])
+def test_addresses_split(way: str) -> None:
+    assert split_address(f"{way}/p2p/{PEER}") == (PEER, way)
+
+
+def test_a_relayed_address_splits_at_its_last_peer() -> None:
+    way = f"/ip4/192.0.2.1/tcp/4001/p2p/{Identity.create().peer_id}/p2p-circuit"
+    assert split_address(f"{way}/p2p/{PEER}") == (PEER, way)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "nonsense",
+        "/ip4/127.0.0.1/tcp/1",
+        f"/p2p/{PEER}",
+        f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}x",
+        f"/ip4/127.0.0.1/tcp/99999/p2p/{PEER}",
+        f"/ip4/300.0.0.1/tcp/1/p2p/{PEER}",
+        f"/ip4/127.0.0.1/nonsense/1/p2p/{PEER}",
+        f"/unix/tmp/a.sock/p2p/{PEER}",
+        f"/dns4/{'a' * 600}/tcp/1/p2p/{PEER}",
+    ],
+)
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(MalformedError):
+        split_address(address)
+
+
+async def test_without_p2pd_there_is_no_answer(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="p2pd does not answer"):
+        await Control(tmp_path / "none.sock").identify()
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def test_a_request_given_up_leaves_nothing_open(tmp_path: Path) -> None:
+    connections: list[asyncio.StreamWriter] = []
+    path = tmp_path / "silent.sock"
+    silent = await asyncio.start_unix_server(lambda reader, writer: connections.append(writer), path)
+    before = _open_files()
+    with pytest.raises(UnreachableError, match=r"no answer within 0.1 s"):
+        await Control(path).open_stream(PEER, "/x", deadline=0.1)
+    given_up = asyncio.create_task(Control(path).connect(PEER, ("/ip4/127.0.0.1/tcp/1",), deadline=60))
+    while len(connections) < 2:
+        await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.wait({given_up})
+    for writer in connections:
+        writer.transport.abort()
+    await asyncio.sleep(0)
+    assert _open_files() == before
+    silent.close()
