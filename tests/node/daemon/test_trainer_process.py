@@ -15,7 +15,7 @@ from node.channel import Adopt, Failed, FromTrainer, Ready, Stopped
 from node.daemon import trainer_process
 from node.daemon.trainer_process import MAX_DEATHS, TrainerProcess
 from protocol.errors import DataError, DeviceError, MurmurError
-from tests.node.trainer_bench import Bench
+from tests.node.trainer.trainer_bench import Bench
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from node.model import Llama, initial_weights, shape_table
 from protocol.errors import CheckpointError
 from protocol.manifest import Manifest, load_manifest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from protocol.errors import MurmurError, StorageError
 from protocol.manifest import Manifest, Target, load_manifest
 
 FAKE = Path(__file__).with_name("fake_peer.py")
-MANIFEST = load_manifest(Path(__file__).parents[2] / "configs" / "test.toml")
+MANIFEST = load_manifest(Path(__file__).parents[3] / "configs" / "test.toml")
 
 
 class Bench:

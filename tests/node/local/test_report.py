@@ -7,7 +7,7 @@ from node.local.views import Ledger
 from node.status import NodeStatus
 from protocol.manifest import load_manifest
 
-MANIFEST = load_manifest(Path(__file__).parents[2] / "configs" / "demo.toml")
+MANIFEST = load_manifest(Path(__file__).parents[3] / "configs" / "demo.toml")
 PROMISED = {
     "validation_loss",
     "initial_validation_loss",

@@ -16,7 +16,7 @@ from node.local.up import Wish, peer_processes, settle, swarm_manifest, up
 from protocol.errors import AlreadyRunningError, MissingFileError, OtherRunError
 from protocol.manifest import load_manifest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEST_RUN = ROOT / "configs" / "test.toml"
 
 

@@ -5,7 +5,7 @@ import torch
 
 from node.model import Llama, initial_weights
 from node.trainer.inner_step import accumulate_gradient, validation_loss
-from tests.node.virtual_swarm import MODEL
+from tests.node.simulation.virtual_swarm import MODEL
 
 
 def prepared(seed: int = 0) -> Llama:

@@ -28,7 +28,7 @@ from node.channel import (
 from node.trainer.inner_state import Counters
 from optim.recipes import compose
 from protocol.errors import DataError, MurmurError
-from tests.node.trainer_bench import DEADLINE, Bench
+from tests.node.trainer.trainer_bench import DEADLINE, Bench
 
 Make = Callable[..., Bench]
 

@@ -235,7 +235,7 @@ def test_memory_does_not_grow_with_the_blob(tmp_path: Path) -> None:
     size = 160 << 20
     command = [sys.executable, "-c", MEASURE, str(tmp_path), str(size)]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=90, check=True, cwd=Path(__file__).parents[2]
+        command, capture_output=True, text=True, timeout=90, check=True, cwd=Path(__file__).parents[3]
     )
     grown = json.loads(result.stdout)
     print(grown)

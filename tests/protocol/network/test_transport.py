@@ -18,7 +18,7 @@ from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.network.transport import MAX_MESSAGE_BYTES, Transport, caller
 from protocol.network.tunnel import TunnelLimits
 from tests.protocol.conftest import StartPeer, StartTransport
-from tests.protocol.sample_peer import SampleBlobs
+from tests.protocol.network.sample_peer import SampleBlobs
 
 MEBIBYTE = 1024 * 1024
 Call = grpc.aio.AioRpcError

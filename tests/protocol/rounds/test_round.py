@@ -6,7 +6,7 @@ from protocol.identity import PeerId
 from protocol.rounds.events import Exchange, Finish, Live, Offered, Received, Reduce
 from protocol.rounds.leadership import Leadership
 from protocol.rounds.statements import Commit, Roster, Statement, kind_of
-from tests.protocol.round_table import BASE, Table
+from tests.protocol.rounds.round_table import BASE, Table
 from tests.simulation.network import offer_of, signer_of
 from tests.simulation.peers import NAMES
 

@@ -12,7 +12,7 @@ from node.simulation import plot, report
 from node.simulation.baselines import all_reduce_step, data_parallel, local
 from node.simulation.comparison import Comparison, compare, steps_in_all
 from node.simulation.measure import Examiner, Point, loss_at
-from tests.node.virtual_swarm import corpus, method, setting
+from tests.node.simulation.virtual_swarm import corpus, method, setting
 
 GIVEN = setting(2, 6, bandwidth=1e5, speeds=(1.0, 0.5))
 

@@ -23,7 +23,7 @@ from protocol.identity import Identity
 from protocol.records import sign
 from protocol.rounds.events import Action, Event
 from protocol.rounds.statements import Commit, Contribution, Part, Roster, Statement, Terms
-from tests.node.virtual_swarm import corpus, finished, method, setting
+from tests.node.simulation.virtual_swarm import corpus, finished, method, setting
 
 RUN = "ab" * 32
 SHAPES = b"s" * 32

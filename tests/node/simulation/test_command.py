@@ -12,7 +12,7 @@ from node.simulation.command import Wish, compose_all, overrides, settle, simula
 from node.simulation.liars import Liars
 from optim.recipes import RECIPES
 from protocol.errors import MurmurError, UsageError
-from tests.node.virtual_swarm import setting
+from tests.node.simulation.virtual_swarm import setting
 
 WISH = Wish(recipes=("diloco",))
 

@@ -18,7 +18,7 @@ from node.trainer.inner_state import InnerState
 from optim.method import Method, Sender
 from protocol.errors import MurmurError
 from protocol.manifest import Model
-from tests.node.virtual_swarm import BATCH, Tables, finished, method, setting
+from tests.node.simulation.virtual_swarm import BATCH, Tables, finished, method, setting
 
 OVERLAP: Tables = {"schedule": {"overlap": True}}
 

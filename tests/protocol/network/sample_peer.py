@@ -1,4 +1,4 @@
-"""A small service, and a process that offers it: `python -m tests.protocol.sample_peer FOLDER`."""
+"""A small service, and a process that offers it: `python -m tests.protocol.network.sample_peer FOLDER`."""
 
 import asyncio
 import json
