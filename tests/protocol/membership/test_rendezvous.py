@@ -132,12 +132,12 @@ async def test_it_survives_the_death_of_p2pd(join: Join) -> None:
 async def test_dead_seeds_delay_nothing_for_ever(join: Join, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     seed, missing = await join("seed"), Identity.create().peer_id
+    seeds = {seed.identity.peer_id: await seed.transport.addresses()}
     one = await join("one")
     one.rendezvous._neighbours = lambda: {  # nobody listens on the first
         missing: (f"/ip4/127.0.0.1/tcp/9/p2p/{missing}",),
         **seeds,
     }
-    seeds = {seed.identity.peer_id: await seed.transport.addresses()}
     await until(lambda: one.identity.peer_id in seed.found)
     await until(lambda: f"no DHT answer from {missing}" in caplog.text)
 
