@@ -12,6 +12,7 @@ from typing import Any
 
 from node.checkpoints.checkpoint import Trained, load_trained
 from node.checkpoints.tensor_file import write_tensors
+from node.folder import tokenizer_of
 from node.model import shape_table
 from node.model.llama import NORM_EPSILON
 from protocol.errors import MissingFileError, StorageError, UsageError
@@ -87,7 +88,7 @@ def _config(manifest: Manifest) -> Json:
 def _tokenizer_text(run_dir: Path, manifest: Manifest) -> str:
     if not manifest.data.tokenizer:
         return _text(byte_tokenizer())
-    path = run_dir / manifest.data.tokenizer
+    path = tokenizer_of(run_dir, manifest)
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

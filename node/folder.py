@@ -4,6 +4,7 @@
     lock           held while a node runs    node.json     process, addresses and metrics port of the running node
     checkpoints/   saved states              peers.json    addresses that worked, for a start without a bootstrap peer
     blobs/         content-addressed files   status.json   the last status of a node that has ended
+    tokenizer.json the run's, if it has one
 """
 
 import fcntl
@@ -16,6 +17,8 @@ from typing import Any
 
 from protocol.errors import AlreadyRunningError, MurmurError, OtherRunError, StorageError
 from protocol.manifest import Manifest, load_manifest
+
+TOKENIZER = "tokenizer.json"
 
 
 class RunFolder:
@@ -50,6 +53,15 @@ class RunFolder:
         except MurmurError:
             self.release()
             raise
+
+    def keep_tokenizer(self, manifest: Manifest, base: Path) -> None:
+        """A copy of the run's tokenizer, for `murmur export` and `murmur generate`, which know only this folder.
+
+        `base`: the folder that the manifest's paths start from. A tokenizer that is missing is the trainer's to report.
+        """
+        source = base / manifest.data.tokenizer
+        if manifest.data.tokenizer and source.is_file():
+            write_atomically(self.path / TOKENIZER, source.read_bytes())
 
     def release(self) -> None:
         if self._lock is not None:
@@ -90,6 +102,12 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
         return values if isinstance(values, dict) else {}
+
+
+def tokenizer_of(run_dir: Path, manifest: Manifest) -> Path:
+    """Where the tokenizer of a run is found from a node's folder; only for runs that have one."""
+    kept = run_dir / TOKENIZER
+    return kept if kept.exists() else run_dir / manifest.data.tokenizer
 
 
 def write_atomically(path: Path, data: bytes) -> None:

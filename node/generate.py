@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from node.checkpoints.checkpoint import load_trained
+from node.folder import tokenizer_of
 from node.model import Llama
 from protocol.errors import MissingFileError, UsageError
+from protocol.manifest import Manifest
 
 BYTES = 256
 
@@ -85,7 +87,7 @@ def generate(
         raise UsageError("tokens and top_k must be at least 1, and the temperature at least 0")
     trained = load_trained(run_dir)
     config = trained.manifest.model
-    codec = _codec(run_dir, trained.manifest.data.tokenizer)
+    codec = _codec(run_dir, trained.manifest)
     model = Llama(config)
     model.load_flat(trained.anchor)
     start = codec.encode(prompt or "\n")  # the model continues something, be it a line break
@@ -119,5 +121,5 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     return int(kept.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 
-def _codec(run_dir: Path, tokenizer: str) -> Codec:
-    return FileCodec(run_dir / tokenizer) if tokenizer else ByteCodec()
+def _codec(run_dir: Path, manifest: Manifest) -> Codec:
+    return FileCodec(tokenizer_of(run_dir, manifest)) if manifest.data.tokenizer else ByteCodec()

@@ -34,6 +34,7 @@ async def run_node(settings: NodeSettings) -> None:
     folder = RunFolder(settings.folder)
     folder.claim(settings.manifest)
     try:
+        folder.keep_tokenizer(settings.manifest, settings.base)
         await Daemon(settings, folder).run()
     finally:
         folder.release()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from node.folder import RunFolder, write_atomically
+from node.folder import RunFolder, tokenizer_of, write_atomically
 from protocol.errors import AlreadyRunningError, OtherRunError, StorageError
-from protocol.manifest import load_manifest
+from protocol.manifest import Manifest, load_manifest
 from tests.node.small_run import MANIFEST, manifest_of
 
 
@@ -47,6 +47,24 @@ def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="choose another --dir"):
         RunFolder(tmp_path / "file").claim(MANIFEST)
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", RunFolder(tmp_path / "node")
+    run.mkdir()
+    values = MANIFEST.model_dump(mode="json", exclude_none=True)
+    values["data"]["tokenizer"] = "words/tokenizer.json"
+    manifest = Manifest.model_validate_json(json.dumps(values))
+    folder.claim(manifest)
+    try:
+        folder.keep_tokenizer(manifest, run)
+        assert tokenizer_of(folder.path, manifest) == folder.path / "words" / "tokenizer.json", "there was none to keep"
+        (run / "words").mkdir()
+        (run / "words" / "tokenizer.json").write_text("{}")
+        folder.keep_tokenizer(manifest, run)
+        assert tokenizer_of(folder.path, manifest).read_text() == "{}"
+    finally:
+        folder.release()
 
 
 def test_the_port_of_the_last_start(tmp_path: Path) -> None:
