@@ -144,9 +144,13 @@ class Up:
         ours = {process.pid for process in family(self.process.pid)}
         return said["pid"] in ours and bool(listeners([said["metrics_port"]]))
 
-    def trains(self) -> bool:
-        """Whether a round was saved."""
-        return any(newest_checkpoint(folder) for folder in self.folder.glob("peer-*"))
+    def checkpoints(self) -> set[Path]:
+        """The newest of each peer."""
+        newest = (newest_checkpoint(folder) for folder in self.folder.glob("peer-*"))
+        return {found for found in newest if found}
+
+    def saved_since(self, before: set[Path]) -> bool:
+        return bool(self.checkpoints() - before)
 
     def interrupt(self) -> int:
         self.process.send_signal(signal.SIGINT)
@@ -163,7 +167,7 @@ def world() -> Iterator[str]:
 def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.Signals) -> None:
     run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
     with Up(run, tmp_path / "swarm", peers=2) as up:
-        up.wait_for(up.trains, "training")
+        up.wait_for(up.checkpoints, "a round is saved")
         kin = marked(world)
         assert len(kin) == 7, [process.cmdline() for process in kin]
         traces = Traces(kin)
@@ -185,10 +189,10 @@ def test_ten_times_up_and_stop(tmp_path: Path, world: str) -> None:
     for cycle in range(CYCLES):
         with Up(run, folder, peers=2) as up:
             # Most are stopped while they start, which is quick; the last one has gone on with what the others left.
-            if cycle < CYCLES - 1:
-                up.wait_for(partial(up.answers, 0), "the first peer answers")
-            else:
-                up.wait_for(up.trains, "training")
+            up.wait_for(partial(up.answers, 0), "the first peer answers")
+            if cycle == CYCLES - 1:
+                before = up.checkpoints()
+                up.wait_for(partial(up.saved_since, before), "a round is saved")
             assert up.interrupt() == 130, up.said()
         assert not marked(world), [process.cmdline() for process in marked(world)]
         assert not socket_folders()
