@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
+from node.config import Device
 from protocol.errors import MalformedError
 
 MAX_MESSAGE_BYTES = 256 * 1024
@@ -24,7 +25,6 @@ M = TypeVar("M")
 
 Fate = Literal["included", "excluded", "none"]
 Activity = Literal["compute", "encode", "adopt", "wait", "evaluate", "snapshot"]
-Device = Literal["auto", "cpu", "cuda"]
 
 
 class ChannelClosed(Exception):  # noqa: N818

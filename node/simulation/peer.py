@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from node.channel import Fate
 from node.daemon.offers import Offer, Offers
+from node.daemon.participant import GAP, PATIENCE
 from node.simulation.learner import Learner
 from node.simulation.ledger import End
 from node.simulation.machine import BatchRound
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 REACTION = 0.01  # virtual seconds in which a peer gathers what came in before it looks at it
 RETRY = 0.2  # until it asks again for a blob that nobody had
-PATIENCE = 1.5  # that the next commit may take to come by itself before the state is taken over
-GAP = 2  # rounds behind, from which on it is taken over at once
 KEPT_DECISIONS = 4
 
 

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from node.channel import Device
+from node.config import Device
 from protocol.errors import DeviceError
 
 
