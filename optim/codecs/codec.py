@@ -6,13 +6,14 @@ against what this peer expects (`numel` is ours, never the wire's) before anythi
 
 import struct
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from optim.errors import CodecError
+from optim.layout import Layout
 from optim.vectors import Floats, Vector
 
 Payload = bytes | memoryview
@@ -29,6 +30,10 @@ class Codec(ABC):
     @property
     def alignment(self) -> int:
         return 1
+
+    def bind(self, layout: Layout, round_number: int) -> Self:
+        """This codec for vectors of these tensors in that round; most codecs care for neither."""
+        return self
 
     def encode(self, values: torch.Tensor) -> bytes:
         """`values`: flat fp32 on the CPU, not empty. CodecError if one is not finite or beyond the format's range."""
