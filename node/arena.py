@@ -3,10 +3,10 @@
 It is one anonymous file (memfd, or an unlinked temporary file where there is none), inherited by its descriptor
 number. Nothing has a name, so nothing can be left behind: the memory goes with the last process that holds it.
 
-    page 0            magic, layout version, numel, outbox bytes
+    page 0            magic, and a hash of the layout
     meta 0, meta 1    generation, length, checksum, JSON (at most 64 KiB) of each snapshot
-    anchor 0, 1       flat fp32; the anchor of round r lies in buffer r % 2
-    snapshot 0, 1     five flat fp32 vectors each: weights, first and second moment, residual, reference
+    anchor 0, 1       flat fp32; the shared vectors of round r, the weights first, lie in buffer r % 2
+    snapshot 0, 1     flat fp32 vectors: the weights, those of the inner optimizer, residual and reference
     outbox            the parts of the message that is on its way, one after the other
 
 Who writes what: the daemon writes anchors, the trainer the rest. (Before a trainer is started, the daemon may put a
@@ -18,6 +18,7 @@ last, under a checksum, so a writer killed at any instant leaves the snapshot be
 process copies and then looks whether the generation is still the newest (a sequence lock).
 """
 
+import hashlib
 import json
 import mmap
 import os
@@ -31,21 +32,60 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from optim.inner.inner import WEIGHTS
+from optim.method import Method
+from optim.program import Program
 from protocol.errors import StorageError
 
-VECTORS = ("weights", "first_moment", "second_moment", "residual", "reference")
+RESIDUAL = "residual"
+REFERENCE = "reference"
 MAX_META_BYTES = 64 * 1024
 _PAGE = 4096
-_MAGIC = b"murmur\0\1"
-_HEADER = struct.Struct("<8sQQ")  # magic, numel, outbox bytes
+_MAGIC = b"murmur\0\2"
+_HEADER = struct.Struct("<8s32s")  # magic, layout
 _SLOT = struct.Struct("<QII")  # generation (0: none), length of the JSON, checksum of generation and JSON
 _SLOT_BYTES = _PAGE + MAX_META_BYTES
 _COPY_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
+class Contents:
+    """What an arena holds. Vectors by name, each of so many values; `anchor`: values of all shared vectors."""
+
+    anchor: int
+    vectors: tuple[tuple[str, int], ...]
+    outbox_bytes: int
+
+    @classmethod
+    def of(cls, program: Program) -> Self:
+        method, numel = program.method, program.numel
+        own = [(name, numel) for name in (WEIGHTS, *method.inner.vectors)]
+        residual = (RESIDUAL, numel * method.signal.width)
+        reference = (REFERENCE, numel * len(carried(method)))
+        return cls(numel * len(method.signal.shares), (*own, residual, reference), program.max_message_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.offset(2 + 2 * len(self.vectors)) + self.outbox_bytes
+
+    def offset(self, index: int) -> int:
+        """Of a vector: both anchors, both snapshots, and behind them the outbox."""
+        sizes = [self.anchor] * 2 + [size for _, size in self.vectors] * 2
+        return _PAGE + 2 * _SLOT_BYTES + sum(-(-4 * size // _PAGE) * _PAGE for size in sizes[:index])
+
+    def check(self) -> bytes:
+        """32 bytes that name this layout."""
+        return hashlib.sha256(repr(self).encode()).digest()
+
+
+def carried(method: Method) -> tuple[str, ...]:
+    """The shared vectors that a trainer moves on from the agreed ones; the weights first."""
+    return tuple(name for name in method.signal.shares if name == WEIGHTS or name in method.inner.vectors)
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    """The inner state at one instant. `vectors` maps each of VECTORS to a flat fp32 CPU tensor; `meta` is JSON."""
+    """The inner state at one instant. `vectors` by name, flat fp32 CPU tensors; `meta` is JSON."""
 
     generation: int
     vectors: dict[str, Tensor]
@@ -53,33 +93,35 @@ class Snapshot:
 
 
 class Arena:
-    """A view of the shared memory of one model of `numel` parameters. Tensors it hands out alias that memory."""
+    """A view of the shared memory of one model. Tensors it hands out alias that memory."""
 
-    def __init__(self, fd: int, numel: int, outbox_bytes: int) -> None:
+    def __init__(self, fd: int, contents: Contents) -> None:
         self.fd = fd
-        self.numel = numel
-        self.outbox_bytes = outbox_bytes
-        self._map = mmap.mmap(fd, _total_bytes(numel, outbox_bytes))
+        self.contents = contents
+        self._map = mmap.mmap(fd, contents.total_bytes)
 
     @classmethod
-    def create(cls, numel: int, outbox_bytes: int) -> Self:
+    def create(cls, contents: Contents) -> Self:
         """Zeroed memory; raises StorageError when the machine has not that much."""
-        if numel < 1 or outbox_bytes < 1:
+        if contents.anchor < 1 or contents.outbox_bytes < 1:
             raise ValueError("an arena needs at least one parameter and one byte of outbox")
-        fd = _anonymous_file(_total_bytes(numel, outbox_bytes))
-        arena = cls(fd, numel, outbox_bytes)
-        _HEADER.pack_into(arena._map, 0, _MAGIC, numel, outbox_bytes)
+        arena = cls(_anonymous_file(contents.total_bytes), contents)
+        _HEADER.pack_into(arena._map, 0, _MAGIC, contents.check())
         return arena
 
     @classmethod
-    def attach(cls, fd: int, numel: int, outbox_bytes: int) -> Self:
+    def attach(cls, fd: int, contents: Contents) -> Self:
         """The memory behind an inherited descriptor; raises ValueError where its layout is another."""
-        if os.fstat(fd).st_size != _total_bytes(numel, outbox_bytes):
-            raise ValueError(f"descriptor {fd} is no arena of {numel} parameters and {outbox_bytes} bytes of outbox")
-        arena = cls(fd, numel, outbox_bytes)
-        if _HEADER.unpack_from(arena._map, 0) != (_MAGIC, numel, outbox_bytes):
+        if os.fstat(fd).st_size != contents.total_bytes:
+            raise ValueError(f"descriptor {fd} is no arena of {contents.anchor} shared values")
+        arena = cls(fd, contents)
+        if _HEADER.unpack_from(arena._map, 0) != (_MAGIC, contents.check()):
             raise ValueError(f"descriptor {fd} holds an arena of another layout")
         return arena
+
+    @property
+    def outbox_bytes(self) -> int:
+        return self.contents.outbox_bytes
 
     def close(self) -> None:
         """Give the descriptor back; the memory itself goes with the last tensor that aliases it."""
@@ -87,17 +129,17 @@ class Arena:
         self.fd = -1
 
     def anchor(self, round_number: int) -> Tensor:
-        """The buffer of that round's anchor: flat fp32."""
-        return self._vector(round_number % 2)
+        """The buffer of that round's shared vectors, one after the other, the weights first: flat fp32."""
+        return self._vector(round_number % 2, self.contents.anchor)
 
     @property
     def outbox(self) -> memoryview:
         """All bytes of the outbox, writable."""
-        start = _vector_offset(self.numel, 2 + 2 * len(VECTORS))
+        start = self.contents.offset(2 + 2 * len(self.contents.vectors))
         return memoryview(self._map)[start : start + self.outbox_bytes]
 
     def write_snapshot(self, vectors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> int:
-        """Copy the inner state (every one of VECTORS, from any device) and publish it; returns its generation."""
+        """Copy the inner state (every vector, from any device) and publish it; returns its generation."""
         text = json.dumps(meta, separators=(",", ":"), allow_nan=False).encode()
         if len(text) > MAX_META_BYTES:
             raise ValueError(f"the meta data of a snapshot has {len(text)} bytes, more than {MAX_META_BYTES}")
@@ -160,25 +202,16 @@ class Arena:
         struct.pack_into("<Q", self._map, start, generation)
 
     def _vectors(self, slot: int) -> dict[str, Tensor]:
-        first = 2 + slot * len(VECTORS)
-        return {name: self._vector(first + index) for index, name in enumerate(VECTORS)}
+        first = 2 + slot * len(self.contents.vectors)
+        return {name: self._vector(first + index, size) for index, (name, size) in enumerate(self.contents.vectors)}
 
-    def _vector(self, index: int) -> Tensor:
-        offset = _vector_offset(self.numel, index)
-        return torch.frombuffer(self._map, dtype=torch.float32, count=self.numel, offset=offset)
+    def _vector(self, index: int, numel: int) -> Tensor:
+        offset = self.contents.offset(index)
+        return torch.frombuffer(self._map, dtype=torch.float32, count=numel, offset=offset)
 
 
 def _checksum(generation: int, text: bytes) -> int:
     return zlib.crc32(text, zlib.crc32(generation.to_bytes(8, "little")))
-
-
-def _vector_offset(numel: int, index: int) -> int:
-    pages = -(-4 * numel // _PAGE)
-    return _PAGE + 2 * _SLOT_BYTES + index * pages * _PAGE
-
-
-def _total_bytes(numel: int, outbox_bytes: int) -> int:
-    return _vector_offset(numel, 2 + 2 * len(VECTORS)) + outbox_bytes
 
 
 def _anonymous_file(size: int) -> int:

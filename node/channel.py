@@ -44,8 +44,6 @@ class Config(_Message):
     peer_id: str
     device: Device = "auto"
     threads: int = Field(default=1, ge=1)
-    numel: int = Field(ge=1)
-    outbox_bytes: int = Field(ge=1)
     round: int = Field(ge=0, description="whose anchor a trainer without a snapshot starts from")
     validation_tokens: int = Field(default=65_536, ge=1, description="the most one evaluation reads")
 

@@ -16,7 +16,8 @@ from node.model import shape_table
 from node.places import demo_manifest
 from optim.errors import OptimError
 from optim.method import Method
-from optim.recipes import PARTS, RECIPES, TOPOLOGIES, compose
+from optim.program import Program
+from optim.recipes import PARTS, RECIPES, compose
 from protocol.errors import UsageError
 from protocol.manifest import load_manifest
 
@@ -44,17 +45,24 @@ def describe(recipe: str) -> dict[str, Any]:
     """`bits_per_parameter_*` for the demo's model, measured on encoded bytes of normally distributed values;
     `memory_per_parameter` in bytes, beside weights, gradient and the inner moments."""
     method = compose(recipe)
-    bits = method.codec.bits_per_parameter(shape_table(load_manifest(demo_manifest()).model).numel)
+    bits, steps = bits_of_a_cycle(Program(method, shape_table(load_manifest(demo_manifest()).model).layout, 1))
     return {
         "name": method.name,
         "paper": method.paper,
         **{part: _kind(method, part) for part in PARTS},
         "bits_per_parameter_sync": bits,
-        "bits_per_parameter_step": bits / method.schedule.inner_steps,
-        "memory_per_parameter": FLOAT_BYTES * (len(STATE) + len(method.update.slots)),
+        "bits_per_parameter_step": bits / steps,
+        "memory_per_parameter": FLOAT_BYTES * (len(STATE) + len(method.slots)),
         "needs": needs(method),
         "options": {part: options(method, part) for part in PARTS},
     }
+
+
+def bits_of_a_cycle(program: Program) -> tuple[float, int]:
+    """Bits a parameter until the same values are sent again, and the local steps that takes."""
+    plans = [program.plan(number) for number in program.cycle]
+    bits = sum(plan.codecs[0].bits_per_parameter(plan.numel) * plan.numel for plan in plans) / program.numel
+    return bits, sum(plan.steps for plan in plans)
 
 
 STATE = ("anchor", "reference", "residual")
@@ -62,11 +70,11 @@ STATE = ("anchor", "reference", "residual")
 
 def needs(method: Method) -> list[str]:
     """What the method asks of the swarm."""
-    found = ["shared anchor"]
+    found = ["shared anchor"] if method.topology.kind != "groups" else ["a partner"]
     if method.feedback.keeps_error:
         found.append("acknowledgements")
-    if method.schedule.overlap:
-        found.append("staleness of up to one period")
+    if method.schedule.ahead:
+        found.append(f"results up to {method.schedule.ahead} steps late")
     return found
 
 
@@ -107,7 +115,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _part(method: Method, part: str) -> Any:
-    return TOPOLOGIES[method.topology]() if part == "topology" else getattr(method, part)
+    return getattr(method, part)
 
 
 def _kind(method: Method, part: str) -> str:

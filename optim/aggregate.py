@@ -11,6 +11,7 @@ from dataclasses import dataclass as plain_dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Payload
@@ -37,6 +38,10 @@ class Aggregate(ABC):
 
     kind: ClassVar[str]
 
+    def weight(self, tokens: int, age: int) -> float:
+        """Of a member that trained on so many tokens and whose message is `age` rounds late."""
+        return float(tokens)
+
     @abstractmethod
     def combine(self, messages: Sequence[Message]) -> Floats:
         """CodecError if a payload is malformed, OptimError if no message has a weight."""
@@ -56,14 +61,19 @@ def present(messages: Sequence[Message]) -> list[Message]:
 class _Weighted(Aggregate):
     """`weights`: by the tokens each member trained on, or all alike. `clip`: no message counts with a norm above the
     median of all norms (of the part at hand, where messages are reduced in parts). The clip bounds what one member can
-    do and keeps the rest of the mean as it is; the rules of `optim.robust` instead leave members out."""
+    do and keeps the rest of the mean as it is; the rules of `optim.robust` instead leave members out. `staleness`: a
+    message that is `age` rounds late counts (1 + age)^-staleness of its weight (arXiv 2111.04338: 0.5)."""
 
     weights: Literal["tokens", "equal"] = "tokens"
     clip: bool = False
+    staleness: float = Field(default=0.0, ge=0, le=10)
+
+    def weight(self, tokens: int, age: int) -> float:
+        return (tokens if self.weights == "tokens" else 1) * math.pow(1 + age, -self.staleness)
 
     def _weigh(self, messages: Sequence[Message]) -> list[float]:
         present(messages)
-        return [message.weight if self.weights == "tokens" else float(message.weight > 0) for message in messages]
+        return [message.weight for message in messages]
 
     def _shrink(self, messages: Sequence[Message], weights: Sequence[float]) -> list[float]:
         """The factor of each message: 1, or what brings its norm down to the median of those that count."""

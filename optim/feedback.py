@@ -1,8 +1,10 @@
 """What becomes of that part of a message which the codec could not carry.
 
 Every method encodes x = decay * residual + delta. Error feedback keeps residual <- x - decode(encode(x)), so that what
-was left out is sent later (arXiv 1901.09847; with decay: arXiv 2508.15706). Without feedback the residual is emptied:
-it then only ever holds messages that were excluded from their round and have been taken back.
+was left out is sent later (arXiv 1901.09847; with decay: arXiv 2508.15706). With a `share` below 1 only that part of
+what was sent is taken off: residual <- x - share * decode(encode(x)) (arXiv 2411.19870, second version).
+Without feedback the residual is emptied: it then only ever holds messages that were excluded from their round and have
+been taken back.
 """
 
 from typing import ClassVar
@@ -19,6 +21,7 @@ class ErrorFeedback:
     keeps_error: ClassVar[bool] = True
 
     decay: float = Field(default=1.0, gt=0, le=1)
+    share: float = Field(default=1.0, gt=0, le=1)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -28,6 +31,10 @@ class NoFeedback:
 
     @property
     def decay(self) -> float:
+        return 1.0
+
+    @property
+    def share(self) -> float:
         return 1.0
 
 

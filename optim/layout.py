@@ -1,7 +1,7 @@
 """Which tensors a flat vector is made of: for what has to know rows from columns, or one layer from the next."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -12,9 +12,14 @@ Span = tuple[int, int]  # start, stop
 
 @dataclass(frozen=True)
 class Layout:
-    """Shapes of tensors that follow one another without a gap, row by row."""
+    """Shapes of tensors that follow one another without a gap, row by row.
+
+    `blocks`: to which block of the model (a layer, the embedding) each tensor belongs, ascending from 0; by default
+    each is its own.
+    """
 
     shapes: tuple[Shape, ...]
+    blocks: tuple[int, ...] = ()
 
     @cached_property
     def numel(self) -> int:
@@ -26,9 +31,50 @@ class Layout:
         stops = list(accumulate(math.prod(shape) for shape in self.shapes))
         return tuple(zip([0, *stops[:-1]], stops, strict=True))
 
+    @cached_property
+    def block_spans(self) -> tuple[Span, ...]:
+        """Where each block stands."""
+        blocks = self.blocks or tuple(range(len(self.shapes)))
+        spans: dict[int, Span] = {}
+        for block, (start, stop) in zip(blocks, self.spans, strict=True):
+            spans[block] = (spans[block][0] if block in spans else start, stop)
+        return tuple(spans.values())
+
+    @cached_property
+    def matrices(self) -> tuple[Span, ...]:
+        """Where the tensors of at least two dimensions stand; neighbours are joined."""
+        return joined([span for shape, span in self.tensors() if len(shape) > 1])
+
+    def section(self, spans: Sequence[Span]) -> "Layout":
+        """Of the tensors within these spans, which start and stop at tensors."""
+        wanted = [
+            (shape, block)
+            for shape, block, (start, stop) in zip(
+                self.shapes, self.blocks or range(len(self.shapes)), self.spans, strict=True
+            )
+            if any(first <= start and stop <= last for first, last in spans)
+        ]
+        return Layout(tuple(shape for shape, _ in wanted), tuple(block for _, block in wanted))
+
     def tensors(self) -> Iterator[tuple[Shape, Span]]:
         return zip(self.shapes, self.spans, strict=True)
 
     def repeated(self, times: int) -> "Layout":
         """Several vectors of this layout one after the other."""
-        return Layout(self.shapes * times)
+        return self if times == 1 else Layout(self.shapes * times)
+
+
+def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Ascending spans, those that touch made into one."""
+    found: list[Span] = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return tuple(found)
+
+
+def within(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+    """What of these spans lies in [start, stop), counted from `start`."""
+    cut = ((max(first, start) - start, min(last, stop) - start) for first, last in spans)
+    return tuple((first, last) for first, last in cut if first < last)

@@ -2,13 +2,15 @@
 
 import dataclasses
 import difflib
+import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
+from optim.adoption import Adoption, Carry, Mix
 from optim.aggregate import Aggregate, Mean, SenderMean
 from optim.codecs.codec import Codec
 from optim.codecs.cosine_topk import CosineTopK
@@ -20,19 +22,28 @@ from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
 from optim.errors import UnknownOption, UnknownRecipe
 from optim.feedback import ErrorFeedback, Feedback, NoFeedback
+from optim.inner.adamw import AdamW
+from optim.inner.gathering import Gathering
+from optim.inner.inner import Inner
 from optim.method import Method
 from optim.parts import Scalar
+from optim.ramps import ramp
 from optim.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
 from optim.schedules import EverySteps, Schedule
-from optim.signals import PseudoGradient, Signal
-from optim.topologies import Butterfly, Gather, Topology
-from optim.updates import HeavyBall, Nesterov, Sgd, Sign, Update
+from optim.signals import Gradient, InnerState, Momentum, ProgressAndAnchor, PseudoGradient, Signal, Weights
+from optim.topologies import Butterfly, Gather, Groups, Topology
+from optim.updates import Adam, Gossip, HeavyBall, Nesterov, Replace, Sgd, Sign, Update
 
 Part = TypeVar("Part")
 Table = Mapping[str, Scalar]
 Tables = Mapping[str, Table]
 
-SIGNALS: Final[Mapping[str, type[Signal]]] = {"pseudo-gradient": PseudoGradient}
+_INNERS: Final[tuple[type[Inner], ...]] = (AdamW, Gathering)
+INNERS: Final[Mapping[str, type[Inner]]] = {inner.kind: inner for inner in _INNERS}
+_SIGNALS: Final[tuple[type[Signal], ...]] = (
+    *(PseudoGradient, Gradient, Momentum, InnerState, Weights, ProgressAndAnchor),
+)
+SIGNALS: Final[Mapping[str, type[Signal]]] = {signal.kind: signal for signal in _SIGNALS}
 SCHEDULES: Final[Mapping[str, type[Schedule]]] = {"every-steps": EverySteps}
 _CODECS: Final[tuple[type[Codec], ...]] = (
     *(Uncompressed, HalfPrecision, BrainFloat, BlockInt8, BlockInt4, PowersOfTwo, BlockSign),
@@ -40,11 +51,36 @@ _CODECS: Final[tuple[type[Codec], ...]] = (
 )
 CODECS: Final[Mapping[str, type[Codec]]] = {codec.kind: codec for codec in _CODECS}
 FEEDBACKS: Final[Mapping[str, type[Feedback]]] = {"none": NoFeedback, "error": ErrorFeedback}
-TOPOLOGIES: Final[Mapping[str, type[Topology]]] = {"butterfly": Butterfly, "gather": Gather}
+TOPOLOGIES: Final[Mapping[str, type[Topology]]] = {"butterfly": Butterfly, "gather": Gather, "groups": Groups}
 _AGGREGATES: Final[tuple[type[Aggregate], ...]] = (Mean, SenderMean, TrimmedMean, CoordinateMedian, Krum, CentredClip)
 AGGREGATES: Final[Mapping[str, type[Aggregate]]] = {aggregate.kind: aggregate for aggregate in _AGGREGATES}
-_UPDATES: Final[tuple[type[Update], ...]] = (Nesterov, Sgd, HeavyBall, Sign)
+_UPDATES: Final[tuple[type[Update], ...]] = (Nesterov, Sgd, HeavyBall, Sign, Adam, Gossip, Replace)
 UPDATES: Final[Mapping[str, type[Update]]] = {update.kind: update for update in _UPDATES}
+ADOPTIONS: Final[Mapping[str, type[Adoption]]] = {"carry": Carry, "mix": Mix}
+KINDS: Final[Mapping[str, Mapping[str, type[Any]]]] = types.MappingProxyType(
+    {
+        "inner": INNERS,
+        "signal": SIGNALS,
+        "schedule": SCHEDULES,
+        "codec": CODECS,
+        "feedback": FEEDBACKS,
+        "topology": TOPOLOGIES,
+        "aggregate": AGGREGATES,
+        "update": UPDATES,
+        "adoption": ADOPTIONS,
+    }
+)
+PARTS: Final = tuple(KINDS)
+CHANGING: Final = ("schedule", "codec", "feedback", "aggregate", "update")  # parts whose options may change over a run
+USUAL: Final[Mapping[str, "Table"]] = types.MappingProxyType(
+    {
+        "inner": {"kind": "adamw"},
+        "signal": {"kind": "pseudo-gradient"},
+        "feedback": {"kind": "none"},
+        "aggregate": {"kind": "mean"},
+        "adoption": {"kind": "carry"},
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -57,26 +93,23 @@ class Recipe:
 
 
 def _recipe(name: str, paper: str, **tables: Table) -> Recipe:
-    return Recipe(name, paper, types.MappingProxyType(tables))
+    return Recipe(name, paper, types.MappingProxyType({**USUAL, **tables}))
 
 
 _ROWS = (
     _recipe(
         "diloco",
         "arXiv 2311.08105",
-        signal={"kind": "pseudo-gradient"},
-        schedule={"kind": "every-steps", "inner_steps": 100, "overlap": False},
+        schedule={"kind": "every-steps", "inner_steps": 100},
         codec={"kind": "int8"},
         feedback={"kind": "error"},
         topology={"kind": "butterfly"},
-        aggregate={"kind": "mean"},
         update={"kind": "nesterov", "learning_rate": 0.7, "momentum": 0.9},
     ),
     _recipe(
         "sparseloco",
         "arXiv 2508.15706",
-        signal={"kind": "pseudo-gradient"},
-        schedule={"kind": "every-steps", "inner_steps": 30, "overlap": False},
+        schedule={"kind": "every-steps", "inner_steps": 30},
         codec={"kind": "topk", "k": 64},
         feedback={"kind": "error", "decay": 0.95},
         topology={"kind": "gather"},
@@ -86,17 +119,14 @@ _ROWS = (
     _recipe(
         "averaging",
         "arXiv 1602.05629",
-        signal={"kind": "pseudo-gradient"},
-        schedule={"kind": "every-steps", "inner_steps": 30, "overlap": False},
+        schedule={"kind": "every-steps", "inner_steps": 30},
         codec={"kind": "int8"},
         feedback={"kind": "error"},
         topology={"kind": "butterfly"},
-        aggregate={"kind": "mean"},
         update={"kind": "sgd", "learning_rate": 1.0},
     ),
 )
 RECIPES: Final[Mapping[str, Recipe]] = types.MappingProxyType({row.name: row for row in _ROWS})
-PARTS: Final = ("signal", "schedule", "codec", "feedback", "topology", "aggregate", "update")
 NOTHING: Final[Tables] = types.MappingProxyType({})
 
 
@@ -113,31 +143,47 @@ def compose(recipe: str, overrides: Tables = NOTHING) -> Method:
             raise UnknownOption(f"a method has no part {part!r}; {_hint(part, PARTS)}")
     row = RECIPES[recipe]
     tables = {part: _merged(row.tables[part], overrides.get(part, {})) for part in PARTS}
-    return Method(
-        name=row.name,
-        paper=row.paper,
-        signal=_build("signal", SIGNALS, tables),
-        schedule=_build("schedule", SCHEDULES, tables),
-        codec=_build("codec", CODECS, tables),
-        feedback=_build("feedback", FEEDBACKS, tables),
-        topology=_build("topology", TOPOLOGIES, tables).kind,
-        aggregate=_build("aggregate", AGGREGATES, tables),
-        update=_build("update", UPDATES, tables),
-    )
+    knots = tuple(sorted({0, *_knots(tables)}))
+    for number in knots:
+        _compose(row, tables, number)  # every fault is found now
+    if len(knots) == 1:
+        return _compose(row, tables, 0)
+    in_round = functools.lru_cache(maxsize=KEPT_METHODS)(functools.partial(_compose, row, tables))
+    return dataclasses.replace(in_round(0), knots=knots, in_round=in_round)
+
+
+KEPT_METHODS = 64
+
+
+def _compose(row: Recipe, tables: Tables, round_number: int) -> Method:
+    parts = {part: _build(part, KINDS[part], tables[part], round_number) for part in PARTS}
+    return Method(name=row.name, paper=row.paper, **parts)
 
 
 def _merged(default: Table, override: Table) -> Table:
-    if override.get("kind", default["kind"]) != default["kind"]:
+    kind = override.get("kind", default["kind"])
+    if kind != default["kind"]:
         return override
     return {**default, **override}
 
 
-def _build(part: str, kinds: Mapping[str, type[Part]], tables: Tables) -> Part:
-    options = dict(tables[part])
+def _knots(tables: Tables) -> Iterator[int]:
+    for part, table in tables.items():
+        for option, value in table.items():
+            if course := ramp(value):
+                if part not in CHANGING or (option == "kind" and part != "codec"):
+                    raise UnknownOption(f"{part}.{option} = {value!r} must not change over the rounds")
+                yield from course.knots
+
+
+def _build(part: str, kinds: Mapping[str, type[Part]], table: Table, round_number: int) -> Part:
+    options = {option: _in_round(value, round_number) for option, value in table.items()}
     kind = options.pop("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise UnknownOption(f"{part}.kind = {kind!r} is not known; {_hint(str(kind), kinds)}")
     fields = [field.name for field in dataclasses.fields(kinds[kind])]  # type: ignore[arg-type]
+    if ramp(table["kind"]):  # an option may belong to the other kind
+        options = {option: value for option, value in options.items() if option in fields}
     for option in options:
         if option not in fields:
             raise UnknownOption(f"{part} {kind!r} has no option {option!r}; {_hint(option, [*fields, 'kind'])}")
@@ -145,6 +191,11 @@ def _build(part: str, kinds: Mapping[str, type[Part]], tables: Tables) -> Part:
         return kinds[kind](**options)
     except ValidationError as error:
         raise UnknownOption(_first_fault(part, error)) from error
+
+
+def _in_round(value: Scalar, round_number: int) -> Scalar:
+    course = ramp(value)
+    return course.at(round_number) if course else value
 
 
 def _first_fault(part: str, error: ValidationError) -> str:

@@ -1,22 +1,157 @@
-"""What is exchanged."""
+"""What is exchanged.
 
+A peer's own vectors are its weights and those that its inner optimizer keeps. Of these, a signal `shares` some: their
+agreed values (the anchor and its companions) are the same on all peers. A message is `width` vectors of the model's
+size one after the other, or the spans of them that the schedule picks.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass as plain_dataclass
 from typing import ClassVar
 
 import torch
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from optim.errors import UnknownOption
+from optim.inner.inner import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT, WEIGHTS
+from optim.layout import Layout, Span
 from optim.parts import STRICT
+from optim.schedules import Schedule
+
+
+@plain_dataclass(frozen=True)
+class Progress:
+    """What a peer measures its message from. Flat fp32 on the CPU; `live`, `reference` (where its last message left
+    off) and `agreed` by the names of shared vectors, `own` by those of the inner optimizer's."""
+
+    live: Mapping[str, torch.Tensor]
+    reference: Mapping[str, torch.Tensor]
+    agreed: Mapping[str, torch.Tensor]
+    own: Mapping[str, torch.Tensor]
+    steps: int  # since the last message
+
+
+class Signal(ABC):
+    kind: ClassVar[str]
+    shares: ClassVar[tuple[str, ...]] = (WEIGHTS,)
+    averaged: ClassVar[tuple[str, ...]] = ()  # of the shared ones, those that no update moves: they are averaged
+    consumes: ClassVar[tuple[str, ...]] = ()  # vectors of the inner optimizer that begin anew after a message
+    is_delta: ClassVar[bool] = True  # what missed its round may be sent later
+    width: ClassVar[int] = 1
+
+    @property
+    def cycle(self) -> int:
+        """After so many rounds the same vectors are sent again."""
+        return 1
+
+    @abstractmethod
+    def measure(self, progress: Progress) -> torch.Tensor:
+        """A new vector of `width` times the model's size, pointing uphill."""
+
+    def spans(self, round_number: int, layout: Layout, schedule: Schedule) -> tuple[Span, ...]:
+        return schedule.spans(round_number, layout.repeated(self.width))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PseudoGradient:
-    """How far the weights moved since `reference`, pointing uphill as a gradient does (arXiv 2311.08105)."""
+class PseudoGradient(Signal):
+    """How far the weights moved since the last message, pointing uphill as a gradient does (arXiv 2311.08105):
+
+    delta = reference - weights
+    """
 
     kind: ClassVar[str] = "pseudo-gradient"
 
-    def measure(self, reference: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """delta = reference - weights; both flat fp32."""
-        return reference - weights
+    def measure(self, progress: Progress) -> torch.Tensor:
+        return progress.reference[WEIGHTS] - progress.live[WEIGHTS]
 
 
-Signal = PseudoGradient
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class InnerState(Signal):
+    """Weights and both of Adam's moments, each averaged on its own period (Local Adam; DES-LOC, arXiv 2505.22549):
+    the weights in every round, the first moment in every `first_every`-th, the second in every `second_every`-th.
+
+    delta_x = reference_x - x for each of the three
+    """
+
+    kind: ClassVar[str] = "inner-state"
+    shares: ClassVar[tuple[str, ...]] = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
+    averaged: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT)
+    width: ClassVar[int] = 3
+
+    first_every: int = Field(default=3, ge=1, le=1000)
+    second_every: int = Field(default=6, ge=1, le=1000)
+
+    @property
+    def cycle(self) -> int:
+        return math.lcm(self.first_every, self.second_every)
+
+    def measure(self, progress: Progress) -> torch.Tensor:
+        return torch.cat([progress.reference[name] - progress.live[name] for name in self.shares])
+
+    def spans(self, round_number: int, layout: Layout, schedule: Schedule) -> tuple[Span, ...]:
+        if schedule.fragments != 1:
+            raise UnknownOption("signal 'inner-state' has periods of its own; set schedule.fragments = 1")
+        periods = (1, self.first_every, self.second_every)
+        sent = [place for place, period in enumerate(periods) if (round_number + 1) % period == 0]
+        return tuple((place * layout.numel, (place + 1) * layout.numel) for place in sent)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Gradient(Signal):
+    """The mean gradient of the steps since the last message; the weights only move with the anchor. For an inner
+    optimizer that gathers gradients.
+
+    g = (sum of gradients) / steps
+    """
+
+    kind: ClassVar[str] = "gradient"
+    consumes: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
+
+    def measure(self, progress: Progress) -> torch.Tensor:
+        return progress.own[GRADIENT_SUM] / max(1, progress.steps)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Momentum(Signal):
+    """The agreed momentum moved on by the own gradient (1-bit Adam, arXiv 2102.02888):
+
+    m_i = beta * m + (1 - beta) * g_i
+    """
+
+    kind: ClassVar[str] = "momentum"
+    shares: ClassVar[tuple[str, ...]] = (WEIGHTS, FIRST_MOMENT)
+    consumes: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
+    is_delta: ClassVar[bool] = False
+
+    beta: float = Field(default=0.9, ge=0, lt=1)
+
+    def measure(self, progress: Progress) -> torch.Tensor:
+        gradient = progress.own[GRADIENT_SUM] / max(1, progress.steps)
+        return progress.agreed[FIRST_MOMENT] * self.beta + gradient * (1 - self.beta)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Weights(Signal):
+    """The weights themselves, for exchanges in pairs whose anchors differ (arXiv 2410.11998)."""
+
+    kind: ClassVar[str] = "weights"
+    is_delta: ClassVar[bool] = False
+
+    def measure(self, progress: Progress) -> torch.Tensor:
+        return progress.live[WEIGHTS].clone()
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ProgressAndAnchor(Signal):
+    """The pseudo-gradient, and the anchor that it was measured from (NoLoCo, arXiv 2506.10911, with its consensus
+    strength apart from its step): delta_i and phi_i, one after the other."""
+
+    kind: ClassVar[str] = "progress-and-anchor"
+    is_delta: ClassVar[bool] = False
+    width: ClassVar[int] = 2
+
+    def measure(self, progress: Progress) -> torch.Tensor:
+        return torch.cat([progress.reference[WEIGHTS] - progress.live[WEIGHTS], progress.agreed[WEIGHTS]])

@@ -2,11 +2,12 @@
 
 from typing import ClassVar, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.parts import STRICT
 
-TopologyKind = Literal["butterfly", "gather"]
+TopologyKind = Literal["butterfly", "gather", "groups"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -23,4 +24,18 @@ class Gather:
     kind: ClassVar[TopologyKind] = "gather"
 
 
-Topology = Butterfly | Gather
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Groups:
+    """Everyone fetches the messages of its group of `size`, drawn anew each round; every peer has an anchor of its own.
+
+    `pattern`: by a shared random permutation (arXiv 2506.10911), or in pairs round a ring or at distances 1, 2, 4, ...
+    (arXiv 2410.11998).
+    """
+
+    kind: ClassVar[TopologyKind] = "groups"
+
+    size: int = Field(default=2, ge=2, le=64)
+    pattern: Literal["random", "ring", "exponential"] = "random"
+
+
+Topology = Butterfly | Gather | Groups

@@ -25,26 +25,30 @@ class Vector(ABC):
     def span(self, part: slice) -> Floats:
         """The values from `part.start` to `part.stop`, at most `numel`; to be read, not written."""
 
+    def pieces(self) -> Iterable[slice]:
+        """All spans one after the other, as they are cheapest to restore."""
+        return slabs(self.numel)
+
     def add_to(self, total: Floats, weight: float) -> None:
         """total <- total + weight * self, the product rounded before it is added."""
-        for part in slabs(self.numel):
+        for part in self.pieces():
             total[part] += self.span(part) * np.float32(weight)
 
     def add_presence_to(self, total: Floats, weight: float) -> None:
         """Add `weight` wherever this vector is not zero."""
-        for part in slabs(self.numel):
+        for part in self.pieces():
             total[part] += (self.span(part) != 0) * np.float32(weight)
 
     def dense(self) -> Floats:
         """A writable array of the whole length."""
         whole = np.empty(self.numel, np.float32)
-        for part in slabs(self.numel):
+        for part in self.pieces():
             whole[part] = self.span(part)
         return whole
 
     def norm(self) -> float:
         """The Euclidean norm, the same on every machine."""
-        return norm(map(self.span, slabs(self.numel)))
+        return norm(map(self.span, self.pieces()))
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,15 @@ def slabs(numel: int, size: int = SLAB) -> Iterator[slice]:
 
 
 def norm(pieces: Iterable[Floats]) -> float:
-    """Of the pieces one after the other, each at most a slab.
+    """Of the pieces one after the other; where one ends and the next begins matters to the last bits.
 
     Squares of fp32 are exact in fp64; folding halves sums them in an order that never depends on the machine.
     """
     sums = np.zeros(SLAB, np.float64)
     for piece in pieces:
-        values = piece.astype(np.float64)
-        sums[: values.size] += values * values
+        for part in slabs(piece.size):
+            values = piece[part].astype(np.float64)
+            sums[: values.size] += values * values
     while sums.size > 1:
         half = sums.size // 2
         sums = sums[:half] + sums[half:]

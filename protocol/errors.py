@@ -13,6 +13,7 @@
     ├── DeviceError                 11   the accelerator asked for is not there
     ├── DataError                   12   the training text is missing or malformed
     ├── TransportError              13   p2pd cannot be started or kept alive
+    ├── OrganiserError              14   a manifest from elsewhere that its organiser has not signed
     └── PeerFault                    -   a peer sent something wrong; never leaves the daemon
         ├── MalformedError               bytes that do not parse, or parse to nonsense
         ├── ForgedError                  a signature that does not verify
@@ -73,6 +74,10 @@ class DataError(MurmurError):
 
 class TransportError(MurmurError):
     exit_code = 13
+
+
+class OrganiserError(MurmurError):
+    exit_code = 14
 
 
 class PeerFault(MurmurError):  # noqa: N818

@@ -92,6 +92,7 @@ class Method(Section):
     """A recipe by name; each table overrides one of its parts."""
 
     recipe: str
+    inner: dict[str, Scalar] = {}
     signal: dict[str, Scalar] = {}
     schedule: dict[str, Scalar] = {}
     codec: dict[str, Scalar] = {}
@@ -99,6 +100,7 @@ class Method(Section):
     topology: dict[str, Scalar] = {}
     aggregate: dict[str, Scalar] = {}
     update: dict[str, Scalar] = {}
+    adoption: dict[str, Scalar] = {}
 
     def overrides(self) -> dict[str, dict[str, Scalar]]:
         tables: dict[str, dict[str, Scalar]] = self.model_dump(exclude={"recipe"})

@@ -27,7 +27,7 @@ class BlobRef(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
-    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round")
+    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,9 @@ class PeerRecord(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     VALIDATION_LOSS_FIELD_NUMBER: _ClassVar[int]
     VALIDATION_ROUND_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     expires: float
     addresses: _containers.RepeatedScalarFieldContainer[str]
@@ -66,12 +69,15 @@ class PeerRecord(_message.Message):
     leaving: bool
     validation_loss: float
     validation_round: int
-    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ...) -> None: ...
+    compute_seconds: float
+    exchange_seconds: float
+    wait_seconds: float
+    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("round", "fragment", "base", "codec", "shapes", "tokens", "steps", "loss", "parts")
+    __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts")
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SHAPES_FIELD_NUMBER: _ClassVar[int]
@@ -80,7 +86,7 @@ class Contribution(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     round: int
-    fragment: int
+    age: int
     base: bytes
     codec: str
     shapes: bytes
@@ -88,7 +94,7 @@ class Contribution(_message.Message):
     steps: int
     loss: float
     parts: _containers.RepeatedCompositeFieldContainer[BlobRef]
-    def __init__(self, round: _Optional[int] = ..., fragment: _Optional[int] = ..., base: _Optional[bytes] = ..., codec: _Optional[str] = ..., shapes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., age: _Optional[int] = ..., base: _Optional[bytes] = ..., codec: _Optional[str] = ..., shapes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("round", "view", "base", "contributions")
@@ -254,3 +260,15 @@ class Chunk(_message.Message):
     DATA_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class ManifestRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    def __init__(self, run: _Optional[bytes] = ...) -> None: ...
+
+class ManifestReply(_message.Message):
+    __slots__ = ("toml",)
+    TOML_FIELD_NUMBER: _ClassVar[int]
+    toml: bytes
+    def __init__(self, toml: _Optional[bytes] = ...) -> None: ...

@@ -325,3 +325,75 @@ class Blobs:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RunsStub:
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Manifest = channel.unary_unary(
+                '/murmur.v1.Runs/Manifest',
+                request_serializer=protocol_dot_murmur__pb2.ManifestRequest.SerializeToString,
+                response_deserializer=protocol_dot_murmur__pb2.ManifestReply.FromString,
+                _registered_method=True)
+
+
+class RunsServicer:
+    """Missing associated documentation comment in .proto file."""
+
+    def Manifest(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RunsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Manifest': grpc.unary_unary_rpc_method_handler(
+                    servicer.Manifest,
+                    request_deserializer=protocol_dot_murmur__pb2.ManifestRequest.FromString,
+                    response_serializer=protocol_dot_murmur__pb2.ManifestReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'murmur.v1.Runs', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('murmur.v1.Runs', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Runs:
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Manifest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/murmur.v1.Runs/Manifest',
+            protocol_dot_murmur__pb2.ManifestRequest.SerializeToString,
+            protocol_dot_murmur__pb2.ManifestReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -109,3 +109,25 @@ class BlobsServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_murmur_pb2.Chunk], _abc.AsyncIterator[_murmur_pb2.Chunk]]: ...
 
 def add_BlobsServicer_to_server(servicer: BlobsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class RunsStub:
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RunsAsyncStub: ...
+    Manifest: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.ManifestRequest, _murmur_pb2.ManifestReply]
+
+@_typing.type_check_only
+class RunsAsyncStub(RunsStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Manifest: _aio.UnaryUnaryMultiCallable[_murmur_pb2.ManifestRequest, _murmur_pb2.ManifestReply]  # type: ignore[assignment]
+
+class RunsServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Manifest(
+        self,
+        request: _murmur_pb2.ManifestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_murmur_pb2.ManifestReply, _abc.Awaitable[_murmur_pb2.ManifestReply]]: ...
+
+def add_RunsServicer_to_server(servicer: RunsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

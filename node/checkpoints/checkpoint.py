@@ -3,7 +3,7 @@
     <folder>/0000000007.round-12/       the 7th save, of round 12
         anchor.safetensors              the agreed weights, by Hugging Face parameter name
         outer.<slot>.safetensors        one file a vector of the outer optimizer
-        inner.safetensors               this peer's own vectors, as <vector>/<parameter name>, and raw bytes
+        inner.safetensors               this peer's own vectors, as <vector>/<parameter name>, and raw bytes or values
         manifest.json                   everything else, with the hash and size of each file, and a hash of itself
 
 A save writes a new hidden folder, syncs each file and the folder, renames it and syncs the parent; only then are old
@@ -56,7 +56,7 @@ class Checkpoint:
     chain: Json  # JSON values under text keys, as is inner_meta
     anchor: Tensor
     outer: dict[str, Tensor]  # slot of the outer optimizer to its vector
-    inner: dict[str, Tensor]  # vectors, or raw uint8 of any length
+    inner: dict[str, Tensor]  # vectors, or raw fp32 or uint8 of any other length
     inner_meta: Json
 
 
@@ -138,7 +138,7 @@ def _write(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
 def _named_inner(inner: Mapping[str, Tensor], shapes: ShapeTable) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for vector, tensor in inner.items():
-        if tensor.dtype == torch.uint8:
+        if tensor.dtype == torch.uint8 or tensor.numel() != shapes.numel:
             named[vector] = tensor
         else:
             named |= {f"{vector}/{name}": view for name, view in shapes.views(tensor).items()}

@@ -4,14 +4,15 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from node.arena import Arena
-from node.channel import Adopted, Config, FromTrainer, Message
+from node.arena import Arena, Contents
+from node.channel import Adopted, Config, FromTrainer, Message, Ready
 from node.checkpoints.checkpoint import Checkpoint, load_newest
 from node.config import NodeSettings
 from node.daemon.calls import deliver
@@ -25,31 +26,33 @@ from node.daemon.post import Post
 from node.daemon.replica import OuterState, Replica, Work, Workshop, state_bytes
 from node.daemon.rounds import Hooks, RoundDriver
 from node.daemon.rounds_service import RoundsService
+from node.daemon.runs_service import RunsService
 from node.daemon.standing import Standing
 from node.daemon.trainer_link import TrainerLink
 from node.daemon.trainer_process import TrainerProcess
 from node.daemon.wishes import Wishes
 from node.folder import RunFolder
 from node.model import initial_weights, shape_table
+from node.program import decay_of, program_of, round_settings
 from node.status import NodeStatus
-from optim.errors import OptimError
 from optim.method import Method
-from optim.recipes import compose
+from optim.program import Program
 from protocol.blobs.fetch import Fetcher
 from protocol.blobs.service import BlobService
 from protocol.blobs.store import BlobStore
-from protocol.errors import ManifestError
 from protocol.identity import Identity, PeerId
-from protocol.manifest import Manifest
 from protocol.membership.clock import Clock
-from protocol.membership.directory import Event, Left
+from protocol.membership.directory import MAX_TEXT_CHARACTERS, Event, Left
 from protocol.membership.gossip import Directory
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2 import Signed
-from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server, add_RoundsServicer_to_server
+from protocol.murmur_pb2_grpc import (
+    add_BlobsServicer_to_server,
+    add_RoundsServicer_to_server,
+    add_RunsServicer_to_server,
+)
 from protocol.network.transport import Transport, caller
 from protocol.rounds.chain import Chain, Head
-from protocol.rounds.events import RoundSettings
 from protocol.rounds.statements import Terms
 
 logger = logging.getLogger(__name__)
@@ -60,12 +63,8 @@ STORE_EXTRA_BYTES = 1 << 30
 MAX_TOKENS = 1 << 40  # of one contribution
 
 
-def method_of(manifest: Manifest) -> Method:
-    """Raises ManifestError for a recipe or an option that does not exist."""
-    try:
-        return compose(manifest.method.recipe, manifest.method.overrides())
-    except OptimError as error:
-        raise ManifestError(f"method: {error}") from error
+def spent(seconds: Mapping[str, float], *activities: str) -> float:
+    return sum(seconds.get(activity, 0.0) for activity in activities)
 
 
 def port_is_free(port: int) -> bool:
@@ -89,11 +88,10 @@ class Assembly:
             return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
         identity = Identity.load_or_create(folder.key)
-        method = method_of(settings.manifest)
-        return cls(settings, folder, identity, method, rng, work)
+        return cls(settings, folder, identity, program_of(settings.manifest), rng, work)
 
     def __init__(
-        self, settings: NodeSettings, folder: RunFolder, identity: Identity, method: Method, rng: random.Random,
+        self, settings: NodeSettings, folder: RunFolder, identity: Identity, program: Program, rng: random.Random,
         work: Work,
     ) -> None:  # fmt: skip
         manifest = settings.manifest
@@ -102,15 +100,15 @@ class Assembly:
         self._finishing: asyncio.Task[None] | None = None
         self.peer_id = identity.peer_id
         self._shapes = shape_table(manifest.model)
-        numel = self._shapes.numel
-        bounds = method.bounds(numel, manifest.round.parts)
-        sizes = [method.codec.max_bytes(stop - start) for start, stop in bounds]
-        self._terms = Terms(manifest.method.recipe, self._shapes.hash(), len(bounds), MAX_TOKENS, max(sizes))
-        self.arena = Arena.create(numel, sum(sizes))
+        self._program, method, numel = program, program.method, program.numel
+        self._terms = Terms(
+            manifest.method.recipe, self._shapes.hash(), program.max_parts, MAX_TOKENS, program.max_part_bytes
+        )
+        self.arena = Arena.create(Contents.of(program))
         self.store = BlobStore(folder.blobs, STORE_STATES * state_bytes(numel, method) + STORE_EXTRA_BYTES)
-        self._workshop = Workshop(method, numel, manifest.round.parts, self.store)
+        self._workshop = Workshop(program, self.store, decay_of(manifest.train))
         saved = self._load()
-        self._offers = restored_offers(saved, self.arena, self.store) if saved else Offers()
+        self._offers = restored_offers(saved, program, self.arena, self.store) if saved else Offers(program)
         self.replica = self._first_replica(method, saved)
         self.metrics = Metrics()
         self._rng = rng
@@ -155,7 +153,7 @@ class Assembly:
         )
         self.blobs = BlobService(self.store, caller)
         self._fetcher = Fetcher(self.store, self.transport.channel, self._lied, self._rng)
-        self._wishes = Wishes(self._fetcher, lambda: [peer for peer in self.directory.live() if peer != self.peer_id])
+        self._wishes = Wishes(self._fetcher, lambda: [peer for peer in self._members.trainers() if peer != self.peer_id])
 
     def _build_round(self, method: Method) -> None:
         manifest, work = self._settings.manifest, self._work
@@ -168,11 +166,7 @@ class Assembly:
         )  # fmt: skip
         self.standing = Standing(self._first_status(), self.metrics, self._traffic)
         self.standing.stands_at(self.replica.chain.head, self.replica.blob.digest)
-        rounds = manifest.round
-        driver_settings = RoundSettings(
-            manifest.run_id, method.topology, self._terms.parts, rounds.grace, rounds.leader_timeout,
-            rounds.exchange_timeout, 2 * manifest.membership.expiry,
-        )  # fmt: skip
+        driver_settings = round_settings(manifest, self._program)
         hooks = Hooks(
             send=self._post.send,
             work=work,
@@ -190,6 +184,7 @@ class Assembly:
         chain = self.replica.chain
         self.participant = Participant(
             manifest=manifest,
+            method=method,
             terms=self._terms,
             members=self._members,
             driver=self.driver,
@@ -204,11 +199,13 @@ class Assembly:
     async def open(self) -> None:
         """Go on the network and say where we stand."""
         rounds = RoundsService(self._settings.run_id, self.driver, self.replica)
+        runs = RunsService(self._settings.manifest)
         await self.transport.open(
             [
                 self.directory.register,
                 lambda server: add_BlobsServicer_to_server(self.blobs, server),
                 lambda server: add_RoundsServicer_to_server(rounds, server),
+                lambda server: add_RunsServicer_to_server(runs, server),
             ],
             listen=self._listen(),
         )
@@ -216,7 +213,7 @@ class Assembly:
             self._identity, self._settings.run_id, self.transport, self._clock, self.directory.neighbours,
             self.directory.remember, self._rng,
         )  # fmt: skip
-        self.directory.publish(role="trainer", name=self._settings.name)
+        self.directory.publish(role="trainer", name=self._settings.name, version=version("murmuration"))
         self._members.announce_head(self.replica.chain.head, self.replica.blob.digest)
         self.directory.subscribe(self._membership_changed)
 
@@ -233,8 +230,9 @@ class Assembly:
         await self._post.stop()
 
     def all_arrived(self) -> bool:
-        """Whether every live peer has as many rounds as we."""
-        return all(record.round >= self.replica.chain.round for record in self._members.records().values())
+        """Whether every live trainer has as many rounds as we."""
+        trainers = [record for record in self._members.records().values() if record.role == "trainer"]
+        return all(record.round >= self.replica.chain.round for record in trainers)
 
     def publish_progress(self) -> None:
         status = self.standing.status()
@@ -246,6 +244,9 @@ class Assembly:
             bytes_sent=status.bytes_sent,
             validation_loss=status.validation_loss or 0.0,
             validation_round=status.validation_round or 0,
+            compute_seconds=spent(status.seconds, "compute", "evaluate"),
+            exchange_seconds=spent(status.seconds, "encode", "adopt", "snapshot"),
+            wait_seconds=spent(status.seconds, "wait"),
         )
 
     async def trainer_failure(self) -> None:
@@ -267,8 +268,6 @@ class Assembly:
             peer_id=self.peer_id,
             device=settings.device,
             threads=settings.threads or torch.get_num_threads(),
-            numel=self._shapes.numel,
-            outbox_bytes=self.arena.outbox_bytes,
             round=self.trainer.round,
             validation_tokens=VALIDATION_TOKENS,
         )
@@ -276,6 +275,8 @@ class Assembly:
     def _heard(self, message: FromTrainer) -> None:
         self.standing.heard(message)
         match message:
+            case Ready():
+                self.directory.publish(device=message.device[:MAX_TEXT_CHARACTERS])
             case Message():
                 self.participant.offer()
             case Adopted() if self._members.evaluates(message.round):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from node.arena import VECTORS, Arena
+from node.arena import Arena
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.offers import Offer, Offers
@@ -22,9 +22,10 @@ from node.daemon.trainer_link import stored_parts
 from node.folder import RunFolder
 from node.model import ShapeTable
 from node.trainer.inner_state import Counters
+from optim.program import Program
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.errors import StorageError
+from protocol.errors import CheckpointError, StorageError
 from protocol.manifest import Manifest
 from protocol.rounds.chain import Head
 from protocol.rounds.statements import Commit
@@ -131,15 +132,18 @@ def restore_inner(saved: Checkpoint, arena: Arena) -> None:
         return
     outbox = saved.inner[OUTBOX].numpy().tobytes()
     arena.outbox[: len(outbox)] = outbox
-    arena.write_snapshot({name: saved.inner[name] for name in VECTORS}, saved.inner_meta)
+    vectors = {name: vector for name, vector in saved.inner.items() if name != OUTBOX}
+    if {name: vector.numel() for name, vector in vectors.items()} != dict(arena.contents.vectors):
+        raise CheckpointError("the checkpoint holds the state of another method; choose another folder or remove it")
+    arena.write_snapshot(vectors, saved.inner_meta)
 
 
-def restored_offers(saved: Checkpoint, arena: Arena, store: BlobStore) -> Offers:
+def restored_offers(saved: Checkpoint, program: Program, arena: Arena, store: BlobStore) -> Offers:
     """The message that was on its way, too: a round may have taken it while we were away, which must not happen twice.
 
     After `restore_inner`.
     """
-    offers = Offers.from_json(saved.chain["offer"])
+    offers = Offers.from_json(program, saved.chain["offer"])
     outstanding = Counters.model_validate(saved.inner_meta).outstanding
     if outstanding is not None and offers.fate_of(outstanding.round) == "none":
         message = outstanding.message()

@@ -9,9 +9,9 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -29,20 +29,26 @@ LEAVE_SECONDS = 3.0
 PUBLISH_SECONDS = 1.0
 
 
-async def run_node(settings: NodeSettings) -> None:
-    """Until the run's target is reached or SIGINT or SIGTERM comes; a second one ends the process at once."""
+Beside = Callable[[Assembly], AbstractAsyncContextManager[None]]  # what a node does besides taking part
+
+
+async def run_node(settings: NodeSettings, beside: Beside = lambda node: nullcontext()) -> None:
+    """Until the run's target is reached or SIGINT or SIGTERM comes; a second one ends the process at once.
+
+    `beside` is entered once the node is on the network.
+    """
     folder = RunFolder(settings.folder)
     folder.claim(settings.manifest)
     try:
         folder.keep_tokenizer(settings.manifest, settings.base)
-        await Daemon(settings, folder).run()
+        await Daemon(settings, folder, beside).run()
     finally:
         folder.release()
 
 
 class Daemon:
-    def __init__(self, settings: NodeSettings, folder: RunFolder) -> None:
-        self._settings, self._folder = settings, folder
+    def __init__(self, settings: NodeSettings, folder: RunFolder, beside: Beside) -> None:
+        self._settings, self._folder, self._beside = settings, folder, beside
         self._stop = asyncio.Event()
         self._signals = 0
 
@@ -61,6 +67,7 @@ class Daemon:
             )
             self._folder.announce(node.peer_id, await node.transport.addresses(), port)
             logger.info("%s in run %s", node.peer_id, self._settings.manifest.run.name)
+            await stack.enter_async_context(self._beside(node))
             await self._take_part(node)
 
     def _signalled(self) -> None:

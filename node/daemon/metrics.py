@@ -4,14 +4,11 @@ What the status already says is read from it at the moment of the scrape, so the
 `Metrics` keeps only what the status does not hold.
 """
 
-import asyncio
 import collections
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Literal
 
-import uvicorn
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
@@ -24,10 +21,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from node.status import NodeStatus
-from protocol.errors import UsageError
+from node.web import listening, serving
 
 Outcome = Literal["included", "excluded", "missed", "failed"]
-STOP_DEADLINE = 3.0
+MAX_CONNECTIONS = 32
 
 
 class Metrics(Collector):
@@ -105,56 +102,13 @@ def _bytes_moved(status: NodeStatus) -> CounterMetricFamily:
     return family
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the daemon."""
-        yield
-
-
 @contextlib.asynccontextmanager
 async def metrics_server(port: int, metrics: Metrics, status: Callable[[], NodeStatus]) -> AsyncIterator[int]:
     """Serve on 127.0.0.1 in the running loop; yields the port (a free one for 0). UsageError if it is taken."""
     metrics.watch(status)
-    listener = _listen(port)
-    config = uvicorn.Config(
-        _application(metrics, status),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        limit_concurrency=32,
-        timeout_keep_alive=5,
-        timeout_graceful_shutdown=1,
-    )
-    server = _Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="metrics server")
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await _finish(serving)
-        listener.close()
-
-
-async def _finish(serving: asyncio.Task[None]) -> None:
-    _, late = await asyncio.wait({serving}, timeout=STOP_DEADLINE)
-    if late:
-        serving.cancel()
-        await asyncio.wait({serving}, timeout=STOP_DEADLINE)
-
-
-def _listen(port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("127.0.0.1", port))
-        listener.listen(32)
-    except OSError as error:
-        listener.close()
-        raise UsageError(f"cannot listen on 127.0.0.1:{port}: {error.strerror}; give another --metrics-port") from error
-    listener.setblocking(False)
-    return listener
+    listener = listening("127.0.0.1", port, "--metrics-port")
+    async with serving(_application(metrics, status), listener, MAX_CONNECTIONS) as bound:
+        yield bound
 
 
 def _application(metrics: Metrics, status: Callable[[], NodeStatus]) -> Starlette:

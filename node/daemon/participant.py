@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from node.daemon.catch_up import Scout, Way, ahead, best
 from node.daemon.keeper import KEPT_ROUNDS, Keeper
 from node.daemon.membership import Members
@@ -18,6 +20,7 @@ from node.daemon.rounds import RoundDriver
 from node.daemon.standing import Standing
 from node.daemon.trainer_link import TrainerLink
 from node.daemon.wishes import Wishes
+from optim.method import Method
 from protocol.errors import MissingFileError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
@@ -39,6 +42,7 @@ class Participant:
     """`decided`, `offer`, `broken` and `wake` are called from outside; everything else happens in `run`."""
 
     manifest: Manifest
+    method: Method
     terms: Terms
     members: Members
     driver: RoundDriver
@@ -83,7 +87,7 @@ class Participant:
     async def run(self) -> None:
         """Until the target is reached."""
         await self._join()
-        await self.trainer.start(self.replica.chain.round, self.replica.state.anchor)
+        await self.trainer.start(self.replica.chain.round, self._shared())
         await self._assemble()
         while not self.target_reached:
             if self._fault is not None:
@@ -156,13 +160,17 @@ class Participant:
     async def _settle(self, commits: list[Commit]) -> None:
         """A new state is in place: tell the trainer, the others and the disk."""
         replica, self._ahead_since = self.replica, None
-        fate = self.trainer.settle(commits)
+        fate = self.trainer.settle(commits, replica.chain.round)
         self.standing.applied(replica.chain.head, replica.blob.digest, commits, fate)
         self.members.announce_head(replica.chain.head, replica.blob.digest)
-        await self.trainer.adopt(replica.chain.round, replica.state.anchor)
+        await self.trainer.adopt(replica.chain.round, self._shared())
         async with self.trainer.placing:
             self.keeper.prune(self.trainer.offers, replica.blob, commits)
         await self.keeper.keep(replica, self.trainer.offers)
+
+    def _shared(self) -> list[Tensor]:
+        """The vectors that the trainer takes over."""
+        return self.replica.state.shared(self.method)
 
     def _heads(self) -> dict[Head, list[PeerId]]:
         """Where others are that we could follow, and who."""

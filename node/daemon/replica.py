@@ -8,20 +8,31 @@ everyone who agrees.
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from optim.errors import OptimError
-from optim.method import Merger, Method
+from optim.exchange import Merger
+from optim.method import Method
+from optim.program import Program
 from protocol.blobs.blob import Blob
-from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError
 from protocol.rounds.chain import Chain, Head
-from protocol.rounds.statements import Commit, Statement
+from protocol.rounds.statements import Commit, Contribution, Digest, Statement
 
 FLOAT_BYTES = 4
+
+
+class Store(Protocol):
+    """Where blobs lie: on disk, or in the simulator's memory."""
+
+    def put(self, data: bytes | memoryview) -> Blob: ...
+
+    def read(self, digest: Digest) -> bytes: ...
+
+
 Work = Callable[..., Awaitable[Any]]  # calls a function with arguments in the worker thread
 
 
@@ -34,7 +45,11 @@ class OuterState:
 
     @classmethod
     def initial(cls, anchor: Tensor, method: Method) -> "OuterState":
-        return cls(anchor, {name: torch.zeros_like(anchor) for name in method.update.slots})
+        return cls(anchor, {name: torch.zeros_like(anchor) for name in method.slots})
+
+    def shared(self, method: Method) -> list[Tensor]:
+        """What a trainer adopts: the anchor and those of its own vectors that are agreed too."""
+        return [self.anchor, *(self.slots[name] for name in method.signal.shares[1:])]
 
     def to_bytes(self) -> memoryview:
         vectors = [self.anchor, *(self.slots[name] for name in sorted(self.slots))]
@@ -43,7 +58,7 @@ class OuterState:
     @classmethod
     def from_bytes(cls, raw: bytearray, numel: int, method: Method) -> "OuterState":
         """Raises MalformedError on a wrong size or a number that is not finite."""
-        names = sorted(method.update.slots)
+        names = method.slots
         if len(raw) != state_bytes(numel, method):
             raise MalformedError(f"a state of {len(raw)} bytes, {state_bytes(numel, method)} are expected")
         vectors = torch.split(torch.frombuffer(raw, dtype=torch.float32), numel)
@@ -51,60 +66,69 @@ class OuterState:
             raise MalformedError("a state that is not finite")
         return cls(vectors[0], dict(zip(names, vectors[1:], strict=True)))
 
-    def updated(self, method: Method, delta: Tensor) -> "OuterState":
+    def updated(self, program: Program, round_number: int, merged: Tensor, decay: float) -> "OuterState":
         anchor = self.anchor.clone()
         slots = {name: slot.clone() for name, slot in self.slots.items()}
-        method.update.apply(anchor, slots, delta)
+        program.apply(program.plan(round_number), anchor, slots, merged, decay)
         return OuterState(anchor, slots)
 
 
 def state_bytes(numel: int, method: Method) -> int:
     """Size of the serialized state."""
-    return FLOAT_BYTES * numel * (1 + len(method.update.slots))
+    return FLOAT_BYTES * numel * (1 + len(method.slots))
 
 
 class Workshop:
-    """The arithmetic on blobs that one round asks for. Every method may take long: call it in a worker thread."""
+    """The arithmetic on blobs that one round asks for. Every method may take long: call it in a worker thread.
 
-    def __init__(self, method: Method, numel: int, parts: int, store: BlobStore) -> None:
-        self._method = method
-        self._merger = Merger(method, numel, parts)
-        self._numel = numel
-        self._store = store
+    `decay`: what is left of the run's learning rate at a local step, as a share of 1.
+    """
 
-    def check(self, blob: Blob, part: int) -> None:
+    def __init__(self, program: Program, store: Store, decay: Callable[[int], float]) -> None:
+        self._program, self._merger = program, Merger(program)
+        self._store, self._decay = store, decay
+
+    def check(self, blob: Blob, round_number: int, part: int) -> None:
         """Raises MalformedError unless the blob is a well-formed payload of that part."""
         try:
-            self._merger.check(self._store.read(blob.digest), part)
+            self._merger.check(round_number, self._store.read(blob.digest), part)
         except OptimError as error:
             raise MalformedError(f"a payload does not decode: {error}") from error
 
-    def reduce(self, part: int, blobs: Sequence[Blob], tokens: Sequence[int]) -> Blob:
+    def reduce(self, round_number: int, part: int, contributions: Sequence[Contribution]) -> Blob:
         """One part of every contribution, summed in this order and encoded once. Raises MalformedError."""
-        payloads = [self._store.read(blob.digest) for blob in blobs]
+        payloads = [self._store.read(contribution.parts[part].digest) for contribution in contributions]
         try:
-            start, stop = self._merger.bounds[part]
-            weights = [float(count) for count in tokens]
-            return self._store.put(self._merger.reduce_part(payloads, weights, stop - start))
+            reduced = self._merger.reduce_part(round_number, part, payloads, self._weights(round_number, contributions))
         except OptimError as error:
             raise MalformedError(f"a contribution does not decode: {error}") from error
+        return self._store.put(reduced)
 
     def apply(self, state: OuterState, commit: Commit) -> tuple[OuterState, Blob]:
         """The state after a commit whose blobs are all in the store, and its blob. Raises MalformedError."""
-        weights = [float(contribution.body.tokens) for contribution in commit.contributions]
+        number = commit.round
+        contributions = [statement.body for statement in commit.contributions]
+        blobs = commit.parts or [part for contribution in contributions for part in contribution.parts]
         try:
-            delta = self._merger.merge([self._store.read(blob.digest) for blob in commit.blobs], weights)
+            payloads = [self._store.read(blob.digest) for blob in blobs]
+            merged = self._merger.merge(number, payloads, self._weights(number, contributions))
         except OptimError as error:
-            raise MalformedError(f"the commit of round {commit.round} does not decode: {error}") from error
-        after = state.updated(self._method, delta)
+            raise MalformedError(f"the commit of round {number} does not decode: {error}") from error
+        decay = self._decay(self._program.steps_before(number))
+        after = state.updated(self._program, number, merged, decay)
         return after, self.keep(after)
+
+    def _weights(self, round_number: int, contributions: Sequence[Contribution]) -> list[float]:
+        rule = self._program.plan(round_number).method.aggregate
+        return [rule.weight(contribution.tokens, contribution.age) for contribution in contributions]
 
     def keep(self, state: OuterState) -> Blob:
         """Put the state where others can fetch it."""
         return self._store.put(state.to_bytes())
 
     def load(self, blob: Blob) -> OuterState:
-        return OuterState.from_bytes(bytearray(self._store.read(blob.digest)), self._numel, self._method)
+        raw = bytearray(self._store.read(blob.digest))
+        return OuterState.from_bytes(raw, self._program.numel, self._program.method)
 
 
 class Replica:

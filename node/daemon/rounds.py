@@ -70,10 +70,11 @@ class RoundDriver:
     """Between `begin` and the call of `hooks.decided` there is a machine; `decided` is called once a round."""
 
     def __init__(
-        self, identity: Identity, settings: RoundSettings, terms: Terms, store: BlobStore, workshop: Workshop,
-        wishes: Wishes, hooks: Hooks,
+        self, identity: Identity, settings: Callable[[int], RoundSettings], terms: Terms, store: BlobStore,
+        workshop: Workshop, wishes: Wishes, hooks: Hooks,
     ) -> None:  # fmt: skip
-        self._identity, self._settings, self._terms = identity, settings, terms
+        self._identity, self._settings_of, self._terms = identity, settings, terms
+        self._settings = settings(0)  # of the open round
         self._store, self._workshop, self._wishes, self._hooks = store, workshop, wishes, hooks
         self._machine: Round | None = None
         self._number = -1
@@ -100,7 +101,7 @@ class RoundDriver:
         """Open a round. `now_live`: every live trainer of the run, whatever its round."""
         now = _now()
         seen = self._seen if self._seen is not None else dict.fromkeys(now_live, now)
-        self._number, self._base = number, base
+        self._number, self._base, self._settings = number, base, self._settings_of(number)
         # After a change of chains these may be of the other one.
         self._decisions = {past: decision for past, decision in self._decisions.items() if past < number}
         self._machine = Round(self._settings, self._identity.peer_id, number, base, self._sign, now, seen)
@@ -203,16 +204,15 @@ class RoundDriver:
     async def _arrived(self, blob: Blob) -> bool:
         try:
             await self._wishes.get(blob, self._settings.exchange_timeout)
-            await self._hooks.work(self._workshop.check, blob, self._part_of(blob.digest))
+            await self._hooks.work(self._workshop.check, blob, self._number, self._part_of(blob.digest))
         except (UnreachableError, MissingFileError):  # or it was damaged on our disk, and is removed
             return False
         return True
 
     async def _reduce(self, order: Reduce) -> None:
-        blobs = [contribution.body.parts[order.part] for contribution in order.contributions]
-        tokens = [contribution.body.tokens for contribution in order.contributions]
+        contributions = [contribution.body for contribution in order.contributions]
         try:
-            blob = await self._hooks.work(self._workshop.reduce, order.part, blobs, tokens)
+            blob = await self._hooks.work(self._workshop.reduce, self._number, order.part, contributions)
         except (PeerFault, MissingFileError, StorageError) as error:
             logger.warning("part %d of round %d cannot be reduced here: %s", order.part, self._number, error)
             return

@@ -10,9 +10,10 @@ that of the next message. So nothing is sent to a trainer between its death and 
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from node.arena import Arena
@@ -70,9 +71,9 @@ class TrainerLink:
         """Of the anchor that the trainer was last told of."""
         return self._round
 
-    async def start(self, round_number: int, anchor: Tensor) -> None:
+    async def start(self, round_number: int, shared: Sequence[Tensor]) -> None:
         self._round = self._adopted_round = round_number
-        self._arena.anchor(round_number).copy_(anchor)
+        self._write(round_number, shared)
         await self._process.start()
         self._running = True
         self._listener = asyncio.create_task(self._listen(), name="trainer link")
@@ -95,18 +96,21 @@ class TrainerLink:
             self._running = False
             self._changed.notify_all()
 
-    def settle(self, commits: Iterable[Commit]) -> Fate:
-        """What these commits, in order, mean for the message that is on its way."""
-        fates = [self.offers.settle(self._me, commit) for commit in commits]
+    def settle(self, commits: Iterable[Commit], number: int) -> Fate:
+        """What these commits, in order, mean for the message that is on its way, and that we stand before `number`."""
+        fates = [*(self.offers.settle(self._me, commit) for commit in commits), self.offers.arrive(number)]
         return next((fate for fate in fates if fate != "none"), "none")
 
-    async def adopt(self, round_number: int, anchor: Tensor) -> None:
+    def _write(self, round_number: int, shared: Sequence[Tensor]) -> None:
+        torch.cat(list(shared), out=self._arena.anchor(round_number))
+
+    async def adopt(self, round_number: int, shared: Sequence[Tensor]) -> None:
         """Hand the trainer a new anchor, and the fate of its message if that is decided."""
         if not self._running:
             return
         if not await self.has_adopted(self._round):
             logger.warning("the trainer has not adopted round %d for %g s", self._round, ADOPTION_SECONDS)
-        await self._work(self._arena.anchor(round_number).copy_, anchor)
+        await self._work(self._write, round_number, shared)
         self._round = round_number
         # On another chain the number may be lower, and is not adopted yet for all that.
         self._adopted_round = min(self._adopted_round, round_number - 1)

@@ -7,6 +7,7 @@ elements their Hugging Face names. It is arithmetic on the manifest alone: no mo
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +15,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from optim.layout import Layout
 from protocol.manifest import Model
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 OUTPUT = "lm_head.weight"
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,17 @@ class ShapeTable:
     @cached_property
     def numel(self) -> int:
         return sum(self.sizes)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """For the methods: the embedding, each layer, and what comes after the last one are a block each."""
+        layers = 1 + max((layer for layer in map(_layer_of, self.names) if layer is not None), default=-1)
+        return Layout(self.shapes, tuple(self._block(name, layers) for name in self.names))
+
+    @staticmethod
+    def _block(name: str, layers: int) -> int:
+        layer = _layer_of(name)
+        return 0 if name == EMBEDDING else 1 + (layers if layer is None else layer)
 
     def hash(self) -> bytes:
         """SHA-256 over names, shapes and their order (32 bytes): equal tables, equal meaning of a flat vector."""
@@ -96,3 +110,9 @@ def _layer(config: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "mlp.down_proj", (config.width, config.hidden)
     yield "input_layernorm", (config.width,)
     yield "post_attention_layernorm", (config.width,)
+
+
+def _layer_of(name: str) -> int | None:
+    """Number of the layer that a parameter belongs to."""
+    found = LAYER.match(name)
+    return int(found[1]) if found else None

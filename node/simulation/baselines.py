@@ -16,6 +16,7 @@ from node.simulation.setting import Setting
 from node.simulation.swarm import peer_name
 from node.trainer.inner import InnerOptimizer
 from node.trainer.inner_step import accumulate_gradient
+from optim.inner.adamw import AdamW
 
 FLOAT_BYTES = 4
 DATA_PARALLEL = "data-parallel"
@@ -29,7 +30,7 @@ class _Group:
         manifest = setting.manifest
         self.model, self._train = Llama(manifest.model), manifest.train
         self.model.load_flat(initial_weights(manifest.model, manifest.run.seed))
-        self._optimizer = InnerOptimizer(self.model, manifest.train)
+        self._optimizer = InnerOptimizer(self.model, manifest.train, AdamW())
         context, seed = manifest.model.context, manifest.run.seed
         self._sequences = manifest.train.batch_tokens // context
         self._readers = [Batches(corpus, context, seed, peer_name(slot)) for slot in slots]

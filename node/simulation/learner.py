@@ -1,16 +1,18 @@
 """The trainer's side of a virtual peer: the same inner state, optimizer and sender as a trainer process has."""
 
+import torch
 from torch import Tensor
 
-from node.arena import Arena
+from node.arena import Arena, Contents
 from node.channel import Fate, Message
 from node.data import Batches, Corpus
 from node.model import Llama
 from node.trainer.inner import InnerOptimizer
 from node.trainer.inner_state import InnerState
 from node.trainer.inner_step import accumulate_gradient
-from node.trainer.pace import is_message_due, must_wait
-from optim.method import Method, Sender
+from node.trainer.pace import is_message_due, may_adopt, must_wait
+from optim.exchange import Sender
+from optim.program import Program
 from protocol.errors import MurmurError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
@@ -20,33 +22,36 @@ class Learner:
     """Starts from `anchor`, the state after `round_number` rounds."""
 
     def __init__(
-        self, manifest: Manifest, method: Method, corpus: Corpus, sender: Sender, me: PeerId, anchor: Tensor,
+        self, manifest: Manifest, program: Program, corpus: Corpus, sender: Sender, me: PeerId, shared: list[Tensor],
         round_number: int,
     ) -> None:  # fmt: skip
-        self._train, self._schedule = manifest.train, method.schedule
+        self._train = manifest.train
         self._sequences = manifest.train.batch_tokens // manifest.model.context
         model = Llama(manifest.model)
-        self._optimizer = InnerOptimizer(model, manifest.train)
-        bounds = method.bounds(anchor.numel(), manifest.round.parts)
-        outbox_bytes = sum(method.codec.max_bytes(stop - start) for start, stop in bounds)
-        self._arena = Arena.create(anchor.numel(), outbox_bytes)
+        self._optimizer = InnerOptimizer(model, manifest.train, program.method.inner)
+        self._arena = Arena.create(Contents.of(program))
         self._arena.close()  # the memory stays; a thousand peers would use up the descriptors
         self._model = model
-        self.state = InnerState(model, self._optimizer, sender, self._arena)
-        self._arena.anchor(round_number).copy_(anchor)
+        self.state = InnerState(model, self._optimizer, program, sender, self._arena)
+        self._arena.anchor(round_number).copy_(torch.cat(shared))
         self.state.start(round_number)
         self._batches = Batches(corpus, manifest.model.context, manifest.run.seed, me)
 
     def must_wait(self) -> bool:
-        return must_wait(self.state.counters, self._schedule)
+        return must_wait(self.state.counters, self.state.plan)
+
+    def may_adopt(self) -> bool:
+        return may_adopt(self.state.counters, self.state.plan)
 
     def is_message_due(self, most_steps: int) -> bool:
         """`most_steps`: so many bring the run to its target."""
-        return is_message_due(self.state.counters, min(self._schedule.inner_steps, most_steps))
+        return is_message_due(self.state.counters, min(self.state.plan.steps, most_steps))
 
     def step(self) -> None:
-        loss = accumulate_gradient(self._model, self._batches.next(self._sequences), self._train.microbatch)
-        applied = self._optimizer.step(self.state.counters.step)
+        step = self.state.counters.step
+        windows, place = self._batches.next(self._sequences), self._optimizer.look_ahead(step)
+        loss = accumulate_gradient(self._model, windows, self._train.microbatch, place)
+        applied = self._optimizer.step(step)
         self._optimizer.clear_gradient()
         if not applied:
             raise MurmurError("a simulated peer's gradient is not finite; lower train.learning_rate")
@@ -58,6 +63,6 @@ class Learner:
         parts = [bytes(self._arena.outbox[end - size : end]) for end, size in zip(ends, message.sizes, strict=True)]
         return message, parts
 
-    def adopt(self, round_number: int, anchor: Tensor, fate: Fate) -> None:
-        self._arena.anchor(round_number).copy_(anchor)
+    def adopt(self, round_number: int, shared: list[Tensor], fate: Fate) -> None:
+        self._arena.anchor(round_number).copy_(torch.cat(shared))
         self.state.adopt(round_number, fate)

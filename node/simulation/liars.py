@@ -11,7 +11,8 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from optim.method import Method, Sender
+from optim.exchange import Sender
+from optim.program import Program
 
 LieKind = Literal["sign-flip", "scale10", "zero", "random"]
 KINDS: Final[tuple[str, ...]] = get_args(LieKind)
@@ -31,13 +32,13 @@ class Liars:
 class LyingSender(Sender):
     """Encodes another message than the one it is given."""
 
-    def __init__(self, method: Method, numel: int, parts: int, kind: LieKind, seed: int) -> None:
-        super().__init__(method, numel, parts)
+    def __init__(self, program: Program, kind: LieKind, seed: int) -> None:
+        super().__init__(program)
         self._generator = torch.Generator().manual_seed(seed)
         self._lie = self._lies()[kind]
 
-    def message(self, delta: Tensor, residual: Tensor) -> list[bytes]:
-        return super().message(self._lie(delta), residual)
+    def message(self, round_number: int, delta: Tensor, residual: Tensor) -> list[bytes]:
+        return super().message(round_number, self._lie(delta), residual)
 
     def _lies(self) -> dict[LieKind, Callable[[Tensor], Tensor]]:
         return {

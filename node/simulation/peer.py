@@ -53,7 +53,7 @@ class VirtualPeer:
         self.chain = Chain.begin(swarm.run_id)
         self.applied: Applied = swarm.vault.initial
         self.held: dict[Digest, int] = {}  # since which round of ours
-        self.offers = Offers()
+        self.offers = Offers(swarm.program)
         self.learner: Learner | None = None
         self._machine: BatchRound | None = None
         self._seen: dict[PeerId, float] | None = None
@@ -87,7 +87,9 @@ class VirtualPeer:
         self._inbox.clear()
         self._live, self._tick_at = frozenset(), 0.0
         signer = swarm.notary.signer(self.name)
-        self._machine = BatchRound(swarm.round_settings, self.name, head.round, head.digest, signer, now, seen)
+        self._machine = BatchRound(
+            swarm.round_settings(head.round), self.name, head.round, head.digest, signer, now, seen
+        )
         self.refresh()
         early, self._early = self._early, []
         for statement in early:
@@ -154,9 +156,8 @@ class VirtualPeer:
                 self.swarm.ledger.skips[action.reason] += 1
 
     def _reduce(self, order: Reduce) -> None:
-        blobs = [contribution.body.parts[order.part] for contribution in order.contributions]
-        tokens = [contribution.body.tokens for contribution in order.contributions]
-        blob = self.swarm.vault.reduce(order.part, blobs, tokens)
+        contributions = [contribution.body for contribution in order.contributions]
+        blob = self.swarm.vault.reduce(self.chain.round, order.part, contributions)
         self.held[blob.digest] = self.chain.round
         self._queue(Reduced(order.part, order.attempt, blob))
 
@@ -187,13 +188,12 @@ class VirtualPeer:
         """A new state is in place."""
         self._behind_since = None
         fate: Fate = "none"
-        for commit in commits:
-            offer = self.offers.current
-            decided = self.offers.settle(self.name, commit)
-            if offer is not None and decided != "none":
-                fate = decided
-                end: End = "included" if fate == "included" else "given back"
-                self.swarm.ledger.settle(self.name, offer.message.round, end)
+        offer = self.offers.current
+        fates = [*(self.offers.settle(self.name, commit) for commit in commits), self.offers.arrive(self.chain.round)]
+        fate = next((decided for decided in fates if decided != "none"), fate)
+        if offer is not None and fate != "none":
+            end: End = "included" if fate == "included" else "given back"
+            self.swarm.ledger.settle(self.name, offer.message.round, end)
         self.swarm.arrived(self)
         if self.learner is None:
             self.learner = self.swarm.new_learner(self)
@@ -250,7 +250,7 @@ class VirtualPeer:
             self._ask(blob)
             return
         self._wanted.pop(blob.digest, None)
-        if self.swarm.vault.is_well_formed(blob, self.swarm.notary.part_of(blob)):
+        if self.swarm.vault.is_well_formed(blob, self.chain.round, self.swarm.notary.part_of(blob)):
             self.held[blob.digest] = self.chain.round
             self._queue(Held(blob.digest))
             self._apply_when_whole()
@@ -300,8 +300,8 @@ class VirtualPeer:
         learner = self.learner
         if learner is None or self._busy or not self.alive:
             return
-        if self._adoption is not None:
-            learner.adopt(self.chain.round, self.applied[0].anchor, self._adoption)
+        if self._adoption is not None and learner.may_adopt():
+            learner.adopt(self.chain.round, self.applied[0].shared(self.swarm.method), self._adoption)
             self._adoption = None
         if self.is_done:
             return

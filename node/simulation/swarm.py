@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.daemon.replica import OuterState
 from node.data import Corpus
 from node.model import initial_weights, shape_table
+from node.program import decay_of, program_of, round_settings
 from node.simulation.clock import VirtualClock
 from node.simulation.directory import Directory
 from node.simulation.learner import Learner
@@ -19,12 +20,12 @@ from node.simulation.notary import Notary
 from node.simulation.peer import VirtualPeer
 from node.simulation.setting import Setting
 from node.simulation.vault import Vault
-from optim.method import Method, Sender
+from optim.exchange import Sender
+from optim.method import Method
 from protocol import murmur_pb2 as wire
 from protocol.errors import MurmurError
 from protocol.identity import Identity, PeerId
 from protocol.rounds.chain import Head
-from protocol.rounds.events import RoundSettings
 from protocol.rounds.statements import Digest, Terms
 
 MAX_TOKENS = 1 << 40  # of one contribution
@@ -58,18 +59,14 @@ class Swarm:
 
     def _build_round(self) -> None:
         manifest, method = self.setting.manifest, self.method
+        self.program = program = program_of(manifest, method)
         shapes = shape_table(manifest.model)
         self.numel = shapes.numel
-        bounds = method.bounds(shapes.numel, manifest.round.parts)
-        largest = max(method.codec.max_bytes(stop - start) for start, stop in bounds)
-        self.terms = Terms(method.name, shapes.hash(), len(bounds), MAX_TOKENS, largest)
+        self.terms = Terms(method.name, shapes.hash(), program.max_parts, MAX_TOKENS, program.max_part_bytes)
         self.notary = Notary(self.run_id, self.terms)
         initial = OuterState.initial(initial_weights(manifest.model, manifest.run.seed), method)
-        self.vault = Vault(method, shapes.numel, manifest.round.parts, initial)
-        self.round_settings = RoundSettings(
-            self.run_id, method.topology, self.terms.parts, manifest.round.grace, manifest.round.leader_timeout,
-            manifest.round.exchange_timeout, 2 * manifest.membership.expiry,
-        )  # fmt: skip
+        self.vault = Vault(program, decay_of(manifest.train), initial)
+        self.round_settings = round_settings(manifest, program)
 
     def run(self) -> None:
         """Raises MurmurError when the run cannot come to its target under this setting."""
@@ -87,7 +84,7 @@ class Swarm:
 
     def _patience(self) -> float:
         training = 2 * self.method.schedule.inner_steps / min(self.setting.speeds)
-        return training + STUCK_EXCHANGES * self.round_settings.whole_exchange
+        return training + STUCK_EXCHANGES * self.round_settings(0).whole_exchange
 
     @property
     def alive(self) -> list[VirtualPeer]:
@@ -101,15 +98,15 @@ class Swarm:
     def new_learner(self, peer: VirtualPeer) -> Learner:
         sender = self._sender(peer.slot)
         return Learner(
-            self.setting.manifest, self.method, self._corpus, sender, peer.name, peer.applied[0].anchor,
-            peer.chain.round,
+            self.setting.manifest, self.program, self._corpus, sender, peer.name,
+            peer.applied[0].shared(self.method), peer.chain.round,
         )  # fmt: skip
 
     def _sender(self, slot: int) -> Sender:
-        liars, parts = self.setting.liars, self.setting.manifest.round.parts
+        liars = self.setting.liars
         if liars is not None and slot < liars.count(self.setting.peers):
-            return LyingSender(self.method, self.numel, parts, liars.kind, self.setting.manifest.run.seed + slot)
-        return Sender(self.method, self.numel, parts)
+            return LyingSender(self.program, liars.kind, self.setting.manifest.run.seed + slot)
+        return Sender(self.program)
 
     def say(
         self, sender: VirtualPeer, receivers: Iterable[PeerId], signed: wire.Signed, answered: bool = False

@@ -4,15 +4,13 @@ All bytes lie here once; which peer holds which is the peers' own affair. A comp
 digests has the same result, so each is done once for all peers: they still agree only if their inputs did.
 """
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
 
 from node.daemon.replica import OuterState, Workshop
-from optim.method import Method
+from optim.program import Program
 from protocol.blobs.blob import Blob
-from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError
-from protocol.rounds.statements import Commit, Digest
+from protocol.rounds.statements import Commit, Contribution, Digest
 
 KEPT_ROUNDS = 6
 Applied = tuple[OuterState, Blob]
@@ -44,11 +42,11 @@ class MemoryStore:
 class Vault:
     """`initial` is the state that every run begins with."""
 
-    def __init__(self, method: Method, numel: int, parts: int, initial: OuterState) -> None:
+    def __init__(self, program: Program, decay: Callable[[int], float], initial: OuterState) -> None:
         self._store = MemoryStore()
-        self._workshop = Workshop(method, numel, parts, cast(BlobStore, self._store))
+        self._workshop = Workshop(program, self._store, decay)
         self._applied: dict[tuple[Digest, ...], Applied] = {}
-        self._checked: dict[tuple[Digest, int], bool] = {}
+        self._checked: dict[tuple[Digest, int, int], bool] = {}
         self.initial = initial, self._workshop.keep(initial)
 
     def put(self, data: bytes) -> Blob:
@@ -57,21 +55,22 @@ class Vault:
     def read(self, blob: Blob) -> bytes:
         return self._store.read(blob.digest)
 
-    def is_well_formed(self, blob: Blob, part: int) -> bool:
-        key = blob.digest, part
+    def is_well_formed(self, blob: Blob, round_number: int, part: int) -> bool:
+        key = blob.digest, round_number, part
         if key not in self._checked:
             try:
-                self._workshop.check(blob, part)
+                self._workshop.check(blob, round_number, part)
                 self._checked[key] = True
             except MalformedError:
                 self._checked[key] = False
         return self._checked[key]
 
-    def reduce(self, part: int, blobs: Sequence[Blob], tokens: Sequence[int]) -> Blob:
-        return self._workshop.reduce(part, blobs, tokens)
+    def reduce(self, round_number: int, part: int, contributions: Sequence[Contribution]) -> Blob:
+        return self._workshop.reduce(round_number, part, contributions)
 
     def apply(self, before: Applied, commit: Commit) -> Applied:
-        weights = (contribution.body.tokens.to_bytes(8, "big") for contribution in commit.contributions)
+        bodies = (contribution.body for contribution in commit.contributions)
+        weights = (body.tokens.to_bytes(8, "big") + bytes([body.age]) for body in bodies)
         key = (before[1].digest, *(blob.digest for blob in commit.blobs), *weights)
         if key not in self._applied:
             self._applied[key] = self._workshop.apply(before[0], commit)

@@ -39,10 +39,12 @@ def serve(connection: socket.socket, arena_fd: int) -> int:
     # Importing torch takes seconds, in which the daemon may already die: only after die_with.
     import torch
 
-    from node.arena import Arena
+    from node.arena import Arena, Contents
     from node.channel import ChannelClosed, Config, Failed, TrainerEnd
+    from node.program import program_of
     from node.trainer.training import Trainer
     from protocol.errors import MurmurError
+    from protocol.manifest import parse_manifest
 
     channel = TrainerEnd(connection)
     try:
@@ -50,7 +52,8 @@ def serve(connection: socket.socket, arena_fd: int) -> int:
         if not isinstance(config, Config):
             raise MurmurError(f"the daemon sent no config within {CONFIG_SECONDS:.0f} s; start it again")
         torch.set_num_threads(config.threads)
-        Trainer(config, Arena.attach(arena_fd, config.numel, config.outbox_bytes), channel).run()
+        contents = Contents.of(program_of(parse_manifest(config.manifest.encode(), "the daemon's manifest")))
+        Trainer(config, Arena.attach(arena_fd, contents), channel).run()
     except ChannelClosed:
         logger.info("the daemon is gone; stopping")
     except MurmurError as error:

@@ -1,4 +1,4 @@
-"""A trainer's own state, and what a message and an adoption do to it.
+"""A trainer's own state, and what a message and an adoption do to it. For the signal "pseudo-gradient":
 
     delta     = reference - weights                 local progress since `reference`; points uphill
     message:    x = residual * decay + delta;  send C(x);  residual <- x - D(C(x));  reference <- weights
@@ -7,20 +7,28 @@
 
 So what was trained after the message was sent lives on across the adoption, and nothing is lost when a message misses
 its round (arXiv 1901.09847): what is applied plus the residual plus (reference - weights) adds up to all progress.
+Other signals measure something else, and share more vectors than the weights (`optim.signals`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
-from node.arena import Arena
+from node.arena import REFERENCE, RESIDUAL, Arena, carried
 from node.channel import Activity, Fate, Message
 from node.model import Llama
 from node.trainer.inner import InnerOptimizer
-from optim.method import Sender
+from optim.adoption import Mix
+from optim.exchange import Sender
+from optim.inner.inner import WEIGHTS
+from optim.layout import Span, within
+from optim.program import Plan, Program
+from optim.signals import Progress
+
+MAX_ROUNDS_BACK = 64
 
 
 class _Record(BaseModel):
@@ -69,21 +77,26 @@ class Counters(_Record):
 
 
 class InnerState:
-    """Weights and moments on the model's device; `reference` and `residual` flat fp32 on the CPU."""
+    """Weights and the optimizer's vectors on the model's device; `reference` and `residual` flat fp32 on the CPU.
 
-    def __init__(self, model: Llama, optimizer: InnerOptimizer, sender: Sender, arena: Arena) -> None:
+    `reference` holds the vectors that are carried from anchor to anchor, one after the other, the weights first.
+    """
+
+    def __init__(self, model: Llama, optimizer: InnerOptimizer, program: Program, sender: Sender, arena: Arena) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._program, self._signal = program, program.method.signal
         self._sender = sender
         self._arena = arena
-        self.reference = torch.zeros(arena.numel)
-        self.residual = torch.zeros(arena.numel)
+        self._carried = carried(program.method)
+        self.reference = torch.zeros(program.numel * len(self._carried))
+        self.residual = torch.zeros(program.message_numel)
         self.counters = Counters()
 
     def start(self, round_number: int) -> None:
         """Begin at the anchor of that round, with nothing trained."""
-        self.reference.copy_(self._arena.anchor(round_number))
-        self._model.load_flat(self.reference)
+        self.reference.copy_(self._agreed(round_number))
+        self._set_live(self.reference)
         self.counters = Counters(round=round_number)
 
     def restore(self) -> bool:
@@ -99,15 +112,21 @@ class InnerState:
     def save(self) -> None:
         self._arena.write_snapshot(self._vectors(), self.counters.model_dump(mode="json"))
 
+    @property
+    def plan(self) -> Plan:
+        """Of the round that the next message is made for."""
+        return self._program.plan(self.counters.round)
+
     def message(self) -> Message:
         """Encode the progress since the reference into the outbox. Nothing may be outstanding."""
         counters = self.counters
         if counters.outstanding is not None:
             raise ValueError("the message before this one is still on its way")
-        weights = self._weights()
-        parts = self._sender.message(self.reference - weights, self.residual)
+        live = self._live()
+        delta = self._signal.measure(self._progress(live))
+        parts = self._sender.message(counters.round, delta, self.residual)
         self._fill_outbox(parts)
-        self.reference.copy_(weights)
+        self._begin_anew(live)
         outstanding = Outstanding(
             round=counters.round,
             sizes=tuple(len(part) for part in parts),
@@ -116,19 +135,58 @@ class InnerState:
         self.update(outstanding=outstanding, since_message=Work(), unreported=Work())
         return outstanding.message()
 
+    def _progress(self, live: Tensor) -> Progress:
+        return Progress(
+            live=self._by_name(live, self._carried),
+            reference=self._by_name(self.reference, self._carried),
+            agreed=self._by_name(self._arena.anchor(self.counters.round), self._signal.shares),
+            own={name: vector.cpu() for name, vector in self._optimizer.vectors.items()},
+            steps=self.counters.since_message.steps,
+        )
+
+    def _by_name(self, vector: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        return dict(zip(names, torch.split(vector, self._program.numel), strict=True))
+
+    def _begin_anew(self, live: Tensor) -> None:
+        """What was sent counts from here, and what was gathered for it is gathered again."""
+        for start, stop in within(self.plan.spans, 0, self.reference.numel()):
+            self.reference[start:stop] = live[start:stop]
+        for name in self._signal.consumes:
+            self._optimizer.vectors[name].zero_()
+
     def adopt(self, round_number: int, fate: Fate) -> None:
         """Go over to the anchor of that round, taking along what was trained since the reference."""
-        outstanding = self.counters.outstanding
+        before, outstanding = self.counters.round, self.counters.outstanding
         decided = outstanding is not None and fate != "none"
-        if round_number == self.counters.round and outstanding is None:
+        if round_number == before and outstanding is None:
             return  # said twice, around a restart; x + (y - x) would only add rounding errors
         if outstanding is not None and fate == "excluded":
-            self._sender.take_back(self._outbox_parts(outstanding.sizes), self.residual)
+            parts = self._outbox_parts(outstanding.sizes)
+            self._sender.take_back(outstanding.round, parts, self.residual)
             self.update(unreported=outstanding.work)
-        anchor = self._arena.anchor(round_number)
-        self._model.load_flat(anchor + (self._weights() - self.reference))
-        self.reference.copy_(anchor)
+        self._go_over(self._agreed(round_number), self._exchanged(before, round_number))
         self.update(round=round_number, outstanding=None if decided else outstanding)
+
+    def _go_over(self, agreed: Tensor, exchanged: Iterable[Span]) -> None:
+        """See `optim.adoption`."""
+        live, adoption = self._live(), self._program.method.adoption
+        own = live - self.reference
+        for start, stop in exchanged:
+            if isinstance(adoption, Mix):
+                own[start:stop] = adoption.alpha * (live - agreed)[start:stop]
+            elif adoption.keep < 1:
+                self.residual[start:stop] -= own[start:stop]
+                own[start:stop] *= adoption.keep
+        self._set_live(agreed + own)
+        self.reference.copy_(agreed)
+
+    def _exchanged(self, before: int, after: int) -> set[Span]:
+        """The spans of the carried vectors that these rounds exchanged; of many rounds, or others', all."""
+        program, size = self._program, self.reference.numel()
+        if not 0 < after - before <= MAX_ROUNDS_BACK:
+            return {(0, size)}
+        spans = (span for number in range(before, after) for span in program.plan(number).spans)
+        return set(within(sorted(set(spans)), 0, size))
 
     def count_step(self, tokens: int, loss: float, position: int) -> None:
         counters = self.counters
@@ -142,16 +200,30 @@ class InnerState:
     def update(self, **values: object) -> None:
         self.counters = self.counters.model_copy(update=values)
 
-    def _weights(self) -> Tensor:
-        return self._model.flat.detach().cpu()
+    def _agreed(self, round_number: int) -> Tensor:
+        """The carried ones of the vectors that all agree on."""
+        shared = self._by_name(self._arena.anchor(round_number), self._signal.shares)
+        return torch.cat([shared[name] for name in self._carried])
+
+    def _live(self) -> Tensor:
+        """A copy of the carried vectors as they are."""
+        weights = self._model.flat.detach()
+        vectors = {WEIGHTS: weights, **self._optimizer.vectors}
+        return torch.cat([vectors[name].cpu() for name in self._carried])
+
+    def _set_live(self, vectors: Tensor) -> None:
+        for name, vector in self._by_name(vectors, self._carried).items():
+            if name == WEIGHTS:
+                self._model.load_flat(vector)
+            else:
+                self._optimizer.vectors[name].copy_(vector)
 
     def _vectors(self) -> dict[str, Tensor]:
         return {
-            "weights": self._model.flat.detach(),
-            "first_moment": self._optimizer.first_moment,
-            "second_moment": self._optimizer.second_moment,
-            "residual": self.residual,
-            "reference": self.reference,
+            WEIGHTS: self._model.flat.detach(),
+            **self._optimizer.vectors,
+            RESIDUAL: self.residual,
+            REFERENCE: self.reference,
         }
 
     def _fill_outbox(self, parts: Sequence[bytes]) -> None:

@@ -9,11 +9,18 @@ from node.model import Llama
 from node.trainer.device import precision
 
 
-def accumulate_gradient(model: Llama, windows: Tensor, microbatch: int) -> float:
+def accumulate_gradient(model: Llama, windows: Tensor, microbatch: int, place: Tensor | None = None) -> float:
     """Adds the gradient of the mean loss over `windows` (sequences, context + 1) to `model.flat.grad`, a few at a time.
 
-    Returns that loss, in nats a token.
+    `place`: weights at which it is taken instead of the model's, which are left as they were. Returns that loss, in
+    nats a token.
     """
+    if place is not None:
+        weights = model.flat.detach().clone()
+        model.load_flat(place)
+        loss = accumulate_gradient(model, windows, microbatch)
+        model.load_flat(weights)
+        return loss
     device = model.flat.device
     total = torch.zeros((), device=device)
     for piece in torch.split(windows.to(device), microbatch):

@@ -27,14 +27,14 @@ from node.channel import (
 )
 from node.data import Batches, Corpus, open_source, validation_batches
 from node.model import Llama
+from node.program import program_of
 from node.trainer.activity import Stopwatch
 from node.trainer.device import choose_device, device_name
 from node.trainer.inner import InnerOptimizer
 from node.trainer.inner_state import InnerState, Work
 from node.trainer.inner_step import accumulate_gradient, validation_loss
-from node.trainer.pace import is_message_due, must_wait
-from optim.method import Sender
-from optim.recipes import compose
+from node.trainer.pace import is_message_due, may_adopt, must_wait
+from optim.exchange import Sender
 from protocol.errors import MalformedError, MurmurError
 from protocol.manifest import Manifest, parse_manifest
 
@@ -53,11 +53,9 @@ class Trainer:
         self._config, self._manifest, self._arena, self._channel = config, manifest, arena, channel
         self._device = choose_device(config.device)
         self._model = Llama(manifest.model, self._device)
-        self._optimizer = InnerOptimizer(self._model, manifest.train)
-        method = compose(manifest.method.recipe, manifest.method.overrides())
-        self._schedule = method.schedule
-        sender = Sender(method, arena.numel, manifest.round.parts)
-        self._state = InnerState(self._model, self._optimizer, sender, arena)
+        program = program_of(manifest)
+        self._optimizer = InnerOptimizer(self._model, manifest.train, program.method.inner)
+        self._state = InnerState(self._model, self._optimizer, program, Sender(program), arena)
         self._corpus = _open_corpus(manifest, Path(config.base))
         if not self._state.restore():
             self._state.start(config.round)
@@ -68,6 +66,7 @@ class Trainer:
         self._watch = Stopwatch(counters.seconds)
         self._skipped_in_a_row = 0
         self._unshown, self._shown_at, self._saved_at = Work(), time.monotonic(), time.monotonic()
+        self._new_anchor: Adopt | None = None
         self._stopping = False
 
     def run(self) -> None:
@@ -76,10 +75,12 @@ class Trainer:
             self._obey(self._channel.receive())
             if self._stopping:
                 return
-            counters = self._state.counters
-            if is_message_due(counters, self._schedule.inner_steps):
+            counters, plan = self._state.counters, self._state.plan
+            if self._new_anchor is not None and may_adopt(counters, plan):
+                self._adopt(self._new_anchor)
+            elif is_message_due(counters, plan.steps):
                 self._send_message()
-            elif must_wait(counters, self._schedule):
+            elif must_wait(counters, plan):
                 self._wait()
             else:
                 self._train()
@@ -104,13 +105,15 @@ class Trainer:
             case None:
                 return
             case Adopt():
-                self._adopt(command)
+                self._new_anchor = command
             case Evaluate():
                 self._evaluate(command.round)
             case TakeSnapshot():
                 self._save()
                 self._channel.send(Snapshotted(step=self._state.counters.step))
             case Stop():
+                if self._new_anchor is not None:
+                    self._adopt(self._new_anchor)
                 self._save()
                 self._stopping = True
                 self._channel.send(Stopped())
@@ -125,6 +128,7 @@ class Trainer:
         self._channel.send(message)
 
     def _adopt(self, command: Adopt) -> None:
+        self._new_anchor = None
         with self._watch.spend("adopt"):
             self._state.adopt(command.round, command.fate)
         self._save()
@@ -139,9 +143,10 @@ class Trainer:
         """One inner step; left out when the loss or the gradient is not finite."""
         with self._watch.spend("compute"):
             sequences = self._manifest.train.batch_tokens // self._manifest.model.context
-            windows = self._batches.next(sequences)
-            loss = accumulate_gradient(self._model, windows, self._manifest.train.microbatch)
-            applied = math.isfinite(loss) and self._optimizer.step(self._state.counters.step)
+            windows, step = self._batches.next(sequences), self._state.counters.step
+            place = self._optimizer.look_ahead(step)
+            loss = accumulate_gradient(self._model, windows, self._manifest.train.microbatch, place)
+            applied = math.isfinite(loss) and self._optimizer.step(step)
             self._optimizer.clear_gradient()
         if not applied:
             self._count_skipped()
@@ -195,7 +200,8 @@ class Trainer:
     def _evaluate(self, round_number: int) -> None:
         with self._watch.spend("evaluate"):
             batches = validation_batches(self._corpus, self._manifest.model.context, self._config.validation_tokens)
-            loss, tokens = validation_loss(self._model, self._arena.anchor(round_number), batches)
+            weights = self._arena.anchor(round_number)[: self._model.flat.numel()]
+            loss, tokens = validation_loss(self._model, weights, batches)
         self._channel.send(Evaluated(round=round_number, loss=loss, tokens=tokens))
 
 

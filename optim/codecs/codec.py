@@ -4,8 +4,11 @@ A payload starts with the codec's number and the version of its format. Its leng
 against what this peer expects (`numel` is ours, never the wire's) before anything of that size is allocated.
 """
 
+import copy
+import math
 import struct
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -13,27 +16,39 @@ import numpy.typing as npt
 import torch
 
 from optim.errors import CodecError
-from optim.layout import Layout
+from optim.layout import Layout, Shape
 from optim.vectors import Floats, Vector
 
 Payload = bytes | memoryview
 SAMPLE = 1 << 20  # values that are enough to tell a codec's rate
 
 
+@dataclass(frozen=True)
+class Binding:
+    """What all members know of a message before they have it."""
+
+    layout: Layout
+    round_number: int
+
+
 class Codec(ABC):
-    """A wire format. `alignment`: parts of a vector that are encoded apart start at multiples of it."""
+    """A wire format. `alignment`: parts of a vector that are encoded apart start at multiples of it. `binding` is no
+    option: codecs with the same options are equal, bound or not."""
 
     kind: ClassVar[str]
     number: ClassVar[int]
     version: ClassVar[int]
+    binding: Binding | None = None
 
     @property
     def alignment(self) -> int:
         return 1
 
     def bind(self, layout: Layout, round_number: int) -> Self:
-        """This codec for vectors of these tensors in that round; most codecs care for neither."""
-        return self
+        """This codec for vectors of these tensors in that round. Most codecs care for neither."""
+        bound = copy.copy(self)
+        object.__setattr__(bound, "binding", Binding(layout, round_number))
+        return bound
 
     def encode(self, values: torch.Tensor) -> bytes:
         """`values`: flat fp32 on the CPU, not empty. CodecError if one is not finite or beyond the format's range."""
@@ -63,6 +78,15 @@ class Codec(ABC):
     @abstractmethod
     def read(self, payload: Payload, numel: int) -> Vector:
         """Check everything and decode; CodecError says what is wrong."""
+
+    def layout_of(self, numel: int) -> Layout | None:
+        """The tensors that this codec was bound to, if it was. ValueError unless they have `numel` values."""
+        if self.binding is None:
+            return None
+        layout = self.binding.layout
+        if layout.numel != numel:
+            raise ValueError(f"{numel} values for a codec that was bound to tensors of {layout.numel}")
+        return layout
 
     def head(self) -> bytes:
         return struct.pack("<BB", self.number, self.version)
@@ -108,6 +132,11 @@ class Reader:
     def end(self) -> None:
         if self.remaining:
             raise CodecError(f"{self.remaining} bytes after the end of the payload")
+
+
+def two_dimensions(shape: Shape) -> tuple[int, int]:
+    """Rows and columns: all dimensions behind the first are one; a vector is a row."""
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 
 
 def as_array(values: torch.Tensor) -> Floats:

@@ -1,53 +1,52 @@
-"""The orthonormal discrete cosine transform of 64 values or of 64 x 64, to the same bits on every machine.
+"""The orthonormal discrete cosine transform of tiles, to the same bits on every machine.
 
-    T[u, i] = c(u) cos(pi (2 i + 1) u / 128),  c(0) = sqrt(1/64), c(u) = sqrt(2/64);  forward X T^T, in 2-D T X T^T
+    T[u, i] = c(u) cos(pi (2 i + 1) u / (2 s)),  c(0) = sqrt(1/s), c(u) = sqrt(2/s);  forward T X T^T, and X T^T of rows
 
 A matrix product sums in an order that depends on the library and the processor. Here all sums are exact, so that the
 order does not matter: T is rounded to integers / 2^24, each tile to integers of 24 bits and a shared power of two, and
-as no row of T has a 1-norm above 8, all partial sums are integers below 2^53, which fp64 holds exactly. The table's
-integers come from `math.cos`, whose last bit may differ between systems; 2^-24 is 2^28 times coarser than that bit.
+as no row of T has a 1-norm above 8 (s is at most 64), all partial sums are integers below 2^53, which fp64 holds
+exactly. The table's integers come from `math.cos`, whose last bit may differ between systems; 2^-24 is 2^28 times
+coarser than that bit.
 """
 
 import math
-from typing import Final, Literal
+from functools import lru_cache
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from optim.vectors import Floats
 
-SIDE: Final = 64
-TILE: Final = SIDE * SIDE
+SIDE: Final = 64  # of the largest tile
 PRECISION: Final = 24
 Doubles = npt.NDArray[np.float64]
-Dimensions = Literal[1, 2]
 
 
-def _table() -> Doubles:
-    share = [math.sqrt((1 if u == 0 else 2) / SIDE) for u in range(SIDE)]
-    cosines = [[math.cos(math.pi * (2 * i + 1) * u / (2 * SIDE)) for i in range(SIDE)] for u in range(SIDE)]
-    table: Doubles = np.rint(np.array(cosines) * np.array(share)[:, None] * 2.0**PRECISION)
-    return table
+@lru_cache(maxsize=SIDE)
+def table(side: int) -> Doubles:
+    """(side, side), to be divided by 2^24."""
+    share = [math.sqrt((1 if u == 0 else 2) / side) for u in range(side)]
+    cosines = [[math.cos(math.pi * (2 * i + 1) * u / (2 * side)) for i in range(side)] for u in range(side)]
+    integers: Doubles = np.rint(np.array(cosines) * np.array(share)[:, None] * 2.0**PRECISION)
+    integers.flags.writeable = False
+    return integers
 
 
-TABLE: Final = _table()
-TRANSPOSED: Final = np.ascontiguousarray(TABLE.T)
+def forward(tiles: Floats) -> Floats:
+    """Coefficients of (count, height, width) finite values. Tiles of height 1 are vectors."""
+    return _transform(tiles, table(tiles.shape[1]), table(tiles.shape[2]).T)
 
 
-def forward(tiles: Floats, dimensions: Dimensions) -> Floats:
-    """Coefficients of (count, 64, 64) finite values; in one dimension, of each row of 64."""
-    return _transform(tiles, TABLE, TRANSPOSED, dimensions)
-
-
-def inverse(tiles: Floats, dimensions: Dimensions) -> Floats:
+def inverse(tiles: Floats) -> Floats:
     """Undo `forward`, to 2^-22 of a tile's largest coefficient or so."""
-    return _transform(tiles, TRANSPOSED, TABLE, dimensions)
+    return _transform(tiles, table(tiles.shape[1]).T, table(tiles.shape[2]))
 
 
-def _transform(tiles: Floats, left: Doubles, right: Doubles, dimensions: Dimensions) -> Floats:
+def _transform(tiles: Floats, left: Doubles, right: Doubles) -> Floats:
     whole, exponents = _whole(tiles.astype(np.float64))
-    product = whole @ right
-    if dimensions == 2:
+    product = (whole.reshape(-1, len(right)) @ right).reshape(whole.shape)
+    if len(left) > 1:
         product, shifts = _whole(product)
         product = left @ product
         exponents += shifts - PRECISION

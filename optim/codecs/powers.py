@@ -8,7 +8,6 @@ feedback makes up for that. On normally distributed values the relative error is
 integers have less, but heavy tails favour the powers.
 """
 
-import hashlib
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -17,6 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.blocks import BlockCodec, Bytes, largest_of_rows, ratios
 from optim.codecs.integers import has_nibble_eight, join_nibbles, scaled_pairs
+from optim.codecs.noise import noise
 from optim.errors import CodecError
 from optim.parts import STRICT
 from optim.vectors import Floats
@@ -48,11 +48,14 @@ class PowersOfTwo(BlockCodec):
 
     def _pack(self, rows: Floats, scales: Floats) -> Bytes:
         quotients = ratios(rows, scales)
-        carry = HALF if self.rounding == "nearest" else _noise(scales, rows.shape)
+        carry = HALF if self.rounding == "nearest" else self._carry(scales, rows.shape)
         negative = quotients < 0
         codes = _codes(np.abs(quotients, out=quotients), carry)
         codes |= (negative & (codes > 0)).view(np.uint8) << np.uint8(3)
         return join_nibbles(codes)
+
+    def _carry(self, scales: Floats, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
+        return (noise(scales, shape, self.binding) >> np.uint32(9)).view(np.int32)
 
     def _restore(self, packed: Bytes, scales: Floats) -> Floats:
         return scaled_pairs(PAIRS, packed, scales)
@@ -73,12 +76,3 @@ def _codes(quotients: Floats, carry: npt.NDArray[np.int32] | np.int32) -> Bytes:
     below = np.minimum(quotients, SMALLEST) * np.float32(2.0**MANTISSA_BITS / SMALLEST)
     codes: Bytes = np.clip(octaves, below.astype(np.int32) + carry >> MANTISSA_BITS, TOP).astype(np.uint8)
     return codes
-
-
-def _noise(scales: Floats, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
-    """Evenly distributed below 2^23, from Philox (counter-based, the same everywhere), keyed by the scales: the same
-    values are always encoded to the same bytes."""
-    key = np.frombuffer(hashlib.sha256(scales.tobytes()).digest()[:16], "<u8")
-    count = shape[0] * shape[1]
-    words = np.random.Philox(key=key).random_raw(-(-count // 2)).astype("<u8").view("<u4")
-    return (words[:count] >> np.uint32(9)).astype(np.int32).reshape(shape)

@@ -1,27 +1,31 @@
-"""A random subset of the values, without a byte for their positions (random replication, arXiv 2502.06728).
+"""A subset of the values that both sides know, without a byte for the positions (arXiv 2502.06728).
 
-The vector is cut into as many stretches as values are sent, all of nearly the same length, and of each one value is
-drawn. The receiver draws the same from the seed in the payload. The seed comes from the values: each message has
-another subset, and the same values always give the same bytes. Values are not scaled up by the inverse of the density;
-error feedback brings what was left out in a later round.
+`random`: the vector is cut into as many stretches as values are sent, all of nearly the same length, and of each one
+value is drawn. `striding`: every stride-th value, from round mod stride on, so that in `stride` rounds each value has
+its turn. (The paper's public code moves the offset by a multiple of the number of rows, which is no move at all where
+that divides: the same rows for ever. Here the offset moves by one a round; a vector that is sent only every few rounds
+is covered if their number has no divisor in common with the stride.)
 
-Senders draw apart from each other. A subset that all members share needs a seed that all know, the round's number,
-which a codec is not told.
+`shared`: all members send the same positions, drawn from the round's number that the codec must be bound to, and sums
+of messages are as sparse as one message; encoding such a sum loses nothing but the precision of its values. Otherwise
+each draws apart, from a seed in its payload that comes from the values: each message has another subset, and the same
+values always give the same bytes. Values are not scaled up by the inverse of the density; error feedback brings what
+was left out in a later round.
 
-Payload: head, seed (u64, every one is valid), payload of the inner codec.
+Payload: head, seed (u64, every one is valid) unless shared, payload of the inner codec.
 """
 
 import hashlib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.codec import Codec, Payload
+from optim.codecs.codec import SAMPLE, Codec, Payload
 from optim.codecs.dense import BrainFloat, HalfPrecision, largest_magnitude
 from optim.codecs.integers import BlockInt4, BlockInt8
 from optim.codecs.signs import BlockSign
@@ -32,25 +36,41 @@ Inner = Literal["bf16", "fp16", "int8", "int4", "sign"]
 INNER: Final[Mapping[Inner, Codec]] = MappingProxyType(
     {"bf16": BrainFloat(), "fp16": HalfPrecision(), "int8": BlockInt8(), "int4": BlockInt4(), "sign": BlockSign()}
 )
-SAMPLED = 1 << 16  # values that the seed is made from
+SAMPLED = 1 << 16  # values that a seed is made from
+SEED = 8  # bytes of it
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RandomSubset(Codec):
     kind: ClassVar[str] = "subset"
     number: ClassVar[int] = 10
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     density: float = Field(default=1 / 64, ge=2**-16, le=1, description="share of the values that is sent")
     values: Inner = "int8"
+    selection: Literal["random", "striding"] = "random"
+    shared: bool = True
+
+    @model_validator(mode="after")
+    def _strides_together(self) -> Self:
+        if self.selection == "striding" and not self.shared:
+            raise ValueError("striding goes by the round's number, which all share: shared must be true")
+        return self
 
     def max_bytes(self, numel: int) -> int:
-        return 10 + self._inner.max_bytes(self._kept(numel))
+        most = self._kept(numel) if self.selection == "random" else -(-numel // self._stride(numel))
+        return 2 + self._seed_bytes + self._inner.max_bytes(most)
+
+    def bits_per_parameter(self, numel: int) -> float:
+        sampled = min(numel, SAMPLE)
+        kept = self._kept(sampled) / sampled if self.selection == "random" else 1 / self._stride(sampled)
+        head = 8 * (2 + self._seed_bytes) / sampled
+        return head + kept * self._inner.bits_per_parameter(max(1, round(sampled * kept)))
 
     def write(self, values: Floats, subtract: bool) -> bytes:
         largest_magnitude(values)
-        seed = _seed(values)
-        positions = _draw(seed, values.size, self._kept(values.size))
+        seed = b"" if self.shared else _seed(values)
+        positions = self._positions(seed, values.size)
         kept = values[positions]
         payload = self.head() + seed + self._inner.write(kept, subtract)
         if subtract:
@@ -59,22 +79,44 @@ class RandomSubset(Codec):
 
     def read(self, payload: Payload, numel: int) -> SparseVector:
         reader = self.open(payload, numel)
-        seed = reader.take("u1", 8).tobytes()
-        kept = self._kept(numel)
-        values = self._inner.read(reader.rest(), kept).dense()
-        return SparseVector(_draw(seed, numel, kept), values, numel)
+        seed = b"" if self.shared else reader.take("u1", SEED).tobytes()
+        positions = self._positions(seed, numel)
+        values = self._inner.read(reader.rest(), positions.size).dense()
+        return SparseVector(positions, values, numel)
 
     @property
     def _inner(self) -> Codec:
         return INNER[self.values]
 
+    @property
+    def _seed_bytes(self) -> int:
+        return 0 if self.shared else SEED
+
     def _kept(self, numel: int) -> int:
         return min(numel, math.ceil(numel * self.density))
+
+    def _stride(self, numel: int) -> int:
+        return min(numel, round(1 / self.density))
+
+    def _positions(self, seed: bytes, numel: int) -> Positions:
+        if self.selection == "striding":
+            stride = self._stride(numel)
+            return np.arange(self._round() % stride, numel, stride, dtype=np.int64)
+        return _draw(seed or _digest(f"murmur subset {self._round()}".encode()), numel, self._kept(numel))
+
+    def _round(self) -> int:
+        if self.binding is None:
+            raise ValueError("positions that all share go by the round's number: bind the codec to one first")
+        return self.binding.round_number
 
 
 def _seed(values: Floats) -> bytes:
     sample = np.ascontiguousarray(values[:: -(-values.size // SAMPLED)], "<f4")
-    return hashlib.sha256(sample.tobytes()).digest()[:8]
+    return _digest(sample.tobytes())
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()[:SEED]
 
 
 def _draw(seed: bytes, numel: int, count: int) -> Positions:

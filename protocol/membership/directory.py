@@ -199,6 +199,9 @@ def _check_fields(peer: PeerId, record: PeerRecord) -> None:
             raise MalformedError(f"the record of {peer} has a text that is too long or not printable")
     if len(record.digest) not in (0, 32) or len(record.state_digest) not in (0, 32):
         raise MalformedError(f"the record of {peer} has a digest of the wrong length")
-    speed = record.tokens_per_second
-    if not (math.isfinite(record.loss) and math.isfinite(speed) and speed >= 0):
-        raise MalformedError(f"the record of {peer} has a number that is not finite")
+    amounts = (
+        record.tokens_per_second, record.compute_seconds, record.exchange_seconds, record.wait_seconds,
+        record.validation_loss,
+    )  # fmt: skip
+    if not math.isfinite(record.loss) or any(not (math.isfinite(amount) and amount >= 0) for amount in amounts):
+        raise MalformedError(f"the record of {peer} has a number that is not finite, or an amount below zero")

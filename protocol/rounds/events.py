@@ -13,7 +13,7 @@ from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.rounds.statements import Commit, Contribution, Digest, Statement
 
-Exchange = Literal["butterfly", "gather"]
+Exchange = Literal["butterfly", "gather", "groups"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class RoundSettings:
 
     `vote_memory`: so long a member that vanished without a word still counts in every majority. Within that time only
     one side of a split network can commit; after it, each side goes on alone, and the chains settle it when they meet.
+    `quorum`: the share of the expected members whose contributions close the roster at once (1.0: all; less as with
+    backup workers and buffered aggregation, arXiv 2106.06639). Who comes later offers the same to the next round.
     """
 
     run_id: RunId
@@ -31,6 +33,7 @@ class RoundSettings:
     leader_timeout: float
     exchange_timeout: float
     vote_memory: float = 30.0
+    quorum: float = 1.0
 
     @property
     def sums(self) -> int:

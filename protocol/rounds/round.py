@@ -191,17 +191,23 @@ class Round:
                 self._learn_proposal(statement)
 
     def _learn_contribution(self, statement: Statement[Contribution]) -> None:
-        if len(statement.body.parts) != self._state.settings.parts:
+        if not self._fits(statement.body):
             self._skip(statement.sender, "foreign")
         elif not self._evidence.learn_contribution(statement):
             self._skip(statement.sender, "equivocation")
+
+    def _fits(self, *contributions: Contribution) -> bool:
+        """Whether they have as many parts as this round wants."""
+        return all(len(contribution.parts) == self._state.settings.parts for contribution in contributions)
 
     def _learn_roster(self, statement: Statement[Roster], now: float) -> None:
         followed = self._state.followed
         ballot = self._state.election.ballot(statement.body.view, statement.sender)
         if followed and followed.roster.digest == statement.digest:
             return
-        if not self.view <= ballot.view <= MAX_VIEW or (followed and ballot <= followed.ballot):
+        if not self._fits(*(entry.body for entry in statement.body.contributions)):
+            self._skip(statement.sender, "foreign")
+        elif not self.view <= ballot.view <= MAX_VIEW or (followed and ballot <= followed.ballot):
             self._skip(statement.sender, "stale view")
         elif not self._state.may_lead(statement.sender, ballot.view):
             self._skip(statement.sender, "not the leader")
@@ -210,16 +216,21 @@ class Round:
 
     def _learn_inclusion(self, statement: Statement[Inclusion], now: float) -> None:
         view = self._state.followed
-        if view and statement.body.roster == view.roster.digest and statement.sender == view.leader:
+        if len(statement.body.reducers) != self._state.settings.parts:
+            self._skip(statement.sender, "foreign")
+        elif view and statement.body.roster == view.roster.digest and statement.sender == view.leader:
             view.follow_inclusion(statement, now)
 
     def _learn_part(self, statement: Statement[Part]) -> None:
         view = self._state.followed
-        if view and statement.body.roster == view.roster.digest and not view.learn_part(statement):
+        if statement.body.part >= self._state.settings.parts:
+            self._skip(statement.sender, "foreign")
+        elif view and statement.body.roster == view.roster.digest and not view.learn_part(statement):
             self._skip(statement.sender, "stale view")
 
     def _learn_proposal(self, statement: Statement[Commit]) -> None:
-        if len(statement.body.parts) != self._state.settings.sums:
+        contributions = (entry.body for entry in statement.body.contributions)
+        if len(statement.body.parts) != self._state.settings.sums or not self._fits(*contributions):
             self._skip(statement.sender, "foreign")
             return
         self._evidence.learn_proposal(statement)

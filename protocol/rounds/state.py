@@ -14,6 +14,7 @@ from protocol.rounds.view import View, blobs_of
 # Within one timeout a leader is heard three times, so that one lost message deposes nobody.
 REPEATS_PER_TIMEOUT = 3
 LONGEST_PATIENCE = 8
+ROUNDING = 1e-9  # of a share times a count
 
 
 class RoundState:
@@ -34,7 +35,7 @@ class RoundState:
         self.followed: View | None = None
         self.leadership: Leadership | None = None
         self.lock: Statement[Commit] | None = None
-        self.complete_since: float | None = None  # everybody has contributed
+        self.complete_since: float | None = None  # as many have contributed as the quorum asks for
         self.half_since: float | None = None  # at least half have
 
     @property
@@ -58,8 +59,9 @@ class RoundState:
     def watch_contributions(self, now: float) -> None:
         expected = self.electorate.expected
         given = {entry.sender for entry in self.evidence.obtainable(self.live)}
-        half = bool(given) and 2 * len(given & expected) >= len(expected)
-        complete = bool(given) and given >= expected
+        present = len(given & expected)
+        half = bool(given) and 2 * present >= len(expected)
+        complete = bool(given) and present >= self.settings.quorum * len(expected) - ROUNDING
         self.half_since = (now if self.half_since is None else self.half_since) if half else None
         self.complete_since = (now if self.complete_since is None else self.complete_since) if complete else None
 

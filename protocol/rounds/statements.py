@@ -28,6 +28,7 @@ MAX_HELD = 65_536
 MAX_TOKENS = 2**48
 MAX_ROUND = 2**53  # also exact in JSON
 MAX_CODEC_CHARACTERS = 64
+MAX_AGE = 8  # rounds
 # A roster of 1024 contributions of 4096 parts would be 180 MB: nobody needs that, and nobody gets it.
 MAX_STATEMENT_BYTES = 4 * 1024 * 1024
 NO_ROSTER = bytes(32)
@@ -35,7 +36,7 @@ NO_ROSTER = bytes(32)
 
 @dataclass(frozen=True)
 class Terms:
-    """What every contribution to this run must meet. Sizes in bytes, of one blob."""
+    """What every contribution to this run must meet. `parts`: the most there may be; sizes in bytes, of one blob."""
 
     codec: str
     shapes: Digest
@@ -51,7 +52,11 @@ class Terms:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a peer offers to one round: one blob for all-gather, one a part for a butterfly."""
+    """What a peer offers to one round: one blob for all-gather, one a part for a butterfly.
+
+    `age`: rounds between the one that the message was made for and this one. How many parts a message has may differ
+    from round to round; that it is the right number is for the round to check.
+    """
 
     round: int
     base: Digest
@@ -61,12 +66,12 @@ class Contribution:
     steps: int
     loss: float
     parts: tuple[Blob, ...]
-    fragment: int = 0
+    age: int = 0
 
     def to_wire(self) -> wire.Contribution:
         return wire.Contribution(
             round=self.round,
-            fragment=self.fragment,
+            age=self.age,
             base=self.base,
             codec=self.codec,
             shapes=self.shapes,
@@ -86,12 +91,11 @@ class Contribution:
             raise LimitError(f"a contribution of {body.tokens} tokens, at most {terms.max_tokens} are allowed")
         if not math.isfinite(body.loss):
             raise MalformedError("a contribution whose loss is not finite")
-        if len(body.parts) != min(terms.parts, MAX_PARTS):
-            raise MalformedError(f"a contribution of {len(body.parts)} parts, {terms.parts} are asked for")
+        if body.age > MAX_AGE:
+            raise MalformedError(f"a contribution {body.age} rounds late, at most {MAX_AGE} are allowed")
+        _check_parts(len(body.parts), terms, "a contribution")
         parts = tuple(terms.blob(part) for part in body.parts)
-        return cls(
-            body.round, body.base, body.codec, body.shapes, body.tokens, body.steps, body.loss, parts, body.fragment
-        )
+        return cls(body.round, body.base, body.codec, body.shapes, body.tokens, body.steps, body.loss, parts, body.age)
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,9 @@ class Inclusion:
     def from_wire(cls, body: wire.Inclusion, run_id: RunId, terms: Terms) -> Self:
         _check_round(body.round, body.roster)
         _check_count(len(body.included), MAX_CONTRIBUTIONS, "included peers")
-        if not body.included or len(body.reducers) != terms.parts:
-            raise MalformedError("an inclusion names somebody, and one reducer a part")
+        if not body.included:
+            raise MalformedError("an inclusion that names nobody")
+        _check_parts(len(body.reducers), terms, "an inclusion")
         for peer in {*body.included, *body.reducers}:
             public_key(peer)
         _check_ascending(body.included, "included peers")
@@ -174,7 +179,7 @@ class Part:
     def from_wire(cls, body: wire.Part, run_id: RunId, terms: Terms) -> Self:
         _check_round(body.round, body.roster)
         if body.part >= terms.parts:
-            raise MalformedError(f"part {body.part} of {terms.parts}")
+            raise MalformedError(f"part {body.part} where there are at most {terms.parts}")
         return cls(body.round, body.view, body.roster, body.attempt, body.part, terms.blob(body.blob))
 
 
@@ -225,8 +230,8 @@ class Commit:
     def from_wire(cls, body: wire.Commit, run_id: RunId, terms: Terms) -> Self:
         _check_round(body.round, body.base)
         contributions = _nested(body.contributions, body.round, body.base, run_id, terms)
-        if len(body.parts) not in (0, terms.parts):
-            raise MalformedError(f"a commit of {len(body.parts)} parts, {terms.parts} are asked for")
+        if body.parts:
+            _check_parts(len(body.parts), terms, "a commit")
         return cls(body.round, body.view, body.base, contributions, tuple(terms.blob(part) for part in body.parts))
 
     @property
@@ -308,6 +313,11 @@ def _check_round(number: int, digest: Digest) -> None:
     if number > MAX_ROUND:
         raise MalformedError(f"round {number} is out of range")
     check_digest(digest)
+
+
+def _check_parts(count: int, terms: Terms, what: str) -> None:
+    if not 1 <= count <= min(terms.parts, MAX_PARTS):
+        raise MalformedError(f"{what} of {count} parts, where there are at most {terms.parts}")
 
 
 def _check_count(count: int, limit: int, what: str) -> None:

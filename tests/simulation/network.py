@@ -41,6 +41,7 @@ class Scenario:
     training: float
     vote_memory: float = 12.0
     expiry: float = 4.0
+    quorum: float = 1.0
 
     def settings(self) -> RoundSettings:
         return RoundSettings(
@@ -51,6 +52,7 @@ class Scenario:
             leader_timeout=1.5,
             exchange_timeout=10.0,
             vote_memory=self.vote_memory,
+            quorum=self.quorum,
         )
 
     def terms(self) -> Terms:

@@ -34,8 +34,8 @@ Drop = Callable[[PeerId, PeerId, str], bool]  # sender, receiver, kind
 class Table:
     """`names` stand in the order in which they would lead: names[0] leads view 0."""
 
-    def __init__(self, peers: int, exchange: Exchange, parts: int = 1) -> None:
-        self.scenario = Scenario(peers, exchange, parts, 1, 0, 0, 0, 0, 0)
+    def __init__(self, peers: int, exchange: Exchange, parts: int = 1, quorum: float = 1.0) -> None:
+        self.scenario = Scenario(peers, exchange, parts, 1, 0, 0, 0, 0, 0, quorum=quorum)
         self.network = Network(self.scenario, seed=0)
         self.now = 0.0
         self.drop: Drop = lambda sender, receiver, kind: False

@@ -5,7 +5,16 @@ import pytest
 from protocol.identity import PeerId
 from protocol.rounds.events import Exchange, Finish, Live, Offered, Received, Reduce
 from protocol.rounds.leadership import Leadership
-from protocol.rounds.statements import Commit, Roster, Statement, kind_of
+from protocol.rounds.statements import (
+    NO_ROSTER,
+    Body,
+    Commit,
+    Inclusion,
+    Part,
+    Roster,
+    Statement,
+    kind_of,
+)
 from tests.protocol.rounds.round_table import BASE, Table
 from tests.simulation.network import offer_of, signer_of
 from tests.simulation.peers import NAMES
@@ -63,6 +72,30 @@ def test_who_does_not_contribute_is_waited_for_until_grace(exchange: Exchange, p
     assert table.included() == {tuple(sorted({*table.names} - {late}))}
 
 
+@pytest.mark.parametrize(("quorum", "closes_it"), [(0.25, 1), (0.3, 2), (0.5, 2), (0.75, 3), (1.0, 4)])
+def test_the_first_contributions_of_a_quorum_close_the_roster(quorum: float, closes_it: int) -> None:
+    table = Table(4, "gather", quorum=quorum)
+    for place, name in enumerate(table.names, start=1):
+        assert (table.sent("roster") == []) == (place <= closes_it)
+        table.offer(name)
+    assert table.included() == {tuple(sorted(table.names[:closes_it]))}
+    assert table.now == 0
+
+
+def test_who_comes_after_the_quorum_is_left_out_and_knows_it() -> None:
+    for quorum in (0.5, 1.0):
+        table = Table(3, "gather", quorum=quorum)
+        table.is_slow = lambda peer, digest: True
+        table.offer(*table.names[:2])
+        late = table.names[2]
+        table.offer(late)
+        table.is_slow = lambda peer, digest: False
+        table.settle()
+        waited = quorum == 1.0
+        assert table.included() == (everybody(table) if waited else {tuple(sorted(table.names[:2]))})
+        assert table.skips(late) == (set() if waited else {(late, "late"), (late, "left out")})
+
+
 def test_fewer_than_half_are_no_round() -> None:
     table = Table(5, "gather")
     table.offer(*table.names[:2])
@@ -107,6 +140,26 @@ def test_what_does_not_belong_here_is_refused() -> None:
     sums = Commit(0, 0, BASE, (Statement.of(signer_of(peer)("contribution", offer.to_wire()), offer),), offer.parts)
     table.feed(me, Received(Statement.of(signer_of(peer)("commit", sums.to_wire()), sums)))
     assert len(table.skips(me)) == 2 and table.included() == set()
+
+
+def _said(sender: PeerId, body: Body) -> Received:
+    return Received(Statement.of(signer_of(sender)(kind_of(body), body.to_wire()), body))
+
+
+def test_statements_of_another_number_of_parts_are_foreign() -> None:
+    table = Table(2, "butterfly", 2)
+    leader, member = table.names
+    offer = offer_of(leader, 0, BASE, table.scenario)
+    for count in (1, 3):
+        contribution = _said(leader, replace(offer, parts=(offer.parts * 2)[:count]))
+        entries, sums = (contribution.statement,), (offer.parts * 2)[:count]
+        roster = _said(leader, Roster(0, 0, BASE, entries))
+        inclusion = _said(leader, Inclusion(0, 0, NO_ROSTER, 0, (leader,), (leader,) * count))
+        commits = _said(leader, Commit(0, 0, BASE, entries, offer.parts)), _said(leader, Commit(0, 0, BASE, (), sums))
+        for event in (contribution, roster, inclusion, *commits, _said(leader, Part(0, 0, NO_ROSTER, 0, 2, sums[0]))):
+            table.log.clear()
+            table.feed(member, event)
+            assert table.skips(member) == {(leader, "foreign")}
 
 
 def test_only_the_leader_opens_a_roster() -> None:

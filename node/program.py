@@ -1,0 +1,57 @@
+"""From a manifest to what its method does with its model."""
+
+import math
+from collections.abc import Callable
+
+from node.model.shapes import shape_table
+from optim.errors import OptimError
+from optim.method import Method
+from optim.program import Program
+from optim.recipes import compose
+from protocol.errors import ManifestError
+from protocol.manifest import Manifest, Train
+from protocol.rounds.events import RoundSettings
+
+
+def method_of(manifest: Manifest) -> Method:
+    """Raises ManifestError for a recipe or an option that does not exist."""
+    try:
+        return compose(manifest.method.recipe, manifest.method.overrides())
+    except OptimError as error:
+        raise ManifestError(f"method: {error}") from error
+
+
+def program_of(manifest: Manifest, method: Method | None = None) -> Program:
+    """`method`: another one than the manifest's. Raises ManifestError, also where the method does not fit the model."""
+    program = Program(method or method_of(manifest), shape_table(manifest.model).layout, manifest.round.parts)
+    try:
+        program.max_message_bytes  # noqa: B018  # lays out every kind of round
+    except OptimError as error:
+        raise ManifestError(f"method: {error}") from error
+    return program
+
+
+def rate_share(train: Train, step: int) -> float:
+    """Of the learning rate at inner step `step`, counted from 0: linear warm-up times cosine decay to `final_share`."""
+    warmup = min(1.0, (step + 1) / (train.warmup_steps + 1))
+    if train.decay_steps == 0:
+        return warmup
+    cosine = (1 + math.cos(math.pi * min(1.0, step / train.decay_steps))) / 2
+    return warmup * (train.final_share + (1 - train.final_share) * cosine)
+
+
+def decay_of(train: Train) -> Callable[[int], float]:
+    return lambda step: rate_share(train, step)
+
+
+def round_settings(manifest: Manifest, program: Program) -> Callable[[int], RoundSettings]:
+    """Of each round by its number."""
+
+    def settings(number: int) -> RoundSettings:
+        plan, timing = program.plan(number), manifest.round
+        return RoundSettings(
+            manifest.run_id, plan.method.topology.kind, len(plan.bounds), timing.grace, timing.leader_timeout,
+            timing.exchange_timeout, 2 * manifest.membership.expiry, quorum=plan.method.schedule.quorum,
+        )  # fmt: skip
+
+    return settings

@@ -1,0 +1,66 @@
+"""A small web server inside the node's own event loop."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from protocol.errors import UsageError
+
+STOP_DEADLINE = 3.0
+BACKLOG = 32
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the node."""
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(application: Starlette, listener: socket.socket, connections: int) -> AsyncIterator[int]:
+    """Serve at most so many connections; yields the port. The listener is closed at the end."""
+    config = uvicorn.Config(
+        application,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        limit_concurrency=connections,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=1,
+    )
+    server = _Server(config)
+    running = asyncio.create_task(server.serve(sockets=[listener]), name="web server")
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await _finish(running)
+        listener.close()
+
+
+async def _finish(running: asyncio.Task[None]) -> None:
+    _, late = await asyncio.wait({running}, timeout=STOP_DEADLINE)
+    if late:
+        running.cancel()
+        await asyncio.wait({running}, timeout=STOP_DEADLINE)
+
+
+def listening(host: str, port: int, option: str) -> socket.socket:
+    """A TCP socket that listens; raises UsageError, which names the option to change."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}; give another {option}") from error
+    listener.setblocking(False)
+    return listener

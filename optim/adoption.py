@@ -1,0 +1,45 @@
+"""How a peer goes over to a new anchor, having trained on since its message.
+
+`live`: its shared vectors now; `reference`: where its last message left off; `phi`: the agreed vectors after the round.
+"""
+
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from optim.parts import STRICT
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Carry:
+    """What was trained since the message lives on:
+
+    live <- phi + keep * (live - reference);  reference <- phi
+
+    With keep below 1 the whole of (reference - live) goes into the residual, so the next message carries all of it and
+    nothing is lost. keep = 1: synchronous methods, where there is nothing to carry, and overlap. keep = 0: CO2
+    (arXiv 2401.16265) starts again from the anchor. keep = 1 / peers: eager updates (arXiv 2502.12996): the own
+    share of the next merge is taken at once.
+    """
+
+    kind: ClassVar[str] = "carry"
+
+    keep: float = Field(default=1.0, ge=0, le=1)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Mix:
+    """Streaming DiLoCo (arXiv 2501.18512), on the values that the round exchanged:
+
+    live <- alpha * live + (1 - alpha) * phi;  reference <- phi
+
+    What is left of the own deviation is sent again as progress; the part (1 - alpha) of the last steps is given up.
+    """
+
+    kind: ClassVar[str] = "mix"
+
+    alpha: float = Field(default=0.5, ge=0, le=1)
+
+
+Adoption = Carry | Mix

@@ -1,0 +1,111 @@
+"""Low-rank factors of a matrix by subspace iteration (arXiv 1905.13727, from a cold start), the same on every machine.
+
+A matrix product sums in an order that depends on the library, the processor and the number of threads. Here every sum
+is exact, so that the order does not matter: each row on the left and each column on the right is rounded to so few bits
+below its largest entry that all partial sums are integers below 2^53 times one power of two, which fp64 holds.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from optim.vectors import SLAB, Floats, slabs
+
+Doubles = npt.NDArray[np.float64]
+EXACT = 53  # bits of an fp64
+SINGLE = 24  # bits of an fp32
+ITERATIONS = 1  # each multiplies by the matrix twice more
+DEPENDENT = 1e-10  # squared share of a column outside the span of those before, below which only rounding is left
+
+
+def product(left: Doubles, right: Doubles) -> Doubles:
+    """left @ right, of both rounded."""
+    bits = precision(left.shape[1])
+    return rounded(left, bits, axis=1) @ rounded(right, bits, axis=0)
+
+
+def precision(terms: int) -> int:
+    """Bits of the factors of exact sums of so many products."""
+    return (EXACT - terms.bit_length()) // 2
+
+
+def rounded(matrix: Doubles, bits: int, axis: int) -> Doubles:
+    """To `bits` bits below the power of two above the largest entry along the axis."""
+    largest = np.maximum(matrix.max(axis=axis, keepdims=True), -matrix.min(axis=axis, keepdims=True))
+    exponents = np.frexp(largest)[1] - bits
+    # Multiplying fp64 by a power of two is exact so far from the ends of its range.
+    whole: Doubles = matrix * np.ldexp(1.0, -exponents)
+    np.rint(whole, out=whole)
+    whole *= np.ldexp(1.0, exponents)
+    return whole
+
+
+class Operand:
+    """A matrix (a, b) that is multiplied from either side, rounded once to its largest entry."""
+
+    def __init__(self, matrix: Floats) -> None:
+        self._bits = precision(max(matrix.shape))
+        largest = max(float(matrix.max()), -float(matrix.min()))
+        unit = 2.0 ** (int(np.frexp(largest)[1]) - min(self._bits, SINGLE))
+        # Powers of two, and so few bits that fp32 holds them; subnormal results are nothing beside the largest.
+        self._matrix: Floats = np.rint(matrix * np.float32(1 / unit))
+        self._unit = unit
+
+    def times(self, right: Doubles) -> Doubles:
+        """(a, b) @ (b, r)"""
+        right = rounded(right, self._bits, axis=0)
+        return np.concatenate([rows @ right for _, rows in self._slabs()]) * self._unit
+
+    def transposed_times(self, right: Doubles) -> Doubles:
+        """(b, a) @ (a, r)"""
+        right = rounded(right, self._bits, axis=0)
+        total = np.zeros((self._matrix.shape[1], right.shape[1]))
+        for part, rows in self._slabs():
+            total += rows.T @ right[part]
+        return total * self._unit
+
+    def _slabs(self) -> Iterator[tuple[slice, Doubles]]:
+        rows, columns = self._matrix.shape
+        for part in slabs(rows, max(1, SLAB // columns)):
+            yield part, self._matrix[part].astype(np.float64)
+
+
+def basis(matrix: Operand, start: Doubles) -> Doubles:
+    """(a, r) orthonormal columns that nearly span the r strongest directions; `start`: (b, r)."""
+    columns = orthonormal(matrix.times(start))
+    for _ in range(ITERATIONS):
+        columns = orthonormal(matrix.times(orthonormal(matrix.transposed_times(columns))))
+    return columns
+
+
+def fitted(matrix: Operand, columns: Doubles) -> Doubles:
+    """The (b, r) factor Q that brings columns @ Q^T nearest to the matrix."""
+    whitening = _whitening(product(columns.T, columns))
+    return product(matrix.transposed_times(product(columns, whitening)), whitening.T)
+
+
+def orthonormal(columns: Doubles) -> Doubles:
+    """A basis of what the columns span, by Cholesky's way of Gram and Schmidt, twice for its loss of precision. A
+    column that depends on those before becomes zero."""
+    for _ in range(2):
+        columns = product(columns, _whitening(product(columns.T, columns)))
+    return columns
+
+
+def _whitening(gram: Doubles) -> Doubles:
+    """Upper triangular W for which the columns of Y W are orthonormal, where `gram` is Y^T Y.
+
+    Elementwise operations with one rounding each, in a fixed order.
+    """
+    lengths = np.sqrt(gram.diagonal())
+    shares = np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0)
+    rest = gram * shares[:, None] * shares
+    whitening = np.diag(shares)
+    for j in range(len(rest)):
+        factor = 1.0 / np.sqrt(rest[j, j]) if rest[j, j] > DEPENDENT else 0.0
+        whitening[:, j] *= factor
+        along = rest[j, j + 1 :] * factor
+        whitening[:, j + 1 :] -= whitening[:, j, None] * along
+        rest[j + 1 :, j + 1 :] -= along[:, None] * along
+    return whitening

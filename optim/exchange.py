@@ -1,0 +1,104 @@
+"""The two sides of an exchange: the trainer's `Sender` and the daemon's `Merger`. Flat fp32 vectors on the CPU."""
+
+from collections.abc import Sequence
+
+import torch
+
+from optim.aggregate import Message
+from optim.codecs.codec import Payload, as_array
+from optim.codecs.dense import largest_magnitude
+from optim.errors import CodecError
+from optim.program import Plan, Program
+from optim.vectors import Floats
+
+
+class Sender:
+    """Encodes local progress, and keeps in the residual what others will not get."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def message(self, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[bytes]:
+        """One payload a part. `delta` and `residual` are whole; of both only what that round sends is looked at, and
+        there `residual` changes in place so that
+
+        decay * residual_before + delta == share * decoded + residual_after   (without feedback: residual_after = 0).
+
+        CodecError if a value of `delta` is not finite; then `residual` is unchanged.
+        """
+        plan = self._program.plan(round_number)
+        sent = plan.gather(delta)
+        largest_magnitude(as_array(sent))
+        total = plan.gather(residual)
+        total *= plan.method.feedback.decay
+        total += sent
+        payloads = _encode(plan, total)
+        plan.scatter(total, residual)
+        return payloads
+
+    def take_back(self, round_number: int, payloads: Sequence[Payload], residual: torch.Tensor) -> None:
+        """Add a message that was left out of its round to the residual again, so that the next one carries it."""
+        plan = self._program.plan(round_number)
+        if not plan.method.signal.is_delta:
+            return  # absolute values of that moment: the next message has newer ones
+        total = plan.gather(residual)
+        for payload, codec, (start, stop) in zip(payloads, plan.codecs, plan.bounds, strict=True):
+            values = codec.read(payload, stop - start)
+            values.add_to(total[start:stop].numpy(), plan.method.feedback.share)
+        plan.scatter(total, residual)
+
+
+def _encode(plan: Plan, total: torch.Tensor) -> list[bytes]:
+    """The payloads; `total` is left with what they do not carry."""
+    feedback, payloads = plan.method.feedback, []
+    for codec, (start, stop) in zip(plan.codecs, plan.bounds, strict=True):
+        part = total[start:stop]
+        if not feedback.keeps_error:
+            payloads.append(codec.encode(part))
+            part.zero_()
+            continue
+        payloads.append(codec.extract(part))
+        if feedback.share < 1:
+            codec.read(payloads[-1], stop - start).add_to(as_array(part), 1 - feedback.share)
+    return payloads
+
+
+class Merger:
+    """Turns the payloads of a round into one vector; the same bits on every machine and with any threads."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def check(self, round_number: int, payload: Payload, part: int) -> None:
+        """CodecError if this is not a well-formed payload of that part (a member's, or the reduced one)."""
+        plan = self._program.plan(round_number)
+        start, stop = plan.bounds[part]
+        plan.codecs[part].read(payload, stop - start)
+
+    def reduce_part(self, round_number: int, part: int, payloads: Sequence[Payload], weights: Sequence[float]) -> bytes:
+        """Butterfly: the members' payloads of one part, in the agreed order, to the reduced one."""
+        plan = self._program.plan(round_number)
+        return plan.codecs[part].encode(torch.from_numpy(_combine(plan, part, payloads, weights)))
+
+    def merge(self, round_number: int, payloads: Sequence[Payload], weights: Sequence[float]) -> torch.Tensor:
+        """What the round came to, as its plan lays it out.
+
+        Gather: the members' payloads with their weights, in the agreed order. Butterfly: the reduced payloads, part by
+        part; `weights` were used up in reducing and are ignored.
+        """
+        plan = self._program.plan(round_number)
+        if plan.method.topology.kind != "butterfly":
+            return torch.from_numpy(_combine(plan, 0, payloads, weights))
+        if len(payloads) != len(plan.bounds):
+            raise CodecError(f"{len(payloads)} reduced parts where there are {len(plan.bounds)}")
+        merged = torch.empty(plan.numel)
+        for payload, codec, (start, stop) in zip(payloads, plan.codecs, plan.bounds, strict=True):
+            merged[start:stop] = codec.decode(payload, stop - start)
+        return merged
+
+
+def _combine(plan: Plan, part: int, payloads: Sequence[Payload], weights: Sequence[float]) -> Floats:
+    codec, (start, stop) = plan.codecs[part], plan.bounds[part]
+    members = zip(payloads, weights, strict=True)
+    messages = [Message(codec, payload, stop - start, float(weight)) for payload, weight in members]
+    return plan.method.aggregate.combine(messages)

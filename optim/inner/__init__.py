@@ -1,0 +1,1 @@
+"""Inner optimizers: what one local step does with a gradient."""

@@ -1,0 +1,33 @@
+"""AdamW (arXiv 1711.05101). Written out here because torch.optim imports the compiler at its first use: a second more
+at each restart of a trainer."""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step
+from optim.parts import STRICT
+
+EPSILON = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AdamW(Inner):
+    """m <- beta1 * m + (1 - beta1) * g;  v <- beta2 * v + (1 - beta2) * g^2
+    theta <- theta * (1 - rate * weight_decay)            matrices only
+    theta <- theta - rate * m' / (sqrt(v') + eps), where x' = x / (1 - beta^count) corrects the zero start
+    """
+
+    kind: ClassVar[str] = "adamw"
+    vectors: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT)
+
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
+        first, second, count = vectors[FIRST_MOMENT], vectors[SECOND_MOMENT], step.count + 1
+        step.decay(weights)
+        first.lerp_(gradient, 1 - step.beta1)
+        second.mul_(step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
+        spread = second.sqrt().div_(math.sqrt(1 - step.beta2**count)).add_(EPSILON)
+        weights.addcdiv_(first, spread, value=-step.rate / (1 - step.beta1**count))

@@ -1,0 +1,48 @@
+"""What every inner optimizer offers: one local step on flat fp32 vectors, on the model's device."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from optim.layout import Span
+
+WEIGHTS = "weights"
+FIRST_MOMENT = "first_moment"
+SECOND_MOMENT = "second_moment"
+GRADIENT_SUM = "gradient_sum"
+
+
+@dataclass(frozen=True)
+class Step:
+    """`count`: steps applied before, from 0. `rate`: the learning rate of this one. `matrices`: where the tensors of
+    two dimensions stand, which alone are decayed."""
+
+    count: int
+    rate: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    matrices: Sequence[Span]
+
+    def decay(self, weights: Tensor) -> None:
+        """theta <- theta * (1 - rate * weight_decay), matrices only."""
+        for start, stop in self.matrices:
+            weights[start:stop].mul_(1 - self.rate * self.weight_decay)
+
+
+class Inner(ABC):
+    """`vectors` names its state: flat fp32 of the model's size, zero at the start, part of the trainer's snapshot."""
+
+    kind: ClassVar[str]
+    vectors: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
+        """Change `weights` and `vectors` in place. `gradient` is finite, clipped, and may be changed too."""
+
+    def look_ahead(self, weights: Tensor, vectors: Mapping[str, Tensor], step: Step) -> Tensor | None:
+        """Where the gradient of this step is to be taken, as a new vector; None: at the weights."""
+        return None
