@@ -65,9 +65,9 @@ def up(
     raise typer.Exit(run_swarm(wish))
 
 
-@app.command(epilog="Example: murmur join run.toml --peer /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...")
+@app.command(epilog="Example: murmur join https://run.example.org/run.toml")
 def join(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="the run's manifest")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a manifest's file, an http(s) address or murmur:// link")],
     folder: Annotated[Path | None, typer.Option("--dir", help="the node's folder; default: one a run")] = None,
     peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer first; repeatable")] = None,
     device: DeviceOption = "auto",
@@ -76,6 +76,7 @@ def join(
     listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="repeatable")] = None,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="on 127.0.0.1; 0: a free one")] = 0,
     log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
 ) -> None:
     """Take part in a run. Started again, it resumes."""
     from node.join import join_run
@@ -90,7 +91,45 @@ def join(
         listen=tuple(listen or ()),
         metrics_port=metrics_port,
         log_json=log_json,
+        insecure=insecure,
     )
+
+
+@app.command(epilog="Example: murmur host run.toml --http 0.0.0.0:8080")
+def host(
+    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="the manifest")],
+    folder: Annotated[Path | None, typer.Option("--dir", help="identity and journal; default: one a run")] = None,
+    http: Annotated[str, typer.Option(metavar="ADDR", help="where the page is served")] = "127.0.0.1:8080",
+    public_url: Annotated[str | None, typer.Option(help="how others reach it, behind a proxy")] = None,
+    train: Annotated[bool, typer.Option("--train/--watch", help="take part, or only watch")] = False,
+    peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer first; repeatable")] = None,
+    listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="repeatable")] = None,
+    name: Annotated[str, typer.Option(help="shown to the others")] = "",
+    device: DeviceOption = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="of the trainer")] = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
+) -> None:
+    """Open a run to others: a peer to begin with, its page, and the link to join by."""
+    from node.host.command import Wish
+    from node.host.command import host as open_run
+
+    open_run(
+        Wish(
+            run, folder, http, public_url, train, tuple(peer or ()), tuple(listen or ()), name, device, threads,
+            log_json,
+        )
+    )  # fmt: skip
+
+
+@app.command(epilog="Example: murmur replay ~/.local/state/murmur/hosts/demo-1a2b3c4d/events.jsonl")
+def replay(
+    journal: Annotated[Path, typer.Argument(metavar="FILE", help="the events.jsonl of a host")],
+    http: Annotated[str, typer.Option(metavar="ADDR", help="where the page is served")] = "127.0.0.1:8080",
+) -> None:
+    """Show the page of an old run."""
+    from node.host.command import replay as show
+
+    show(journal, http)
 
 
 @app.command(epilog="Example: murmur export runs/demo-1 model")

@@ -1,17 +1,25 @@
 """`murmur join`: one node of a run, in this process."""
 
 import asyncio
+import logging
 from pathlib import Path
 
 from node.config import EVERYWHERE_LISTEN, node_settings
 from node.daemon.lifecycle import run_node
+from node.links import Invitation, accept
 from node.logs import configure_logs
+from node.pins import check_pin, keep_pin
 from node.places import joined_folder
+from node.status import short_count
+from protocol.errors import StorageError
 from protocol.manifest import load_manifest
+from protocol.signed_manifest import fingerprint
+
+logger = logging.getLogger(__name__)
 
 
 def join_run(
-    run: Path,
+    run: str,
     folder: Path | None,
     peers: tuple[str, ...],
     device: str,
@@ -20,14 +28,17 @@ def join_run(
     listen: tuple[str, ...],
     metrics_port: int,
     log_json: bool,
+    insecure: bool = False,
 ) -> None:
     """Until the run's target or Ctrl-C. Raises MurmurError."""
-    manifest = load_manifest(run)
+    invitation = accept(run, insecure)
+    manifest = invitation.manifest
+    own = (folder or joined_folder(manifest)).resolve()
     settings = node_settings(
         manifest=manifest,
-        base=run.parent.resolve(),
-        folder=(folder or joined_folder(manifest)).resolve(),
-        peers=peers,
+        base=invitation.base or own / "data",
+        folder=own,
+        peers=(*peers, *invitation.peers),
         device=device,
         name=name,
         threads=threads,
@@ -36,4 +47,27 @@ def join_run(
         log_json=log_json,
     )
     configure_logs(log_json)
+    _meet(own, invitation)
     asyncio.run(run_node(settings))
+
+
+def _meet(folder: Path, invitation: Invitation) -> None:
+    """Say whose run this is; the first time, remember the key."""
+    run, method, target = invitation.manifest.run, invitation.manifest.method, invitation.manifest.target
+    if (folder / "run.toml").exists() and load_manifest(folder / "run.toml").run_id != invitation.manifest.run_id:
+        return  # the node will refuse the folder
+    is_new = check_pin(folder, invitation)
+    tokens = f"{short_count(target.tokens)} tokens" if target.tokens else "somebody stops it"
+    aim = f"{target.rounds} rounds" if target.rounds else tokens
+    logger.info("run %s: %s, until %s; the node's folder is %s", run.name, method.recipe, aim, folder)
+    if invitation.organiser is None:
+        return
+    if is_new:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise StorageError(f"cannot use the folder {folder}: {error.strerror}; choose another --dir") from error
+        keep_pin(folder, invitation)
+        logger.info("organiser's fingerprint %s, seen for the first time and kept", fingerprint(invitation.organiser))
+    else:
+        logger.info("organiser's fingerprint %s, as before", fingerprint(invitation.organiser))

@@ -2,7 +2,8 @@
 
     runs/NAME-1/             a swarm of `murmur up`: run.toml, report.json, export/ and one node folder a peer
     runs/NAME-1/peer-0/      a node's folder, as node.folder describes it
-    ~/.local/state/murmur/   a folder for each run that was joined: NAME-RUNID (or below $XDG_STATE_HOME)
+    ~/.local/state/murmur/   a folder for each run that was joined: NAME-RUNID (or below $XDG_STATE_HOME),
+                             and hosts/NAME-RUNID for each that was hosted
 """
 
 import json
@@ -23,6 +24,11 @@ def joined_home() -> Path:
 def joined_folder(manifest: Manifest) -> Path:
     """The same for every start, so that joining again resumes."""
     return joined_home() / f"{manifest.run.name}-{manifest.run_id[:8]}"
+
+
+def hosted_folder(manifest: Manifest) -> Path:
+    """Apart from that of a node of the same run on this machine: two processes never share a folder or a key."""
+    return joined_home() / "hosts" / f"{manifest.run.name}-{manifest.run_id[:8]}"
 
 
 def fresh_swarm(name: str) -> Path:

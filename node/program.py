@@ -8,6 +8,7 @@ from optim.errors import OptimError
 from optim.method import Method
 from optim.program import Program
 from optim.recipes import compose
+from optim.topologies import Groups
 from protocol.errors import ManifestError
 from protocol.manifest import Manifest, Train
 from protocol.rounds.events import RoundSettings
@@ -23,8 +24,9 @@ def method_of(manifest: Manifest) -> Method:
 
 def program_of(manifest: Manifest, method: Method | None = None) -> Program:
     """`method`: another one than the manifest's. Raises ManifestError, also where the method does not fit the model."""
-    program = Program(method or method_of(manifest), shape_table(manifest.model).layout, manifest.round.parts)
+    method = method or method_of(manifest)
     try:
+        program = Program(method, shape_table(manifest.model).layout, manifest.round.parts)
         program.max_message_bytes  # noqa: B018  # lays out every kind of round
     except OptimError as error:
         raise ManifestError(f"method: {error}") from error
@@ -49,9 +51,12 @@ def round_settings(manifest: Manifest, program: Program) -> Callable[[int], Roun
 
     def settings(number: int) -> RoundSettings:
         plan, timing = program.plan(number), manifest.round
+        topology = plan.method.topology
+        groups = topology if isinstance(topology, Groups) else Groups()
         return RoundSettings(
-            manifest.run_id, plan.method.topology.kind, len(plan.bounds), timing.grace, timing.leader_timeout,
+            manifest.run_id, topology.kind, len(plan.bounds), timing.grace, timing.leader_timeout,
             timing.exchange_timeout, 2 * manifest.membership.expiry, quorum=plan.method.schedule.quorum,
+            group_size=groups.size, pattern=groups.pattern,
         )  # fmt: skip
 
     return settings

@@ -17,10 +17,11 @@ class Carry:
 
     live <- phi + keep * (live - reference);  reference <- phi
 
-    With keep below 1 the whole of (reference - live) goes into the residual, so the next message carries all of it and
-    nothing is lost. keep = 1: synchronous methods, where there is nothing to carry, and overlap. keep = 0: CO2
-    (arXiv 2401.16265) starts again from the anchor. keep = 1 / peers: eager updates (arXiv 2502.12996): the own
-    share of the next merge is taken at once.
+    With keep below 1 the whole of (reference - live) goes into the residual instead, so the next message carries all of
+    it and nothing is lost, and reference <- live: the part that was kept is a loan until its merge comes, not progress.
+    keep = 1: synchronous methods, where there is nothing to carry, and overlap. keep = 0: CO2 (arXiv 2401.16265) starts
+    again from the anchor. keep = 1 / peers: eager updates (arXiv 2502.12996): the own share of the next merge is taken
+    at once.
     """
 
     kind: ClassVar[str] = "carry"

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
 
 from optim.codecs.codec import Codec
-from optim.layout import Layout, Span
+from optim.errors import UnknownOption
+from optim.layout import Layout, Span, within
 from optim.method import Method
 from optim.updates import Moment
 
@@ -35,7 +36,7 @@ class Plan:
     @cached_property
     def numel(self) -> int:
         """Values of a message."""
-        return sum(stop - start for start, stop in self.spans)
+        return _size(self.spans)
 
     @property
     def max_sizes(self) -> list[int]:
@@ -43,29 +44,27 @@ class Plan:
         return [codec.max_bytes(stop - start) for codec, (start, stop) in zip(self.codecs, self.bounds, strict=True)]
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor:
-        """What is sent of it; the vector itself where that is all."""
-        if self.numel == vector.numel():
-            return vector
-        return torch.cat([vector[start:stop] for start, stop in self.spans])
+        """What is sent of it; a view where that is one span."""
+        return _gather(vector, self.spans)
 
     def scatter(self, message: torch.Tensor, vector: torch.Tensor) -> None:
         """The opposite, into `vector`."""
-        if message.data_ptr() == vector.data_ptr():
-            return
-        sizes = [stop - start for start, stop in self.spans]
-        for piece, (start, stop) in zip(torch.split(message, sizes), self.spans, strict=True):
-            vector[start:stop] = piece
+        _scatter(message, vector, self.spans)
 
     def may_join(self, other: "Plan") -> bool:
         """Whether a message made for this round means the same in the other."""
-        mine, theirs = ((plan.spans, plan.bounds, plan.codecs) for plan in (self, other))
-        return self.round == other.round or (self.method.signal.is_delta and mine == theirs)
+        if self.round == other.round:
+            return True
+        if not self.method.signal.is_delta or any(codec.reads_by_round for codec in self.codecs):
+            return False
+        return (self.spans, self.bounds, self.codecs) == (other.spans, other.bounds, other.codecs)
 
 
 class Program:
-    """`parts`: into how many a butterfly cuts a message."""
+    """`parts`: into how many a butterfly cuts a message. UnknownOption for a method whose parts do not fit together."""
 
     def __init__(self, method: Method, layout: Layout, parts: int) -> None:
+        _check(method)
         self.method, self.layout, self._parts = method, layout, parts
         self.plan = lru_cache(maxsize=KEPT_PLANS)(self._plan)
 
@@ -98,8 +97,9 @@ class Program:
 
     def telling_rounds(self) -> Iterator[int]:
         """Rounds among which every size is at its greatest: each fragment, or period, at each turn of a course."""
+        cycle = len(self.cycle)
         for knot in self.method.knots:
-            yield from range(knot, knot + len(self.cycle))
+            yield from range(max(0, knot - cycle + 1), knot + cycle)
 
     @cached_property
     def max_parts(self) -> int:
@@ -132,40 +132,67 @@ class Program:
         return known[round_number]
 
     def moment(self, round_number: int, decay: float = 1.0) -> Moment:
-        return Moment(round_number, self.steps_before(round_number), decay, self.layout.matrices)
+        """`round` counts how often the values that the round sends were updated before."""
+        updates = round_number // self.method.schedule.fragments
+        return Moment(updates, self.steps_before(round_number), decay, self.layout.matrices)
 
     def apply(
         self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: torch.Tensor, decay: float
     ) -> None:
         """Move `anchor` and `slots` in place by what a round came to; flat fp32 on the CPU, `merged` as in the plan."""
-        signal, numel = plan.method.signal, self.numel
-        moment = self.moment(plan.round, decay)
-        if plan.numel == numel * signal.width and not signal.averaged:
-            plan.method.update.apply(anchor, slots, merged, moment)
+        signal, update, moment = plan.method.signal, plan.method.update, self.moment(plan.round, decay)
+        if plan.numel == self.numel * signal.width and not signal.averaged:
+            update.apply(anchor, slots, merged, moment)
             return
-        vectors = [anchor, *(slots[name] for name in signal.averaged)]
-        position = 0
-        for start, stop in plan.spans:
-            piece, position = merged[position : position + stop - start], position + stop - start
-            place, first = divmod(start, numel)
-            self._apply_span(plan, vectors, slots, (place, first, first + stop - start), piece, moment)
+        spans = within(plan.spans, 0, self.numel)
+        moment = replace(moment, matrices=self.layout.section(spans).matrices)
+        sent, averaged = torch.split(merged, [size := _size(spans), plan.numel - size])
+        vectors = [anchor, *(slots[name] for name in update.slots)]
+        near = [_gather(vector, spans) for vector in vectors]
+        update.apply(near[0], dict(zip(update.slots, near[1:], strict=True)), sent, moment)
+        for piece, vector in zip(near, vectors, strict=True):
+            _scatter(piece, vector, spans)
+        self._average(plan, slots, averaged)
 
-    def _apply_span(
-        self,
-        plan: Plan,
-        vectors: Sequence[torch.Tensor],
-        slots: Mapping[str, torch.Tensor],
-        where: tuple[int, int, int],
-        piece: torch.Tensor,
-        moment: Moment,
-    ) -> None:
-        """An update takes a span of the weights; what is averaged moves by the whole mean."""
-        place, start, stop = where
-        if place:
-            vectors[place][start:stop] -= piece
-            return
-        near = {name: slots[name][start:stop] for name in plan.method.update.slots}
-        plan.method.update.apply(vectors[0][start:stop], near, piece, moment.within(start, stop))
+    def _average(self, plan: Plan, slots: Mapping[str, torch.Tensor], sent: torch.Tensor) -> None:
+        """What no update moves moves by the whole mean."""
+        signal, numel = plan.method.signal, self.numel
+        spans = within(plan.spans, numel, numel * signal.width)
+        for (start, stop), piece in zip(spans, torch.split(sent, [stop - start for start, stop in spans]), strict=True):
+            name = signal.averaged[start // numel]
+            values = slots[name][start % numel :][: stop - start]
+            values -= piece
+            if name in signal.never_negative:
+                values.clamp_(min=0)
+
+
+def _gather(vector: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    pieces = [vector[start:stop] for start, stop in spans]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _scatter(gathered: torch.Tensor, vector: torch.Tensor, spans: Sequence[Span]) -> None:
+    for piece, (start, stop) in zip(torch.split(gathered, [stop - start for start, stop in spans]), spans, strict=True):
+        if piece.data_ptr() != vector[start:stop].data_ptr():
+            vector[start:stop] = piece
+
+
+def _size(spans: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+def _check(method: Method) -> None:
+    signal, kept = method.signal, method.inner.vectors
+    if missing := [name for name in (*signal.averaged, *signal.consumes) if name not in kept]:
+        raise UnknownOption(
+            f"signal {signal.kind!r} sends {missing[0]!r}, which inner {method.inner.kind!r} does not keep; "
+            "choose another of the two"
+        )
+    first = method.at(0).schedule
+    for number in method.knots:
+        schedule = method.at(number).schedule
+        if (schedule.fragments, schedule.pattern) != (first.fragments, first.pattern):
+            raise UnknownOption("schedule.fragments and schedule.pattern must not change over the rounds")
 
 
 def part_bounds(numel: int, parts: int, alignment: int) -> tuple[Span, ...]:

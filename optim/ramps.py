@@ -6,7 +6,8 @@
     "1 until 50 then 30"              1 before round 50, 30 from it on; what follows may be any of these again,
                                       its rounds counted from 50
 
-The kind of a codec may change in the same way: "none until 50 then sign".
+The kind of a codec may change in the same way: "none until 50 then sign". A course between two whole numbers, written
+as such, of which one is above 1, takes whole values only: 10 -> 100, but not 10.0 -> 100 and not 0 -> 1.
 """
 
 import math
@@ -16,9 +17,14 @@ from dataclasses import dataclass
 from optim.errors import UnknownOption
 from optim.parts import Scalar
 
+MAX_LETTERS = 200
+WHOLE = r"[-+]?[0-9]{1,15}"
 NUMBER = r"[-+]?[0-9.]+(?:e[-+]?[0-9]+)?"
-_STEP = re.compile(r"\s*(?P<first>\S+)\s+until\s+(?P<round>\d+)\s+then\s+(?P<rest>.+)")
-_CURVE = re.compile(rf"\s*(?P<first>{NUMBER})\s*(?P<curve>->|=>|~>)\s*(?P<last>{NUMBER})\s+over\s+(?P<rounds>\d+)\s*")
+ROUNDS = r"[0-9]{1,9}"
+_STEP = re.compile(rf"\s*(?P<first>\S+)\s+until\s+(?P<round>{ROUNDS})\s+then\s+(?P<rest>.+)")
+_CURVE = re.compile(
+    rf"\s*(?P<first>{NUMBER})\s*(?P<curve>->|=>|~>)\s*(?P<last>{NUMBER})\s+over\s+(?P<rounds>{ROUNDS})\s*"
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,11 @@ def ramp(value: Scalar) -> Ramp | None:
     """None for a plain value. UnknownOption for a text that means to be a ramp and is none."""
     if not isinstance(value, str) or not re.search(r"\suntil\s|\sover\s", value):
         return None
+    if len(value) > MAX_LETTERS:
+        raise UnknownOption(f"a course of values in {len(value)} letters; write it in {MAX_LETTERS}")
     found = Ramp(value)
-    found.at(0)
+    for number in (0, *found.knots):  # nonsense may stand in any piece
+        found.at(number)
     if not found.knots:
         raise UnknownOption(f"{value!r} never changes; write the value alone")
     return found
@@ -51,23 +60,33 @@ def _value(text: str, number: int) -> Scalar:
         turn = int(step["round"])
         return _plain(step["first"]) if number < turn else _value(step["rest"], number - turn)
     if curve := _CURVE.fullmatch(text):
-        return _on_curve(_number(curve["first"]), _number(curve["last"]), int(curve["rounds"]), curve["curve"], number)
+        value = _on_curve(_number(curve["first"]), _number(curve["last"]), _share(curve, number), curve["curve"])
+        return round(value) if _is_whole(curve["first"], curve["last"]) else value
     if " " in text.strip():
         raise UnknownOption(f'{text!r} is no course of values; write "A -> B over ROUNDS" or "A until ROUND then B"')
     return _plain(text)
 
 
-def _on_curve(first: float, last: float, rounds: int, curve: str, number: int) -> Scalar:
-    share = min(1.0, number / max(1, rounds))
+def _share(curve: re.Match[str], number: int) -> float:
+    """Of its way, in 0 to 1, that the course has made in that round."""
+    return min(1.0, number / max(1, int(curve["rounds"])))
+
+
+def _on_curve(first: float, last: float, share: float, curve: str) -> float:
+    if curve == "=>" and min(first, last) <= 0:
+        raise UnknownOption("a course by equal factors (=>) takes numbers above zero")
+    if share in (0, 1):
+        return last if share else first  # to the bit
     if curve == "=>":
-        if first <= 0 or last <= 0:
-            raise UnknownOption("a course by equal factors (=>) takes numbers above zero")
         value = math.exp(math.log(first) + (math.log(last) - math.log(first)) * share)
     else:
         weight = share if curve == "->" else (1 - math.cos(math.pi * share)) / 2
         value = first + (last - first) * weight
-    whole = float(first).is_integer() and float(last).is_integer() and (abs(first) > 1 or abs(last) > 1)
-    return round(value) if whole else value
+    return min(max(value, min(first, last)), max(first, last))  # rounding must not lead beyond an end
+
+
+def _is_whole(*ends: str) -> bool:
+    return all(re.fullmatch(WHOLE, end) for end in ends) and any(abs(int(end)) > 1 for end in ends)
 
 
 def _knots(text: str, start: int) -> tuple[int, ...]:
@@ -75,19 +94,22 @@ def _knots(text: str, start: int) -> tuple[int, ...]:
         turn = start + int(step["round"])
         return (max(start, turn - 1), turn, *_knots(step["rest"], turn))
     if curve := _CURVE.fullmatch(text):
-        return start, start + int(curve["rounds"])
+        return start, start + max(1, int(curve["rounds"]))
     return ()
 
 
 def _plain(text: str) -> Scalar:
     text = text.strip()
     if re.fullmatch(NUMBER, text):
-        return int(text) if re.fullmatch(r"[-+]?\d+", text) else _number(text)
+        return int(text) if re.fullmatch(WHOLE, text) else _number(text)
     return text
 
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError as error:
         raise UnknownOption(f"{text!r} is no number") from error
+    if not math.isfinite(value):
+        raise UnknownOption(f"{text!r} is too great a number")
+    return value

@@ -12,7 +12,7 @@ from dataclasses import dataclass as plain_dataclass
 from typing import ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from optim.errors import UnknownOption
@@ -20,6 +20,8 @@ from optim.inner.inner import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT, WEIGHTS
 from optim.layout import Layout, Span
 from optim.parts import STRICT
 from optim.schedules import Schedule
+
+MAX_CYCLE = 1000  # rounds
 
 
 @plain_dataclass(frozen=True)
@@ -38,8 +40,10 @@ class Signal(ABC):
     kind: ClassVar[str]
     shares: ClassVar[tuple[str, ...]] = (WEIGHTS,)
     averaged: ClassVar[tuple[str, ...]] = ()  # of the shared ones, those that no update moves: they are averaged
+    never_negative: ClassVar[tuple[str, ...]] = ()  # of those; rounding and what was trained on could make them so
     consumes: ClassVar[tuple[str, ...]] = ()  # vectors of the inner optimizer that begin anew after a message
     is_delta: ClassVar[bool] = True  # what missed its round may be sent later
+    is_whole: ClassVar[bool] = False  # not to be sent in fragments
     width: ClassVar[int] = 1
 
     @property
@@ -52,6 +56,9 @@ class Signal(ABC):
         """A new vector of `width` times the model's size, pointing uphill."""
 
     def spans(self, round_number: int, layout: Layout, schedule: Schedule) -> tuple[Span, ...]:
+        """What is sent of the measured vector, whose `width` vectors have that layout each."""
+        if self.is_whole and schedule.fragments > 1:
+            raise UnknownOption(f"signal {self.kind!r} is sent whole; set schedule.fragments = 1")
         return schedule.spans(round_number, layout.repeated(self.width))
 
 
@@ -79,10 +86,18 @@ class InnerState(Signal):
     kind: ClassVar[str] = "inner-state"
     shares: ClassVar[tuple[str, ...]] = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
     averaged: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT)
+    never_negative: ClassVar[tuple[str, ...]] = (SECOND_MOMENT,)
+    is_whole: ClassVar[bool] = True
     width: ClassVar[int] = 3
 
-    first_every: int = Field(default=3, ge=1, le=1000)
-    second_every: int = Field(default=6, ge=1, le=1000)
+    first_every: int = Field(default=3, ge=1, le=MAX_CYCLE)
+    second_every: int = Field(default=6, ge=1, le=MAX_CYCLE)
+
+    @model_validator(mode="after")
+    def _meet(self) -> "InnerState":
+        if self.cycle > MAX_CYCLE:
+            raise ValueError(f"both periods must meet within {MAX_CYCLE} rounds; let one be a multiple of the other")
+        return self
 
     @property
     def cycle(self) -> int:
@@ -92,8 +107,7 @@ class InnerState(Signal):
         return torch.cat([progress.reference[name] - progress.live[name] for name in self.shares])
 
     def spans(self, round_number: int, layout: Layout, schedule: Schedule) -> tuple[Span, ...]:
-        if schedule.fragments != 1:
-            raise UnknownOption("signal 'inner-state' has periods of its own; set schedule.fragments = 1")
+        super().spans(round_number, layout, schedule)
         periods = (1, self.first_every, self.second_every)
         sent = [place for place, period in enumerate(periods) if (round_number + 1) % period == 0]
         return tuple((place * layout.numel, (place + 1) * layout.numel) for place in sent)
@@ -109,6 +123,7 @@ class Gradient(Signal):
 
     kind: ClassVar[str] = "gradient"
     consumes: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
+    is_whole: ClassVar[bool] = True
 
     def measure(self, progress: Progress) -> torch.Tensor:
         return progress.own[GRADIENT_SUM] / max(1, progress.steps)
@@ -125,6 +140,7 @@ class Momentum(Signal):
     shares: ClassVar[tuple[str, ...]] = (WEIGHTS, FIRST_MOMENT)
     consumes: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
     is_delta: ClassVar[bool] = False
+    is_whole: ClassVar[bool] = True
 
     beta: float = Field(default=0.9, ge=0, lt=1)
 
@@ -151,6 +167,7 @@ class ProgressAndAnchor(Signal):
 
     kind: ClassVar[str] = "progress-and-anchor"
     is_delta: ClassVar[bool] = False
+    is_whole: ClassVar[bool] = True
     width: ClassVar[int] = 2
 
     def measure(self, progress: Progress) -> torch.Tensor:

@@ -109,16 +109,18 @@ class Roster(_message.Message):
     def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., base: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("round", "view", "roster", "blobs")
+    __slots__ = ("round", "view", "roster", "blobs", "lock")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     BLOBS_FIELD_NUMBER: _ClassVar[int]
+    LOCK_FIELD_NUMBER: _ClassVar[int]
     round: int
     view: int
     roster: bytes
     blobs: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., blobs: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    lock: bytes
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., blobs: _Optional[_Iterable[bytes]] = ..., lock: _Optional[bytes] = ...) -> None: ...
 
 class Inclusion(_message.Message):
     __slots__ = ("round", "view", "roster", "attempt", "included", "reducers")
@@ -153,18 +155,44 @@ class Part(_message.Message):
     def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., attempt: _Optional[int] = ..., part: _Optional[int] = ..., blob: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("round", "view", "base", "contributions", "parts")
+    __slots__ = ("round", "view", "base", "contributions", "parts", "left_out")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     round: int
     view: int
     base: bytes
     contributions: _containers.RepeatedCompositeFieldContainer[Signed]
     parts: _containers.RepeatedCompositeFieldContainer[BlobRef]
-    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., base: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
+    left_out: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., base: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., left_out: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Acknowledgement(_message.Message):
+    __slots__ = ("round", "view", "proposal")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    view: int
+    proposal: bytes
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("round", "view", "proposal", "peers", "signatures")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURES_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    view: int
+    proposal: bytes
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    signatures: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., signatures: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GossipRequest(_message.Message):
     __slots__ = ("run", "time", "known", "records")

@@ -53,6 +53,7 @@ from protocol.murmur_pb2_grpc import (
 )
 from protocol.network.transport import Transport, caller
 from protocol.rounds.chain import Chain, Head
+from protocol.rounds.grouping import group_of
 from protocol.rounds.statements import Terms
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class Assembly:
         )
         self.blobs = BlobService(self.store, caller)
         self._fetcher = Fetcher(self.store, self.transport.channel, self._lied, self._rng)
-        self._wishes = Wishes(self._fetcher, lambda: [peer for peer in self._members.trainers() if peer != self.peer_id])
+        self._wishes = Wishes(self._fetcher, self._members.other_trainers)
 
     def _build_round(self, method: Method) -> None:
         manifest, work = self._settings.manifest, self._work
@@ -194,6 +195,7 @@ class Assembly:
             keeper=self.keeper,
             standing=self.standing,
             replica=self.replica,
+            share=lambda commit: group_of(commit, self.peer_id, driver_settings(commit.round)),
         )
 
     async def open(self) -> None:

@@ -14,7 +14,8 @@ from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import ChainReply, PeerRecord
 from protocol.rounds.chain import Chain, Head, preferred
-from protocol.rounds.statements import MAX_ROUND, Commit, Statement, Terms, parse
+from protocol.rounds.kinds import parse
+from protocol.rounds.statements import MAX_ROUND, Commit, Statement, Terms
 
 MAX_COMMITS = 64
 

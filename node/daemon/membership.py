@@ -31,6 +31,9 @@ class Members:
         """All that train, whatever their round, ourselves among them."""
         return [peer for peer, record in self._directory.live().items() if record.role == "trainer"]
 
+    def other_trainers(self) -> list[PeerId]:
+        return [peer for peer in self.trainers() if peer != self._directory.peer_id]
+
     def is_trainer(self, peer: PeerId) -> bool:
         record = self._directory.live().get(peer)
         return record is not None and record.role == "trainer"

@@ -7,7 +7,7 @@ the trainer is offered until a round takes it. Nothing here blocks the trainer: 
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from node.daemon.catch_up import Scout, Way, ahead, best
 from node.daemon.keeper import KEPT_ROUNDS, Keeper
 from node.daemon.membership import Members
-from node.daemon.replica import Replica
+from node.daemon.replica import Replica, Share
 from node.daemon.rounds import RoundDriver
 from node.daemon.standing import Standing
 from node.daemon.trainer_link import TrainerLink
@@ -52,6 +52,7 @@ class Participant:
     keeper: Keeper
     standing: Standing
     replica: Replica
+    share: Callable[[Commit], Share]
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     _decided: Statement[Commit] | None = None
     _fault: BaseException | None = None
@@ -152,10 +153,24 @@ class Participant:
             await self._look()
 
     async def _apply(self, commit: Statement[Commit]) -> None:
-        for blob in commit.body.blobs:
-            await self.wishes.get_from_anyone(blob, self.manifest.round.exchange_timeout)
-        await self.replica.apply(commit)
+        await self.replica.apply(commit, await self._obtain(commit.body))
         await self._settle([commit.body])
+
+    async def _obtain(self, commit: Commit) -> Share:
+        """What of a commit is for us, with its blobs in the store."""
+        share, seconds = self.share(commit), self.manifest.round.exchange_timeout
+        if self.method.topology.kind != "groups":
+            for blob in commit.blobs:
+                await self.wishes.get_from_anyone(blob, seconds)
+            return share
+        held = []
+        for entry in share:
+            try:
+                await self.wishes.get_from_anyone(entry.body.parts[0], seconds)
+                held.append(entry)
+            except (UnreachableError, MissingFileError) as error:  # it may have died with its owner, our partner
+                logger.warning("round %d is applied here without %s: %s", commit.round, entry.sender, error)
+        return tuple(held)
 
     async def _settle(self, commits: list[Commit]) -> None:
         """A new state is in place: tell the trainer, the others and the disk."""
@@ -196,6 +211,8 @@ class Participant:
         return best(heads)[0].round - self.replica.chain.round >= GAP or now - self._ahead_since > PATIENCE
 
     def _state_is_wrong(self) -> bool:
+        if self.method.topology.kind == "groups":
+            return False  # everyone has a state of its own
         votes = {peer: (record.digest, record.state_digest) for peer, record in self.members.records().items()}
         voting = {peer: vote for peer, vote in votes.items() if vote[1]}
         return disagrees(self.replica.chain.digest, self.replica.blob.digest, voting)

@@ -23,6 +23,7 @@ from protocol.rounds.chain import Chain, Head
 from protocol.rounds.statements import Commit, Contribution, Digest, Statement
 
 FLOAT_BYTES = 4
+Share = tuple[Statement[Contribution], ...]
 
 
 class Store(Protocol):
@@ -78,6 +79,11 @@ def state_bytes(numel: int, method: Method) -> int:
     return FLOAT_BYTES * numel * (1 + len(method.slots))
 
 
+def blobs_of(commit: Commit, share: Share) -> tuple[Blob, ...]:
+    """What it takes to apply this share of a commit."""
+    return commit.parts or tuple(entry.body.parts[0] for entry in share)
+
+
 class Workshop:
     """The arithmetic on blobs that one round asks for. Every method may take long: call it in a worker thread.
 
@@ -104,13 +110,14 @@ class Workshop:
             raise MalformedError(f"a contribution does not decode: {error}") from error
         return self._store.put(reduced)
 
-    def apply(self, state: OuterState, commit: Commit) -> tuple[OuterState, Blob]:
-        """The state after a commit whose blobs are all in the store, and its blob. Raises MalformedError."""
-        number = commit.round
-        contributions = [statement.body for statement in commit.contributions]
-        blobs = commit.parts or [part for contribution in contributions for part in contribution.parts]
+    def apply(self, state: OuterState, commit: Commit, share: Share) -> tuple[OuterState, Blob]:
+        """The state after a commit, and its blob. `share`: what of it is applied here, its blobs all in the store; none
+        leaves the state as it is. Raises MalformedError."""
+        if not share:
+            return state, self.keep(state)
+        number, contributions = commit.round, [statement.body for statement in share]
         try:
-            payloads = [self._store.read(blob.digest) for blob in blobs]
+            payloads = [self._store.read(blob.digest) for blob in blobs_of(commit, share)]
             merged = self._merger.merge(number, payloads, self._weights(number, contributions))
         except OptimError as error:
             raise MalformedError(f"the commit of round {number} does not decode: {error}") from error
@@ -139,10 +146,10 @@ class Replica:
         self.blob = workshop.keep(state)
         self._workshop, self._work = workshop, work
 
-    async def apply(self, commit: Statement[Commit]) -> None:
-        """The blobs that it names must be in the store. StaleError or MalformedError: nothing has changed."""
+    async def apply(self, commit: Statement[Commit], share: Share) -> None:
+        """The blobs of `share` must be in the store. StaleError or MalformedError: nothing has changed."""
         self.chain.would_lead_to([commit])
-        state, blob = await self._work(self._workshop.apply, self.state, commit.body)
+        state, blob = await self._work(self._workshop.apply, self.state, commit.body, share)
         self.chain.append(commit)
         self.state, self.blob = state, blob
 

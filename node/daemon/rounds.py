@@ -38,8 +38,10 @@ from protocol.rounds.events import (
     Skip,
     Tick,
 )
+from protocol.rounds.kinds import parse
+from protocol.rounds.reports import Decision, Part
 from protocol.rounds.round import Round
-from protocol.rounds.statements import Commit, Contribution, Digest, Part, Roster, Statement, Terms, parse
+from protocol.rounds.statements import Commit, Contribution, Digest, Roster, Statement, Terms
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +135,7 @@ class RoundDriver:
                 self._hooks.refused(sender, fault)
                 continue
             number = statement.body.round
-            if number in self._decisions and not isinstance(statement.body, Commit):
+            if number in self._decisions and not isinstance(statement.body, Commit | Decision):
                 answers[number] = self._decisions[number]
             self.receive(statement)
         # Of the oldest round only: it has to be decided there before the others are of use.
@@ -143,7 +145,7 @@ class RoundDriver:
         """A checked statement; those of the next round wait for it, others that are not of this round are dropped."""
         number = statement.body.round
         if number == self._number and self._machine is not None:
-            if statement.sender in self._machine.seen:
+            if self._machine.has_member(statement.sender):
                 self._heard[_key(statement)] = statement
             self._feed(Received(statement))
         elif number == self._number + 1 and self._hooks.trains(statement.sender):

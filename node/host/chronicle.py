@@ -18,7 +18,8 @@ from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import PeerRecord
 from protocol.rounds.chain import KEPT_COMMITS, Head, after, genesis, preferred
-from protocol.rounds.statements import Commit, Statement, Terms, parse
+from protocol.rounds.kinds import parse
+from protocol.rounds.statements import Commit, Statement, Terms
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def proved(commits: Sequence[Commit], target: Head) -> list[Step]:
     return steps
 
 
-def _commit(statement: Statement[object]) -> Commit:  # type: ignore[type-var]  # any body: that is what is checked
+def _commit(statement: Statement[object]) -> Commit:
     if not isinstance(statement.body, Commit):
         raise MalformedError("a chain of something else than commits")
     return statement.body

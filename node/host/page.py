@@ -15,6 +15,7 @@ from typing import Any
 FOLDER = Path(__file__).parent / "page"
 STATIC = FOLDER / "static"
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+FEW_LANES = 8  # that have room for broad bars
 NONE = "-"  # shown where nothing is known
 Values = Mapping[str, Any]
 
@@ -36,6 +37,7 @@ def render(values: Values, join: str | None, version: str) -> str:
         manifest_link=' · <a href="/run.toml">manifest</a>' if join else "",
         hidden_progress="" if values["progress"] is not None else " hidden",
         lane_round=escape(str(_or(timeline["round"], ""))),
+        few=" few" if len(timeline["lanes"]) <= FEW_LANES else "",
         lanes="".join(_lane(lane, _longest(timeline["lanes"]), values["peers"]) for lane in timeline["lanes"]),
         log="".join(_line(line) for line in reversed(values["log"])),
         peers="".join(_row(peer, values["at"]) for peer in values["peers"] if peer["gone"] is None),
@@ -70,7 +72,7 @@ def _tiles(values: Values) -> dict[str, object]:
         "coming": f"{values['joining']} joining · {values['left_today']} left today",
         "sending": number(values["sending"] / size, 2),
         "sending_unit": f"{unit}B",
-        "saved": f"{si(saved)} times less than all-reduce" if saved else "of all peers together",
+        "saved": f"{si(saved)}x less than all-reduce" if saved else "of all peers together",
         "pace": number(pace, 1),
         "in_time": f"{values['in_time']} of {values['expected']} in time" if values["expected"] else "no round yet",
     }
@@ -101,12 +103,12 @@ def number(value: float | None, digits: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest units: `2 d 14 h`, `38 s`."""
+    """The largest unit, and the next where it tells something: `2 d 14 h`, `38 min`."""
     whole = max(0, int(seconds))
     for size, letter, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:
             rest = whole % size // below
-            return f"{whole // size} {letter}" + (f" {rest} {small}" if rest else "")
+            return f"{whole // size} {letter}" + (f" {rest} {small}" if rest and whole < 10 * size else "")
     return f"{whole} s"
 
 
@@ -129,7 +131,7 @@ def _lane(lane: Values, longest: float, peers: Sequence[Values]) -> str:
     bars, start = "", 0.0
     for kind in ("compute", "exchange", "wait"):
         width = 100 * lane[kind] / longest
-        bars += f'<rect class="{kind}" x="{start:.2f}%" width="{width:.2f}%" height="12"/>'
+        bars += f'<rect class="{kind}" x="{start:.2f}%" width="{width:.2f}%" height="100%"/>'
         start += width
     known = next((peer for peer in peers if peer["peer"] == lane["peer"]), None)
     name = known["name"] or known["short"] if known else f"..{lane['peer'][-6:]}"

@@ -14,8 +14,7 @@ from typing import Any
 
 from node.host.events import Durable, Event, Moved, Opened, Started
 from node.host.journal import Journal, read_events
-from node.host.state import State, apply
-from node.host.words import sentence
+from node.host.state import State, apply, said_of
 from protocol.errors import LimitError
 
 logger = logging.getLogger(__name__)
@@ -120,8 +119,7 @@ class Recorder:
 
 
 def _told(event: Durable, before: State) -> dict[str, Any]:
-    names = {name: peer.now.name for name, peer in before.peers.items()}
-    said = sentence(event, names)
+    said = said_of(before, event)
     return {**event.model_dump(mode="json"), **({"text": said.text, "tone": said.tone} if said else {})}
 
 

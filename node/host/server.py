@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -68,7 +69,10 @@ class Face:
     clock: Callable[[], float] = time.time
 
     def values(self) -> dict[str, Any]:
-        return snapshot(self.recorder.state, self.clock())
+        values = snapshot(self.recorder.state, self.clock())
+        if self.manifest is None:
+            values |= {"status": "replay", "tone": "busy", "reason": "an old run, as its host saw it"}
+        return values
 
     def join_line(self, request: Request) -> str | None:
         host = request.headers.get("host", "")
@@ -133,9 +137,9 @@ def application(face: Face) -> Starlette:
         Route("/", index),
         Route("/run.toml", manifest),
         Route("/api/v1/state", state),
-        Route("/api/v1/history", lambda request: _history(face, request)),
-        Route("/api/v1/timeline", lambda request: _timeline(face, request)),
-        Route("/api/v1/events", lambda request: _events(face, request)),
+        Route("/api/v1/history", partial(_history, face)),
+        Route("/api/v1/timeline", partial(_timeline, face)),
+        Route("/api/v1/events", partial(_events, face)),
         Route("/metrics", metrics),
         Route("/healthz", health),
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -162,15 +166,15 @@ async def _events(face: Face, request: Request) -> Response:
     after = request.headers.get("last-event-id") or request.query_params.get("after")
     if after is not None and not re.fullmatch(r"\d{1,16}", after):
         raise HTTPException(400, "after: a whole number, the index of the last event that you have")
-    missed = None if after is None else face.recorder.since(int(after) + 1)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return EventStream(_stream(face, missed), media_type="text/event-stream", headers=headers)
+    return EventStream(_stream(face, after), media_type="text/event-stream", headers=headers)
 
 
-async def _stream(face: Face, missed: list[bytes] | None) -> AsyncIterator[bytes]:
-    """Nothing is awaited between the beginning and the first wait for news, so nothing falls between."""
+async def _stream(face: Face, after: str | None) -> AsyncIterator[bytes]:
+    """Listens first and looks then, with no wait between the two: no event falls between."""
     try:
         with face.recorder.listen() as listener:
+            missed = None if after is None else face.recorder.since(int(after) + 1)
             if missed is None:
                 last = face.recorder.state.index - 1
                 yield message_of("state", face.values(), last if last >= 0 else None)

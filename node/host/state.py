@@ -29,7 +29,7 @@ from node.host.events import (
     Strayed,
     Timed,
 )
-from node.host.words import Tone, sentence
+from node.host.words import Said, Tone, sentence
 from protocol.identity import PeerId
 
 KEPT_LINES = 200
@@ -38,6 +38,7 @@ KEPT_SPEEDS = 20
 KEPT_GONE = 200
 CHUNK = 256
 FLOAT_BYTES = 4
+UNSEEN = "not seen since the host was started again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +162,20 @@ def apply(state: State, event: Event) -> State:
     if isinstance(event, Moved):
         return _moved(state, event)
     after = replace(_changed(state, event), index=state.index + 1)
-    said = sentence(event, {name: peer.now.name for name, peer in state.peers.items()})
+    said = said_of(state, event)
     if said is None:
         return after
     line = Line(state.index, event.at or state.opened, getattr(event, "peer", None), said.text, said.tone)
     return replace(after, log=(*state.log, line)[-KEPT_LINES:])
+
+
+def said_of(state: State, event: Event) -> Said | None:
+    """What the log tells of it. That a peer is seen again after the host's own start is no news."""
+    if isinstance(event, Joined):
+        known = state.peers.get(event.now.peer)
+        if known is not None and known.reason == UNSEEN:
+            return None
+    return sentence(event, {name: peer.now.name for name, peer in state.peers.items()})
 
 
 def _changed(state: State, event: Event) -> State:
@@ -210,7 +220,7 @@ def _joined(state: State, event: Joined) -> State:
     if known is None:
         peer = Peer(event.now, event.at)
     else:
-        peer = replace(known, now=event.now, since=event.at, gone=None, reason="")
+        peer = replace(known, now=event.now, since=event.at, gone=None, reason="", speeds=())
     others = {name: other for name, other in state.peers.items() if name != event.now.peer}
     return replace(state, peers={**others, event.now.peer: peer})
 
@@ -226,7 +236,7 @@ def _left(state: State, event: Left) -> State:
 
 def _all_gone(state: State, at: float) -> State:
     peers = {
-        name: peer if peer.gone is not None else replace(peer, gone=at, reason="not seen since the host's start")
+        name: peer if peer.gone is not None else replace(peer, gone=at, reason=UNSEEN)
         for name, peer in state.peers.items()
     }
     return replace(state, peers=_pruned(peers))

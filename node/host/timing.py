@@ -30,15 +30,20 @@ class Totals:
 
 
 class Lanes:
-    """Collects lanes until every trainer that is there has given its own, or patience ends."""
+    """Collects lanes until every trainer that is there has given its own, or patience ends.
+
+    A peer's first round is left out: the host saw only the end of it.
+    """
 
     def __init__(self) -> None:
+        self._whole: set[PeerId] = set()
         self._begun: dict[PeerId, Totals] = {}
         self._open: dict[int, dict[PeerId, Lane]] = {}
         self._since: dict[int, float] = {}
 
     def forget(self, peer: PeerId) -> None:
         self._begun.pop(peer, None)
+        self._whole.discard(peer)
 
     def note(self, peer: PeerId, record: PeerRecord, now: float) -> None:
         totals = Totals.of(record)
@@ -46,15 +51,18 @@ class Lanes:
         if begun is not None and totals.round == begun.round:
             return
         self._begun[peer] = totals
-        if begun is not None and totals.round > begun.round and totals.sent >= begun.sent:
+        if begun is None:
+            return
+        if peer in self._whole and totals.round > begun.round and totals.sent >= begun.sent:
             self._close(totals.round - 1, _lane(peer, begun, totals), now)
+        self._whole.add(peer)
 
     def finished(self, now: float, known: int) -> list[tuple[int, tuple[Lane, ...]]]:
         """The rounds up to `known` whose lanes are all there, in order; each is given once."""
         done = [
             number
             for number, lanes in self._open.items()
-            if number <= known and (self._begun.keys() <= lanes.keys() or now - self._since[number] > PATIENCE)
+            if number <= known and (self._whole <= lanes.keys() or now - self._since[number] > PATIENCE)
         ]
         return [self._pop(number) for number in sorted(done)]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from node.host.events import Facts
-from node.host.state import Line, Peer, Row, State, lanes_of
+from node.host.state import UNSEEN, Line, Peer, Row, State, lanes_of
 from node.host.words import Tone, short
 from protocol.signed_manifest import fingerprint
 
@@ -63,7 +63,7 @@ def summary(state: State, now: float) -> Values:
         "tokens_per_second": sum(peer.now.tokens_per_second for peer in trainers),
         "active": len(trainers),
         "joining": sum(1 for peer in trainers if standing(state, peer)[0] == "joining"),
-        "left_today": sum(1 for peer in state.peers.values() if peer.gone is not None and now - peer.gone < DAY),
+        "left_today": _left_since(state, now - DAY),
         "sending": sum(peer.now.sending for peer in state.live.values()),
         "saved": state.raw / state.sent if state.sent and state.raw else None,
         "round_seconds": pace,
@@ -153,6 +153,11 @@ def _facts(facts: Facts) -> Values:
 def _seconds_a_round(recent: Sequence[Row]) -> float | None:
     known = [row.seconds for row in recent if row.seconds is not None]
     return sum(known) / len(known) if known else None
+
+
+def _left_since(state: State, moment: float) -> int:
+    gone = [peer for peer in state.peers.values() if peer.gone is not None and peer.reason != UNSEEN]
+    return sum(1 for peer in gone if peer.gone is not None and peer.gone > moment)
 
 
 def _progress(state: State) -> float | None:

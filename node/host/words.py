@@ -12,7 +12,6 @@ from node.host.events import (
     Joined,
     Left,
     Lost,
-    Measured,
     Missing,
     Started,
     Strayed,
@@ -49,8 +48,6 @@ def sentence(event: Event, names: Mapping[PeerId, str]) -> Said | None:
             return Said(f"the swarm went over to another chain from round {event.round} on", "bad")
         case Missing():
             return Said(f"rounds {event.first} to {event.last} are in no peer's log any more", "warn")
-        case Measured():
-            return Said(f"validation loss {event.loss:.4f} after round {event.round}", "busy")
         case Lost():
             return Said("the host sees no peer of the run any more", "bad")
         case Found():

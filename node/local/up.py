@@ -114,6 +114,8 @@ def swarm_manifest(manifest: Manifest, base: Path, peers: int, wish: Wish) -> Ma
         values["target"] = {"rounds": wish.rounds}
     if wish.recipe is not None and wish.recipe != manifest.method.recipe:
         values["method"] = {"recipe": wish.recipe}  # the other recipe's parts have other options
+        if wish.rounds is None and manifest.target.rounds is not None:
+            values["target"] = {"tokens": tokens_in(manifest, manifest.target.rounds, peers)}
     data = values["data"]
     if data["tokenizer"]:
         data["tokenizer"] = str(base / data["tokenizer"])
@@ -121,6 +123,13 @@ def swarm_manifest(manifest: Manifest, base: Path, peers: int, wish: Wish) -> Ma
     if data["path"] and (data["source"] != "hf" or (base / data["path"]).exists()):
         data["path"] = str(base / data["path"])
     return Manifest.model_validate_json(json.dumps(values))
+
+
+def tokens_in(manifest: Manifest, rounds: int, peers: int) -> int:
+    """What so many rounds of the manifest's own method train on."""
+    from node.program import program_of  # here: torch takes a second
+
+    return program_of(manifest).steps_before(rounds) * manifest.train.batch_tokens * peers
 
 
 def peer_processes(plan: Plan) -> list[PeerProcess]:

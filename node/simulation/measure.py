@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from node.data import Corpus, validation_batches
@@ -76,10 +77,18 @@ class Recorder:
     def reached(self, swarm: Swarm, peer: VirtualPeer) -> None:
         tokens = peer.chain.tokens
         if self.is_due(tokens / swarm.setting.target_tokens):
-            self.record(tokens, swarm.clock.now, sent_bytes(swarm), lambda: peer.applied[0].anchor)
+            self.record(tokens, swarm.clock.now, sent_bytes(swarm), lambda: agreed_weights(swarm, peer))
 
     def record(self, tokens: int, seconds: float, sent: float, weights: Callable[[], Tensor]) -> None:
         self.curve.append(Point(tokens, seconds, sent, self._examiner.loss(weights())))
+
+
+def agreed_weights(swarm: Swarm, peer: VirtualPeer) -> Tensor:
+    """The anchor; where each peer has its own, their mean."""
+    if swarm.method.topology.kind != "groups":
+        return peer.applied[0].anchor
+    anchors = [other.applied[0].anchor for other in swarm.alive]
+    return torch.stack(anchors).mean(0)
 
 
 def sent_bytes(swarm: Swarm) -> float:

@@ -14,7 +14,9 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.rounds.statements import KINDS, Commit, Contribution, Digest, Part, Roster, Statement, Terms
+from protocol.rounds.kinds import KINDS
+from protocol.rounds.reports import Decision, Part, acknowledging
+from protocol.rounds.statements import Commit, Contribution, Digest, Roster, Statement, Terms
 
 
 class Notary:
@@ -62,10 +64,13 @@ class Notary:
             return Roster(body.round, body.view, body.base, self._all(body.contributions))
         if signed.kind == "commit":
             parts = tuple(Blob.from_wire(part) for part in body.parts)
-            return Commit(body.round, body.view, body.base, self._all(body.contributions), parts)
+            contributions, left_out = self._all(body.contributions), tuple(body.left_out)
+            return Commit(body.round, body.view, body.base, contributions, parts, left_out)
+        if signed.kind == "decision":
+            return Decision(body.round, body.view, body.proposal, self._all(acknowledging(body)))
         return from_wire(body, self._run_id, self._terms)
 
-    def _all(self, envelopes: Iterable[wire.Signed]) -> tuple[Statement[Contribution], ...]:
+    def _all(self, envelopes: Iterable[wire.Signed]) -> tuple[Statement[Any], ...]:
         return tuple(self.open(signed) for signed in envelopes)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from node.channel import Fate
 from node.daemon.offers import Offer, Offers
 from node.daemon.participant import GAP, PATIENCE
+from node.daemon.replica import Share, blobs_of
 from node.simulation.learner import Learner
 from node.simulation.ledger import End
 from node.simulation.machine import BatchRound
@@ -34,6 +35,7 @@ from protocol.rounds.events import (
     Skip,
     Tick,
 )
+from protocol.rounds.grouping import group_of
 from protocol.rounds.statements import Commit, Digest, Statement
 
 if TYPE_CHECKING:
@@ -170,17 +172,30 @@ class VirtualPeer:
         self._answered = {answer for answer in self._answered if answer[1] in self._decisions}
         self._machine, self._pending = None, commit
         self.swarm.ledger.decide(commit.body)
-        for blob in commit.body.blobs:
+        for blob in blobs_of(commit.body, self._share(commit.body)):
             if blob.digest not in self.held:
                 self._want(blob, tuple(sorted(self.swarm.peers.keys() - {self.name})))
         self._apply_when_whole()
 
+    def _share(self, commit: Commit) -> Share:
+        """What of it is for us; a partner's message that died with it is not."""
+        share = group_of(commit, self.name, self.swarm.round_settings(commit.round))
+        if self.swarm.method.topology.kind != "groups":
+            return share
+        return tuple(entry for entry in share if self._is_to_be_had(entry.body.parts[0]))
+
+    def _is_to_be_had(self, blob: Blob) -> bool:
+        return any(peer.alive and blob.digest in peer.held for peer in self.swarm.peers.values())
+
     def _apply_when_whole(self) -> None:
         commit = self._pending
-        if commit is None or not all(blob.digest in self.held for blob in commit.body.blobs):
+        if commit is None:
+            return
+        share = self._share(commit.body)
+        if not all(blob.digest in self.held for blob in blobs_of(commit.body, share)):
             return
         self._pending = None
-        self.applied = self.swarm.vault.apply(self.applied, commit.body)
+        self.applied = self.swarm.vault.apply(self.applied, commit.body, share)
         self.chain.append(commit)
         self._settle([commit.body])
 
@@ -209,7 +224,7 @@ class VirtualPeer:
         number = statement.body.round
         self._take(statement)
         asked = statement.sender, number
-        if number in self._decisions and signed.kind != "commit" and asked not in self._answered:
+        if number in self._decisions and signed.kind not in ("commit", "decision") and asked not in self._answered:
             self._answered.add(asked)
             for answer in self._decisions[number]:
                 self.swarm.say(self, [statement.sender], answer, answered=True)
@@ -241,6 +256,7 @@ class VirtualPeer:
         holders = [peer for peer in found if peer.alive and blob.digest in peer.held]
         if not holders:
             self._later(RETRY, lambda: self._ask(blob))
+            self._apply_when_whole()
             return
         source = min(holders, key=lambda peer: links.backlog(peer.slot))
         links.carry(source.slot, self.slot, blob.size, self._if_alive(lambda: self._arrived(blob, source)))

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
+from node.model import initial_weights
 from node.simulation.liars import Liars
 from protocol.errors import UsageError
 from protocol.manifest import Data, Manifest, Method, Model, Round, Run, Train
@@ -26,6 +29,13 @@ class Setting:
     latency: float
     churn: float = 0.0
     liars: Liars | None = None
+    initial: Tensor | None = None  # the weights that training starts from; None: those of the seed
+
+    def weights(self) -> Tensor:
+        """Flat fp32."""
+        if self.initial is not None:
+            return self.initial.clone()
+        return initial_weights(self.manifest.model, self.manifest.run.seed)
 
     @property
     def target_tokens(self) -> int:

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.daemon.replica import OuterState
 from node.data import Corpus
-from node.model import initial_weights, shape_table
+from node.model import shape_table
 from node.program import decay_of, program_of, round_settings
 from node.simulation.clock import VirtualClock
 from node.simulation.directory import Directory
@@ -64,8 +64,9 @@ class Swarm:
         self.numel = shapes.numel
         self.terms = Terms(method.name, shapes.hash(), program.max_parts, MAX_TOKENS, program.max_part_bytes)
         self.notary = Notary(self.run_id, self.terms)
-        initial = OuterState.initial(initial_weights(manifest.model, manifest.run.seed), method)
-        self.vault = Vault(program, decay_of(manifest.train), initial)
+        initial = OuterState.initial(self.setting.weights(), method)
+        replicas = self.setting.peers if method.topology.kind == "groups" else 1
+        self.vault = Vault(program, decay_of(manifest.train), initial, replicas)
         self.round_settings = round_settings(manifest, program)
 
     def run(self) -> None:

@@ -6,7 +6,7 @@ digests has the same result, so each is done once for all peers: they still agre
 
 from collections.abc import Callable, Sequence
 
-from node.daemon.replica import OuterState, Workshop
+from node.daemon.replica import OuterState, Share, Workshop, blobs_of
 from optim.program import Program
 from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError
@@ -40,11 +40,13 @@ class MemoryStore:
 
 
 class Vault:
-    """`initial` is the state that every run begins with."""
+    """`initial` is the state that every run begins with; `replicas`: how many different ones there may be after a
+    round."""
 
-    def __init__(self, program: Program, decay: Callable[[int], float], initial: OuterState) -> None:
+    def __init__(self, program: Program, decay: Callable[[int], float], initial: OuterState, replicas: int) -> None:
         self._store = MemoryStore()
         self._workshop = Workshop(program, self._store, decay)
+        self._replicas = replicas
         self._applied: dict[tuple[Digest, ...], Applied] = {}
         self._checked: dict[tuple[Digest, int, int], bool] = {}
         self.initial = initial, self._workshop.keep(initial)
@@ -68,12 +70,11 @@ class Vault:
     def reduce(self, round_number: int, part: int, contributions: Sequence[Contribution]) -> Blob:
         return self._workshop.reduce(round_number, part, contributions)
 
-    def apply(self, before: Applied, commit: Commit) -> Applied:
-        bodies = (contribution.body for contribution in commit.contributions)
-        weights = (body.tokens.to_bytes(8, "big") + bytes([body.age]) for body in bodies)
-        key = (before[1].digest, *(blob.digest for blob in commit.blobs), *weights)
+    def apply(self, before: Applied, commit: Commit, share: Share) -> Applied:
+        weights = (entry.body.tokens.to_bytes(8, "big") + bytes([entry.body.age]) for entry in share)
+        key = (before[1].digest, *(blob.digest for blob in blobs_of(commit, share)), *weights)
         if key not in self._applied:
-            self._applied[key] = self._workshop.apply(before[0], commit)
+            self._applied[key] = self._workshop.apply(before[0], commit, share)
         return self._applied[key]
 
     def load(self, blob: Blob) -> Applied:
@@ -84,6 +85,6 @@ class Vault:
         if number > self._store.round:
             self._store.round = number
             self._store.forget_before(number - KEPT_ROUNDS)
-            while len(self._applied) > KEPT_ROUNDS:
+            while len(self._applied) > KEPT_ROUNDS * self._replicas:
                 del self._applied[next(iter(self._applied))]
             self._checked.clear()

@@ -171,19 +171,22 @@ class InnerState:
         """See `optim.adoption`."""
         live, adoption = self._live(), self._program.method.adoption
         own = live - self.reference
+        after, reference = agreed + own, agreed.clone()
         for start, stop in exchanged:
+            place = slice(start, stop)
             if isinstance(adoption, Mix):
-                own[start:stop] = adoption.alpha * (live - agreed)[start:stop]
+                after[place] = adoption.alpha * live[place] + (1 - adoption.alpha) * agreed[place]
             elif adoption.keep < 1:
-                self.residual[start:stop] -= own[start:stop]
-                own[start:stop] *= adoption.keep
-        self._set_live(agreed + own)
-        self.reference.copy_(agreed)
+                self.residual[place] -= own[place]
+                after[place] = agreed[place] + adoption.keep * own[place]
+                reference[place] = after[place]
+        self._set_live(after)
+        self.reference.copy_(reference)
 
     def _exchanged(self, before: int, after: int) -> set[Span]:
-        """The spans of the carried vectors that these rounds exchanged; of many rounds, or others', all."""
+        """The spans of the carried vectors that these rounds exchanged; of many rounds, or another chain's, all."""
         program, size = self._program, self.reference.numel()
-        if not 0 < after - before <= MAX_ROUNDS_BACK:
+        if not 0 <= after - before <= MAX_ROUNDS_BACK:
             return {(0, size)}
         spans = (span for number in range(before, after) for span in program.plan(number).spans)
         return set(within(sorted(set(spans)), 0, size))
@@ -216,7 +219,8 @@ class InnerState:
             if name == WEIGHTS:
                 self._model.load_flat(vector)
             else:
-                self._optimizer.vectors[name].copy_(vector)
+                kept = vector.clamp(min=0) if name in self._signal.never_negative else vector
+                self._optimizer.vectors[name].copy_(kept)
 
     def _vectors(self) -> dict[str, Tensor]:
         return {

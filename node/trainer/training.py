@@ -105,7 +105,7 @@ class Trainer:
             case None:
                 return
             case Adopt():
-                self._new_anchor = command
+                self._new_anchor = _newest(self._new_anchor, command)
             case Evaluate():
                 self._evaluate(command.round)
             case TakeSnapshot():
@@ -203,6 +203,13 @@ class Trainer:
             weights = self._arena.anchor(round_number)[: self._model.flat.numel()]
             loss, tokens = validation_loss(self._model, weights, batches)
         self._channel.send(Evaluated(round=round_number, loss=loss, tokens=tokens))
+
+
+def _newest(waiting: Adopt | None, command: Adopt) -> Adopt:
+    """A fate is told once: where its anchor was not taken yet, it goes with the next one."""
+    if waiting is None or command.fate != "none":
+        return command
+    return Adopt(round=command.round, fate=waiting.fate)
 
 
 def _open_corpus(manifest: Manifest, base: Path) -> Corpus:

@@ -1,33 +1,47 @@
 """What the blockwise codecs share: a scale for each block of values, and a few bits for each value.
 
-Payload: head, scales (exponent, one fp16 a block), the values' codes, packed from the low bits of each byte up. What is
-left of the last byte is zero.
+    decoded = m * s, m a small integer that stands for the value's code, s the block's scale as a bfloat16
+
+The product is exact in fp32: m has at most 7 bits beside its sign, s has 8. Adding it is then one rounding, whether or
+not a processor multiplies and adds in one step, and sums are the same everywhere.
+
+Payload: head, scales (the upper halves of fp32, one a block), the values' codes. Codes of eight bits are bytes. Of four
+bits: the vector is cut in two, the first half as long in blocks or longer by one, and byte i has the code of value i
+in its low bits and that of value half + i above. Of one bit: eight neighbours a byte, the first lowest. Bits that
+belong to no value are zero.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass as plain_dataclass
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Payload
-from optim.codecs.scales import read_scales, write_scales
+from optim.codecs.dense import LIMIT, largest_magnitude
+from optim.codecs.packing import Bytes, Packing, packing
 from optim.errors import CodecError
 from optim.parts import STRICT
-from optim.vectors import SLAB, DenseVector, Floats
+from optim.threads import each, scratch
+from optim.vectors import SLAB, Floats, Vector, slabs
 
-Bytes = npt.NDArray[np.uint8]
+LOWEST = 2.0**-118  # a smaller scale is zero: products stay normal numbers
+LOWEST_HALF, LIMIT_HALF = (np.float32(value).view(np.uint32) >> np.uint32(16) for value in (LOWEST, LIMIT))
+Halves = npt.NDArray[np.uint16]
+Integers = npt.NDArray[np.int8]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BlockCodec(Codec):
-    """All rows below are (blocks, block) values or (blocks, packed) bytes; a last short block is padded with zeros,
-    and zeros are packed to zeros."""
+    """`rows` below are (blocks, block) values, a last short block filled up with zeros."""
 
-    bits: ClassVar[int]  # of one value; 8 or a divisor of it
+    bits: ClassVar[int]  # of one value
+    round_up: ClassVar[int] = 0xFFFF  # added to an fp32 scale whose upper half is sent: no value is beyond the last code
 
     block: int = Field(default=256, ge=16, le=65_536, multiple_of=8, description="values that share a scale")
 
@@ -36,90 +50,154 @@ class BlockCodec(Codec):
         return self.block
 
     def max_bytes(self, numel: int) -> int:
-        return 3 + 2 * self._blocks(numel) + self._packed_bytes(numel)
+        return 2 + 2 * self._blocks(numel) + self._packing(numel).size
 
     def write(self, values: Floats, subtract: bool) -> bytes:
-        wire, scales = write_scales(self._scales(values))
-        packed = np.empty((scales.size, self.block * self.bits // 8), np.uint8)
-        for span, rows in self._slabs(values.size):
-            packed[rows] = self._pack(self._rows(values[span]), scales[rows])
-            if subtract:
-                values[span] -= self._restore(packed[rows], scales[rows]).ravel()[: span.stop - span.start]
-        return b"".join((self.head(), wire, packed.ravel()[: self._packed_bytes(values.size)].data))
+        if subtract:
+            largest_magnitude(values)  # before anything is changed
+        layout = self._packing(values.size)
+        halves, packed = np.empty(self._blocks(values.size), "<u2"), np.empty(layout.size, np.uint8)
 
-    def read(self, payload: Payload, numel: int) -> DenseVector:
+        def encode(part: slice) -> None:
+            layout.join(packed, part, [self._coded(values, halves, span, subtract) for span in layout.spans(part)])
+
+        each(encode, layout.parts(self._slab))
+        return b"".join((self.head(), halves.data, packed.data))
+
+    def read(self, payload: Payload, numel: int) -> "BlockVector":
         reader = self.open(payload, numel)
-        scales = read_scales(reader, self._blocks(numel))
-        packed: Bytes = reader.take("u1", self._packed_bytes(numel))
+        halves: Halves = reader.take("u2", self._blocks(numel))
+        layout = self._packing(numel)
+        packed: Bytes = reader.take("u1", layout.size)
         reader.end()
-        self._check(packed)
-        if int(packed[-1]) >> ((numel - 1) % (8 // self.bits) + 1) * self.bits:
-            raise CodecError("padding is not zero")
-        return DenseVector(numel, lambda part: self._restored(packed, scales, part))
+        # As integers: a sign bit, an infinity and a NaN all lie above every bfloat16 from +0 to the limit.
+        if halves.max() > LIMIT_HALF or (halves[halves > 0] < LOWEST_HALF).any():
+            raise CodecError("a scale is negative, not finite, too large or too small")
+        layout.check_padding(packed)
+        return BlockVector(numel, self, layout, packed, _widened(halves))
 
     @abstractmethod
-    def _statistic(self, rows: Floats) -> Floats:
-        """Of each row, what its scale is made from. Not finite where a value is not."""
+    def _scale(self, rows: torch.Tensor, sizes: Floats) -> Floats:
+        """Of each row; not finite where a value is not. `sizes`: how many values a row really has."""
 
     @abstractmethod
-    def _scale(self, statistic: Floats, sizes: Floats) -> Floats:
-        """The scales; `sizes`: how many values each block really has."""
+    def _quantize(self, rows: torch.Tensor, scales: Floats, codes: Integers) -> None:
+        """The values' codes, zero where the scale is, to (blocks, block) codes."""
 
     @abstractmethod
-    def _pack(self, rows: Floats, scales: Floats) -> Bytes:
-        """The rows' codes. A block whose scale fp16 rounds to zero is nothing beside the others: it becomes zero."""
+    def multiples(self, codes: Integers) -> None:
+        """From codes, in place, to what the scale is multiplied with."""
 
-    @abstractmethod
-    def _restore(self, packed: Bytes, scales: Floats) -> Floats:
-        """The rows as the receiver sees them, in a new array."""
+    def _coded(self, values: Floats, halves: Halves, span: slice, subtract: bool) -> Integers:
+        """Encode a span of whole blocks: scales to `halves`, codes to a new array."""
+        size = span.stop - span.start
+        padded = -(-size // self.block) * self.block
+        rows = torch.from_numpy(_padded(values[span], padded)).view(-1, self.block)
+        sizes = np.full(len(rows), self.block, np.float32)
+        sizes[-1] -= padded - size
+        first = span.start // self.block
+        halves[first : first + len(rows)] = self._half(self._scale(rows, sizes))
+        scales = _widened(halves[first : first + len(rows)])
+        codes = np.empty((len(rows), self.block), np.int8)
+        self._quantize(rows, scales, codes)
+        if subtract:
+            multiples = codes.copy()
+            self.multiples(multiples)
+            restored = scratch("restored", np.float32, padded)
+            _multiply(multiples.ravel(), scales, restored)
+            values[span] -= restored[:size]
+        return codes.ravel()[:size]
 
-    @abstractmethod
-    def _check(self, packed: Bytes) -> None:
-        """CodecError where a code is one that no encoder writes."""
-
-    def _scales(self, values: Floats) -> Floats:
-        statistic = np.empty(self._blocks(values.size), np.float32)
-        sizes = np.full(statistic.size, self.block, np.float32)
-        sizes[-1] -= -values.size % self.block
-        for span, rows in self._slabs(values.size):
-            statistic[rows] = self._statistic(self._rows(values[span]))
-        return self._scale(statistic, sizes)
-
-    def _restored(self, packed: Bytes, scales: Floats, part: slice) -> Floats:
-        first, last = part.start // self.block, self._blocks(part.stop)
-        width = self.block * self.bits // 8
-        rows = packed[first * width : last * width]
-        missing = (last - first) * width - rows.size
-        whole = np.pad(rows, (0, missing)) if missing else rows
-        values = self._restore(whole.reshape(-1, width), scales[first:last]).ravel()
-        return values[part.start - first * self.block : part.stop - first * self.block]
-
-    def _rows(self, values: Floats) -> Floats:
-        missing = -values.size % self.block
-        padded = np.pad(values, (0, missing)) if missing else values
-        return padded.reshape(-1, self.block)
+    def _half(self, scales: Floats) -> Halves:
+        if not (scales < LIMIT).all():
+            raise CodecError("a value is not finite or too large")
+        halves = (scales.view(np.uint32) + np.uint32(self.round_up) >> np.uint32(16)).astype(np.uint16)
+        halves[halves < LOWEST_HALF] = 0
+        return halves
 
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block)
 
-    def _packed_bytes(self, numel: int) -> int:
-        return -(-numel * self.bits // 8)
+    def _packing(self, numel: int) -> Packing:
+        return packing(self.bits, numel, self.block)
 
-    def _slabs(self, numel: int) -> Iterator[tuple[slice, slice]]:
-        """Spans of whole blocks that fit the cache, each as values and as blocks."""
-        blocks = max(1, SLAB // self.block)
-        for start in range(0, self._blocks(numel), blocks):
-            stop = min(start + blocks, self._blocks(numel))
-            yield slice(start * self.block, min(stop * self.block, numel)), slice(start, stop)
+    @property
+    def _slab(self) -> int:
+        return max(1, SLAB // self.block) * self.block
 
 
-def largest_of_rows(rows: Floats) -> Floats:
-    """max |x| of each row, or a NaN: as integers NaNs are above all numbers, and the maxima twice as fast."""
-    largest: npt.NDArray[np.uint32] = (rows.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(axis=1)
-    return largest.view(np.float32)
+@plain_dataclass(frozen=True)
+class BlockVector(Vector):
+    numel: int
+    codec: BlockCodec
+    packing: Packing
+    packed: Bytes
+    scales: Floats
+
+    def pieces(self) -> Iterable[slice]:
+        return slabs(self.numel, max(1, SLAB // self.codec.block) * self.codec.block)
+
+    def restore(self, part: slice, out: Floats) -> None:
+        block = self.codec.block
+        start, stop = part.start // block * block, -(-part.stop // block) * block
+        multiples = scratch("multiples", np.int8, stop - start)
+        self._multiples(slice(start, min(stop, self.numel)), multiples)
+        exact = start == part.start and stop == part.stop
+        values = out if exact else scratch("restored", np.float32, stop - start)
+        _multiply(multiples, self.scales[start // block : stop // block], values)
+        if not exact:
+            out[:] = values[part.start - start : part.stop - start]
+
+    def add_to(self, total: Floats, weight: float) -> None:
+        block = self.codec.block
+
+        def add(part: slice) -> None:
+            whole = part.start + (part.stop - part.start) // block * block
+            multiples = scratch("multiples", np.int8, whole - part.start)
+            self._multiples(slice(part.start, whole), multiples)
+            floats = torch.from_numpy(scratch("floats", np.float32, multiples.size))
+            floats.copy_(torch.from_numpy(multiples))
+            scales = torch.from_numpy(self.scales[part.start // block : whole // block, None])
+            torch.from_numpy(total[part.start : whole]).view(-1, block).addcmul_(floats.view(-1, block), scales)
+            if whole < part.stop:
+                total[whole : part.stop] += self.span(slice(whole, part.stop))
+
+        if weight == 1:
+            each(add, self.pieces())
+        else:
+            super().add_to(total, weight)
+
+    def _multiples(self, span: slice, out: Integers) -> None:
+        """Of a span of whole blocks; what of `out` is beyond it becomes zero."""
+        size = span.stop - span.start
+        self.packing.split(self.packed, span, out[:size])
+        self.codec.multiples(out[:size])
+        out[size:] = 0
 
 
-def ratios(rows: Floats, scales: Floats) -> Floats:
-    """rows / scales in a new array; zero where the scale is."""
-    divisors: Floats = np.where(scales > 0, scales, np.float32(np.inf))
-    return rows / divisors[:, None]
+def _multiply(multiples: Integers, scales: Floats, out: Floats) -> None:
+    floats = torch.from_numpy(out)
+    floats.copy_(torch.from_numpy(multiples))
+    rows = floats.view(scales.size, -1)
+    rows *= torch.from_numpy(scales)[:, None]
+
+
+def inverses(scales: Floats) -> torch.Tensor:
+    """1 / scale in a column; zero where the scale is."""
+    return torch.from_numpy(np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0))[:, None]
+
+
+def largest_of_rows(rows: torch.Tensor) -> Floats:
+    """max |x| of each row, or a NaN."""
+    magnitudes = torch.from_numpy(scratch("magnitudes", np.float32, rows.numel())).view(rows.shape)
+    torch.abs(rows, out=magnitudes)
+    largest: Floats = torch.amax(magnitudes, 1).numpy()
+    return largest
+
+
+def _padded(values: Floats, size: int) -> Floats:
+    return np.pad(values, (0, size - values.size)) if values.size < size else values
+
+
+def _widened(halves: Halves) -> Floats:
+    return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)

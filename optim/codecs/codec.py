@@ -44,6 +44,11 @@ class Codec(ABC):
     def alignment(self) -> int:
         return 1
 
+    @property
+    def reads_by_round(self) -> bool:
+        """Whether the same bytes are other values in another round."""
+        return False
+
     def bind(self, layout: Layout, round_number: int) -> Self:
         """This codec for vectors of these tensors in that round. Most codecs care for neither."""
         bound = copy.copy(self)

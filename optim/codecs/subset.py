@@ -57,6 +57,10 @@ class RandomSubset(Codec):
             raise ValueError("striding goes by the round's number, which all share: shared must be true")
         return self
 
+    @property
+    def reads_by_round(self) -> bool:
+        return self.shared
+
     def max_bytes(self, numel: int) -> int:
         most = self._kept(numel) if self.selection == "random" else -(-numel // self._stride(numel))
         return 2 + self._seed_bytes + self._inner.max_bytes(most)

@@ -55,45 +55,54 @@ class Electorate:
     def __init__(self, memory: float, step: float, seen: Mapping[PeerId, float], now: float) -> None:
         away = now - max(seen.values(), default=now)
         self.live: frozenset[PeerId] = frozenset()
-        self.seen = {peer: time + away for peer, time in seen.items()}
         self._memory = memory
         self._step = step
         self._now = now
+        self._vanished = {peer: time + away for peer, time in seen.items()}
         # Members of the round before that have not yet shown up in this one: late rather than gone.
-        self._awaited = set(self.seen)
+        self._awaited = set(seen)
+        self._recount()
+
+    def _recount(self) -> None:
+        self.members: frozenset[PeerId] = self.live.union(self._vanished)
+        # Those from whom a contribution may still come.
+        self.expected: frozenset[PeerId] = self.live | self._awaited
 
     def update(self, live: frozenset[PeerId], departed: frozenset[PeerId], now: float) -> None:
-        self.seen.update(dict.fromkeys(self.live | live, now))
+        self._vanished.update(dict.fromkeys(self.live - live, now))
+        for peer in self._vanished.keys() & (live | departed):
+            del self._vanished[peer]
         self.live = live
         self._awaited -= live | departed
-        for peer in departed - live:
-            self.seen.pop(peer, None)
+        self._recount()
 
     def advance(self, now: float) -> None:
         """Forget the votes of those that vanished too long ago."""
         away = max(0.0, now - self._now - self._step)
         self._now = now
-        self.seen = {peer: time + away for peer, time in self.seen.items()}
-        self.seen.update(dict.fromkeys(self.live, now))
-        self.seen = {peer: time for peer, time in self.seen.items() if now - time <= self._memory}
-        self._awaited &= self.seen.keys()
+        if not self._vanished:
+            return
+        aged = {peer: time + away for peer, time in self._vanished.items()}
+        self._vanished = {peer: time for peer, time in aged.items() if now - time <= self._memory}
+        if len(self._vanished) < len(aged):
+            self._awaited &= self._vanished.keys()
+            self._recount()
 
     @property
-    def members(self) -> frozenset[PeerId]:
-        return frozenset(self.seen)
+    def seen(self) -> dict[PeerId, float]:
+        """When each member was last known to live."""
+        return {**self._vanished, **dict.fromkeys(self.live, self._now)}
 
-    @property
-    def expected(self) -> frozenset[PeerId]:
-        """Those from whom a contribution may still come."""
-        return self.live | self._awaited
+    def is_member(self, peer: PeerId) -> bool:
+        return peer in self.members
 
     def is_quorum(self, voters: Iterable[PeerId]) -> bool:
         """More than half; or exactly half with the lowest peer id among them, as two such sets still meet."""
-        present = self.seen.keys() & set(voters)
-        if 2 * len(present) == len(self.seen):
-            return bool(present) and min(self.seen) in present
-        return 2 * len(present) > len(self.seen)
+        present = self.members.intersection(voters)
+        if 2 * len(present) == len(self.members):
+            return bool(present) and min(self.members) in present
+        return 2 * len(present) > len(self.members)
 
     def next_change(self) -> float | None:
         """When the next vote is forgotten."""
-        return min((time + self._memory for peer, time in self.seen.items() if peer not in self.live), default=None)
+        return min((time + self._memory for time in self._vanished.values()), default=None)

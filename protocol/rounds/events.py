@@ -14,11 +14,12 @@ from protocol.manifest import RunId
 from protocol.rounds.statements import Commit, Contribution, Digest, Statement
 
 Exchange = Literal["butterfly", "gather", "groups"]
+Pattern = Literal["random", "ring", "exponential"]
 
 
 @dataclass(frozen=True)
 class RoundSettings:
-    """Times in seconds. `parts` is 1 for "gather".
+    """Times in seconds. `parts` is 1 but for "butterfly". `group_size` and `pattern` are those of "groups".
 
     `vote_memory`: so long a member that vanished without a word still counts in every majority. Within that time only
     one side of a split network can commit; after it, each side goes on alone, and the chains settle it when they meet.
@@ -34,6 +35,8 @@ class RoundSettings:
     exchange_timeout: float
     vote_memory: float = 30.0
     quorum: float = 1.0
+    group_size: int = 2
+    pattern: Pattern = "random"
 
     @property
     def sums(self) -> int:

@@ -1,25 +1,30 @@
 """What the leader of a view decides: which contributions go in, who reduces, and what is proposed for commit.
 
 The rule that keeps two leaders from committing different things is that of Paxos: a leader proposes only once a
-majority has joined its view (a holding of its roster is that promise: whoever gives it acknowledges nothing older),
-and if any of them acknowledged an older proposal, it proposes the same again. So nothing that may have been decided is
-ever replaced. A proposal is decided when a majority acknowledges it, which each does only when it holds all that is
-needed to apply it: what is decided outlives any minority.
+majority has joined its view (a holding of its roster is that promise: whoever gives it acknowledges nothing older, and
+says in it which proposal it acknowledged last), and if any of them acknowledged an older proposal, it proposes the same
+again, the one of the highest ballot. So nothing that may have been decided is ever replaced. A proposal is decided when
+a majority acknowledges it, which each does only when it holds all that it needs to apply it: what is decided outlives
+any minority. Acknowledgements go to the leader alone, who shows a majority of them to all. They bind their senders
+whoever knows of them, so it does not matter to safety whom they reach: should the leader die over them, the next one
+hears of them with the promises. In groups each member needs, and holds, only what its own group contributed, which is
+included when all of its group that joined the view hold it.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.rounds.election import Ballot, Election, Electorate
 from protocol.rounds.events import RoundSettings
 from protocol.rounds.evidence import Evidence
-from protocol.rounds.statements import Commit, Contribution, Statement
+from protocol.rounds.grouping import drawn
+from protocol.rounds.statements import Commit, Contribution, Digest, Statement
 from protocol.rounds.view import View, blobs_of, reassign_reducers
 
 MAX_ATTEMPTS = 8
 Contributions = tuple[Statement[Contribution], ...]
-Proposal = tuple[Contributions, tuple[Blob, ...]]
+Proposal = tuple[Contributions, tuple[Blob, ...], tuple[PeerId, ...]]  # the last: who is left out of groups
 Appointment = tuple[Contributions, tuple[PeerId, ...]]  # what is included, and the reducer of each part
 
 
@@ -41,12 +46,12 @@ class Leadership:
         return self._view.since + self._settings.exchange_timeout
 
     def promised(self) -> set[PeerId]:
-        """Members that joined this view, and of which we know every proposal that they acknowledged before."""
-        known = self._view.blobs() | self._evidence.proposals.keys()
+        """Members that joined this view, and of which we know the proposal that they acknowledged last."""
         return {self._evidence.me} | {
             peer
             for peer, holding in self._evidence.holdings.items()
-            if holding.body.roster == self._view.roster.digest and known.issuperset(holding.body.blobs)
+            if holding.body.roster == self._view.roster.digest
+            and (not holding.body.lock or holding.body.lock in self._evidence.proposals)
         }
 
     def locked(self) -> Statement[Commit] | None:
@@ -56,7 +61,7 @@ class Leadership:
             (
                 proposal
                 for digest, proposal in self._evidence.proposals.items()
-                if self._ballot(proposal) < self._view.ballot and promised & self._evidence.acknowledged[digest].keys()
+                if self._ballot(proposal) < self._view.ballot and promised & self._evidence.bound_to(digest)
             ),
             key=self._ballot,
             default=None,
@@ -72,8 +77,9 @@ class Leadership:
 
     def _obtainable(self) -> Contributions:
         """Of the roster, what is not lost."""
-        whole = {contribution.digest for contribution in self._evidence.obtainable(self._electorate.live)}
-        return tuple(entry for entry in self._view.roster.body.contributions if entry.digest in whole)
+        whole, known = self._evidence.obtainable(self._electorate.live), self._evidence.contributions
+        listed = self._view.roster.body.contributions
+        return tuple(e for e in listed if e.sender in whole and known[e.sender].digest == e.digest)
 
     def proposal(self, now: float) -> Proposal | None:
         """Contributions and reduced parts, once it is safe and worth while to propose them."""
@@ -82,29 +88,48 @@ class Leadership:
             return None
         locked = self.locked()
         if locked is not None:
-            return locked.body.contributions, locked.body.parts
+            return locked.body.contributions, locked.body.parts, locked.body.left_out
         if self._settings.exchange == "butterfly":
             return self._reduced(promised, now)
         return self._gathered(promised, now)
 
     def _gathered(self, promised: set[PeerId], now: float) -> Proposal | None:
         wanted = self._obtainable()
-        if wanted and self._is_stocked(promised, blobs_of(wanted), now):
-            return wanted, ()
-        if now < self._forced_at:
+        if wanted and self._is_stocked(promised, self._needs(wanted), now):
+            common = self._held_by_groups(promised, wanted)
+        elif now >= self._forced_at:
+            common = self._common(promised, wanted)
+        else:
             return None
-        common = self._common(promised, wanted)
-        return (common, ()) if common else None
+        return (common, (), self._left_out(common)) if common else None
 
     def _reduced(self, promised: set[PeerId], now: float) -> Proposal | None:
         parts = tuple(part.body.blob for part in self._view.parts())
-        if len(parts) < self._settings.parts or not self._is_stocked(promised, parts, now):
+        if len(parts) < self._settings.parts:
             return None
-        return self._view.included, parts
+        digests = frozenset(part.digest for part in parts)
+        if not self._is_stocked(promised, dict.fromkeys(promised, digests), now):
+            return None
+        return self._view.included, parts, ()
 
-    def _is_stocked(self, promised: set[PeerId], blobs: Sequence[Blob], now: float) -> bool:
-        """Whether everybody alive holds all of it, or a majority does and the others have had their grace."""
-        stocked = {peer for peer in promised if self._evidence.holds_all(peer, blobs)}
+    def _needs(self, wanted: Contributions) -> dict[PeerId, frozenset[Digest]]:
+        """By contributor, what it takes to apply its share of these; whoever did not contribute needs all or none."""
+        everything = frozenset(blob.digest for blob in blobs_of(wanted))
+        if self._settings.exchange != "groups":
+            return dict.fromkeys(self._electorate.members, everything)
+        blobs = {entry.sender: frozenset(blob.digest for blob in entry.body.parts) for entry in wanted}
+        return {
+            peer: frozenset().union(*(blobs.get(mate, ()) for mate in group)) for peer, group in self._groups.items()
+        }
+
+    @property
+    def _groups(self) -> Mapping[PeerId, frozenset[PeerId]]:
+        return drawn(self._settings, self._view.roster.body.round, self._view.contributors)
+
+    def _is_stocked(self, promised: set[PeerId], needs: Mapping[PeerId, frozenset[Digest]], now: float) -> bool:
+        """Whether everybody alive holds all that it needs, or a majority does and the others have had their grace."""
+        nothing = frozenset[Digest]()
+        stocked = {peer for peer in promised if needs.get(peer, nothing) <= self._evidence.stock(peer)}
         if not self._electorate.is_quorum(stocked):
             self._stocked_since = None
             return False
@@ -113,12 +138,30 @@ class Leadership:
         return self._electorate.live <= stocked or now >= self._stocked_since + self._settings.grace
 
     def _common(self, promised: set[PeerId], wanted: Contributions) -> Contributions:
-        """What the best stocked majority holds in common."""
+        """What the best stocked majority holds in common; of groups, what each of them can apply."""
+        if self._settings.exchange == "groups":
+            return self._held_by_groups(promised, wanted)
         stock = {peer: {e.sender for e in wanted if self._evidence.holds_all(peer, e.body.parts)} for peer in promised}
         ranking = sorted(promised, key=lambda peer: (-len(stock[peer]), peer))
         size = next(size for size in range(1, len(ranking) + 1) if self._electorate.is_quorum(ranking[:size]))
         shared = set.intersection(*(stock[peer] for peer in ranking[:size]))
         return tuple(contribution for contribution in wanted if contribution.sender in shared)
+
+    def _held_by_groups(self, promised: set[PeerId], wanted: Contributions) -> Contributions:
+        """Of groups, the contributions that all of their group hold who live and joined this view: at least one."""
+        if self._settings.exchange != "groups":
+            return wanted
+        present = promised & self._electorate.live
+        return tuple(entry for entry in wanted if self._is_held(entry, self._groups[entry.sender] & present))
+
+    def _is_held(self, entry: Statement[Contribution], group: Collection[PeerId]) -> bool:
+        return bool(group) and all(self._evidence.holds_all(peer, entry.body.parts) for peer in group)
+
+    def _left_out(self, included: Contributions) -> tuple[PeerId, ...]:
+        if self._settings.exchange != "groups":
+            return ()
+        senders = {entry.sender for entry in included}
+        return tuple(peer for peer in self._view.contributors if peer not in senders)
 
     def appointment(self, now: float) -> Appointment | None:
         """The next inclusion of a butterfly, if one is due."""

@@ -4,8 +4,9 @@ from collections.abc import Collection
 from typing import Any
 
 from protocol.identity import PeerId
+from protocol.rounds.reports import Holding
 from protocol.rounds.state import RoundState
-from protocol.rounds.statements import Holding, Statement
+from protocol.rounds.statements import Statement
 from protocol.rounds.view import View
 
 Message = tuple[Collection[PeerId], Statement[Any]]
@@ -45,8 +46,9 @@ def _of_leader(state: RoundState, view: View, holding: Statement[Holding]) -> li
 
 def _of_member(state: RoundState, view: View, holding: Statement[Holding]) -> list[Message]:
     leader = [view.leader]
-    if state.is_locked_here():
-        return [(state.others, holding)]
+    acknowledgement = state.acknowledgement()
+    if state.is_locked_here() and acknowledgement:
+        return [(leader, acknowledgement)]
     messages: list[Message] = [(leader, holding)]
     if state.lock:
         messages.append((leader, state.lock))

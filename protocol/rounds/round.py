@@ -8,7 +8,8 @@ A pure state machine: events and the time go in, actions come out; the daemon an
     inclusion      <-  leader         (butterfly) whose parts to sum, who sums which; again when a reducer fails
     parts          ->  all members    (butterfly) the sums
     commit         <-  leader         a proposal, which it may make once a majority has joined its view
-    holdings       ->  all members    those that name the proposal acknowledge it; a majority decides it
+    acknowledgement -> leader         of the proposal, by whoever holds all that it takes to apply it
+    decision       <-  leader         the acknowledgements of a majority: the proposal is decided
 
 A leader that is dead, silent or makes no progress is followed by that of the next view, which proposes again whatever
 may have been decided (see `leadership`). The view change needs no messages of its own: a member in a later view says
@@ -43,27 +44,17 @@ from protocol.rounds.events import (
     Skip,
     Tick,
 )
-from protocol.rounds.leadership import Leadership
+from protocol.rounds.hearing import hear
+from protocol.rounds.kinds import Body, kind_of
 from protocol.rounds.repetition import Message, asked_of_leader, repeated
-from protocol.rounds.state import RoundState
-from protocol.rounds.statements import (
-    Body,
-    Commit,
-    Contribution,
-    Digest,
-    Holding,
-    Inclusion,
-    Part,
-    Roster,
-    Statement,
-    kind_of,
-)
+from protocol.rounds.reports import Acknowledgement, Decision, Inclusion, Part
+from protocol.rounds.state import MAX_VIEW, Fault, RoundState
+from protocol.rounds.statements import NO_ROSTER, Commit, Contribution, Digest, Statement
 from protocol.rounds.view import View
 
 Said = TypeVar("Said", bound=Body)
 Signer = Callable[[str, message.Message], wire.Signed]  # kind, body
 Sum = tuple[int, tuple[Digest, ...]]  # a part of certain contributions, in their order
-MAX_VIEW = 2**31
 
 
 class Round:
@@ -80,8 +71,8 @@ class Round:
         now: float,
         seen: Mapping[PeerId, float] | None = None,
     ) -> None:
-        # What was decided, and with it the acknowledgements that decide it: the answer to whoever still sends
-        # statements of this round; received one by one, they finish his round as well.
+        # What was decided, and the acknowledgements that decide it: the answer to whoever still sends statements of
+        # this round; received one by one, they finish his round as well.
         self.commit: Statement[Commit] | None = None
         self.decision: tuple[wire.Signed, ...] = ()
         self._signer = signer
@@ -89,7 +80,7 @@ class Round:
         self._state = RoundState(settings, me, number, base, electorate, now)
         self._evidence = self._state.evidence
         self._repeat_at = now + self._state.repeat_interval
-        self._reported: Statement[Holding] | None = None
+        self._reported = NO_ROSTER, 0, 0  # the roster that we told its leader that we joined, and our stock then
         self._sources: dict[Digest, tuple[PeerId, ...]] = {}
         self._ordered: list[Sum] = []  # reductions asked for; their place is the attempt that the driver hands back
         self._sums: dict[Sum, Blob] = {}
@@ -111,6 +102,9 @@ class Round:
     def seen(self) -> dict[PeerId, float]:
         """For the round after this one."""
         return dict(self._state.electorate.seen)
+
+    def has_member(self, peer: PeerId) -> bool:
+        return self._state.electorate.is_member(peer)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Nothing more comes out after Finish."""
@@ -135,7 +129,7 @@ class Round:
             case Offered(contribution):
                 self._offer(contribution)
             case Received(statement):
-                self._receive(statement, now)
+                self._skip_all(hear(self._state, statement, now))
             case Held(digest):
                 self._evidence.held.add(digest)
             case Reduced(_, attempt, blob):
@@ -162,80 +156,6 @@ class Round:
         self._send(self._state.others, statement)
         if self._state.followed:
             self._skip(self._state.me, "late")
-
-    def _receive(self, statement: Statement[Any], now: float) -> None:
-        state, body = self._state, statement.body
-        if body.round != state.number or getattr(body, "base", state.base) != state.base:
-            self._skip(statement.sender, "foreign")
-        elif statement.sender not in state.electorate.members:
-            self._skip(statement.sender, "stranger")
-        elif statement.sender != state.me:
-            view = state.followed
-            if view and statement.sender == view.leader and getattr(body, "view", -1) >= state.view:
-                view.heard = now
-            self._dispatch(statement, now)
-
-    def _dispatch(self, statement: Statement[Any], now: float) -> None:
-        match statement.body:
-            case Contribution():
-                self._learn_contribution(statement)
-            case Roster():
-                self._learn_roster(statement, now)
-            case Holding():
-                self._evidence.learn_holding(statement)
-            case Inclusion():
-                self._learn_inclusion(statement, now)
-            case Part():
-                self._learn_part(statement)
-            case Commit():
-                self._learn_proposal(statement)
-
-    def _learn_contribution(self, statement: Statement[Contribution]) -> None:
-        if not self._fits(statement.body):
-            self._skip(statement.sender, "foreign")
-        elif not self._evidence.learn_contribution(statement):
-            self._skip(statement.sender, "equivocation")
-
-    def _fits(self, *contributions: Contribution) -> bool:
-        """Whether they have as many parts as this round wants."""
-        return all(len(contribution.parts) == self._state.settings.parts for contribution in contributions)
-
-    def _learn_roster(self, statement: Statement[Roster], now: float) -> None:
-        followed = self._state.followed
-        ballot = self._state.election.ballot(statement.body.view, statement.sender)
-        if followed and followed.roster.digest == statement.digest:
-            return
-        if not self._fits(*(entry.body for entry in statement.body.contributions)):
-            self._skip(statement.sender, "foreign")
-        elif not self.view <= ballot.view <= MAX_VIEW or (followed and ballot <= followed.ballot):
-            self._skip(statement.sender, "stale view")
-        elif not self._state.may_lead(statement.sender, ballot.view):
-            self._skip(statement.sender, "not the leader")
-        else:
-            self._follow(statement, now)
-
-    def _learn_inclusion(self, statement: Statement[Inclusion], now: float) -> None:
-        view = self._state.followed
-        if len(statement.body.reducers) != self._state.settings.parts:
-            self._skip(statement.sender, "foreign")
-        elif view and statement.body.roster == view.roster.digest and statement.sender == view.leader:
-            view.follow_inclusion(statement, now)
-
-    def _learn_part(self, statement: Statement[Part]) -> None:
-        view = self._state.followed
-        if statement.body.part >= self._state.settings.parts:
-            self._skip(statement.sender, "foreign")
-        elif view and statement.body.roster == view.roster.digest and not view.learn_part(statement):
-            self._skip(statement.sender, "stale view")
-
-    def _learn_proposal(self, statement: Statement[Commit]) -> None:
-        contributions = (entry.body for entry in statement.body.contributions)
-        if len(statement.body.parts) != self._state.settings.sums or not self._fits(*contributions):
-            self._skip(statement.sender, "foreign")
-            return
-        self._evidence.learn_proposal(statement)
-        for contribution in statement.body.contributions:
-            self._evidence.learn_contribution(contribution)
 
     def _progress(self, now: float) -> None:
         """What follows from all that is known, in the order of a round."""
@@ -272,22 +192,8 @@ class Round:
         due = state.roster_due()
         if state.followed is None and due is not None and now >= due and state.leader == state.me:
             roster = self._sign(state.new_roster())
-            self._follow(roster, now)
+            self._skip_all(state.follow(roster, now))
             self._send(state.others, roster)
-
-    def _follow(self, roster: Statement[Roster], now: float) -> None:
-        state = self._state
-        ballot = state.election.ballot(roster.body.view, roster.sender)
-        view = View(ballot, roster, state.settings.parts, now)
-        state.view, state.view_since, state.followed, state.leadership = ballot.view, now, view, None
-        self._reported = None
-        if roster.sender == state.me:
-            state.leadership = Leadership(state.settings, state.election, state.electorate, self._evidence, view)
-        for contribution in roster.body.contributions:
-            if not self._evidence.learn_contribution(contribution):
-                self._skip(contribution.sender, "equivocation")
-        for sender in sorted(self._evidence.contributions.keys() - set(view.contributors)):
-            self._skip(sender, "late")
 
     def _propose(self, now: float) -> None:
         state = self._state
@@ -349,9 +255,9 @@ class Round:
             return
         if self._evidence.holds_all(state.me, state.needed(proposal)):
             state.lock = proposal
-            self._reported = self._sign(state.holding())
-            self._evidence.learn_holding(self._reported)
-            self._send(state.others, self._reported)
+            said = self._sign(Acknowledgement(state.number, state.view, proposal.digest))
+            self._evidence.learn_acknowledgement(said)
+            self._send({proposal.sender} - {state.me}, said)
 
     def _fetch(self) -> None:
         for blob, owner in self._state.wanted().items():
@@ -362,27 +268,39 @@ class Round:
 
     def _report(self) -> None:
         """To the leader: at once when we join its view, and when we have all that we want."""
-        state = self._state
-        if state.followed is None or state.leadership or (self._reported and state.wanted()):
+        state, view = self._state, self._state.followed
+        if view is None or state.leadership:
             return
-        if self._reported is None and state.lock:
-            self._send([state.followed.leader], state.lock)
-        holding = self._sign(state.holding())
-        if self._reported is None or self._reported.digest != holding.digest:
-            self._reported = holding
-            self._send([state.followed.leader], holding)
+        stock = view.roster.digest, len(self._evidence.held), len(view.announced)
+        joined = self._reported[0] == view.roster.digest
+        if stock == self._reported or (joined and state.wanted()):
+            return
+        if not joined and state.lock:
+            self._send([view.leader], state.lock)
+        self._reported = stock
+        self._send([view.leader], self._sign(state.holding()))
 
     def _decide(self) -> None:
         commit = self._evidence.decided(self._state.electorate)
         if commit is None or self.commit is not None:
             return
-        votes = self._evidence.acknowledged[commit.digest]
-        self.commit = commit
-        self.decision = (commit.signed, *(votes[peer].signed for peer in sorted(votes)))
+        decision = self._proof(commit)
+        self.commit, self.decision = commit, (commit.signed, decision.signed)
+        if commit.sender == self._state.me:
+            self._send(self._state.others, decision)
         self._actions.append(Finish(commit))
         included = {contribution.sender for contribution in commit.body.contributions}
         for sender in sorted(self._evidence.contributions.keys() - included):
             self._skip(sender, "left out")
+
+    def _proof(self, commit: Statement[Commit]) -> Statement[Decision]:
+        """The acknowledgements that we were shown together, or collected."""
+        shown = self._evidence.proofs.get(commit.digest)
+        if shown and self._state.electorate.is_quorum(vote.sender for vote in shown.body.acknowledgements):
+            return shown
+        votes = self._evidence.acknowledged[commit.digest]
+        ordered = tuple(votes[peer] for peer in sorted(votes))
+        return self._sign(Decision(self.number, commit.body.view, commit.digest, ordered))
 
     def _repeat(self, now: float) -> None:
         """What may have been lost on the way is said again, to those who seem to lack it."""
@@ -402,6 +320,10 @@ class Round:
         receivers = tuple(sorted(peers))
         if receivers:
             self._actions.append(Send(receivers, statement.signed))
+
+    def _skip_all(self, faults: Iterable[Fault]) -> None:
+        for peer, reason in faults:
+            self._skip(peer, reason)
 
     def _skip(self, peer: PeerId | None, reason: Reason) -> None:
         self._actions.append(Skip(peer, reason))

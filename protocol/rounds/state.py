@@ -1,4 +1,4 @@
-"""What one peer knows and is bound by in a round, and what can be told from it; nothing here changes or sends."""
+"""What one peer knows and is bound by in a round, and what can be told from it; nothing here sends."""
 
 from collections.abc import Collection
 
@@ -7,13 +7,17 @@ from protocol.identity import PeerId
 from protocol.rounds.election import Election, Electorate
 from protocol.rounds.events import Reason, RoundSettings
 from protocol.rounds.evidence import Evidence
+from protocol.rounds.grouping import drawn, group_of
 from protocol.rounds.leadership import Leadership
-from protocol.rounds.statements import NO_ROSTER, Commit, Digest, Holding, Roster, Statement
+from protocol.rounds.reports import Acknowledgement, Holding
+from protocol.rounds.statements import NO_ROSTER, Commit, Contribution, Digest, Roster, Statement
 from protocol.rounds.view import View, blobs_of
 
 # Within one timeout a leader is heard three times, so that one lost message deposes nobody.
 REPEATS_PER_TIMEOUT = 3
 LONGEST_PATIENCE = 8
+MAX_VIEW = 2**31
+Fault = tuple[PeerId, Reason]
 ROUNDING = 1e-9  # of a share times a count
 
 
@@ -53,12 +57,13 @@ class RoundState:
 
     def may_lead(self, peer: PeerId, view: int) -> bool:
         """Our own claim does not count: who leads already stays."""
-        rivals = self.live - {self.me}
-        return peer in rivals and self.election.leader(view, rivals) == peer
+        if peer not in self.live or peer == self.me:
+            return False
+        return self.election.leader(view, self.live - {self.me}) == peer
 
     def watch_contributions(self, now: float) -> None:
         expected = self.electorate.expected
-        given = {entry.sender for entry in self.evidence.obtainable(self.live)}
+        given = self.evidence.obtainable(self.live)
         present = len(given & expected)
         half = bool(given) and 2 * present >= len(expected)
         complete = bool(given) and present >= self.settings.quorum * len(expected) - ROUNDING
@@ -74,7 +79,8 @@ class RoundState:
         return None if self.half_since is None else self.half_since + self.settings.grace
 
     def new_roster(self) -> Roster:
-        contributions = {entry.sender: entry for entry in self.evidence.obtainable(self.live)}
+        known = self.evidence.contributions
+        contributions = {peer: known[peer] for peer in self.evidence.obtainable(self.live)}
         for proposal in self.evidence.proposals.values():
             contributions.update((entry.sender, entry) for entry in proposal.body.contributions)
         ordered = tuple(contributions[peer] for peer in sorted(contributions))
@@ -88,6 +94,18 @@ class RoundState:
     def _view_of(self, peer: PeerId) -> int:
         holding = self.evidence.holdings.get(peer)
         return holding.body.view if holding else 0
+
+    def follow(self, roster: Statement[Roster], now: float) -> list[Fault]:
+        """Take a roster for that of our view. Who contributed otherwise than it says, or too late for it."""
+        ballot = self.election.ballot(roster.body.view, roster.sender)
+        view = View(ballot, roster, self.settings.parts, now)
+        self.view, self.view_since, self.followed, self.leadership = ballot.view, now, view, None
+        if roster.sender == self.me:
+            self.leadership = Leadership(self.settings, self.election, self.electorate, self.evidence, view)
+        listed = roster.body.contributions
+        twofold = [entry.sender for entry in listed if not self.evidence.learn_contribution(entry)]
+        late = sorted(self.evidence.contributions.keys() - set(view.contributors))
+        return [*((peer, "equivocation") for peer in twofold), *((peer, "late") for peer in late)]
 
     def fault_of_leader(self, now: float) -> Reason | None:
         """Why not to follow the leader of our view any longer."""
@@ -128,35 +146,53 @@ class RoundState:
 
     def needed(self, proposal: Statement[Commit]) -> Collection[Blob]:
         """Without these the proposed update cannot be applied."""
-        return proposal.body.parts if self.settings.exchange == "butterfly" else blobs_of(proposal.body.contributions)
+        return proposal.body.parts or blobs_of(group_of(proposal.body, self.me, self.settings))
 
     def holding(self) -> Holding:
         """What we hold of the roster, or without one of all contributions; and the proposal that binds us."""
-        view = self.followed
+        view, lock = self.followed, self.lock.digest if self.lock else b""
         offered = view.blobs() if view else {blob.digest for blob in blobs_of([*self.evidence.contributions.values()])}
-        blobs = offered & self.evidence.held | ({self.lock.digest} if self.lock else set())
-        return Holding(self.number, self.view, view.roster.digest if view else NO_ROSTER, tuple(sorted(blobs)))
+        blobs = tuple(sorted(offered & self.evidence.held))
+        return Holding(self.number, self.view, view.roster.digest if view else NO_ROSTER, blobs, lock)
+
+    def acknowledgement(self) -> Statement[Acknowledgement] | None:
+        """Our own, of the proposal that binds us."""
+        return self.evidence.acknowledged.get(self.lock.digest, {}).get(self.me) if self.lock else None
 
     def wanted(self) -> dict[Blob, PeerId | None]:
         """What we need and lack, with its first owner."""
         wanted: dict[Blob, PeerId | None] = {}
         proposal, view = self.proposal(), self.followed
-        if proposal:
-            wanted.update(dict.fromkeys(self.needed(proposal)))
+        if proposal and proposal.body.parts:
+            wanted.update(dict.fromkeys(proposal.body.parts))
+        elif proposal:
+            included = group_of(proposal.body, self.me, self.settings)
+            wanted.update((blob, entry.sender) for entry in included for blob in entry.body.parts)
         if self.settings.exchange == "gather":  # even before the roster: nearly all will be on it
             for entry in self.evidence.contributions.values():
                 wanted[entry.body.parts[0]] = entry.sender
+        elif view and self.settings.exchange == "groups":
+            wanted.update((entry.body.parts[0], entry.sender) for entry in self._of_my_group(view))
         elif view:
             mine = [part for part, reducer in enumerate(view.reducers) if reducer == self.me]
             wanted.update((entry.body.parts[part], entry.sender) for entry in view.included for part in mine)
             wanted.update((part.body.blob, part.sender) for part in view.parts())
         return {blob: owner for blob, owner in wanted.items() if blob.digest not in self.evidence.held}
 
+    def _of_my_group(self, view: View) -> list[Statement[Contribution]]:
+        group = drawn(self.settings, self.number, view.contributors).get(self.me, frozenset())
+        return [entry for entry in view.roster.body.contributions if entry.sender in group]
+
     def sources(self, blob: Blob, owner: PeerId | None) -> tuple[PeerId, ...]:
-        """Whom to ask: the owner and known holders; where the owner is gone or unknown, in the end everybody."""
+        """Whom to ask: the owner and known holders; where the owner is gone or unknown, in the end everybody.
+
+        In groups nobody else can have it, but the owner may come back.
+        """
         holders = self.evidence.holders(blob.digest, self.live - {self.me})
         if owner is not None and owner in self.live - {self.me}:
             return tuple(dict.fromkeys([owner, *holders]))
+        if self.settings.exchange == "groups":
+            return tuple(dict.fromkeys([*holders, *([owner] if owner else [])]))
         return tuple(dict.fromkeys([*holders, *sorted(self.others)]))
 
     @property

@@ -1,4 +1,6 @@
-"""What peers state about one outer round: six bodies, each checked in full before anything looks at it.
+"""Statements, and those that a round begins and ends with: contributions, rosters, commits.
+
+Each body is checked in full before anything looks at it.
 
 A `Statement` is a signed envelope, its parsed body and its sender. Its digest covers kind, sender and body, so two
 leaders that state the same words still make two different statements. Lists that are sets (contributions by sender,
@@ -7,11 +9,9 @@ blobs by digest, included peers) stand in ascending order and nowhere twice: one
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Self, TypeVar
-
-from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob, check_digest
@@ -83,7 +83,7 @@ class Contribution:
 
     @classmethod
     def from_wire(cls, body: wire.Contribution, run_id: RunId, terms: Terms) -> Self:
-        _check_round(body.round, body.base)
+        check_round(body.round, body.base)
         check_digest(body.shapes)
         if len(body.codec) > MAX_CODEC_CHARACTERS or body.codec != terms.codec or body.shapes != terms.shapes:
             raise MalformedError("a contribution for another codec or another model")
@@ -93,94 +93,9 @@ class Contribution:
             raise MalformedError("a contribution whose loss is not finite")
         if body.age > MAX_AGE:
             raise MalformedError(f"a contribution {body.age} rounds late, at most {MAX_AGE} are allowed")
-        _check_parts(len(body.parts), terms, "a contribution")
+        check_parts(len(body.parts), terms, "a contribution")
         parts = tuple(terms.blob(part) for part in body.parts)
         return cls(body.round, body.base, body.codec, body.shapes, body.tokens, body.steps, body.loss, parts, body.age)
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Which blobs (and which proposed commit) a member holds of a roster; NO_ROSTER: it only tells its view."""
-
-    round: int
-    view: int
-    roster: Digest
-    blobs: tuple[Digest, ...]
-
-    def to_wire(self) -> wire.Holding:
-        return wire.Holding(round=self.round, view=self.view, roster=self.roster, blobs=self.blobs)
-
-    @classmethod
-    def from_wire(cls, body: wire.Holding, run_id: RunId, terms: Terms) -> Self:
-        _check_round(body.round, body.roster)
-        _check_count(len(body.blobs), MAX_HELD, "blobs")
-        for digest in body.blobs:
-            check_digest(digest)
-        _check_ascending(body.blobs, "held blobs")
-        return cls(body.round, body.view, body.roster, tuple(body.blobs))
-
-
-@dataclass(frozen=True)
-class Inclusion:
-    """Whose contributions the reducers shall sum, and who reduces which part."""
-
-    round: int
-    view: int
-    roster: Digest
-    attempt: int
-    included: tuple[PeerId, ...]
-    reducers: tuple[PeerId, ...]
-
-    def to_wire(self) -> wire.Inclusion:
-        return wire.Inclusion(
-            round=self.round,
-            view=self.view,
-            roster=self.roster,
-            attempt=self.attempt,
-            included=self.included,
-            reducers=self.reducers,
-        )
-
-    @classmethod
-    def from_wire(cls, body: wire.Inclusion, run_id: RunId, terms: Terms) -> Self:
-        _check_round(body.round, body.roster)
-        _check_count(len(body.included), MAX_CONTRIBUTIONS, "included peers")
-        if not body.included:
-            raise MalformedError("an inclusion that names nobody")
-        _check_parts(len(body.reducers), terms, "an inclusion")
-        for peer in {*body.included, *body.reducers}:
-            public_key(peer)
-        _check_ascending(body.included, "included peers")
-        return cls(body.round, body.view, body.roster, body.attempt, tuple(body.included), tuple(body.reducers))
-
-
-@dataclass(frozen=True)
-class Part:
-    """One part has been reduced and encoded."""
-
-    round: int
-    view: int
-    roster: Digest
-    attempt: int
-    part: int
-    blob: Blob
-
-    def to_wire(self) -> wire.Part:
-        return wire.Part(
-            round=self.round,
-            view=self.view,
-            roster=self.roster,
-            attempt=self.attempt,
-            part=self.part,
-            blob=self.blob.to_wire(),
-        )
-
-    @classmethod
-    def from_wire(cls, body: wire.Part, run_id: RunId, terms: Terms) -> Self:
-        _check_round(body.round, body.roster)
-        if body.part >= terms.parts:
-            raise MalformedError(f"part {body.part} where there are at most {terms.parts}")
-        return cls(body.round, body.view, body.roster, body.attempt, body.part, terms.blob(body.blob))
 
 
 @dataclass(frozen=True)
@@ -202,20 +117,24 @@ class Roster:
 
     @classmethod
     def from_wire(cls, body: wire.Roster, run_id: RunId, terms: Terms) -> Self:
-        _check_round(body.round, body.base)
+        check_round(body.round, body.base)
         contributions = _nested(body.contributions, body.round, body.base, run_id, terms)
         return cls(body.round, body.view, body.base, contributions)
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What the round's update consists of: included contributions in order, and reduced parts (none for all-gather)."""
+    """What the round's update consists of: included contributions in order, and reduced parts (none for all-gather).
+
+    `left_out`: who else stands on the roster, where that tells the groups (see `grouping`).
+    """
 
     round: int
     view: int
     base: Digest
     contributions: tuple["Statement[Contribution]", ...]
     parts: tuple[Blob, ...]
+    left_out: tuple[PeerId, ...] = ()
 
     def to_wire(self) -> wire.Commit:
         return wire.Commit(
@@ -224,15 +143,18 @@ class Commit:
             base=self.base,
             contributions=[contribution.signed for contribution in self.contributions],
             parts=[part.to_wire() for part in self.parts],
+            left_out=self.left_out,
         )
 
     @classmethod
     def from_wire(cls, body: wire.Commit, run_id: RunId, terms: Terms) -> Self:
-        _check_round(body.round, body.base)
+        check_round(body.round, body.base)
         contributions = _nested(body.contributions, body.round, body.base, run_id, terms)
         if body.parts:
-            _check_parts(len(body.parts), terms, "a commit")
-        return cls(body.round, body.view, body.base, contributions, tuple(terms.blob(part) for part in body.parts))
+            check_parts(len(body.parts), terms, "a commit")
+        _check_left_out(body.left_out, contributions)
+        parts = tuple(terms.blob(part) for part in body.parts)
+        return cls(body.round, body.view, body.base, contributions, parts, tuple(body.left_out))
 
     @property
     def tokens(self) -> int:
@@ -248,8 +170,7 @@ class Commit:
         return replace(self, view=0).to_wire().SerializeToString(deterministic=True)
 
 
-Body = Contribution | Roster | Holding | Inclusion | Part | Commit
-B = TypeVar("B", bound=Body, covariant=True)
+B = TypeVar("B", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -267,37 +188,14 @@ class Statement(Generic[B]):
         return cls(signed, body, signed.peer, hashlib.sha256(content).digest())
 
 
-KINDS: dict[str, tuple[type[Message], Callable[..., Body]]] = {
-    "contribution": (wire.Contribution, Contribution.from_wire),
-    "roster": (wire.Roster, Roster.from_wire),
-    "holding": (wire.Holding, Holding.from_wire),
-    "inclusion": (wire.Inclusion, Inclusion.from_wire),
-    "part": (wire.Part, Part.from_wire),
-    "commit": (wire.Commit, Commit.from_wire),
-}
-
-
-def kind_of(body: Body) -> str:
-    return type(body).__name__.lower()
-
-
-def parse(signed: wire.Signed, run_id: RunId, terms: Terms) -> Statement[Body]:
-    """The checked statement in an envelope. Raises MalformedError, ForgedError or LimitError."""
-    if signed.kind not in KINDS:
-        raise MalformedError("a statement of a kind that no round knows")
-    message, from_wire = KINDS[signed.kind]
-    body = from_wire(open_signed(signed, run_id, signed.kind, message, MAX_STATEMENT_BYTES), run_id, terms)
-    return Statement.of(signed, body)
-
-
 def _nested(
     envelopes: Sequence[wire.Signed], number: int, base: Digest, run_id: RunId, terms: Terms
 ) -> tuple[Statement[Contribution], ...]:
     """The contributions inside a roster or a commit: of the same round, ascending, each sender once."""
     if not envelopes:
         raise MalformedError("a roster or commit without a contribution")
-    _check_count(len(envelopes), MAX_CONTRIBUTIONS, "contributions")
-    _check_ascending([signed.peer for signed in envelopes], "contributions")
+    check_count(len(envelopes), MAX_CONTRIBUTIONS, "contributions")
+    check_ascending([signed.peer for signed in envelopes], "contributions")
     statements = tuple(_contribution(signed, run_id, terms) for signed in envelopes)
     if any((statement.body.round, statement.body.base) != (number, base) for statement in statements):
         raise MalformedError("a contribution of another round inside a roster or commit")
@@ -309,22 +207,31 @@ def _contribution(signed: wire.Signed, run_id: RunId, terms: Terms) -> Statement
     return Statement.of(signed, Contribution.from_wire(opened, run_id, terms))
 
 
-def _check_round(number: int, digest: Digest) -> None:
+def _check_left_out(peers: Sequence[PeerId], contributions: Sequence[Statement[Contribution]]) -> None:
+    check_count(len(peers) + len(contributions), MAX_CONTRIBUTIONS, "contributions")
+    check_ascending(peers, "those left out")
+    for peer in peers:
+        public_key(peer)
+    if not {entry.sender for entry in contributions}.isdisjoint(peers):
+        raise MalformedError("a commit that includes somebody and leaves him out")
+
+
+def check_round(number: int, digest: Digest) -> None:
     if number > MAX_ROUND:
         raise MalformedError(f"round {number} is out of range")
     check_digest(digest)
 
 
-def _check_parts(count: int, terms: Terms, what: str) -> None:
+def check_parts(count: int, terms: Terms, what: str) -> None:
     if not 1 <= count <= min(terms.parts, MAX_PARTS):
         raise MalformedError(f"{what} of {count} parts, where there are at most {terms.parts}")
 
 
-def _check_count(count: int, limit: int, what: str) -> None:
+def check_count(count: int, limit: int, what: str) -> None:
     if count > limit:
         raise LimitError(f"{count} {what}, at most {limit} are allowed")
 
 
-def _check_ascending(values: Sequence[bytes] | Sequence[str], what: str) -> None:
+def check_ascending(values: Sequence[bytes] | Sequence[str], what: str) -> None:
     if any(first >= second for first, second in zip(values, values[1:], strict=False)):  # type: ignore[operator]
         raise MalformedError(f"{what} are not in ascending order, or stand twice")

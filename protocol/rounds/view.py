@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.rounds.election import Ballot
-from protocol.rounds.statements import Contribution, Digest, Inclusion, Part, Roster, Statement
+from protocol.rounds.reports import Inclusion, Part
+from protocol.rounds.statements import Contribution, Digest, Roster, Statement
 
 # Parts of an attempt whose inclusion has not arrived yet are kept, but not those of any attempt a peer may dream up.
 ATTEMPTS_AHEAD = 1
@@ -18,6 +19,7 @@ class View:
     def __init__(self, ballot: Ballot, roster: Statement[Roster], parts: int, now: float) -> None:
         self.ballot = ballot
         self.roster = roster
+        self.contributors = tuple(contribution.sender for contribution in roster.body.contributions)
         self.since = now
         self.heard = now
         self.included_at = now
@@ -28,10 +30,6 @@ class View:
     @property
     def leader(self) -> PeerId:
         return self.roster.sender
-
-    @property
-    def contributors(self) -> list[PeerId]:
-        return [contribution.sender for contribution in self.roster.body.contributions]
 
     @property
     def attempt(self) -> int:

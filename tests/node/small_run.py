@@ -20,7 +20,8 @@ from protocol.manifest import Manifest, parse_manifest
 from protocol.murmur_pb2 import Signed
 from protocol.records import sign
 from protocol.rounds.chain import Chain, Head
-from protocol.rounds.statements import Commit, Contribution, Statement, Terms, kind_of
+from protocol.rounds.kinds import kind_of
+from protocol.rounds.statements import Commit, Contribution, Statement, Terms
 
 torch.set_num_threads(1)
 TOML = """

@@ -12,7 +12,7 @@ import node.cli
 from protocol import errors
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key")
+COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay")
 LIGHT = {"node", "node.cli", "protocol", "protocol.errors"}
 
 
@@ -156,9 +156,9 @@ def test_what_commands_hand_on(
 
 def test_join_hands_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--dir d --peer /a --peer /b --device cpu --name n --threads 2 --listen /c --metrics-port 7 --log-json"
-    run(monkeypatch, "join", "run.toml", *options.split())
+    run(monkeypatch, "join", "run.toml", *options.split(), "--insecure")
     given: dict[str, object] = dict(called[0][1:])  # type: ignore[arg-type]
-    assert called[0][0] == Path("run.toml")
+    assert called[0][0] == "run.toml"
     assert given == {
         "folder": Path("d"),
         "peers": ("/a", "/b"),
@@ -168,4 +168,5 @@ def test_join_hands_on_every_option(called: list[tuple[object, ...]], monkeypatc
         "listen": ("/c",),
         "metrics_port": 7,
         "log_json": True,
+        "insecure": True,
     }

@@ -18,8 +18,10 @@ from google.protobuf.message import Message
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.rounds.events import Exchange, RoundSettings
-from protocol.rounds.statements import KINDS, Commit, Contribution, Digest, Roster, Statement, Terms
+from protocol.rounds.events import Exchange, Pattern, RoundSettings
+from protocol.rounds.kinds import KINDS
+from protocol.rounds.reports import Decision, acknowledging
+from protocol.rounds.statements import Commit, Contribution, Digest, Roster, Statement, Terms
 
 RUN_ID = hashlib.sha256(b"simulated run").hexdigest()
 SHAPES = hashlib.sha256(b"shapes").digest()
@@ -42,6 +44,8 @@ class Scenario:
     vote_memory: float = 12.0
     expiry: float = 4.0
     quorum: float = 1.0
+    group_size: int = 2
+    pattern: Pattern = "random"
 
     def settings(self) -> RoundSettings:
         return RoundSettings(
@@ -53,6 +57,8 @@ class Scenario:
             exchange_timeout=10.0,
             vote_memory=self.vote_memory,
             quorum=self.quorum,
+            group_size=self.group_size,
+            pattern=self.pattern,
         )
 
     def terms(self) -> Terms:
@@ -129,10 +135,13 @@ class Network:
             return Roster(body.round, body.view, body.base, self._all(body.contributions))
         if signed.kind == "commit":
             parts = tuple(Blob.from_wire(part) for part in body.parts)
-            return Commit(body.round, body.view, body.base, self._all(body.contributions), parts)
+            contributions, left_out = self._all(body.contributions), tuple(body.left_out)
+            return Commit(body.round, body.view, body.base, contributions, parts, left_out)
+        if signed.kind == "decision":
+            return Decision(body.round, body.view, body.proposal, self._all(acknowledging(body)))
         return from_wire(body, RUN_ID, self.scenario.terms())
 
-    def _all(self, envelopes: Iterable[wire.Signed]) -> tuple[Statement[Contribution], ...]:
+    def _all(self, envelopes: Iterable[wire.Signed]) -> tuple[Statement[Any], ...]:
         return tuple(self.open(signed) for signed in envelopes)
 
 

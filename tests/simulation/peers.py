@@ -25,6 +25,7 @@ from protocol.rounds.events import (
     Skip,
     Tick,
 )
+from protocol.rounds.grouping import drawn, group_of
 from protocol.rounds.round import Round
 from protocol.rounds.statements import Commit, Contribution, Digest, Statement
 from tests.simulation.network import RUN_ID, Network, Scenario, offer_of, signer_of, sum_of
@@ -136,7 +137,7 @@ class Peer:
         statement = self.network.open(signed)
         number = statement.body.round
         self.take(signed)
-        if number in self.decisions and signed.kind != "commit":
+        if number in self.decisions and signed.kind not in ("commit", "decision"):
             asking = self.swarm.peers[statement.sender]
             for answer in self.decisions[number]:
                 self.network.transmit(self.name, asking.name, partial(asking.take, answer))
@@ -172,15 +173,27 @@ class Peer:
         self.decisions[commit.body.round] = self.round.decision
         self.swarm.decided(self.name, commit)
         self.pending = commit
-        for blob in self.swarm.needed(commit.body):
+        for blob, sources in self.swarm.needed(commit.body, self.name).items():
             if blob.digest not in self.store:
-                self.want(blob, tuple(peer for peer in self.swarm.peers if peer != self.name))
+                self.want(blob, tuple(peer for peer in sources if peer != self.name))
+        if self.network.scenario.exchange == "groups":
+            self.after(self.network.scenario.settings().exchange_timeout, partial(self._go_on, commit))
         self.apply()
 
+    def _go_on(self, commit: Statement[Commit]) -> None:
+        """What only our partner had has died with it: this round passes us by."""
+        if self.pending is commit:
+            self.swarm.passed_by.append(self.name)
+            self._append(commit)
+
     def apply(self) -> None:
-        if self.pending and all(blob.digest in self.store for blob in self.swarm.needed(self.pending.body)):
-            self.chain.append(self.pending)
-            self.begin(self.round.seen)
+        needed = self.swarm.needed(self.pending.body, self.name) if self.pending else {}
+        if self.pending and all(blob.digest in self.store for blob in needed):
+            self._append(self.pending)
+
+    def _append(self, commit: Statement[Commit]) -> None:
+        self.chain.append(commit)
+        self.begin(self.round.seen)
 
     def broadcast_record(self) -> None:
         head = self.chain.head
@@ -241,7 +254,9 @@ class Swarm:
         self.skips: list[tuple[PeerId, PeerId | None, str]] = []
         self.decisions: dict[tuple[int, Digest], dict[bytes, list[PeerId]]] = {}
         self.checks: list[Callable[[], None]] = []
-        self.watches: list[Callable[[PeerId, Action], None]] = []
+        self.watches: list[Callable[[PeerId, Action], None]] = [self._watch_groups]
+        self.passed_by: list[PeerId] = []
+        self._rosters: dict[Digest, list[tuple[PeerId, ...]]] = {}  # by the base that they continue
         self.peers = {name: Peer(name, self.network, self) for name in NAMES[: scenario.peers]}
 
     def start(self) -> None:
@@ -261,10 +276,25 @@ class Swarm:
     def is_one_chain(self) -> bool:
         return self.is_done() and len({peer.chain.head for peer in self.alive()}) == 1
 
-    def needed(self, commit: Commit) -> list[Blob]:
-        if self.scenario.exchange == "butterfly":
-            return list(commit.parts)
-        return [blob for entry in commit.contributions for blob in entry.body.parts]
+    def needed(self, commit: Commit, peer: PeerId) -> dict[Blob, tuple[PeerId, ...]]:
+        """What that peer has to have, and whom it may ask."""
+        mine = group_of(commit, peer, self.scenario.settings())
+        sources = tuple(entry.sender for entry in mine) if self.scenario.exchange == "groups" else tuple(self.peers)
+        blobs = commit.parts or [blob for entry in mine for blob in entry.body.parts]
+        return dict.fromkeys(blobs, sources)
+
+    def _watch_groups(self, name: PeerId, action: Action) -> None:
+        """Nobody asks for anything outside of its group."""
+        if self.scenario.exchange != "groups":
+            return
+        if isinstance(action, Send) and action.signed.kind == "roster":
+            body = self.network.open(action.signed).body
+            self._rosters.setdefault(body.base, []).append(tuple(entry.sender for entry in body.contributions))
+        elif isinstance(action, Fetch):
+            owner, offer = next((name, offer) for name, offer in self.offered if action.blob in offer.parts)
+            rosters, settings = self._rosters.get(offer.base, []), self.scenario.settings()
+            circles = [drawn(settings, offer.round, roster).get(name, ()) for roster in rosters]
+            assert any(owner in circle for circle in circles), "a blob from outside of the group"
 
     def decided(self, peer: PeerId, commit: Statement[Commit]) -> None:
         body = commit.body

@@ -4,14 +4,16 @@ import random
 from collections.abc import Iterator
 
 from protocol.identity import PeerId
-from protocol.rounds.events import Action, Finish, Reduce, Send
+from protocol.rounds.events import Action, Exchange, Finish, Pattern, Reduce, Send
 from tests.simulation.network import Scenario
 from tests.simulation.peers import Swarm
 
 # Whole rounds take a few seconds; all faults are over by then, and whoever lives is to end all rounds by the end.
 FAULTS_OVER = 25.0
 END = 240.0
-PHASES = ("contribution", "roster", "holding", "inclusion", "part", "commit")
+PHASES = ("contribution", "roster", "holding", "inclusion", "part", "commit", "acknowledgement", "decision")
+EXCHANGES: tuple[Exchange, ...] = ("butterfly", "butterfly", "gather", "groups")
+PATTERNS: tuple[Pattern, ...] = ("random", "random", "ring", "exponential")
 
 
 class BrokenError(AssertionError):
@@ -20,17 +22,19 @@ class BrokenError(AssertionError):
 
 def scenario_of(seed: int) -> Scenario:
     chance = random.Random(f"scenario {seed}")
-    butterfly = chance.random() < 0.5
+    exchange = chance.choice(EXCHANGES)
     return Scenario(
         peers=chance.randint(3, 8),
-        exchange="butterfly" if butterfly else "gather",
-        parts=chance.randint(1, 6) if butterfly else 1,
+        exchange=exchange,
+        parts=chance.randint(1, 6) if exchange == "butterfly" else 1,
         rounds=3,
         loss=chance.choice([0.0, 0.02, 0.2]),
         duplication=chance.choice([0.0, 0.2]),
         delay=chance.choice([0.02, 0.2, 0.6]),
         transfer=chance.choice([0.05, 0.8]),
         training=chance.choice([0.5, 4.0]),
+        group_size=chance.choice([2, 2, 3, 4]),
+        pattern=chance.choice(PATTERNS),
     )
 
 

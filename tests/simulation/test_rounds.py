@@ -61,12 +61,17 @@ def _without_holders(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leadership, "_is_stocked", lambda self, promised, blobs, now: True)
 
 
+def _without_groups(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RoundState, "_of_my_group", lambda self, view: list(view.roster.body.contributions))
+
+
 @pytest.mark.parametrize(
     ("cripple", "fault"),
     [
         (_without_majority, "two commits"),
         (_without_views, "stuck"),
         (_without_holders, "stuck"),
+        (_without_groups, "outside of the group"),
     ],
 )
 def test_each_rule_is_needed(cripple: Crippling, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:

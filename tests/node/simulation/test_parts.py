@@ -22,7 +22,8 @@ from protocol.blobs.blob import Blob
 from protocol.identity import Identity
 from protocol.records import sign
 from protocol.rounds.events import Action, Event
-from protocol.rounds.statements import Commit, Contribution, Part, Roster, Statement, Terms
+from protocol.rounds.reports import Part
+from protocol.rounds.statements import Commit, Contribution, Roster, Statement, Terms
 from tests.node.simulation.virtual_swarm import corpus, finished, method, setting
 
 RUN = "ab" * 32

@@ -15,11 +15,13 @@ from optim.codecs.codec import Codec
 from optim.codecs.cosine_topk import CosineTopK
 from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
 from optim.codecs.integers import BlockInt4, BlockInt8
+from optim.codecs.low_rank import LowRank
 from optim.codecs.powers import PowersOfTwo
 from optim.codecs.signs import BlockSign
 from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError
+from optim.layout import Layout
 
 CODECS: list[Codec] = [
     Uncompressed(),
@@ -42,12 +44,19 @@ CODECS: list[Codec] = [
     ChunkTopK(k=7, chunk=64, bits=3),
     CosineTopK(),
     CosineTopK(k=100, bits=3, dimensions=1),
-    RandomSubset(),
-    RandomSubset(density=0.3, values="int4"),
-    RandomSubset(density=1.0, values="sign"),
+    RandomSubset(shared=False),
+    RandomSubset(density=0.3, values="int4", shared=False),
+    RandomSubset(density=1.0, values="sign", shared=False),
+    RandomSubset().bind(Layout(()), 7),
+    RandomSubset(density=0.1, selection="striding", values="fp16").bind(Layout(()), 7),
+    BlockInt8(block=1024, rounding="stochastic"),
+    BlockInt4(rounding="stochastic"),
+    LowRank(rank=4),
+    LowRank(rank=3, values="int8"),
+    LowRank(rank=2, values="fp16"),
 ]
 # Those whose error may exceed what they were given: a value between two levels may be drawn to the farther one.
-UNBIASED = [PowersOfTwo(rounding="stochastic")]
+UNBIASED = [codec for codec in CODECS if getattr(codec, "rounding", "nearest") == "stochastic"]
 GOLDEN = Path(__file__).parent.parent / "golden"
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 quick = settings(max_examples=60, deadline=None, derandomize=True)

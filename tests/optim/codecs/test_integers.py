@@ -1,3 +1,4 @@
+import dataclasses
 import struct
 
 import numpy as np
@@ -6,6 +7,7 @@ import torch
 
 from optim.codecs.integers import BlockInt4, BlockInt8
 from optim.errors import CodecError
+from optim.layout import Layout
 
 
 def test_size_is_one_byte_a_value_and_two_a_block() -> None:
@@ -100,3 +102,45 @@ def test_padding_of_four_bits_must_be_zero() -> None:
     payload[-1] |= 0x10
     with pytest.raises(CodecError, match="padding"):
         BlockInt4().read(bytes(payload), 1001)
+
+
+@pytest.mark.parametrize("codec", [BlockInt8(rounding="stochastic"), BlockInt4(rounding="stochastic")], ids=str)
+def test_stochastic_rounding_has_the_right_mean_where_nearest_has_not(codec: BlockInt8 | BlockInt4) -> None:
+    """4,096 blocks, each with one value of 1 and else the same small ones, far below a step of eight bits too."""
+    small = torch.tensor([0.0005, 0.001, -0.003, 0.05, -0.06, 0.3, 0.71])
+    rows = torch.cat([torch.ones(4096, 1), small.repeat(4096, 73)[:, :511]], dim=1).reshape(-1)
+    codec = dataclasses.replace(codec, block=512)
+    decoded = codec.decode(codec.encode(rows), rows.numel()).reshape(4096, 512)
+    step = 1 / codec.levels
+    deviation = (decoded - rows.reshape(4096, 512)).mean(0)
+    # The mean of 4096 draws between two neighbours strays by at most step / 2 / 64; five times that is never seen.
+    assert deviation.abs().max() < 5 * step / 128
+    control = dataclasses.replace(codec, rounding="nearest")
+    nearest = control.decode(control.encode(rows), rows.numel()).reshape(4096, 512)
+    assert (nearest - rows.reshape(4096, 512)).mean(0).abs().max() > 0.3 * step
+
+
+def test_the_largest_value_is_not_cut_off_by_a_scale_rounded_down() -> None:
+    values = torch.from_numpy(np.random.default_rng(0).uniform(0.5, 1, 100_000).astype(np.float32))
+    values = values.repeat_interleave(16)
+    codec = BlockInt8(block=16, rounding="stochastic")
+    deviation = float((codec.decode(codec.encode(values), values.numel()) - values).mean())
+    assert abs(deviation) < 1e-5
+
+
+def test_stochastic_errors_are_those_of_the_definition() -> None:
+    """An even distribution between two steps leaves a variance of a sixth of a step's square, nearest a twelfth."""
+    values = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
+    nearest, stochastic = BlockInt8(block=1024), BlockInt8(block=1024, rounding="stochastic")
+    errors = [float((codec.decode(codec.encode(values), 2**18) - values).norm()) for codec in (nearest, stochastic)]
+    assert errors[1] / errors[0] == pytest.approx(2**0.5, rel=0.01)
+
+
+def test_another_round_draws_other_noise_from_the_same_values() -> None:
+    values = torch.full((4096,), 0.7)
+    values[::256] = 1.0
+    codec, layout = BlockInt4(rounding="stochastic"), Layout(((4096,),))
+    payloads = [codec.bind(layout, number).encode(values) for number in (1, 1, 2)]
+    assert payloads[0] == payloads[1] != payloads[2]
+    values[0] = 1.25
+    assert codec.bind(layout, 1).encode(values)[-1000:] != payloads[0][-1000:]

@@ -1,8 +1,13 @@
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
 
 from optim.codecs.subset import INNER, Inner, RandomSubset
+from optim.layout import Layout
+
+WHOLE = Layout(((640,),))
 
 
 def draw(numel: int, seed: int) -> torch.Tensor:
@@ -13,7 +18,7 @@ def draw(numel: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("density", [2**-16, 0.01, 1 / 3, 0.9, 1.0])
 @pytest.mark.parametrize("numel", [1, 2, 1000, 10_001])
 def test_one_value_of_each_stretch_is_kept(inner: Inner, density: float, numel: int) -> None:
-    codec, values = RandomSubset(density=density, values=inner), draw(numel, 1)
+    codec, values = RandomSubset(density=density, values=inner, shared=False), draw(numel, 1)
     vector = codec.read(codec.encode(values), numel)
     count = len(vector.positions)
     assert count == max(1, int(np.ceil(numel * density)))
@@ -24,15 +29,17 @@ def test_one_value_of_each_stretch_is_kept(inner: Inner, density: float, numel: 
 
 
 def test_positions_cost_nothing() -> None:
-    codec = RandomSubset(density=1 / 64, values="sign")
+    codec = RandomSubset(density=1 / 64, values="sign", shared=False)
     assert len(codec.encode(draw(64_000, 2))) == 10 + 3 + 2 + 125
     assert codec.bits_per_parameter(2**20) < 0.017
+    shared = RandomSubset(density=1 / 64, values="sign").bind(WHOLE, 1)
+    assert len(shared.encode(draw(64_000, 2))) == 2 + 3 + 2 + 125
 
 
 def test_positions_are_spread_evenly_and_differ_from_message_to_message() -> None:
     numel, hits = 6400, np.zeros(6400)
     for seed in range(2000):
-        codec = RandomSubset(density=1 / 64)
+        codec = RandomSubset(density=1 / 64, shared=False)
         hits[codec.read(codec.encode(draw(numel, seed)), numel).positions] += 1
     assert hits.sum() == 2000 * 100
     # Poisson with mean 31: the spread of 6400 counts is known within a few percent.
@@ -42,17 +49,18 @@ def test_positions_are_spread_evenly_and_differ_from_message_to_message() -> Non
 
 def test_the_same_values_have_the_same_subset_whatever_their_codec() -> None:
     values = draw(5000, 3)
-    codecs = (RandomSubset(values="int8"), RandomSubset(values="fp16"))
+    codecs = (RandomSubset(values="int8", shared=False), RandomSubset(values="fp16", shared=False))
     one, other = (codec.read(codec.encode(values), 5000).positions for codec in codecs)
     assert np.array_equal(one, other)
 
 
 def test_positions_are_pinned() -> None:
     """By a slow Philox 4x64 with ten rounds, written from its definition."""
-    payload = RandomSubset(density=1 / 64).encode(draw(640, 4))
+    codec = RandomSubset(density=1 / 64, shared=False)
+    payload = codec.encode(draw(640, 4))
     seed = int.from_bytes(payload[2:10], "little")
     expected = [i * 64 + (word >> 32) * 64 // 2**32 for i, word in enumerate(philox(seed, 10))]
-    assert RandomSubset(density=1 / 64).read(payload, 640).positions.tolist() == expected
+    assert codec.read(payload, 640).positions.tolist() == expected
 
 
 def philox(seed: int, count: int) -> list[int]:
@@ -75,9 +83,64 @@ def philox(seed: int, count: int) -> list[int]:
 def test_what_was_not_drawn_stays() -> None:
     values = draw(1000, 5)
     rest = values.clone()
-    codec = RandomSubset(density=0.1, values="fp16")
+    codec = RandomSubset(density=0.1, values="fp16", shared=False)
     vector = codec.read(codec.extract(rest), 1000)
     untouched = np.ones(1000, bool)
     untouched[vector.positions] = False
     assert torch.equal(rest[untouched], values[untouched])
     assert float(rest[~untouched].abs().max()) < 0.01
+
+
+def positions(codec: RandomSubset, round_number: int, seed: int, numel: int = 640) -> list[int]:
+    """What a member with other values than the others sends in that round."""
+    bound = codec.bind(WHOLE, round_number)
+    found: list[int] = bound.read(bound.encode(draw(numel, seed)), numel).positions.tolist()
+    return found
+
+
+@pytest.mark.parametrize("selection", ["random", "striding"])
+def test_all_members_share_the_positions_of_a_round(selection: Literal["random", "striding"]) -> None:
+    codec = RandomSubset(density=1 / 16, selection=selection)
+    assert positions(codec, 5, seed=0) == positions(codec, 5, seed=1)
+    assert positions(codec, 5, seed=0) != positions(codec, 6, seed=0)
+    # The control: members who draw apart do not.
+    apart = RandomSubset(density=1 / 16, shared=False)
+    assert positions(apart, 5, seed=0) != positions(apart, 5, seed=1)
+
+
+@pytest.mark.parametrize("selection", ["random", "striding"])
+def test_a_sum_of_shared_messages_is_as_sparse_as_one_and_loses_nothing(selection: Literal["random", "striding"]) -> None:
+    codec = RandomSubset(density=1 / 16, values="bf16", selection=selection).bind(WHOLE, 3)
+    total = np.zeros(640, np.float32)
+    for seed in range(4):
+        values = torch.from_numpy(np.random.default_rng(seed).integers(-9, 10, 640).astype(np.float32))
+        codec.read(codec.encode(values), 640).add_to(total, 1.0)
+    assert 0 < np.count_nonzero(total) <= 40
+    assert np.array_equal(codec.decode(codec.encode(torch.from_numpy(total)), 640).numpy(), total)
+
+
+def test_striding_gives_each_value_its_turn_and_no_value_two() -> None:
+    turns = [positions(RandomSubset(density=1 / 16, selection="striding"), number, seed=0) for number in range(100, 116)]
+    assert sorted(sum(turns, [])) == list(range(640))
+    # The control: an offset that moves by the number of rows, as in the paper's public code, stays where it is.
+    assert len({number * 640 % 16 for number in range(16)}) == 1
+
+
+@pytest.mark.parametrize("numel", [1, 3, 15, 16, 17])
+def test_striding_sends_something_of_the_shortest_vector(numel: int) -> None:
+    for number in range(20):
+        assert positions(RandomSubset(density=1 / 16, selection="striding"), number, 0, numel)
+
+
+def test_shared_positions_of_no_round_are_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="bind"):
+        RandomSubset().encode(draw(640, 0))
+    with pytest.raises(ValueError, match="shared must be true"):
+        RandomSubset(selection="striding", shared=False)
+
+
+def test_the_rate_needs_no_round() -> None:
+    for codec in (RandomSubset(), RandomSubset(density=0.01, selection="striding")):
+        bound = codec.bind(WHOLE, 9)
+        measured = 8 * len(bound.encode(draw(500_000, 1))) / 500_000
+        assert codec.bits_per_parameter(500_000) == pytest.approx(measured, rel=0.01)

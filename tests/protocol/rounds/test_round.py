@@ -4,17 +4,10 @@ import pytest
 
 from protocol.identity import PeerId
 from protocol.rounds.events import Exchange, Finish, Live, Offered, Received, Reduce
+from protocol.rounds.kinds import Body, kind_of
 from protocol.rounds.leadership import Leadership
-from protocol.rounds.statements import (
-    NO_ROSTER,
-    Body,
-    Commit,
-    Inclusion,
-    Part,
-    Roster,
-    Statement,
-    kind_of,
-)
+from protocol.rounds.reports import Inclusion, Part
+from protocol.rounds.statements import NO_ROSTER, Commit, Roster, Statement
 from tests.protocol.rounds.round_table import BASE, Table
 from tests.simulation.network import offer_of, signer_of
 from tests.simulation.peers import NAMES
@@ -206,9 +199,7 @@ def _lone_decision() -> tuple[Table, Commit | None]:
     leader, late = table.names[0], table.names[2]
     table.offer(*table.names[:2])
     locked = table.names[1]
-    table.drop = lambda sender, receiver, kind: (receiver, kind) in {(late, "commit"), (late, "holding")} or (
-        (sender, receiver, kind) == (leader, locked, "holding")
-    )
+    table.drop = lambda sender, receiver, kind: kind == "decision" or (receiver, kind) == (late, "commit")
     table.elapse(2.4)
     decided = table.commit(leader)
     assert decided and table.commit(locked) is None and table.commit(late) is None

@@ -10,22 +10,18 @@ from protocol.blobs.blob import Blob
 from protocol.errors import ForgedError, LimitError, MalformedError, PeerFault
 from protocol.identity import Identity
 from protocol.records import sign
+from protocol.rounds.kinds import Body, kind_of, parse
+from protocol.rounds.reports import Acknowledgement, Decision, Holding, Inclusion, Part
 from protocol.rounds.statements import (
     MAX_AGE,
     MAX_HELD,
     MAX_TOKENS,
     NO_ROSTER,
-    Body,
     Commit,
     Contribution,
-    Holding,
-    Inclusion,
-    Part,
     Roster,
     Statement,
     Terms,
-    kind_of,
-    parse,
 )
 
 RUN_ID = hashlib.sha256(b"run").hexdigest()
@@ -43,6 +39,7 @@ def say(identity: Identity, body: Body) -> Statement[Any]:
 
 
 OFFERS = tuple(say(identity, OFFER) for identity in PEERS)
+VOTES = tuple(say(identity, Acknowledgement(3, 1, BASE)) for identity in PEERS)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +54,10 @@ OFFERS = tuple(say(identity, OFFER) for identity in PEERS)
         Commit(3, 1, BASE, OFFERS[:2], BLOBS),
         Commit(3, 1, BASE, OFFERS[:2], BLOBS[:1]),
         Commit(3, 1, BASE, OFFERS[:2], ()),
+        Commit(3, 1, BASE, OFFERS[:2], (), NAMES[2:]),
+        Holding(3, 1, BASE, (), SHAPES),
+        Acknowledgement(3, 1, BASE),
+        Decision(3, 1, BASE, VOTES),
     ],
     ids=lambda body: kind_of(body),
 )
@@ -110,11 +111,31 @@ def test_a_commit_counts_its_tokens() -> None:
         (Inclusion(3, 1, BASE, 0, NAMES[::-1], NAMES[:2]), MalformedError),
         (Inclusion(3, 1, BASE, 0, NAMES, ("nobody", NAMES[0])), MalformedError),
         (Part(3, 1, BASE, 0, 2, BLOBS[0]), MalformedError),
+        (Holding(3, 1, BASE, (), b"short"), MalformedError),
+        (Acknowledgement(3, 1, b"short"), MalformedError),
+        (Decision(3, 1, BASE, VOTES[::-1]), MalformedError),
+        (Decision(3, 1, BASE, (VOTES[0], VOTES[0])), MalformedError),
+        (Decision(3, 2, BASE, VOTES), ForgedError),
+        (Decision(3, 1, SHAPES, VOTES), ForgedError),
+        (Commit(3, 1, BASE, OFFERS[:2], (), NAMES[:1]), MalformedError),
+        (Commit(3, 1, BASE, OFFERS[:1], (), NAMES[:0:-1]), MalformedError),
+        (Commit(3, 1, BASE, OFFERS[:2], (), ("nobody",)), MalformedError),
     ],
 )
 def test_nonsense_is_refused(body: Body, fault: type[PeerFault]) -> None:
     with pytest.raises(fault):
         parse(say(PEERS[0], body).signed, RUN_ID, TERMS)
+
+
+def test_a_decision_without_as_many_signatures_is_refused() -> None:
+    body = Decision(3, 1, BASE, VOTES).to_wire()
+    del body.signatures[-1]
+    with pytest.raises(MalformedError):
+        parse(sign(PEERS[0], "decision", RUN_ID, body), RUN_ID, TERMS)
+
+
+def test_a_decision_of_a_thousand_is_small() -> None:
+    assert len(Decision(3, 1, BASE, VOTES).to_wire().SerializeToString()) < 3 * 120 + 60
 
 
 def test_the_hard_limit_of_tokens_stands_above_any_terms() -> None:

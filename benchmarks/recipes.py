@@ -1,0 +1,300 @@
+"""Every recipe side by side: validation loss, bits, virtual time, over seeds, from scratch and from a warm start.
+
+Eight virtual peers train the demo's model (0.82 million parameters) on the standard library's text with the round
+machine, senders and mergers of real peers, 500 inner steps of 1,024 tokens each: 4.1 million tokens in all. Every
+recipe's step is tuned on the same small grid (factors 0.5, 1 and 2 of its learning rate: the inner one, or that of the
+update where nothing moves between the rounds) in a run of a fifth of the length, the baselines' too.
+
+    python benchmarks/recipes.py [--only NAME ...] [--seeds 3] [--settings scratch warm] [--grid] [--json]
+
+Runs that benchmarks/results/recipes.json holds already are not made again. `--report` only prints what is there, as
+the table of docs/recipes-measured.md, and draws the two plots beside it.
+"""
+
+import argparse
+import json
+import multiprocessing
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from node.data import Corpus, open_source
+from node.folder import write_atomically
+from node.simulation import plot
+from node.simulation.baselines import DATA_PARALLEL, LOCAL, data_parallel, local
+from node.simulation.comparison import Comparison, Series, simulate
+from node.simulation.links import BYTES_PER_MEGABIT
+from node.simulation.measure import Examiner, Outcome, Point
+from node.simulation.setting import Setting
+from optim.parts import Scalar
+from optim.recipes import RECIPES, compose
+from protocol.manifest import Manifest, load_manifest
+
+HOME: Final = Path(__file__).parent
+RESULTS: Final = HOME / "results" / "recipes.json"
+DOCS: Final = HOME.parent / "docs"
+PEERS, STEPS, BATCH, WARM_STEPS = 8, 500, 1024, 250
+MEGABITS, LATENCY = 20, 0.05
+POINTS = 10
+FACTORS: Final = (0.5, 1.0, 2.0)
+GRID_SHARE = 5
+Tables = Mapping[str, Mapping[str, Scalar]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe as it is compared. `tables`: what differs from its defaults, for so short a run."""
+
+    name: str
+    recipe: str
+    tables: Tables
+
+
+def _row(name: str, recipe: str = "", **tables: Mapping[str, Scalar]) -> Row:
+    return Row(name, recipe or name, tables)
+
+
+def rows() -> list[Row]:
+    """The baselines, each recipe, and variations that spend at most a thousandth of data parallel's bits."""
+    periods = {name: {"schedule": {"inner_steps": 50}} for name in ("diloco", "diloco-warm", "averaging")}
+    recipes = [Row(name, name, periods.get(name, {})) for name in RECIPES if name not in (DATA_PARALLEL, LOCAL)]
+    return [_row(DATA_PARALLEL), _row(LOCAL), *recipes, *thousandth()]
+
+
+def thousandth() -> list[Row]:
+    """At most 0.016 bits a parameter and step."""
+    return [
+        _row("top-k 64, every 10", "sparseloco", schedule={"inner_steps": 10}),
+        _row("top-k 32, every 5", "sparseloco", schedule={"inner_steps": 5}, codec={"k": 32}),
+        _row("sign, every 60", "averaging", schedule={"inner_steps": 60}, codec={"kind": "sign"}),
+    ]
+
+
+@dataclass(frozen=True)
+class Job:
+    row: Row
+    setting: str  # "scratch", "warm", or "grid"
+    seed: int
+    factor: float
+
+    @property
+    def key(self) -> str:
+        return f"{self.setting} / {self.row.name} / seed {self.seed} / step x {self.factor:g}"
+
+
+def setting_of(job: Job) -> Setting:
+    """Two settings differ in the weights that training starts from."""
+    given = load_manifest(HOME.parent / "configs" / "demo.toml")
+    steps = STEPS // GRID_SHARE if job.setting == "grid" else STEPS
+    moved = job.factor if inner_moves(job.row) else 1.0
+    train = given.train.model_copy(
+        update={
+            "batch_tokens": BATCH,
+            "microbatch": 8,
+            "decay_steps": steps,
+            "learning_rate": given.train.learning_rate * moved,
+        }
+    )
+    run = given.run.model_copy(update={"seed": job.seed})
+    manifest = given.model_copy(update={"train": train, "run": run})
+    weights = warm_weights(manifest) if job.setting == "warm" else None
+    speeds, bandwidths = (1.0,) * PEERS, (MEGABITS * BYTES_PER_MEGABIT,) * PEERS
+    return Setting(manifest, HOME, PEERS, steps, speeds, bandwidths, LATENCY, initial=weights)
+
+
+def inner_moves(row: Row) -> bool:
+    return row.recipe in (DATA_PARALLEL, LOCAL) or compose(row.recipe, row.tables).inner.kind != "gathering"
+
+
+def warm_weights(manifest: Manifest) -> torch.Tensor:
+    """After so many steps of data parallel training from the seed's own weights; made once."""
+    kept = RESULTS.parent / f".warm-{manifest.run.seed}.pt"
+    if not kept.exists():
+        calm = manifest.train.model_copy(update={"decay_steps": 0})
+        start = manifest.model_copy(update={"train": calm})
+        links = (MEGABITS * BYTES_PER_MEGABIT,) * PEERS
+        setting = Setting(start, HOME, PEERS, WARM_STEPS, (1.0,) * PEERS, links, LATENCY)
+        corpus = corpus_of(start)
+        kept.parent.mkdir(exist_ok=True)
+        last = Keeping(setting, corpus)
+        data_parallel(setting, corpus, last, 1, lambda: None)
+        torch.save(last.weights, kept)
+    loaded: torch.Tensor = torch.load(kept, weights_only=True)
+    return loaded
+
+
+class Keeping(Examiner):
+    """Keeps what it measured last."""
+
+    weights: torch.Tensor
+
+    def loss(self, flat: torch.Tensor) -> float:
+        self.weights = flat.clone()
+        return super().loss(flat)
+
+
+def corpus_of(manifest: Manifest) -> Corpus:
+    return open_source(manifest.data, HOME)
+
+
+def run(job: Job) -> Outcome:
+    """In a process of its own, on one thread."""
+    torch.set_num_threads(1)
+    setting = setting_of(job)
+    corpus = corpus_of(setting.manifest)
+    examiner = Examiner(setting, corpus)
+    if job.row.name == DATA_PARALLEL:
+        return data_parallel(setting, corpus, examiner, POINTS, lambda: None)
+    if job.row.name == LOCAL:
+        return local(setting, corpus, examiner, lambda: None)
+    return simulate(setting, compose(job.row.recipe, tables_of(job)), corpus, examiner, POINTS, lambda: None)
+
+
+def tables_of(job: Job) -> Tables:
+    """The row's, with the update's step at the grid's factor where no inner optimizer moves."""
+    row = job.row
+    if inner_moves(row):
+        return row.tables
+    update = compose(row.recipe, row.tables).update
+    rate = getattr(update, "learning_rate", None)
+    if rate is None:
+        return row.tables
+    return {**row.tables, "update": {**row.tables.get("update", {}), "learning_rate": rate * job.factor}}
+
+
+class Ledger:
+    """The results' file: all runs by key, with where they were made."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.runs: dict[str, dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else {}
+
+    def add(self, job: Job, outcome: Outcome) -> None:
+        self.runs[job.key] = {
+            "setting": job.setting,
+            "name": job.row.name,
+            "recipe": job.row.recipe,
+            "tables": job.row.tables,
+            "seed": job.seed,
+            "factor": job.factor,
+            "outcome": asdict(outcome),
+        }
+        self._path.parent.mkdir(exist_ok=True)
+        head = {"command": "python benchmarks/recipes.py", "commit": commit(), "machine": machine()}
+        write_atomically(self._path, json.dumps({**head, "runs": self.runs}, indent=1).encode())
+
+    def best_factor(self, name: str) -> float:
+        """Of the grid; 1 where it was not searched."""
+        tried = [run for run in self.runs.values() if run["setting"] == "grid" and run["name"] == name]
+        best = min(tried, key=lambda run: float(run["outcome"]["validation_loss"]), default=None)
+        return float(best["factor"]) if best else 1.0
+
+    def comparison(self, setting: str, names: Sequence[str]) -> Comparison:
+        """Those that were run there."""
+        series = []
+        for name in names:
+            found = [run for run in self.runs.values() if run["setting"] == setting and run["name"] == name]
+            outcomes = tuple(_outcome(run["outcome"]) for run in found if run["factor"] == self.best_factor(name))
+            if outcomes:
+                series.append(Series(name, outcomes))
+        return Comparison(tuple(series))
+
+
+def _outcome(values: dict[str, Any]) -> Outcome:
+    return Outcome(**{**values, "curve": tuple(Point(**point) for point in values["curve"])})
+
+
+def commit() -> str:
+    told = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HOME, check=False)
+    return told.stdout.strip()
+
+
+def machine() -> str:
+    return f"{platform.machine()}, {multiprocessing.cpu_count()} cores, torch {torch.__version__}"
+
+
+def perform(jobs: Sequence[Job], ledger: Ledger, workers: int) -> None:
+    """Those that are missing, a few at a time; each is on disk once it is done."""
+    missing = [job for job in jobs if job.key not in ledger.runs]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(run, job): job for job in missing}
+        for done, future in enumerate(as_completed(running), 1):
+            job, outcome = running[future], future.result()
+            ledger.add(job, outcome)
+            figures = f"{outcome.validation_loss:.4f} at {outcome.bits_per_parameter_step:.4g} bits"
+            sys.stderr.write(f"{done} of {len(missing)}: {job.key}: {figures}, {outcome.processor_seconds:.0f} s\n")
+
+
+def markdown(comparison: Comparison) -> Iterator[str]:
+    """`of data parallel`: how far above its loss at equal tokens; `then`: its loss after as much virtual time."""
+    yield "| recipe | validation loss | of data parallel | bits a parameter and step | virtual s | computing | then |"
+    yield "|---|---|---|---|---|---|---|"
+    reference = next((one.loss for one in comparison.series if one.name == DATA_PARALLEL), None)
+    for series in sorted(comparison.series, key=lambda one: one.loss):
+        spread = f" +- {series.loss_deviation:.3f}" if len(series.outcomes) > 1 else ""
+        above = "" if reference is None else f"{series.loss / reference - 1:+.1%}"
+        then = comparison.data_parallel_at(series.mean("virtual_seconds")) if reference is not None else None
+        yield (
+            f"| {series.name} | {series.loss:.3f}{spread} | {above} | {series.mean('bits_per_parameter_step'):.4g} "
+            f"| {series.mean('virtual_seconds'):,.0f} | {series.mean('compute_share'):.0%} "
+            f"| {'-' if then is None else f'{then:.3f}'} |"
+        )
+
+
+def report(ledger: Ledger, settings: Iterable[str], names: Sequence[str]) -> None:
+    for setting in settings:
+        comparison = ledger.comparison(setting, names)
+        if comparison.series:
+            sys.stdout.write(f"\n### {setting}\n\n" + "\n".join(markdown(comparison)) + "\n")
+            write_atomically(DOCS / f"recipes-{setting}.svg", plot.svg(comparison).encode())
+
+
+def jobs_of(words: argparse.Namespace, chosen: Sequence[Row], ledger: Ledger) -> list[Job]:
+    if words.grid:
+        return [Job(row, "grid", 0, factor) for row in chosen for factor in FACTORS]
+    seeds, settings = range(words.seeds), words.settings
+    return [
+        Job(row, setting, seed, ledger.best_factor(row.name))
+        for setting in settings
+        for seed in seeds
+        for row in chosen
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    words = _parser().parse_args(arguments)
+    everything = rows()
+    names = [row.name for row in everything]
+    chosen = [row for row in everything if not words.only or row.name in words.only]
+    ledger = Ledger(words.results)
+    if not words.report:
+        perform(jobs_of(words, chosen, ledger), ledger, words.workers)
+    if words.json:
+        sys.stdout.write(json.dumps(ledger.comparison(words.settings[0], names).to_json(), indent=1) + "\n")
+    else:
+        report(ledger, words.settings, names)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--settings", nargs="*", default=["scratch", "warm"], choices=["scratch", "warm"])
+    parser.add_argument("--grid", action="store_true", help="search each recipe's step instead")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""`murmur host` and `murmur replay`."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from node.config import EVERYWHERE_LISTEN, NodeSettings, node_settings
+from node.daemon.assembly import Assembly
+from node.daemon.lifecycle import run_node
+from node.folder import RunFolder
+from node.host.hosting import MAX_CONNECTIONS, Door, hosting
+from node.host.journal import read_events
+from node.host.observer import Observer, watching
+from node.host.recorder import Recorder
+from node.host.server import Face, application
+from node.host.window import window_of
+from node.logs import configure_logs
+from node.places import hosted_folder
+from node.web import listening, serving
+from protocol.errors import DataError
+from protocol.identity import Identity
+from protocol.manifest import load_manifest
+
+LEAVE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asked for; None: not said."""
+
+    run: Path
+    folder: Path | None
+    http: str
+    public_url: str | None
+    train: bool
+    peers: tuple[str, ...]
+    listen: tuple[str, ...]
+    name: str
+    device: str
+    threads: int | None
+    log_json: bool
+
+
+def host(wish: Wish) -> None:
+    """Until Ctrl-C. Raises MurmurError."""
+    manifest = load_manifest(wish.run)
+    door = Door.parse(wish.http, wish.public_url)
+    settings = node_settings(
+        manifest=manifest,
+        base=wish.run.parent.resolve(),
+        folder=(wish.folder or hosted_folder(manifest)).resolve(),
+        peers=wish.peers,
+        listen=wish.listen or (EVERYWHERE_LISTEN,),
+        name=wish.name,
+        device=wish.device,
+        threads=wish.threads,
+        log_json=wish.log_json,
+    )
+    configure_logs(wish.log_json)
+    asyncio.run(_train(settings, door) if wish.train else _watch(settings, door))
+
+
+async def _train(settings: NodeSettings, door: Door) -> None:
+    """A node like any other, and the page beside it. Where the page fails, the node goes on."""
+    folder = RunFolder(settings.folder)
+
+    @contextlib.asynccontextmanager
+    async def beside(node: Assembly) -> AsyncIterator[None]:
+        identity = Identity.load_or_create(folder.key)
+        async with hosting(window_of(node, identity, settings.manifest), folder, door):
+            yield
+
+    await run_node(settings, beside)
+
+
+async def _watch(settings: NodeSettings, door: Door) -> None:
+    folder = RunFolder(settings.folder)
+    folder.claim(settings.manifest)
+    try:
+        async with watching(
+            settings.manifest, folder, settings.peers, settings.listen, settings.name, version("murmuration")
+        ) as observer:
+            folder.announce(observer.window.peer_id, await observer.window.transport.addresses(), 0)
+            async with hosting(observer.window, folder, door) as watch:
+                await _until_told(observer, watch)
+    finally:
+        folder.release()
+
+
+async def _until_told(observer: Observer, watch: asyncio.Task[None]) -> None:
+    """Gossip until a signal comes or something ends that never should; then tell the others that we go."""
+    stop = asyncio.Event()
+    _stop_by_signals(stop)
+    loops = [asyncio.create_task(observer.window.directory.run()), asyncio.create_task(observer.rendezvous.run())]
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait({watch, stopped, *loops}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task
+    finally:
+        for task in (stopped, *loops):
+            task.cancel()
+        await asyncio.gather(stopped, *loops, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):  # whoever could not be told will notice
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await observer.window.directory.leave()
+
+
+def _stop_by_signals(stop: asyncio.Event) -> None:
+    def signalled() -> None:
+        if stop.is_set():
+            os._exit(130)  # p2pd dies with us
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, signalled)
+
+
+def replay(journal: Path, http: str) -> None:
+    """Serve an old run until Ctrl-C. Raises MurmurError."""
+    recorder = Recorder(None, read_events(journal))
+    if recorder.state.facts is None:
+        raise DataError(f"{journal} tells of no run; name the events.jsonl of a host")
+    configure_logs(False)
+    asyncio.run(_replay(recorder, Door.parse(http, None)))
+
+
+async def _replay(recorder: Recorder, door: Door) -> None:
+    ended = max((line.at for line in recorder.state.log), default=recorder.state.opened)
+    face = Face(recorder, None, clock=lambda: ended)
+    stop = asyncio.Event()
+    _stop_by_signals(stop)
+    async with serving(application(face), listening(door.host, door.port, "--http"), MAX_CONNECTIONS) as port:
+        print(f"page  http://{door.host}:{port}/", flush=True)
+        await stop.wait()

@@ -1,0 +1,132 @@
+"""A host's own work, beside whatever node it looks through: the journal, the watch and the page."""
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from node.folder import RunFolder
+from node.host.events import Facts, Opened
+from node.host.journal import NAME
+from node.host.recorder import Recorder
+from node.host.server import Face, application
+from node.host.watch import Watch
+from node.host.window import Window
+from node.model import shape_table
+from node.web import listening, serving
+from protocol.errors import TransportError, UnreachableError, UsageError
+from protocol.identity import PeerId
+from protocol.manifest import Manifest
+from protocol.signed_manifest import fingerprint, seal
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 1024
+MAX_BOOTSTRAP = 8  # addresses in the manifest that is served
+OWN_ADDRESSES = 4  # of them ours
+SEAL_SECONDS = 5.0  # that a signed text is served for
+ADDRESS = re.compile(r"^(?:(?P<host>[A-Za-z0-9.\-]*|\[[0-9A-Fa-f:.]+\]):)?(?P<port>\d{1,5})$")
+LOOPBACK = ("/ip4/127.", "/ip6/::1/")
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where the page is served, and how others reach it where that differs."""
+
+    host: str
+    port: int
+    public_url: str | None = None
+
+    @classmethod
+    def parse(cls, address: str, public_url: str | None) -> "Door":
+        """`HOST:PORT`, `:PORT` or `PORT`. Raises UsageError."""
+        found = ADDRESS.match(address)
+        if not found or int(found["port"]) > 65535:
+            raise UsageError(f"--http: {address!r} is no address; write it like 127.0.0.1:8080 or 0.0.0.0:8080")
+        if public_url is not None and not re.match(r"^https?://[^\s/]+(/[^\s]*)?$", public_url):
+            raise UsageError(f"--public-url: {public_url!r} is no URL; write it like https://run.example.org")
+        host = (found["host"] or "127.0.0.1").strip("[]")
+        return cls(host, int(found["port"]), public_url.rstrip("/") if public_url else None)
+
+
+def facts_of(manifest: Manifest, organiser: PeerId) -> Facts:
+    return Facts(
+        run=manifest.run.name,
+        run_id=manifest.run_id,
+        recipe=manifest.method.recipe,
+        parameters=shape_table(manifest.model).numel,
+        batch_tokens=manifest.train.batch_tokens,
+        min_peers=manifest.run.min_peers,
+        target_rounds=manifest.target.rounds,
+        target_tokens=manifest.target.tokens,
+        organiser=organiser,
+        expiry=manifest.membership.expiry,
+    )
+
+
+class Seal:
+    """The signed manifest, with addresses at which the run is found now."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._text, self._until = b"", 0.0
+
+    async def text(self) -> bytes:
+        if time.monotonic() > self._until:
+            manifest = self._window.manifest
+            run = manifest.run.model_copy(update={"bootstrap": await self._bootstrap()})
+            self._text = seal(manifest.model_copy(update={"run": run}), self._window.identity)
+            self._until = time.monotonic() + SEAL_SECONDS
+        return self._text
+
+    async def _bootstrap(self) -> tuple[str, ...]:
+        """Ours first, then what the manifest says, then one of each of some peers: any of them is enough to join."""
+        try:
+            own = await self._window.transport.addresses()
+        except (TransportError, UnreachableError) as error:
+            logger.warning("our own addresses cannot be read now: %s", error)
+            own = ()
+        neighbours = self._window.directory.neighbours().values()
+        others = [addresses[0] for addresses in map(reachable_first, neighbours) if addresses]
+        chosen = [*reachable_first(own)[:OWN_ADDRESSES], *self._window.manifest.run.bootstrap, *others]
+        return tuple(dict.fromkeys(chosen))[:MAX_BOOTSTRAP]
+
+
+def reachable_first(addresses: Sequence[str]) -> list[str]:
+    """Those of this machine alone come last."""
+    return sorted(addresses, key=lambda address: address.startswith(LOOPBACK))
+
+
+@contextlib.asynccontextmanager
+async def hosting(window: Window, folder: RunFolder, door: Door) -> AsyncIterator[asyncio.Task[None]]:
+    """Watches and serves while inside; yields the watch, which ends only by a fault."""
+    facts = facts_of(window.manifest, window.peer_id)
+    listener = listening(door.host, door.port, "--http")
+    recorder = Recorder.at(folder.path / NAME, Opened(at=time.time(), facts=facts))
+    face = Face(recorder, Seal(window).text, door.public_url)
+    watch = asyncio.create_task(Watch(window, recorder).run(), name="watch")
+    watch.add_done_callback(_ended)
+    try:
+        async with serving(application(face), listener, MAX_CONNECTIONS) as port:
+            _say(facts, door, port)
+            yield watch
+    finally:
+        watch.cancel()
+        await asyncio.wait({watch})
+        recorder.close()
+
+
+def _say(facts: Facts, door: Door, port: int) -> None:
+    shown = f"[{door.host}]" if ":" in door.host else door.host
+    base = door.public_url or f"http://{shown}:{port}"
+    print(f"page         {base}/", flush=True)
+    print(f"to take part murmur join {base}/run.toml", flush=True)
+    print(f"fingerprint  {fingerprint(facts.organiser)}", flush=True)
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the watch has ended, the page stands still; training goes on", exc_info=error)

@@ -1,0 +1,169 @@
+"""What `murmur join RUN` is given: a file, an http(s) address, or murmur://RUN_ID@MULTIADDRESS.
+
+    a file           is the person's own word; where it is signed, the signature must be right
+    https://...      must be signed; the first key seen is kept, and another one is refused from then on
+    http://...       the same, but only to this machine and to private networks, unless --insecure is given
+    murmur://...     is fetched from that peer and needs no signature: the run id is the hash of what comes
+
+A manifest from elsewhere may not name files of this machine: its paths lead into the folder `data` of the node.
+"""
+
+import asyncio
+import ipaddress
+import re
+import socket
+import ssl
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from urllib.parse import SplitResult, urlsplit
+
+import grpc
+import httpx2
+
+from protocol.errors import MalformedError, ManifestError, OrganiserError, UnreachableError, UsageError
+from protocol.identity import PeerId
+from protocol.manifest import Manifest, load_manifest, parse_manifest
+from protocol.murmur_pb2 import ManifestReply, ManifestRequest
+from protocol.murmur_pb2_grpc import RunsStub
+from protocol.network.transport import Transport
+from protocol.records import peer_of
+from protocol.signed_manifest import MAX_SIGNED_BYTES, SignedManifest, open_sealed
+
+DOWNLOAD_SECONDS = 20.0
+PEER_SECONDS = 30.0
+LINK = re.compile(r"^murmur://(?P<run>[0-9a-f]{64})@(?P<address>/\S{1,400})$")
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """A run to join. `base`: where relative paths start, None for the node's own folder; `source`: the address."""
+
+    manifest: Manifest
+    organiser: PeerId | None
+    base: Path | None
+    source: str | None = None
+    peers: tuple[str, ...] = ()
+
+
+def accept(run: str, insecure: bool) -> Invitation:
+    """Read or fetch it. Raises MurmurError, one line that says what to do."""
+    if run.startswith("murmur://"):
+        return asyncio.run(_from_peer(run))
+    if run.startswith(("http://", "https://")):
+        return _from_web(run, insecure)
+    if "://" in run:
+        raise UsageError(f"{run} is no run; give a file, an http(s) address or murmur://RUN_ID@MULTIADDRESS")
+    return _from_file(Path(run))
+
+
+def _from_file(path: Path) -> Invitation:
+    load_manifest(path)  # says what is wrong with a file, and where
+    with path.open("rb") as file:
+        signed = open_sealed(file.read(MAX_SIGNED_BYTES + 1), str(path))
+    return Invitation(signed.manifest, signed.organiser, path.parent.resolve())
+
+
+def _from_web(url: str, insecure: bool) -> Invitation:
+    parts = urlsplit(url)
+    if not parts.hostname:
+        raise UsageError(f"{url} names no host; write it like https://run.example.org/run.toml")
+    if parts.scheme == "http" and not insecure:
+        _require_private(parts)
+    signed = _checked(lambda: open_sealed(_download(url), url))
+    if signed.organiser is None:
+        raise OrganiserError(f"{url} is not signed; ask for the address that `murmur host` prints, or get it as a file")
+    require_tame(signed.manifest)
+    return Invitation(signed.manifest, signed.organiser, None, source=url)
+
+
+def _checked(read: Callable[[], SignedManifest]) -> SignedManifest:
+    try:
+        return read()
+    except ManifestError as error:
+        raise ManifestError(f"{error} (the run may need another version of murmur)") from error
+
+
+def _download(url: str) -> bytes:
+    """At most MAX_SIGNED_BYTES, within DOWNLOAD_SECONDS; follows no redirect."""
+
+    async def fetch() -> bytes:
+        async with asyncio.timeout(DOWNLOAD_SECONDS), httpx2.AsyncClient(timeout=DOWNLOAD_SECONDS) as client:
+            return await _body(client, url)
+
+    try:
+        return asyncio.run(fetch())
+    except (TimeoutError, httpx2.HTTPError, httpx2.InvalidURL, ssl.SSLError) as error:
+        raise UnreachableError(f"cannot get {url}: {str(error) or 'no answer in time'}; check the address") from error
+
+
+async def _body(client: httpx2.AsyncClient, url: str) -> bytes:
+    text = bytearray()
+    async with client.stream("GET", url) as response:
+        if response.is_redirect:
+            place = response.headers.get("location", "elsewhere")[:200]
+            raise UsageError(f"{url} has moved to {place}; join that address")
+        if response.status_code != 200:
+            raise UnreachableError(f"{url} answers with {response.status_code}; check the address")
+        async for chunk in response.aiter_bytes():
+            text += chunk
+            if len(text) > MAX_SIGNED_BYTES:
+                raise ManifestError(f"{url} is no manifest: it has more than {MAX_SIGNED_BYTES} bytes")
+    return bytes(text)
+
+
+def _require_private(parts: SplitResult) -> None:
+    """Without TLS anyone on the way could put another key in at the first visit."""
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UnreachableError(f"cannot find {parts.hostname}: {error.strerror}; check the address") from error
+    if any(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_global for address in found):
+        raise OrganiserError(
+            f"{parts.hostname} is out on the internet and http:// can be altered on the way; use https://, or "
+            "--insecure if you compare the fingerprint yourself"
+        )
+
+
+async def _from_peer(link: str) -> Invitation:
+    found = LINK.match(link)
+    if not found:
+        raise UsageError(
+            "write it like murmur://RUN_ID@/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...; see `murmur join -h`"
+        )
+    run_id, address = found["run"], found["address"]
+    try:
+        peer_of(address)
+    except MalformedError as error:
+        raise UsageError(f"{address} does not end in /p2p/ and a peer id") from error
+    text = await _ask_peer(run_id, address)
+    manifest = _checked(lambda: SignedManifest(parse_manifest(text, link), None)).manifest
+    if manifest.run_id != run_id:
+        raise OrganiserError(f"{address} gave the manifest of another run; ask whoever gave you the link")
+    require_tame(manifest)
+    return Invitation(manifest, None, None, peers=(address,))
+
+
+async def _ask_peer(run_id: str, address: str) -> bytes:
+    """Under a key that is thrown away: nobody has joined anything yet."""
+    with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
+        transport = await Transport.start(Path(folder) / "key", Path(folder), [])
+        try:
+            peer = await transport.connect(address, PEER_SECONDS)
+            request = ManifestRequest(run=bytes.fromhex(run_id))
+            reply: ManifestReply = await RunsStub(transport.channel(peer)).Manifest(request, timeout=PEER_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise UnreachableError(f"{address} does not tell the run: {error.details()}; try another peer") from error
+        finally:
+            await transport.stop()
+    return reply.toml
+
+
+def require_tame(manifest: Manifest) -> None:
+    """OrganiserError where a manifest from elsewhere would read files that are not meant for it."""
+    for key, path in (("data.path", manifest.data.path), ("data.tokenizer", manifest.data.tokenizer)):
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or path.startswith("~"):
+            raise OrganiserError(
+                f"{key} = {path[:80]!r} leads out of the node's folder; a run from elsewhere may not name files here"
+            )

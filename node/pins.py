@@ -1,0 +1,67 @@
+"""Whose run a folder belongs to: the organiser's key is kept at the first visit, and another one refused from then on.
+
+    DIR/organiser.json   {"organiser": peer id, "source": the address it came from}
+
+An address is also looked up in the folders of all other runs joined here: whoever takes over a web server cannot put
+a run of another key in the place of the old one unnoticed.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.folder import write_atomically
+from node.links import Invitation
+from node.places import joined_home
+from protocol.errors import OrganiserError
+from protocol.identity import PeerId
+from protocol.signed_manifest import fingerprint
+
+NAME = "organiser.json"
+
+
+@dataclass(frozen=True)
+class Pin:
+    path: Path
+    organiser: PeerId
+    source: str | None
+
+
+def check_pin(folder: Path, invitation: Invitation) -> bool:
+    """Whether the key is new here. Raises OrganiserError for one that is not the first."""
+    if invitation.organiser is None:
+        return False
+    own = _read(folder / NAME)
+    others = _others(joined_home().glob(f"*/{NAME}"), invitation.source) if invitation.source else []
+    for pin in [own, *others]:
+        if pin is not None and pin.organiser != invitation.organiser:
+            raise OrganiserError(_changed(pin, invitation.organiser))
+    return own is None
+
+
+def keep_pin(folder: Path, invitation: Invitation) -> None:
+    """Raises StorageError."""
+    values = {"organiser": invitation.organiser, "source": invitation.source}
+    write_atomically(folder / NAME, json.dumps(values).encode())
+
+
+def _changed(pin: Pin, organiser: PeerId) -> str:
+    return (
+        f"the run is signed by another key ({fingerprint(organiser)}) than before ({fingerprint(pin.organiser)}): "
+        f"ask the organiser; if the new key is right, remove {pin.path}"
+    )
+
+
+def _others(paths: Iterable[Path], source: str) -> list[Pin]:
+    return [pin for pin in map(_read, paths) if pin is not None and pin.source == source]
+
+
+def _read(path: Path) -> Pin | None:
+    try:
+        values = json.loads(path.read_bytes())
+        return Pin(path, str(values["organiser"]), values["source"] and str(values["source"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OrganiserError(f"{path} cannot be read; restore it, or remove it and compare the fingerprint") from error

@@ -1,0 +1,67 @@
+"""Elementwise work on slabs of memory, in as many threads as torch would use in the caller's place.
+
+Torch's own threads wait for one another at the end of each operation: where other work has the processors, that takes
+twenty times as long as the operation. Here each thread takes the next slab when it is done with one. The workers are
+threads of ours in which torch keeps to itself; both torch and numpy let go of the interpreter while they compute.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Item = TypeVar("Item")
+MOST = 8  # more threads than that only wait for the memory
+
+_starting = threading.Lock()
+_local = threading.local()
+
+
+def each(work: Callable[[Item], object], items: Iterable[Item]) -> None:
+    """Call `work` for every item, in any order, and raise what it raises. `work` must not call `each`."""
+    waiting = list(items)
+    threads = min(torch.get_num_threads(), os.cpu_count() or 1, MOST, len(waiting))
+    if threads < 2:
+        for item in waiting:
+            work(item)
+        return
+    remaining = iter(waiting)  # of a list: `next` is atomic
+
+    def drain() -> None:
+        for item in remaining:
+            work(item)
+
+    with _starting:
+        pool = _pool()
+    futures = [pool.submit(drain) for _ in range(threads)]
+    wait(futures)
+    for future in futures:
+        future.result()
+
+
+def scratch(name: str, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
+    """An array of this thread's that keeps its memory, and loses its content at the next call with that name."""
+    arrays: dict[tuple[str, npt.DTypeLike], npt.NDArray[Any]] = _local.__dict__
+    array = arrays.get((name, dtype))
+    if array is None or array.size < count:
+        array = arrays[name, dtype] = np.empty(count, dtype)
+    return array[:count]
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """Workers in which torch has one thread. Torch keeps that number for each thread, but what one sets is also what
+    threads to come begin with: all workers start here, and then the caller's own number is set again."""
+    count = min(os.cpu_count() or 1, MOST)
+    threads = torch.get_num_threads()
+    together = threading.Barrier(count)
+    pool = ThreadPoolExecutor(count, "codec", initializer=torch.set_num_threads, initargs=(1,))
+    wait([pool.submit(together.wait) for _ in range(count)])
+    torch.set_num_threads(threads)
+    return pool

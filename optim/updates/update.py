@@ -1,0 +1,65 @@
+"""What every update offers, and the rule that all of them keep.
+
+Every peer applies the same update and must hold the same bits afterwards. Therefore each line is one elementwise
+operation with one rounding: a fused `add(x, alpha=...)` is a fused multiply-add on some processors and not on others,
+and at the ends of a vector not even on those.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from optim.layout import Span, within
+from optim.vectors import norm
+
+EPSILON = 1e-8
+SLAB = 1 << 18  # values whose temporaries stay in the cache
+
+Slots = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """`round`: how often these values were updated before; `step`: local steps of a peer before this round's; `decay`:
+    the share of the run's learning rate that is left at that step, for updates that take an optimizer's place;
+    `matrices`: where they stand, which alone are decayed."""
+
+    round: int = 0
+    step: int = 0
+    decay: float = 1.0
+    matrices: tuple[Span, ...] = ()
+
+    def within(self, start: int, stop: int) -> "Moment":
+        """Of that span of the model."""
+        return replace(self, matrices=within(self.matrices, start, stop))
+
+
+class Update(ABC):
+    """The outer optimizer. `slots` names its state vectors, each flat fp32 of the model's size, zero at the start.
+    `signals`: the kinds of signal that it can make a step of; empty: all whose message is one uphill vector."""
+
+    kind: ClassVar[str]
+    slots: ClassVar[tuple[str, ...]] = ()
+    signals: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
+        """Change `anchor` and `slots` in place. All are flat fp32 tensors of one size on the CPU."""
+
+
+def slabs(vector: torch.Tensor) -> Iterator[slice]:
+    return (slice(start, start + SLAB) for start in range(0, vector.numel(), SLAB))
+
+
+def length(vector: torch.Tensor) -> float:
+    """The Euclidean norm, the same on every machine."""
+    return norm(vector[part].numpy() for part in slabs(vector))
+
+
+def decay_matrices(anchor: torch.Tensor, moment: Moment, share: float) -> None:
+    """phi <- phi * (1 - share), matrices only."""
+    for start, stop in moment.matrices:
+        anchor[start:stop] *= 1 - share

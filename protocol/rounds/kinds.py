@@ -1,0 +1,38 @@
+"""All kinds of statements about a round, and how to read one."""
+
+from collections.abc import Callable
+
+from google.protobuf.message import Message
+
+from protocol import murmur_pb2 as wire
+from protocol.errors import MalformedError
+from protocol.manifest import RunId
+from protocol.records import open_signed
+from protocol.rounds.reports import Acknowledgement, Decision, Holding, Inclusion, Part
+from protocol.rounds.statements import MAX_STATEMENT_BYTES, Commit, Contribution, Roster, Statement, Terms
+
+Body = Contribution | Roster | Holding | Inclusion | Part | Commit | Acknowledgement | Decision
+
+KINDS: dict[str, tuple[type[Message], Callable[..., Body]]] = {
+    "contribution": (wire.Contribution, Contribution.from_wire),
+    "roster": (wire.Roster, Roster.from_wire),
+    "holding": (wire.Holding, Holding.from_wire),
+    "inclusion": (wire.Inclusion, Inclusion.from_wire),
+    "part": (wire.Part, Part.from_wire),
+    "commit": (wire.Commit, Commit.from_wire),
+    "acknowledgement": (wire.Acknowledgement, Acknowledgement.from_wire),
+    "decision": (wire.Decision, Decision.from_wire),
+}
+
+
+def kind_of(body: Body) -> str:
+    return type(body).__name__.lower()
+
+
+def parse(signed: wire.Signed, run_id: RunId, terms: Terms) -> Statement[Body]:
+    """The checked statement in an envelope. Raises MalformedError, ForgedError or LimitError."""
+    if signed.kind not in KINDS:
+        raise MalformedError("a statement of a kind that no round knows")
+    message, from_wire = KINDS[signed.kind]
+    body = from_wire(open_signed(signed, run_id, signed.kind, message, MAX_STATEMENT_BYTES), run_id, terms)
+    return Statement.of(signed, body)

@@ -1,0 +1,176 @@
+"""What members say between the roster and the decision of a round, each body checked in full."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from protocol import murmur_pb2 as wire
+from protocol.blobs.blob import Blob, check_digest
+from protocol.errors import MalformedError
+from protocol.identity import PeerId, public_key
+from protocol.manifest import RunId
+from protocol.records import open_signed
+from protocol.rounds.statements import (
+    MAX_CONTRIBUTIONS,
+    MAX_HELD,
+    Digest,
+    Statement,
+    Terms,
+    check_ascending,
+    check_count,
+    check_parts,
+    check_round,
+)
+
+MAX_VOTES = 4096
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Which blobs a member holds of a roster; NO_ROSTER: it only tells its view.
+
+    `lock`: the newest proposal that it acknowledged; empty where there is none.
+    """
+
+    round: int
+    view: int
+    roster: Digest
+    blobs: tuple[Digest, ...]
+    lock: Digest = b""
+
+    def to_wire(self) -> wire.Holding:
+        return wire.Holding(round=self.round, view=self.view, roster=self.roster, blobs=self.blobs, lock=self.lock)
+
+    @classmethod
+    def from_wire(cls, body: wire.Holding, run_id: RunId, terms: Terms) -> Self:
+        check_round(body.round, body.roster)
+        check_count(len(body.blobs), MAX_HELD, "blobs")
+        for digest in body.blobs:
+            check_digest(digest)
+        check_ascending(body.blobs, "held blobs")
+        if body.lock:
+            check_digest(body.lock)
+        return cls(body.round, body.view, body.roster, tuple(body.blobs), body.lock)
+
+
+@dataclass(frozen=True)
+class Acknowledgement:
+    """The sender holds all that it takes to apply a proposal, and acknowledges nothing older any more."""
+
+    round: int
+    view: int
+    proposal: Digest
+
+    def to_wire(self) -> wire.Acknowledgement:
+        return wire.Acknowledgement(round=self.round, view=self.view, proposal=self.proposal)
+
+    @classmethod
+    def from_wire(cls, body: wire.Acknowledgement, run_id: RunId, terms: Terms) -> Self:
+        check_round(body.round, body.proposal)
+        return cls(body.round, body.view, body.proposal)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Acknowledgements of one proposal, ascending by sender; those of a majority decide it, whoever passes them on.
+
+    Their bodies are all the same, so only senders and signatures stand in it.
+    """
+
+    round: int
+    view: int
+    proposal: Digest
+    acknowledgements: tuple[Statement[Acknowledgement], ...]
+
+    def to_wire(self) -> wire.Decision:
+        return wire.Decision(
+            round=self.round,
+            view=self.view,
+            proposal=self.proposal,
+            peers=[acknowledgement.sender for acknowledgement in self.acknowledgements],
+            signatures=[acknowledgement.signed.signature for acknowledgement in self.acknowledgements],
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.Decision, run_id: RunId, terms: Terms) -> Self:
+        check_round(body.round, body.proposal)
+        check_count(len(body.peers), MAX_VOTES, "acknowledgements")
+        if len(body.peers) != len(body.signatures):
+            raise MalformedError(f"a decision of {len(body.peers)} peers and {len(body.signatures)} signatures")
+        check_ascending(body.peers, "acknowledgements")
+        said = Acknowledgement(body.round, body.view, body.proposal)
+        for signed in (envelopes := acknowledging(body)):
+            open_signed(signed, run_id, signed.kind, wire.Acknowledgement)
+        votes = tuple(Statement.of(signed, said) for signed in envelopes)
+        return cls(body.round, body.view, body.proposal, votes)
+
+
+def acknowledging(body: wire.Decision) -> list[wire.Signed]:
+    """The envelopes of a decision's acknowledgements."""
+    said = Acknowledgement(body.round, body.view, body.proposal).to_wire().SerializeToString(deterministic=True)
+    return [
+        wire.Signed(kind="acknowledgement", peer=peer, body=said, signature=signature)
+        for peer, signature in zip(body.peers, body.signatures, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Inclusion:
+    """Whose contributions the reducers shall sum, and who reduces which part."""
+
+    round: int
+    view: int
+    roster: Digest
+    attempt: int
+    included: tuple[PeerId, ...]
+    reducers: tuple[PeerId, ...]
+
+    def to_wire(self) -> wire.Inclusion:
+        return wire.Inclusion(
+            round=self.round,
+            view=self.view,
+            roster=self.roster,
+            attempt=self.attempt,
+            included=self.included,
+            reducers=self.reducers,
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.Inclusion, run_id: RunId, terms: Terms) -> Self:
+        check_round(body.round, body.roster)
+        check_count(len(body.included), MAX_CONTRIBUTIONS, "included peers")
+        if not body.included:
+            raise MalformedError("an inclusion that names nobody")
+        check_parts(len(body.reducers), terms, "an inclusion")
+        for peer in {*body.included, *body.reducers}:
+            public_key(peer)
+        check_ascending(body.included, "included peers")
+        return cls(body.round, body.view, body.roster, body.attempt, tuple(body.included), tuple(body.reducers))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part has been reduced and encoded."""
+
+    round: int
+    view: int
+    roster: Digest
+    attempt: int
+    part: int
+    blob: Blob
+
+    def to_wire(self) -> wire.Part:
+        return wire.Part(
+            round=self.round,
+            view=self.view,
+            roster=self.roster,
+            attempt=self.attempt,
+            part=self.part,
+            blob=self.blob.to_wire(),
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.Part, run_id: RunId, terms: Terms) -> Self:
+        check_round(body.round, body.roster)
+        if body.part >= terms.parts:
+            raise MalformedError(f"part {body.part} where there are at most {terms.parts}")
+        return cls(body.round, body.view, body.roster, body.attempt, body.part, terms.blob(body.blob))

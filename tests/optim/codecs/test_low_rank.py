@@ -1,0 +1,147 @@
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from optim.codecs.low_rank import INNER, Inner, LowRank
+from optim.errors import CodecError
+from optim.layout import Layout
+from optim.vectors import SLAB, Floats
+
+LAYOUT = Layout(((96, 128), (128,), (40, 8, 16), (4, 6), (300, 80)))
+# Prints digests of a payload, of what it decodes to, and, as the control, of the product in fp32.
+PROGRAM = """
+import hashlib, numpy as np, torch
+from optim.codecs.low_rank import LowRank
+from optim.layout import Layout
+values = torch.from_numpy(np.random.default_rng(0).standard_normal(300 * 500, np.float32))
+codec = LowRank(rank=16, values="fp16").bind(Layout(((300, 500),)), 1)
+payload = codec.encode(values)
+decoded = codec.read(payload, values.numel())
+factors = np.random.default_rng(1).standard_normal((300, 16), np.float32), np.ones((16, 500), np.float32) / 3
+for result in (payload, decoded.dense().tobytes(), (factors[0] @ factors[1]).tobytes()):
+    print(hashlib.sha256(result).hexdigest())
+"""
+
+
+def draw(numel: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(numel, np.float32))
+
+
+def of_rank(rows: int, columns: int, spectrum: Floats) -> torch.Tensor:
+    generator = np.random.default_rng(rows)
+    left = np.linalg.qr(generator.standard_normal((rows, spectrum.size)))[0]
+    right = np.linalg.qr(generator.standard_normal((columns, spectrum.size)))[0]
+    return torch.from_numpy(((left * spectrum) @ right.T).astype(np.float32).ravel())
+
+
+def error(codec: LowRank, values: torch.Tensor) -> float:
+    return float((codec.decode(codec.encode(values), values.numel()) - values).norm() / values.norm())
+
+
+@pytest.mark.parametrize(("inner", "limit"), [("fp16", 1e-3), ("int8", 0.01), ("int4", 0.16)])
+def test_a_matrix_of_that_rank_loses_only_the_rounding_of_one_factor(inner: Inner, limit: float) -> None:
+    values = of_rank(200, 160, np.array([5, 3, 1, 0.5], np.float32))
+    assert error(LowRank(rank=4, values=inner).bind(Layout(((200, 160),)), 0), values) < limit
+    assert error(LowRank(rank=3, values=inner).bind(Layout(((200, 160),)), 0), values) > 0.08
+
+
+def test_is_near_the_best_of_its_rank() -> None:
+    spectrum = (1 / np.arange(1, 101)).astype(np.float32)
+    values = of_rank(120, 150, spectrum)
+    best = np.linalg.norm(spectrum[8:]) / np.linalg.norm(spectrum)
+    found = error(LowRank(rank=8, values="fp16").bind(Layout(((120, 150),)), 0), values)
+    assert best <= found < 1.1 * best
+
+
+def test_decoded_matrices_have_no_higher_rank() -> None:
+    codec = LowRank(rank=5).bind(LAYOUT, 2)
+    decoded = codec.decode(codec.encode(draw(LAYOUT.numel)), LAYOUT.numel).numpy()
+    for index in (0, 2, 4):
+        shape, (start, stop) = LAYOUT.shapes[index], LAYOUT.spans[index]
+        strengths = np.linalg.svd(decoded[start:stop].reshape(shape[0], -1), compute_uv=False)
+        assert strengths[4] > 0.1 and strengths[5] < 1e-5 * strengths[0]
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_size_is_that_of_the_factors_and_the_rest(inner: Inner) -> None:
+    codec = LowRank(rank=5, values=inner).bind(LAYOUT, 0)
+    sides = (96, 128, 40, 128, 300, 80)
+    factors = sum(INNER[inner].max_bytes(5 * side) for side in sides)
+    payload = codec.encode(draw(LAYOUT.numel))
+    assert len(payload) == codec.max_bytes(LAYOUT.numel) == 2 + factors + (3 + 2 + 128 + 24)
+    assert codec.bits_per_parameter(LAYOUT.numel) == 8 * len(payload) / LAYOUT.numel
+
+
+def test_vectors_and_small_matrices_travel_as_integers() -> None:
+    codec, values = LowRank(rank=5).bind(LAYOUT, 0), draw(LAYOUT.numel)
+    decoded = codec.decode(codec.encode(values), LAYOUT.numel)
+    for index in (1, 3):
+        start, stop = LAYOUT.spans[index]
+        assert float((decoded - values)[start:stop].norm() / values[start:stop].norm()) < 0.01
+
+
+@pytest.mark.parametrize("numel", [1, 2, 3, 100, 10_000, 10_007, SLAB + 12_345])
+def test_a_vector_of_no_known_tensors_is_one_matrix(numel: int) -> None:
+    rows = np.random.default_rng(1).standard_normal(numel, np.float32)
+    codec, values = LowRank(rank=2), torch.from_numpy(rows)
+    rest = values.clone()
+    vector = codec.read(codec.extract(rest), numel)
+    assert np.array_equal(rest.numpy(), rows - vector.dense())
+    assert rest.norm() < values.norm()
+    for part in (slice(0, 1), slice(numel // 3, numel // 2), slice(numel - 1, numel)):
+        assert np.array_equal(vector.span(part), vector.dense()[part])
+
+
+def test_feedback_brings_all_directions_in_time() -> None:
+    """Each round sends the strongest directions of what is left; a matrix of full rank is through after some."""
+    layout, rest = Layout(((64, 64),)), draw(64 * 64)
+    start = rest.norm()
+    for number in range(30):
+        LowRank(rank=8).bind(layout, number).extract(rest)
+    assert rest.norm() < 0.05 * start
+
+
+def test_other_rounds_and_tensors_start_elsewhere() -> None:
+    layout, values = Layout(((60, 60), (60, 60))), draw(3600).repeat(2)
+    payloads = [LowRank(rank=4).bind(layout, number).encode(values) for number in (1, 1, 2)]
+    assert payloads[0] == payloads[1] != payloads[2]
+    decoded = LowRank(rank=4).bind(layout, 1).decode(payloads[0], 7200)
+    assert not torch.equal(decoded[:3600], decoded[3600:])
+
+
+@pytest.mark.parametrize("values", [torch.zeros(3600), torch.ones(3600), torch.eye(60).ravel() * 1e13])
+def test_matrices_of_lower_rank_than_asked_for(values: torch.Tensor) -> None:
+    codec = LowRank(rank=4, values="fp16").bind(Layout(((60, 60),)), 0)
+    decoded = codec.decode(codec.encode(values), 3600)
+    assert torch.isfinite(decoded).all() and decoded.norm() <= values.norm() * 1.001
+
+
+def test_a_basis_that_is_too_long_is_refused() -> None:
+    codec = LowRank(rank=4).bind(Layout(((60, 60),)), 0)
+    payload = bytearray(codec.encode(draw(3600)))
+    payload[4] += 3  # the shared exponent of the first factor's scales
+    with pytest.raises(CodecError, match="longer than one"):
+        codec.read(bytes(payload), 3600)
+
+
+def test_a_vector_of_another_layout_is_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="bound to tensors of 3600"):
+        LowRank().bind(Layout(((60, 60),)), 0).encode(torch.ones(100))
+
+
+def test_every_matrix_library_gives_the_same_bits() -> None:
+    """OpenBLAS run with the kernels of other processors, and with other numbers of threads."""
+    digests = []
+    for processor, threads in (("Prescott", "1"), ("Haswell", "2"), ("SkylakeX", "1"), ("Zen", "3")):
+        environment = os.environ | {"OPENBLAS_CORETYPE": processor, "OPENBLAS_NUM_THREADS": threads}
+        command = [sys.executable, "-c", PROGRAM]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        digests.append(result.stdout.split())
+    payload, decoded, plain = (set(column) for column in zip(*digests, strict=True))
+    assert len(payload) == len(decoded) == 1
+    # The control: a sum that rounds tells the kernels apart.
+    assert len(plain) > 1
