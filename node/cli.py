@@ -121,7 +121,7 @@ def host(
     )  # fmt: skip
 
 
-@app.command(epilog="Example: murmur replay ~/.local/state/murmur/hosts/demo-1a2b3c4d/events.jsonl")
+@app.command(epilog="Example: murmur replay demo/events.jsonl --http 8081")
 def replay(
     journal: Annotated[Path, typer.Argument(metavar="FILE", help="the events.jsonl of a host")],
     http: Annotated[str, typer.Option(metavar="ADDR", help="where the page is served")] = "127.0.0.1:8080",

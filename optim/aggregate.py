@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Payload
 from optim.errors import OptimError
+from optim.exact import power
 from optim.parts import STRICT
 from optim.vectors import Floats, Vector, slabs
 
@@ -69,7 +70,7 @@ class _Weighted(Aggregate):
     staleness: float = Field(default=0.0, ge=0, le=10)
 
     def weight(self, tokens: int, age: int) -> float:
-        return (tokens if self.weights == "tokens" else 1) * math.pow(1 + age, -self.staleness)
+        return (tokens if self.weights == "tokens" else 1) * power(1 + age, -self.staleness)
 
     def _weigh(self, messages: Sequence[Message]) -> list[float]:
         present(messages)

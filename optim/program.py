@@ -159,11 +159,8 @@ class Program:
         signal, numel = plan.method.signal, self.numel
         spans = within(plan.spans, numel, numel * signal.width)
         for (start, stop), piece in zip(spans, torch.split(sent, [stop - start for start, stop in spans]), strict=True):
-            name = signal.averaged[start // numel]
-            values = slots[name][start % numel :][: stop - start]
-            values -= piece
-            if name in signal.never_negative:
-                values.clamp_(min=0)
+            first = start % numel
+            slots[signal.averaged[start // numel]][first : first + stop - start] -= piece
 
 
 def _gather(vector: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:

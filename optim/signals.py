@@ -40,7 +40,6 @@ class Signal(ABC):
     kind: ClassVar[str]
     shares: ClassVar[tuple[str, ...]] = (WEIGHTS,)
     averaged: ClassVar[tuple[str, ...]] = ()  # of the shared ones, those that no update moves: they are averaged
-    never_negative: ClassVar[tuple[str, ...]] = ()  # of those; rounding and what was trained on could make them so
     consumes: ClassVar[tuple[str, ...]] = ()  # vectors of the inner optimizer that begin anew after a message
     is_delta: ClassVar[bool] = True  # what missed its round may be sent later
     is_whole: ClassVar[bool] = False  # not to be sent in fragments
@@ -67,12 +66,20 @@ class PseudoGradient(Signal):
     """How far the weights moved since the last message, pointing uphill as a gradient does (arXiv 2311.08105):
 
     delta = reference - weights
+
+    With `equal_steps` = S above 0, times S / steps: as if every peer had made S steps, each as its own on average,
+    so that who made more does not pull harder (anarchic averaging, arXiv 2108.09875).
     """
 
     kind: ClassVar[str] = "pseudo-gradient"
 
+    equal_steps: int = Field(default=0, ge=0, le=100_000)
+
     def measure(self, progress: Progress) -> torch.Tensor:
-        return progress.reference[WEIGHTS] - progress.live[WEIGHTS]
+        delta = progress.reference[WEIGHTS] - progress.live[WEIGHTS]
+        if self.equal_steps:
+            delta *= self.equal_steps / max(1, progress.steps)
+        return delta
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -86,7 +93,6 @@ class InnerState(Signal):
     kind: ClassVar[str] = "inner-state"
     shares: ClassVar[tuple[str, ...]] = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
     averaged: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT)
-    never_negative: ClassVar[tuple[str, ...]] = (SECOND_MOMENT,)
     is_whole: ClassVar[bool] = True
     width: ClassVar[int] = 3
 

@@ -47,10 +47,10 @@ def each(work: Callable[[Item], object], items: Iterable[Item]) -> None:
 
 def scratch(name: str, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
     """An array of this thread's that keeps its memory, and loses its content at the next call with that name."""
-    arrays: dict[tuple[str, npt.DTypeLike], npt.NDArray[Any]] = _local.__dict__
-    array = arrays.get((name, dtype))
-    if array is None or array.size < count:
-        array = arrays[name, dtype] = np.empty(count, dtype)
+    array: npt.NDArray[Any] | None = getattr(_local, name, None)
+    if array is None or array.size < count or array.dtype != dtype:
+        array = np.empty(count, dtype)
+        setattr(_local, name, array)
     return array[:count]
 
 

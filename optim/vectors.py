@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from optim.threads import each, scratch
+
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
 SLAB = 1 << 18  # values whose temporaries stay in the cache
@@ -22,8 +24,14 @@ class Vector(ABC):
     numel: int
 
     @abstractmethod
+    def restore(self, part: slice, out: Floats) -> None:
+        """Write the values from `part.start` to `part.stop`, at most `numel`, to an array of that length."""
+
     def span(self, part: slice) -> Floats:
-        """The values from `part.start` to `part.stop`, at most `numel`; to be read, not written."""
+        """The same in a new array."""
+        out = np.empty(part.stop - part.start, np.float32)
+        self.restore(part, out)
+        return out
 
     def pieces(self) -> Iterable[slice]:
         """All spans one after the other, as they are cheapest to restore."""
@@ -31,19 +39,36 @@ class Vector(ABC):
 
     def add_to(self, total: Floats, weight: float) -> None:
         """total <- total + weight * self, the product rounded before it is added."""
-        for part in self.pieces():
-            total[part] += self.span(part) * np.float32(weight)
+
+        def add(part: slice) -> None:
+            values = scratch("vector", np.float32, part.stop - part.start)
+            self.restore(part, values)
+            if weight != 1:
+                values *= np.float32(weight)
+            total[part] += values
+
+        each(add, self.pieces())
 
     def add_presence_to(self, total: Floats, weight: float) -> None:
         """Add `weight` wherever this vector is not zero."""
-        for part in self.pieces():
+
+        def add(part: slice) -> None:
             total[part] += (self.span(part) != 0) * np.float32(weight)
+
+        each(add, self.pieces())
+
+    def subtract_from(self, values: Floats) -> None:
+        """values <- values - self"""
+
+        def subtract(part: slice) -> None:
+            values[part] -= self.span(part)
+
+        each(subtract, self.pieces())
 
     def dense(self) -> Floats:
         """A writable array of the whole length."""
         whole = np.empty(self.numel, np.float32)
-        for part in self.pieces():
-            whole[part] = self.span(part)
+        each(lambda part: self.restore(part, whole[part]), self.pieces())
         return whole
 
     def norm(self) -> float:
@@ -53,13 +78,13 @@ class Vector(ABC):
 
 @dataclass(frozen=True)
 class DenseVector(Vector):
-    """`restore` decodes a span on demand: beside the payload there is never more than a slab in memory."""
+    """`restorer` decodes a span on demand, in any thread: beside the payload no more than slabs are in memory."""
 
     numel: int
-    restore: Callable[[slice], Floats]
+    restorer: Callable[[slice, Floats], None]
 
-    def span(self, part: slice) -> Floats:
-        return self.restore(part)
+    def restore(self, part: slice, out: Floats) -> None:
+        self.restorer(part, out)
 
 
 @dataclass(frozen=True)
@@ -70,17 +95,19 @@ class SparseVector(Vector):
     values: Floats
     numel: int
 
-    def span(self, part: slice) -> Floats:
+    def restore(self, part: slice, out: Floats) -> None:
         first, last = np.searchsorted(self.positions, (part.start, part.stop))
-        whole = np.zeros(part.stop - part.start, np.float32)
-        whole[self.positions[first:last] - part.start] = self.values[first:last]
-        return whole
+        out.fill(0)
+        out[self.positions[first:last] - part.start] = self.values[first:last]
 
     def add_to(self, total: Floats, weight: float) -> None:
         total[self.positions] += self.values * np.float32(weight)
 
     def add_presence_to(self, total: Floats, weight: float) -> None:
         total[self.positions] += (self.values != 0) * np.float32(weight)
+
+    def subtract_from(self, values: Floats) -> None:
+        values[self.positions] -= self.values
 
     def norm(self) -> float:
         return norm([self.values[part] for part in slabs(self.values.size)])

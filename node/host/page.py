@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parent / "page"
 STATIC = FOLDER / "static"
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 FEW_LANES = 8  # that have room for broad bars
+ROUNDED_UP = 0.9995  # of a unit: to three digits that is a whole one
 NONE = "-"  # shown where nothing is known
 Values = Mapping[str, Any]
 
@@ -88,9 +89,9 @@ def target(values: Values) -> str:
 def si(value: float) -> str:
     """1840000 -> 1.84 M"""
     for size, letter in UNITS:
-        if value >= size:
-            return f"{value / size:.3g} {letter}" if value / size < 999.5 else f"{value / size:.0f} {letter}"
-    return f"{value:.3g}" if value < 999.5 else "1 k"
+        if value >= ROUNDED_UP * size:
+            return f"{value / size:.3g} {letter}" if value < 1e15 else f"{value / size:.0f} {letter}"
+    return f"{value:.3g}"
 
 
 def unit_of(largest: float) -> tuple[float, str]:

@@ -167,6 +167,11 @@ class Swarm:
             peer.refresh()
 
 
-def peer_name(slot: int, incarnation: int = 1) -> PeerId:
+def identity_of(slot: int, incarnation: int = 1) -> Identity:
+    """Always the same; a peer's data depend on it."""
     secret = hashlib.sha256(f"murmur simulated peer {slot} {incarnation}".encode()).digest()
-    return Identity(Ed25519PrivateKey.from_private_bytes(secret)).peer_id
+    return Identity(Ed25519PrivateKey.from_private_bytes(secret))
+
+
+def peer_name(slot: int, incarnation: int = 1) -> PeerId:
+    return identity_of(slot, incarnation).peer_id

@@ -21,7 +21,7 @@ class InnerOptimizer:
         self._train, self._inner = train, inner
         self._parameter = model.flat
         self._weights = model.flat.detach()
-        self._matrices = model.shapes.layout.matrices
+        self._layout = model.shapes.layout
         self.vectors = {name: torch.zeros_like(self._weights) for name in inner.vectors}
 
     def look_ahead(self, step: int) -> Tensor | None:
@@ -50,4 +50,5 @@ class InnerOptimizer:
     def _step(self, count: int) -> Step:
         train = self._train
         rate = train.learning_rate * rate_share(train, count)
-        return Step(count, rate, train.beta1, train.beta2, train.weight_decay, self._matrices)
+        layout = self._layout
+        return Step(count, rate, train.beta1, train.beta2, train.weight_decay, layout.matrices, layout.spans)

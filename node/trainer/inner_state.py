@@ -219,8 +219,7 @@ class InnerState:
             if name == WEIGHTS:
                 self._model.load_flat(vector)
             else:
-                kept = vector.clamp(min=0) if name in self._signal.never_negative else vector
-                self._optimizer.vectors[name].copy_(kept)
+                self._optimizer.vectors[name].copy_(vector)
 
     def _vectors(self) -> dict[str, Tensor]:
         return {

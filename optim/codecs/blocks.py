@@ -41,7 +41,7 @@ class BlockCodec(Codec):
     """`rows` below are (blocks, block) values, a last short block filled up with zeros."""
 
     bits: ClassVar[int]  # of one value
-    round_up: ClassVar[int] = 0xFFFF  # added to an fp32 scale whose upper half is sent: no value is beyond the last code
+    round_up: ClassVar[int] = 0xFFFF  # added to an fp32 scale before its lower half is cut off
 
     block: int = Field(default=256, ge=16, le=65_536, multiple_of=8, description="values that share a scale")
 
@@ -81,8 +81,8 @@ class BlockCodec(Codec):
         """Of each row; not finite where a value is not. `sizes`: how many values a row really has."""
 
     @abstractmethod
-    def _quantize(self, rows: torch.Tensor, scales: Floats, codes: Integers) -> None:
-        """The values' codes, zero where the scale is, to (blocks, block) codes."""
+    def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
+        """The values' codes, zero where the scale is, to (blocks, block) codes. `place`: the first block's number."""
 
     @abstractmethod
     def multiples(self, codes: Integers) -> None:
@@ -99,7 +99,7 @@ class BlockCodec(Codec):
         halves[first : first + len(rows)] = self._half(self._scale(rows, sizes))
         scales = _widened(halves[first : first + len(rows)])
         codes = np.empty((len(rows), self.block), np.int8)
-        self._quantize(rows, scales, codes)
+        self._quantize(rows, scales, first, codes)
         if subtract:
             multiples = codes.copy()
             self.multiples(multiples)

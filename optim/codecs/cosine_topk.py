@@ -98,9 +98,7 @@ class CosineTopK(Codec):
                 coefficients[tiles.place + band.start : tiles.place + band.stop] = found
         payload = self.head() + self._inner.write(coefficients, subtract=False)
         if subtract:
-            decoded = self.read(payload, values.size)
-            for part in decoded.pieces():
-                values[part] -= decoded.span(part)
+            self.read(payload, values.size).subtract_from(values)
         return payload
 
     def read(self, payload: Payload, numel: int) -> "TiledVector":
@@ -140,16 +138,14 @@ class TiledVector(Vector):
             for band in tiles.bands():
                 yield slice(tiles.start + band.start, min(tiles.start + band.stop, self.numel))
 
-    def span(self, part: slice) -> Floats:
-        values = np.empty(part.stop - part.start, np.float32)
+    def restore(self, part: slice, out: Floats) -> None:
         for tiles in self.tensors:
             first, last = max(tiles.start, part.start), min(tiles.stop, part.stop)
             if first < last:
                 around = tiles.around(first - tiles.start, last - tiles.start)
                 found = tiles.values(self.kept.span(slice(tiles.place + around.start, tiles.place + around.stop)))
                 origin = tiles.start + around.start
-                values[first - part.start : last - part.start] = found[first - origin : last - origin]
-        return values
+                out[first - part.start : last - part.start] = found[first - origin : last - origin]
 
 
 def _side(length: int) -> int:

@@ -1,6 +1,6 @@
 """Codecs that carry every value as a float: fp32 as it is, bfloat16, and fp16 under one shared power of two."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +11,12 @@ from optim.codecs.codec import Codec, Payload
 from optim.codecs.scales import HALF_LIMIT, HIGHEST, TOP, power, read_exponent, shared_exponent
 from optim.errors import CodecError
 from optim.parts import STRICT
+from optim.threads import each, scratch
 from optim.vectors import DenseVector, Floats, slabs
 
-# So few values torch converts in this thread. With more it wakes others and waits for them at the end of each call,
-# which where other work has the processors takes a hundred times as long as the conversion.
-ALONE = 1 << 14
 LIMIT = 2.0 ** (HIGHEST + TOP)
 MAGNITUDE = np.uint16(0x7FFF)  # of an fp16 or a bfloat16; as integers, magnitudes sort as they do as numbers
+Halves = npt.NDArray[np.uint16]
 BRAIN_LIMIT = np.float32(LIMIT).view(np.uint32) >> np.uint32(16)
 
 
@@ -44,7 +43,7 @@ class Uncompressed(Codec):
         values = reader.take("f4", numel)
         reader.end()
         largest_magnitude(values)
-        return DenseVector(numel, lambda part: values[part].astype(np.float32, copy=False))
+        return DenseVector(numel, lambda part, out: np.copyto(out, values[part]))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -60,20 +59,23 @@ class BrainFloat(Codec):
 
     def write(self, values: Floats, subtract: bool) -> bytes:
         largest_magnitude(values)
-        halves = np.empty(values.size, "<u2")
-        for part in slabs(values.size, ALONE):
-            halves[part] = torch.from_numpy(values[part]).bfloat16().view(torch.uint16).numpy()
+        halves = np.empty(values.size, np.int16)
+        rounded = torch.from_numpy(halves).view(torch.bfloat16)
+
+        def convert(part: slice) -> None:
+            rounded[part].copy_(torch.from_numpy(values[part]))
             if subtract:
-                values[part] -= _widened(halves[part])
-        return b"".join((self.head(), halves.data))
+                values[part] -= rounded[part].float().numpy()
+
+        each(convert, slabs(values.size))
+        return b"".join((self.head(), halves.astype("<i2", copy=False).data))
 
     def read(self, payload: Payload, numel: int) -> DenseVector:
         reader = self.open(payload, numel)
         halves = reader.take("u2", numel)
         reader.end()
-        if max((halves[part] & MAGNITUDE).max() for part in slabs(numel)) > BRAIN_LIMIT:
-            raise CodecError("a value is not finite or too large")
-        return DenseVector(numel, lambda part: _widened(halves[part]))
+        _check(halves, BRAIN_LIMIT)
+        return DenseVector(numel, lambda part, out: _restore(halves[part], torch.bfloat16, out))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -89,32 +91,61 @@ class HalfPrecision(Codec):
 
     def write(self, values: Floats, subtract: bool) -> bytes:
         exponent = shared_exponent(largest_magnitude(values))
-        halves = np.empty(values.size, "<f2")
-        for part in slabs(values.size, ALONE):
-            rounded = torch.from_numpy(values[part] * power(-exponent)).half()
-            halves[part] = rounded.numpy()
+        halves = np.empty(values.size, np.float16)
+        rounded = torch.from_numpy(halves)
+
+        def convert(part: slice) -> None:
+            scaled = scratch("scaled", np.float32, part.stop - part.start)
+            np.multiply(values[part], power(-exponent), out=scaled)
+            rounded[part].copy_(torch.from_numpy(scaled))
             if subtract:
-                values[part] -= rounded.float().numpy() * power(exponent)
-        return b"".join((self.head(), np.int8(exponent).tobytes(), halves.data))
+                values[part] -= rounded[part].float().numpy() * power(exponent)
+
+        each(convert, slabs(values.size))
+        return b"".join((self.head(), np.int8(exponent).tobytes(), halves.astype("<f2", copy=False).data))
 
     def read(self, payload: Payload, numel: int) -> DenseVector:
         reader = self.open(payload, numel)
         exponent = read_exponent(reader)
-        halves = reader.take("f2", numel)
+        halves = reader.take("u2", numel)
         reader.end()
-        if max((halves[part].view("<u2") & MAGNITUDE).max() for part in slabs(numel)) > HALF_LIMIT:
+        _check(halves, HALF_LIMIT)
+
+        def restore(part: slice, out: Floats) -> None:
+            _restore(halves[part], torch.float16, out)
+            out *= power(exponent)
+
+        return DenseVector(numel, restore)
+
+
+def _check(halves: Halves, limit: np.unsignedinteger[Any]) -> None:
+    """CodecError where a magnitude is above the limit; as integers, magnitudes sort as they do as numbers."""
+
+    def check(part: slice) -> None:
+        magnitudes = np.bitwise_and(halves[part], MAGNITUDE, out=scratch("halves", np.uint16, part.stop - part.start))
+        if magnitudes.max() > limit:
             raise CodecError("a value is not finite or too large")
-        return DenseVector(numel, lambda part: halves[part].astype(np.float32) * power(exponent))
+
+    each(check, slabs(halves.size))
 
 
-def _widened(halves: npt.NDArray[np.uint16]) -> Floats:
-    return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
+def _restore(halves: Halves, dtype: torch.dtype, out: Floats) -> None:
+    """From numbers of that 16-bit type. Copied first: torch takes neither read-only memory nor odd addresses."""
+    copied = scratch("halves", np.uint16, halves.size)
+    copied[:] = halves
+    torch.from_numpy(out).copy_(torch.from_numpy(copied).view(dtype))
 
 
 def largest_magnitude(values: Floats) -> float:
     """max |x|; CodecError where a value is not finite or too large to be summed safely."""
-    # A NaN makes both extremes NaN, and every comparison with it false.
-    low, high = float(values.min()), float(values.max())
-    if not (low > -LIMIT and high < LIMIT):
-        raise CodecError("a value is not finite or too large")
-    return max(-low, high)
+    extremes: list[float] = []
+
+    def find(part: slice) -> None:
+        # A NaN makes both extremes NaN, and every comparison with it false.
+        low, high = float(values[part].min()), float(values[part].max())
+        if not (low > -LIMIT and high < LIMIT):
+            raise CodecError("a value is not finite or too large")
+        extremes.append(max(-low, high))
+
+    each(find, slabs(values.size))
+    return max(extremes)

@@ -5,8 +5,8 @@
 
 PowerSGD averages P between all members, then Q: two exchanges that depend on each other, and whoever leaves between
 them spoils both. Here each member sends both factors of its own matrix in one message, and the mean of R messages has
-up to R times the rank; its error feedback keeps exactly what its own message lacks. Q is fitted to the rounded P', so
-that only the rounding of Q and what lies outside the span is lost.
+up to R times the rank; its error feedback keeps exactly what its own message lacks. Q is fitted to P' as it was
+rounded, which need no longer be orthonormal.
 
 A tensor of more than two dimensions counts as a matrix of its first dimension and all others. Vectors, and matrices
 with r (a + b) > a b / 2, travel as 8-bit integers. A codec that is not bound to tensors takes the vector as one matrix
@@ -34,7 +34,7 @@ from optim.codecs.subspace import Doubles, Operand, basis, fitted, precision, ro
 from optim.errors import CodecError
 from optim.layout import Layout, Span
 from optim.parts import STRICT
-from optim.vectors import DenseVector, Floats, slabs
+from optim.vectors import DenseVector, Floats
 
 Inner = Literal["int4", "int8", "fp16"]
 INNER: Final[Mapping[Inner, Codec]] = MappingProxyType(
@@ -105,9 +105,7 @@ class LowRank(Codec):
             pieces.append(REST.write(np.concatenate([values[start:stop] for start, stop in rest]), subtract=False))
         payload = b"".join(pieces)
         if subtract:
-            decoded = self.read(payload, values.size)
-            for part in slabs(values.size):
-                values[part] -= decoded.span(part)
+            self.read(payload, values.size).subtract_from(values)
         return payload
 
     def read(self, payload: Payload, numel: int) -> DenseVector:
@@ -121,7 +119,7 @@ class LowRank(Codec):
             factored.append(self._read_factors(remaining[: sizes[0]], remaining[sizes[0] : sum(sizes)], matrix))
             remaining = remaining[sum(sizes) :]
         plain = REST.read(remaining, sum(stop - start for start, stop in rest)).dense() if rest else NOTHING
-        return DenseVector(numel, Decoded(factored, rest, plain).span)
+        return DenseVector(numel, Decoded(factored, rest, plain).restore)
 
     def _factors(self, matrix: Floats, index: int) -> list[bytes]:
         operand = Operand(matrix)
@@ -175,20 +173,17 @@ class Decoded:
     def __init__(self, matrices: Sequence[Factored], rest: Sequence[Span], plain: Floats) -> None:
         self._matrices, self._rest, self._plain = matrices, rest, plain
 
-    def span(self, part: slice) -> Floats:
-        values = np.empty(part.stop - part.start, np.float32)
+    def restore(self, part: slice, out: Floats) -> None:
         for factored in self._matrices:
             origin = factored.matrix.start
             for first, last in _common((origin, factored.matrix.stop), part):
-                values[first - part.start : last - part.start] = factored.span(first - origin, last - origin)
+                out[first - part.start : last - part.start] = factored.span(first - origin, last - origin)
         taken = 0
         for span in self._rest:
             for first, last in _common(span, part):
                 place = taken + first - span[0]
-                values[first - part.start : last - part.start] = self._plain[place : place + last - first]
+                out[first - part.start : last - part.start] = self._plain[place : place + last - first]
             taken += span[1] - span[0]
-        return values
-
 
 def _common(span: Span, part: slice) -> Iterator[Span]:
     """What of the span lies in the part, if anything."""

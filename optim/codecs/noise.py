@@ -1,10 +1,12 @@
 """Noise for stochastic rounding that the values themselves determine: encoding is a function, on every machine.
 
 Philox is counter-based and its raw words are the same everywhere. Its key is made from the round, where the codec is
-bound to one, and from the scales of the blocks, so that neither another round nor another message sees the same noise.
+bound to one, and from the scales of some neighbouring blocks and what place they have, so that neither another round
+nor another message nor another part of it sees the same noise.
 """
 
 import hashlib
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +15,16 @@ from optim.codecs.codec import Binding
 from optim.vectors import Floats
 
 
-def noise(scales: Floats, shape: tuple[int, ...], binding: Binding | None) -> npt.NDArray[np.uint32]:
+def words(scales: Floats, place: int, shape: tuple[int, ...], binding: Binding | None) -> npt.NDArray[np.uint32]:
     """Evenly distributed 32-bit words for values of that `shape` in blocks with these `scales`."""
     round_number = -1 if binding is None else binding.round_number
-    text = f"murmur noise {round_number}\0".encode() + scales.astype("<f4", copy=False).tobytes()
+    text = f"murmur noise {round_number} {place}\0".encode() + scales.astype("<f4", copy=False).tobytes()
     key = np.frombuffer(hashlib.sha256(text).digest()[:16], "<u8")
-    count = int(np.prod(shape))
-    words = np.random.Philox(key=key).random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")
-    return words[:count].reshape(shape)
+    count = math.prod(shape)
+    drawn = np.random.Philox(key=key).random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")
+    return drawn[:count].reshape(shape)
+
+
+def fractions(scales: Floats, place: int, shape: tuple[int, ...], binding: Binding | None) -> Floats:
+    """In [0, 1), multiples of 2^-24."""
+    return (words(scales, place, shape, binding) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)

@@ -40,6 +40,7 @@ class Packing(ABC):
     def split(self, packed: Bytes, span: slice, codes: Integers) -> None:
         """Undo `join` for any span that starts at a multiple of eight."""
 
+    @abstractmethod
     def check_padding(self, packed: Bytes) -> None:
         """CodecError where a bit is set that belongs to no value."""
 
@@ -54,6 +55,9 @@ class Eights(Packing):
 
     def split(self, packed: Bytes, span: slice, codes: Integers) -> None:
         codes.view(np.uint8)[:] = packed[span]
+
+    def check_padding(self, packed: Bytes) -> None:
+        """Every bit belongs to a value."""
 
 
 class Nibbles(Packing):
@@ -101,6 +105,6 @@ class Ones(Packing):
 
 
 def packing(bits: int, numel: int, block: int) -> Packing:
-    kind = {1: Ones, 4: Nibbles, 8: Eights}[bits]
+    kinds: dict[int, type[Ones | Nibbles | Eights]] = {1: Ones, 4: Nibbles, 8: Eights}
     blocks = -(-numel // block)
-    return kind(numel, -(-blocks // 2) * block if bits == 4 else blocks * block)
+    return kinds[bits](numel, -(-blocks // 2) * block if bits == 4 else blocks * block)

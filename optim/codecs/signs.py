@@ -9,45 +9,39 @@ bits a parameter; on normally distributed values the relative error is 0.60, so 
 from typing import ClassVar
 
 import numpy as np
+import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import BlockCodec, Bytes
+from optim.codecs.blocks import BlockCodec, Integers
 from optim.parts import STRICT
+from optim.threads import scratch
 from optim.vectors import Floats
-
-# Of each byte, the eight signs, the lowest bit first.
-SIGNS = 1 - 2 * (np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BlockSign(BlockCodec):
     kind: ClassVar[str] = "sign"
     number: ClassVar[int] = 8
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     bits: ClassVar[int] = 1
+    round_up: ClassVar[int] = 0x8000  # to nearest
 
     block: int = Field(default=1024, ge=16, le=65_536, multiple_of=8, description="values that share a scale")
 
-    def _statistic(self, rows: Floats) -> Floats:
+    def _scale(self, rows: torch.Tensor, sizes: Floats) -> Floats:
         # Folding halves sums in an order that never depends on the machine.
-        sums = np.abs(rows)
+        sums: Floats = scratch("sums", np.float32, rows.numel()).reshape(rows.shape)
+        np.abs(rows.numpy(), out=sums)
         while (width := sums.shape[1]) > 1:
             half = -(-width // 2)
             sums[:, : width - half] += sums[:, half:]
             sums = sums[:, :half]
-        return sums[:, 0]
+        return sums[:, 0] / sizes
 
-    def _scale(self, statistic: Floats, sizes: Floats) -> Floats:
-        return statistic / sizes
+    def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
+        np.less(rows.numpy(), 0, out=codes.view(np.bool_))
 
-    def _pack(self, rows: Floats, scales: Floats) -> Bytes:
-        return np.packbits(rows < 0, axis=1, bitorder="little")
-
-    def _restore(self, packed: Bytes, scales: Floats) -> Floats:
-        rows = np.take(SIGNS, packed, axis=0).reshape(len(packed), -1)
-        rows *= scales[:, None]
-        return rows
-
-    def _check(self, packed: Bytes) -> None:
-        """Every bit means something."""
+    def multiples(self, codes: Integers) -> None:
+        codes *= np.int8(-2)
+        codes += np.int8(1)

@@ -28,6 +28,7 @@ class AdamW(Inner):
         first, second, count = vectors[FIRST_MOMENT], vectors[SECOND_MOMENT], step.count + 1
         step.decay(weights)
         first.lerp_(gradient, 1 - step.beta1)
-        second.mul_(step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
+        # A second moment that peers agree on may come out below zero by a rounding error.
+        second.clamp_(min=0).mul_(step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
         spread = second.sqrt().div_(math.sqrt(1 - step.beta2**count)).add_(EPSILON)
         weights.addcdiv_(first, spread, value=-step.rate / (1 - step.beta1**count))

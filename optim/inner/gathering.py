@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from optim.inner.inner import GRADIENT_SUM, Inner, Step
 from optim.parts import STRICT
+
+MOMENTUM = "momentum"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -19,3 +22,26 @@ class Gathering(Inner):
 
     def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
         vectors[GRADIENT_SUM].add_(gradient)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GatheringAhead(Inner):
+    """G <- G + g;  M <- beta * M + g;  theta stays, but the gradient is taken at theta - reach * rate * sign(M)
+
+    For signs that are applied a step late (DisTrO, the public code of arXiv 2411.19870): where the next one is likely
+    to lead. `reach` is the update's rate in units of the run's. (There M is what of the own momentum was not sent yet;
+    here it is all of it.)
+    """
+
+    kind: ClassVar[str] = "gathering-ahead"
+    vectors: ClassVar[tuple[str, ...]] = (GRADIENT_SUM, MOMENTUM)
+
+    beta: float = Field(default=0.999, ge=0, lt=1)
+    reach: float = Field(default=0.3, ge=0, le=10)
+
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
+        vectors[GRADIENT_SUM].add_(gradient)
+        vectors[MOMENTUM].mul_(self.beta).add_(gradient)
+
+    def look_ahead(self, weights: Tensor, vectors: Mapping[str, Tensor], step: Step) -> Tensor | None:
+        return weights.sub(vectors[MOMENTUM].sign(), alpha=self.reach * step.rate)

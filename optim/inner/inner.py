@@ -18,7 +18,7 @@ GRADIENT_SUM = "gradient_sum"
 @dataclass(frozen=True)
 class Step:
     """`count`: steps applied before, from 0. `rate`: the learning rate of this one. `matrices`: where the tensors of
-    two dimensions stand, which alone are decayed."""
+    two dimensions stand, which alone are decayed; `tensors`: where each stands (none: the vector is one)."""
 
     count: int
     rate: float
@@ -26,6 +26,7 @@ class Step:
     beta2: float
     weight_decay: float
     matrices: Sequence[Span]
+    tensors: Sequence[Span] = ()
 
     def decay(self, weights: Tensor) -> None:
         """theta <- theta * (1 - rate * weight_decay), matrices only."""

@@ -39,11 +39,11 @@ class Moment:
 
 class Update(ABC):
     """The outer optimizer. `slots` names its state vectors, each flat fp32 of the model's size, zero at the start.
-    `signals`: the kinds of signal that it can make a step of; empty: all whose message is one uphill vector."""
+    `signals`: the kinds of signal that it can make a step of."""
 
     kind: ClassVar[str]
     slots: ClassVar[tuple[str, ...]] = ()
-    signals: ClassVar[tuple[str, ...]] = ()
+    signals: ClassVar[tuple[str, ...]] = ("pseudo-gradient", "gradient", "inner-state")
 
     @abstractmethod
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:

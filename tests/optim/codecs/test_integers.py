@@ -5,21 +5,25 @@ import numpy as np
 import pytest
 import torch
 
+from optim.codecs.blocks import BlockVector
+from optim.codecs.codec import Codec
 from optim.codecs.integers import BlockInt4, BlockInt8
+from optim.codecs.powers import PowersOfTwo
+from optim.codecs.signs import BlockSign
 from optim.errors import CodecError
 from optim.layout import Layout
 
 
 def test_size_is_one_byte_a_value_and_two_a_block() -> None:
     for numel, blocks in ((1, 1), (256, 1), (257, 2), (10_000, 40)):
-        assert len(BlockInt8().encode(torch.ones(numel))) == 3 + numel + 2 * blocks == BlockInt8().max_bytes(numel)
+        assert len(BlockInt8().encode(torch.ones(numel))) == 2 + numel + 2 * blocks == BlockInt8().max_bytes(numel)
 
 
 def test_error_is_half_a_step_of_its_block() -> None:
     values = torch.randn(100_001, generator=torch.Generator().manual_seed(0))
     decoded = BlockInt8().decode(BlockInt8().encode(values), values.numel())
     steps = (
-        torch.nn.functional.pad(values, (0, 95)).view(-1, 256).abs().amax(1).div(127).repeat_interleave(256)[:100_001]
+        torch.nn.functional.pad(values, (0, 95)).view(-1, 256).abs().amax(1).div(126).repeat_interleave(256)[:100_001]
     )
     assert ((values - decoded).abs() <= 0.5 * steps * 1.1).all()
     assert float((values - decoded).norm() / values.norm()) < 0.0075
@@ -28,45 +32,55 @@ def test_error_is_half_a_step_of_its_block() -> None:
 def test_blocks_keep_their_own_scale() -> None:
     values = torch.cat([torch.full((256,), 1e-4), torch.full((256,), 1e3), torch.zeros(256)])
     decoded = BlockInt8().decode(BlockInt8().encode(values), 768)
-    assert torch.allclose(decoded, values, rtol=1e-3, atol=0)
+    assert torch.allclose(decoded, values, rtol=4e-3, atol=0)
 
 
-def test_a_block_that_is_nothing_beside_the_others_becomes_zero() -> None:
-    values = torch.cat([torch.full((256,), 1e-12), torch.full((256,), 1e9)])
+def test_a_block_too_small_for_normal_products_becomes_zero() -> None:
+    values = torch.cat([torch.full((256,), 1e-35), torch.full((256,), 1e-30), torch.full((256,), 1e9)])
     rest = values.clone()
-    decoded = BlockInt8().decode(BlockInt8().extract(rest), 512)
+    decoded = BlockInt8().decode(BlockInt8().extract(rest), 768)
     assert torch.equal(decoded[:256], torch.zeros(256)) and torch.equal(rest[:256], values[:256])
+    assert torch.allclose(decoded[256:], values[256:], rtol=0.004)
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0, -0.0, 65504.0])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0, -0.0, 2.0**48, 2.0**-119])
 def test_bad_scales_are_refused(scale: float) -> None:
     payload = bytearray(BlockInt8().encode(torch.ones(1000)))
-    struct.pack_into("<e", payload, 5, scale)
+    payload[4:6] = struct.pack("<f", scale)[2:]
     with pytest.raises(CodecError, match="scale"):
         BlockInt8().read(bytes(payload), 1000)
 
 
-def test_an_integer_no_encoder_writes_is_refused() -> None:
-    payload = bytearray(BlockInt8().encode(torch.ones(1000)))
-    payload[-1] = 0x80
-    with pytest.raises(CodecError, match="integer"):
-        BlockInt8().read(bytes(payload), 1000)
+@pytest.mark.parametrize("codec", [BlockInt8(), BlockInt4(), PowersOfTwo(), BlockSign()], ids=str)
+def test_products_are_exact_so_that_one_step_or_two_add_the_same(codec: Codec) -> None:
+    """What the sums' equality on processors with and without fused steps rests on."""
+    values = np.random.default_rng(0).standard_normal(2000, np.float32) * np.float32(1e-3)
+    vector = codec.read(codec.encode(torch.from_numpy(values)), 2000)
+    assert isinstance(vector, BlockVector)
+    scales = np.repeat(vector.scales, vector.codec.block)[:2000]
+    multiples = vector.dense().astype(np.float64) / scales
+    assert np.array_equal(multiples, np.rint(multiples)) and np.abs(multiples).max() <= 127
+    total = np.random.default_rng(1).standard_normal(2000, np.float32)
+    expected = total + vector.dense()
+    vector.add_to(total, 1.0)
+    assert np.array_equal(total, expected)
+
+
+def scale_of(upper: int) -> np.float32:
+    return np.uint32(upper << 16).view(np.float32)  # type: ignore[no-any-return]
 
 
 def test_agrees_with_a_loop() -> None:
     values = np.random.default_rng(5).standard_normal(600).astype(np.float32)
     payload = BlockInt8().encode(torch.from_numpy(values))
-    exponent, *halves = struct.unpack_from("<b3e", payload, 2)
-    expected = [
-        integer * np.float32(halves[i // 256] * 2.0**exponent)
-        for i, integer in enumerate(struct.unpack_from("<600b", payload, 9))
-    ]
+    scales = [scale_of(upper) for upper in struct.unpack_from("<3H", payload, 2)]
+    expected = [integer * scales[i // 256] for i, integer in enumerate(struct.unpack_from("<600b", payload, 8))]
     assert BlockInt8().decode(payload, 600).tolist() == [float(value) for value in expected]
 
 
 def test_four_bits_are_half_a_byte_a_value_and_two_a_block() -> None:
-    for numel, blocks in ((1, 1), (2, 1), (256, 1), (257, 2), (10_001, 40)):
-        size = 3 + (numel + 1) // 2 + 2 * blocks
+    for numel, blocks, packed in ((1, 1, 1), (2, 1, 2), (256, 1, 256), (257, 2, 256), (10_001, 40, 5120)):
+        size = 2 + packed + 2 * blocks
         assert len(BlockInt4().encode(torch.ones(numel))) == size == BlockInt4().max_bytes(numel)
 
 
@@ -76,25 +90,21 @@ def test_four_bits_err_by_an_eighth() -> None:
     assert float((values - decoded).norm() / values.norm()) == pytest.approx(0.126, abs=0.004)
 
 
-@pytest.mark.parametrize("numel", [1, 63, 600])
+@pytest.mark.parametrize("numel", [1, 24, 25, 63, 600, 601])
 def test_four_bits_agree_with_a_loop(numel: int) -> None:
     values = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
-    payload = BlockInt4(block=24).encode(torch.from_numpy(values))
+    codec = BlockInt4(block=24)
+    payload = codec.encode(torch.from_numpy(values))
     blocks = -(-numel // 24)
-    exponent, *halves = struct.unpack_from(f"<b{blocks}e", payload, 2)
-    nibbles = [byte >> shift & 15 for byte in payload[3 + 2 * blocks :] for shift in (0, 4)][:numel]
-    scales = [np.float32(half * 2.0**exponent) for half in halves]
+    scales = [scale_of(upper) for upper in struct.unpack_from(f"<{blocks}H", payload, 2)]
+    half, packed = -(-blocks // 2) * 24, payload[2 + 2 * blocks :]
+    nibbles = [packed[i] & 15 if i < half else packed[i - half] >> 4 for i in range(numel)]
     expected = [(nibble - 16 * (nibble > 7)) * scales[i // 24] for i, nibble in enumerate(nibbles)]
-    assert BlockInt4(block=24).decode(payload, numel).tolist() == [float(value) for value in expected]
+    assert codec.decode(payload, numel).tolist() == [float(value) for value in expected]
     assert all(abs(x - y) <= 0.51 * scales[i // 24] for i, (x, y) in enumerate(zip(values, expected, strict=True)))
-
-
-@pytest.mark.parametrize("byte", [0x08, 0x80, 0x88, 0x38])
-def test_a_nibble_no_encoder_writes_is_refused(byte: int) -> None:
-    payload = bytearray(BlockInt4().encode(torch.ones(1000)))
-    payload[-7] = byte
-    with pytest.raises(CodecError, match="integer"):
-        BlockInt4().read(bytes(payload), 1000)
+    vector = codec.read(payload, numel)
+    for part in (slice(0, 1), slice(numel // 3, numel // 2 + 1), slice(numel - 1, numel)):
+        assert vector.span(part).tolist() == [float(value) for value in expected[part]]
 
 
 def test_padding_of_four_bits_must_be_zero() -> None:

@@ -42,8 +42,8 @@ def error(codec: LowRank, values: torch.Tensor) -> float:
     return float((codec.decode(codec.encode(values), values.numel()) - values).norm() / values.norm())
 
 
-@pytest.mark.parametrize(("inner", "limit"), [("fp16", 1e-3), ("int8", 0.01), ("int4", 0.16)])
-def test_a_matrix_of_that_rank_loses_only_the_rounding_of_one_factor(inner: Inner, limit: float) -> None:
+@pytest.mark.parametrize(("inner", "limit"), [("fp16", 1e-3), ("int8", 0.012), ("int4", 0.2)])
+def test_a_matrix_of_that_rank_loses_only_the_rounding_of_its_factors(inner: Inner, limit: float) -> None:
     values = of_rank(200, 160, np.array([5, 3, 1, 0.5], np.float32))
     assert error(LowRank(rank=4, values=inner).bind(Layout(((200, 160),)), 0), values) < limit
     assert error(LowRank(rank=3, values=inner).bind(Layout(((200, 160),)), 0), values) > 0.08
@@ -72,7 +72,7 @@ def test_size_is_that_of_the_factors_and_the_rest(inner: Inner) -> None:
     sides = (96, 128, 40, 128, 300, 80)
     factors = sum(INNER[inner].max_bytes(5 * side) for side in sides)
     payload = codec.encode(draw(LAYOUT.numel))
-    assert len(payload) == codec.max_bytes(LAYOUT.numel) == 2 + factors + (3 + 2 + 128 + 24)
+    assert len(payload) == codec.max_bytes(LAYOUT.numel) == 2 + factors + (2 + 2 + 128 + 24)
     assert codec.bits_per_parameter(LAYOUT.numel) == 8 * len(payload) / LAYOUT.numel
 
 

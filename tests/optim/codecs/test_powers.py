@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from optim.codecs.powers import PowersOfTwo
-from optim.errors import CodecError
 
 
 def decoded(codec: PowersOfTwo, values: torch.Tensor) -> torch.Tensor:
@@ -67,11 +66,3 @@ def test_other_values_draw_other_noise() -> None:
     one, two = decoded(codec, values), decoded(codec, other)
     assert not torch.equal(one[256:], two[256:])
     assert torch.equal(one, decoded(codec, values))
-
-
-@pytest.mark.parametrize("byte", [0x08, 0x80, 0x88, 0x38])
-def test_a_negative_zero_is_refused(byte: int) -> None:
-    payload = bytearray(PowersOfTwo().encode(torch.ones(1000)))
-    payload[-7] = byte
-    with pytest.raises(CodecError, match="code"):
-        PowersOfTwo().read(bytes(payload), 1000)

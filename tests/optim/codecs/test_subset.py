@@ -30,10 +30,10 @@ def test_one_value_of_each_stretch_is_kept(inner: Inner, density: float, numel: 
 
 def test_positions_cost_nothing() -> None:
     codec = RandomSubset(density=1 / 64, values="sign", shared=False)
-    assert len(codec.encode(draw(64_000, 2))) == 10 + 3 + 2 + 125
+    assert len(codec.encode(draw(64_000, 2))) == 10 + 2 + 2 + 125
     assert codec.bits_per_parameter(2**20) < 0.017
     shared = RandomSubset(density=1 / 64, values="sign").bind(WHOLE, 1)
-    assert len(shared.encode(draw(64_000, 2))) == 2 + 3 + 2 + 125
+    assert len(shared.encode(draw(64_000, 2))) == 2 + 2 + 2 + 125
 
 
 def test_positions_are_spread_evenly_and_differ_from_message_to_message() -> None:

@@ -15,7 +15,7 @@ const mine = new URLSearchParams(location.search).get("peer");
 const digits = (value, count) => value == null ? NONE : value.toLocaleString("en-US", { minimumFractionDigits: count, maximumFractionDigits: count });
 const unitOf = (largest) => UNITS.find(([size]) => largest >= size) || UNITS[3];
 function si(value) {
-  const found = UNITS.find(([size]) => value >= size);
+  const found = UNITS.find(([size]) => value >= 0.9995 * size);
   const [size, letter] = found || [1, ""];
   const scaled = value / size;
   return `${+(scaled < 999.5 ? scaled.toPrecision(3) : scaled.toFixed(0))}${letter ? " " + letter : ""}`;

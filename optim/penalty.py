@@ -1,0 +1,98 @@
+"""EDiT's penalty of pseudo-gradients (arXiv 2412.07210): who moved farther counts less, who moved much too far not at
+all. It is applied to each block of the model by itself where messages travel whole, and to each part where they are
+reduced in parts.
+
+The paper compares a norm with the running mean and deviation of that replica's own norms. Here a norm is compared with
+those of the other members of the round, by their median and the median distance from it: members come and go, and what
+a round comes to then depends on its messages alone. (The public code's running statistics start at zero without
+correction, so that for hundreds of rounds nothing is found too large.) The paper's softmax is taken of the norms as
+they are, and ten times larger norms leave only the smallest a weight; here it is taken of norms over their median.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from optim.aggregate import Aggregate, Message, present
+from optim.exact import exponential
+from optim.layout import Span
+from optim.parts import STRICT
+from optim.vectors import Floats, norm
+
+DEVIATION = 1.4826  # of a normal distribution, in units of the median distance from the median
+SMALLEST_DEVIATION = 0.1  # in units of the median: among few members that agree closely nobody is far off
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Penalty(Aggregate):
+    """By block, with G_i = |x_i|, M = median(G), s = max(1.4826 * median |G - M|, 0.1 * M):
+
+    left out where (G_i - M) / s > limit;  w_i = softmax(-G_i / (temperature * M)) of the others
+    x <- sum_i w_i x_i;  x <- x * min(1, clip / |x|)
+
+    The smallest norm has the largest weight, so a member that hardly trains is favoured; with `both_sides` one that is
+    as far below the median is left out too. `tokens` = r (the public code: 0.5 for members at their own pace, whose
+    norms then count over the square root of their tokens): w_i <- (1 - r) * w_i + r * tokens_i / sum tokens.
+    """
+
+    kind: ClassVar[str] = "penalty"
+
+    limit: float = Field(default=3.0, gt=0, description="deviations above the median that leave a member out")
+    both_sides: bool = False
+    temperature: float = Field(default=1.0, gt=0)
+    tokens: float = Field(default=0.0, ge=0, le=1, description="share of the weights that goes by tokens")
+    clip: float = Field(default=10.0, gt=0, description="largest norm of a block's mean")
+
+    def combine(self, messages: Sequence[Message]) -> Floats:
+        members = present(messages)
+        spans = _blocks(members[0])
+        tokens = [member.weight for member in members]
+        norms = [_norms(member, spans) for member in members]  # one dense message at a time
+        weights = [self._weigh([row[place] for row in norms], tokens) for place in range(len(spans))]
+        total = np.zeros(members[0].numel, np.float32)
+        for number, member in enumerate(members):
+            values = member.read().dense()
+            for (start, stop), shares in zip(spans, weights, strict=True):
+                total[start:stop] += values[start:stop] * np.float32(shares[number])
+        for start, stop in spans:
+            size = norm([total[start:stop]])
+            if size > self.clip:
+                total[start:stop] *= np.float32(self.clip / size)
+        return total
+
+    def _weigh(self, norms: Sequence[float], tokens: Sequence[float]) -> list[float]:
+        """Of each member, adding up to 1."""
+        if self.tokens:
+            norms = [size / math.sqrt(count) for size, count in zip(norms, tokens, strict=True)]
+        middle = statistics.median(norms)
+        if not middle:
+            return [1 / len(norms)] * len(norms)
+        deviation = DEVIATION * statistics.median(abs(size - middle) for size in norms)
+        far = self.limit * max(deviation, SMALLEST_DEVIATION * middle)
+        kept = [size - middle <= far and (not self.both_sides or middle - size <= far) for size in norms]
+        least = min(size for size, keep in zip(norms, kept, strict=True) if keep)
+        steep = self.temperature * middle
+        soft = [keep * exponential((least - size) / steep) for size, keep in zip(norms, kept, strict=True)]
+        counts = [keep * count for count, keep in zip(tokens, kept, strict=True)]
+        mixed = zip(_shares(soft), _shares(counts), strict=True)
+        return [(1 - self.tokens) * by_norm + self.tokens * by_tokens for by_norm, by_tokens in mixed]
+
+
+def _shares(values: Sequence[float]) -> list[float]:
+    total = math.fsum(values)
+    return [value / total for value in values]
+
+
+def _blocks(message: Message) -> Sequence[Span]:
+    layout = message.codec.layout_of(message.numel)
+    return layout.block_spans if layout else ((0, message.numel),)
+
+
+def _norms(message: Message, spans: Sequence[Span]) -> list[float]:
+    values = message.read().dense()
+    return [norm([values[start:stop]]) for start, stop in spans]

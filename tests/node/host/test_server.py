@@ -1,0 +1,175 @@
+"""The server, asked over real sockets."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from node.host import server as module
+from node.host.recorder import MAX_BEHIND, Recorder
+from node.host.server import HEADERS, Face, application
+from node.host.state import State
+from node.web import listening, serving
+from tests.node.host.story import NAMES, beginning, committed, folded, joined, timed
+
+RUN = [*beginning(), *map(committed, range(20)), timed(18)]
+
+
+async def the_manifest() -> bytes:
+    return b"[run]\n"
+
+
+@contextlib.asynccontextmanager
+async def served(face: Face) -> AsyncIterator[httpx2.AsyncClient]:
+    listener = listening("127.0.0.1", 0, "--http")
+    async with (
+        serving(application(face), listener, 64) as port,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client,
+    ):
+        yield client
+
+
+def a_face(**values: Any) -> Face:
+    return Face(Recorder(None, RUN), the_manifest, **values)
+
+
+async def test_every_answer_is_guarded_by_the_same_headers() -> None:
+    async with served(a_face()) as client:
+        for path in ("/", "/run.toml", "/api/v1/state", "/healthz", "/metrics", "/static/page.js", "/nowhere"):
+            answer = await client.get(path)
+            assert answer.status_code == (404 if path == "/nowhere" else 200), path
+            assert {key: answer.headers[key] for key in HEADERS} == HEADERS, path
+        assert (await client.post("/api/v1/state")).status_code == 405
+        assert (await client.get("/static/../server.py")).status_code == 404
+        assert (await client.get("/static/%2e%2e/index.html")).status_code == 404
+
+
+async def test_the_page_tells_the_line_to_join_by() -> None:
+    async with served(a_face()) as client:
+        port = client.base_url.port
+        assert f"murmur join http://127.0.0.1:{port}/run.toml" in (await client.get("/")).text
+        strange = await client.get("/", headers={"host": 'evil"><script>'})
+        assert "evil" not in strange.text
+        assert (await client.get("/run.toml")).content == b"[run]\n"
+    async with served(a_face(public_url="https://run.example.org")) as client:
+        assert "murmur join https://run.example.org/run.toml" in (await client.get("/")).text
+
+
+async def test_state_history_and_timeline() -> None:
+    async with served(a_face()) as client:
+        state = (await client.get("/api/v1/state")).json()
+        assert {"run", "round", "tokens", "loss", "peers"} <= state.keys() and state["round"] == 20
+        columns = (await client.get("/api/v1/history")).json()
+        assert columns["round"] == list(range(20))
+        points = (await client.get("/api/v1/history?series=loss&max=5")).json()["points"]
+        assert len(points) <= 5 and points[-1] == [19, 3.0]
+        assert len((await client.get("/api/v1/timeline?round=18")).json()["lanes"]) == 2
+        assert (await client.get("/healthz")).text == "ok training\n"
+        metrics = (await client.get("/metrics")).text
+        assert "murmur_swarm_round 20.0" in metrics and 'murmur_swarm_peers{state="' in metrics
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/api/v1/history?series=none", "/api/v1/history?max=x", "/api/v1/timeline?round=-1", "/api/v1/events?after=1e9"],
+)
+async def test_nonsense_is_refused(path: str) -> None:
+    async with served(a_face()) as client:
+        assert (await client.get(path)).status_code == 400
+
+
+async def test_a_replay_has_nothing_to_join() -> None:
+    async with served(Face(Recorder(None, RUN), None)) as client:
+        assert (await client.get("/run.toml")).status_code == 404
+        assert (await client.get("/api/v1/state")).json()["status"] == "replay"
+
+
+Told = tuple[int | None, str, dict[str, Any]]
+
+
+async def told(lines: AsyncIterator[str], count: int) -> list[Told]:
+    """The next messages of a stream: index, name, values."""
+    found: list[Told] = []
+    values: dict[str, str] = {}
+    async with asyncio.timeout(10):
+        while len(found) < count:
+            line = await anext(lines)
+            if line == "" and "data" in values:
+                index = int(values["id"]) if "id" in values else None
+                found.append((index, values["event"], json.loads(values["data"])))
+            if line == "":
+                values = {}
+            elif not line.startswith(":"):
+                key, _, value = line.partition(": ")
+                values[key] = value
+    return found
+
+
+async def test_a_stream_that_breaks_goes_on_where_it_was() -> None:
+    """The control: who does not say where it was is given the whole state, and has not to guess."""
+    face = a_face()
+    async with served(face) as client:
+        async with client.stream("GET", "/api/v1/events?after=20") as stream:
+            assert stream.headers["content-type"].startswith("text/event-stream")
+            lines = stream.aiter_lines()
+            assert [(index, name) for index, name, _ in await told(lines, 3)] == [
+                (21, "committed"), (22, "committed"), (23, "timed")
+            ]  # fmt: skip
+            face.recorder.record(committed(20))
+            ((index, name, values),) = await told(lines, 1)
+            assert (index, name, values["round"]) == (24, "committed", 20)
+        face.recorder.record(committed(21))
+        face.recorder.record(joined(NAMES[2]))
+        async with client.stream("GET", "/api/v1/events", headers={"last-event-id": "24"}) as stream:
+            assert [index for index, _, _ in await told(stream.aiter_lines(), 2)] == [25, 26]
+        async with client.stream("GET", "/api/v1/events") as stream:
+            ((index, name, values),) = await told(stream.aiter_lines(), 1)
+            assert (index, name) == (26, "state") and values["round"] == 22 and values["index"] == 27
+        async with client.stream("GET", "/api/v1/events?after=99999") as stream:
+            assert (await told(stream.aiter_lines(), 1))[0][1] == "state"
+
+
+async def test_the_events_alone_rebuild_the_state() -> None:
+    face = Face(Recorder(None), the_manifest)
+    async with served(face) as client, client.stream("GET", "/api/v1/events") as stream:
+        lines = stream.aiter_lines()
+        await told(lines, 1)
+        for event in RUN:
+            face.recorder.record(event)
+        heard = await told(lines, len(RUN))
+    assert [index for index, _, _ in heard] == list(range(len(RUN)))
+    assert folded(RUN, State()) == face.recorder.state
+
+
+async def test_a_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WRITE_SECONDS", 0.3)
+    face = a_face()
+    async with served(face) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port or 0, limit=1 << 10)
+        writer.write(b"GET /api/v1/events HTTP/1.1\r\nHost: here\r\n\r\n")
+        async with asyncio.timeout(10):
+            while not face.recorder.listeners:
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            while face.recorder.listeners:  # kernel buffers take some megabytes before a write has to wait
+                for _ in range(MAX_BEHIND // 4):
+                    face.recorder.tell("now", {"text": "x" * 50_000})
+                await asyncio.sleep(0.05)
+        assert (await client.get("/healthz")).status_code == 200
+        writer.close()
+
+
+async def test_who_goes_away_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.05)
+    face = a_face()
+    async with served(face) as client:
+        async with client.stream("GET", "/api/v1/events") as stream:
+            await told(stream.aiter_lines(), 1)
+            assert face.recorder.listeners == 1
+        async with asyncio.timeout(10):
+            while face.recorder.listeners:
+                await asyncio.sleep(0.01)

@@ -1,0 +1,175 @@
+"""From the directory's table to events."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from node.host.events import Durable
+from node.host.recorder import Recorder
+from node.host.watch import MAX_SHOWN, Pace, Watch, peer_now
+from protocol.manifest import Manifest
+from protocol.membership.directory import Event, Left
+from protocol.murmur_pb2 import PeerRecord
+from tests.node.host.story import OPENED, committed
+from tests.node.host.test_chronicle import TERMS
+from tests.node.small_run import MANIFEST, PEERS
+
+ME, ADA, BOB = (identity.peer_id for identity in PEERS[:3])
+
+
+@dataclass
+class FakeDirectory:
+    records: dict[str, PeerRecord] = field(default_factory=dict)
+    callbacks: list[Callable[[Event], None]] = field(default_factory=list)
+
+    def live(self) -> dict[str, PeerRecord]:
+        return self.records
+
+    def subscribe(self, callback: Callable[[Event], None]) -> None:
+        self.callbacks.append(callback)
+
+
+@dataclass
+class FakeWindow:
+    directory: FakeDirectory
+    trains: bool = False
+    manifest: Manifest = MANIFEST
+    peer_id: str = ME
+
+    def channel(self, peer: str) -> None:
+        raise AssertionError("nobody is asked here")
+
+    def terms(self) -> object:
+        return TERMS
+
+
+class Scene:
+    def __init__(self, trains: bool = False) -> None:
+        self.directory, self.recorder = FakeDirectory(), Recorder(None, [OPENED])
+        self.watch = Watch(FakeWindow(self.directory, trains), self.recorder)  # type: ignore[arg-type]
+        self.told: list[Durable] = []
+        record = self.recorder.record
+        self.recorder.record = lambda event: (self.told.append(event), record(event))  # type: ignore[method-assign,assign,func-returns-value,arg-type,return-value]
+
+    def kinds(self) -> list[str]:
+        kinds = [event.kind for event in self.told]
+        self.told.clear()
+        return kinds
+
+
+def record(sequence: int = 1, role: str = "trainer", **fields: object) -> PeerRecord:
+    return PeerRecord(sequence=sequence, role=role, **fields)  # type: ignore[arg-type]
+
+
+def test_coming_moving_and_going() -> None:
+    scene = Scene()
+    scene.directory.records = {ME: record(role="observer"), ADA: record()}
+    scene.watch.look(1.0)
+    assert scene.kinds() == ["joined", "moved"] and list(scene.recorder.state.live) == [ADA]
+    scene.watch.look(1.5)
+    assert scene.kinds() == []
+    scene.directory.records[ADA] = record(2, step=5)
+    scene.watch.look(2.0)
+    assert scene.kinds() == ["moved"] and scene.recorder.state.peers[ADA].now.step == 5
+    del scene.directory.records[ADA]
+    scene.directory.callbacks[0](Left(ADA, "left"))
+    scene.watch.look(2.5)
+    assert scene.kinds() == ["left"] and scene.recorder.state.peers[ADA].reason == "left"
+
+
+def test_a_host_that_trains_is_on_its_own_page_and_one_that_watches_is_not() -> None:
+    for trains in (True, False):
+        scene = Scene(trains)
+        scene.directory.records = {ME: record()}
+        scene.watch.look(1.0)
+        assert list(scene.recorder.state.live) == [ME] * trains
+
+
+def test_sight_is_lost_only_after_a_while_and_only_of_a_run_that_was_seen() -> None:
+    scene = Scene()
+    for now in (1.0, 5.0, 50.0):
+        scene.watch.look(now)
+    assert scene.kinds() == []
+    scene.directory.records = {ADA: record()}
+    scene.watch.look(51.0)
+    scene.recorder.record(committed(0))
+    scene.directory.records = {}
+    scene.watch.look(52.0)
+    scene.watch.look(52.2)
+    assert scene.recorder.state.lost is None
+    scene.watch.look(52.0 + MANIFEST.membership.expiry + 0.1)
+    assert scene.recorder.state.lost is not None
+    scene.directory.records = {ADA: record(2)}
+    scene.watch.look(60.0)
+    assert scene.recorder.state.lost is None
+
+
+def test_a_validation_is_told_once_and_not_before_its_round_is_known() -> None:
+    scene = Scene()
+    scene.directory.records = {ADA: record(validation_round=1, validation_loss=2.5)}
+    scene.watch.look(1.0)
+    assert "measured" not in scene.kinds()
+    scene.recorder.record(committed(0))
+    for now in (2.0, 3.0):
+        scene.watch.look(now)
+    assert scene.kinds().count("measured") == 1
+    row = scene.recorder.state.rows.last
+    assert row is not None and row.validation == 2.5
+
+
+def test_a_stray_is_told_once() -> None:
+    scene = Scene()
+    states = {ADA: b"x", BOB: b"x", PEERS[3].peer_id: b"y"}
+    scene.directory.records = {
+        peer: record(round=2, digest=b"d" * 32, state_digest=state * 32) for peer, state in states.items()
+    }
+    for now in (1.0, 2.0):
+        scene.watch.look(now)
+    assert scene.kinds().count("strayed") == 1
+
+
+def test_a_crowd_is_shown_up_to_a_number_and_who_is_shown_stays() -> None:
+    scene = Scene()
+    scene.directory.records = {f"peer-{number}": record() for number in range(MAX_SHOWN)}
+    scene.watch.look(1.0)
+    scene.directory.records = {"aaa": record(), **scene.directory.records}
+    scene.kinds()
+    scene.watch.look(2.0)
+    assert scene.kinds() == [] and len(scene.recorder.state.live) == MAX_SHOWN
+
+
+@pytest.mark.parametrize(
+    "wild",
+    [
+        {"tokens_per_second": 1e308, "loss": 1e308},
+        {"bytes_sent": 2**64 - 1, "tokens": 2**64 - 1, "round": 2**64 - 1, "step": 2**64 - 1},
+        {"validation_round": 2**64 - 1, "validation_loss": 1e300},
+        {"compute_seconds": 1e308},
+    ],
+)
+async def test_what_a_peer_claims_never_breaks_the_page(wild: dict[str, object]) -> None:
+    scene = Scene()
+    with scene.recorder.listen():
+        for sequence in range(1, 5):
+            records = {peer: record(sequence, **wild) for peer in (ADA, BOB)}
+            scene.directory.records = records | {
+                PEERS[3].peer_id: record(sequence, round=sequence, bytes_sent=sequence)
+            }
+            scene.watch.look(float(sequence))
+    assert len(scene.recorder.state.live) == 3
+
+
+def test_how_a_peer_is_reached() -> None:
+    relayed, direct = "/ip4/1.2.3.4/tcp/1/p2p/A/p2p-circuit/p2p/B", "/ip4/1.2.3.4/tcp/1/p2p/B"
+    assert peer_now("B", record(addresses=[relayed]), 0.0, 1.0).reach == "relay"
+    assert peer_now("B", record(addresses=[relayed, direct]), 0.0, 1.0).reach == "direct"
+    assert peer_now("B", record(), 0.0, 1.0).reach == "unknown"
+
+
+def test_the_pace_of_sending() -> None:
+    pace = Pace(0.0, 100)
+    assert pace.measured(200, 1.0) == 0.0
+    assert pace.measured(500, 2.0) == 200.0
+    assert pace.measured(510, 3.0) == 200.0
+    assert pace.measured(3, 4.0) == 0.0

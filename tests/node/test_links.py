@@ -1,0 +1,136 @@
+"""What `murmur join` accepts as a run."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from node import links
+from node.links import Invitation, accept, require_tame
+from protocol.errors import ManifestError, MissingFileError, MurmurError, OrganiserError, UnreachableError, UsageError
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.signed_manifest import seal
+from tests.node.small_run import MANIFEST
+
+ORGANISER = Identity.create()
+
+
+@contextlib.contextmanager
+def answering(body: bytes, code: int = 200, **headers: str) -> Iterator[str]:
+    """The address of a server that always says the same."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/run.toml"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def data(**values: str) -> Manifest:
+    return MANIFEST.model_copy(update={"data": MANIFEST.data.model_copy(update=values)})
+
+
+def test_a_signed_run_from_the_web() -> None:
+    with answering(seal(MANIFEST, ORGANISER)) as url:
+        assert accept(url, False) == Invitation(MANIFEST, ORGANISER.peer_id, None, source=url)
+
+
+@pytest.mark.parametrize(
+    ("body", "fault", "text"),
+    [
+        (MANIFEST.to_toml().encode(), OrganiserError, "is not signed; ask for the address"),
+        (seal(MANIFEST, ORGANISER).replace(b"small", b"other"), OrganiserError, "is not what 12D3KooW"),
+        (b"<html>", ManifestError, "not valid TOML"),
+        (b"[run]\nname = 'x'\ncolour = 1\n", ManifestError, "unknown key run.colour .*may need another version"),
+        (b"#" * 1_000_000, ManifestError, "is no manifest: it has more than"),
+        (seal(data(path="/etc/passwd"), ORGANISER), OrganiserError, "leads out of the node's folder"),
+    ],
+)
+def test_what_the_web_must_not_give_us(body: bytes, fault: type[MurmurError], text: str) -> None:
+    with answering(body) as url, pytest.raises(fault, match=text):
+        accept(url, False)
+
+
+def test_answers_that_are_none() -> None:
+    with answering(b"", 404) as url, pytest.raises(UnreachableError, match="answers with 404; check the address"):
+        accept(url, False)
+    with (
+        answering(b"", 302, location="https://elsewhere/") as url,
+        pytest.raises(UsageError, match="join that address"),
+    ):
+        accept(url, False)
+    with pytest.raises(UnreachableError, match="cannot get http://127.0.0.1:9/run.toml"):
+        accept("http://127.0.0.1:9/run.toml", False)
+
+
+def test_a_server_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "DOWNLOAD_SECONDS", 0.3)
+    with answering(b"", **{"content-length": "100"}) as url, pytest.raises(UnreachableError, match="cannot get"):
+        accept(url, False)
+
+
+@pytest.mark.parametrize("host", ["93.184.216.34", "[2606:2800:220:1::1]"])
+def test_plain_http_is_for_private_networks(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """The control: with --insecure the address is asked."""
+    monkeypatch.setattr(links, "_download", lambda url: seal(MANIFEST, ORGANISER))
+    with pytest.raises(OrganiserError, match="use https://, or --insecure if you compare the fingerprint"):
+        accept(f"http://{host}/run.toml", False)
+    assert accept(f"http://{host}/run.toml", True).organiser == ORGANISER.peer_id
+    for private in ("127.0.0.1", "192.168.3.4", "10.0.0.1", "[::1]", "localhost"):
+        assert accept(f"http://{private}/run.toml", False).organiser == ORGANISER.peer_id
+    assert accept(f"https://{host}/run.toml", False).organiser == ORGANISER.peer_id
+
+
+def test_a_file_is_the_persons_own_word(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(data(path="/anywhere").to_toml())
+    assert accept(str(path), False) == Invitation(data(path="/anywhere"), None, tmp_path.resolve())
+    path.write_bytes(seal(MANIFEST, ORGANISER))
+    assert accept(str(path), False).organiser == ORGANISER.peer_id
+    path.write_bytes(seal(MANIFEST, ORGANISER).replace(b"small", b"other"))
+    with pytest.raises(OrganiserError, match="remove the last two lines"):
+        accept(str(path), False)
+    with pytest.raises(MissingFileError):
+        accept(str(tmp_path / "none.toml"), False)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "ftp://here/run.toml",
+        "http:///run.toml",
+        "murmur://abc@/ip4/1.2.3.4",
+        f"murmur://{'ab' * 32}@/ip4/1.2.3.4/tcp/1",
+    ],
+)
+def test_what_is_no_run(run: str) -> None:
+    with pytest.raises(UsageError):
+        accept(run, False)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../key", "a/../../key", "~/.ssh/id", "/"])
+def test_a_strangers_manifest_names_no_files_of_ours(path: str) -> None:
+    for manifest in (data(path=path), data(tokenizer=path)):
+        with pytest.raises(OrganiserError):
+            require_tame(manifest)
+    require_tame(data(path="corpus/*.txt", tokenizer="tokenizer.json"))

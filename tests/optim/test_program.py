@@ -1,0 +1,260 @@
+"""What each round of a method exchanges, for every row of the table."""
+
+import itertools
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic.dataclasses import dataclass
+
+from optim.codecs.codec import Codec
+from optim.errors import UnknownOption
+from optim.parts import STRICT
+from optim.program import Program, part_bounds
+from optim.recipes import CODECS, RECIPES, compose
+from optim.updates import Gossip, Moment, Update
+from tests.optim.replicas import LAYOUT, LOSSLESS, NUMEL, PARTS, Tables, draw, program_of, sent
+
+each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+FRAGMENTS: Tables = {"schedule": {"inner_steps": 30, "fragments": 3}}
+
+
+def last_round(program: Program) -> int:
+    """After which everything repeats."""
+    return min(2000, program.method.knots[-1] + 2 * len(program.cycle))
+
+
+@pytest.mark.parametrize(("numel", "parts", "alignment"), [(1, 1, 1), (10, 3, 1), (9000, 12, 256), (4097, 3, 4096)])
+def test_parts_cover_the_vector_and_start_at_blocks(numel: int, parts: int, alignment: int) -> None:
+    bounds = part_bounds(numel, parts, alignment)
+    assert bounds[0][0] == 0 and bounds[-1][1] == numel
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
+    assert all(start % alignment == 0 and start < stop for start, stop in bounds)
+    sizes = [stop - start for start, stop in bounds]
+    assert max(sizes) - min(sizes) <= 2 * alignment
+    assert len(bounds) == min(parts, -(-numel // alignment))
+
+
+def test_parts_of_nothing_are_refused() -> None:
+    for numel, parts in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="at least one"):
+            part_bounds(numel, parts, 1)
+
+
+@each_recipe
+def test_a_plan_lays_its_message_out_without_a_gap(recipe: str) -> None:
+    program = program_of(recipe)
+    for number in program.telling_rounds():
+        plan = program.plan(number)
+        assert plan.round == number and plan.numel == int(sent(program, number).sum())
+        assert plan.bounds[0][0] == 0 and plan.bounds[-1][1] == plan.numel
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(plan.bounds))
+        assert len(plan.codecs) == len(plan.bounds) <= (PARTS if plan.method.topology.kind == "butterfly" else 1)
+        assert plan.steps >= 1
+        assert program.plan(number) is plan
+
+
+@each_recipe
+def test_over_a_cycle_every_value_is_sent(recipe: str) -> None:
+    program = program_of(recipe)
+    total = sum((sent(program, number) for number in program.cycle), torch.zeros(program.message_numel))
+    assert total.ge(1).all()
+    fragments = program.method.schedule.fragments
+    if not program.method.signal.averaged:
+        assert total.eq(len(program.cycle) // fragments).all(), "and as often as any other"
+    again = program.plan(len(program.cycle))
+    assert again.spans == program.plan(0).spans
+
+
+@each_recipe
+def test_gathering_and_scattering_are_opposites_and_touch_what_is_sent_only(recipe: str) -> None:
+    program = program_of(recipe, FRAGMENTS if not compose(recipe).signal.is_whole else None)
+    for number in program.cycle:
+        plan, vector, other = program.plan(number), draw(1, program.message_numel), draw(2, program.message_numel)
+        before, mask = other.clone(), sent(program, number).bool()
+        plan.scatter(plan.gather(vector), other)
+        assert torch.equal(other[mask], vector[mask]) and torch.equal(other[~mask], before[~mask])
+        gathered = plan.gather(other)
+        gathered += 1.0
+        plan.scatter(gathered, other)
+        assert torch.equal(other[mask], vector[mask] + 1.0), "a view or a copy, what is scattered back stands there"
+
+
+@each_recipe
+def test_no_message_is_longer_than_the_longest(recipe: str) -> None:
+    program = program_of(recipe)
+    for number in range(last_round(program)):
+        sizes = program.plan(number).max_sizes
+        assert max(sizes) <= program.max_part_bytes and sum(sizes) <= program.max_message_bytes
+        assert len(sizes) <= program.max_parts
+
+
+@st.composite
+def changing(draw: st.DrawFn) -> Tables:
+    """Two courses of the codec at once, over a message in fragments."""
+    turn, rounds = draw(st.integers(0, 12)), draw(st.integers(1, 12))
+    first, last = draw(st.integers(8, 400)), draw(st.integers(8, 400))
+    other = draw(st.sampled_from([kind for kind in CODECS if kind != "topk"]))
+    kinds = [other, "topk"] if draw(st.booleans()) else ["topk", other]
+    return {
+        "schedule": {"inner_steps": 30, "fragments": draw(st.integers(1, 4))},
+        "codec": {"kind": f"{kinds[0]} until {turn} then {kinds[1]}", "k": f"{first} -> {last} over {rounds}"},
+        "topology": {"kind": "gather"},
+    }
+
+
+@settings(deadline=None, max_examples=40)
+@given(changing())
+def test_whatever_changes_the_longest_message_is_known_at_the_start(tables: Tables) -> None:
+    program = program_of("diloco", tables)
+    longest = max(sum(program.plan(number).max_sizes) for number in range(40))
+    assert longest <= program.max_message_bytes
+
+
+def test_negative_control_the_rounds_at_the_knots_alone_do_not_tell() -> None:
+    """k grows until the kind changes: the longest fragment has its largest k in a round before that knot."""
+    tables: Tables = {
+        "schedule": {"inner_steps": 30, "fragments": 4, "pattern": "contiguous"},
+        "codec": {"kind": "topk until 12 then sign", "k": "8 -> 800 over 100"},
+        "topology": {"kind": "gather"},
+    }
+    program = program_of("diloco", tables)
+    longest = max(sum(program.plan(number).max_sizes) for number in range(200))
+    at_knots = max(sum(program.plan(number).max_sizes) for number in program.method.knots)
+    assert at_knots < longest <= program.max_message_bytes
+
+
+@each_recipe
+def test_steps_before_a_round_are_those_of_all_rounds_before(recipe: str) -> None:
+    program, steps = program_of(recipe), 0
+    for number in range(last_round(program)):
+        assert program.steps_before(number) == steps
+        steps += program.plan(number).steps
+    assert program.steps_before(3) == sum(program.plan(number).steps for number in range(3)), "in any order of asking"
+
+
+def test_a_period_that_grows_is_counted_round_by_round() -> None:
+    program = program_of("averaging", {"schedule": {"inner_steps": "10 -> 30 over 4"}})
+    assert [program.steps_before(number) for number in (6, 1, 5, 0)] == [130, 10, 100, 0]
+    assert program.plan(9).steps == 30
+
+
+@each_recipe
+def test_a_message_may_join_rounds_of_the_same_values_in_the_same_code(recipe: str) -> None:
+    program = program_of(recipe)
+    for number in program.cycle:
+        plan = program.plan(number)
+        assert plan.may_join(plan)
+        for later in range(number + 1, number + 4):
+            other = program.plan(later)
+            same = (plan.spans, plan.bounds, plan.codecs) == (other.spans, other.bounds, other.codecs)
+            by_round = any(codec.reads_by_round for codec in plan.codecs)
+            assert plan.may_join(other) is (plan.method.signal.is_delta and same and not by_round)
+
+
+def test_what_does_not_mean_the_same_does_not_join() -> None:
+    fragments = program_of("averaging", FRAGMENTS)
+    assert [fragments.plan(0).may_join(fragments.plan(number)) for number in range(1, 4)] == [False, False, True]
+    growing = program_of("sparseloco", {"codec": {"k": "64 until 2 then 128"}})
+    assert growing.plan(0).may_join(growing.plan(1)) and not growing.plan(1).may_join(growing.plan(2))
+    absolute = program_of("averaging", {"signal": {"kind": "weights"}, "update": {"kind": "replace"}})
+    assert not absolute.plan(0).may_join(absolute.plan(1))
+    shared = program_of("sparseloco", {"codec": {"kind": "subset"}})
+    payload = shared.plan(0).codecs[0].encode(draw(1))
+    as_made, elsewhere = (shared.plan(number).codecs[0].decode(payload, NUMEL) for number in (0, 1))
+    assert not torch.equal(as_made, elsewhere), "the same bytes are other values in the next round"
+    assert not shared.plan(0).may_join(shared.plan(1))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Watching(Update):
+    """Notes what it is called with, and moves as plain averaging does."""
+
+    kind: ClassVar[str] = "watching"
+    slots: ClassVar[tuple[str, ...]] = ("momentum",)
+    seen: ClassVar[list[tuple[int, Moment]]] = []
+
+    def apply(self, anchor: torch.Tensor, slots: dict[str, torch.Tensor], delta: torch.Tensor, moment: Moment) -> None:  # type: ignore[override]
+        self.seen.append((delta.numel(), moment))
+        anchor -= delta
+        slots["momentum"] += delta
+
+
+def test_a_fragment_moves_its_own_values_and_no_others() -> None:
+    Watching.seen.clear()
+    program = program_of(replace(compose("averaging", FRAGMENTS), update=Watching()))
+    anchor, momentum = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for number in range(6):
+        plan, delta = program.plan(number), draw(number)
+        before, mask = anchor.clone(), sent(program, number).bool()
+        program.apply(plan, anchor, {"momentum": momentum}, plan.gather(delta), 0.5)
+        assert torch.equal(anchor[mask], before[mask] - delta[mask]) and torch.equal(anchor[~mask], before[~mask])
+    assert torch.equal(momentum, -anchor)
+    assert [moment.round for _, moment in Watching.seen] == [0, 0, 0, 1, 1, 1], "updates of these values, not rounds"
+    assert [moment.step for _, moment in Watching.seen] == [0, 10, 20, 30, 40, 50]
+    assert sum(size for size, _ in Watching.seen) == 2 * NUMEL
+    for number, (_, moment) in enumerate(Watching.seen):
+        section = LAYOUT.section(program.plan(number).spans)
+        assert moment.matrices == section.matrices and moment.decay == 0.5
+
+
+def test_averaged_vectors_move_by_the_whole_mean_in_their_rounds() -> None:
+    program = program_of(
+        "averaging", {"signal": {"kind": "inner-state", "first_every": 2, "second_every": 2}} | LOSSLESS
+    )
+    anchor, slots = torch.zeros(NUMEL), {name: torch.ones(NUMEL) for name in program.method.slots}
+    whole = draw(1, 3 * NUMEL)
+    program.apply(program.plan(0), anchor, slots, program.plan(0).gather(whole), 1.0)
+    assert torch.equal(anchor, -whole[:NUMEL]) and slots["first_moment"].eq(1).all()
+    program.apply(program.plan(1), anchor, slots, program.plan(1).gather(whole), 1.0)
+    assert torch.equal(slots["first_moment"], 1 - whole[NUMEL : 2 * NUMEL])
+    assert torch.equal(slots["second_moment"], 1 - whole[2 * NUMEL :])
+    assert torch.equal(anchor, -2 * whole[:NUMEL])
+
+
+def test_two_vectors_in_a_message_reach_the_update_together() -> None:
+    """NoLoCo's numbers: alpha .5, beta = gamma = .7, phi (0, 2), theta (1, 2)."""
+    ends = []
+    for own, phi in ((0, 0.0), (1, 2.0)):
+        anchor, slots = torch.tensor([phi]), {"momentum": torch.zeros(1)}
+        merged = torch.tensor([(-1.0 + 0.0) / 2, (0.0 + 2.0) / 2])  # mean of phi - theta, mean of phi
+        Gossip(alpha=0.5, beta=0.7, gamma=0.7).apply(anchor, slots, merged, Moment())
+        ends.append((own, float(slots["momentum"]), float(anchor)))
+    assert [(d, phi) for _, d, phi in ends] == [pytest.approx((1.05, 1.05)), pytest.approx((-0.35, 1.65))]
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({"signal": {"kind": "gradient"}}, "sends 'gradient_sum', which inner 'adamw' does not keep"),
+        (
+            {"signal": {"kind": "inner-state"}, "inner": {"kind": "gathering"}},
+            "'first_moment', which inner 'gathering'",
+        ),
+        ({"schedule": {"fragments": "1 until 5 then 2"}}, "must not change over the rounds"),
+        ({"schedule": {"fragments": 2, "pattern": "strided until 3 then contiguous"}}, "must not change"),
+    ],
+    ids=str,
+)
+def test_parts_that_do_not_fit_together_are_refused_at_the_start(tables: Tables, reason: str) -> None:
+    with pytest.raises(UnknownOption, match=reason) as caught:
+        program_of("averaging", tables)
+    assert "\n" not in str(caught.value)
+
+
+def test_codecs_are_bound_to_the_tensors_of_their_section_and_the_round() -> None:
+    program = program_of("averaging", FRAGMENTS | {"topology": {"kind": "gather"}, "codec": {"kind": "low-rank"}})
+    for number in range(4):
+        plan = program.plan(number)
+        codec: Codec = plan.codecs[0]
+        assert codec.binding is not None and codec.binding.round_number == number
+        assert codec.binding.layout == LAYOUT.section(plan.spans)
+        assert codec.layout_of(plan.numel) == codec.binding.layout
+    butterfly = program_of("averaging", {"codec": {"kind": "low-rank"}}).plan(2)
+    layouts = [
+        codec.layout_of(stop - start) for codec, (start, stop) in zip(butterfly.codecs, butterfly.bounds, strict=True)
+    ]
+    assert all(layout is not None and len(layout.shapes) == 1 for layout in layouts), "a part is cut across tensors"
