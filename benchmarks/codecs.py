@@ -26,10 +26,12 @@ from optim.codecs.codec import Codec
 from optim.codecs.cosine_topk import CosineTopK
 from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
 from optim.codecs.integers import BlockInt4, BlockInt8
+from optim.codecs.low_rank import LowRank
 from optim.codecs.powers import PowersOfTwo
 from optim.codecs.signs import BlockSign
 from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
+from optim.layout import Layout
 
 DENSE: Final[Mapping[str, Codec]] = MappingProxyType(
     {
@@ -50,12 +52,14 @@ SPARSE: Final[Mapping[str, Codec]] = MappingProxyType(
         "topk-3-bit": ChunkTopK(bits=3),
         "dct-topk": CosineTopK(),
         "subset": RandomSubset(),
+        "low-rank": LowRank(),
     }
 )
 CODECS: Final[Mapping[str, Codec]] = MappingProxyType({**DENSE, **SPARSE})
 # At most so many times the comparison: encoding; decoding and adding.
 TARGETS: Final = MappingProxyType({"dense": (1.5, 0.5), "sparse": (1.5, 0.1)})
 CHUNK, KEEP = 4096, 64
+MATRIX: Final = (2048, 512)
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measure(name: str, values: torch.Tensor, comparison: Comparison, turns: int) -> Cost:
-    codec, numel = CODECS[name], values.numel()
+    numel = values.numel()
+    codec = CODECS[name].bind(tensors(numel), 0)
     total = np.zeros(numel, np.float32)
     payload = codec.encode(values)
     base = (comparison.copy, comparison.accumulate) if name in DENSE else (comparison.top, comparison.top)
@@ -122,6 +127,13 @@ def measure(name: str, values: torch.Tensor, comparison: Comparison, turns: int)
         encode_milliseconds=encode[1],
         decode_milliseconds=decode[1],
     )
+
+
+def tensors(numel: int) -> Layout:
+    """Matrices such as a model has, and a vector of what is left."""
+    rows, columns = MATRIX
+    matrices, rest = divmod(numel, rows * columns)
+    return Layout((MATRIX,) * matrices + (((rest,),) if rest else ()))
 
 
 def alternate(subject: Callable[[], object], base: Callable[[], object], turns: int) -> tuple[float, float]:

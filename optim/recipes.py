@@ -1,11 +1,10 @@
-"""The table of methods: each row a composition of parts by name, with the options that differ from their defaults."""
+"""From a recipe's name to a method: every kind of part there is, and how a row of the table becomes parts."""
 
 import dataclasses
 import difflib
 import functools
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
@@ -16,29 +15,56 @@ from optim.codecs.codec import Codec
 from optim.codecs.cosine_topk import CosineTopK
 from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
 from optim.codecs.integers import BlockInt4, BlockInt8
+from optim.codecs.low_rank import LowRank
 from optim.codecs.powers import PowersOfTwo
 from optim.codecs.signs import BlockSign
 from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
+from optim.compatibility import check
 from optim.errors import UnknownOption, UnknownRecipe
 from optim.feedback import ErrorFeedback, Feedback, NoFeedback
+from optim.inner.accumulating import AccumulatingAdamW
 from optim.inner.adamw import AdamW
-from optim.inner.gathering import Gathering
+from optim.inner.gathering import Gathering, GatheringAhead
 from optim.inner.inner import Inner
+from optim.inner.late_gradients import AdaptiveBraking, SpikeCompensation, WeightPrediction
+from optim.inner.quasi_hyperbolic import QuasiHyperbolic
 from optim.method import Method
 from optim.parts import Scalar
+from optim.penalty import Penalty
 from optim.ramps import ramp
 from optim.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
+from optim.rows import RECIPES, Recipe, Table, Tables
 from optim.schedules import EverySteps, Schedule
 from optim.signals import Gradient, InnerState, Momentum, ProgressAndAnchor, PseudoGradient, Signal, Weights
 from optim.topologies import Butterfly, Gather, Groups, Topology
-from optim.updates import Adam, Gossip, HeavyBall, Nesterov, Replace, Sgd, Sign, Update
+from optim.updates import (
+    Adam,
+    DelayedNesterov,
+    FrozenAdam,
+    Gossip,
+    GossipWeights,
+    HeavyBall,
+    Nesterov,
+    Replace,
+    Sgd,
+    Sign,
+    StalenessPenalised,
+    Update,
+)
+
+__all__ = [
+    *("RECIPES", "Recipe", "Table", "Tables", "compose"),
+    *("ADOPTIONS", "AGGREGATES", "CODECS", "FEEDBACKS", "INNERS", "SCHEDULES", "SIGNALS", "TOPOLOGIES", "UPDATES"),
+    *("CHANGING", "KINDS", "PARTS"),
+]
 
 Part = TypeVar("Part")
-Table = Mapping[str, Scalar]
-Tables = Mapping[str, Table]
 
-_INNERS: Final[tuple[type[Inner], ...]] = (AdamW, Gathering)
+_INNERS: Final[tuple[type[Inner], ...]] = (
+    *(AdamW, QuasiHyperbolic, AccumulatingAdamW, Gathering, GatheringAhead),
+    *(AdaptiveBraking, SpikeCompensation, WeightPrediction),
+)
 INNERS: Final[Mapping[str, type[Inner]]] = {inner.kind: inner for inner in _INNERS}
 _SIGNALS: Final[tuple[type[Signal], ...]] = (
     *(PseudoGradient, Gradient, Momentum, InnerState, Weights, ProgressAndAnchor),
@@ -47,14 +73,19 @@ SIGNALS: Final[Mapping[str, type[Signal]]] = {signal.kind: signal for signal in 
 SCHEDULES: Final[Mapping[str, type[Schedule]]] = {"every-steps": EverySteps}
 _CODECS: Final[tuple[type[Codec], ...]] = (
     *(Uncompressed, HalfPrecision, BrainFloat, BlockInt8, BlockInt4, PowersOfTwo, BlockSign),
-    *(ChunkTopK, CosineTopK, RandomSubset),
+    *(ChunkTopK, CosineTopK, RandomSubset, LowRank),
 )
 CODECS: Final[Mapping[str, type[Codec]]] = {codec.kind: codec for codec in _CODECS}
 FEEDBACKS: Final[Mapping[str, type[Feedback]]] = {"none": NoFeedback, "error": ErrorFeedback}
 TOPOLOGIES: Final[Mapping[str, type[Topology]]] = {"butterfly": Butterfly, "gather": Gather, "groups": Groups}
-_AGGREGATES: Final[tuple[type[Aggregate], ...]] = (Mean, SenderMean, TrimmedMean, CoordinateMedian, Krum, CentredClip)
+_AGGREGATES: Final[tuple[type[Aggregate], ...]] = (
+    *(Mean, SenderMean, TrimmedMean, CoordinateMedian, Krum, CentredClip, Penalty),
+)
 AGGREGATES: Final[Mapping[str, type[Aggregate]]] = {aggregate.kind: aggregate for aggregate in _AGGREGATES}
-_UPDATES: Final[tuple[type[Update], ...]] = (Nesterov, Sgd, HeavyBall, Sign, Adam, Gossip, Replace)
+_UPDATES: Final[tuple[type[Update], ...]] = (
+    *(Nesterov, Sgd, HeavyBall, DelayedNesterov, StalenessPenalised, Sign, Adam, FrozenAdam),
+    *(Gossip, GossipWeights, Replace),
+)
 UPDATES: Final[Mapping[str, type[Update]]] = {update.kind: update for update in _UPDATES}
 ADOPTIONS: Final[Mapping[str, type[Adoption]]] = {"carry": Carry, "mix": Mix}
 KINDS: Final[Mapping[str, Mapping[str, type[Any]]]] = types.MappingProxyType(
@@ -72,61 +103,6 @@ KINDS: Final[Mapping[str, Mapping[str, type[Any]]]] = types.MappingProxyType(
 )
 PARTS: Final = tuple(KINDS)
 CHANGING: Final = ("schedule", "codec", "feedback", "aggregate", "update")  # parts whose options may change over a run
-USUAL: Final[Mapping[str, "Table"]] = types.MappingProxyType(
-    {
-        "inner": {"kind": "adamw"},
-        "signal": {"kind": "pseudo-gradient"},
-        "feedback": {"kind": "none"},
-        "aggregate": {"kind": "mean"},
-        "adoption": {"kind": "carry"},
-    }
-)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A row. `tables`: by part, its kind and the options that differ from the kind's defaults."""
-
-    name: str
-    paper: str
-    tables: Tables
-
-
-def _recipe(name: str, paper: str, **tables: Table) -> Recipe:
-    return Recipe(name, paper, types.MappingProxyType({**USUAL, **tables}))
-
-
-_ROWS = (
-    _recipe(
-        "diloco",
-        "arXiv 2311.08105",
-        schedule={"kind": "every-steps", "inner_steps": 100},
-        codec={"kind": "int8"},
-        feedback={"kind": "error"},
-        topology={"kind": "butterfly"},
-        update={"kind": "nesterov", "learning_rate": 0.7, "momentum": 0.9},
-    ),
-    _recipe(
-        "sparseloco",
-        "arXiv 2508.15706",
-        schedule={"kind": "every-steps", "inner_steps": 30},
-        codec={"kind": "topk", "k": 64},
-        feedback={"kind": "error", "decay": 0.95},
-        topology={"kind": "gather"},
-        aggregate={"kind": "mean", "clip": True},
-        update={"kind": "sgd", "learning_rate": 1.0},
-    ),
-    _recipe(
-        "averaging",
-        "arXiv 1602.05629",
-        schedule={"kind": "every-steps", "inner_steps": 30},
-        codec={"kind": "int8"},
-        feedback={"kind": "error"},
-        topology={"kind": "butterfly"},
-        update={"kind": "sgd", "learning_rate": 1.0},
-    ),
-)
-RECIPES: Final[Mapping[str, Recipe]] = types.MappingProxyType({row.name: row for row in _ROWS})
 NOTHING: Final[Tables] = types.MappingProxyType({})
 
 
@@ -157,7 +133,9 @@ KEPT_METHODS = 64
 
 def _compose(row: Recipe, tables: Tables, round_number: int) -> Method:
     parts = {part: _build(part, KINDS[part], tables[part], round_number) for part in PARTS}
-    return Method(name=row.name, paper=row.paper, **parts)
+    method = Method(name=row.name, paper=row.paper, **parts)
+    check(method)
+    return method
 
 
 def _merged(default: Table, override: Table) -> Table:

@@ -277,7 +277,7 @@ ASYNCHRONOUS: Final = (
     ),
     _recipe(
         "fedbuff",
-        "arXiv 2111.04338",
+        "arXiv 2106.06639",
         AVERAGE,
         schedule=_every(50, ahead=50, quorum=0.5),
         aggregate={**ALIKE, "staleness": 0.5},

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,13 +20,13 @@ ORGANISER = Identity.create()
 
 
 @contextlib.contextmanager
-def answering(body: bytes, code: int = 200, **headers: str) -> Iterator[str]:
+def answering(body: bytes, code: int = 200, headers: Mapping[str, str] | None = None) -> Iterator[str]:
     """The address of a server that always says the same."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(code)
-            for name, value in headers.items():
+            for name, value in (headers or {}).items():
                 self.send_header(name, value)
             self.end_headers()
             with contextlib.suppress(ConnectionError):
@@ -75,7 +75,7 @@ def test_answers_that_are_none() -> None:
     with answering(b"", 404) as url, pytest.raises(UnreachableError, match="answers with 404; check the address"):
         accept(url, False)
     with (
-        answering(b"", 302, location="https://elsewhere/") as url,
+        answering(b"", 302, {"location": "https://elsewhere/"}) as url,
         pytest.raises(UsageError, match="join that address"),
     ):
         accept(url, False)
@@ -85,7 +85,7 @@ def test_answers_that_are_none() -> None:
 
 def test_a_server_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "DOWNLOAD_SECONDS", 0.3)
-    with answering(b"", **{"content-length": "100"}) as url, pytest.raises(UnreachableError, match="cannot get"):
+    with answering(b"", headers={"content-length": "100"}) as url, pytest.raises(UnreachableError, match="cannot get"):
         accept(url, False)
 
 

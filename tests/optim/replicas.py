@@ -1,6 +1,6 @@
 """One model's layout, and peers that hold a method's shared state, for tests of whole methods."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,7 +18,7 @@ LAYOUT = Layout(
     (0, *(1 + layer for layer in range(LAYERS) for _ in LAYER), 1 + LAYERS),
 )
 NUMEL = LAYOUT.numel  # 9000
-Tables = Mapping[str, Mapping[str, Scalar]]
+Tables = dict[str, dict[str, Scalar]]
 LOSSLESS: Tables = {"codec": {"kind": "none"}}
 
 

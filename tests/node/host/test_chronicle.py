@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import grpc
 import pytest
 
 from node.host import chronicle as module
@@ -61,7 +62,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 
 
 def a_chronicle() -> Chronicle:
-    return Chronicle(RUN_ID, TERMS, lambda peer: None)  # type: ignore[arg-type,return-value]
+    return Chronicle(RUN_ID, TERMS, lambda peer: grpc.aio.insecure_channel("unix:nowhere"))
 
 
 async def learned(chronicle: Chronicle, network: Network, state: State, now: float = 100.0) -> list[Durable]:

@@ -123,7 +123,7 @@ def test_matrices_of_lower_rank_than_asked_for(values: torch.Tensor) -> None:
 def test_a_basis_that_is_too_long_is_refused() -> None:
     codec = LowRank(rank=4).bind(Layout(((60, 60),)), 0)
     payload = bytearray(codec.encode(draw(3600)))
-    payload[4] += 3  # the shared exponent of the first factor's scales
+    payload[5] += 2  # the exponent of the first factor's first scale: 2^4 times as long
     with pytest.raises(CodecError, match="longer than one"):
         codec.read(bytes(payload), 3600)
 

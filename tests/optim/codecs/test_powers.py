@@ -11,7 +11,8 @@ def decoded(codec: PowersOfTwo, values: torch.Tensor) -> torch.Tensor:
 
 def slow(values: list[float]) -> list[float]:
     """The nearest level of a block, one value after the other; of two equally near the larger."""
-    scale = float(np.float16(max(map(abs, values))))  # values below are chosen so that the shared power is no matter
+    upper = (int(np.float32(max(map(abs, values))).view(np.uint32)) + 0xFFFF) >> 16
+    scale = float(np.uint32(upper << 16).view(np.float32))
     levels = [0.0] + [scale * 2.0 ** (code - 7) for code in range(1, 8)]
     return [float(np.copysign(min(levels, key=lambda level: (abs(abs(x) - level), -level)), x)) for x in values]
 

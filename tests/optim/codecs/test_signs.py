@@ -14,7 +14,7 @@ def decoded(codec: BlockSign, values: torch.Tensor) -> torch.Tensor:
 
 def test_size_is_one_bit_a_value_and_two_bytes_a_block() -> None:
     for numel, blocks in ((1, 1), (8, 1), (9, 1), (1024, 1), (1025, 2), (100_000, 98)):
-        assert len(BlockSign().encode(torch.ones(numel))) == 3 + 2 * blocks + -(-numel // 8)
+        assert len(BlockSign().encode(torch.ones(numel))) == 2 + 2 * blocks + -(-numel // 8)
 
 
 @pytest.mark.parametrize("numel", [5, 40, 41, 79, 333])
@@ -22,13 +22,14 @@ def test_agrees_with_a_loop(numel: int) -> None:
     values = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
     payload = BlockSign(block=40).encode(torch.from_numpy(values))
     blocks = -(-numel // 40)
-    exponent, *halves = struct.unpack_from(f"<b{blocks}e", payload, 2)
-    bits = int.from_bytes(payload[3 + 2 * blocks :], "little")
-    expected = [halves[i // 40] * 2.0**exponent * (-1 if bits >> i & 1 else 1) for i in range(numel)]
+    uppers = struct.unpack_from(f"<{blocks}H", payload, 2)
+    scales = [float(np.uint32(upper << 16).view(np.float32)) for upper in uppers]
+    bits = int.from_bytes(payload[2 + 2 * blocks :], "little")
+    expected = [scales[i // 40] * (-1 if bits >> i & 1 else 1) for i in range(numel)]
     assert BlockSign(block=40).decode(payload, numel).tolist() == expected
     assert [value < 0 for value in expected] == (values < 0).tolist()
     means = [float(np.abs(values[start : start + 40]).mean()) for start in range(0, numel, 40)]
-    assert [half * 2.0**exponent for half in halves] == pytest.approx(means, rel=2**-11)
+    assert scales == pytest.approx(means, rel=2**-8)
 
 
 def test_zero_counts_as_positive() -> None:
