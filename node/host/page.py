@@ -17,6 +17,7 @@ STATIC = FOLDER / "static"
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 FEW_LANES = 8  # that have room for broad bars
 ROUNDED_UP = 0.9995  # of a unit: to three digits that is a whole one
+COLUMNS = 13  # of the table of peers
 NONE = "-"  # shown where nothing is known
 Values = Mapping[str, Any]
 
@@ -37,11 +38,11 @@ def render(values: Values, join: str | None, version: str) -> str:
         live="yes" if join else "no",
         manifest_link=' · <a href="/run.toml">manifest</a>' if join else "",
         hidden_progress="" if values["progress"] is not None else " hidden",
-        lane_round=escape(str(_or(timeline["round"], ""))),
+        lane_round="" if timeline["round"] is None else timeline["round"] + 1,
         few=" few" if len(timeline["lanes"]) <= FEW_LANES else "",
         lanes="".join(_lane(lane, _longest(timeline["lanes"]), values["peers"]) for lane in timeline["lanes"]),
         log="".join(_line(line) for line in reversed(values["log"])),
-        peers="".join(_row(peer, values["at"]) for peer in values["peers"] if peer["gone"] is None),
+        peers=_rows(values, join),
     )
 
 
@@ -82,7 +83,7 @@ def _tiles(values: Values) -> dict[str, object]:
 def target(values: Values) -> str:
     """`of 10 G · 2 d left`"""
     tokens, rounds, left = values.get("target_tokens"), values.get("target_rounds"), values["seconds_left"]
-    aim = f"of {si(tokens)}" if tokens else f"round {values['round']} of {rounds}" if rounds else "no target"
+    aim = f"of {si(tokens)}" if tokens else f"round {values['round']:,} of {rounds:,}" if rounds else "no target"
     return f"{aim} · {duration(left)} left" if left else aim
 
 
@@ -146,6 +147,14 @@ def _lane(lane: Values, longest: float, peers: Sequence[Values]) -> str:
 def _line(line: Values) -> str:
     clock = time.strftime("%H:%M:%S", time.gmtime(line["at"]))
     return f'<li><time>{clock}</time><span class="{line["tone"]}">{escape(line["text"])}</span></li>'
+
+
+def _rows(values: Values, join: str | None) -> str:
+    present = [_row(peer, values["at"]) for peer in values["peers"] if peer["gone"] is None]
+    if present:
+        return "".join(present)
+    line = f"No peers yet. Run: {join}" if join else "No peers."
+    return f'<tr><td class="empty" colspan="{COLUMNS}">{escape(line)}</td></tr>'
 
 
 def _row(peer: Values, now: float) -> str:

@@ -1,3 +1,5 @@
+"""From messages to one vector: means, with and without a clip."""
+
 import statistics
 
 import numpy as np
@@ -10,7 +12,7 @@ from optim.codecs.dense import Uncompressed
 from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError, OptimError
 
-RULES: list[Aggregate] = [Mean(), Mean(clip=True), Mean(weights="equal"), SenderMean(), SenderMean(clip=True)]
+RULES: list[Aggregate] = [Mean(), Mean(clip=True), SenderMean(), SenderMean(clip=True)]
 each_rule = pytest.mark.parametrize("rule", RULES, ids=str)
 
 
@@ -31,9 +33,12 @@ def test_mean_by_tokens() -> None:
     assert combined.tolist() == pytest.approx([3.0, 4 / 3])
 
 
-def test_equal_weights_ignore_tokens_but_not_absence() -> None:
-    values = [torch.tensor([3.0]), torch.tensor([5.0]), torch.tensor([100.0])]
-    assert Mean(weights="equal").combine(messages(values, [1, 1000, 0])).tolist() == [4.0]
+def test_weights_by_tokens_or_all_alike_and_less_for_the_late() -> None:
+    assert [Mean().weight(tokens, age) for tokens, age in ((500, 0), (500, 3), (0, 0))] == [500, 500, 0]
+    assert [Mean(weights="equal").weight(tokens, 0) for tokens in (1, 1000)] == [1, 1]
+    late = Mean(weights="equal", staleness=0.5)
+    assert [late.weight(9, age) for age in (0, 3, 8)] == pytest.approx([1, 0.5, 1 / 3])
+    assert Mean(staleness=1.0).weight(100, 1) == 50
 
 
 def test_sender_mean_divides_by_those_who_sent() -> None:

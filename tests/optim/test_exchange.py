@@ -6,18 +6,23 @@ import torch
 from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError, OptimError
 from optim.exchange import Merger, Sender
-from optim.recipes import AGGREGATES, CODECS, RECIPES, UPDATES, compose
+from optim.recipes import AGGREGATES, CODECS, UPDATES, compose
+from optim.rows import RECIPES
 from tests.optim.replicas import LOSSLESS, NUMEL, PARTS, Replica, Tables, decoded, draw, program_of, sent
 
 DELTAS = [name for name in RECIPES if compose(name).signal.is_delta]
-ROUNDS = (0, 1, 2, 49, 50, 60, 120)  # before, on and after the turns of the rows that change
+ROUNDS = [
+    (recipe, number)
+    for recipe in RECIPES
+    for number in sorted({*list(program_of(recipe).cycle)[:6], *program_of(recipe).method.knots})
+]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 each_delta = pytest.mark.parametrize("recipe", DELTAS)
-each_round = pytest.mark.parametrize("number", ROUNDS)
+each_round = pytest.mark.parametrize(("recipe", "number"), ROUNDS)
+FEEDBACKS: Tables = {"error": {"kind": "error", "decay": 1.0}, "none": {"kind": "none"}}
 UNCLIPPED: Tables = {"aggregate": {"kind": "mean", "weights": "equal"}}
 
 
-@each_recipe
 @each_round
 def test_message_and_residual_hold_all_that_there_was(recipe: str, number: int) -> None:
     """decay * residual_before + delta == share * decoded + residual_after, of what is sent; the rest is left alone."""
@@ -37,10 +42,10 @@ def test_message_and_residual_hold_all_that_there_was(recipe: str, number: int) 
 
 
 @each_delta
-@pytest.mark.parametrize("feedback", ["error", "none"])
+@pytest.mark.parametrize("feedback", FEEDBACKS)
 def test_an_excluded_message_is_sent_again(recipe: str, feedback: str) -> None:
     """Of three cycles a message is dropped: what was applied and what is left still sum to all progress made."""
-    program = program_of(recipe, {"feedback": {"kind": feedback}, **LOSSLESS})
+    program = program_of(recipe, {"feedback": FEEDBACKS[feedback], **LOSSLESS})
     sender, applied, everything = Sender(program), *torch.zeros(2, program.message_numel)
     residual, dropped = torch.zeros(program.message_numel), torch.zeros(program.message_numel)
     for number in range(3 * len(program.cycle)):
@@ -57,7 +62,6 @@ def test_an_excluded_message_is_sent_again(recipe: str, feedback: str) -> None:
     assert dropped.any() and not torch.allclose(applied + residual - dropped, everything, atol=1e-5)
 
 
-@each_recipe
 @each_round
 def test_taking_back_undoes_a_message_of_progress_and_no_other(recipe: str, number: int) -> None:
     program = program_of(recipe)
@@ -86,7 +90,7 @@ def test_sums_over_rounds_are_the_decayed_sum() -> None:
 
 
 def test_a_share_taken_off_leaves_the_rest_to_be_sent_again() -> None:
-    program = program_of("sparseloco", {"feedback": {"kind": "error", "share": 0.25}} | LOSSLESS)
+    program = program_of("sparseloco", LOSSLESS | {"feedback": {"kind": "error", "decay": 1.0, "share": 0.25}})
     residual = torch.zeros(NUMEL)
     payloads = Sender(program).message(0, draw(1), residual)
     torch.testing.assert_close(residual, 0.75 * draw(1))
@@ -122,20 +126,22 @@ def test_a_progress_that_is_not_finite_leaves_the_residual_alone(recipe: str) ->
 def test_replicas_that_see_the_same_messages_stay_equal(recipe: str) -> None:
     """Twenty rounds with changing members; the replicas run with different numbers of threads."""
     program = program_of(recipe)
-    replicas = [Replica(program) for _ in range(3)]
-    threads = torch.get_num_threads()
+    members, rounds = [Replica(program) for _ in range(3)], []
     for number in range(20):
-        messages = [replica.message(number, 10 * number + i) for i, replica in enumerate(replicas)]
+        messages = [member.message(number, 10 * number + i) for i, member in enumerate(members)]
         included = [i for i in range(3) if (number + i) % 4]
         for i in set(range(3)) - set(included):
-            replicas[i].sender.take_back(number, messages[i], replicas[i].residual)
-        for count, replica in enumerate(replicas, 1):
-            torch.set_num_threads(count)
-            replica.apply(number, [messages[i] for i in included], [1000.0 + i for i in included])
+            members[i].sender.take_back(number, messages[i], members[i].residual)
+        rounds.append(([messages[i] for i in included], [1000.0 + i for i in included]))
+    replicas, threads = [Replica(program) for _ in range(2)], torch.get_num_threads()
+    for count, replica in enumerate(replicas, 1):
+        torch.set_num_threads(count)
+        for number, (messages, weights) in enumerate(rounds):
+            replica.apply(number, messages, weights)
     torch.set_num_threads(threads)
-    first, *others = replicas
-    assert all(torch.equal(*pair) for other in others for pair in zip(first.state, other.state, strict=True))
-    assert first.anchor.abs().max() > 0 and all(bool(torch.isfinite(vector).all()) for vector in first.state)
+    one, other = replicas
+    assert all(torch.equal(*pair) for pair in zip(one.state, other.state, strict=True))
+    assert one.anchor.abs().max() > 0 and all(bool(torch.isfinite(vector).all()) for vector in one.state)
 
 
 @each_recipe
@@ -259,7 +265,6 @@ def test_identical_members_are_one_member(recipe: str) -> None:
     assert torch.allclose(results[0], results[1], rtol=1e-4, atol=1e-8)
 
 
-@each_recipe
 @each_round
 def test_what_is_merged_is_near_the_exact_mean(recipe: str, number: int) -> None:
     replica = Replica(program_of(recipe, UNCLIPPED))
@@ -274,7 +279,6 @@ def test_what_is_merged_is_near_the_exact_mean(recipe: str, number: int) -> None
     assert torch.linalg.vector_norm(merged - gathered) < 0.25 * torch.linalg.vector_norm(gathered)
 
 
-@each_recipe
 @each_round
 def test_payloads_are_checked_part_by_part(recipe: str, number: int) -> None:
     program = program_of(recipe)

@@ -15,7 +15,8 @@ from optim.codecs.low_rank import LowRank
 from optim.errors import UnknownOption
 from optim.parts import STRICT
 from optim.program import Program, part_bounds
-from optim.recipes import CODECS, RECIPES, compose
+from optim.recipes import CODECS, compose
+from optim.rows import RECIPES
 from optim.updates import Gossip, Moment, Update
 from tests.optim.replicas import LAYOUT, LOSSLESS, NUMEL, PARTS, Tables, draw, program_of, sent
 
@@ -203,9 +204,8 @@ def test_a_fragment_moves_its_own_values_and_no_others() -> None:
 
 
 def test_averaged_vectors_move_by_the_whole_mean_in_their_rounds() -> None:
-    program = program_of(
-        "averaging", {"signal": {"kind": "inner-state", "first_every": 2, "second_every": 2}} | LOSSLESS
-    )
+    signal: Tables = {"signal": {"kind": "inner-state", "first_every": 2, "second_every": 2}}
+    program = program_of("averaging", LOSSLESS | signal)
     anchor, slots = torch.zeros(NUMEL), {name: torch.ones(NUMEL) for name in program.method.slots}
     whole = draw(1, 3 * NUMEL)
     program.apply(program.plan(0), anchor, slots, program.plan(0).gather(whole), 1.0)

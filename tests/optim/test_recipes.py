@@ -8,8 +8,11 @@ from optim.codecs.topk import ChunkTopK
 from optim.errors import UnknownOption, UnknownRecipe
 from optim.feedback import ErrorFeedback, NoFeedback
 from optim.parts import Scalar
-from optim.recipes import AGGREGATES, CODECS, FEEDBACKS, PARTS, RECIPES, TOPOLOGIES, UPDATES, compose
+from optim.recipes import CODECS, KINDS, PARTS, SIGNALS, UPDATES, compose
+from optim.rows import RECIPES
+from optim.topologies import Butterfly, Gather
 from optim.updates import Nesterov, Sgd
+from tests.optim.replicas import Tables
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -23,7 +26,7 @@ def test_diloco() -> None:
     method = compose("diloco")
     assert method.codec == BlockInt8(block=256)
     assert method.feedback == ErrorFeedback(decay=1.0)
-    assert method.topology == "butterfly"
+    assert method.topology == Butterfly()
     assert method.update == Nesterov(learning_rate=0.7, momentum=0.9)
 
 
@@ -31,7 +34,7 @@ def test_sparseloco() -> None:
     method = compose("sparseloco")
     assert method.codec == ChunkTopK(k=64, chunk=4096)
     assert method.feedback == ErrorFeedback(decay=0.95)
-    assert method.topology == "gather"
+    assert method.topology == Gather()
     assert method.update == Sgd(learning_rate=1.0)
 
 
@@ -39,9 +42,9 @@ def test_options_and_kinds_are_overridden() -> None:
     method = compose(
         "diloco", {"schedule": {"inner_steps": 7}, "codec": {"kind": "fp16"}, "feedback": {"kind": "none"}}
     )
-    assert method.schedule.inner_steps == 7 and not method.schedule.overlap
+    assert method.schedule.inner_steps == 7 and method.schedule.ahead == 0
     assert method.codec == HalfPrecision() and method.feedback == NoFeedback()
-    assert compose("sparseloco", {"topology": {"kind": "butterfly"}}).topology == "butterfly"
+    assert compose("sparseloco", {"topology": {"kind": "butterfly"}}).topology == Butterfly()
 
 
 def test_another_kind_starts_from_its_own_defaults() -> None:
@@ -54,15 +57,48 @@ def test_whole_numbers_may_stand_for_reals() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("part", ["codec", "feedback", "aggregate", "adoption", "schedule"])
+def test_every_kind_of_these_fits_every_recipe(recipe: str, part: str) -> None:
+    for kind, built in KINDS[part].items():
+        assert isinstance(getattr(compose(recipe, {part: {"kind": kind}}), part), built)
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_every_update_goes_with_the_signals_it_names_and_no_other(kind: str) -> None:
+    for signal in SIGNALS:
+        tables: Tables = {"update": {"kind": kind}, "signal": {"kind": signal}}
+        if signal in UPDATES[kind].signals:
+            assert isinstance(compose("averaging", tables).update, UPDATES[kind])
+        else:
+            with pytest.raises(UnknownOption, match=f"update '{kind}' makes no step of signal '{signal}'"):
+                compose("averaging", tables)
+
+
+def test_an_option_may_change_over_the_rounds() -> None:
+    method = compose("sparseloco", {"codec": {"kind": "int8 until 9 then topk", "k": "256 => 64 over 20"}})
+    assert method.knots == (0, 8, 9, 20)
+    assert method.at(8).codec == BlockInt8(), "an option of the other kind is left out"
+    assert method.at(20).codec == ChunkTopK(k=64)
+
+
 @pytest.mark.parametrize(
-    ("part", "kinds"),
-    [("codec", CODECS), ("feedback", FEEDBACKS), ("topology", TOPOLOGIES), ("aggregate", AGGREGATES)]
-    + [("update", UPDATES)],
+    ("overrides", "text"),
+    [
+        ({"signal": {"kind": "pseudo-gradient until 5 then gradient"}}, "signal.kind = .* must not change"),
+        ({"topology": {"kind": "gather until 5 then butterfly"}}, "topology.kind = .* must not change"),
+        ({"update": {"kind": "sgd until 5 then nesterov"}}, "update.kind = .* must not change"),
+        ({"adoption": {"kind": "mix", "alpha": "0 -> 1 over 5"}}, "adoption.alpha = .* must not change"),
+        ({"update": {"momentum": "0.5 -> 1.5 over 5"}}, "update.momentum = 1.5: should be less than 1"),
+        ({"codec": {"kind": "int8 until 5 then in4"}}, "did you mean 'int4'"),
+        ({"schedule": {"inner_steps": "1 until 50 then 1.5"}}, "schedule.inner_steps = 1.5"),
+        ({"schedule": {"inner_steps": "10 -> 30"}}, "schedule.inner_steps = '10 -> 30'"),
+    ],
+    ids=str,
 )
-def test_every_kind_fits_every_recipe(recipe: str, part: str, kinds: Mapping[str, type]) -> None:
-    for kind in kinds:
-        built = getattr(compose(recipe, {part: {"kind": kind}}), part)
-        assert kind == built if part == "topology" else isinstance(built, kinds[kind])
+def test_a_course_that_cannot_be_is_found_before_the_run(overrides: Tables, text: str) -> None:
+    with pytest.raises(UnknownOption, match=text) as caught:
+        compose("diloco", overrides)
+    assert "\n" not in str(caught.value)
 
 
 def test_no_two_codecs_share_a_number() -> None:
@@ -97,7 +133,9 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         ({"aggregate": {"kind": "trimmed"}}, "did you mean 'trimmed-mean'"),
         ({"aggregate": {"kind": "krum", "liars": 0.5}}, "aggregate.liars = 0.5: should be less than 0.5"),
         ({"schedule": {"inner_steps": 0}}, "schedule.inner_steps = 0"),
-        ({"schedule": {"overlap": "yes"}}, "schedule.overlap = 'yes': should be a valid boolean"),
+        ({"schedule": {"ahead": "yes"}}, "schedule.ahead = 'yes': should be a valid integer"),
+        ({"schedule": {"delay": 1}}, "schedule: delay must not be above ahead"),
+        ({"schedule": {"overlap": True}}, "'every-steps' has no option 'overlap'"),
         ({"aggregate": {"weights": "tokns"}}, "should be 'tokens' or 'equal'"),
         ({"update": {"momentum": 1.0}}, "update.momentum = 1.0: should be less than 1"),
         ({"update": {"learning_rate": float("nan")}}, "update.learning_rate = nan"),

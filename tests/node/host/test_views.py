@@ -32,6 +32,7 @@ def test_the_word_for_how_it_stands() -> None:
     assert status(folded(beginning()[:2]))[::2] == ("waiting", "1 of 2 peers are here")
     assert status(folded(beginning()))[0] == "warming up"
     assert status(folded(RUN))[0] == "training"
+    assert status(folded([*RUN, Started(at=1.0)]))[0] == "looking"
     assert status(folded([*RUN, Lost(at=1.0)]))[0] == "out of sight"
     assert status(folded([*beginning(), *map(committed, range(100)), Lost(at=1.0)]))[0] == "done"
 

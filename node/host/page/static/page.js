@@ -60,7 +60,7 @@ function showSummary() {
   put("tokens", si(s.tokens));
   $("progress").hidden = s.progress == null;
   $("progress").value = s.progress || 0;
-  const aim = s.target_tokens ? `of ${si(s.target_tokens)}` : s.target_rounds ? `round ${s.round} of ${s.target_rounds}` : "no target";
+  const aim = s.target_tokens ? `of ${si(s.target_tokens)}` : s.target_rounds ? `round ${digits(s.round, 0)} of ${digits(s.target_rounds, 0)}` : "no target";
   put("target", s.seconds_left ? `${aim} · ${duration(s.seconds_left)} left` : aim);
   put("loss", digits(s.loss, 3));
   put("validation", `validation ${digits(s.validation, 3)}`);
@@ -327,7 +327,7 @@ function watchHost() {
   if (stale) {
     put("status", "no word from the host");
     $("status").className = "chip bad";
-    put("notice", `The host does not answer since ${duration(silent / 1000)}. What you see is the last it told; training goes on without it.`);
+    put("notice", `The host has not answered for ${duration(silent / 1000)}. What you see is the last it told; training goes on without it.`);
   }
 }
 
