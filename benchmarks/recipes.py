@@ -34,7 +34,8 @@ from node.simulation.links import BYTES_PER_MEGABIT
 from node.simulation.measure import Examiner, Outcome, Point
 from node.simulation.setting import Setting
 from optim.parts import Scalar
-from optim.recipes import RECIPES, compose
+from optim.recipes import compose
+from optim.rows import RECIPES
 from protocol.manifest import Manifest, load_manifest
 
 HOME: Final = Path(__file__).parent
@@ -43,6 +44,7 @@ DOCS: Final = HOME.parent / "docs"
 PEERS, STEPS, BATCH, WARM_STEPS = 8, 500, 1024, 250
 MEGABITS, LATENCY = 20, 0.05
 POINTS = 10
+PERIOD = 25
 FACTORS: Final = (0.5, 1.0, 2.0)
 GRID_SHARE = 5
 Tables = Mapping[str, Mapping[str, Scalar]]
@@ -63,17 +65,29 @@ def _row(name: str, recipe: str = "", **tables: Mapping[str, Scalar]) -> Row:
 
 def rows() -> list[Row]:
     """The baselines, each recipe, and variations that spend at most a thousandth of data parallel's bits."""
-    periods = {name: {"schedule": {"inner_steps": 50}} for name in ("diloco", "diloco-warm", "averaging")}
-    recipes = [Row(name, name, periods.get(name, {})) for name in RECIPES if name not in (DATA_PARALLEL, LOCAL)]
+    recipes = [Row(name, name, for_short_runs(name)) for name in RECIPES if name not in (DATA_PARALLEL, LOCAL)]
     return [_row(DATA_PARALLEL), _row(LOCAL), *recipes, *thousandth()]
+
+
+def for_short_runs(name: str) -> Tables:
+    """Papers' periods are for runs of tens of thousands of steps: here all that are longer become PERIOD steps."""
+    schedule = compose(name).schedule
+    if schedule.inner_steps <= PERIOD or name.endswith("-warm"):
+        return {}
+    ahead = {"ahead": PERIOD} if schedule.ahead > PERIOD else {}
+    delay = {"delay": PERIOD} if schedule.delay > PERIOD else {}
+    return {"schedule": {"inner_steps": PERIOD, **ahead, **delay}}
 
 
 def thousandth() -> list[Row]:
     """At most 0.016 bits a parameter and step."""
+    quick: Tables = {"feedback": {"decay": 0.8}}
     return [
         _row("top-k 64, every 10", "sparseloco", schedule={"inner_steps": 10}),
-        _row("top-k 32, every 5", "sparseloco", schedule={"inner_steps": 5}, codec={"k": 32}),
-        _row("sign, every 60", "averaging", schedule={"inner_steps": 60}, codec={"kind": "sign"}),
+        _row("top-k 64, every 10, mean of senders", "sparseloco-senders", schedule={"inner_steps": 10}),
+        _row("top-k 64, every 10, senders, decay 0.8", "sparseloco-senders", **quick, schedule={"inner_steps": 10}),
+        _row("top-k 64, every 5 to 15, senders, decay 0.8", "sparseloco-senders", **quick, schedule={"inner_steps": "5 -> 15 over 50"}),
+        _row("sign, every 65", "averaging", schedule={"inner_steps": 65}, codec={"kind": "sign"}),
     ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from optim.threads import each, scratch
 
@@ -101,7 +102,9 @@ class SparseVector(Vector):
         out[self.positions[first:last] - part.start] = self.values[first:last]
 
     def add_to(self, total: Floats, weight: float) -> None:
-        total[self.positions] += self.values * np.float32(weight)
+        weighted = torch.from_numpy(self.values * np.float32(weight))
+        # No position comes twice, so the order is no matter; numpy needs five times as long.
+        torch.from_numpy(total).index_add_(0, torch.from_numpy(self.positions), weighted)
 
     def add_presence_to(self, total: Floats, weight: float) -> None:
         total[self.positions] += (self.values != 0) * np.float32(weight)

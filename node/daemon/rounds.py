@@ -22,6 +22,7 @@ from protocol.errors import MissingFileError, PeerFault, StorageError, Unreachab
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.records import sign
+from protocol.rounds.attendance import Attendance, Key, key_of
 from protocol.rounds.events import (
     Action,
     Event,
@@ -39,16 +40,14 @@ from protocol.rounds.events import (
     Tick,
 )
 from protocol.rounds.kinds import parse
-from protocol.rounds.reports import Decision, Part
+from protocol.rounds.reports import Part
 from protocol.rounds.round import Round
 from protocol.rounds.statements import Commit, Contribution, Digest, Roster, Statement, Terms
 
 logger = logging.getLogger(__name__)
 
-KEPT_DECISIONS = 4
-MAX_DECISION_BYTES = 768 * 1024  # of one answer; a larger decision is had by catching up
+MAX_ANSWER_BYTES = 768 * 1024  # of one reply; what is more comes by post
 RETRY_SECONDS = 1.0
-Key = tuple[PeerId, str, int]  # sender, kind and part: what a peer may say of these is bounded
 
 
 @dataclass
@@ -82,8 +81,7 @@ class RoundDriver:
         self._number = -1
         self._base: Digest = b""
         self._seen: Mapping[PeerId, float] | None = None
-        self._early: dict[Key, Statement[Any]] = {}  # of the round after it
-        self._decisions: dict[int, tuple[Signed, ...]] = {}
+        self._attendance = Attendance(self._settings.leader_timeout)
         self._heard: dict[Key, Statement[Any]] = {}  # of the open round
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -104,18 +102,15 @@ class RoundDriver:
         now = _now()
         seen = self._seen if self._seen is not None else dict.fromkeys(now_live, now)
         self._number, self._base, self._settings = number, base, self._settings_of(number)
-        # After a change of chains these may be of the other one.
-        self._decisions = {past: decision for past, decision in self._decisions.items() if past < number}
         self._machine = Round(self._settings, self._identity.peer_id, number, base, self._sign, now, seen)
         self.members_changed()
-        early, self._early = self._early, {}
-        for statement in early.values():
+        for statement in self._attendance.begin(number):
             self.receive(statement)
 
     def close(self) -> None:
         """Give the open round up: this peer has moved to another chain, or stops."""
         self._end()
-        self._early.clear()
+        self._attendance.close()
 
     def offer(self, contribution: Contribution) -> None:
         """Our own message for the open round; its blobs are in the store."""
@@ -127,29 +122,37 @@ class RoundDriver:
 
     def take(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
         """Statements that `sender` brought (not all need be its own); returns what it seems to lack."""
-        answers: dict[int, tuple[Signed, ...]] = {}
+        late: set[int] = set()
         for signed in envelopes:
             try:
                 statement = parse(signed, self._settings.run_id, self._terms)
             except PeerFault as fault:
                 self._hooks.refused(sender, fault)
                 continue
-            number = statement.body.round
-            if number in self._decisions and not isinstance(statement.body, Commit | Decision):
-                answers[number] = self._decisions[number]
+            if self._attendance.is_late(statement):
+                late.add(statement.body.round)
             self.receive(statement)
         # Of the oldest round only: it has to be decided there before the others are of use.
-        return list(answers[min(answers)]) if answers else []
+        return self._answer(min(late), sender) if late else []
+
+    def _answer(self, number: int, asker: PeerId) -> list[Signed]:
+        """In one piece if it is small enough; otherwise it goes by post."""
+        decision = self._attendance.answer(number, asker, _now())
+        if sum(signed.ByteSize() for signed in decision) <= MAX_ANSWER_BYTES:
+            return list(decision)
+        for signed in decision:
+            self._hooks.send([asker], signed)
+        return []
 
     def receive(self, statement: Statement[Any]) -> None:
         """A checked statement; those of the next round wait for it, others that are not of this round are dropped."""
         number = statement.body.round
         if number == self._number and self._machine is not None:
             if self._machine.has_member(statement.sender):
-                self._heard[_key(statement)] = statement
+                self._heard[key_of(statement)] = statement
             self._feed(Received(statement))
         elif number == self._number + 1 and self._hooks.trains(statement.sender):
-            self._early[_key(statement)] = statement
+            self._attendance.keep(statement)
 
     def _feed(self, event: Event) -> None:
         """What an action causes at once (a peer found unreachable) waits until all actions are carried out."""
@@ -222,11 +225,8 @@ class RoundDriver:
 
     def _finish(self, commit: Statement[Commit]) -> None:
         assert self._machine is not None
-        decision = self._machine.decision
-        if sum(signed.ByteSize() for signed in decision) <= MAX_DECISION_BYTES:
-            self._decisions[self._number] = decision
-        while len(self._decisions) > KEPT_DECISIONS:
-            del self._decisions[min(self._decisions)]
+        told = self._machine.seen if commit.sender == self._identity.peer_id else ()
+        self._attendance.decide(self._number, self._machine.decision, told, _now())
         self._end()
         self._hooks.decided(commit)
 
@@ -276,10 +276,6 @@ class RoundDriver:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a task of round %d broke", self._number, exc_info=error)
             self._hooks.broken(error)
-
-
-def _key(statement: Statement[Any]) -> Key:
-    return statement.sender, statement.signed.kind, getattr(statement.body, "part", 0)
 
 
 def _named_blobs(body: Any) -> Iterator[tuple[int, Blob]]:

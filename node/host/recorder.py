@@ -19,7 +19,8 @@ from protocol.errors import LimitError
 
 logger = logging.getLogger(__name__)
 
-KEPT_MESSAGES = 2048  # for those who come again
+KEPT_MESSAGES = 2048  # for those who come again,
+KEPT_BYTES = 8 << 20  # and of them no more than this
 MAX_LISTENERS = 512
 MAX_BEHIND = 256  # messages that a listener may lag
 
@@ -44,7 +45,8 @@ class Recorder:
     def __init__(self, journal: Journal | None, past: Iterable[Durable] = ()) -> None:
         self._journal = journal
         self.state = State()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_MESSAGES)
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
         self._listeners: set[Listener] = set()
         for event in past:
             self._fold(event)
@@ -114,8 +116,14 @@ class Recorder:
         if isinstance(event, Moved):
             return None
         message = message_of(event.kind, _told(event, before), index)
-        self._kept.append((index, message))
+        self._keep(index, message)
         return message
+
+    def _keep(self, index: int, message: bytes) -> None:
+        self._kept.append((index, message))
+        self._kept_bytes += len(message)
+        while len(self._kept) > KEPT_MESSAGES or self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
 
 
 def _told(event: Durable, before: State) -> dict[str, Any]:

@@ -26,13 +26,17 @@ class Directory:
         self._published: dict[PeerId, Head | None] = {}
         self._heads: dict[PeerId, Head] = {}
         self._standing: dict[Digest, frozenset[PeerId]] = {}
+        self._unions: dict[frozenset[Digest], frozenset[PeerId]] = {}  # asked for by all, the same for all
 
     @property
     def peers(self) -> frozenset[PeerId]:
         return frozenset(self._heads)
 
     def standing_at(self, digests: Iterable[Digest]) -> frozenset[PeerId]:
-        return frozenset().union(*(self._standing.get(digest, ()) for digest in set(digests)))
+        asked = frozenset(digests)
+        if asked not in self._unions:
+            self._unions[asked] = frozenset().union(*(self._standing.get(digest, ()) for digest in asked))
+        return self._unions[asked]
 
     def best(self, mine: Head) -> Head | None:
         """The head to be preferred above all, where one is to be preferred to `mine`."""
@@ -79,3 +83,4 @@ class Directory:
         for peer, head in self._heads.items():
             groups[head.digest].add(peer)
         self._standing = {digest: frozenset(group) for digest, group in groups.items()}
+        self._unions.clear()

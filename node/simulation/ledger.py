@@ -42,7 +42,7 @@ class Ledger:
     def decide(self, commit: Commit) -> None:
         """Counted once, however many peers learn of it. AssertionError where a round was decided in two ways."""
         if commit.base in self.commits:
-            assert self.commits[commit.base].content() == commit.content(), "two commits of one round"
+            assert self.commits[commit.base].content == commit.content, "two commits of one round"
             return
         self.commits[commit.base] = commit
         for contribution in commit.contributions:

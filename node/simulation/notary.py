@@ -14,6 +14,7 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.manifest import RunId
+from protocol.rounds.events import Received
 from protocol.rounds.kinds import KINDS
 from protocol.rounds.reports import Decision, Part, acknowledging
 from protocol.rounds.statements import Commit, Contribution, Digest, Roster, Statement, Terms
@@ -24,7 +25,7 @@ class Notary:
 
     def __init__(self, run_id: RunId, terms: Terms) -> None:
         self._run_id, self._terms = run_id, terms
-        self._opened: dict[bytes, Statement[Any]] = {}
+        self._opened: dict[bytes, Received] = {}
         self._signed_in: dict[int, list[bytes]] = {}
         self._parts: dict[Digest, int] = {}
 
@@ -37,13 +38,18 @@ class Notary:
         return sign
 
     def open(self, signed: wire.Signed) -> Statement[Any]:
-        statement = self._opened.get(signed.signature)
-        if statement is None:
-            statement = Statement.of(signed, self._body(signed))
-            self._opened[signed.signature] = statement
-            self._signed_in.setdefault(statement.body.round, []).append(signed.signature)
-            self._parts.update(_places(statement.body))
-        return statement
+        return self.received(signed).statement
+
+    def received(self, signed: wire.Signed) -> Received:
+        """The same event for all who hear it."""
+        key = signed.signature
+        event = self._opened.get(key)
+        if event is None:
+            event = Received(Statement.of(signed, self._body(signed)))
+            self._opened[key] = event
+            self._signed_in.setdefault(event.statement.body.round, []).append(key)
+            self._parts.update(_places(event.statement.body))
+        return event
 
     def part_of(self, blob: Blob) -> int:
         """Which part of the model that blob holds, by what was said of it."""
@@ -53,7 +59,7 @@ class Notary:
         """Drop what was said in the rounds before that one."""
         for old in [known for known in self._signed_in if known < number]:
             for signature in self._signed_in.pop(old):
-                for digest, _ in _places(self._opened.pop(signature).body):
+                for digest, _ in _places(self._opened.pop(signature).statement.body):
                     self._parts.pop(digest, None)
 
     def _body(self, signed: wire.Signed) -> Any:

@@ -6,7 +6,7 @@ node.daemon.participant); what takes a daemon time on the network takes it virtu
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from node.channel import Fate
 from node.daemon.offers import Offer, Offers
@@ -14,11 +14,11 @@ from node.daemon.participant import GAP, PATIENCE
 from node.daemon.replica import Share, blobs_of
 from node.simulation.learner import Learner
 from node.simulation.ledger import End
-from node.simulation.machine import BatchRound
 from node.simulation.vault import KEPT_ROUNDS, Applied
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
+from protocol.rounds.attendance import Attendance
 from protocol.rounds.chain import Chain, Head
 from protocol.rounds.events import (
     Action,
@@ -36,6 +36,7 @@ from protocol.rounds.events import (
     Tick,
 )
 from protocol.rounds.grouping import group_of
+from protocol.rounds.round import Round
 from protocol.rounds.statements import Commit, Digest, Statement
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 REACTION = 0.01  # virtual seconds in which a peer gathers what came in before it looks at it
 RETRY = 0.2  # until it asks again for a blob that nobody had
-KEPT_DECISIONS = 4
 
 
 class VirtualPeer:
@@ -57,13 +57,11 @@ class VirtualPeer:
         self.held: dict[Digest, int] = {}  # since which round of ours
         self.offers = Offers(swarm.program)
         self.learner: Learner | None = None
-        self._machine: BatchRound | None = None
+        self._machine: Round | None = None
         self._seen: dict[PeerId, float] | None = None
         self._live: frozenset[PeerId] = frozenset()
         self._inbox: list[Event] = []
-        self._early: list[Statement[Any]] = []
-        self._decisions: dict[int, tuple[wire.Signed, ...]] = {}
-        self._answered: set[tuple[PeerId, int]] = set()
+        self._attendance = Attendance(swarm.round_settings(0).leader_timeout)
         self._wanted: dict[Digest, tuple[PeerId, ...]] = {}
         self._pending: Statement[Commit] | None = None  # decided, but not all its blobs are here
         self._behind_since: float | None = None
@@ -89,13 +87,12 @@ class VirtualPeer:
         self._inbox.clear()
         self._live, self._tick_at = frozenset(), 0.0
         signer = swarm.notary.signer(self.name)
-        self._machine = BatchRound(
+        self._machine = Round(
             swarm.round_settings(head.round), self.name, head.round, head.digest, signer, now, seen
         )
         self.refresh()
-        early, self._early = self._early, []
-        for statement in early:
-            self._take(statement)
+        for statement in self._attendance.begin(head.round):
+            self._queue(Received(statement))
         self._offer()
         self.train()
 
@@ -109,7 +106,8 @@ class VirtualPeer:
         if self._machine is not None:
             last = self.chain.since(max(0, self.chain.round - 1)) or ()
             near = {self.chain.digest, *(commit.body.base for commit in last)}
-            live = self.swarm.directory.standing_at(near) | {self.name}
+            live = self.swarm.directory.standing_at(near)
+            live = live if self.name in live else live | {self.name}
             if live != self._live:
                 self._live = live
                 self._queue(Live(live))
@@ -133,14 +131,14 @@ class VirtualPeer:
         if machine is self._machine:
             self._arm(machine)
 
-    def _arm(self, machine: BatchRound) -> None:
+    def _arm(self, machine: Round) -> None:
         now = self.swarm.clock.now
         deadline = machine.next_deadline(now)
         if deadline is not None and not now < self._tick_at <= deadline:
             self._tick_at = deadline
             self._later(deadline - now, lambda: self._tick(machine, deadline))
 
-    def _tick(self, machine: BatchRound, deadline: float) -> None:
+    def _tick(self, machine: Round, deadline: float) -> None:
         if machine is self._machine and deadline == self._tick_at:
             self._queue(Tick())
 
@@ -167,9 +165,8 @@ class VirtualPeer:
         machine = self._machine
         assert machine is not None
         self._seen = machine.seen
-        self._decisions[machine.number] = machine.decision
-        self._decisions.pop(machine.number - KEPT_DECISIONS, None)
-        self._answered = {answer for answer in self._answered if answer[1] in self._decisions}
+        told = self._seen if commit.sender == self.name else ()
+        self._attendance.decide(machine.number, machine.decision, told, self.swarm.clock.now)
         self._machine, self._pending = None, commit
         self.swarm.ledger.decide(commit.body)
         for blob in blobs_of(commit.body, self._share(commit.body)):
@@ -217,28 +214,18 @@ class VirtualPeer:
         self.begin()
 
     def receive(self, signed: wire.Signed) -> None:
-        """A statement; whoever still asks about a round that is decided is answered with the decision, once."""
+        """A statement; whoever still asks about a round that is decided is answered with the decision."""
         if not self.alive:
             return
-        statement = self.swarm.notary.open(signed)
-        number = statement.body.round
-        self._take(statement)
-        asked = statement.sender, number
-        if number in self._decisions and signed.kind not in ("commit", "decision") and asked not in self._answered:
-            self._answered.add(asked)
-            for answer in self._decisions[number]:
-                self.swarm.say(self, [statement.sender], answer, answered=True)
-
-    def take_answer(self, signed: wire.Signed) -> None:
-        if self.alive:
-            self._take(self.swarm.notary.open(signed))
-
-    def _take(self, statement: Statement[Any]) -> None:
-        number = statement.body.round
-        if number == self.chain.round and self._machine is not None:
-            self._queue(Received(statement))
-        elif number == self.chain.round + 1:
-            self._early.append(statement)
+        received = self.swarm.notary.received(signed)
+        statement, ahead = received.statement, received.statement.body.round - self.chain.head.round
+        if ahead == 0 and self._machine is not None:
+            self._queue(received)
+        elif ahead == 1:
+            self._attendance.keep(statement)
+        elif self._attendance.is_late(statement):
+            for answer in self._attendance.answer(statement.body.round, statement.sender, self.swarm.clock.now):
+                self.swarm.say(self, [statement.sender], answer)
 
     def _want(self, blob: Blob, sources: tuple[PeerId, ...]) -> None:
         if blob.digest in self.held:

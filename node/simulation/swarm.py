@@ -109,17 +109,11 @@ class Swarm:
             return LyingSender(self.program, liars.kind, self.setting.manifest.run.seed + slot)
         return Sender(self.program)
 
-    def say(
-        self, sender: VirtualPeer, receivers: Iterable[PeerId], signed: wire.Signed, answered: bool = False
-    ) -> None:
-        """`answered`: as the reply to what the receiver sent, which is not answered in turn."""
+    def say(self, sender: VirtualPeer, receivers: Iterable[PeerId], signed: wire.Signed) -> None:
         by_slot = {self.peers[name].slot: self.peers[name] for name in receivers if name in self.peers}
 
         def deliver(slot: int) -> None:
-            if answered:
-                by_slot[slot].take_answer(signed)
-            else:
-                by_slot[slot].receive(signed)
+            by_slot[slot].receive(signed)
 
         self.links.say(sender.slot, by_slot, signed.ByteSize(), deliver)
 

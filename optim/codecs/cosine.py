@@ -15,22 +15,20 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from optim.vectors import Floats
 
 SIDE: Final = 64  # of the largest tile
 PRECISION: Final = 24
-Doubles = npt.NDArray[np.float64]
 
 
 @lru_cache(maxsize=SIDE)
-def table(side: int) -> Doubles:
-    """(side, side), to be divided by 2^24."""
+def table(side: int) -> torch.Tensor:
+    """(side, side) fp64, to be divided by 2^24."""
     share = [math.sqrt((1 if u == 0 else 2) / side) for u in range(side)]
     cosines = [[math.cos(math.pi * (2 * i + 1) * u / (2 * side)) for i in range(side)] for u in range(side)]
-    integers: Doubles = np.rint(np.array(cosines) * np.array(share)[:, None] * 2.0**PRECISION)
-    integers.flags.writeable = False
-    return integers
+    return torch.from_numpy(np.rint(np.array(cosines) * np.array(share)[:, None] * 2.0**PRECISION))
 
 
 def forward(tiles: Floats) -> Floats:
@@ -43,22 +41,27 @@ def inverse(tiles: Floats) -> Floats:
     return _transform(tiles, table(tiles.shape[1]).T, table(tiles.shape[2]))
 
 
-def _transform(tiles: Floats, left: Doubles, right: Doubles) -> Floats:
-    whole, exponents = _whole(tiles.astype(np.float64))
+def _transform(tiles: Floats, left: torch.Tensor, right: torch.Tensor) -> Floats:
+    whole, exponents = _whole(torch.from_numpy(tiles).double())
     product = (whole.reshape(-1, len(right)) @ right).reshape(whole.shape)
     if len(left) > 1:
         product, shifts = _whole(product)
-        product = left @ product
+        product = torch.matmul(left, product)
         exponents += shifts - PRECISION
-    product *= np.ldexp(1.0, exponents - PRECISION)[:, None, None]
-    return product.astype(np.float32)
+    product *= _powers(exponents - PRECISION)
+    transformed: Floats = product.float().numpy()
+    return transformed
 
 
-def _whole(tiles: Doubles) -> tuple[Doubles, npt.NDArray[np.int32]]:
+def _whole(tiles: torch.Tensor) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
     """Each tile as integers of at most 24 bits, to be multiplied by 2^exponent. Changes `tiles`."""
     flat = tiles.reshape(len(tiles), -1)
-    largest = np.maximum(flat.max(axis=1), -flat.min(axis=1))
+    largest = torch.maximum(flat.amax(1), -flat.amin(1)).numpy()
     exponents = np.frexp(largest)[1] - np.int32(PRECISION)
-    # Multiplying fp64 by a power of two is exact so far from the ends of its range.
-    tiles *= np.ldexp(1.0, -exponents)[:, None, None]
-    return np.rint(tiles, out=tiles), exponents
+    tiles *= _powers(-exponents)
+    return tiles.round_(), exponents
+
+
+def _powers(exponents: npt.NDArray[np.int32]) -> torch.Tensor:
+    """Multiplying fp64 by a power of two is exact so far from the ends of its range."""
+    return torch.from_numpy(np.ldexp(1.0, exponents))[:, None, None]

@@ -25,9 +25,11 @@ from optim.codecs.dense import largest_magnitude
 from optim.codecs.topk import ChunkTopK
 from optim.layout import Layout
 from optim.parts import STRICT
-from optim.vectors import SLAB, Floats, Vector, slabs
+from optim.threads import each
+from optim.vectors import Floats, Vector, slabs
 
 TILE = SIDE * SIDE
+BAND = 1 << 16  # values; as fp64 they are twice as long
 
 
 @plain_dataclass(frozen=True)
@@ -46,9 +48,9 @@ class Tiles:
         return self.start + self.rows * self.columns
 
     def bands(self) -> Iterator[slice]:
-        """Values, counted from the tensor's start, in whole rows of tiles; about as many as the cache holds."""
+        """Values, counted from the tensor's start, in whole rows of tiles, not many more than the cache holds."""
         band = self.height * self.columns
-        return slabs(self.rows * self.columns, max(1, SLAB // band) * band)
+        return slabs(self.rows * self.columns, max(1, BAND // band) * band)
 
     def around(self, first: int, last: int) -> slice:
         """The least whole rows of tiles that hold these values, counted from the tensor's start."""
@@ -92,10 +94,13 @@ class CosineTopK(Codec):
         largest_magnitude(values)
         tensors, count = self._tiled(values.size)
         coefficients = np.empty(count, np.float32)
-        for tiles in tensors:
-            for band in tiles.bands():
-                found = tiles.coefficients(_filled(values, tiles.start + band.start, tiles.start + band.stop))
-                coefficients[tiles.place + band.start : tiles.place + band.stop] = found
+
+        def transform(job: tuple[Tiles, slice]) -> None:
+            tiles, band = job
+            found = tiles.coefficients(_filled(values, tiles.start + band.start, tiles.start + band.stop))
+            coefficients[tiles.place + band.start : tiles.place + band.stop] = found
+
+        each(transform, ((tiles, band) for tiles in tensors for band in tiles.bands()))
         payload = self.head() + self._inner.write(coefficients, subtract=False)
         if subtract:
             self.read(payload, values.size).subtract_from(values)

@@ -69,14 +69,21 @@ def count_plain_bits(classes: Symbols, span: int) -> int:
 def from_classes(classes: Symbols, packed: npt.NDArray[np.uint8], first: int, span: int) -> Gaps:
     """The gaps; the low bits stand in `packed` bytes from bit `first` on, as many as `count_plain_bits` says."""
     lowest, widths = class_table(span)
-    width = widths[classes].astype(np.uint32)
-    start = np.cumsum(width, dtype=np.int64) - width + first
-    # The 24 bits from each byte on: a gap has at most 13 low bits, which begin at most 7 bits into them.
-    padded = np.concatenate([packed, np.zeros(3, np.uint8)]).astype(np.uint32)
-    window = (padded[:-2] << np.uint32(16) | padded[1:-1] << np.uint32(8) | padded[2:])[start >> 3]
-    low = window >> (np.uint32(24) - width - (start & 7).astype(np.uint32))
+    indices = classes.astype(np.intp)
+    width = widths.astype(np.int64).take(indices, mode="clip")
+    stop = np.cumsum(width)
+    stop += first
+    width = width.astype(np.uint32)
+    # The 24 bits from each byte on: a gap has at most 13 low bits, which end less than a byte before the window does.
+    padded = np.concatenate([np.zeros(2, np.uint8), packed, np.zeros(1, np.uint8)]).astype(np.uint32)
+    windows = padded[:-2] << np.uint32(16)
+    windows |= padded[1:-1] << np.uint32(8)
+    windows |= padded[2:]
+    low = windows.take(stop >> 3, mode="clip")
+    low >>= np.uint32(8) - (stop & 7).astype(np.uint32)
     low &= (np.uint32(1) << width) - np.uint32(1)
-    gaps: Gaps = lowest[classes] + low.astype(np.uint16)
+    gaps: Gaps = lowest.take(indices, mode="clip")
+    gaps += low.astype(np.uint16)
     return gaps
 
 

@@ -1,7 +1,7 @@
 """The chain of commits: which rounds were decided, in which order, and which of two chains is to be preferred.
 
     digest(0)     = SHA-256("murmur genesis" + run id)
-    digest(r + 1) = SHA-256(digest(r) + commit of round r, in canonical form and without its view)
+    digest(r + 1) = SHA-256(digest(r) + SHA-256(commit of round r, in canonical form and without its view))
 
 The view is left out because it says who proposed a commit, not what was decided. Of two chains the one with more
 tokens wins; with equally many, the one whose digest is lower.
@@ -55,7 +55,7 @@ def after(head: Head, commit: Commit) -> Head:
     """The head once `commit` is applied. StaleError: the commit does not belong on this head."""
     if (commit.round, commit.base) != (head.round, head.digest):
         raise StaleError(f"a commit of round {commit.round} does not continue this chain at round {head.round}")
-    digest = hashlib.sha256(head.digest + commit.content()).digest()
+    digest = hashlib.sha256(head.digest + commit.content).digest()
     return Head(head.round + 1, digest, head.tokens + commit.tokens)
 
 

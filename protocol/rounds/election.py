@@ -29,6 +29,11 @@ def rank(run_id: RunId, number: int, view: int, peer: PeerId) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
 
 
+@lru_cache(maxsize=256)
+def first_ranked(run_id: RunId, number: int, view: int, peers: frozenset[PeerId]) -> PeerId | None:
+    return min(peers, key=lambda peer: rank(run_id, number, view, peer), default=None)
+
+
 @dataclass(frozen=True)
 class Election:
     """The leaders of one round."""
@@ -39,8 +44,8 @@ class Election:
     def ballot(self, view: int, peer: PeerId) -> Ballot:
         return Ballot(view, -rank(self.run_id, self.round, view, peer))
 
-    def leader(self, view: int, peers: Iterable[PeerId]) -> PeerId | None:
-        return min(peers, key=lambda peer: rank(self.run_id, self.round, view, peer), default=None)
+    def leader(self, view: int, peers: frozenset[PeerId]) -> PeerId | None:
+        return first_ranked(self.run_id, self.round, view, peers)
 
 
 class Electorate:
@@ -64,9 +69,9 @@ class Electorate:
         self._recount()
 
     def _recount(self) -> None:
-        self.members: frozenset[PeerId] = self.live.union(self._vanished)
+        self.members: frozenset[PeerId] = self.live.union(self._vanished) if self._vanished else self.live
         # Those from whom a contribution may still come.
-        self.expected: frozenset[PeerId] = self.live | self._awaited
+        self.expected: frozenset[PeerId] = self.live | self._awaited if self._awaited else self.live
 
     def update(self, live: frozenset[PeerId], departed: frozenset[PeerId], now: float) -> None:
         self._vanished.update(dict.fromkeys(self.live - live, now))

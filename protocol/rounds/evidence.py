@@ -10,7 +10,7 @@ from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.rounds.election import Electorate
 from protocol.rounds.reports import Acknowledgement, Decision, Holding
-from protocol.rounds.statements import MAX_HELD, NO_ROSTER, Commit, Contribution, Digest, Statement
+from protocol.rounds.statements import MAX_HELD, NO_ROSTER, Commit, Contribution, Digest, Listing, Statement
 
 MAX_PROPOSALS = 256
 
@@ -21,8 +21,10 @@ class Evidence:
     def __init__(self, me: PeerId) -> None:
         self.me = me
         self.contributions: dict[PeerId, Statement[Contribution]] = {}
+        self._senders: set[PeerId] = set()  # of these
         self.held: set[Digest] = set()
         self.holdings: dict[PeerId, Statement[Holding]] = {}
+        self.moved: set[PeerId] = set()  # who has left the first view
         self.proposals: dict[Digest, Statement[Commit]] = {}
         self.acknowledged: dict[Digest, dict[PeerId, Statement[Acknowledgement]]] = {}
         self.proofs: dict[Digest, Statement[Decision]] = {}
@@ -32,12 +34,21 @@ class Evidence:
 
     def learn_contribution(self, statement: Statement[Contribution]) -> bool:
         """False: its sender has already made another one, which stays."""
+        self._senders.add(statement.sender)
         return self.contributions.setdefault(statement.sender, statement).digest == statement.digest
+
+    def learn_contributions(self, body: Listing) -> list[PeerId]:
+        """The senders of those that are not what they have made before."""
+        if body.by_sender.items() <= self.contributions.items():
+            return []
+        return [entry.sender for entry in body.contributions if not self.learn_contribution(entry)]
 
     def learn_holding(self, statement: Statement[Holding]) -> None:
         sender = statement.sender
         if self._is_newer(statement):
             self.holdings[sender] = statement
+            if statement.body.view:
+                self.moved.add(sender)
         stock = self._stocks.setdefault(sender, set())
         fresh = [digest for digest in statement.body.blobs if digest not in stock]
         if len(stock) + len(fresh) <= MAX_HELD:
@@ -66,11 +77,15 @@ class Evidence:
         }
 
     def learn_decision(self, statement: Statement[Decision], members: Set[PeerId]) -> None:
-        for acknowledgement in statement.body.acknowledgements:
-            if acknowledgement.sender in members:
-                self.learn_acknowledgement(acknowledgement)
-        if statement.body.proposal in self.proposals:
-            self.proofs[statement.body.proposal] = statement
+        proposal, votes = statement.body.proposal, statement.body.by_sender
+        if proposal not in self.proposals:
+            for acknowledgement in votes.values():
+                if acknowledgement.sender in members:
+                    self.learn_acknowledgement(acknowledgement)
+            return
+        self.proofs[proposal] = statement
+        known = votes if votes.keys() <= members else {peer: votes[peer] for peer in votes.keys() & members}
+        self.acknowledged[proposal].update(known)
 
     def _is_newer(self, statement: Statement[Holding]) -> bool:
         known = self.holdings.get(statement.sender)
@@ -92,9 +107,8 @@ class Evidence:
         return all(blob.digest in stock for blob in blobs)
 
     def holders(self, digest: Digest, among: Set[PeerId]) -> list[PeerId]:
-        """Ascending."""
-        found = among & self._holders.get(digest, frozenset()) - {self.me}
-        return sorted(found | ({self.me} & among if digest in self.held else set()))
+        """But for us, ascending."""
+        return sorted(peer for peer in self._holders.get(digest, ()) if peer in among and peer != self.me)
 
     def is_obtainable(self, contribution: Statement[Contribution], part: int, live: frozenset[PeerId]) -> bool:
         """Whether somebody alive can still give out that part; its owner always can."""
@@ -103,15 +117,17 @@ class Evidence:
         digest = contribution.body.parts[part].digest
         return digest in self.held or not live.isdisjoint(self._holders.get(digest, ()))
 
-    def obtainable(self, live: frozenset[PeerId]) -> set[PeerId]:
+    def obtainable(self, live: frozenset[PeerId]) -> Set[PeerId]:
         """The senders of contributions of which no part is lost."""
-        absent = self.contributions.keys() - live
-        found = {
+        if self._senders <= live:
+            return self._senders
+        absent = [self.contributions[peer] for peer in self._senders - live]
+        lost = {
             contribution.sender
-            for contribution in (self.contributions[peer] for peer in absent)
-            if all(self.is_obtainable(contribution, part, live) for part in range(len(contribution.body.parts)))
+            for contribution in absent
+            if not all(self.is_obtainable(contribution, part, live) for part in range(len(contribution.body.parts)))
         }
-        return (self.contributions.keys() & live) | found
+        return self._senders - lost
 
     def bound_to(self, digest: Digest) -> set[PeerId]:
         """Who is known to have acknowledged that proposal."""

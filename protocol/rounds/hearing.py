@@ -44,14 +44,9 @@ def _learn(state: RoundState, statement: Statement[Any], now: float) -> list[Fau
 
 
 def _learn_contribution(state: RoundState, statement: Statement[Contribution]) -> list[Fault]:
-    if not _fits(state, statement):
+    if len(statement.body.parts) != state.settings.parts:
         return [(statement.sender, "foreign")]
     return [] if state.evidence.learn_contribution(statement) else [(statement.sender, "equivocation")]
-
-
-def _fits(state: RoundState, *contributions: Statement[Contribution]) -> bool:
-    """Whether they have as many parts as this round wants."""
-    return all(len(contribution.body.parts) == state.settings.parts for contribution in contributions)
 
 
 def _learn_roster(state: RoundState, statement: Statement[Roster], now: float) -> list[Fault]:
@@ -59,7 +54,7 @@ def _learn_roster(state: RoundState, statement: Statement[Roster], now: float) -
     if followed and followed.roster.digest == statement.digest:
         return []
     ballot = state.election.ballot(statement.body.view, sender)
-    if not _fits(state, *statement.body.contributions):
+    if statement.body.widths != {state.settings.parts}:
         return [(sender, "foreign")]
     if not state.view <= ballot.view <= MAX_VIEW or (followed and ballot <= followed.ballot):
         return [(sender, "stale view")]
@@ -89,9 +84,8 @@ def _learn_part(state: RoundState, statement: Statement[Part]) -> list[Fault]:
 def _learn_proposal(state: RoundState, statement: Statement[Commit]) -> list[Fault]:
     body, settings = statement.body, state.settings
     grouped = settings.exchange == "groups"
-    if len(body.parts) != settings.sums or not _fits(state, *body.contributions) or (body.left_out and not grouped):
+    if len(body.parts) != settings.sums or body.widths != {settings.parts} or (body.left_out and not grouped):
         return [(statement.sender, "foreign")]
     state.evidence.learn_proposal(statement)
-    for contribution in body.contributions:
-        state.evidence.learn_contribution(contribution)
+    state.evidence.learn_contributions(body)
     return []

@@ -172,7 +172,8 @@ class Leadership:
         wanted, able = self._obtainable(), self._able()
         if not wanted or not able:
             return None
-        lacking = {reducer for reducer in able if len(self._ready(reducer, wanted)) < len(wanted)}
+        appointed = able.intersection(self._view.reducers)  # the others have nothing to fetch
+        lacking = {reducer for reducer in appointed if len(self._ready(reducer, wanted)) < len(wanted)}
         if not lacking:
             return wanted, self._reassigned(able)
         return self._forced(wanted, able) if now >= self._forced_at else None
@@ -220,7 +221,8 @@ class Leadership:
         live = self._electorate.live
         if part is None:
             return False
-        return part.sender in live or bool(self._evidence.holders(part.body.blob.digest, live))
+        digest = part.body.blob.digest
+        return part.sender in live or digest in self._evidence.held or bool(self._evidence.holders(digest, live))
 
     def _suspect(self, missing: Iterable[int], now: float) -> None:
         """The time given doubles with each attempt: an heir has to fetch before it can sum."""

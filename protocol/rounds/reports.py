@@ -1,6 +1,7 @@
 """What members say between the roster and the decision of a round, each body checked in full."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from protocol import murmur_pb2 as wire
@@ -80,6 +81,10 @@ class Decision:
     view: int
     proposal: Digest
     acknowledgements: tuple[Statement[Acknowledgement], ...]
+
+    @cached_property
+    def by_sender(self) -> dict[PeerId, Statement[Acknowledgement]]:
+        return {entry.sender: entry for entry in self.acknowledgements}
 
     def to_wire(self) -> wire.Decision:
         return wire.Decision(

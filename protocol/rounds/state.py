@@ -59,12 +59,13 @@ class RoundState:
         """Our own claim does not count: who leads already stays."""
         if peer not in self.live or peer == self.me:
             return False
-        return self.election.leader(view, self.live - {self.me}) == peer
+        leader = self.election.leader(view, self.live)
+        return peer == (self.election.leader(view, self.live - {self.me}) if leader == self.me else leader)
 
     def watch_contributions(self, now: float) -> None:
         expected = self.electorate.expected
         given = self.evidence.obtainable(self.live)
-        present = len(given & expected)
+        present = len(given) if given <= expected else len(given & expected)
         half = bool(given) and 2 * present >= len(expected)
         complete = bool(given) and present >= self.settings.quorum * len(expected) - ROUNDING
         self.half_since = (now if self.half_since is None else self.half_since) if half else None
@@ -88,12 +89,11 @@ class RoundState:
 
     def outvoting_view(self) -> int:
         """The latest view that at least half of the living have reached."""
-        views = sorted((self._view_of(peer) for peer in self.live), reverse=True)
-        return views[(len(views) + 1) // 2 - 1] if views else 0
-
-    def _view_of(self, peer: PeerId) -> int:
-        holding = self.evidence.holdings.get(peer)
-        return holding.body.view if holding else 0
+        half = (len(self.live) + 1) // 2
+        moved = self.evidence.moved & self.live
+        if not moved or len(moved) < half:
+            return 0
+        return sorted((self.evidence.holdings[peer].body.view for peer in moved), reverse=True)[half - 1]
 
     def follow(self, roster: Statement[Roster], now: float) -> list[Fault]:
         """Take a roster for that of our view. Who contributed otherwise than it says, or too late for it."""
@@ -102,8 +102,7 @@ class RoundState:
         self.view, self.view_since, self.followed, self.leadership = ballot.view, now, view, None
         if roster.sender == self.me:
             self.leadership = Leadership(self.settings, self.election, self.electorate, self.evidence, view)
-        listed = roster.body.contributions
-        twofold = [entry.sender for entry in listed if not self.evidence.learn_contribution(entry)]
+        twofold = self.evidence.learn_contributions(roster.body)
         late = sorted(self.evidence.contributions.keys() - set(view.contributors))
         return [*((peer, "equivocation") for peer in twofold), *((peer, "late") for peer in late)]
 
@@ -150,10 +149,11 @@ class RoundState:
 
     def holding(self) -> Holding:
         """What we hold of the roster, or without one of all contributions; and the proposal that binds us."""
-        view, lock = self.followed, self.lock.digest if self.lock else b""
-        offered = view.blobs() if view else {blob.digest for blob in blobs_of([*self.evidence.contributions.values()])}
-        blobs = tuple(sorted(offered & self.evidence.held))
-        return Holding(self.number, self.view, view.roster.digest if view else NO_ROSTER, blobs, lock)
+        view, held, lock = self.followed, self.evidence.held, self.lock.digest if self.lock else b""
+        if view:
+            return Holding(self.number, self.view, view.roster.digest, tuple(sorted(view.reported(held))), lock)
+        offered = {blob.digest for blob in blobs_of([*self.evidence.contributions.values()])}
+        return Holding(self.number, self.view, NO_ROSTER, tuple(sorted(held & offered)), lock)
 
     def acknowledgement(self) -> Statement[Acknowledgement] | None:
         """Our own, of the proposal that binds us."""
@@ -188,8 +188,8 @@ class RoundState:
 
         In groups nobody else can have it, but the owner may come back.
         """
-        holders = self.evidence.holders(blob.digest, self.live - {self.me})
-        if owner is not None and owner in self.live - {self.me}:
+        holders = self.evidence.holders(blob.digest, self.live)
+        if owner is not None and owner in self.live and owner != self.me:
             return tuple(dict.fromkeys([owner, *holders]))
         if self.settings.exchange == "groups":
             return tuple(dict.fromkeys([*holders, *([owner] if owner else [])]))

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Generic, Self, TypeVar
 
 from protocol import murmur_pb2 as wire
@@ -98,8 +99,23 @@ class Contribution:
         return cls(body.round, body.base, body.codec, body.shapes, body.tokens, body.steps, body.loss, parts, body.age)
 
 
+class Listing:
+    """What is the same of every list of contributions, worked out once."""
+
+    contributions: tuple["Statement[Contribution]", ...]
+
+    @cached_property
+    def by_sender(self) -> dict[PeerId, "Statement[Contribution]"]:
+        return {entry.sender: entry for entry in self.contributions}
+
+    @cached_property
+    def widths(self) -> frozenset[int]:
+        """How many parts the contributions have: one number where they agree."""
+        return frozenset(len(entry.body.parts) for entry in self.contributions)
+
+
 @dataclass(frozen=True)
-class Roster:
+class Roster(Listing):
     """The leader's ordered list of contributions for one view."""
 
     round: int
@@ -121,9 +137,14 @@ class Roster:
         contributions = _nested(body.contributions, body.round, body.base, run_id, terms)
         return cls(body.round, body.view, body.base, contributions)
 
+    @cached_property
+    def offered(self) -> frozenset[Digest]:
+        """The blobs of all contributions."""
+        return frozenset(blob.digest for entry in self.contributions for blob in entry.body.parts)
+
 
 @dataclass(frozen=True)
-class Commit:
+class Commit(Listing):
     """What the round's update consists of: included contributions in order, and reduced parts (none for all-gather).
 
     `left_out`: who else stands on the roster, where that tells the groups (see `grouping`).
@@ -165,9 +186,10 @@ class Commit:
         """What it takes to apply it: the reduced parts, or all included messages whole."""
         return self.parts or tuple(contribution.body.parts[0] for contribution in self.contributions)
 
-    def content(self) -> bytes:
-        """What is decided, whoever proposed it in whichever view: the canonical body with view 0."""
-        return replace(self, view=0).to_wire().SerializeToString(deterministic=True)
+    @cached_property
+    def content(self) -> Digest:
+        """Of what is decided, whoever proposed it in whichever view: SHA-256 of the canonical body with view 0."""
+        return hashlib.sha256(replace(self, view=0).to_wire().SerializeToString(deterministic=True)).digest()
 
 
 B = TypeVar("B", covariant=True)

@@ -1,7 +1,8 @@
 """One leader's turn in a round, as every member follows it: the roster, who reduces what, and the reduced parts."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
+from functools import lru_cache
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
@@ -23,6 +24,7 @@ class View:
         self.since = now
         self.heard = now
         self.included_at = now
+        self.included = roster.body.contributions  # what is to be summed, in roster order
         self.inclusion: Statement[Inclusion] | None = None
         self.announced: dict[tuple[int, int, PeerId], Statement[Part]] = {}
         self._first_reducers = assign_reducers(roster.digest, self.contributors, parts)
@@ -40,21 +42,13 @@ class View:
         """By part."""
         return self.inclusion.body.reducers if self.inclusion else self._first_reducers
 
-    @property
-    def included(self) -> tuple[Statement[Contribution], ...]:
-        """What is to be summed, in roster order; before any inclusion, the whole roster."""
-        contributions = self.roster.body.contributions
-        if self.inclusion is None:
-            return contributions
-        names = set(self.inclusion.body.included)
-        return tuple(contribution for contribution in contributions if contribution.sender in names)
-
     def follow_inclusion(self, statement: Statement[Inclusion], now: float) -> bool:
         """False: an old one, or one that names peers outside the roster."""
         body, contributors = statement.body, set(self.contributors)
         if body.attempt <= self.attempt or not contributors.issuperset(body.included + body.reducers):
             return False
-        self.inclusion, self.included_at = statement, now
+        self.inclusion, self.included_at, names = statement, now, set(body.included)
+        self.included = tuple(entry for entry in self.roster.body.contributions if entry.sender in names)
         return True
 
     def learn_part(self, statement: Statement[Part]) -> bool:
@@ -74,13 +68,13 @@ class View:
         found = (self.part(number) for number in range(len(self.reducers)))
         return [part for part in found if part is not None]
 
-    def blobs(self) -> set[Digest]:
-        """Everything of which members report that they hold it."""
-        offered = {blob.digest for entry in self.roster.body.contributions for blob in entry.body.parts}
-        return offered | {part.body.blob.digest for part in self.announced.values()}
+    def reported(self, held: Set[Digest]) -> Set[Digest]:
+        """Of what a member holds, that of which it reports it: contributions and reduced parts."""
+        return held & self.roster.body.offered | held & {part.body.blob.digest for part in self.announced.values()}
 
 
-def assign_reducers(seed: Digest, peers: Collection[PeerId], parts: int) -> tuple[PeerId, ...]:
+@lru_cache(maxsize=16)
+def assign_reducers(seed: Digest, peers: tuple[PeerId, ...], parts: int) -> tuple[PeerId, ...]:
     """One reducer a part: round robin over the peers in an order that the seed shuffles."""
     order = sorted(peers, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest())
     return tuple(order[part % len(order)] for part in range(parts))
@@ -89,7 +83,7 @@ def assign_reducers(seed: Digest, peers: Collection[PeerId], parts: int) -> tupl
 def reassign_reducers(seed: Digest, reducers: Sequence[PeerId], able: Collection[PeerId]) -> tuple[PeerId, ...]:
     """The same, but for the parts of those who are not able any more: these go round the others."""
     orphaned = [part for part, reducer in enumerate(reducers) if reducer not in able]
-    heirs = dict(zip(orphaned, assign_reducers(seed, able, len(orphaned)), strict=True))
+    heirs = dict(zip(orphaned, assign_reducers(seed, tuple(able), len(orphaned)), strict=True))
     return tuple(heirs.get(part, reducer) for part, reducer in enumerate(reducers))
 
 

@@ -12,15 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.arena import MAX_META_BYTES, VECTORS, Arena
+from node.arena import MAX_META_BYTES, REFERENCE, RESIDUAL, Arena, Contents, carried
+from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, WEIGHTS
+from optim.rows import RECIPES
 from protocol.errors import StorageError
+from tests.optim.replicas import NUMEL, Tables, program_of
 
 LARGE = 1_000_000  # a snapshot of it takes milliseconds, so that kills land inside
+VECTORS = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT, RESIDUAL, REFERENCE)
+
+
+def contents(numel: int = 1001, outbox_bytes: int = 64) -> Contents:
+    return Contents(numel, tuple((name, numel) for name in VECTORS), outbox_bytes)
 
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena.create(numel=1001, outbox_bytes=64)
+    made = Arena.create(contents())
     yield made
     made.close()
 
@@ -49,6 +57,39 @@ class Tearing(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._whole)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_holds_what_the_method_asks_for(recipe: str) -> None:
+    program = program_of(recipe)
+    method, found = program.method, Contents.of(program)
+    sizes = dict(found.vectors)
+    assert found.anchor == NUMEL * len(method.signal.shares) and found.outbox_bytes == program.max_message_bytes
+    assert list(sizes) == [WEIGHTS, *method.inner.vectors, RESIDUAL, REFERENCE]
+    assert sizes[RESIDUAL] == program.message_numel and sizes[REFERENCE] == NUMEL * len(carried(method))
+    assert carried(method)[0] == WEIGHTS and set(carried(method)) <= {*method.signal.shares, *method.inner.vectors}
+    made = Arena.create(found)
+    made.anchor(0).fill_(1.0)
+    made.write_snapshot({name: torch.full((size,), 2.0) for name, size in found.vectors}, {})
+    made.outbox[:] = b"\1" * found.outbox_bytes
+    assert made.anchor(0).numel() == found.anchor and bool((made.anchor(0) == 1).all())
+    made.close()
+
+
+def test_no_place_is_shared_and_each_starts_at_a_page() -> None:
+    found = Contents(5000, (("weights", 3), ("residual", 2000)), 7)
+    sizes = [5000, 5000, 3, 2000, 3, 2000]
+    starts = [found.offset(index) for index in range(len(sizes) + 1)]
+    assert all(start % 4096 == 0 for start in starts)
+    assert all(start + 4 * size <= after for start, size, after in zip(starts, sizes, starts[1:], strict=False))
+    assert found.total_bytes == starts[-1] + 7
+
+
+def test_another_method_is_another_layout() -> None:
+    signal: Tables = {"signal": {"kind": "inner-state"}}
+    kinds = [Contents.of(program_of(recipe, tables)) for recipe, tables in (("averaging", {}), ("averaging", signal),
+             ("data-parallel", {}), ("noloco", {}))]  # fmt: skip
+    assert len({found.check() for found in kinds}) == len(kinds)
 
 
 def test_anchor_buffers_alternate_and_do_not_overlap(arena: Arena) -> None:
@@ -88,7 +129,7 @@ def test_snapshot_is_none_before_the_first_then_the_newest(arena: Arena) -> None
 def test_another_process_sees_it_through_the_descriptor(arena: Arena) -> None:
     child = os.fork()
     if child == 0:
-        theirs = Arena.attach(arena.fd, 1001, 64)
+        theirs = Arena.attach(arena.fd, contents())
         theirs.write_snapshot(constant(1001, 3.0), {"from": "child"})
         theirs.outbox[:3] = b"out"
         os._exit(0)
@@ -141,11 +182,11 @@ def test_a_half_written_slot_is_never_fallen_back_on(arena: Arena) -> None:
 
 
 def test_layout_of_another_size_is_refused(arena: Arena) -> None:
-    with pytest.raises(ValueError, match="no arena of 5000 parameters"):
-        Arena.attach(arena.fd, 5000, 64)
+    with pytest.raises(ValueError, match="no arena of 5000 shared values"):
+        Arena.attach(arena.fd, contents(5000))
     os.pwrite(arena.fd, struct.pack("<Q", 1002), 8)
     with pytest.raises(ValueError, match="another layout"):
-        Arena.attach(arena.fd, 1001, 64)
+        Arena.attach(arena.fd, contents())
 
 
 def test_meta_data_is_bounded_and_finite(arena: Arena) -> None:
@@ -162,7 +203,7 @@ def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(StorageError, match="no room for .* MiB of shared memory"):
-        Arena.create(1_000_000, 10)
+        Arena.create(contents(1_000_000, 10))
 
 
 @pytest.mark.parametrize("memfd", [True, False])
@@ -171,7 +212,7 @@ def test_nothing_has_a_name(memfd: bool, monkeypatch: pytest.MonkeyPatch, tmp_pa
         monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = set(os.listdir("/dev/shm"))
-    made = Arena.create(1001, 64)
+    made = Arena.create(contents())
     made.write_snapshot(constant(1001, 1.0), {})
     assert set(os.listdir("/dev/shm")) == before
     assert not list(tmp_path.iterdir())
@@ -210,7 +251,7 @@ def is_uniform(vectors: Mapping[str, Tensor]) -> bool:
 def test_kill_at_random_moments_tears_no_snapshot(seed: int) -> None:
     moments = random.Random(seed)
     torch.set_num_threads(1)
-    arena, control = Arena.create(LARGE, 1), Arena.create(LARGE, 1)
+    arena, control = Arena.create(contents(LARGE, 1)), Arena.create(contents(LARGE, 1))
     for value in (1, 2):
         write_whole(arena, value)
     torn = 0

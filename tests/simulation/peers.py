@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import Identity, PeerId
+from protocol.rounds.attendance import Attendance
 from protocol.rounds.chain import Chain, Head, preferred
 from protocol.rounds.events import (
     Action,
@@ -44,7 +45,7 @@ class Peer:
         self.chain = Chain.begin(RUN_ID)
         self.store: set[Digest] = set()
         self.records: dict[PeerId, tuple[Head, float]] = {}
-        self.decisions: dict[int, tuple[wire.Signed, ...]] = {}
+        self.attendance = Attendance(network.scenario.settings().leader_timeout)
         self.sources: dict[Digest, tuple[PeerId, ...]] = {}
         self.pending: Statement[Commit] | None = None  # decided, but not all its blobs are here
         self.behind_since: float | None = None
@@ -60,11 +61,14 @@ class Peer:
         self.pending, self.behind_since, self._live, self._tick_at = None, None, frozenset(), 0.0
         self.round = Round(settings, self.name, head.round, head.digest, signer_of(self.name), now, seen)
         self.refresh()
+        machine = self.round
         if head.round < self.network.scenario.rounds:
-            machine = self.round
             time = self.network.random.uniform(0.3, 1.0) * self.network.scenario.training
             self.after(time, lambda: self.offer(machine))
         self.broadcast_record()
+        for statement in self.attendance.begin(head.round):
+            if machine is self.round:
+                self.feed(Received(statement))
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
         """Later, unless dead by then; a frozen process goes on when it thaws."""
@@ -136,16 +140,14 @@ class Peer:
         """A delivery; whoever still asks about a round that is decided is answered with the decision."""
         statement = self.network.open(signed)
         number = statement.body.round
-        self.take(signed)
-        if number in self.decisions and signed.kind not in ("commit", "decision"):
-            asking = self.swarm.peers[statement.sender]
-            for answer in self.decisions[number]:
-                self.network.transmit(self.name, asking.name, partial(asking.take, answer))
-
-    def take(self, signed: wire.Signed) -> None:
-        statement = self.network.open(signed)
-        if statement.body.round == self.round.number and self.round.commit is None:
+        if number == self.round.number and self.round.commit is None:
             self.feed(Received(statement))
+        elif number == self.chain.round + 1:
+            self.attendance.keep(statement)
+        elif self.attendance.is_late(statement):
+            asking = self.swarm.peers[statement.sender]
+            for answer in self.attendance.answer(number, asking.name, self.network.now):
+                self.network.transmit(self.name, asking.name, partial(asking.receive, answer))
 
     def want(self, blob: Blob, sources: tuple[PeerId, ...]) -> None:
         fresh = blob.digest not in self.sources
@@ -170,7 +172,8 @@ class Peer:
             self.after(0.2, lambda: self._try(blob, attempt + 1))
 
     def finish(self, commit: Statement[Commit]) -> None:
-        self.decisions[commit.body.round] = self.round.decision
+        told = self.round.seen if commit.sender == self.name else ()
+        self.attendance.decide(commit.body.round, self.round.decision, told, self.network.now)
         self.swarm.decided(self.name, commit)
         self.pending = commit
         for blob, sources in self.swarm.needed(commit.body, self.name).items():
@@ -298,7 +301,7 @@ class Swarm:
 
     def decided(self, peer: PeerId, commit: Statement[Commit]) -> None:
         body = commit.body
-        self.decisions.setdefault((body.round, body.base), {}).setdefault(body.content(), []).append(peer)
+        self.decisions.setdefault((body.round, body.base), {}).setdefault(body.content, []).append(peer)
         senders = [entry.sender for entry in body.contributions]
         assert senders == sorted(set(senders)) and senders, "a contribution stands twice, or none at all"
         assert all((entry.sender, entry.body) in self.offered for entry in body.contributions), "an invented one"

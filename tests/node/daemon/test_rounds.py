@@ -76,7 +76,7 @@ class Table:
     async def all_decided(self, *indices: int) -> set[bytes]:
         seats = [self[index] for index in indices]
         await until(lambda: all(seat.decided for seat in seats))
-        return {seat.decided[-1].body.content() for seat in seats}
+        return {seat.decided[-1].body.content for seat in seats}
 
 
 class Seat:

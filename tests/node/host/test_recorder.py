@@ -39,9 +39,12 @@ def test_who_comes_again_gets_exactly_what_it_missed() -> None:
 
 
 def test_what_is_no_longer_kept_is_not_told_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT_MESSAGES", 4)
-    recorder = Recorder(None, [*beginning(), *map(committed, range(5))])
-    assert indices(recorder.since(4)) == [4, 5, 6, 7] and recorder.since(3) is None
+    events = [*beginning(), *map(committed, range(5))]
+    for limit, value in (("KEPT_MESSAGES", 4), ("KEPT_BYTES", sum(map(len, Recorder(None, events).since(4) or [])))):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, limit, value)
+            recorder = Recorder(None, events)
+        assert indices(recorder.since(4)) == [4, 5, 6, 7] and recorder.since(3) is None
 
 
 async def test_listeners_hear_every_event_with_its_words() -> None:

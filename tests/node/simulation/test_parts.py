@@ -10,7 +10,6 @@ from node.channel import Message
 from node.daemon.replica import OuterState
 from node.simulation.comparison import Series
 from node.simulation.ledger import Ledger
-from node.simulation.machine import BatchRound
 from node.simulation.measure import Examiner, Point, Recorder, outcome
 from node.simulation.notary import Notary
 from node.simulation.plot import mean_curve
@@ -23,6 +22,7 @@ from protocol.identity import Identity
 from protocol.records import sign
 from protocol.rounds.events import Action, Event
 from protocol.rounds.reports import Part
+from protocol.rounds.round import Round
 from protocol.rounds.statements import Commit, Contribution, Roster, Statement, Terms
 from tests.node.simulation.virtual_swarm import corpus, finished, method, setting
 
@@ -163,10 +163,12 @@ def test_events_taken_together_decide_the_same_as_one_by_one(recipe: str, monkey
 
     together = run()
 
-    def one_by_one(self: BatchRound, events: Iterable[Event], now: float) -> list[Action]:
-        return [action for event in events for action in self.handle(event, now)]
+    at_once = Round.handle_all
 
-    monkeypatch.setattr(BatchRound, "handle_all", one_by_one)
+    def one_by_one(self: Round, events: Iterable[Event], now: float) -> list[Action]:
+        return [action for event in events for action in at_once(self, [event], now)]
+
+    monkeypatch.setattr(Round, "handle_all", one_by_one)
     apart = run()
     assert apart[:2] == together[:2]
     assert apart[2] >= together[2]  # it says more, sooner

@@ -1,12 +1,14 @@
 """The inner optimizer against its formula and against torch's AdamW over separate parameters."""
 
-import math
-
 import pytest
 import torch
 
 from node.model import Llama, initial_weights
-from node.trainer.inner import InnerOptimizer, learning_rate, matrix_runs
+from node.program import rate_share
+from node.trainer.inner import InnerOptimizer
+from optim.inner.adamw import AdamW
+from optim.inner.inner import FIRST_MOMENT, GRADIENT_SUM, Inner, Step
+from optim.recipes import INNERS
 from protocol.manifest import Model, Train
 
 torch.set_num_threads(1)
@@ -14,44 +16,15 @@ MODEL = Model(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)
 TRAIN = Train(batch_tokens=24, learning_rate=1e-2, clip=0.5)
 
 
-def prepared(train: Train = TRAIN) -> tuple[Llama, InnerOptimizer]:
+def prepared(train: Train = TRAIN, inner: Inner | None = None) -> tuple[Llama, InnerOptimizer]:
     model = Llama(MODEL)
     model.load_flat(initial_weights(MODEL, 0))
-    return model, InnerOptimizer(model, train)
+    return model, InnerOptimizer(model, train, inner or AdamW())
 
 
 def set_gradient(model: Llama, seed: int, scale: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(seed)
     model.flat.grad = torch.randn(model.flat.shape, generator=generator) * scale
-
-
-@pytest.mark.parametrize(
-    ("step", "expected"),
-    [
-        (0, 1e-2 / 5),
-        (3, 1e-2 * 4 / 5 * (0.1 + 0.9 * (1 + math.cos(math.pi * 3 / 100)) / 2)),
-        (50, 1e-2 * 0.55),
-        (100, 1e-3),
-        (5000, 1e-3),
-    ],
-)
-def test_learning_rate(step: int, expected: float) -> None:
-    train = Train(batch_tokens=24, learning_rate=1e-2, warmup_steps=4, decay_steps=100, final_share=0.1)
-    assert learning_rate(train, step) == pytest.approx(expected)
-
-
-def test_learning_rate_without_warm_up_and_decay_is_constant() -> None:
-    assert {learning_rate(TRAIN, step) for step in (0, 1, 10_000)} == {1e-2}
-
-
-def test_runs_cover_the_matrices_and_nothing_else() -> None:
-    model, _ = prepared()
-    covered = torch.zeros(model.shapes.numel, dtype=torch.bool)
-    for start, stop in matrix_runs(model.shapes):
-        assert not covered[start:stop].any()
-        covered[start:stop] = True
-    for name, view in model.shapes.views(covered).items():
-        assert bool(view.all()) == bool(view.any()) == ("norm" not in name)
 
 
 def test_steps_equal_torch_over_separate_parameters() -> None:
@@ -84,8 +57,8 @@ def test_moments_carried_over_go_on_to_the_bit() -> None:
         set_gradient(model, step)
         optimizer.step(step)
     other.load_flat(model.flat.detach())
-    second.first_moment.copy_(optimizer.first_moment)
-    second.second_moment.copy_(optimizer.second_moment)
+    for name, vector in optimizer.vectors.items():
+        second.vectors[name].copy_(vector)
     for each, stepped in ((model, optimizer), (other, second)):
         set_gradient(each, 99)
         stepped.step(3)
@@ -101,10 +74,54 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     model.flat.grad[5] = bad
     assert not optimizer.step(0)
     assert torch.equal(model.flat.detach(), before)
-    assert not optimizer.first_moment.any()
+    assert not optimizer.vectors[FIRST_MOMENT].any()
 
 
 def test_a_step_without_gradient_is_a_mistake() -> None:
     _, optimizer = prepared()
     with pytest.raises(ValueError, match="backward"):
         optimizer.step(0)
+
+
+class Recording(Inner):
+    """Notes what it is given."""
+
+    vectors = (GRADIENT_SUM,)
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Step, torch.Tensor]] = []
+
+    def step(self, weights: torch.Tensor, gradient: torch.Tensor, vectors: object, step: Step) -> None:
+        self.steps.append((step, gradient.clone()))
+
+
+def test_the_inner_part_gets_the_rate_of_the_step_and_a_clipped_gradient() -> None:
+    train = Train(batch_tokens=24, learning_rate=1e-2, clip=0.5, warmup_steps=4, decay_steps=100, final_share=0.1)
+    inner = Recording()
+    model, optimizer = prepared(train, inner)
+    for count in (0, 7, 200):
+        set_gradient(model, count)
+        assert optimizer.step(count)
+    layout = model.shapes.layout
+    for (step, gradient), count in zip(inner.steps, (0, 7, 200), strict=True):
+        assert step.count == count and step.rate == pytest.approx(1e-2 * rate_share(train, count))
+        assert (step.beta1, step.beta2, step.weight_decay) == (train.beta1, train.beta2, train.weight_decay)
+        assert tuple(step.matrices) == layout.matrices
+        assert float(gradient.norm()) == pytest.approx(0.5, rel=1e-5)
+    set_gradient(model, 1, scale=1e-6)
+    optimizer.step(0)
+    assert model.flat.grad is not None and torch.equal(inner.steps[-1][1], model.flat.grad), "a small one is left alone"
+
+
+@pytest.mark.parametrize("kind", INNERS)
+def test_every_inner_part_keeps_its_vectors_on_the_models_device(kind: str) -> None:
+    model, optimizer = prepared(inner=INNERS[kind]())
+    assert tuple(optimizer.vectors) == INNERS[kind].vectors
+    for step in range(4):
+        place = optimizer.look_ahead(step)
+        assert place is None or place.shape == model.flat.shape
+        set_gradient(model, step)
+        assert optimizer.step(step)
+        optimizer.clear_gradient()
+    assert all(vector.shape == model.flat.shape for vector in optimizer.vectors.values())
+    assert torch.isfinite(model.flat).all() and model.flat.grad is None

@@ -27,6 +27,19 @@ def test_pieces_add_up_to_the_whole_gradient(microbatch: int) -> None:
     torch.testing.assert_close(pieces.flat.grad, whole.flat.grad, atol=1e-6, rtol=1e-4)
 
 
+def test_a_gradient_may_be_taken_elsewhere_and_leaves_the_weights_as_they_were() -> None:
+    model, elsewhere, data = prepared(0), prepared(1), windows(6)
+    before = model.flat.detach().clone()
+    loss = accumulate_gradient(model, data, 4, elsewhere.flat.detach())
+    expected = accumulate_gradient(elsewhere, data, 4)
+    assert loss == expected and torch.equal(model.flat.detach(), before)
+    assert model.flat.grad is not None and elsewhere.flat.grad is not None
+    assert torch.equal(model.flat.grad, elsewhere.flat.grad)
+    here = prepared(0)
+    accumulate_gradient(here, data, 4)
+    assert here.flat.grad is not None and not torch.equal(model.flat.grad, here.flat.grad)
+
+
 def test_a_second_call_adds_to_the_gradient() -> None:
     model, data = prepared(), windows(4)
     accumulate_gradient(model, data, 4)

@@ -3,8 +3,10 @@
 import pytest
 
 from node.trainer.inner_state import Counters, Outstanding, Work
-from node.trainer.pace import is_message_due, must_wait
-from optim.schedules import EverySteps
+from node.trainer.pace import is_message_due, may_adopt, must_wait
+from optim.parts import Scalar
+from optim.program import Plan
+from tests.optim.replicas import program_of
 
 
 def counters(since: int, outstanding: bool) -> Counters:
@@ -17,19 +19,41 @@ def test_a_message_is_due_after_its_steps_once_no_other_is_on_its_way(since: int
     assert is_message_due(counters(since, outstanding), 5) is due
 
 
+def plan(ahead: int, delay: int = 0) -> Plan:
+    schedule: dict[str, Scalar] = {"inner_steps": 5, "ahead": ahead, "delay": delay}
+    return program_of("averaging", {"schedule": schedule}).plan(0)
+
+
 @pytest.mark.parametrize(
-    ("overlap", "since", "outstanding", "waits"),
+    ("ahead", "since", "outstanding", "waits"),
     [
-        (False, 0, True, True),
-        (False, 0, False, False),
-        (True, 0, True, False),
-        (True, 4, True, False),
-        (True, 5, True, True),
-        (True, 99, False, False),
+        (0, 0, True, True),
+        (0, 0, False, False),
+        (5, 0, True, False),
+        (5, 4, True, False),
+        (5, 5, True, True),
+        (5, 99, False, False),
+        (2, 2, True, True),
+        (8, 7, True, False),
     ],
 )
-def test_with_overlap_it_waits_only_after_a_whole_period(
-    overlap: bool, since: int, outstanding: bool, waits: bool
+def test_it_trains_on_ahead_of_its_message_and_then_waits(
+    ahead: int, since: int, outstanding: bool, waits: bool
 ) -> None:
-    schedule = EverySteps(inner_steps=5, overlap=overlap)
-    assert must_wait(counters(since, outstanding), schedule) is waits
+    assert must_wait(counters(since, outstanding), plan(ahead)) is waits
+
+
+@pytest.mark.parametrize(
+    ("delay", "since", "outstanding", "may"),
+    [(0, 0, True, True), (3, 2, True, False), (3, 3, True, True), (3, 9, True, True), (3, 0, False, True)],
+)
+def test_a_result_is_taken_once_its_delay_is_over(delay: int, since: int, outstanding: bool, may: bool) -> None:
+    assert may_adopt(counters(since, outstanding), plan(5, delay)) is may
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 5, 9])
+@pytest.mark.parametrize("delay", [0, 2, 5, 9])
+def test_nobody_waits_for_what_may_not_be_taken(ahead: int, delay: int) -> None:
+    if delay <= ahead:
+        waiting = [since for since in range(20) if must_wait(counters(since, True), plan(ahead, delay))]
+        assert all(may_adopt(counters(since, True), plan(ahead, delay)) for since in waiting) and waiting

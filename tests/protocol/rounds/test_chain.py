@@ -33,7 +33,8 @@ def test_a_chain_begins_with_the_run() -> None:
 def test_a_commit_moves_the_head() -> None:
     chain = Chain.begin(RUN_ID)
     commit = commit_on(chain.head, tokens=70)
-    digest = hashlib.sha256(chain.digest + replace(commit.body, view=0).to_wire().SerializeToString()).digest()
+    content = hashlib.sha256(replace(commit.body, view=0).to_wire().SerializeToString()).digest()
+    digest = hashlib.sha256(chain.digest + content).digest()
     assert chain.append(commit) == chain.head == Head(1, digest, 70)
 
 

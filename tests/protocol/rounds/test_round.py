@@ -214,14 +214,14 @@ def test_what_may_have_been_decided_is_proposed_again() -> None:
     table, decided = _lone_decision()
     for name in table.names[1:]:
         commit = table.commit(name)
-        assert commit and decided and commit.view > decided.view and commit.content() == decided.content()
+        assert commit and decided and commit.view > decided.view and commit.content == decided.content
 
 
 def test_without_that_rule_two_commits_come_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leadership, "locked", lambda self: None)
     table, decided = _lone_decision()
     commit = table.commit(table.names[1])
-    assert commit and decided and commit.content() != decided.content()
+    assert commit and decided and commit.content != decided.content
 
 
 def test_a_minority_waits_until_votes_are_forgotten() -> None:

@@ -1,0 +1,131 @@
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from optim.aggregate import Mean, Message
+from optim.codecs.dense import Uncompressed
+from optim.exchange import Merger
+from optim.layout import Layout
+from optim.penalty import Penalty
+from optim.recipes import compose
+from optim.vectors import Floats
+from tests.optim.replicas import program_of
+
+LAYOUT = Layout(((10, 5), (30,)), (0, 1))
+NUMEL = LAYOUT.numel
+
+
+def draw(seed: int, norm: float = 1.0, numel: int = NUMEL) -> torch.Tensor:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    for start, stop in ((0, 50), (50, numel)):
+        values[start:stop] *= norm / values[start:stop].norm()
+    return values
+
+
+def messages(vectors: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> list[Message]:
+    codec = Uncompressed().bind(LAYOUT, 0)
+    return [
+        Message(codec, codec.encode(vector), vector.numel(), weight)
+        for vector, weight in zip(vectors, weights or [1.0] * len(vectors), strict=True)
+    ]
+
+
+def close(found: Floats, expected: torch.Tensor, tolerance: float = 1e-6) -> bool:
+    return bool(np.allclose(found, expected.numpy(), atol=tolerance))
+
+
+def test_equal_norms_give_the_plain_mean() -> None:
+    vectors = [draw(seed) for seed in range(5)]
+    found = Penalty().combine(messages(vectors))
+    assert close(found, torch.stack(vectors).mean(0))
+    assert np.allclose(found, Mean(weights="equal").combine(messages(vectors)), atol=1e-6)
+
+
+@pytest.mark.parametrize("members", [3, 4, 8])
+def test_a_norm_a_hundred_times_larger_counts_nothing(members: int) -> None:
+    honest = [draw(seed) for seed in range(members - 1)]
+    liar = draw(99, 100.0)
+    found = Penalty().combine(messages([*honest, liar]))
+    assert close(found, torch.stack(honest).mean(0))
+    plain = Mean().combine(messages([*honest, liar]))
+    assert np.linalg.norm(plain) > 10, "the mean alone follows it"
+
+
+def test_block_by_block() -> None:
+    """A member that is far off in one block keeps its say in the other."""
+    vectors = [draw(seed) for seed in range(4)]
+    vectors[3][50:] *= 100
+    found = Penalty().combine(messages(vectors))
+    assert close(found[:50], torch.stack(vectors)[:, :50].mean(0))
+    assert close(found[50:], torch.stack(vectors)[:3, 50:].mean(0))
+
+
+def test_weights_are_the_softmax_of_norms_over_their_median() -> None:
+    norms = [3.0, 3.2, 3.5, 4.0]
+    vectors = [draw(seed, norm) for seed, norm in enumerate(norms)]
+    for scale in (1.0, 10.0):
+        found = Penalty(temperature=0.5, clip=1e9).combine(messages([vector * scale for vector in vectors]))
+        raw = [float(np.exp(-norm / 3.35 / 0.5)) for norm in norms]
+        weights = [value / sum(raw) for value in raw]
+        expected = sum((w * v for w, v in zip(weights, vectors, strict=True)), torch.zeros(NUMEL)) * scale
+        assert close(found / scale, expected / scale)
+    by_hand = [float(np.exp(-norm * 10)) for norm in norms]
+    assert by_hand[0] / sum(by_hand) > 0.85, "the paper's own softmax leaves the smallest alone at ten times the norms"
+
+
+def test_a_member_that_hardly_trains_is_favoured_unless_both_sides_are_judged() -> None:
+    vectors = [draw(seed) for seed in range(5)]
+    lazy = draw(50, 0.01)
+    share = {}
+    for both_sides in (False, True):
+        rule = Penalty(both_sides=both_sides)
+        share[both_sides] = rule._weigh([1.0, 1.01, 0.99, 1.0, 1.02, 0.01], [1.0] * 6)[-1]
+        assert np.isfinite(rule.combine(messages([*vectors, lazy]))).all()
+    assert share[False] > 1 / 3 and share[True] == 0
+
+
+def test_at_their_own_pace_steps_count() -> None:
+    """Norms grow with the root of the steps; whoever made four times as many is neither left out nor small."""
+    vectors = [draw(0), draw(1), draw(2), draw(3, 2.0)]
+    tokens = [100.0, 100.0, 100.0, 400.0]
+    own_pace = Penalty(tokens=0.5).combine(messages(vectors, tokens))
+    weights = [0.5 / 4 + 0.5 * count / 700 for count in tokens]
+    assert close(own_pace, sum((w * v for w, v in zip(weights, vectors, strict=True)), torch.zeros(NUMEL)))
+    by_norms = Penalty().combine(messages(vectors, tokens))
+    assert close(by_norms, torch.stack(vectors[:3]).mean(0)), "in step with one another it would be an outlier"
+
+
+def test_the_clip_bounds_each_block() -> None:
+    found = Penalty(clip=0.5).combine(messages([draw(1), draw(1), draw(2)]))
+    for start, stop in LAYOUT.block_spans:
+        assert np.linalg.norm(found[start:stop]) <= 0.5 + 1e-6
+    assert close(Penalty(clip=3.0).combine(messages([draw(1)] * 3)), draw(1)), "and lets what is below it be"
+
+
+def test_order_and_absence_change_nothing() -> None:
+    vectors = [draw(seed, 1 + seed / 10) for seed in range(4)]
+    expected = Penalty().combine(messages(vectors))
+    for order in itertools.permutations(range(4)):
+        found = Penalty().combine(messages([vectors[place] for place in order]))
+        assert np.allclose(found, expected, atol=1e-6)
+    absent = Penalty().combine(messages([*vectors, draw(9)], [1.0, 1.0, 1.0, 1.0, 0.0]))
+    assert np.array_equal(absent, expected)
+
+
+def test_nothing_moved_and_one_alone() -> None:
+    assert not Penalty().combine(messages([torch.zeros(NUMEL)] * 3)).any()
+    assert close(Penalty().combine(messages([draw(4)])), draw(4))
+
+
+def test_whole_messages_are_judged_by_the_models_blocks_and_parts_by_themselves() -> None:
+    for topology, blocks in (("gather", 10), ("butterfly", 1)):
+        program = program_of(compose("edit", {"topology": {"kind": topology}}))
+        plan = program.plan(0)
+        layout = plan.codecs[0].layout_of(plan.bounds[0][1])
+        assert layout is not None and len(layout.block_spans) == blocks
+        payload = plan.codecs[0].encode(torch.ones(plan.bounds[0][1]))
+        if topology == "gather":
+            assert Merger(program).merge(0, [payload] * 2, [1.0, 1.0]).eq(1).all()
