@@ -19,7 +19,8 @@ import torch
 
 from node.model import shape_table
 from optim.method import Merger, Method, Sender
-from optim.recipes import RECIPES, compose
+from optim.recipes import compose
+from optim.rows import RECIPES
 from protocol.manifest import load_manifest
 
 MANIFEST = Path(__file__).parent.parent / "configs" / "demo.toml"

@@ -121,6 +121,19 @@ def host(
     )  # fmt: skip
 
 
+@app.command(epilog="Example: murmur doctor https://run.example.org/run.toml")
+def doctor(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="as for `murmur join`")] = None,
+    folder: Annotated[Path | None, typer.Option("--dir", help="the node's folder; default: that of the run")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether this machine can take part, and what to mend."""
+    from node.doctor import doctor as examine
+
+    raise typer.Exit(examine(run, folder, insecure, as_json))
+
+
 @app.command(epilog="Example: murmur replay demo/events.jsonl --http 8081")
 def replay(
     journal: Annotated[Path, typer.Argument(metavar="FILE", help="the events.jsonl of a host")],

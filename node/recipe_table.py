@@ -17,13 +17,15 @@ from node.places import demo_manifest
 from optim.errors import OptimError
 from optim.method import Method
 from optim.program import Program
-from optim.recipes import PARTS, RECIPES, compose
+from optim.recipes import PARTS, compose
+from optim.rows import RECIPES
 from protocol.errors import UsageError
 from protocol.manifest import load_manifest
 
 FLOAT_BYTES = 4
-WIDTH = 200
-COLUMNS = ("name", "paper", *PARTS, "bits/param/step", "bytes/param", "needs")
+WIDTH = 240
+USUAL_PARTS = {"inner": "adamw", "signal": "pseudo-gradient", "aggregate": "mean", "adoption": "carry"}
+COLUMNS = ("name", "message", "topology", "aggregate", "update", "besides", "bits", "bytes", "needs", "paper")
 
 
 def show_recipes(name: str | None, as_json: bool) -> None:
@@ -69,12 +71,13 @@ STATE = ("anchor", "reference", "residual")
 
 
 def needs(method: Method) -> list[str]:
-    """What the method asks of the swarm."""
-    found = ["shared anchor"] if method.topology.kind != "groups" else ["a partner"]
+    """What the method asks of the swarm: one anchor for all or a partner, the fates of messages, results that may be
+    late."""
+    found = ["anchor"] if method.topology.kind != "groups" else ["partner"]
     if method.feedback.keeps_error:
-        found.append("acknowledgements")
+        found.append("fates")
     if method.schedule.ahead:
-        found.append(f"results up to {method.schedule.ahead} steps late")
+        found.append(f"{method.schedule.ahead} step{'s' * (method.schedule.ahead > 1)} late")
     return found
 
 
@@ -105,13 +108,26 @@ def formula(part: object) -> list[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    drawn = Table(box=SIMPLE_HEAD)
+    """One line a recipe; a part that is the usual one is left out."""
+    usual = ", ".join(USUAL_PARTS.values())
+    said = f"bits a parameter and step; bytes a parameter beside weights and moments; left out: {usual}"
+    drawn = Table(box=SIMPLE_HEAD, caption=said, caption_justify="left", padding=(0, 1), pad_edge=False)
     for column in COLUMNS:
-        drawn.add_column(column)
+        drawn.add_column(column, no_wrap=True, justify="right" if column in ("bits", "bytes") else "left")
     for row in rows:
-        figures = (f"{row['bits_per_parameter_step']:.3g}", str(row["memory_per_parameter"]), ", ".join(row["needs"]))
-        drawn.add_row(*(Text(str(row[key])) for key in ("name", "paper", *PARTS)), *figures)
+        drawn.add_row(*(Text(cell) for cell in _cells(row)))
     return drawn
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    unusual = {part: "" if row[part] == kind else row[part] for part, kind in USUAL_PARTS.items()}
+    message = " ".join(
+        filter(None, (unusual["signal"], row["codec"], "+ residual" if row["feedback"] == "error" else ""))
+    )
+    besides = ", ".join(filter(None, (unusual["inner"], unusual["adoption"])))
+    figures = (f"{row['bits_per_parameter_step']:.3g}", str(row["memory_per_parameter"]))
+    parts = (row["topology"], unusual["aggregate"], row["update"], besides)
+    return (row["name"], message, *parts, *figures, ", ".join(row["needs"]), row["paper"])
 
 
 def _part(method: Method, part: str) -> Any:

@@ -92,8 +92,9 @@ class Program:
 
     @property
     def cycle(self) -> range:
-        """Rounds after which the same values are sent again, as the run begins."""
-        return range(math.lcm(self.method.schedule.fragments, self.method.signal.cycle))
+        """Rounds after which the same values are sent again, once no option changes any more."""
+        settled = self.method.knots[-1]
+        return range(settled, settled + math.lcm(self.method.schedule.fragments, self.method.signal.cycle))
 
     def telling_rounds(self) -> Iterator[int]:
         """Rounds among which every size is at its greatest: each fragment, or period, at each turn of a course."""

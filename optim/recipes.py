@@ -53,12 +53,6 @@ from optim.updates import (
     Update,
 )
 
-__all__ = [
-    *("RECIPES", "Recipe", "Table", "Tables", "compose"),
-    *("ADOPTIONS", "AGGREGATES", "CODECS", "FEEDBACKS", "INNERS", "SCHEDULES", "SIGNALS", "TOPOLOGIES", "UPDATES"),
-    *("CHANGING", "KINDS", "PARTS"),
-]
-
 Part = TypeVar("Part")
 
 _INNERS: Final[tuple[type[Inner], ...]] = (

@@ -24,7 +24,7 @@ _local = threading.local()
 
 
 def each(work: Callable[[Item], object], items: Iterable[Item]) -> None:
-    """Call `work` for every item, in any order, and raise what it raises. `work` must not call `each`."""
+    """Call `work` for every item, in any order, and raise what it raises. Within `work` it is a plain loop."""
     waiting = list(items)
     threads = min(torch.get_num_threads(), os.cpu_count() or 1, MOST, len(waiting))
     if threads < 2:

@@ -16,6 +16,7 @@ from node.host.events import (
     Facts,
     Forked,
     Found,
+    Given,
     Joined,
     Lane,
     Left,
@@ -249,15 +250,23 @@ def _pruned(peers: Mapping[PeerId, Peer]) -> dict[PeerId, Peer]:
 
 
 def _committed(state: State, event: Committed) -> State:
-    included = {given.peer for given in event.given}
-    peers = dict(state.peers)
-    for name in included & peers.keys():
-        peer = peers[name]
-        speeds = (*peer.speeds, peer.now.tokens_per_second)[-KEPT_SPEEDS:]
-        peers[name] = replace(peer, given=peer.given + 1, in_time=True, speeds=speeds)
+    peers, row = dict(state.peers), _row(state, event)
+    for given in event.given:
+        if given.peer in peers:
+            peers[given.peer] = _included(peers[given.peer], given, row)
     for name in set(event.late) & peers.keys():
         peers[name] = replace(peers[name], missed=peers[name].missed + 1, in_time=False)
-    return replace(state, peers=peers, rows=state.rows.append(_row(state, event)))
+    return replace(state, peers=peers, rows=state.rows.append(row))
+
+
+def _included(peer: Peer, given: Given, row: Row) -> Peer:
+    """Where nothing else is known of a peer, as in a replay, its contributions tell where it stands."""
+    known = {"round": max(peer.now.round, row.round + 1), "loss": given.loss}
+    if not peer.now.tokens_per_second and row.seconds:
+        known["tokens_per_second"] = given.tokens / row.seconds
+    now = peer.now.model_copy(update=known)
+    speeds = (*peer.speeds, now.tokens_per_second)[-KEPT_SPEEDS:]
+    return replace(peer, now=now, given=peer.given + 1, in_time=True, speeds=speeds)
 
 
 def _row(state: State, event: Committed) -> Row:

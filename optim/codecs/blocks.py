@@ -59,7 +59,11 @@ class BlockCodec(Codec):
         halves, packed = np.empty(self._blocks(values.size), "<u2"), np.empty(layout.size, np.uint8)
 
         def encode(part: slice) -> None:
-            layout.join(packed, part, [self._coded(values, halves, span, subtract) for span in layout.spans(part)])
+            spans = layout.spans(part)
+            codes = [scratch(f"codes {i}", np.int8, self._padded(span)) for i, span in enumerate(spans)]
+            for span, out in zip(spans, codes, strict=True):
+                self._code(values, halves, span, out, subtract)
+            layout.join(packed, part, [out[: span.stop - span.start] for span, out in zip(spans, codes, strict=True)])
 
         each(encode, layout.parts(self._slab))
         return b"".join((self.head(), halves.data, packed.data))
@@ -88,25 +92,22 @@ class BlockCodec(Codec):
     def multiples(self, codes: Integers) -> None:
         """From codes, in place, to what the scale is multiplied with."""
 
-    def _coded(self, values: Floats, halves: Halves, span: slice, subtract: bool) -> Integers:
-        """Encode a span of whole blocks: scales to `halves`, codes to a new array."""
-        size = span.stop - span.start
-        padded = -(-size // self.block) * self.block
+    def _code(self, values: Floats, halves: Halves, span: slice, codes: Integers, subtract: bool) -> None:
+        """Encode a span of whole blocks: scales to `halves`, codes to `codes`."""
+        size, padded = span.stop - span.start, codes.size
         rows = torch.from_numpy(_padded(values[span], padded)).view(-1, self.block)
         sizes = np.full(len(rows), self.block, np.float32)
         sizes[-1] -= padded - size
         first = span.start // self.block
         halves[first : first + len(rows)] = self._half(self._scale(rows, sizes))
         scales = _widened(halves[first : first + len(rows)])
-        codes = np.empty((len(rows), self.block), np.int8)
-        self._quantize(rows, scales, first, codes)
+        self._quantize(rows, scales, first, codes.reshape(-1, self.block))
         if subtract:
             multiples = codes.copy()
             self.multiples(multiples)
-            restored = scratch("restored", np.float32, padded)
-            _multiply(multiples.ravel(), scales, restored)
+            restored = scratch("floats", np.float32, padded)
+            _multiply(multiples, scales, restored)
             values[span] -= restored[:size]
-        return codes.ravel()[:size]
 
     def _half(self, scales: Floats) -> Halves:
         if not (scales < LIMIT).all():
@@ -114,6 +115,9 @@ class BlockCodec(Codec):
         halves = (scales.view(np.uint32) + np.uint32(self.round_up) >> np.uint32(16)).astype(np.uint16)
         halves[halves < LOWEST_HALF] = 0
         return halves
+
+    def _padded(self, span: slice) -> int:
+        return self._blocks(span.stop - span.start) * self.block
 
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block)
@@ -143,7 +147,7 @@ class BlockVector(Vector):
         multiples = scratch("multiples", np.int8, stop - start)
         self._multiples(slice(start, min(stop, self.numel)), multiples)
         exact = start == part.start and stop == part.stop
-        values = out if exact else scratch("restored", np.float32, stop - start)
+        values = out if exact else scratch("floats", np.float32, stop - start)
         _multiply(multiples, self.scales[start // block : stop // block], values)
         if not exact:
             out[:] = values[part.start - start : part.stop - start]
@@ -189,7 +193,7 @@ def inverses(scales: Floats) -> torch.Tensor:
 
 def largest_of_rows(rows: torch.Tensor) -> Floats:
     """max |x| of each row, or a NaN."""
-    magnitudes = torch.from_numpy(scratch("magnitudes", np.float32, rows.numel())).view(rows.shape)
+    magnitudes = torch.from_numpy(scratch("floats", np.float32, rows.numel())).view(rows.shape)
     torch.abs(rows, out=magnitudes)
     largest: Floats = torch.amax(magnitudes, 1).numpy()
     return largest

@@ -30,7 +30,7 @@ class _BlockIntegers(BlockCodec):
         return largest_of_rows(rows) / np.float32(self.levels)
 
     def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
-        quotients = torch.from_numpy(scratch("quotients", np.float32, rows.numel())).view(rows.shape)
+        quotients = torch.from_numpy(scratch("floats", np.float32, rows.numel())).view(rows.shape)
         torch.mul(rows, inverses(scales), out=quotients)
         if self.rounding == "stochastic":
             quotients += torch.from_numpy(fractions(scales, place, tuple(rows.shape), self.binding))

@@ -30,10 +30,11 @@ from pydantic.dataclasses import dataclass
 from optim.codecs.codec import Codec, Payload, two_dimensions
 from optim.codecs.dense import HalfPrecision, largest_magnitude
 from optim.codecs.integers import BlockInt4, BlockInt8
-from optim.codecs.subspace import Doubles, Operand, basis, fitted, precision, rounded
+from optim.codecs.subspace import Doubles, Operand, basis, fitted, multiplied, precision, rounded
 from optim.errors import CodecError
 from optim.layout import Layout, Span
 from optim.parts import STRICT
+from optim.threads import each
 from optim.vectors import DenseVector, Floats
 
 Inner = Literal["int4", "int8", "fp16"]
@@ -68,7 +69,7 @@ class Factored:
         """Values of the matrix, counted from its own start."""
         columns = self.matrix.columns
         first, last = start // columns, -(-stop // columns)
-        rows = (self.left[first:last] @ self.right).astype(np.float32)
+        rows = multiplied(self.left[first:last], self.right).astype(np.float32)
         return rows.ravel()[start - first * columns : stop - first * columns]
 
 
@@ -98,9 +99,14 @@ class LowRank(Codec):
     def write(self, values: Floats, subtract: bool) -> bytes:
         largest_magnitude(values)
         matrices, rest = self._split(values.size)
-        pieces = [self.head()]
-        for index, matrix in enumerate(matrices):
-            pieces += self._factors(values[matrix.start : matrix.stop].reshape(matrix.rows, -1), index)
+        factors = [b""] * len(matrices)
+
+        def factorize(index: int) -> None:
+            matrix = matrices[index]
+            factors[index] = self._factors(values[matrix.start : matrix.stop].reshape(matrix.rows, -1), index)
+
+        each(factorize, range(len(matrices)))
+        pieces = [self.head(), *factors]
         if rest:
             pieces.append(REST.write(np.concatenate([values[start:stop] for start, stop in rest]), subtract=False))
         payload = b"".join(pieces)
@@ -121,12 +127,12 @@ class LowRank(Codec):
         plain = REST.read(remaining, sum(stop - start for start, stop in rest)).dense() if rest else NOTHING
         return DenseVector(numel, Decoded(factored, rest, plain).restore)
 
-    def _factors(self, matrix: Floats, index: int) -> list[bytes]:
+    def _factors(self, matrix: Floats, index: int) -> bytes:
         operand = Operand(matrix)
         left = self._inner.write(_flat(basis(operand, self._start(matrix.shape[1], index))), subtract=False)
         received = self._inner.read(left, self.rank * len(matrix)).dense().reshape(self.rank, -1).T
         right = self._inner.write(_flat(fitted(operand, received.astype(np.float64))), subtract=False)
-        return [left, right]
+        return left + right
 
     def _read_factors(self, left: Payload, right: Payload, matrix: Matrix) -> Factored:
         rows = self._inner.read(left, self.rank * matrix.rows).dense()

@@ -41,7 +41,7 @@ class PowersOfTwo(BlockCodec):
         return largest_of_rows(rows) / np.float32(TOP)
 
     def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
-        quotients = scratch("quotients", np.float32, rows.numel()).reshape(rows.shape)
+        quotients = scratch("floats", np.float32, rows.numel()).reshape(rows.shape)
         torch.mul(rows, inverses(scales), out=torch.from_numpy(quotients))
         negative = np.signbit(quotients)
         if self.rounding == "nearest":

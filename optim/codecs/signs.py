@@ -31,7 +31,7 @@ class BlockSign(BlockCodec):
 
     def _scale(self, rows: torch.Tensor, sizes: Floats) -> Floats:
         # Folding halves sums in an order that never depends on the machine.
-        sums: Floats = scratch("sums", np.float32, rows.numel()).reshape(rows.shape)
+        sums: Floats = scratch("floats", np.float32, rows.numel()).reshape(rows.shape)
         np.abs(rows.numpy(), out=sums)
         while (width := sums.shape[1]) > 1:
             half = -(-width // 2)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from optim.vectors import SLAB, Floats, slabs
 
@@ -22,7 +23,13 @@ DEPENDENT = 1e-10  # squared share of a column outside the span of those before,
 def product(left: Doubles, right: Doubles) -> Doubles:
     """left @ right, of both rounded."""
     bits = precision(left.shape[1])
-    return rounded(left, bits, axis=1) @ rounded(right, bits, axis=0)
+    return multiplied(rounded(left, bits, axis=1), rounded(right, bits, axis=0))
+
+
+def multiplied(left: Doubles, right: Doubles) -> Doubles:
+    """By torch, whose threads `each` keeps in hand; numpy's wait for each other."""
+    result: Doubles = (torch.from_numpy(left) @ torch.from_numpy(right)).numpy()
+    return result
 
 
 def precision(terms: int) -> int:
@@ -55,14 +62,14 @@ class Operand:
     def times(self, right: Doubles) -> Doubles:
         """(a, b) @ (b, r)"""
         right = rounded(right, self._bits, axis=0)
-        return np.concatenate([rows @ right for _, rows in self._slabs()]) * self._unit
+        return np.concatenate([multiplied(rows, right) for _, rows in self._slabs()]) * self._unit
 
     def transposed_times(self, right: Doubles) -> Doubles:
         """(b, a) @ (a, r)"""
         right = rounded(right, self._bits, axis=0)
         total = np.zeros((self._matrix.shape[1], right.shape[1]))
         for part, rows in self._slabs():
-            total += rows.T @ right[part]
+            total += multiplied(rows.T, right[part])
         return total * self._unit
 
     def _slabs(self) -> Iterator[tuple[slice, Doubles]]:

@@ -12,7 +12,7 @@ import node.cli
 from protocol import errors
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay")
+COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay", "doctor")
 LIGHT = {"node", "node.cli", "protocol", "protocol.errors"}
 
 

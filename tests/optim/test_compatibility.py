@@ -1,8 +1,8 @@
 import pytest
 
 from optim.errors import UnknownOption
-from optim.recipes import RECIPES, compose
-from optim.rows import Tables
+from optim.recipes import compose
+from optim.rows import RECIPES, Tables
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

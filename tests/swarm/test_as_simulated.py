@@ -10,7 +10,7 @@ from node.folder import RunFolder
 from node.program import program_of
 from node.simulation.setting import Setting
 from node.simulation.swarm import Swarm, identity_of
-from optim.recipes import Tables
+from optim.rows import Tables
 from protocol.manifest import Manifest
 from tests.swarm.flock import flying, manifest_with, write_run
 

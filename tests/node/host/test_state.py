@@ -68,6 +68,14 @@ def test_who_gave_and_who_was_late() -> None:
     assert not state.peers[NAMES[1]].in_time and "not in time" in state.log[-1].text
 
 
+def test_a_contribution_tells_where_a_peer_stands_when_nothing_else_does() -> None:
+    quiet = joined(NAMES[2], tokens_per_second=0.0)
+    events = [*beginning(), quiet, committed(0), committed(1, NAMES[:3], loss=2.5)]
+    now = folded(events).peers[NAMES[2]].now
+    assert (now.round, now.loss, now.tokens_per_second) == (2, 2.5, 100 / 2.0)
+    assert folded(events).peers[NAMES[0]].now.tokens_per_second == 50.0  # what it says of itself
+
+
 def test_what_was_measured_afterwards_finds_its_round() -> None:
     state = folded([*beginning(), committed(0), committed(1), timed(0, sent=4000)])
     state = folded(

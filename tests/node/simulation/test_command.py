@@ -10,7 +10,7 @@ import pytest
 from node.recipe_table import describe, show_recipes
 from node.simulation.command import Wish, compose_all, overrides, settle, simulate
 from node.simulation.liars import Liars
-from optim.recipes import RECIPES
+from optim.rows import RECIPES
 from protocol.errors import MurmurError, UsageError
 from tests.node.simulation.virtual_swarm import setting
 
@@ -125,4 +125,4 @@ def test_one_recipe_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["memory_per_parameter"] == 16  # anchor, reference, residual, momentum
     assert row["bits_per_parameter_step"] == pytest.approx(row["bits_per_parameter_sync"] / 100)
     assert row["options"]["update"] == {"learning_rate": 0.7, "momentum": 0.9}
-    assert "acknowledgements" in row["needs"]
+    assert "fates" in row["needs"]

@@ -6,172 +6,211 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.arena import Arena
-from node.model import Llama, initial_weights, shape_table
-from node.trainer.inner import InnerOptimizer
-from node.trainer.inner_state import InnerState, Work
-from optim.method import Method, Sender
+from node.model import initial_weights
+from node.trainer.inner_state import Work
+from optim.inner.inner import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT
 from optim.recipes import compose
-from protocol.manifest import Model, Train
+from optim.rows import RECIPES
+from tests.node.trainer.state_bench import MODEL, NUMEL, Bench, decoded
+from tests.optim.replicas import Tables
 
-torch.set_num_threads(1)
-MODEL = Model(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)
-TRAIN = Train(batch_tokens=24, learning_rate=1e-2)
-NUMEL = shape_table(MODEL).numel
-Make = Callable[[str], InnerState]
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena.create(NUMEL, 8 * NUMEL)
-    made.anchor(0).copy_(initial_weights(MODEL, 0))
-    yield made
-    made.close()
+Make = Callable[..., Bench]
+each_synchronous = pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
 
 
 @pytest.fixture
-def make(arena: Arena) -> Make:
-    def build(recipe: str) -> InnerState:
-        model = Llama(MODEL)
-        state = InnerState(model, InnerOptimizer(model, TRAIN), Sender(method_of(recipe), NUMEL, 3), arena)
-        if not state.restore():
-            state.start(0)
-        return state
+def make() -> Iterator[Make]:
+    made: list[Bench] = []
 
-    return build
+    def build(recipe: str, tables: Tables | None = None) -> Bench:
+        made.append(Bench(recipe, tables))
+        return made[-1]
 
-
-def method_of(recipe: str) -> Method:
-    return compose(recipe, {})
+    yield build
+    for bench in made:
+        bench.close()
 
 
-def weights(state: InnerState) -> Tensor:
-    return state._vectors()["weights"]
-
-
-def train(state: InnerState, seed: int, steps: int = 2) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weights(state).add_(torch.randn(NUMEL, generator=generator), alpha=1e-2)
-    for _ in range(steps):
-        state.count_step(24, 3.0, state.counters.position + 2)
-
-
-def decoded(arena: Arena, sizes: tuple[int, ...], recipe: str) -> Tensor:
-    """What the others read out of the outbox."""
-    method, out, start = method_of(recipe), [], 0
-    for size, (first, last) in zip(sizes, method.bounds(NUMEL, 3), strict=True):
-        out.append(method.codec.decode(bytes(arena.outbox[start : start + size]), last - first))
-        start += size
-    return torch.cat(out)
-
-
-@pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
-def test_message_carries_the_progress_and_the_residual_the_rest(make: Make, arena: Arena, recipe: str) -> None:
-    state = make(recipe)
-    train(state, 1)
-    delta = arena.anchor(0) - weights(state)
-    message = state.message()
+@each_synchronous
+def test_message_carries_the_progress_and_the_residual_the_rest(make: Make, recipe: str) -> None:
+    bench = make(recipe)
+    bench.train(1)
+    delta = bench.anchor - bench.weights
+    message = bench.state.message()
     assert (message.round, message.tokens, message.steps, message.loss) == (0, 48, 2, 3.0)
-    torch.testing.assert_close(decoded(arena, message.sizes, recipe) + state.residual, delta, atol=1e-6, rtol=1e-5)
-    assert torch.equal(state.reference, weights(state))
+    torch.testing.assert_close(decoded(bench) + bench.state.residual, delta, atol=1e-6, rtol=1e-5)
+    assert torch.equal(bench.state.reference, bench.weights)
 
 
-@pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
-def test_included_keeps_what_was_trained_meanwhile(make: Make, arena: Arena, recipe: str) -> None:
-    state = make(recipe)
-    train(state, 1)
-    state.message()
-    at_message, residual = weights(state).clone(), state.residual.clone()
-    train(state, 2)
-    meanwhile = weights(state) - at_message
-    arena.anchor(1).copy_(initial_weights(MODEL, 1))
-    state.adopt(1, "included")
-    torch.testing.assert_close(weights(state), arena.anchor(1) + meanwhile)
-    assert torch.equal(state.reference, arena.anchor(1))
-    assert torch.equal(state.residual, residual)
-    assert (state.counters.round, state.counters.outstanding) == (1, None)
-    train(state, 3)
-    assert state.message().tokens == 96, "48 since the message, 48 since the adoption"
+@each_synchronous
+def test_included_keeps_what_was_trained_meanwhile(make: Make, recipe: str) -> None:
+    bench = make(recipe)
+    bench.train(1)
+    bench.state.message()
+    residual = bench.state.residual.clone()
+    meanwhile = bench.train(2)
+    bench.share(1, initial_weights(MODEL, 1))
+    bench.state.adopt(1, "included")
+    torch.testing.assert_close(bench.weights, bench.anchor + meanwhile)
+    assert torch.equal(bench.state.reference, bench.anchor)
+    assert torch.equal(bench.state.residual, residual)
+    assert (bench.state.counters.round, bench.state.counters.outstanding) == (1, None)
+    bench.train(3)
+    assert bench.state.message().tokens == 96, "48 since the message, 48 since the adoption"
 
 
-@pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
-def test_excluded_takes_the_message_back(make: Make, arena: Arena, recipe: str) -> None:
+@each_synchronous
+def test_excluded_takes_the_message_back(make: Make, recipe: str) -> None:
     """What others were sent and dropped is all in the residual again: conservation to rounding."""
-    decay = method_of(recipe).feedback.decay
-    state = make(recipe)
-    train(state, 1)
-    first_delta = arena.anchor(0) - weights(state)
-    message = state.message()
-    lost = decoded(arena, message.sizes, recipe)
-    naive = state.residual.clone()  # the control: forgetting the message's fate
-    arena.anchor(1).copy_(initial_weights(MODEL, 1))
-    state.adopt(1, "excluded")
-    torch.testing.assert_close(state.residual, first_delta, atol=1e-6, rtol=1e-5)
+    bench = make(recipe)
+    decay = bench.program.method.feedback.decay
+    bench.train(1)
+    first_delta = bench.anchor - bench.weights
+    bench.state.message()
+    lost = decoded(bench)
+    naive = bench.state.residual.clone()  # the control: forgetting the message's fate
+    bench.share(1, initial_weights(MODEL, 1))
+    bench.state.adopt(1, "excluded")
+    torch.testing.assert_close(bench.state.residual, first_delta, atol=1e-6, rtol=1e-5)
     assert float((naive - first_delta).norm()) > 0.1 * float(lost.norm())
-    train(state, 2)
-    second_delta = arena.anchor(1) - weights(state)
-    again = state.message()
+    bench.train(2)
+    second_delta = bench.anchor - bench.weights
+    again = bench.state.message()
     assert (again.tokens, again.steps, again.round) == (96, 4, 1)
-    total = decoded(arena, again.sizes, recipe) + state.residual
+    total = decoded(bench) + bench.state.residual
     torch.testing.assert_close(total, decay * first_delta + second_delta, atol=1e-6, rtol=1e-5)
 
 
-def test_adoption_without_a_message_carries_progress_over(make: Make, arena: Arena) -> None:
-    state = make("diloco")
-    train(state, 1)
-    progress = weights(state) - arena.anchor(0)
-    arena.anchor(1).copy_(initial_weights(MODEL, 1))
-    state.adopt(1, "none")
-    torch.testing.assert_close(weights(state) - arena.anchor(1), progress, atol=1e-6, rtol=1e-5)
-    assert state.message().tokens == 48
+def test_adoption_without_a_message_carries_progress_over(make: Make) -> None:
+    bench = make("diloco")
+    progress = bench.train(1)
+    bench.share(1, initial_weights(MODEL, 1))
+    bench.state.adopt(1, "none")
+    torch.testing.assert_close(bench.weights - bench.anchor, progress, atol=1e-6, rtol=1e-5)
+    assert bench.state.message().tokens == 48
 
 
-def test_an_undecided_message_stays_on_its_way(make: Make, arena: Arena) -> None:
-    state = make("diloco")
-    train(state, 1)
-    delta = arena.anchor(0) - weights(state)
-    state.message()
-    arena.anchor(1).copy_(arena.anchor(0))
-    state.adopt(1, "none")
-    assert state.counters.outstanding is not None
-    state.adopt(1, "excluded")
-    assert state.counters.outstanding is None
-    torch.testing.assert_close(state.residual, delta, atol=1e-6, rtol=1e-5)
+def test_an_undecided_message_stays_on_its_way(make: Make) -> None:
+    bench = make("diloco")
+    bench.train(1)
+    delta = bench.anchor - bench.weights
+    bench.state.message()
+    bench.share(1, bench.anchor.clone())
+    bench.state.adopt(1, "none")
+    assert bench.state.counters.outstanding is not None
+    bench.state.adopt(1, "excluded")
+    assert bench.state.counters.outstanding is None
+    torch.testing.assert_close(bench.state.residual, delta, atol=1e-6, rtol=1e-5)
 
 
-def test_the_same_adoption_said_twice_changes_nothing(make: Make, arena: Arena) -> None:
-    state = make("diloco")
-    train(state, 1)
-    state.message()
-    arena.anchor(1).copy_(initial_weights(MODEL, 1))
-    state.adopt(1, "excluded")
-    train(state, 2)
-    before = [vector.clone() for vector in state._vectors().values()]
-    state.adopt(1, "excluded")
-    assert all(torch.equal(one, two) for one, two in zip(before, state._vectors().values(), strict=True))
+@pytest.mark.parametrize("adoption", [{"kind": "carry", "keep": 0.0}, {"kind": "mix", "alpha": 0.25}])
+def test_a_fate_that_comes_after_its_anchor_gives_nothing_up_again(make: Make, adoption: dict[str, object]) -> None:
+    """What was trained since the anchor is no older for a fate that was told late: no round lies in between."""
+    bench = make("averaging", {"adoption": adoption})
+    bench.train(1)
+    bench.state.message()
+    bench.share(1, initial_weights(MODEL, 1))
+    bench.state.adopt(1, "none")
+    bench.train(2)
+    before, residual = bench.weights.clone(), bench.state.residual.clone()
+    bench.state.adopt(1, "included")
+    torch.testing.assert_close(bench.weights, before, atol=1e-6, rtol=1e-5)
+    assert torch.equal(bench.state.residual, residual) and bench.state.counters.outstanding is None
+
+
+def test_the_same_adoption_said_twice_changes_nothing(make: Make) -> None:
+    bench = make("diloco")
+    bench.train(1)
+    bench.state.message()
+    bench.share(1, initial_weights(MODEL, 1))
+    bench.state.adopt(1, "excluded")
+    bench.train(2)
+    before = _all(bench)
+    bench.state.adopt(1, "excluded")
+    assert _equal(before, _all(bench))
 
 
 def test_two_messages_at_once_are_refused(make: Make) -> None:
-    state = make("diloco")
-    train(state, 1)
-    state.message()
+    bench = make("diloco")
+    bench.train(1)
+    bench.state.message()
     with pytest.raises(ValueError, match="on its way"):
-        state.message()
+        bench.state.message()
 
 
-def test_a_snapshot_restores_every_bit(make: Make, arena: Arena) -> None:
-    state = make("sparseloco")
-    train(state, 1)
-    state.message()
-    train(state, 2)
-    state.save()
-    second = make("sparseloco")
-    assert second.counters == state.counters
-    assert all(torch.equal(one, two) for one, two in zip(_all(state), _all(second), strict=True))
-    arena.anchor(1).copy_(initial_weights(MODEL, 1))
-    for each in (state, second):
-        each.adopt(1, "excluded")
-    assert all(torch.equal(one, two) for one, two in zip(_all(state), _all(second), strict=True))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_snapshot_restores_every_bit_and_goes_on_the_same(make: Make, recipe: str) -> None:
+    bench = make(recipe)
+    for vector in bench.optimizer.vectors.values():
+        vector.copy_(torch.rand(NUMEL, generator=torch.Generator().manual_seed(7)) * 1e-3)
+    bench.train(1)
+    bench.state.message()
+    bench.train(2)
+    bench.state.save()
+    second = Bench(recipe, arena=bench.arena)
+    assert second.state.counters == bench.state.counters
+    assert _equal(_all(bench), _all(second))
+    bench.share(1, initial_weights(MODEL, 1), *[torch.rand(NUMEL)] * (len(compose(recipe).signal.shares) - 1))
+    payloads = []
+    for each in (bench, second):
+        each.state.adopt(1, "excluded")
+        each.train(3)
+        each.state.message()
+        payloads.append(each.payloads())
+    assert payloads[0] == payloads[1]
+    assert _equal(_all(bench), _all(second)) and bench.state.counters == second.state.counters
+
+
+def test_a_gradient_is_sent_and_gathered_anew_and_the_weights_follow_the_anchor(make: Make) -> None:
+    bench = make("data-parallel")
+    gathered = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
+    bench.optimizer.vectors[GRADIENT_SUM].copy_(gathered)
+    for _ in range(4):
+        bench.state.count_step(24, 3.0, 0)
+    bench.state.message()
+    torch.testing.assert_close(decoded(bench), gathered / 4)
+    assert not bench.optimizer.vectors[GRADIENT_SUM].any()
+    bench.share(1, initial_weights(MODEL, 1))
+    bench.state.adopt(1, "included")
+    assert torch.equal(bench.weights, bench.anchor)
+
+
+def test_moments_go_over_in_the_rounds_that_sent_them_and_stay_otherwise(make: Make) -> None:
+    bench = make("des-loc", {"signal": {"first_every": 2, "second_every": 2}})
+    own = {name: torch.rand(NUMEL) for name in (FIRST_MOMENT, SECOND_MOMENT)}
+    for name, vector in own.items():
+        bench.optimizer.vectors[name].copy_(vector)
+    bench.state.message()
+    bench.share(1, initial_weights(MODEL, 1))
+    bench.state.adopt(1, "included")
+    for name, vector in own.items():
+        torch.testing.assert_close(bench.optimizer.vectors[name], vector)
+    bench.state.message()
+    agreed = {name: torch.rand(NUMEL) for name in own}
+    bench.share(2, initial_weights(MODEL, 2), *agreed.values())
+    bench.state.adopt(2, "included")
+    for name, vector in agreed.items():
+        torch.testing.assert_close(bench.optimizer.vectors[name], vector, atol=1e-6, rtol=1e-5)
+
+
+def test_a_fragments_message_begins_its_own_values_anew_and_no_others(make: Make) -> None:
+    bench = make("averaging", {"schedule": {"inner_steps": 4, "fragments": 2}, "codec": {"kind": "none"}})
+    bench.train(1)
+    delta = bench.anchor - bench.weights
+    bench.state.message()
+    mask = torch.zeros(NUMEL, dtype=torch.bool)
+    for start, stop in bench.program.plan(0).spans:
+        mask[start:stop] = True
+    assert torch.equal(decoded(bench)[mask], delta[mask]) and not decoded(bench)[~mask].any()
+    assert torch.equal(bench.state.reference[mask], bench.weights[mask])
+    assert torch.equal(bench.state.reference[~mask], bench.anchor[~mask])
+    agreed = bench.anchor.clone()
+    agreed[mask] += 1.0  # a round moves the values that it sent
+    before = bench.weights.clone()
+    bench.share(1, agreed)
+    bench.state.adopt(1, "included")
+    torch.testing.assert_close(bench.weights[mask], agreed[mask])
+    torch.testing.assert_close(bench.weights[~mask], before[~mask])
 
 
 def test_work_adds_up() -> None:
@@ -180,5 +219,9 @@ def test_work_adds_up() -> None:
     assert Work().mean_loss == 0.0
 
 
-def _all(state: InnerState) -> list[Tensor]:
-    return list(state._vectors().values())
+def _all(bench: Bench) -> list[Tensor]:
+    return [vector.clone() for vector in bench.vectors.values()]
+
+
+def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))

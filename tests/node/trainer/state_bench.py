@@ -1,0 +1,157 @@
+"""A trainer's own state on an arena, and a swarm of such states that agree without a network."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from node.arena import Arena, Contents
+from node.channel import Fate
+from node.model import Llama, initial_weights, shape_table
+from node.trainer.inner import InnerOptimizer
+from node.trainer.inner_state import InnerState
+from node.trainer.pace import is_message_due, may_adopt, must_wait
+from optim.exchange import Merger, Sender
+from optim.inner.inner import WEIGHTS
+from optim.program import Program
+from optim.recipes import compose
+from protocol.manifest import Model, Train
+from tests.optim.replicas import Tables
+
+torch.set_num_threads(1)
+MODEL = Model(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)
+TRAIN = Train(batch_tokens=24, learning_rate=1e-2)
+NUMEL = shape_table(MODEL).numel
+PARTS = 3
+
+
+class Bench:
+    """One state. Without an arena it has its own, whose anchor of round 0 is the model's first weights."""
+
+    def __init__(self, recipe: str, tables: Tables | None = None, arena: Arena | None = None) -> None:
+        self.program = Program(compose(recipe, tables or {}), shape_table(MODEL).layout, PARTS)
+        self._owns = arena is None
+        self.arena = arena or Arena.create(Contents.of(self.program))
+        if self._owns:
+            self.share(0, initial_weights(MODEL, 0))
+        self.model = Llama(MODEL)
+        self.optimizer = InnerOptimizer(self.model, TRAIN, self.program.method.inner)
+        self.state = InnerState(self.model, self.optimizer, self.program, Sender(self.program), self.arena)
+        if not self.state.restore():
+            self.state.start(0)
+
+    def close(self) -> None:
+        if self._owns:
+            self.arena.close()
+
+    def share(self, round_number: int, anchor: Tensor, *others: Tensor) -> None:
+        """What all agree on after that many rounds; the vectors that are not given are zero."""
+        vectors = self.arena.anchor(round_number)
+        vectors.zero_()
+        vectors[: NUMEL * (1 + len(others))] = torch.cat([anchor, *others])
+
+    @property
+    def weights(self) -> Tensor:
+        """The memory itself."""
+        return self.vectors[WEIGHTS]
+
+    @property
+    def vectors(self) -> dict[str, Tensor]:
+        return self.state._vectors()
+
+    @property
+    def anchor(self) -> Tensor:
+        return self.arena.anchor(self.state.counters.round)[:NUMEL]
+
+    def train(self, seed: int, steps: int = 2, scale: float = 1e-2) -> Tensor:
+        """Move the weights, and count steps; returns by how much they moved."""
+        before = self.weights.clone()
+        self.weights.add_(torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)), alpha=scale)
+        for _ in range(steps):
+            self.state.count_step(24, 3.0, self.state.counters.position + 2)
+        return self.weights - before
+
+    def payloads(self) -> list[bytes]:
+        outstanding = self.state.counters.outstanding
+        assert outstanding is not None
+        return self.state._outbox_parts(outstanding.sizes)
+
+
+def decoded(bench: Bench) -> Tensor:
+    """The message in the outbox as the others read it; zero where its round sends nothing."""
+    outstanding = bench.state.counters.outstanding
+    assert outstanding is not None
+    plan, whole = bench.program.plan(outstanding.round), torch.zeros(bench.program.message_numel)
+    parts = [
+        codec.decode(payload, stop - start)
+        for codec, payload, (start, stop) in zip(plan.codecs, bench.payloads(), plan.bounds, strict=True)
+    ]
+    plan.scatter(torch.cat(parts), whole)
+    return whole
+
+
+class Swarm:
+    """Peers at the same pace, step by step.
+
+    `anchors`: before each round so far. What a peer trains does not depend on its weights.
+    """
+
+    def __init__(self, recipe: str, tables: Tables, peers: int) -> None:
+        self.peers = [Bench(recipe, tables) for _ in range(peers)]
+        self.program = self.peers[0].program
+        self.anchors = [initial_weights(MODEL, 0)]
+        self.slots = {name: torch.zeros(NUMEL) for name in self.program.method.slots}
+        self.sent = [torch.zeros(self.program.message_numel) for _ in self.peers]  # the sum of what was included
+        self.progress = [torch.zeros(NUMEL) for _ in self.peers]
+        self.dropped: set[tuple[int, int]] = set()  # round and peer whose message is left out
+        self._fates: list[Fate] = ["none"] * peers
+        self.step_number = 0
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+
+    def step(self) -> None:
+        """What a trainer's loop does, and one step of training."""
+        for index, peer in enumerate(self.peers):
+            self._adopt(index, peer)
+        if self._may_send():
+            self._exchange()
+            for index, peer in enumerate(self.peers):
+                self._adopt(index, peer)
+        self.step_number += 1
+        for index, peer in enumerate(self.peers):
+            assert not must_wait(peer.state.counters, peer.state.plan)
+            self.progress[index] += peer.train(1000 * self.step_number + index, steps=1)
+
+    def _may_send(self) -> bool:
+        return all(is_message_due(peer.state.counters, peer.state.plan.steps) for peer in self.peers)
+
+    def _adopt(self, index: int, peer: Bench) -> None:
+        number = len(self.anchors) - 1
+        if peer.state.counters.round < number and may_adopt(peer.state.counters, peer.state.plan):
+            peer.share(number, self.anchors[number], *(self.slots[n] for n in self.program.method.signal.shares[1:]))
+            peer.state.adopt(number, self._fates[index])
+
+    def _exchange(self) -> None:
+        number = len(self.anchors) - 1
+        for peer in self.peers:
+            peer.state.message()
+        kept = [index for index in range(len(self.peers)) if (number, index) not in self.dropped]
+        self._fates = ["included" if index in kept else "excluded" for index in range(len(self.peers))]
+        plan = self.program.plan(number)
+        merged = self._merged(number, [self.peers[index].payloads() for index in kept])
+        anchor = self.anchors[-1].clone()
+        self.program.apply(plan, anchor, self.slots, merged, 1.0)
+        for index in kept:
+            self.sent[index] += decoded(self.peers[index])
+        self.anchors.append(anchor)
+
+    def _merged(self, number: int, messages: Sequence[Sequence[bytes]]) -> Tensor:
+        merger, weights = Merger(self.program), [1.0] * len(messages)
+        plan = self.program.plan(number)
+        if plan.method.topology.kind != "butterfly":
+            return merger.merge(number, [parts[0] for parts in messages], weights)
+        parts = range(len(plan.bounds))
+        reduced = [merger.reduce_part(number, i, [m[i] for m in messages], weights) for i in parts]
+        return merger.merge(number, reduced, ())
