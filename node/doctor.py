@@ -29,11 +29,12 @@ from rich.table import Table
 from rich.text import Text
 
 from node.config import EVERYWHERE_LISTEN
-from node.daemon.assembly import STORE_EXTRA_BYTES, STORE_STATES, method_of
+from node.daemon.assembly import STORE_EXTRA_BYTES, STORE_STATES
 from node.daemon.replica import state_bytes
 from node.links import Invitation, accept
 from node.model import shape_table
 from node.places import joined_folder
+from node.program import program_of
 from node.status import short_bytes, short_count
 from node.trainer.device import choose_device, device_name
 from protocol.errors import MurmurError, UnreachableError
@@ -121,7 +122,7 @@ def _room(manifest: Manifest, home: Path) -> list[Finding]:
     on_gpu = choose_device("auto").type == "cuda"
     main = parameters * (NODE_BYTES + (0 if on_gpu else TRAINER_BYTES)) + BASE_BYTES
     device = torch.cuda.mem_get_info()[0] if on_gpu else max(0, free_memory() - parameters * NODE_BYTES - BASE_BYTES)
-    disk = STORE_STATES * state_bytes(parameters, method_of(manifest)) + STORE_EXTRA_BYTES
+    disk = STORE_STATES * state_bytes(parameters, program_of(manifest).method) + STORE_EXTRA_BYTES
     existing = next(parent for parent in (home, *home.absolute().parents) if parent.exists())
     return [
         judged_microbatch(manifest, device, 2 if on_gpu else 4),

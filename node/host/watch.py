@@ -15,6 +15,7 @@ from node.host.recorder import Recorder
 from node.host.timing import Lanes
 from node.host.views import peer_values, summary
 from node.host.window import Window
+from node.program import program_of
 from protocol.identity import PeerId
 from protocol.membership import directory
 from protocol.murmur_pb2 import PeerRecord
@@ -33,6 +34,8 @@ class Watch:
     def __init__(self, window: Window, recorder: Recorder) -> None:
         self._window, self._recorder = window, recorder
         self._chronicle = Chronicle(window.manifest.run_id, window.terms(), window.channel)
+        # In groups everyone has a state of its own.
+        self._one_state = program_of(window.manifest).method.topology.kind != "groups"
         self._known: dict[PeerId, PeerRecord] = {}
         self._reasons: dict[PeerId, str] = {}
         self._lanes = Lanes()
@@ -119,7 +122,7 @@ class Watch:
                 self._measured = record.validation_round
                 measured = Measured(at=now, peer=peer, round=self._measured, loss=min(record.validation_loss, MAX_LOSS))
                 self._recorder.record(measured)
-        for stray in strays(trainers):
+        for stray in strays(trainers) if self._one_state else ():
             if stray not in self._strays:
                 self._strays.append(stray)
                 self._recorder.record(Strayed(at=now, peer=stray[0], round=stray[1]))

@@ -15,12 +15,15 @@ import numpy.typing as npt
 
 from optim.codecs.rans import TOTAL, Frequencies, Symbols, normalized
 from optim.errors import CodecError
+from optim.threads import each
+from optim.vectors import slabs
 
 Gaps = npt.NDArray[np.uint16]
 Bits = npt.NDArray[np.uint8]  # one bit an element
 
 DIRECT = 8  # gaps that are their own class
 OCTAVE = 4  # classes in each octave above
+AT_ONCE = 1 << 16  # gaps that a thread decodes at once
 
 
 def class_of(gaps: Gaps) -> Symbols:
@@ -63,27 +66,30 @@ def plain_bits(gaps: Gaps, classes: Symbols, span: int) -> Bits:
 
 
 def count_plain_bits(classes: Symbols, span: int) -> int:
-    return int(class_table(span)[1][classes].sum(dtype=np.int64))
+    widths = class_table(span)[1]
+    return int(np.bincount(classes, minlength=widths.size) @ widths.astype(np.int64))
 
 
 def from_classes(classes: Symbols, packed: npt.NDArray[np.uint8], first: int, span: int) -> Gaps:
     """The gaps; the low bits stand in `packed` bytes from bit `first` on, as many as `count_plain_bits` says."""
     lowest, widths = class_table(span)
-    indices = classes.astype(np.intp)
-    width = widths.astype(np.int64).take(indices, mode="clip")
-    stop = np.cumsum(width)
+    width = widths.take(classes, mode="clip")
+    stop = np.cumsum(width, dtype=np.int64)
     stop += first
-    width = width.astype(np.uint32)
     # The 24 bits from each byte on: a gap has at most 13 low bits, which end less than a byte before the window does.
     padded = np.concatenate([np.zeros(2, np.uint8), packed, np.zeros(1, np.uint8)]).astype(np.uint32)
     windows = padded[:-2] << np.uint32(16)
     windows |= padded[1:-1] << np.uint32(8)
     windows |= padded[2:]
-    low = windows.take(stop >> 3, mode="clip")
-    low >>= np.uint32(8) - (stop & 7).astype(np.uint32)
-    low &= (np.uint32(1) << width) - np.uint32(1)
-    gaps: Gaps = lowest.take(indices, mode="clip")
-    gaps += low.astype(np.uint16)
+    gaps = np.empty(classes.size, np.uint16)
+
+    def decode(part: slice) -> None:
+        low = windows.take(stop[part] >> 3, mode="clip")
+        low >>= np.uint32(8) - (stop[part] & 7).astype(np.uint32)
+        low &= (np.uint32(1) << width[part].astype(np.uint32)) - np.uint32(1)
+        np.add(lowest.take(classes[part], mode="clip"), low, out=gaps[part], casting="unsafe")
+
+    each(decode, slabs(classes.size, AT_ONCE))
     return gaps
 
 

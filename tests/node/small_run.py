@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.daemon.replica import OuterState, Replica, Workshop, state_bytes
 from node.model import shape_table
 from optim.method import Method
+from optim.program import Program
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
@@ -65,7 +66,12 @@ def method_of(topology: str = "gather") -> Method:
     return compose("diloco", {"codec": {"kind": "none"}, "topology": {"kind": topology}})
 
 
+def program_of(method: Method, parts: int = 1) -> Program:
+    return Program(method, SHAPES.layout, parts)
+
+
 METHOD = method_of()
+PROGRAM = program_of(METHOD)
 STATE_BYTES = state_bytes(NUMEL, METHOD)
 
 
@@ -107,7 +113,7 @@ async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def replica_in(store: BlobStore) -> Replica:
-    workshop = Workshop(METHOD, NUMEL, 1, store)
+    workshop = Workshop(PROGRAM, store, lambda step: 1.0)
     anchor = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
     return Replica(Chain.begin(RUN_ID), OuterState.initial(anchor, METHOD), workshop, at_once)
 
@@ -118,7 +124,7 @@ async def grown(replica: Replica, store: BlobStore, rounds: int, peer: int = 1) 
     for _ in range(rounds):
         blob = store.put(payload(replica.chain.round + 1000 * peer))
         commits.append(commit_of(replica.chain.head, {peer: blob}))
-        await replica.apply(commits[-1])
+        await replica.apply(commits[-1], commits[-1].body.contributions)
     return commits
 
 

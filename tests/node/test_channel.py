@@ -30,7 +30,7 @@ from node.channel import (
 from protocol.errors import MalformedError
 
 TO_TRAINER: list[ToTrainer] = [
-    Config(manifest="[run]", base="/", peer_id="12D3", numel=5, outbox_bytes=6, round=0),
+    Config(manifest="[run]", base="/", peer_id="12D3", round=0),
     Adopt(round=3, fate="excluded"),
     Evaluate(round=3),
     TakeSnapshot(),

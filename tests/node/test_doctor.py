@@ -53,7 +53,7 @@ def written(folder: Path) -> str:
         (judged_peers([(NOWHERE, "no")]), "fail"),
         (judged_peers([]), "warn"),
         (judged_microbatch(MANIFEST, 1e9, 4), "ok"),
-        (judged_microbatch(MANIFEST, 2e5, 4), "warn"),
+        (judged_microbatch(MANIFEST, 4e4, 4), "warn"),
         (judged_microbatch(MANIFEST, 0.0, 4), "fail"),
     ],
 )

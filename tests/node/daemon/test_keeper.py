@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.arena import VECTORS, Arena
+from node.arena import RESIDUAL, Arena, Contents
 from node.channel import Message
 from node.checkpoints import checkpoint
 from node.daemon.keeper import KEPT_ROUNDS, KEPT_STATES, MAX_STATES, Keeper, restore_inner, restored_offers
@@ -16,18 +16,20 @@ from node.daemon.offers import Offer, Offers
 from node.daemon.replica import Replica
 from node.folder import RunFolder
 from node.trainer.inner_state import Counters, Outstanding, Work
+from optim.recipes import compose
 from protocol.blobs.blob import Blob
-from protocol.errors import StorageError
+from protocol.errors import CheckpointError, StorageError
 from protocol.rounds.chain import Head
 from tests.node.small_run import (
     MANIFEST,
-    NUMEL,
     PEERS,
+    PROGRAM,
     RUN_ID,
     SHAPES,
     at_once,
     commit_of,
     grown,
+    program_of,
     replica_in,
     store_in,
     until,
@@ -40,7 +42,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = RunFolder(folder)
         self.store = store_in(self.folder.blobs)
-        self.arena = Arena.create(NUMEL, 64)
+        self.arena = Arena.create(Contents.of(PROGRAM))
         self.adopted = asyncio.Event()
         self.adopts = True
         self.waited: list[int] = []
@@ -58,7 +60,8 @@ class World:
     def snapshot(self, outstanding: int | None = None) -> None:
         sizes, work = (5, 6), Work(tokens=100, steps=5, loss=15.0)
         waiting = None if outstanding is None else Outstanding(round=outstanding, sizes=sizes, work=work)
-        vectors = {name: torch.full((NUMEL,), float(place)) for place, name in enumerate(VECTORS)}
+        sizes = enumerate(self.arena.contents.vectors)
+        vectors = {name: torch.full((size,), float(place)) for place, (name, size) in sizes}
         self.arena.outbox[: len(OUTBOX)] = OUTBOX
         self.arena.write_snapshot(vectors, Counters(round=3, outstanding=waiting).model_dump(mode="json"))
 
@@ -86,7 +89,7 @@ def offer_of(*blobs: Blob) -> Offer:
 
 
 async def test_prune_keeps_the_last_rounds_and_states_and_the_offer(world: World) -> None:
-    store, replica, offers = world.store, world.replica, Offers()
+    store, replica, offers = world.store, world.replica, Offers(PROGRAM)
     offers.place(offer_of(store.put(b"ours, part 0"), store.put(b"ours, part 1")))
     states, messages = [], []
     for _ in range(KEPT_ROUNDS + 3):
@@ -108,7 +111,7 @@ async def test_a_state_that_somebody_is_fetching_stays_while_rounds_go_on(world:
     for number in range(2 * MAX_STATES):
         (commit,) = await grown(world.replica, world.store, 1)
         states.append(world.replica.blob.digest)
-        world.keeper.prune(Offers(), world.replica.blob, [commit.body])
+        world.keeper.prune(Offers(PROGRAM), world.replica.blob, [commit.body])
         if number == 0:
             world.wanted = {states[0]}
     assert world.store.has(states[0])
@@ -118,13 +121,13 @@ async def test_a_state_that_somebody_is_fetching_stays_while_rounds_go_on(world:
         (commit,) = await grown(world.replica, world.store, 1)
         world.wanted.add(world.replica.blob.digest)
         states.append(world.replica.blob.digest)
-        world.keeper.prune(Offers(), world.replica.blob, [commit.body])
+        world.keeper.prune(Offers(PROGRAM), world.replica.blob, [commit.body])
     assert sum(world.store.has(digest) for digest in states) <= MAX_STATES, "a flood of fetches pins no more"
 
 
 async def test_prune_after_a_jump_over_many_rounds_keeps_the_newest(world: World) -> None:
     commits = [commit_of(Head(number, bytes(32), 0), {1: world.store.put(bytes([number]))}) for number in range(10)]
-    world.keeper.prune(Offers(), world.replica.blob, [commit.body for commit in commits])
+    world.keeper.prune(Offers(PROGRAM), world.replica.blob, [commit.body for commit in commits])
     kept = [world.store.has(commit.body.blobs[0].digest) for commit in commits]
     assert kept == [False] * (10 - KEPT_ROUNDS) + [True] * KEPT_ROUNDS
     assert world.store.has(world.replica.blob.digest)
@@ -132,11 +135,11 @@ async def test_prune_after_a_jump_over_many_rounds_keeps_the_newest(world: World
 
 async def test_a_save_waits_for_adoption_and_the_next_one_for_the_save(world: World) -> None:
     await grown(world.replica, world.store, 1)
-    await world.keeper.keep(world.replica, Offers())
+    await world.keeper.keep(world.replica, Offers(PROGRAM))
     await until(lambda: world.waited == [1])
     assert world.saved() == []
     await grown(world.replica, world.store, 1)
-    second = asyncio.create_task(world.keeper.keep(world.replica, Offers()))
+    second = asyncio.create_task(world.keeper.keep(world.replica, Offers(PROGRAM)))
     await asyncio.sleep(0.01)
     assert not second.done(), "more than one round is unsaved"
     world.adopted.set()
@@ -149,19 +152,19 @@ async def test_a_save_waits_for_adoption_and_the_next_one_for_the_save(world: Wo
 async def test_what_is_saved_is_that_moment_though_the_replica_moves_on(world: World) -> None:
     await grown(world.replica, world.store, 1)
     head, anchor = world.replica.chain.head, world.replica.state.anchor.clone()
-    await world.keeper.keep(world.replica, Offers((0, "included")))
+    await world.keeper.keep(world.replica, Offers(PROGRAM, (0, "included")))
     await grown(world.replica, world.store, 1)
     world.adopted.set()
     await world.keeper.saved()
     found = world.loaded()
     assert found.round == 1 and Head.from_json(found.chain["head"]) == head and torch.equal(found.anchor, anchor)
-    assert Offers.from_json(found.chain["offer"]).fate_of(0) == "included"
+    assert Offers.from_json(PROGRAM, found.chain["offer"]).fate_of(0) == "included"
 
 
 async def test_what_is_not_adopted_in_time_is_not_saved(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.adopts = False
     world.adopted.set()
-    await world.keeper.keep(world.replica, Offers())
+    await world.keeper.keep(world.replica, Offers(PROGRAM))
     await world.keeper.saved()
     assert world.saved() == [] and "not saved" in caplog.text
 
@@ -175,11 +178,11 @@ async def test_a_full_disk_is_said_and_survived(
     world.adopted.set()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", full)
-        await world.keeper.keep(world.replica, Offers())
+        await world.keeper.keep(world.replica, Offers(PROGRAM))
         await world.keeper.saved()
-        await world.keeper.save_now(world.replica, Offers())
+        await world.keeper.save_now(world.replica, Offers(PROGRAM))
     assert caplog.text.count("no space; free some") == 2
-    await world.keeper.save_now(world.replica, Offers())
+    await world.keeper.save_now(world.replica, Offers(PROGRAM))
     assert world.saved() == [0]
 
 
@@ -187,7 +190,7 @@ async def test_a_fault_of_our_own_is_not_survived(world: World, monkeypatch: pyt
     world.adopted.set()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", lambda *_: 1 // 0)
-        await world.keeper.keep(world.replica, Offers())
+        await world.keeper.keep(world.replica, Offers(PROGRAM))
         with pytest.raises(ZeroDivisionError):
             await world.keeper.saved()
     world.keeper._saving = None
@@ -195,13 +198,14 @@ async def test_a_fault_of_our_own_is_not_survived(world: World, monkeypatch: pyt
 
 async def test_trainer_and_message_come_back_from_disk(world: World, tmp_path: Path) -> None:
     world.snapshot(outstanding=3)
-    await world.keeper.save_now(world.replica, Offers((2, "included")))
+    await world.keeper.save_now(world.replica, Offers(PROGRAM, (2, "included")))
     found, other = world.loaded(), World(tmp_path / "other")
     restore_inner(found, other.arena)
     snapshot = other.arena.read_snapshot()
-    assert snapshot is not None and snapshot.vectors["residual"][0] == VECTORS.index("residual")
+    place = [name for name, _ in world.arena.contents.vectors].index(RESIDUAL)
+    assert snapshot is not None and snapshot.vectors[RESIDUAL][0] == place
     assert bytes(other.arena.outbox[: len(OUTBOX)]) == OUTBOX
-    offers = restored_offers(found, other.arena, other.store)
+    offers = restored_offers(found, PROGRAM, other.arena, other.store)
     assert offers.current is not None and offers.current.message.tokens == 100
     assert [other.store.read(part.digest) for part in offers.current.parts] == [b"first", b"second"]
     # A round has taken it while we were away: settled now, and not offered again.
@@ -211,19 +215,31 @@ async def test_trainer_and_message_come_back_from_disk(world: World, tmp_path: P
     other.arena.close()
 
 
+async def test_a_state_of_another_method_is_refused(world: World) -> None:
+    world.snapshot()
+    await world.keeper.save_now(world.replica, Offers(PROGRAM))
+    found = world.loaded()
+    for recipe in ("data-parallel", "local-adam"):
+        arena = Arena.create(Contents.of(program_of(compose(recipe))))
+        with pytest.raises(CheckpointError, match="the state of another method"):
+            restore_inner(found, arena)
+        assert arena.read_snapshot() is None
+        arena.close()
+
+
 @pytest.mark.parametrize(("outstanding", "decided"), [(None, None), (2, (2, "excluded"))])
 async def test_what_is_decided_or_absent_does_not_come_back(
     world: World, outstanding: int | None, decided: tuple[int, Any] | None
 ) -> None:
     world.snapshot(outstanding)
-    await world.keeper.save_now(world.replica, Offers(decided))
-    offers = restored_offers(world.loaded(), world.arena, world.store)
+    await world.keeper.save_now(world.replica, Offers(PROGRAM, decided))
+    offers = restored_offers(world.loaded(), PROGRAM, world.arena, world.store)
     assert offers.current is None and offers.decided == decided
 
 
 async def test_a_checkpoint_without_a_trainer(world: World) -> None:
-    await world.keeper.save_now(world.replica, Offers())
+    await world.keeper.save_now(world.replica, Offers(PROGRAM))
     found = world.loaded()
     restore_inner(found, world.arena)
     assert world.arena.read_snapshot() is None
-    assert restored_offers(found, world.arena, world.store).current is None
+    assert restored_offers(found, PROGRAM, world.arena, world.store).current is None

@@ -7,10 +7,12 @@ import pytest
 
 from node.channel import Fate, Message
 from node.daemon.offers import MAX_AGE, Offer, Offers
+from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.rounds.chain import Head, after, genesis
 from protocol.rounds.statements import Commit
-from tests.node.small_run import PEERS, RUN_ID, TERMS, commit_of
+from tests.node.small_run import PEERS, PROGRAM, RUN_ID, TERMS, commit_of, program_of
+from tests.optim.replicas import Tables
 
 ME = PEERS[1].peer_id
 
@@ -28,38 +30,85 @@ def commit(head: Head, mine: Offer | None) -> Commit:
 
 
 def test_an_included_message_is_remembered_until_the_next() -> None:
-    offers, head = Offers(), genesis(RUN_ID)
+    offers, head = Offers(PROGRAM), genesis(RUN_ID)
     offers.place(offer(0))
     assert offers.is_known(message(0)) and not offers.is_known(message(1))
     assert offers.settle(ME, commit(head, offer(0))) == "included"
     assert offers.current is None and offers.fate_of(0) == "included" and offers.fate_of(None) == "none"
     assert offers.is_known(message(0))
-    assert Offers.from_json(offers.to_json()).fate_of(0) == "included"
+    assert Offers.from_json(PROGRAM, offers.to_json()).fate_of(0) == "included"
     offers.place(offer(1))
-    assert offers.fate_of(0) == "none" and Offers.from_json(offers.to_json()).decided is None
+    assert offers.fate_of(0) == "none" and Offers.from_json(PROGRAM, offers.to_json()).decided is None
 
 
 def test_a_late_message_joins_the_next_round_and_an_old_one_is_given_back() -> None:
-    offers, head = Offers(), genesis(RUN_ID)
+    offers, head = Offers(PROGRAM), genesis(RUN_ID)
     offers.place(offer(0))
     for number in range(MAX_AGE):
         assert offers.current is not None
-        assert offers.current.contribution(head, TERMS).round == number
+        contribution = offers.current.contribution(head, TERMS)
+        assert (contribution.round, contribution.age) == (number, number)
         missed = commit(head, None)
         assert offers.settle(ME, missed) == "none"
         head = after(head, missed)
+    assert offers.current is not None and offers.current.contribution(head, TERMS).age == MAX_AGE
     assert offers.settle(ME, commit(head, None)) == "excluded"
     assert offers.fate_of(0) == "excluded"
 
 
+FRAGMENTS = compose("averaging", {"schedule": {"fragments": 2}})
+
+
+@pytest.mark.parametrize("made", range(4))
+def test_a_message_is_never_offered_to_a_round_of_another_fragment(made: int) -> None:
+    """Of two fragments: it is given back at once. (The next round of its own would come, but its peer may send another
+    message by then.)"""
+    offers = Offers(program_of(FRAGMENTS))
+    offers.place(offer(made))
+    assert offers.arrive(made) == "none" and offers.current is not None
+    assert offers.arrive(made + 1) == "excluded" and offers.current is None
+    control = Offers(PROGRAM)  # where every round sends everything
+    control.place(offer(made))
+    assert control.arrive(made + 1) == "none" and control.current is not None
+
+
+def test_a_jump_to_another_round_of_its_fragment_keeps_it_on_its_way() -> None:
+    offers = Offers(program_of(FRAGMENTS))
+    offers.place(offer(1))
+    assert offers.arrive(3) == "none" and offers.arrive(5) == "excluded"
+
+
+@pytest.mark.parametrize(
+    ("tables", "kept"),
+    [
+        ({"codec": {"k": "64 until 1 then 32"}}, False),
+        ({"codec": {"kind": "subset"}}, False),
+        ({"codec": {"kind": "subset", "shared": False}}, True),
+        ({"signal": {"kind": "weights"}, "update": {"kind": "replace"}}, False),
+        ({"feedback": {"decay": "0.5 until 1 then 0.9"}}, True),
+    ],
+    ids=str,
+)
+def test_only_what_means_the_same_in_the_next_round_is_offered_to_it(tables: Tables, kept: bool) -> None:
+    offers = Offers(program_of(compose("sparseloco", tables)))
+    offers.place(offer(0))
+    assert (offers.arrive(1) == "none") is kept
+
+
+def test_on_a_chain_with_lower_rounds_a_message_is_given_back() -> None:
+    offers = Offers(PROGRAM)
+    offers.place(offer(7))
+    assert offers.arrive(5) == "excluded"
+
+
 def test_the_same_bytes_of_somebody_else_are_not_ours() -> None:
-    offers, head = Offers(), genesis(RUN_ID)
+    offers, head = Offers(PROGRAM), genesis(RUN_ID)
     offers.place(offer(0))
     assert offers.settle(ME, commit_of(head, {2: offer(0).parts[0]}).body) == "none"
 
 
 def test_on_a_chain_with_lower_rounds_an_old_fate_is_not_that_of_a_new_message() -> None:
-    offers, head = Offers(), Head(7, bytes(32), 0)
+    offers, head = Offers(PROGRAM), Head(7, bytes(32), 0)
     offers.place(offer(7))
     offers.settle(ME, commit(head, offer(7)))
     offers.place(offer(5))  # after a jump back to round 5
@@ -84,7 +133,7 @@ class World:
     rng: random.Random
     forgetful: bool = False
     lost_at_restart: bool = False
-    offers: Offers = field(default_factory=Offers)
+    offers: Offers = field(default_factory=lambda: Offers(PROGRAM))
     head: Head = field(default_factory=lambda: genesis(RUN_ID))
     trainer: Snapshot = field(default_factory=Snapshot)
     disk: tuple[Head, object, Snapshot] | None = None
@@ -150,7 +199,7 @@ class World:
         if self.disk is None:
             return
         self.head, decided, self.trainer = self.disk
-        self.offers = Offers.from_json(decided)  # type: ignore[arg-type]
+        self.offers = Offers.from_json(PROGRAM, decided)  # type: ignore[arg-type]
         waiting = self.trainer.outstanding
         if waiting and self.offers.fate_of(waiting.message.round) == "none" and not self.lost_at_restart:
             self.offers.place(waiting)

@@ -1,26 +1,35 @@
 """The same bits on every replica, and nothing changed by what is refused."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from node.daemon.replica import OuterState, Workshop
+from node.daemon.replica import OuterState, Replica, Workshop, state_bytes
 from optim.recipes import compose
+from optim.rows import RECIPES
+from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError, MissingFileError, StaleError
-from protocol.rounds.chain import genesis
+from protocol.rounds.chain import after, genesis
+from protocol.rounds.statements import Commit, Contribution, Statement
 from tests.node.small_run import (
     METHOD,
     NUMEL,
+    PROGRAM,
     RUN_ID,
     STATE_BYTES,
     commit_of,
+    contribution_of,
     grown,
     method_of,
     payload,
+    program_of,
     replica_in,
     store_in,
 )
+from tests.optim.replicas import LOSSLESS, Tables
 
 
 def state_of(seed: int) -> OuterState:
@@ -84,16 +93,20 @@ async def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     bad = store.put(b"\xff" * 40)
     elsewhere = await grown(replica_in(store), store, 2)
     with pytest.raises(StaleError):
-        await replica.apply(elsewhere[1])
+        await replica.apply(elsewhere[1], elsewhere[1].body.contributions)
     with pytest.raises(MalformedError, match="does not decode"):
-        await replica.apply(commit_of(head, {1: bad}))
+        await _apply(replica, commit_of(head, {1: bad}))
     lost = store.put(payload(9))
     store.discard(lost.digest)
     with pytest.raises(MissingFileError):
-        await replica.apply(commit_of(head, {1: lost}))
+        await _apply(replica, commit_of(head, {1: lost}))
     with pytest.raises(MalformedError):
         await replica.take_over(head, bad, ())
     assert (replica.chain.head, replica.blob) == (head, blob)
+
+
+async def _apply(replica: Replica, commit: Statement[Commit]) -> None:
+    await replica.apply(commit, commit.body.contributions)
 
 
 async def test_take_over_keeps_commits_that_lead_to_the_head_and_no_others(tmp_path: Path) -> None:
@@ -108,24 +121,93 @@ async def test_take_over_keeps_commits_that_lead_to_the_head_and_no_others(tmp_p
 
 
 def test_reduce_and_check_refuse_what_does_not_decode(tmp_path: Path) -> None:
-    store, method = store_in(tmp_path), method_of("butterfly")
-    workshop = Workshop(method, NUMEL, 3, store)
-    sizes = [stop - start for start, stop in method.bounds(NUMEL, 3)]
-    good = [store.put(payload(seed, sizes[1])) for seed in range(2)]
+    store, program = store_in(tmp_path), program_of(method_of("butterfly"), 3)
+    workshop = Workshop(program, store, lambda step: 1.0)
+    start, stop = program.plan(0).bounds[1]
+    good = [store.put(payload(seed, stop - start)) for seed in range(2)]
     bad = store.put(b"bad")
-    reduced = workshop.reduce(1, good, [1, 3])
-    values = [method.codec.decode(store.read(blob.digest), sizes[1]) for blob in (*good, reduced)]
+    reduced = workshop.reduce(0, 1, contributions([good[0], good[1]], [1, 3]))
+    values = [METHOD.codec.decode(store.read(blob.digest), stop - start) for blob in (*good, reduced)]
     assert torch.allclose((values[0] + 3 * values[1]) / 4, values[2])
-    workshop.check(reduced, 1)
+    workshop.check(reduced, 0, 1)
     with pytest.raises(MalformedError):
-        workshop.check(bad, 1)
+        workshop.check(bad, 0, 1)
     with pytest.raises(MalformedError):
-        workshop.reduce(1, [good[0], bad], [1, 1])
+        workshop.reduce(0, 1, contributions([good[0], bad], [1, 1]))
     with pytest.raises(MalformedError):
-        workshop.reduce(1, good, [0, 0])
+        workshop.reduce(0, 1, contributions(good, [0, 0]))
+
+
+def contributions(blobs: Sequence[Blob], tokens: Sequence[int], ages: Sequence[int] = (0, 0)) -> list[Contribution]:
+    """Each names its blob as part 1 of three."""
+    body = contribution_of(genesis(RUN_ID), [])
+    return [
+        replace(body, parts=(blob, blob, blob), tokens=count, age=age)
+        for blob, count, age in zip(blobs, tokens, ages, strict=True)
+    ]
+
+
+def test_the_methods_rule_says_what_a_contribution_weighs(tmp_path: Path) -> None:
+    """By tokens, all alike, and less for who is late."""
+    store = store_in(tmp_path)
+    blobs = [store.put(METHOD.codec.encode(torch.full((NUMEL,), value))) for value in (0.0, 1.0)]
+    found = []
+    for options in ({}, {"weights": "equal"}, {"weights": "equal", "staleness": 1.0}):
+        program = program_of(compose("averaging", LOSSLESS | {"aggregate": options}))
+        reduced = Workshop(program, store, lambda step: 1.0).reduce(0, 0, contributions(blobs, [100, 300], [0, 1]))
+        found.append(float(METHOD.codec.decode(store.read(reduced.digest), NUMEL)[0]))
+    assert found == pytest.approx([3 / 4, 1 / 2, 1 / 3])
+
+
+async def test_each_round_is_applied_by_its_own_plan(tmp_path: Path) -> None:
+    """Of two fragments, each moves in its rounds; and the update hears of the learning rate that is left."""
+    heard: list[int] = []
+
+    def decay(step: int) -> float:
+        heard.append(step)
+        return 1.0
+
+    store = store_in(tmp_path)
+    tables: Tables = {"schedule": {"inner_steps": 10, "fragments": 2}, "topology": {"kind": "gather"}}
+    program = program_of(compose("averaging", LOSSLESS | tables))
+    workshop = Workshop(program, store, decay)
+    before = OuterState.initial(torch.zeros(NUMEL), program.method)
+    head = genesis(RUN_ID)
+    for number in range(3):
+        plan = program.plan(number)
+        blob = store.put(METHOD.codec.encode(torch.ones(plan.numel)))
+        commit = commit_of(head, {1: blob}).body
+        after_it, _ = workshop.apply(before, commit, commit.contributions)
+        moved = torch.zeros(NUMEL)
+        plan.scatter(torch.ones(plan.numel), moved)
+        assert torch.equal(before.anchor - after_it.anchor, moved)
+        before, head = after_it, after(head, commit)
+    assert heard == [0, 5, 10]
+
+
+def test_no_share_leaves_the_state_as_it_was(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    workshop, state = Workshop(PROGRAM, store, lambda step: 1.0), state_of(1)
+    commit = commit_of(genesis(RUN_ID), {1: store.put(payload(1))}).body
+    after_it, blob = workshop.apply(state, commit, ())
+    assert after_it is state and blob == workshop.keep(state)
 
 
 def test_initial_state_has_the_slots_of_the_method() -> None:
     assert OuterState.initial(torch.ones(4), compose("averaging")).slots == {}
     assert torch.equal(OuterState.initial(torch.ones(4), METHOD).slots["momentum"], torch.zeros(4))
     assert genesis(RUN_ID).round == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_trainer_is_given_what_its_signal_shares(recipe: str) -> None:
+    method = compose(recipe)
+    state = OuterState.initial(torch.ones(4), method)
+    vectors = state.shared(method)
+    assert vectors[0] is state.anchor and len(vectors) == len(method.signal.shares)
+    for name, vector in zip(method.signal.shares[1:], vectors[1:], strict=True):
+        assert vector is state.slots[name]
+    raw = state.to_bytes()
+    assert raw.nbytes == state_bytes(4, method)
+    back = OuterState.from_bytes(bytearray(raw), 4, method)
+    assert back.slots.keys() == state.slots.keys() and bytes(back.to_bytes()) == bytes(raw)

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from node.arena import Arena
+from node.arena import Arena, Contents
 from node.channel import Adopt, Adopted, Evaluate, FromTrainer, Message, Progress, Ready, ToTrainer
 from node.daemon import trainer_link
-from node.daemon.offers import Offers
+from node.daemon.offers import MAX_AGE, Offers
 from node.daemon.trainer_link import TrainerLink
 from protocol.blobs.blob import Blob
 from protocol.errors import DeviceError
 from protocol.rounds.chain import Head
-from tests.node.small_run import PEERS, at_once, commit_of, store_in, until
+from tests.node.small_run import PEERS, PROGRAM, at_once, commit_of, store_in, until
 
 NUMEL = 8
 ME = PEERS[1].peer_id
@@ -60,10 +60,10 @@ class ScriptedProcess:
 class World:
     def __init__(self, folder: Path) -> None:
         self.process = ScriptedProcess()
-        self.arena = Arena.create(NUMEL, 64)
+        self.arena = Arena.create(Contents(NUMEL, (("weights", NUMEL),), 64))
         self.store = store_in(folder / "blobs")
         self.heard: list[FromTrainer] = []
-        self.offers = Offers()
+        self.offers = Offers(PROGRAM)
         self.head = Head(0, bytes(32), 0)
         self.work: Callable[..., Awaitable[Any]] = at_once
         process: Any = self.process
@@ -72,7 +72,7 @@ class World:
         )
 
     async def begin(self, round_number: int = 0) -> None:
-        await self.link.start(round_number, torch.full((NUMEL,), float(round_number)))
+        await self.link.start(round_number, [torch.full((NUMEL,), float(round_number))])
 
     async def say(self, *messages: FromTrainer) -> None:
         wanted = len(self.heard) + len(messages)
@@ -93,8 +93,8 @@ class World:
         if included and offer:
             messages[1] = offer.parts
         commit = commit_of(Head(number, bytes(32), 0), messages)
-        fate = self.link.settle([commit.body])
-        await self.link.adopt(number + 1, torch.full((NUMEL,), number + 1.0))
+        fate = self.link.settle([commit.body], number + 1)
+        await self.link.adopt(number + 1, [torch.full((NUMEL,), number + 1.0)])
         return fate
 
 
@@ -171,6 +171,17 @@ async def test_a_restarted_trainer_repeats_what_is_on_its_way(world: World) -> N
     assert world.offers.current is offer and world.process.adopts == []
 
 
+async def test_a_message_that_its_next_round_cannot_take_is_given_back(world: World) -> None:
+    """Its round was decided elsewhere: we stand before one that is too far on, with no commit to settle it."""
+    await world.begin()
+    await world.say(ready(0))
+    await world.message(0)
+    assert world.link.settle([], MAX_AGE) == "none" and world.offers.current is not None
+    assert world.link.settle([], MAX_AGE + 1) == "excluded" and world.offers.current is None
+    await world.link.adopt(MAX_AGE + 1, [torch.zeros(NUMEL)])
+    assert world.process.adopts == [(MAX_AGE + 1, "excluded")]
+
+
 async def test_killed_between_snapshot_and_message_it_is_offered_after_all(world: World) -> None:
     await world.begin()
     await world.say(ready(0))
@@ -186,7 +197,7 @@ async def test_a_new_message_of_a_round_that_was_decided_on_another_chain_is_off
     await world.message(7)
     await world.decide(7, included=True)
     await world.say(Adopted(round=8))
-    await world.link.adopt(7, torch.zeros(NUMEL))
+    await world.link.adopt(7, [torch.zeros(NUMEL)])
     assert not await world.link.has_adopted(7, 0.01), "round 8 of the other chain passed for round 7 of this one"
     await world.say(Adopted(round=7))
     assert await world.link.has_adopted(7, 0.01)
@@ -197,8 +208,8 @@ async def test_a_new_message_of_a_round_that_was_decided_on_another_chain_is_off
 async def test_no_anchor_is_written_before_the_last_one_is_adopted(world: World) -> None:
     await world.begin()
     await world.say(ready(0))
-    await world.link.adopt(1, torch.ones(NUMEL))
-    adopting = asyncio.create_task(world.link.adopt(2, torch.full((NUMEL,), 2.0)))
+    await world.link.adopt(1, [torch.ones(NUMEL)])
+    adopting = asyncio.create_task(world.link.adopt(2, [torch.full((5,), 2.0), torch.full((NUMEL - 5,), 2.0)]))
     await asyncio.sleep(0.02)
     assert not adopting.done() and torch.equal(world.arena.anchor(2), torch.zeros(NUMEL))
     await world.say(Adopted(round=1))
@@ -216,11 +227,11 @@ async def test_who_is_behind_is_told_and_who_is_not_has_adopted(world: World) ->
 
 async def test_where_no_trainer_runs_nobody_waits_for_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await world.link.has_adopted(5, 0.01)
-    await world.link.adopt(5, torch.zeros(NUMEL))
+    await world.link.adopt(5, [torch.zeros(NUMEL)])
     assert world.process.adopts == []
     await world.begin(5)
     await world.say(ready(5))
-    await world.link.adopt(6, torch.zeros(NUMEL))
+    await world.link.adopt(6, [torch.zeros(NUMEL)])
     waiting = asyncio.create_task(world.link.has_adopted(6, 30.0))
     await asyncio.sleep(0)
     monkeypatch.setattr(trainer_link, "LAST_ADOPTION_SECONDS", 0.01)

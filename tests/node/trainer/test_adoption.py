@@ -1,4 +1,4 @@
-"""How peers go over to a new anchor (optim.adoption), step by step as a trainer does it, against the papers' formulas."""
+"""How peers go over to a new anchor (optim.adoption), step by step as a trainer does it, beside the formulas."""
 
 from collections.abc import Callable, Iterator
 
@@ -75,11 +75,12 @@ def test_diloco_is_what_a_loop_over_the_formulas_gives(gather: Gather) -> None:
 
 
 def test_mixing_with_alpha_one_leaves_the_weights_to_the_bit(gather: Gather) -> None:
-    swarm = gather("streaming-diloco", DILOCO | {"adoption": {"kind": "mix", "alpha": 1.0}} | schedule(), peers=1)
+    times = schedule(fragments=1, ahead=2, delay=2)
+    swarm = gather("streaming-diloco", DILOCO | {"adoption": {"kind": "mix", "alpha": 1.0}} | times, peers=1)
     alone = swarm.peers[0].weights.clone()
     for step in range(1, 3 * PERIOD + 2):
         swarm.step()
-        alone += _step(step, 0)
+        alone.add_(torch.randn(NUMEL, generator=torch.Generator().manual_seed(1000 * step)), alpha=1e-2)
         assert torch.equal(swarm.peers[0].weights, alone), "as if there were no exchange"
     assert len(swarm.anchors) == 4 and not torch.equal(swarm.anchors[-1], swarm.anchors[0])
 
@@ -173,30 +174,14 @@ def test_nothing_is_lost_or_counted_twice(
 
 @pytest.mark.parametrize("keep", [0.0, 0.5])
 def test_negative_control_without_the_residual_steps_are_lost(gather: Gather, keep: float) -> None:
-    times = schedule(ahead=PERIOD, delay=PERIOD)
+    times = schedule(ahead=2, delay=2)
     swarm = gather("averaging", LOSSLESS | times | {"adoption": {"kind": "carry", "keep": keep}}, peers=1)
     peer = swarm.peers[0]
     for _ in range(5 * PERIOD):
-        rounds = peer.state.counters.round
-        kept = peer.state.residual.clone()
         swarm.step()
-        if peer.state.counters.round > rounds and peer.state.counters.outstanding is None:
-            peer.state.residual.copy_(kept)
-    left = peer.state.residual + (peer.state.reference - peer.weights)
-    lost = swarm.sent[0] + left + swarm.progress[0]
-    assert len(swarm.anchors) >= 5
-    assert float(lost.norm()) < 1e-3, "messages follow adoptions at once here, so the residual is empty again"
-    # Forgetting it between adoption and message is what loses.
-    forgetful = gather(
-        "averaging", LOSSLESS | schedule(ahead=2, delay=2) | {"adoption": {"kind": "carry", "keep": keep}}
-    )
-    for _ in range(5 * PERIOD):
-        forgetful.step()
-        for other in forgetful.peers:
-            other.state.residual.zero_()
-    other = forgetful.peers[0]
-    lost = forgetful.sent[0] + (other.state.reference - other.weights) + forgetful.progress[0]
-    assert float(lost.norm()) > 0.1 * float(forgetful.progress[0].norm())
+        peer.state.residual.zero_()
+    lost = swarm.sent[0] + (peer.state.reference - peer.weights) + swarm.progress[0]
+    assert float(lost.norm()) > 0.1 * float(swarm.progress[0].norm())
 
 
 def test_all_periods_of_one_give_every_peer_the_mean_of_weights_and_moments(gather: Gather) -> None:

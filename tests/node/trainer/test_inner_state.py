@@ -153,7 +153,8 @@ def test_a_snapshot_restores_every_bit_and_goes_on_the_same(make: Make, recipe: 
     bench.share(1, initial_weights(MODEL, 1), *[torch.rand(NUMEL)] * (len(compose(recipe).signal.shares) - 1))
     payloads = []
     for each in (bench, second):
-        each.state.adopt(1, "excluded")
+        each.state.adopt(1, "excluded")  # reads the outbox that both have
+    for each in (bench, second):
         each.train(3)
         each.state.message()
         payloads.append(each.payloads())

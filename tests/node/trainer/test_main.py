@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from node.arena import VECTORS, Snapshot
+from node.arena import Snapshot
 from node.channel import (
     Adopt,
     Adopted,
@@ -53,10 +53,9 @@ def snapshot(bench: Bench) -> tuple[Snapshot, Counters]:
 
 
 def decoded(bench: Bench, message: Message) -> torch.Tensor:
-    method, pieces, start = compose(bench.manifest.method.recipe, {}), [], 0
-    bounds = method.bounds(bench.numel, bench.manifest.round.parts)
-    for size, (first, last) in zip(message.sizes, bounds, strict=True):
-        pieces.append(method.codec.decode(bytes(bench.arena.outbox[start : start + size]), last - first))
+    plan, pieces, start = bench.program.plan(message.round), [], 0
+    for codec, size, (first, last) in zip(plan.codecs, message.sizes, plan.bounds, strict=True):
+        pieces.append(codec.decode(bytes(bench.arena.outbox[start : start + size]), last - first))
         start += size
     return torch.cat(pieces)
 
@@ -89,9 +88,9 @@ async def step_now(bench: Bench) -> int:
     return (await bench.until(Snapshotted)).step
 
 
-@pytest.mark.parametrize(("overlap", "last_step"), [(True, 20), (False, 10)])
-async def test_a_message_on_its_way_holds_training_only_so_far(make: Make, overlap: bool, last_step: int) -> None:
-    bench = make(inner_steps=10, overlap=overlap)
+@pytest.mark.parametrize(("ahead", "last_step"), [(10, 20), (0, 10), (4, 14)])
+async def test_a_message_on_its_way_holds_training_only_so_far(make: Make, ahead: int, last_step: int) -> None:
+    bench = make(inner_steps=10, ahead=ahead)
     await bench.trainer.start()
     assert (await bench.until(Message)).steps == 10
     bench.seen.clear()
@@ -106,8 +105,23 @@ async def test_a_message_on_its_way_holds_training_only_so_far(make: Make, overl
     assert snapshot(bench)[1].seconds["wait"] > 0
 
 
+async def test_a_result_waits_for_its_step_and_a_fate_is_not_lost_on_the_way(make: Make) -> None:
+    """Told at once, an anchor is taken `delay` steps after the message; one that follows before that replaces it."""
+    bench = make(inner_steps=10, ahead=200, delay=200)
+    await bench.trainer.start()
+    await bench.until(Message)
+    bench.arena.anchor(1).copy_(bench.arena.anchor(0))
+    await bench.trainer.send(Adopt(round=1, fate="included"))
+    await bench.trainer.send(Adopt(round=2, fate="none"))
+    assert (await bench.until(Adopted)).round == 2
+    counters = snapshot(bench)[1]
+    assert counters.step >= 210, "before its step it was not to be taken"
+    message = await bench.until(Message)
+    assert (message.round, message.steps) == (2, 200), "it is free to send again, and counts what came after the first"
+
+
 async def test_excluded_message_is_in_the_residual_again_and_counts_again(make: Make) -> None:
-    bench = make(inner_steps=10, overlap=False)
+    bench = make(inner_steps=10, ahead=0)
     await bench.trainer.start()
     first = await bench.until(Message)
     sent = decoded(bench, first)
@@ -127,7 +141,7 @@ async def test_excluded_message_is_in_the_residual_again_and_counts_again(make: 
 
 
 async def test_a_killed_trainer_comes_back_from_memory(make: Make) -> None:
-    bench = make(inner_steps=30, overlap=False)
+    bench = make(inner_steps=30, ahead=0)
     await bench.trainer.start()
     message = await bench.until(Message)
     kept, counters = snapshot(bench)
@@ -140,7 +154,7 @@ async def test_a_killed_trainer_comes_back_from_memory(make: Make) -> None:
     assert await bench.until(Message) == message, "the message on its way is told again"
     assert await step_now(bench) == counters.step
     now, after = snapshot(bench)
-    for name in VECTORS:
+    for name in kept.vectors:
         assert torch.equal(now.vectors[name], kept.vectors[name]), name
     assert after.position == counters.position > 0
 
@@ -150,7 +164,7 @@ async def test_a_life_cut_short_trains_the_same_as_a_whole_one(make: Make, tmp_p
     results = []
     for name, kill in (("whole", False), ("cut", True)):
         (tmp_path / name).mkdir()
-        bench = Bench(tmp_path / name, inner_steps=60, overlap=False)
+        bench = Bench(tmp_path / name, inner_steps=60, ahead=0)
         try:
             await bench.trainer.start()
             await bench.until(Ready)
@@ -163,7 +177,7 @@ async def test_a_life_cut_short_trains_the_same_as_a_whole_one(make: Make, tmp_p
             results.append(snapshot(bench)[0].vectors)
         finally:
             await bench.close()
-    for name in VECTORS:
+    for name in results[0]:
         assert torch.equal(results[0][name], results[1][name]), name
 
 

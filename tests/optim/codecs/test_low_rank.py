@@ -137,7 +137,7 @@ def test_a_vector_of_another_layout_is_the_callers_mistake() -> None:
 def test_every_matrix_library_gives_the_same_bits() -> None:
     """MKL run with the kernels of other processors, and with other numbers of threads."""
     digests = []
-    for processor, threads in (("SSE4_2", "1"), ("AVX2", "2"), ("AVX512", "1"), ("AVX512", "3")):
+    for processor, threads in (("SSE4_2", "1"), ("AVX2", "1"), ("AVX512", "2")):
         environment = os.environ | {"MKL_ENABLE_INSTRUCTIONS": processor, "OMP_NUM_THREADS": threads}
         command = [sys.executable, "-c", PROGRAM]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)

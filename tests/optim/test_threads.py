@@ -1,0 +1,80 @@
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from optim.threads import each, scratch
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_every_item_is_worked_on_once(threads: int) -> None:
+    done: list[int] = []
+    each(done.append, range(500))
+    assert sorted(done) == list(range(500))
+
+
+def test_what_the_work_raises_is_raised_and_the_workers_live_on(threads: int) -> None:
+    def work(item: int) -> None:
+        if item == 7:
+            raise ValueError("seven")
+
+    for _ in range(20):
+        with pytest.raises(ValueError, match="seven"):
+            each(work, range(10))
+    test_every_item_is_worked_on_once(threads)
+
+
+def test_within_the_work_it_is_a_plain_loop_and_cannot_wait_for_itself(threads: int) -> None:
+    done: list[int] = []
+    each(lambda _: each(done.append, range(3)), range(50))
+    assert len(done) == 150
+
+
+def test_torch_has_one_thread_within_the_work_and_as_many_as_before_without(threads: int) -> None:
+    within: list[int] = []
+    each(lambda _: within.append(torch.get_num_threads()), range(20))
+    assert set(within) == {1}
+    assert torch.get_num_threads() == threads
+    later: list[int] = []
+    newcomer = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    newcomer.start()
+    newcomer.join(10)
+    assert later == [threads]
+
+
+def test_many_callers_at_once(threads: int) -> None:
+    totals: list[int] = []
+
+    def call() -> None:
+        done: list[int] = []
+        each(done.append, range(100))
+        totals.append(len(done))
+
+    callers = [threading.Thread(target=call) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(30)
+    assert totals == [100] * 8
+
+
+def test_scratch_is_kept_by_name_grows_and_belongs_to_its_thread() -> None:
+    first = scratch("one", np.float32, 100)
+    assert np.shares_memory(first, scratch("one", np.float32, 50))
+    assert not np.shares_memory(first, scratch("other", np.float32, 100))
+    assert scratch("one", np.float32, 200).size == 200
+    assert scratch("one", np.int8, 10).dtype == np.int8
+    mine, others = scratch("one", np.int8, 10), []
+    thread = threading.Thread(target=lambda: others.append(scratch("one", np.int8, 10)))
+    thread.start()
+    thread.join(10)
+    assert not np.shares_memory(mine, others[0])
