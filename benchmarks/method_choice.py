@@ -20,10 +20,15 @@ import torch
 
 from node.data import Batches, Corpus, open_source, validation_batches
 from node.model import Llama, initial_weights
+from node.program import program_of
 from node.trainer.inner import InnerOptimizer
-from optim.method import Merger, Method, Sender
+from optim.exchange import Merger, Sender
+from optim.inner.adamw import AdamW
+from optim.inner.inner import WEIGHTS
+from optim.method import Method
 from optim.parts import Scalar
 from optim.recipes import compose
+from optim.signals import Progress
 from protocol.manifest import Manifest, load_manifest
 
 VALIDATION_TOKENS = 32_768
@@ -107,7 +112,7 @@ class Peer:
     def __init__(self, trial: Trial, number: int) -> None:
         self._model = Llama(trial.manifest.model)
         self._model.load_flat(trial.initial)
-        self._inner = InnerOptimizer(self._model, trial.manifest.train)
+        self._inner = InnerOptimizer(self._model, trial.manifest.train, AdamW())
         self._sequences = trial.manifest.train.batch_tokens // trial.manifest.model.context
         self._batches = Batches(trial.corpus, trial.manifest.model.context, trial.seed, f"peer {number}")
         self.weights = self._model.flat.detach()
@@ -135,22 +140,25 @@ class Swarm:
     """The peers and the anchor they hold alike."""
 
     def __init__(self, trial: Trial, method: Method) -> None:
-        self.method, numel = method, trial.initial.numel()
+        self.method, self.program = method, program_of(trial.manifest, method)
         self.peers = [Peer(trial, number) for number in range(trial.peers)]
         self.anchor = trial.initial.clone()
-        self._slots = {name: torch.zeros(numel) for name in method.update.slots}
-        parts = trial.manifest.round.parts
-        self._sender, self._merger = Sender(method, numel, parts), Merger(method, numel, parts)
-        self.bytes_sent = 0.0
+        self._slots = {name: torch.zeros_like(trial.initial) for name in method.slots}
+        self._sender, self._merger = Sender(self.program), Merger(self.program)
+        self._round, self.bytes_sent = 0, 0.0
 
     def exchange(self) -> None:
         """One round in which everyone is included; the anchor moves, the peers have not adopted it yet."""
         messages = []
         for peer in self.peers:
-            delta = self.method.signal.measure(peer.reference, peer.weights)
-            messages.append(self._sender.message(delta, peer.residual))
+            live, reference = {WEIGHTS: peer.weights}, {WEIGHTS: peer.reference}
+            progress = Progress(live, reference, {WEIGHTS: self.anchor}, {}, self.method.schedule.inner_steps)
+            delta = self.method.signal.measure(progress)
+            messages.append(self._sender.message(self._round, delta, peer.residual))
             peer.reference.copy_(peer.weights)
-        self.method.update.apply(self.anchor, self._slots, self._merged(messages))
+        plan = self.program.plan(self._round)
+        self.program.apply(plan, self.anchor, self._slots, self._merged(messages), 1.0)
+        self._round += 1
 
     def adopt(self) -> None:
         for peer in self.peers:
@@ -160,16 +168,16 @@ class Swarm:
     def _merged(self, messages: Sequence[Sequence[bytes]]) -> torch.Tensor:
         count, weights = len(messages), [1.0] * len(messages)
         sizes = sum(len(part) for message in messages for part in message) / count
-        if self.method.topology == "gather":
+        if self.method.topology.kind == "gather":
             self.bytes_sent += sizes * (count - 1)
-            return self._merger.merge([message[0] for message in messages], weights)
+            return self._merger.merge(self._round, [message[0] for message in messages], weights)
         # A peer sends every part but its own, and the part it reduced to everyone else.
         self.bytes_sent += 2 * sizes * (count - 1) / count
         reduced = [
-            self._merger.reduce_part([message[part] for message in messages], weights, stop - start)
-            for part, (start, stop) in enumerate(self._merger.bounds)
+            self._merger.reduce_part(self._round, part, [message[part] for message in messages], weights)
+            for part in range(len(messages[0]))
         ]
-        return self._merger.merge(reduced, ())
+        return self._merger.merge(self._round, reduced, ())
 
 
 def run(trial: Trial, setting: Setting) -> Outcome:

@@ -86,7 +86,12 @@ def thousandth() -> list[Row]:
         _row("top-k 64, every 10", "sparseloco", schedule={"inner_steps": 10}),
         _row("top-k 64, every 10, mean of senders", "sparseloco-senders", schedule={"inner_steps": 10}),
         _row("top-k 64, every 10, senders, decay 0.8", "sparseloco-senders", **quick, schedule={"inner_steps": 10}),
-        _row("top-k 64, every 5 to 15, senders, decay 0.8", "sparseloco-senders", **quick, schedule={"inner_steps": "5 -> 15 over 50"}),
+        _row(
+            "top-k 64, every 5 to 15, senders, decay 0.8",
+            "sparseloco-senders",
+            **quick,
+            schedule={"inner_steps": "5 -> 15 over 50"},
+        ),
         _row("sign, every 65", "averaging", schedule={"inner_steps": 65}, codec={"kind": "sign"}),
     ]
 

@@ -6,7 +6,10 @@ Messages of the demo's model are encoded for real; how often each is sent follow
 
     butterfly   every peer sends (N-1)/N of its message to the reducers and its reduced share to N-1 others
     gather      every message reaches N-1 others; on average a peer uploads as much as it downloads
+    groups      every message reaches the others of its group
     all-reduce  2(N-1)/N of the gradients, 4 bytes each, in every step
+
+A method in fragments or periods is measured until every value was sent; one that changes, once it no longer does.
 """
 
 import argparse
@@ -17,21 +20,23 @@ from typing import TypedDict
 
 import torch
 
-from node.model import shape_table
-from optim.method import Merger, Method, Sender
+from node.program import program_of
+from optim.exchange import Sender
+from optim.program import Plan, Program
 from optim.recipes import compose
 from optim.rows import RECIPES
+from optim.topologies import Groups
 from protocol.manifest import load_manifest
 
 MANIFEST = Path(__file__).parent.parent / "configs" / "demo.toml"
 
 
 class Traffic(TypedDict):
-    """Of one peer. Bytes uploaded."""
+    """Of one peer. Bytes uploaded; a period: until every value was sent."""
 
     inner_steps: int
     bits_per_parameter: float
-    bytes_a_round: int
+    bytes_a_period: int
     bytes_a_step: float
     times_less: float
 
@@ -42,30 +47,37 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     manifest = load_manifest(MANIFEST)
-    numel, parts = shape_table(manifest.model).numel, manifest.round.parts
-    rows = {name: traffic(compose(name), numel, parts, options.peers) for name in RECIPES}
-    print(json.dumps(rows) if options.json else table(rows, numel, options.peers))
+    programs = {name: program_of(manifest, compose(name)) for name in RECIPES}
+    rows = {name: traffic(program, options.peers) for name, program in programs.items()}
+    print(json.dumps(rows) if options.json else table(rows, programs["diloco"].numel, options.peers))
     return 0
 
 
-def traffic(method: Method, numel: int, parts: int, peers: int) -> Traffic:
-    delta = 1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    payloads = Sender(method, numel, parts).message(delta, torch.zeros(numel))
-    message = sum(len(payload) for payload in payloads)
-    if method.topology == "gather":
-        uploaded = float(message * (peers - 1))
-    else:
-        bounds = Merger(method, numel, parts).bounds
-        reduced = sum(method.codec.max_bytes(stop - start) for start, stop in bounds)
-        uploaded = (message + reduced) * (peers - 1) / peers
-    steps = method.schedule.inner_steps
+def traffic(program: Program, peers: int) -> Traffic:
+    delta = 1e-3 * torch.randn(program.message_numel, generator=torch.Generator().manual_seed(0))
+    sent, uploaded, steps = 0, 0.0, 0
+    for number in program.cycle:
+        plan = program.plan(number)
+        payloads = Sender(program).message(number, delta, torch.zeros(program.message_numel))
+        size = sum(len(payload) for payload in payloads)
+        sent, uploaded, steps = sent + size, uploaded + upload(plan, size, peers), steps + plan.steps
     return Traffic(
         inner_steps=steps,
-        bits_per_parameter=8 * message / numel,
-        bytes_a_round=round(uploaded),
+        bits_per_parameter=8 * sent / program.numel,
+        bytes_a_period=round(uploaded),
         bytes_a_step=uploaded / steps,
-        times_less=all_reduce(numel, peers) * steps / uploaded,
+        times_less=all_reduce(program.numel, peers) * steps / uploaded,
     )
+
+
+def upload(plan: Plan, message: int, peers: int) -> float:
+    """Bytes that one peer sends in a round whose message has so many."""
+    topology = plan.method.topology
+    if isinstance(topology, Groups):
+        return float(message * (min(peers, topology.size) - 1))
+    if topology.kind == "gather":
+        return float(message * (peers - 1))
+    return (message + sum(plan.max_sizes)) * (peers - 1) / peers
 
 
 def all_reduce(numel: int, peers: int) -> float:
@@ -77,14 +89,14 @@ def table(rows: dict[str, Traffic], numel: int, peers: int) -> str:
     lines = [
         f"{numel:,} parameters, {peers} peers; upload of one peer",
         "",
-        "| recipe | inner steps a round | bits a parameter | kB a round | kB a step | times less than all-reduce |",
+        "| recipe | inner steps a period | bits a parameter | kB a period | kB a step | times less than all-reduce |",
         "|---|---|---|---|---|---|",
         f"| all-reduce, fp32 | 1 | 32 | {all_reduce(numel, peers) / 1e3:,.0f} "
         f"| {all_reduce(numel, peers) / 1e3:,.0f} | 1 |",
     ]
     for name, row in rows.items():
         lines.append(
-            f"| {name} | {row['inner_steps']} | {row['bits_per_parameter']:.2f} | {row['bytes_a_round'] / 1e3:,.0f} "
+            f"| {name} | {row['inner_steps']} | {row['bits_per_parameter']:.2f} | {row['bytes_a_period'] / 1e3:,.0f} "
             f"| {row['bytes_a_step'] / 1e3:,.2f} | {row['times_less']:,.0f} |"
         )
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from protocol.errors import UsageError
 
 STOP_DEADLINE = 3.0
+WRITE_SECONDS = 20.0  # that the other side may take to accept what is sent
 BACKLOG = 32
 
 
@@ -56,6 +57,8 @@ def listening(host: str, port: int, option: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Also inherited by each connection: what is written but never read does not stay for ever after a close.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(WRITE_SECONDS * 1000))
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)

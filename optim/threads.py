@@ -18,6 +18,7 @@ import torch
 
 Item = TypeVar("Item")
 MOST = 8  # more threads than that only wait for the memory
+NAME = "slabs"  # of the workers
 
 _starting = threading.Lock()
 _local = threading.local()
@@ -27,7 +28,7 @@ def each(work: Callable[[Item], object], items: Iterable[Item]) -> None:
     """Call `work` for every item, in any order, and raise what it raises. Within `work` it is a plain loop."""
     waiting = list(items)
     threads = min(torch.get_num_threads(), os.cpu_count() or 1, MOST, len(waiting))
-    if threads < 2:
+    if threads < 2 or threading.current_thread().name.startswith(NAME):
         for item in waiting:
             work(item)
         return
@@ -61,7 +62,12 @@ def _pool() -> ThreadPoolExecutor:
     count = min(os.cpu_count() or 1, MOST)
     threads = torch.get_num_threads()
     together = threading.Barrier(count)
-    pool = ThreadPoolExecutor(count, "codec", initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(count, NAME, initializer=_keep_to_itself)
     wait([pool.submit(together.wait) for _ in range(count)])
     torch.set_num_threads(threads)
     return pool
+
+
+def _keep_to_itself() -> None:
+    torch.get_num_threads()  # the first call in a thread sets the number to the common one
+    torch.set_num_threads(1)

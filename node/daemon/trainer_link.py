@@ -112,6 +112,7 @@ class TrainerLink:
             logger.warning("the trainer has not adopted round %d for %g s", self._round, ADOPTION_SECONDS)
         await self._work(self._write, round_number, shared)
         self._round = round_number
+        self.offers.arrive(round_number)  # a message may have come while the copy was under way
         # On another chain the number may be lower, and is not adopted yet for all that.
         self._adopted_round = min(self._adopted_round, round_number - 1)
         if self._process.deaths == self._greeted:
@@ -173,6 +174,9 @@ class TrainerLink:
             # Not copied: the outbox stays as it is until the fate of this message is told.
             outbox = self._arena.outbox
             self.offers.place(Offer(message, await self._work(stored_parts, self._store, outbox, message)))
+        # Made for a round that was decided meanwhile: the one that is open may be unable to take it.
+        if self.offers.arrive(self._round) != "none" and self._process.deaths == self._greeted:
+            await self._tell()
 
 
 def stored_parts(store: BlobStore, outbox: memoryview, message: Message) -> tuple[Blob, ...]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ MAX_BOOTSTRAP = 8  # addresses in the manifest that is served
 OWN_ADDRESSES = 4  # of them ours
 SEAL_SECONDS = 5.0  # that a signed text is served for
 ADDRESS = re.compile(r"^(?:(?P<host>[A-Za-z0-9.\-]*|\[[0-9A-Fa-f:.]+\]):)?(?P<port>\d{1,5})$")
+EVERYWHERE = ("0.0.0.0", "::")
 LOOPBACK = ("/ip4/127.", "/ip6/::1/")
 
 
@@ -120,11 +122,21 @@ async def hosting(window: Window, folder: RunFolder, door: Door) -> AsyncIterato
 
 
 def _say(facts: Facts, door: Door, port: int) -> None:
-    shown = f"[{door.host}]" if ":" in door.host else door.host
-    base = door.public_url or f"http://{shown}:{port}"
+    host = own_address() if door.host in EVERYWHERE else door.host
+    base = door.public_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
     print(f"page         {base}/", flush=True)
     print(f"to take part murmur join {base}/run.toml", flush=True)
     print(f"fingerprint  {fingerprint(facts.organiser)}", flush=True)
+
+
+def own_address() -> str:
+    """The address that this machine has towards the internet; connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
 
 
 def _ended(task: asyncio.Task[None]) -> None:

@@ -33,9 +33,11 @@ class Journal:
     def append(self, event: Durable) -> None:
         line = event.model_dump_json().encode() + b"\n"
         try:
-            self._file.write(line)
+            written = self._file.write(line)
         except OSError as error:
             raise StorageError(f"cannot write {self._path}: {error.strerror}; free some space") from error
+        if written != len(line):  # the next start cuts the torn line off
+            raise StorageError(f"cannot write {self._path}: no space left; free some space")
 
     def close(self) -> None:
         self._file.close()

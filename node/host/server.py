@@ -5,11 +5,10 @@ Last-Event-ID (or ?after=INDEX) gets what follows it. Who comes anew, or too lat
 Messages named `now` have no id: figures of the moment, at most twice a second.
 """
 
-import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -33,7 +32,6 @@ from node.host.state import lanes_of
 from node.host.views import MAX_POINTS, SERIES, history, one_series, snapshot, status
 from protocol.errors import LimitError
 
-WRITE_SECONDS = 20.0  # that a reader of events may take for one message
 PAUSE_SECONDS = 15.0  # between two signs of life on a quiet stream
 USUAL_POINTS = 2000
 HOST = re.compile(r"^[A-Za-z0-9.\-]{1,253}(:\d{1,5})?$|^\[[0-9A-Fa-f:.]{2,45}\](:\d{1,5})?$")
@@ -101,15 +99,16 @@ class Headers:
 
 
 class EventStream(StreamingResponse):
-    """Cut off when a reader does not read for too long: its buffers must not hold us."""
+    """Ends with its connection; one whose other side does not read is ended by TCP (`node.web`)."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(WRITE_SECONDS):
-                await send(message)
-
-        with contextlib.suppress(ClientDisconnect, TimeoutError):
-            await super().__call__(scope, receive, send_in_time)
+        messages = self.body_iterator
+        try:
+            with contextlib.suppress(ClientDisconnect):
+                await super().__call__(scope, receive, send)
+        finally:
+            if isinstance(messages, AsyncGenerator):
+                await messages.aclose()  # at once, not when it is collected: it counts as a listener until then
 
 
 def application(face: Face) -> Starlette:

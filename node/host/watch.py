@@ -47,9 +47,15 @@ class Watch:
 
     async def run(self) -> None:
         """Until cancelled. Raises StorageError where the journal cannot be written."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._look_forever())
-            tasks.create_task(self._follow_forever())
+        tasks = [asyncio.create_task(self._look_forever()), asyncio.create_task(self._follow_forever())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look_forever(self) -> None:
         while True:

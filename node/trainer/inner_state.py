@@ -161,11 +161,18 @@ class InnerState:
         if round_number == before and outstanding is None:
             return  # said twice, around a restart; x + (y - x) would only add rounding errors
         if outstanding is not None and fate == "excluded":
-            parts = self._outbox_parts(outstanding.sizes)
-            self._sender.take_back(outstanding.round, parts, self.residual)
-            self.update(unreported=outstanding.work)
+            self._take_back(outstanding, round_number)
         self._go_over(self._agreed(round_number), self._exchanged(before, round_number))
         self.update(round=round_number, outstanding=None if decided else outstanding)
+
+    def _take_back(self, outstanding: Outstanding, round_number: int) -> None:
+        """A delta goes into the residual. What is not one (the weights themselves) cannot be sent later: its progress
+        lives on here, measured from the anchor that it began at, where that is still in its buffer."""
+        self._sender.take_back(outstanding.round, self._outbox_parts(outstanding.sizes), self.residual)
+        self.update(unreported=outstanding.work)
+        before = self.counters.round
+        if not self._signal.is_delta and round_number == before + 1:
+            self.reference.copy_(self._agreed(before))
 
     def _go_over(self, agreed: Tensor, exchanged: Iterable[Span]) -> None:
         """See `optim.adoption`."""

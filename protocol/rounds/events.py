@@ -106,6 +106,7 @@ Reason = Literal[
     "lost",  # a contribution that died with its owner
     "not the leader",  # a roster of a peer that does not lead that view
     "stale view",  # a statement of a view that is over
+    "poorer roster",  # of another leader, who knows of fewer contributions than the one that we follow
     "leader left",
     "leader silent",
     "exchange stalled",

@@ -17,8 +17,11 @@ def hear(state: RoundState, statement: Statement[Any], now: float) -> list[Fault
     if sender == state.me:
         return []
     view = state.followed
-    if view and sender == view.leader and getattr(body, "view", -1) >= state.view:
+    if view and sender == view.leader and getattr(body, "view", -1) >= state.view and not isinstance(body, Roster):
+        # A roster is repeated to those whom its leader has not heard: no sign that it is of use to us.
         view.heard = now
+    if view is None and sender == state.leader:
+        state.heard = now
     return _learn(state, statement, now)
 
 
@@ -58,6 +61,8 @@ def _learn_roster(state: RoundState, statement: Statement[Roster], now: float) -
         return [(sender, "foreign")]
     if not state.view <= ballot.view <= MAX_VIEW or (followed and ballot <= followed.ballot):
         return [(sender, "stale view")]
+    if followed and len(statement.body.contributions) < len(followed.contributors):
+        return [(sender, "poorer roster")]  # until our own leader fails, or half of the living have moved on
     if not state.may_lead(sender, ballot.view):
         return [(sender, "not the leader")]
     return state.follow(statement, now)

@@ -39,11 +39,19 @@ class Leadership:
         self._evidence = evidence
         self._view = view
         self._stocked_since: float | None = None
+        self._present: frozenset[PeerId] = electorate.live
 
     @property
     def _forced_at(self) -> float:
         """From here on whoever is slow is waited for no more."""
         return self._view.since + self._settings.exchange_timeout
+
+    def _watch(self, now: float) -> set[PeerId]:
+        """Who joined this view; those who do not within a grace count as absent, whatever their records say."""
+        promised = self.promised()
+        overdue = now >= self._view.since + self._settings.grace
+        self._present = self._electorate.live & promised if overdue else self._electorate.live
+        return promised
 
     def promised(self) -> set[PeerId]:
         """Members that joined this view, and of which we know the proposal that they acknowledged last."""
@@ -77,13 +85,13 @@ class Leadership:
 
     def _obtainable(self) -> Contributions:
         """Of the roster, what is not lost."""
-        whole, known = self._evidence.obtainable(self._electorate.live), self._evidence.contributions
+        whole, known = self._evidence.obtainable(self._present), self._evidence.contributions
         listed = self._view.roster.body.contributions
         return tuple(e for e in listed if e.sender in whole and known[e.sender].digest == e.digest)
 
     def proposal(self, now: float) -> Proposal | None:
         """Contributions and reduced parts, once it is safe and worth while to propose them."""
-        promised = self.promised()
+        promised = self._watch(now)
         if not self._electorate.is_quorum(promised):
             return None
         locked = self.locked()
@@ -127,7 +135,7 @@ class Leadership:
         return drawn(self._settings, self._view.roster.body.round, self._view.contributors)
 
     def _is_stocked(self, promised: set[PeerId], needs: Mapping[PeerId, frozenset[Digest]], now: float) -> bool:
-        """Whether everybody alive holds all that it needs, or a majority does and the others have had their grace."""
+        """Whether all contributors hold what they need, or a majority does and the others have had their grace."""
         nothing = frozenset[Digest]()
         stocked = {peer for peer in promised if needs.get(peer, nothing) <= self._evidence.stock(peer)}
         if not self._electorate.is_quorum(stocked):
@@ -135,7 +143,8 @@ class Leadership:
             return False
         if self._stocked_since is None:
             self._stocked_since = now
-        return self._electorate.live <= stocked or now >= self._stocked_since + self._settings.grace
+        awaited = self._present.intersection(self._view.contributors)
+        return awaited <= stocked or now >= self._stocked_since + self._settings.grace
 
     def _common(self, promised: set[PeerId], wanted: Contributions) -> Contributions:
         """What the best stocked majority holds in common; of groups, what each of them can apply."""
@@ -151,7 +160,7 @@ class Leadership:
         """Of groups, the contributions that all of their group hold who live and joined this view: at least one."""
         if self._settings.exchange != "groups":
             return wanted
-        present = promised & self._electorate.live
+        present = promised & self._present
         return tuple(entry for entry in wanted if self._is_held(entry, self._groups[entry.sender] & present))
 
     def _is_held(self, entry: Statement[Contribution], group: Collection[PeerId]) -> bool:
@@ -165,9 +174,10 @@ class Leadership:
 
     def appointment(self, now: float) -> Appointment | None:
         """The next inclusion of a butterfly, if one is due."""
+        promised = self._watch(now)
         if self._view.inclusion is not None:
             return self._replacement(now)
-        if not self._electorate.is_quorum(self.promised()) or self.locked() is not None:
+        if not self._electorate.is_quorum(promised) or self.locked() is not None:
             return None
         wanted, able = self._obtainable(), self._able()
         if not wanted or not able:
@@ -180,7 +190,7 @@ class Leadership:
 
     def _able(self) -> set[PeerId]:
         """Contributors that may reduce: alive, and not known to be silent while there are others."""
-        alive = self._electorate.live & set(self._view.contributors)
+        alive = self._present & set(self._view.contributors)
         return set(alive - self.suspects) or set(alive)
 
     def _reassigned(self, able: set[PeerId]) -> tuple[PeerId, ...]:
@@ -217,8 +227,7 @@ class Leadership:
         return (included, self._reassigned(able)) if included else None
 
     def _is_reduced(self, number: int) -> bool:
-        part = self._view.part(number)
-        live = self._electorate.live
+        part, live = self._view.part(number), self._present
         if part is None:
             return False
         digest = part.body.blob.digest
@@ -234,10 +243,10 @@ class Leadership:
         return self._view.included_at + self._settings.grace * float(2 ** max(0, self._view.attempt))
 
     def _still_whole(self, contributions: Contributions, parts: Collection[int]) -> Contributions:
-        live = self._electorate.live
+        live = self._present
         return tuple(e for e in contributions if all(self._evidence.is_obtainable(e, part, live) for part in parts))
 
     def deadlines(self) -> list[float]:
         grace = self._settings.grace
         stocked = [] if self._stocked_since is None else [self._stocked_since + grace]
-        return [self._forced_at, self.silent_at, *stocked]
+        return [self._view.since + grace, self._forced_at, self.silent_at, *stocked]

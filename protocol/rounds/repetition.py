@@ -15,6 +15,8 @@ Message = tuple[Collection[PeerId], Statement[Any]]
 def repeated(state: RoundState, holding: Statement[Holding]) -> list[Message]:
     """`holding` is our own, of now."""
     view = state.followed
+    if view is None and state.leader == state.me:
+        return [(state.others if state.view else state.others & state.evidence.contributions.keys(), holding)]
     if view is None:
         return asked_of_leader(state, holding)
     return _of_leader(state, view, holding) if state.leadership else _of_member(state, view, holding)
@@ -31,8 +33,8 @@ def asked_of_leader(state: RoundState, holding: Statement[Holding]) -> list[Mess
 def _of_leader(state: RoundState, view: View, holding: Statement[Holding]) -> list[Message]:
     holdings = state.evidence.holdings
     joined = {peer for peer in state.others & holdings.keys() if holdings[peer].body.roster == view.roster.digest}
-    # The holding goes to everybody, as the sign of life.
-    messages: list[Message] = [(state.others - joined, view.roster), (state.others, holding)]
+    # The holding is the sign of life, to those whom we hear: others are better off with another leader.
+    messages: list[Message] = [(state.others - joined, view.roster), (joined, holding)]
     proposal = state.proposal()
     if proposal:
         messages.append((state.others - state.evidence.acknowledged[proposal.digest].keys(), proposal))

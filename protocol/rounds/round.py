@@ -134,7 +134,7 @@ class Round:
             case Live(peers, departed):
                 self._meet(peers, departed, now)
             case Offered(contribution):
-                self._offer(contribution)
+                self._offer(contribution, now)
             case Held(digest):
                 self._evidence.held.add(digest)
             case Reduced(_, attempt, blob):
@@ -152,8 +152,8 @@ class Round:
         if state.leadership and state.followed:
             self._send(newcomers, state.followed.roster)
 
-    def _offer(self, contribution: Contribution) -> None:
-        statement = self._sign(contribution)
+    def _offer(self, contribution: Contribution, now: float) -> None:
+        statement, self._state.offered_at = self._sign(contribution), now
         if not self._evidence.learn_contribution(statement):
             self._skip(self._state.me, "equivocation")
             return
@@ -186,6 +186,8 @@ class Round:
         if fault is None:
             return
         self._skip(state.leader, fault)
+        if fault == "leader silent" and state.leader is not None:
+            state.silent.add(state.leader)
         state.view, state.view_since = max(outvoting, state.view + 1), now
         state.followed = state.leadership = None
         holding = self._sign(state.holding())

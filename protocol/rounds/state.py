@@ -38,6 +38,9 @@ class RoundState:
         self.view_since = now
         self.followed: View | None = None
         self.leadership: Leadership | None = None
+        self.offered_at: float | None = None  # when we contributed
+        self.heard = now  # when the leader that owes us a roster last gave a sign of life
+        self.silent: set[PeerId] = set()  # led a view and was not heard
         self.lock: Statement[Commit] | None = None
         self.complete_since: float | None = None  # as many have contributed as the quorum asks for
         self.half_since: float | None = None  # at least half have
@@ -53,14 +56,21 @@ class RoundState:
 
     @property
     def leader(self) -> PeerId | None:
-        return self.followed.leader if self.followed else self.election.leader(self.view, self.live)
+        return self.followed.leader if self.followed else self.election.leader(self.view, self._candidates)
+
+    @property
+    def _candidates(self) -> frozenset[PeerId]:
+        """Whoever kept silent as the leader of a view does not get another in this round, while there are others."""
+        return self.live - self.silent or self.live if self.silent else self.live
 
     def may_lead(self, peer: PeerId, view: int) -> bool:
         """Our own claim does not count: who leads already stays."""
         if peer not in self.live or peer == self.me:
             return False
-        leader = self.election.leader(view, self.live)
-        return peer == (self.election.leader(view, self.live - {self.me}) if leader == self.me else leader)
+        found = {self.election.leader(view, self.live), self.election.leader(view, self._candidates)}
+        if self.me in found:
+            found |= {self.election.leader(view, group - {self.me}) for group in (self.live, self._candidates)}
+        return peer in found
 
     def watch_contributions(self, now: float) -> None:
         expected = self.electorate.expected
@@ -121,10 +131,14 @@ class RoundState:
         return "exchange stalled" if now >= ends_at else None
 
     def _absence_of_leader(self, now: float) -> Reason | None:
-        due = self.roster_due()
-        if due is None or self.leader in (None, self.me) or now < max(due, self.view_since) + self._patience:
+        """It owes a roster when one is due, and until then a word to whoever contributed."""
+        due, offered = self.roster_due(), self.offered_at
+        if self.leader in (None, self.me):
             return None
-        return "leader silent"
+        owing = [] if due is None else [due]
+        owing += [] if offered is None else [max(offered, self.heard)]
+        since = max(min(owing, default=now), self.view_since)
+        return "leader silent" if now >= since + self._patience else None
 
     @property
     def _patience(self) -> float:

@@ -51,6 +51,17 @@ def test_afterwards_the_second_moment_rests_and_the_momentum_is_what_was_merged(
     assert torch.equal(scales, scales[:, :1].expand(-1, 1024)), "one bit a value"
 
 
+def test_of_a_steady_gradient_every_step_is_one_rate() -> None:
+    """Warm and frozen alike: the zero start of both moments is corrected for as long as each has learnt."""
+    update = FrozenAdam(warm_rounds=WARM, weight_decay=0.0)
+    anchor, slots = torch.zeros(4), {name: torch.zeros(4) for name in update.slots}
+    steady, momentum = torch.tensor([1.0, -0.01, 30.0, -2.0]), torch.zeros(4)
+    for number in range(ROUNDS):
+        momentum = 0.9 * momentum + 0.1 * steady
+        update.apply(anchor, slots, momentum, Moment(number))
+        assert torch.allclose(anchor, -0.003 * (number + 1) * steady.sign(), rtol=1e-3)
+
+
 def test_signs_must_not_reach_a_second_moment_that_still_learns() -> None:
     """The negative control of the two phases: a gradient read out of one-bit momenta is mostly its rounding."""
     run, still_warm = Run(FrozenAdam(warm_rounds=WARM)), Run(FrozenAdam(warm_rounds=ROUNDS))

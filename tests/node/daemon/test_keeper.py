@@ -60,8 +60,8 @@ class World:
     def snapshot(self, outstanding: int | None = None) -> None:
         sizes, work = (5, 6), Work(tokens=100, steps=5, loss=15.0)
         waiting = None if outstanding is None else Outstanding(round=outstanding, sizes=sizes, work=work)
-        sizes = enumerate(self.arena.contents.vectors)
-        vectors = {name: torch.full((size,), float(place)) for place, (name, size) in sizes}
+        held = self.arena.contents.vectors
+        vectors = {name: torch.full((size,), float(place)) for place, (name, size) in enumerate(held)}
         self.arena.outbox[: len(OUTBOX)] = OUTBOX
         self.arena.write_snapshot(vectors, Counters(round=3, outstanding=waiting).model_dump(mode="json"))
 

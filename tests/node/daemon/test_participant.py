@@ -22,7 +22,9 @@ from protocol.murmur_pb2 import PeerRecord
 from protocol.rounds.chain import Head
 from protocol.rounds.statements import Commit, Contribution, Statement
 from tests.node.small_run import (
+    METHOD,
     PEERS,
+    PROGRAM,
     TERMS,
     CopyingFetcher,
     commit_of,
@@ -78,7 +80,7 @@ class FakeMembers:
 
 @dataclass
 class FakeTrainer:
-    offers: Offers = field(default_factory=Offers)
+    offers: Offers = field(default_factory=lambda: Offers(PROGRAM))
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
     started: list[int] = field(default_factory=list)
     adopted: list[int] = field(default_factory=list)
@@ -87,8 +89,9 @@ class FakeTrainer:
     async def start(self, round_number: int, anchor: object) -> None:
         self.started.append(round_number)
 
-    def settle(self, commits: Iterable[Commit]) -> str:
+    def settle(self, commits: Iterable[Commit], number: int) -> str:
         self.fates.extend(self.offers.settle(ME, commit) for commit in commits)
+        self.offers.arrive(number)
         return self.fates[-1] if self.fates else "none"
 
     async def adopt(self, round_number: int, anchor: object) -> None:
@@ -156,7 +159,10 @@ class World:
             "keeper": self.keeper, "standing": self.standing,
             "wishes": Wishes(cast(Any, self.fetcher), lambda: self.fetcher.stores),
         }  # fmt: skip
-        self.participant = Participant(manifest=manifest, terms=TERMS, replica=self.replica, **parts)
+        self.participant = Participant(
+            manifest=manifest, method=METHOD, terms=TERMS, replica=self.replica,
+            share=lambda commit: commit.contributions, **parts,
+        )  # fmt: skip
         self.running: asyncio.Task[None] | None = None
 
     def run(self) -> None:

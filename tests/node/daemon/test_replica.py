@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from node.daemon.replica import OuterState, Replica, Workshop, state_bytes
+from optim.parts import Scalar
 from optim.recipes import compose
 from optim.rows import RECIPES
 from protocol.blobs.blob import Blob
@@ -152,7 +153,8 @@ def test_the_methods_rule_says_what_a_contribution_weighs(tmp_path: Path) -> Non
     store = store_in(tmp_path)
     blobs = [store.put(METHOD.codec.encode(torch.full((NUMEL,), value))) for value in (0.0, 1.0)]
     found = []
-    for options in ({}, {"weights": "equal"}, {"weights": "equal", "staleness": 1.0}):
+    rules: list[dict[str, Scalar]] = [{}, {"weights": "equal"}, {"weights": "equal", "staleness": 1.0}]
+    for options in rules:
         program = program_of(compose("averaging", LOSSLESS | {"aggregate": options}))
         reduced = Workshop(program, store, lambda step: 1.0).reduce(0, 0, contributions(blobs, [100, 300], [0, 1]))
         found.append(float(METHOD.codec.decode(store.read(reduced.digest), NUMEL)[0]))

@@ -20,7 +20,6 @@ from protocol.rounds.chain import Head, genesis
 from protocol.rounds.events import Exchange, Fetch, Live, RoundSettings
 from protocol.rounds.statements import Commit, Statement
 from tests.node.small_run import (
-    NUMEL,
     PEERS,
     RUN_ID,
     CopyingFetcher,
@@ -29,6 +28,7 @@ from tests.node.small_run import (
     kinds,
     method_of,
     payload,
+    program_of,
     stated,
     store_in,
     terms_of,
@@ -42,8 +42,8 @@ class Table:
     """Peers whose drivers hear each other at once, but for those that are deaf."""
 
     def __init__(self, folder: Path, count: int, exchange: Exchange) -> None:
-        self.method = method_of(exchange)
-        self.bounds = self.method.bounds(NUMEL, 3)
+        self.program = program_of(method_of(exchange), 3)
+        self.bounds = self.program.plan(0).bounds
         self.terms = terms_of(len(self.bounds))
         self.settings = RoundSettings(RUN_ID, exchange, len(self.bounds), 0.1, 0.5, 1.0)
         self.deaf: set[PeerId] = set()
@@ -85,7 +85,7 @@ class Seat:
         self.store = store_in(folder / str(index))
         self.fetcher = CopyingFetcher(self.store, {})
         self.wishes = Wishes(cast(Any, self.fetcher), lambda: table.seats)
-        self.workshop = Workshop(table.method, NUMEL, 3, self.store)
+        self.workshop = Workshop(table.program, self.store, lambda step: 1.0)
         self.sent: list[Signed] = []
         self.decided: list[Statement[Commit]] = []
         self.refused: list[PeerFault] = []
@@ -102,7 +102,7 @@ class Seat:
             broken=self.broken.append,
         )
         self.driver = RoundDriver(
-            self.identity, table.settings, table.terms, self.store, self.workshop, self.wishes, hooks
+            self.identity, lambda _: table.settings, table.terms, self.store, self.workshop, self.wishes, hooks
         )
 
     def send(self, peers: Iterable[PeerId], signed: Signed) -> None:
@@ -180,18 +180,31 @@ async def test_who_comes_late_is_told_the_decision(table: Table) -> None:
     assert len(await table.all_decided(0, 1, 2)) == 1
 
 
-async def test_a_decision_that_no_call_takes_is_not_kept(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "MAX_DECISION_BYTES", 100)
+async def test_a_decision_too_large_for_an_answer_goes_by_post(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "MAX_ANSWER_BYTES", 100)
+    answers: list[list[Signed]] = []
+    driver = table[0].driver
+    take = driver.take
+
+    def noted(sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
+        answers.append(take(sender, envelopes))
+        return answers[-1]
+
+    monkeypatch.setattr(driver, "take", noted)
+    table.deaf = {PEERS[2].peer_id}
     table.begin()
-    table.offer(0, 1, 2)
-    await table.all_decided(0, 1, 2)
-    late = stated(PEERS[2], contribution_of(HEAD, table[2].parts()))
-    assert table[0].driver.take(PEERS[2].peer_id, [late.signed]) == []
+    table.offer(0, 1)
+    await table.all_decided(0, 1)
+    table.deaf = set()
+    table.offer(2)
+    assert len(await table.all_decided(0, 1, 2)) == 1
+    assert answers and not any(answers)
 
 
 async def test_only_the_oldest_decision_is_answered(table: Table) -> None:
     driver = table[0].driver
-    driver._decisions = {3: (Signed(kind="three"),), 4: (Signed(kind="four"),)}
+    for number, kind in ((3, "three"), (4, "four")):
+        driver._attendance.decide(number, (Signed(kind=kind),), (), 0.0)
     heads = [Head(number, bytes(32), 0) for number in (4, 3)]
     asked = [stated(PEERS[1], contribution_of(head, table[1].parts())).signed for head in heads]
     assert kinds(driver.take(PEERS[1].peer_id, asked)) == ["three"]
@@ -204,7 +217,7 @@ async def test_early_statements_wait_and_one_peer_cannot_crowd_out_another(table
     driver = table[0].driver
     driver.take(honest.peer_id, [early.signed])
     driver.take(liar.peer_id, flood)
-    assert len(driver._early) == 2
+    assert len(driver._attendance._early) == 2
     driver.begin(0, HEAD.digest, table.seats)
     assert driver._machine is not None and honest.peer_id in driver._machine._evidence.contributions
 
@@ -214,7 +227,7 @@ async def test_early_statements_of_strangers_and_of_far_rounds_are_dropped(table
     far = stated(PEERS[1], contribution_of(Head(1, bytes(32), 0), table[1].parts()))
     stranger = stated(PEERS[5], contribution_of(HEAD, table[1].parts()))
     driver.take(PEERS[1].peer_id, [far.signed, stranger.signed])
-    assert not driver._early
+    assert not driver._attendance._early
 
 
 async def test_a_stranger_changes_nothing_in_the_open_round(table: Table) -> None:
@@ -336,9 +349,11 @@ async def test_votes_are_remembered_from_round_to_round_and_over_a_close(table: 
 
 async def test_decisions_of_another_chain_are_forgotten(table: Table) -> None:
     driver = table[0].driver
-    driver._decisions = {number: (Signed(kind=str(number)),) for number in (3, 4, 5)}
+    for number in (3, 4, 5):
+        driver._attendance.decide(number, (Signed(kind=str(number)),), (), 0.0)
     driver.begin(4, bytes(32), table.seats)
-    assert set(driver._decisions) == {3}
+    late = [stated(PEERS[1], contribution_of(Head(number, bytes(32), 0), table[1].parts())) for number in (3, 4, 5)]
+    assert [driver._attendance.is_late(statement) for statement in late] == [True, False, False]
 
 
 def test_the_part_of_a_blob_is_known_from_any_statement(tables: list[Table], tmp_path: Path) -> None:

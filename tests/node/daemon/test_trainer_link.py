@@ -13,10 +13,11 @@ from node.channel import Adopt, Adopted, Evaluate, FromTrainer, Message, Progres
 from node.daemon import trainer_link
 from node.daemon.offers import MAX_AGE, Offers
 from node.daemon.trainer_link import TrainerLink
+from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.errors import DeviceError
 from protocol.rounds.chain import Head
-from tests.node.small_run import PEERS, PROGRAM, at_once, commit_of, store_in, until
+from tests.node.small_run import PEERS, PROGRAM, at_once, commit_of, program_of, store_in, until
 
 NUMEL = 8
 ME = PEERS[1].peer_id
@@ -180,6 +181,42 @@ async def test_a_message_that_its_next_round_cannot_take_is_given_back(world: Wo
     assert world.link.settle([], MAX_AGE + 1) == "excluded" and world.offers.current is None
     await world.link.adopt(MAX_AGE + 1, [torch.zeros(NUMEL)])
     assert world.process.adopts == [(MAX_AGE + 1, "excluded")]
+
+
+async def test_a_message_that_comes_too_late_for_the_open_round_is_given_back_at_once(world: World) -> None:
+    """Of two fragments: offered to the open round, it would be read as values that it does not hold."""
+    fragments = compose("averaging", {"schedule": {"fragments": 2}})
+    world.offers = world.link.offers = Offers(program_of(fragments))
+    await world.begin()
+    await world.say(ready(0))
+    await world.link.adopt(1, [torch.zeros(NUMEL)])
+    await world.message(0)
+    assert world.offers.current is None and world.process.adopts == [(1, "none"), (1, "excluded")]
+    await world.say(Adopted(round=1))
+    await world.message(1, b"second")
+    assert world.offers.current is not None, "and the next one is not mistaken for it"
+    await world.decide(1, included=True)
+    assert world.process.adopts[2:] == [(2, "included")]
+
+
+async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_back_with_it(world: World) -> None:
+    world.offers = world.link.offers = Offers(program_of(compose("averaging", {"schedule": {"fragments": 2}})))
+    await world.begin()
+    await world.say(ready(0))
+    copying = asyncio.Event()
+    work = world.work
+
+    async def slowly(function: Callable[..., Any], *arguments: Any) -> Any:
+        if len(arguments) == 2:  # the copy of an anchor, not of a message
+            await copying.wait()
+        return await work(function, *arguments)
+
+    world.work = slowly
+    adopting = asyncio.create_task(world.link.adopt(1, [torch.zeros(NUMEL)]))
+    await world.message(0)
+    copying.set()
+    await adopting
+    assert world.offers.current is None and world.process.adopts == [(1, "excluded")]
 
 
 async def test_killed_between_snapshot_and_message_it_is_offered_after_all(world: World) -> None:

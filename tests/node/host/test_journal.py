@@ -1,5 +1,7 @@
 """The journal on disk."""
 
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,21 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="choose another --dir"):
         Journal.open(tmp_path / "file" / "events.jsonl")
+
+
+def test_a_full_disk_is_told_and_leaves_what_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, 1)
+    before = path.stat().st_size
+    journal = Journal.open(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before + 40, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="free some space"):
+            journal.append(committed(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+        journal.close()
+    assert list(read_events(path)) == [*beginning(), committed(0)]

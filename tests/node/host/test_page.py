@@ -1,5 +1,6 @@
 """The page as the server writes it."""
 
+import hashlib
 import re
 from html.parser import HTMLParser
 
@@ -61,6 +62,16 @@ def test_nothing_in_it_needs_inline_styles_scripts_or_strangers() -> None:
         if not file.name.startswith("uPlot"):
             assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", file.read_text())
     assert not re.search(r"https?://(?!www\.w3\.org)", (FOLDER / "index.html").read_text())
+
+
+def test_the_vendored_charts_are_those_of_their_release() -> None:
+    """uPlot 1.6.32, MIT, as on npm."""
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in STATIC.glob("uPlot*")}
+    assert found == {
+        "uPlot.iife.min.js": "19c8d4c6ad88929a",
+        "uPlot.min.css": "df630c6a8d6f8eea",
+        "uPlot.LICENSE": "8f989229699b4fe2",
+    }
 
 
 def test_an_empty_run_and_a_replay_have_a_page() -> None:

@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
+from node import web
 from node.host import server as module
 from node.host.recorder import MAX_BEHIND, Recorder
 from node.host.server import HEADERS, Face, application
@@ -145,22 +148,40 @@ async def test_the_events_alone_rebuild_the_state() -> None:
     assert folded(RUN, State()) == face.recorder.state
 
 
+def accepted(port: int | None) -> set[int]:
+    """The ports of those whose connections to that server of ours it still holds."""
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {found.raddr.port for found in connections if found.laddr.port == port and found.raddr}
+
+
 async def test_a_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WRITE_SECONDS", 0.3)
-    face = a_face()
+    """Its messages end by the listener's own limit, its connection and its stream by TCP's patience."""
+    monkeypatch.setattr(web, "WRITE_SECONDS", 0.5)
+    face, ended, stream = a_face(), asyncio.Event(), module._stream
+
+    async def noted(face: Face, after: str | None) -> AsyncIterator[bytes]:
+        try:
+            async for message in stream(face, after):
+                yield message
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(module, "_stream", noted)
     async with served(face) as client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port or 0, limit=1 << 10)
-        writer.write(b"GET /api/v1/events HTTP/1.1\r\nHost: here\r\n\r\n")
-        async with asyncio.timeout(10):
+        reader = socket.create_connection(("127.0.0.1", client.base_url.port or 0))
+        reader.sendall(b"GET /api/v1/events HTTP/1.1\r\nHost: here\r\n\r\n")
+        async with asyncio.timeout(30):
             while not face.recorder.listeners:
                 await asyncio.sleep(0.01)
-        async with asyncio.timeout(20):
             while face.recorder.listeners:  # kernel buffers take some megabytes before a write has to wait
                 for _ in range(MAX_BEHIND // 4):
                     face.recorder.tell("now", {"text": "x" * 50_000})
                 await asyncio.sleep(0.05)
+            await ended.wait()
+            while reader.getsockname()[1] in accepted(client.base_url.port):
+                await asyncio.sleep(0.05)
         assert (await client.get("/healthz")).status_code == 200
-        writer.close()
+        reader.close()
 
 
 async def test_who_goes_away_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """From the directory's table to events."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from node.host.events import Event as Happening
 from node.host.recorder import Recorder
 from node.host.watch import MAX_SHOWN, Pace, Watch, peer_now
+from protocol.errors import StorageError
 from protocol.manifest import Manifest
 from protocol.membership.directory import Event, Left
 from protocol.murmur_pb2 import PeerRecord
@@ -183,3 +185,16 @@ def test_the_pace_of_sending() -> None:
     assert pace.measured(500, 2.0) == 200.0
     assert pace.measured(510, 3.0) == 200.0
     assert pace.measured(3, 4.0) == 0.0
+
+
+async def test_a_journal_that_cannot_be_written_ends_the_watch_with_its_reason() -> None:
+    scene = Scene()
+    scene.directory.records = {ADA: record()}
+
+    def refuse(event: Happening) -> None:
+        raise StorageError("no space left")
+
+    scene.recorder.record = refuse  # type: ignore[method-assign]
+    with pytest.raises(StorageError, match="no space left"):
+        async with asyncio.timeout(10):
+            await scene.watch.run()

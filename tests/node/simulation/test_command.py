@@ -61,19 +61,19 @@ def test_the_manifests_own_options_go_with_its_own_recipe() -> None:
     methods = compose_all(
         ["diloco", "averaging", "local"],
         manifest.model_copy(update={"method": table}),
-        {"schedule": {"overlap": True}},
+        {"schedule": {"ahead": 5}},
     )
     assert set(methods) == {"diloco", "averaging"}
     assert methods["diloco"].schedule.inner_steps == 7
     assert methods["averaging"].schedule.inner_steps != 7
-    assert methods["diloco"].schedule.overlap and methods["averaging"].schedule.overlap
+    assert methods["diloco"].schedule.ahead == methods["averaging"].schedule.ahead == 5
 
 
 def test_options_are_read_as_in_a_manifest() -> None:
-    options = ("codec.k=128", "codec.kind=topk", "schedule.overlap=true", 'update.kind="sgd"', "update.rate=1e-2")
+    options = ("codec.k=128", "codec.kind=topk", "aggregate.clip=true", 'update.kind="sgd"', "update.rate=1e-2")
     assert overrides(options) == {
         "codec": {"k": 128, "kind": "topk"},
-        "schedule": {"overlap": True},
+        "aggregate": {"clip": True},
         "update": {"kind": "sgd", "rate": 0.01},
     }
 

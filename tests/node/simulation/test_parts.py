@@ -14,8 +14,10 @@ from node.simulation.measure import Examiner, Point, Recorder, outcome
 from node.simulation.notary import Notary
 from node.simulation.plot import mean_curve
 from node.simulation.swarm import peer_name
-from node.simulation.vault import KEPT_ROUNDS, Vault
-from optim.method import Sender
+from node.simulation.vault import KEPT_ROUNDS, Applied, Vault
+from optim.exchange import Sender
+from optim.layout import Layout
+from optim.program import Program
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import Identity
@@ -79,25 +81,32 @@ def test_the_notary_knows_which_part_a_blob_holds_and_forgets_old_rounds() -> No
     assert notary.open(signed) is not statement
 
 
-def vault() -> Vault:
-    composed = method("averaging", 1, {"codec": {"kind": "none"}, "topology": {"kind": "gather"}})
-    return Vault(composed, NUMEL, 1, OuterState.initial(torch.zeros(NUMEL), composed))
+PROGRAM = Program(
+    method("averaging", 1, {"codec": {"kind": "none"}, "topology": {"kind": "gather"}}), Layout(((NUMEL,),)), 1
+)
+
+
+def vault(replicas: int = 1) -> Vault:
+    return Vault(PROGRAM, lambda step: 1.0, OuterState.initial(torch.zeros(NUMEL), PROGRAM.method), replicas)
 
 
 def commit_of(stock: Vault, scale: float) -> Commit:
-    composed = method("averaging", 1, {"codec": {"kind": "none"}, "topology": {"kind": "gather"}})
-    payload = Sender(composed, NUMEL, 1).message(torch.linspace(-1, 1, NUMEL) * scale, torch.zeros(NUMEL))[0]
+    payload = Sender(PROGRAM).message(0, torch.linspace(-1, 1, NUMEL) * scale, torch.zeros(NUMEL))[0]
     stock.put(payload)
     return Commit(0, 0, b"b" * 32, (stated(Notary(RUN, TERMS), PEERS[0], contribution(payload)),), ())
 
 
+def applied(stock: Vault, before: Applied, commit: Commit) -> Applied:
+    return stock.apply(before, commit, commit.contributions)
+
+
 def test_equal_inputs_give_equal_states_and_others_do_not() -> None:
     first, second = vault(), vault()
-    after = first.apply(first.initial, commit_of(first, 1.0))
-    assert first.apply(first.initial, commit_of(first, 1.0)) is after  # worked out once
-    assert second.apply(second.initial, commit_of(second, 1.0))[1] == after[1]  # and anew the same
-    assert first.apply(first.initial, commit_of(first, 2.0))[1] != after[1]
-    assert first.apply(after, commit_of(first, 1.0))[1] != after[1]
+    after = applied(first, first.initial, commit_of(first, 1.0))
+    assert applied(first, first.initial, commit_of(first, 1.0)) is after  # worked out once
+    assert applied(second, second.initial, commit_of(second, 1.0))[1] == after[1]  # and anew the same
+    assert applied(first, first.initial, commit_of(first, 2.0))[1] != after[1]
+    assert applied(first, after, commit_of(first, 1.0))[1] != after[1]
     torch.testing.assert_close(after[0].anchor, -torch.linspace(-1, 1, NUMEL))
     assert torch.equal(first.load(after[1])[0].anchor, after[0].anchor)
 
@@ -105,8 +114,8 @@ def test_equal_inputs_give_equal_states_and_others_do_not() -> None:
 def test_a_payload_that_does_not_decode_is_found() -> None:
     stock = vault()
     good = commit_of(stock, 1.0).blobs[0]
-    assert stock.is_well_formed(good, 0)
-    assert not stock.is_well_formed(stock.put(b"nonsense"), 0)
+    assert stock.is_well_formed(good, 0, 0)
+    assert not stock.is_well_formed(stock.put(b"nonsense"), 0, 0)
 
 
 def test_the_vault_keeps_the_last_rounds_only() -> None:

@@ -203,3 +203,21 @@ def test_all_periods_of_one_give_every_peer_the_mean_of_weights_and_moments(gath
 
 def _carried(peer: Bench) -> list[Tensor]:
     return [peer.weights.clone(), *(peer.optimizer.vectors[name].clone() for name in (FIRST_MOMENT, SECOND_MOMENT))]
+
+
+@pytest.mark.parametrize("recipe", ["noloco", "noloco-weights", "gossip-adam"])
+def test_progress_that_no_round_took_lives_on_where_it_cannot_be_sent_later(recipe: str) -> None:
+    bench = Bench(recipe)
+    try:
+        start = bench.weights.clone()
+        bench.weights.add_(0.25)
+        bench.state.count_step(24, 1.0, 1)
+        bench.state.message()
+        bench.weights.add_(0.5)  # while it travels
+        bench.share(1, start)  # whoever is not included has the anchor that it had
+        bench.state.adopt(1, "excluded")
+        assert torch.allclose(bench.weights, start + 0.75, atol=1e-6)
+        # The control: a delta comes back into the residual instead, and the weights keep what came after it.
+        assert not bench.state.residual.any()
+    finally:
+        bench.close()

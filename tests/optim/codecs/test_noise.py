@@ -10,7 +10,7 @@ ROUND = Binding(Layout(()), 5)
 
 def test_is_even() -> None:
     drawn = fractions(SCALES, 0, (1000, 100), ROUND)
-    assert 0 <= drawn.min() and drawn.max() < 1
+    assert drawn.min() >= 0 and drawn.max() < 1
     counts = np.histogram(drawn, 100, (0, 1))[0]
     # Chi squared with 99 degrees of freedom: 150 is passed once in a thousand.
     assert ((counts - 1000) ** 2 / 1000).sum() < 150

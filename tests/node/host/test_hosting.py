@@ -1,0 +1,95 @@
+"""The door of a host, and the manifest that it hands out."""
+
+import ipaddress
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from node.host.hosting import MAX_BOOTSTRAP, Door, Seal, facts_of, own_address, reachable_first
+from protocol.errors import TransportError, UsageError
+from protocol.signed_manifest import open_sealed
+from tests.node.small_run import MANIFEST, PEERS
+
+ME, *OTHERS = (identity.peer_id for identity in PEERS)
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [
+        ("127.0.0.1:8080", "127.0.0.1", 8080),
+        ("0.0.0.0:80", "0.0.0.0", 80),
+        (":9", "127.0.0.1", 9),
+        ("8081", "127.0.0.1", 8081),
+        ("[::1]:7", "::1", 7),
+        ("run.example.org:443", "run.example.org", 443),
+    ],
+)
+def test_where_the_page_is_served(address: str, host: str, port: int) -> None:
+    assert Door.parse(address, None) == Door(host, port)
+
+
+@pytest.mark.parametrize("address", ["", "here", "1.2.3.4:x", "1.2.3.4:99999", "a b:1", "http://x:1"])
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(UsageError, match="--http"):
+        Door.parse(address, None)
+
+
+def test_a_public_url_is_one() -> None:
+    assert Door.parse("8080", "https://run.example.org/").public_url == "https://run.example.org"
+    with pytest.raises(UsageError, match="--public-url"):
+        Door.parse("8080", "run.example.org")
+
+
+def test_an_address_that_others_can_use_is_told() -> None:
+    assert ipaddress.ip_address(own_address())
+
+
+@dataclass
+class FakeTransport:
+    own: tuple[str, ...]
+    broken: bool = False
+    asked: int = field(default=0)
+
+    async def addresses(self) -> tuple[str, ...]:
+        self.asked += 1
+        if self.broken:
+            raise TransportError("p2pd is being started again")
+        return self.own
+
+
+def a_seal(transport: FakeTransport, neighbours: dict[str, tuple[str, ...]]) -> Seal:
+    directory = SimpleNamespace(neighbours=lambda: neighbours)
+    window = SimpleNamespace(manifest=MANIFEST, identity=PEERS[0], transport=transport, directory=directory)
+    return Seal(window)  # type: ignore[arg-type]
+
+
+async def test_the_manifest_names_the_host_first_and_some_peers() -> None:
+    loopback, public = f"/ip4/127.0.0.1/tcp/1/p2p/{ME}", f"/ip4/192.0.2.1/tcp/1/p2p/{ME}"
+    neighbours = {peer: (f"/ip4/127.0.0.1/tcp/2/p2p/{peer}", f"/ip4/192.0.2.2/tcp/2/p2p/{peer}") for peer in OTHERS}
+    transport = FakeTransport((loopback, public))
+    seal = a_seal(transport, neighbours | {f"{number}": (f"/ip4/192.0.2.9/tcp/{number}",) for number in range(1, 20)})
+    signed = open_sealed(await seal.text(), "here")
+    assert signed.organiser == ME and signed.manifest.run_id == MANIFEST.run_id
+    named = signed.manifest.run.bootstrap
+    assert named[:2] == (public, loopback) and len(named) == MAX_BOOTSTRAP
+    assert named[2] == f"/ip4/192.0.2.2/tcp/2/p2p/{OTHERS[0]}"
+    assert await seal.text() == await seal.text() and transport.asked == 1
+
+
+async def test_a_host_whose_network_is_away_still_hands_out_the_run() -> None:
+    transport = FakeTransport((), broken=True)
+    signed = open_sealed(await a_seal(transport, {}).text(), "here")
+    assert signed.manifest == MANIFEST
+
+
+def test_addresses_of_this_machine_alone_come_last() -> None:
+    assert (
+        reachable_first(["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1", "/ip4/192.0.2.1/tcp/1"])[0] == "/ip4/192.0.2.1/tcp/1"
+    )
+
+
+def test_the_facts_of_a_run() -> None:
+    facts = facts_of(MANIFEST, ME)
+    assert (facts.run, facts.run_id, facts.organiser) == (MANIFEST.run.name, MANIFEST.run_id, ME)
+    assert facts.parameters > 0

@@ -1,0 +1,82 @@
+from protocol.identity import PeerId
+from protocol.rounds.attendance import KEPT_DECISIONS, Attendance
+from protocol.rounds.kinds import Body, kind_of
+from protocol.rounds.reports import Acknowledgement, Decision, Holding, Part
+from protocol.rounds.statements import NO_ROSTER, Commit, Statement
+from tests.protocol.rounds.round_table import BASE
+from tests.simulation.network import Scenario, offer_of, signer_of
+from tests.simulation.peers import NAMES
+
+ASKER, OTHER, LEADER = NAMES[:3]
+SCENARIO = Scenario(3, "gather", 1, 1, 0, 0, 0, 0, 0)
+
+
+def said(sender: PeerId, body: Body) -> Statement[Body]:
+    return Statement.of(signer_of(sender)(kind_of(body), body.to_wire()), body)
+
+
+def commit_of(number: int) -> Statement[Body]:
+    offer = offer_of(LEADER, number, BASE, SCENARIO)
+    entry = Statement.of(signer_of(LEADER)("contribution", offer.to_wire()), offer)
+    return said(LEADER, Commit(number, 0, BASE, (entry,), ()))
+
+
+def decided(*numbers: int, told: tuple[PeerId, ...] = ()) -> Attendance:
+    attendance = Attendance(patience=2.0)
+    for number in numbers:
+        attendance.decide(number, (commit_of(number).signed,), told, now=10.0)
+    return attendance
+
+
+def test_of_each_sender_the_newest_of_each_kind_waits() -> None:
+    attendance = Attendance(2.0)
+    blob = offer_of(ASKER, 1, BASE, SCENARIO).parts[0]
+    old, new = Holding(1, 0, NO_ROSTER, ()), Holding(1, 1, NO_ROSTER, ())
+    parts = [Part(1, 0, NO_ROSTER, 0, number, blob) for number in (0, 1)]
+    bodies: list[tuple[PeerId, Body]] = [(ASKER, old), (ASKER, new), (OTHER, old), (ASKER, parts[0]), (ASKER, parts[1])]
+    for sender, body in bodies:
+        attendance.keep(said(sender, body))
+    assert {(entry.sender, entry.body) for entry in attendance.begin(1)} == {*bodies[1:]}
+    assert attendance.begin(1) == []
+
+
+def test_what_waits_for_another_round_is_dropped() -> None:
+    attendance = Attendance(2.0)
+    attendance.keep(said(ASKER, Holding(1, 0, NO_ROSTER, ())))
+    assert attendance.begin(5) == []
+    attendance.keep(said(ASKER, Holding(6, 0, NO_ROSTER, ())))
+    attendance.close()
+    assert attendance.begin(6) == []
+
+
+def test_whoever_still_asks_is_told_once_and_later_again() -> None:
+    attendance = decided(3)
+    assert attendance.is_late(said(ASKER, Holding(3, 0, NO_ROSTER, ())))
+    assert attendance.answer(3, ASKER, now=10.0) == (commit_of(3).signed,)
+    assert attendance.answer(3, ASKER, now=11.9) == ()
+    assert attendance.answer(3, OTHER, now=11.9) == (commit_of(3).signed,)
+    assert attendance.answer(3, ASKER, now=12.1) == (commit_of(3).signed,)
+
+
+def test_whom_the_leader_has_just_told_is_not_told_again() -> None:
+    attendance = decided(3, told=(ASKER,))
+    assert attendance.answer(3, ASKER, now=10.5) == ()
+    assert attendance.answer(3, OTHER, now=10.5) != ()
+
+
+def test_those_who_know_are_not_answered() -> None:
+    """Two who have both decided would answer one another for ever."""
+    attendance = decided(3)
+    vote = Acknowledgement(3, 0, BASE)
+    assert attendance.is_late(said(ASKER, vote))
+    assert not attendance.is_late(said(ASKER, Decision(3, 0, BASE, (said(ASKER, vote),))))  # type: ignore[arg-type]
+    assert not attendance.is_late(commit_of(3))
+    assert not attendance.is_late(said(ASKER, Holding(4, 0, NO_ROSTER, ())))
+
+
+def test_few_decisions_are_kept_and_none_of_another_chain() -> None:
+    attendance = decided(*range(KEPT_DECISIONS + 2))
+    late = [number for number in range(10) if attendance.is_late(said(ASKER, Holding(number, 0, NO_ROSTER, ())))]
+    assert late == list(range(2, KEPT_DECISIONS + 2))
+    attendance.begin(3)
+    assert [number for number in late if attendance.is_late(said(ASKER, Holding(number, 0, NO_ROSTER, ())))] == [2]

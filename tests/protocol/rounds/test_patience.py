@@ -1,0 +1,175 @@
+"""Nobody is waited for who cannot help: each rule with the time that it saves, and what happens without it."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from protocol.identity import PeerId
+from protocol.rounds import repetition
+from protocol.rounds.election import Election
+from protocol.rounds.events import Exchange, Live, Reason, Received
+from protocol.rounds.kinds import kind_of
+from protocol.rounds.leadership import Leadership
+from protocol.rounds.reports import Holding
+from protocol.rounds.state import RoundState
+from protocol.rounds.statements import Roster, Statement
+from protocol.rounds.view import View
+from tests.protocol.rounds.round_table import BASE, Table
+from tests.simulation.network import RUN_ID, offer_of, signer_of
+
+BOTH = pytest.mark.parametrize(("exchange", "parts"), [("gather", 1), ("butterfly", 4)])
+
+
+def seconds_until(table: Table, done: Callable[[], bool], most: float = 40.0) -> float:
+    begun = table.now
+    while not done() and table.now < begun + most:
+        table.elapse(0.2)
+    return table.now - begun
+
+
+def _with_a_deaf_leader() -> Table:
+    """It is heard by all and hears nobody once its roster is out."""
+    table = Table(3, "gather")
+    leader = table.names[0]
+    table.drop = lambda sender, receiver, kind: receiver == leader and kind in ("holding", "acknowledgement")
+    table.offer(*table.names)
+    return table
+
+
+def test_a_leader_that_hears_nobody_is_given_up_as_soon_as_a_silent_one() -> None:
+    table = _with_a_deaf_leader()
+    assert seconds_until(table, lambda: bool(table.included())) < 2 * table.scenario.settings().leader_timeout
+    assert (table.names[0], "leader silent") in table.skips(table.names[1])
+
+
+def test_if_it_gave_signs_of_life_to_those_it_does_not_hear_all_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def to_everybody(state: RoundState, view: View, holding: Statement[Holding]) -> list[repetition.Message]:
+        return [(state.others, view.roster), (state.others, holding)]
+
+    monkeypatch.setattr(repetition, "_of_leader", to_everybody)
+    table = _with_a_deaf_leader()
+    assert seconds_until(table, lambda: bool(table.included())) > table.scenario.settings().exchange_timeout
+
+
+def test_a_second_leader_of_a_view_takes_over_with_no_poorer_roster() -> None:
+    for richer in (False, True):
+        table = Table(3, "gather")
+        second, first, member = table.names  # the second one ranks above the first
+        table.is_slow = lambda peer, digest: True
+        known = Live(frozenset({first, member}))
+        table.dead.add(second)
+        for name in (first, member):
+            table.feed(name, known)
+        table.offer(*((first,) if not richer else ()), member)
+        table.elapse(2.4)
+        table.dead.clear()
+        table.live(*table.names)
+        senders = table.names[:1] if not richer else [second, member]
+        offers = [(name, offer_of(name, 0, BASE, table.scenario)) for name in sorted(senders)]
+        entries = tuple(Statement.of(signer_of(name)("contribution", body.to_wire()), body) for name, body in offers)
+        roster = Roster(0, 0, BASE, entries)
+        table.feed(member, Received(Statement.of(signer_of(second)(kind_of(roster), roster.to_wire()), roster)))
+        assert ((second, "poorer roster") in table.skips(member)) == (not richer)
+        assert table.machines[member].leader == (second if richer else first)
+
+
+def test_a_newcomer_that_did_not_contribute_is_not_waited_for() -> None:
+    table = Table(3, "gather")
+    leader, member, newcomer = table.names
+    table.dead.add(newcomer)
+    table.live(leader, member)
+    table.is_slow = lambda peer, digest: True
+    table.offer(leader, member)
+    table.dead.clear()
+    table.live(*table.names)
+    table.is_slow = lambda peer, digest: peer == newcomer
+    table.settle()
+    assert table.commit(leader) is not None and table.now == 0
+
+
+def _with_a_contributor_that_died_unnoticed(exchange: Exchange, parts: int) -> tuple[Table, PeerId]:
+    table = Table(4, exchange, parts)
+    victim = table.names[3]
+    table.is_slow = lambda peer, digest: digest in {blob.digest for blob in table.blobs(victim)}
+    table.offer(victim)
+    table.kill(victim, noticed=False)
+    table.offer(*table.names[:3])
+    return table, victim
+
+
+@BOTH
+def test_a_contributor_that_never_joined_counts_as_absent_after_a_grace(exchange: Exchange, parts: int) -> None:
+    table, victim = _with_a_contributor_that_died_unnoticed(exchange, parts)
+    assert seconds_until(table, lambda: bool(table.included())) < 2 * table.scenario.settings().grace
+    assert table.included() == {tuple(sorted({*table.names} - {victim}))}
+
+
+@BOTH
+def test_without_that_rule_the_whole_exchange_is_waited_for(
+    exchange: Exchange, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Leadership, "_watch", lambda self, now: self.promised())
+    table, _ = _with_a_contributor_that_died_unnoticed(exchange, parts)
+    assert seconds_until(table, lambda: bool(table.included())) >= table.scenario.settings().exchange_timeout - 0.2
+
+
+def _with_a_silent_leader_of_two_views() -> tuple[Table, PeerId]:
+    """Three of eight are left; one of them leads the first two views by its rank, and is dead."""
+    table = Table(8, "gather")
+    election = Election(RUN_ID, 0)
+    trios = [frozenset(trio) for trio in itertools.combinations(table.names, 3)]
+    trio = next(trio for trio in trios if election.leader(0, trio) == election.leader(1, trio))
+    victim = election.leader(0, trio)
+    assert victim is not None
+    table.dead.update({*table.names} - trio)
+    table.live(*trio)
+    table.dead.add(victim)
+    table.offer(*(trio - {victim}))
+    table.elapse(table.scenario.settings().leader_timeout + 0.4)
+    return table, victim
+
+
+def test_who_kept_silent_leads_no_second_view() -> None:
+    table, victim = _with_a_silent_leader_of_two_views()
+    leaders = {table.machines[name].leader for name in table.names if name not in table.dead}
+    assert victim not in leaders and len(leaders) == 1
+
+
+def test_without_that_rule_it_leads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoundState, "_candidates", property(lambda self: self.live))
+    table, victim = _with_a_silent_leader_of_two_views()
+    assert {table.machines[name].leader for name in table.names if name not in table.dead} == {victim}
+
+
+def _with_a_dead_leader() -> Table:
+    table = Table(3, "gather")
+    table.kill(table.names[0], noticed=False)
+    table.offer(*table.names[1:])
+    return table
+
+
+def test_a_dead_leader_is_missed_while_its_contribution_is_still_awaited() -> None:
+    table = _with_a_dead_leader()
+    assert seconds_until(table, lambda: bool(table.included())) < table.scenario.settings().grace + 0.5
+
+
+def test_if_it_were_missed_only_afterwards_both_waits_would_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient = RoundState._absence_of_leader
+
+    def afterwards(self: RoundState, now: float) -> Reason | None:
+        self.offered_at = None
+        return patient(self, now)
+
+    monkeypatch.setattr(RoundState, "_absence_of_leader", afterwards)
+    settings = (table := _with_a_dead_leader()).scenario.settings()
+    assert seconds_until(table, lambda: bool(table.included())) > settings.grace + settings.leader_timeout - 0.3
+
+
+def test_a_leader_that_still_trains_is_not_missed() -> None:
+    table = Table(5, "gather")
+    table.offer(table.names[1])
+    table.elapse(20)
+    assert {table.machines[name].view for name in table.names} == {0}
+    table.offer(table.names[0], *table.names[2:])
+    assert table.included() == {tuple(sorted(table.names))}
