@@ -83,16 +83,13 @@ def thousandth() -> list[Row]:
     """At most 0.016 bits a parameter and step."""
     quick: Tables = {"feedback": {"decay": 0.8}}
     return [
-        _row("top-k 64, every 10", "sparseloco", schedule={"inner_steps": 10}),
-        _row("top-k 64, every 10, mean of senders", "sparseloco-senders", schedule={"inner_steps": 10}),
-        _row("top-k 64, every 10, senders, decay 0.8", "sparseloco-senders", **quick, schedule={"inner_steps": 10}),
+        _row("sparse 10", "sparseloco", schedule={"inner_steps": 10}),
+        _row("senders 10", "sparseloco-senders", schedule={"inner_steps": 10}),
+        _row("senders 10, decay 0.8", "sparseloco-senders", **quick, schedule={"inner_steps": 10}),
         _row(
-            "top-k 64, every 5 to 15, senders, decay 0.8",
-            "sparseloco-senders",
-            **quick,
-            schedule={"inner_steps": "5 -> 15 over 50"},
+            "senders 9, decay 0.8, 1 bit", "sparseloco-senders", **quick, schedule={"inner_steps": 9}, codec={"bits": 1}
         ),
-        _row("sign, every 65", "averaging", schedule={"inner_steps": 65}, codec={"kind": "sign"}),
+        _row("sign 65", "averaging", schedule={"inner_steps": 65}, codec={"kind": "sign"}),
     ]
 
 

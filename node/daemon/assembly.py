@@ -44,6 +44,7 @@ from protocol.identity import Identity, PeerId
 from protocol.membership.clock import Clock
 from protocol.membership.directory import MAX_TEXT_CHARACTERS, Event, Left
 from protocol.membership.gossip import Directory
+from protocol.membership.own_record import FieldValue
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2 import Signed
 from protocol.murmur_pb2_grpc import (
@@ -143,7 +144,9 @@ class Assembly:
             self._identity, manifest.run_id, self.transport, self._clock,
             manifest.membership.heartbeat, manifest.membership.expiry, self._rng, contacts, self._folder.peers,
         )  # fmt: skip
-        self._members = Members(self.directory, self.replica.chain, bool(contacts), self._rng)
+        self._members = Members(
+            self.directory, self.replica.chain, bool(contacts), self._rng, lambda: self._progress()
+        )
         self._post = Post(
             lambda peer, statements, seconds: deliver(
                 manifest.run_id, self.transport.channel, peer, statements, seconds
@@ -237,19 +240,23 @@ class Assembly:
         return all(record.round >= self.replica.chain.round for record in trainers)
 
     def publish_progress(self) -> None:
+        self.directory.publish(urgent=False, **self._progress())
+
+    def _progress(self) -> dict[str, FieldValue]:
+        """What our record says of our work. It goes out with each new head too: then it adds up round by round."""
         status = self.standing.status()
-        self.directory.publish(
-            step=status.step,
-            tokens=status.tokens,
-            loss=status.loss or 0.0,
-            tokens_per_second=status.tokens_per_second,
-            bytes_sent=status.bytes_sent,
-            validation_loss=status.validation_loss or 0.0,
-            validation_round=status.validation_round or 0,
-            compute_seconds=spent(status.seconds, "compute", "evaluate"),
-            exchange_seconds=spent(status.seconds, "encode", "adopt", "snapshot"),
-            wait_seconds=spent(status.seconds, "wait"),
-        )
+        return {
+            "step": status.step,
+            "tokens": status.tokens,
+            "loss": status.loss or 0.0,
+            "tokens_per_second": status.tokens_per_second,
+            "bytes_sent": status.bytes_sent,
+            "validation_loss": status.validation_loss or 0.0,
+            "validation_round": status.validation_round or 0,
+            "compute_seconds": spent(status.seconds, "compute", "evaluate"),
+            "exchange_seconds": spent(status.seconds, "encode", "adopt", "snapshot"),
+            "wait_seconds": spent(status.seconds, "wait"),
+        }
 
     async def trainer_failure(self) -> None:
         """Ends when the trainer fails for good: raises its reason."""

@@ -1,10 +1,12 @@
 """The directory as a participant sees it: who trains, who stands where, and who may be asked."""
 
 import random
+from collections.abc import Callable, Mapping
 
 from protocol.identity import PeerId
 from protocol.membership.directory import Event, Joined, Left
 from protocol.membership.gossip import Directory
+from protocol.membership.own_record import FieldValue
 from protocol.murmur_pb2 import PeerRecord
 from protocol.rounds.chain import Chain, Head
 from protocol.rounds.events import Live
@@ -14,10 +16,14 @@ MAX_DEPARTED = 4096
 
 
 class Members:
-    """`has_contacts`: whether somebody was named whom we can ask for the run."""
+    """`has_contacts`: whether somebody was named whom we can ask for the run. `progress`: of our own work."""
 
-    def __init__(self, directory: Directory, chain: Chain, has_contacts: bool, rng: random.Random) -> None:
+    def __init__(
+        self, directory: Directory, chain: Chain, has_contacts: bool, rng: random.Random,
+        progress: Callable[[], Mapping[str, FieldValue]] = dict,
+    ) -> None:  # fmt: skip
         self._directory, self._chain, self.has_contacts, self._rng = directory, chain, has_contacts, rng
+        self._progress = progress
         self._departed: dict[PeerId, None] = {}  # the longest gone first
         directory.subscribe(self._note)
 
@@ -61,8 +67,9 @@ class Members:
 
     def announce_head(self, head: Head, state: Digest) -> None:
         self._directory.publish(
-            urgent=True, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state
-        )
+            urgent=True, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state,
+            **self._progress(),
+        )  # fmt: skip
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Joined):
