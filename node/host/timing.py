@@ -1,7 +1,7 @@
 """Where the seconds of a round went, peer by peer, from the totals that peers tell of themselves.
 
 PURE. A peer's part in round r lasts from its record that first says "r rounds applied" to the one that first says
-more. The totals in those two records are subtracted; they are renewed once a second, so a lane is right to about that.
+more. The totals in those two records are subtracted; they go out with each new round.
 """
 
 from dataclasses import dataclass

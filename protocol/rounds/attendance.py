@@ -14,6 +14,7 @@ from protocol.rounds.reports import Decision
 from protocol.rounds.statements import Commit, Statement
 
 KEPT_DECISIONS = 4
+MAX_TOLD = 4096  # of one decision; whoever was told the longest ago is forgotten first
 Key = tuple[PeerId, str, int]  # sender, kind and part: what a peer may say of these is bounded
 
 
@@ -60,5 +61,8 @@ class Attendance:
         told = self._told[number]
         if now < told.get(asker, -self._patience) + self._patience:
             return ()
+        told.pop(asker, None)
         told[asker] = now
+        if len(told) > MAX_TOLD:
+            del told[next(iter(told))]
         return self._decisions[number]

@@ -71,10 +71,11 @@ class Link:
 
     dead: set[PeerId] = field(default_factory=set)
     frozen: set[PeerId] = field(default_factory=set)
+    deaf: set[PeerId] = field(default_factory=set)  # nothing reaches them, but they reach the others
     islands: dict[PeerId, int] = field(default_factory=dict)
 
     def reaches(self, sender: PeerId, receiver: PeerId) -> bool:
-        if {sender, receiver} & (self.dead | self.frozen):
+        if {sender, receiver} & (self.dead | self.frozen) or receiver in self.deaf:
             return False
         return self.islands.get(sender, 0) == self.islands.get(receiver, 0)
 

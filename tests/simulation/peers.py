@@ -53,6 +53,19 @@ class Peer:
         self._live: frozenset[PeerId] = frozenset()
         self._seen: dict[PeerId, float] = {}
         self._tick_at = 0.0
+        self._life = 0  # how often it came back
+
+    def come_back(self, furthest: Chain) -> None:
+        """A new process on the old disk: it takes over the furthest chain, and has its old message to offer."""
+        self._life += 1
+        self.chain = Chain(furthest.head, furthest.since(max(0, furthest.round - 64)) or ())
+        self.sources.clear()
+        self.attendance = Attendance(self.network.scenario.settings().leader_timeout)
+        others = [peer.name for peer in self.swarm.alive() if peer is not self]
+        self.records = {name: (self.swarm.peers[name].chain.head, self.network.now) for name in others}
+        self.begin(dict.fromkeys(self.swarm.peers, self.network.now))
+        self.offer(self.round)
+        self.after(HEARTBEAT, self.beat)
 
     def begin(self, seen: dict[PeerId, float]) -> None:
         """The next round on our chain."""
@@ -72,11 +85,12 @@ class Peer:
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
         """Later, unless dead by then; a frozen process goes on when it thaws."""
+        life = self._life
 
         def act() -> None:
             if self.name in self.network.link.frozen:
                 self.network.schedule(0.1, act)
-            elif self.name not in self.network.link.dead:
+            elif self.name not in self.network.link.dead and life == self._life:
                 action()
 
         self.network.schedule(delay, act)
@@ -164,7 +178,9 @@ class Peer:
         self.after(delay, lambda: self._transferred(blob, source, attempt))
 
     def _transferred(self, blob: Blob, source: PeerId, attempt: int) -> None:
-        if self.network.link.reaches(source, self.name) and blob.digest in self.swarm.peers[source].store:
+        link = self.network.link
+        connected = link.reaches(self.name, source) and link.reaches(source, self.name)
+        if connected and blob.digest in self.swarm.peers[source].store:
             self.store.add(blob.digest)
             self.feed(Held(blob.digest))
             self.apply()
@@ -318,6 +334,15 @@ class Swarm:
     def kill(self, name: PeerId) -> None:
         self.network.say(name, "is killed")
         self.network.link.dead.add(name)
+
+    def bring_back(self, name: PeerId, deaf_seconds: float) -> None:
+        self.network.say(name, f"comes back, deaf for {deaf_seconds:.1f} s")
+        furthest = max(self.alive(), key=lambda peer: peer.chain.tokens).chain
+        self.network.link.dead.discard(name)
+        if deaf_seconds:
+            self.network.link.deaf.add(name)
+            self.network.schedule(deaf_seconds, lambda: self.network.link.deaf.discard(name))
+        self.peers[name].come_back(furthest)
 
     def freeze(self, name: PeerId, seconds: float) -> None:
         self.network.say(name, f"freezes for {seconds:.1f} s")

@@ -51,6 +51,7 @@ class Story:
 
     def _plan(self) -> None:
         kinds = ["kill", "kill in phase", "kill in phase", "kill reducer", "freeze", "split"]
+        kinds += ["return", "return"] if self.isolating else []  # whoever comes back has forgotten its promises
         for _ in range(self._chance.choice([0, 1, 1, 2, 3])):
             kind = self._chance.choice(kinds)
             if kind == "kill in phase":
@@ -64,8 +65,10 @@ class Story:
     def _strike(self, kind: str) -> None:
         names = [peer.name for peer in self.swarm.alive()]
         victim = self._chance.choice(names)
-        if kind == "kill":
+        if kind in ("kill", "return"):
             self._kill(victim)
+            if kind == "return" and victim in self.swarm.network.link.dead:
+                self._return_of(victim)
         elif kind == "freeze":
             self.swarm.freeze(victim, self._chance.uniform(0.5, 9.0))
         else:
@@ -80,6 +83,11 @@ class Story:
     def _kill(self, victim: PeerId) -> None:
         if len(self.swarm.alive()) > 1 and victim not in self.swarm.network.link.dead:
             self.swarm.kill(victim)
+
+    def _return_of(self, victim: PeerId) -> None:
+        """As a new process; the ways to it may take longer to be found again than the ways from it."""
+        away, deaf = self._chance.uniform(1.0, 12.0), self._chance.choice([0.0, 0.0, 8.0, 20.0])
+        self.swarm.network.schedule(away, lambda: self.swarm.bring_back(victim, deaf))
 
     def _kill_in_phase(self, kind: str, number: int) -> None:
         """Right before or after a peer sends its first statement of a kind in a round."""

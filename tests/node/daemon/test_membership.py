@@ -108,3 +108,16 @@ def test_the_head_is_announced_at_once() -> None:
     assert directory.published == {
         "urgent": True, "round": 3, "digest": bytes(32), "chain_tokens": 7, "state_digest": bytes([1]) * 32
     }  # fmt: skip
+
+
+def test_our_own_progress_goes_out_with_a_new_head() -> None:
+    directory = FakeDirectory()
+    members = Members(cast(Any, directory), Chain.begin(RUN_ID), True, random.Random(0), lambda: {"step": 40})
+    members.announce_head(Head(3, bytes(32), 7), bytes([1]) * 32)
+    assert directory.published["step"] == 40 and directory.published["round"] == 3
+
+
+def test_the_other_trainers_are_without_ourselves_and_those_who_watch() -> None:
+    directory = FakeDirectory()
+    directory.records |= {"a": PeerRecord(role="trainer"), "b": PeerRecord(role="observer")}
+    assert members_of(directory).other_trainers() == ["a"]

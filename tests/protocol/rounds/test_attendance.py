@@ -1,4 +1,7 @@
+import pytest
+
 from protocol.identity import PeerId
+from protocol.rounds import attendance as attendance_module
 from protocol.rounds.attendance import KEPT_DECISIONS, Attendance
 from protocol.rounds.kinds import Body, kind_of
 from protocol.rounds.reports import Acknowledgement, Decision, Holding, Part
@@ -62,6 +65,15 @@ def test_whom_the_leader_has_just_told_is_not_told_again() -> None:
     attendance = decided(3, told=(ASKER,))
     assert attendance.answer(3, ASKER, now=10.5) == ()
     assert attendance.answer(3, OTHER, now=10.5) != ()
+
+
+def test_a_crowd_of_strangers_is_forgotten_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendance_module, "MAX_TOLD", 2)
+    attendance = decided(3)
+    for asker in (ASKER, OTHER, LEADER):
+        assert attendance.answer(3, asker, now=10.0) != ()
+    assert attendance.answer(3, LEADER, now=10.1) == ()
+    assert attendance.answer(3, ASKER, now=10.1) != (), "it was told the longest ago"
 
 
 def test_those_who_know_are_not_answered() -> None:
