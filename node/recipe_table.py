@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from node.arena import carried
 from node.model import shape_table
 from node.places import demo_manifest
 from optim.errors import OptimError
@@ -54,7 +55,7 @@ def describe(recipe: str) -> dict[str, Any]:
         **{part: _kind(method, part) for part in PARTS},
         "bits_per_parameter_sync": bits,
         "bits_per_parameter_step": bits / steps,
-        "memory_per_parameter": FLOAT_BYTES * (len(STATE) + len(method.slots)),
+        "memory_per_parameter": FLOAT_BYTES * vectors(method),
         "needs": needs(method),
         "options": {part: options(method, part) for part in PARTS},
     }
@@ -67,7 +68,9 @@ def bits_of_a_cycle(program: Program) -> tuple[float, int]:
     return bits, sum(plan.steps for plan in plans)
 
 
-STATE = ("anchor", "reference", "residual")
+def vectors(method: Method) -> int:
+    """Of the model's size, beside the weights and the inner optimizer's: anchor, slots, references and residual."""
+    return 1 + len(method.slots) + len(carried(method)) + method.signal.width
 
 
 def needs(method: Method) -> list[str]:

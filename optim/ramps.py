@@ -37,6 +37,11 @@ class Ramp:
         return _value(self.text, round_number)
 
     @property
+    def words(self) -> set[str]:
+        """What stands before and behind each turn."""
+        return _words(self.text)
+
+    @property
     def knots(self) -> tuple[int, ...]:
         return _knots(self.text, 0)
 
@@ -113,3 +118,8 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise UnknownOption(f"{text!r} is too great a number")
     return value
+
+
+def _words(text: str) -> set[str]:
+    step = _STEP.fullmatch(text)
+    return {step["first"], *_words(step["rest"])} if step else {text.strip()}

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
@@ -114,7 +114,7 @@ def compose(recipe: str, overrides: Tables = NOTHING) -> Method:
     row = RECIPES[recipe]
     tables = {part: _merged(row.tables[part], overrides.get(part, {})) for part in PARTS}
     knots = tuple(sorted({0, *_knots(tables)}))
-    for number in knots:
+    for number in _tried(knots):
         _compose(row, tables, number)  # every fault is found now
     if len(knots) == 1:
         return _compose(row, tables, 0)
@@ -123,6 +123,12 @@ def compose(recipe: str, overrides: Tables = NOTHING) -> Method:
 
 
 KEPT_METHODS = 64
+MOST_TRIED = 4096
+
+
+def _tried(knots: tuple[int, ...]) -> Iterable[int]:
+    """Options that bound one another may collide between the turns of their courses: all rounds, if not too many."""
+    return (*knots, *range(knots[-1])) if knots[-1] < MOST_TRIED else knots
 
 
 def _compose(row: Recipe, tables: Tables, round_number: int) -> Method:
@@ -153,16 +159,25 @@ def _build(part: str, kinds: Mapping[str, type[Part]], table: Table, round_numbe
     kind = options.pop("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise UnknownOption(f"{part}.kind = {kind!r} is not known; {_hint(str(kind), kinds)}")
-    fields = [field.name for field in dataclasses.fields(kinds[kind])]  # type: ignore[arg-type]
-    if ramp(table["kind"]):  # an option may belong to the other kind
-        options = {option: value for option, value in options.items() if option in fields}
+    fields = _options(kinds[kind])
+    known = {field for other in _kinds_over_time(table["kind"]) & kinds.keys() for field in _options(kinds[other])}
     for option in options:
-        if option not in fields:
+        if option not in known:
             raise UnknownOption(f"{part} {kind!r} has no option {option!r}; {_hint(option, [*fields, 'kind'])}")
     try:
-        return kinds[kind](**options)
+        return kinds[kind](**{option: value for option, value in options.items() if option in fields})
     except ValidationError as error:
         raise UnknownOption(_first_fault(part, error)) from error
+
+
+def _options(kind: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _kinds_over_time(kind: Scalar) -> set[str]:
+    """A codec's options may belong to the kind before a turn, or to the one after it."""
+    course = ramp(kind)
+    return course.words if course else {str(kind)}
 
 
 def _in_round(value: Scalar, round_number: int) -> Scalar:

@@ -7,12 +7,12 @@ and at the ends of a vector not even on those.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from optim.layout import Span, within
+from optim.layout import Span
 from optim.vectors import norm
 
 EPSILON = 1e-8
@@ -31,10 +31,6 @@ class Moment:
     step: int = 0
     decay: float = 1.0
     matrices: tuple[Span, ...] = ()
-
-    def within(self, start: int, stop: int) -> "Moment":
-        """Of that span of the model."""
-        return replace(self, matrices=within(self.matrices, start, stop))
 
 
 class Update(ABC):

@@ -133,3 +133,8 @@ def test_no_text_breaks_it(text: str) -> None:
         for number in (0, 1, *found.knots, 10**9):
             value = found.at(number)
             assert isinstance(value, str) or math.isfinite(value)
+
+
+def test_the_words_of_a_course_are_all_that_it_may_be() -> None:
+    course = ramp("none until 5 then int8 until 0 then sign")
+    assert course is not None and course.words == {"none", "int8", "sign"}

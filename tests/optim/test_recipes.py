@@ -151,3 +151,16 @@ def test_bad_options_get_one_line_that_says_what_is_allowed(
     with pytest.raises(UnknownOption, match=text) as caught:
         compose("diloco", overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_a_fault_between_the_turns_of_two_courses_is_found_before_the_run() -> None:
+    with pytest.raises(UnknownOption, match="delay must not be above ahead"):
+        compose("diloco", {"schedule": {"ahead": "30 -> 0 over 10", "delay": "30 ~> 0 over 10"}})
+    compose("diloco", {"schedule": {"ahead": "30 -> 0 over 10", "delay": "15 -> 0 over 10"}})
+
+
+def test_an_option_of_neither_kind_is_refused_and_one_of_either_is_taken() -> None:
+    with pytest.raises(UnknownOption, match="has no option 'kk'"):
+        compose("sparseloco", {"codec": {"kind": "int8 until 5 then topk", "kk": 3}})
+    method = compose("sparseloco", {"codec": {"kind": "int8 until 5 then topk", "k": 32, "block": 512}})
+    assert (method.codec.kind, method.at(5).codec.kind) == ("int8", "topk")

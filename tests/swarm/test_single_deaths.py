@@ -98,7 +98,7 @@ def test_the_leader_of_a_round_dies(flock: Flock) -> None:
     flock.wait(lambda: highest(flock) >= round_number, "a round begins")
     number = highest(flock)
     ids = {peer.status.peer_id: peer for peer in flock.peers if peer.status}
-    leader = Election(flock.manifest.run_id, number).leader(0, ids)
+    leader = Election(flock.manifest.run_id, number).leader(0, frozenset(ids))
     assert leader is not None
     victim = ids[leader]
     victim.kill()
