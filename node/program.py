@@ -33,12 +33,16 @@ def program_of(manifest: Manifest, method: Method | None = None) -> Program:
     return program
 
 
-def rate_share(train: Train, step: int) -> float:
-    """Of the learning rate at inner step `step`, counted from 0: linear warm-up times cosine decay to `final_share`."""
+def rate_share(train: Train, step: int, began: int = 0) -> float:
+    """Of the learning rate at inner step `step`, counted from 0: linear warm-up times cosine decay to `final_share`.
+
+    `began`: local steps that the run was old when this trainer joined it. It warms up as everyone did, but to the rate
+    that the others have by then.
+    """
     warmup = min(1.0, (step + 1) / (train.warmup_steps + 1))
     if train.decay_steps == 0:
         return warmup
-    cosine = (1 + math.cos(math.pi * min(1.0, step / train.decay_steps))) / 2
+    cosine = (1 + math.cos(math.pi * min(1.0, (began + step) / train.decay_steps))) / 2
     return warmup * (train.final_share + (1 - train.final_share) * cosine)
 
 

@@ -15,13 +15,15 @@ from protocol.manifest import Train
 
 
 class InnerOptimizer:
-    """`vectors`: the optimizer's state, flat fp32 on the model's device; it belongs to the trainer's."""
+    """`vectors`: the optimizer's state, flat fp32 on the model's device; it belongs to the trainer's. `began`: local
+    steps that the run was old when this trainer joined it; `moments_began`: those that its first moments came from."""
 
     def __init__(self, model: Llama, train: Train, inner: Inner) -> None:
         self._train, self._inner = train, inner
         self._parameter = model.flat
         self._weights = model.flat.detach()
         self._layout = model.shapes.layout
+        self.began = self.moments_began = 0
         self.vectors = {name: torch.zeros_like(self._weights) for name in inner.vectors}
 
     def look_ahead(self, step: int) -> Tensor | None:
@@ -49,6 +51,6 @@ class InnerOptimizer:
 
     def _step(self, count: int) -> Step:
         train = self._train
-        rate = train.learning_rate * rate_share(train, count)
-        layout = self._layout
-        return Step(count, rate, train.beta1, train.beta2, train.weight_decay, layout.matrices, layout.spans)
+        rate = train.learning_rate * rate_share(train, count, self.began)
+        layout, age = self._layout, self.moments_began + count
+        return Step(age, rate, train.beta1, train.beta2, train.weight_decay, layout.matrices, layout.spans)

@@ -68,6 +68,7 @@ class Counters(_Record):
     step: NonNegativeInt = 0
     tokens: NonNegativeInt = 0
     round: NonNegativeInt = 0
+    began: NonNegativeInt = 0  # local steps that the run was old when this trainer joined it
     position: NonNegativeInt = 0
     skipped: NonNegativeInt = 0
     since_message: Work = Work()
@@ -97,7 +98,8 @@ class InnerState:
         """Begin at the anchor of that round, with nothing trained."""
         self.reference.copy_(self._agreed(round_number))
         self._set_live(self.reference)
-        self.counters = Counters(round=round_number)
+        self.counters = Counters(round=round_number, began=self._program.steps_before(round_number))
+        self._tell_age()
 
     def restore(self) -> bool:
         """Take the newest snapshot; False when there is none."""
@@ -107,7 +109,12 @@ class InnerState:
         self.counters = Counters.model_validate(snapshot.meta)
         for name, tensor in self._vectors().items():
             tensor.copy_(snapshot.vectors[name])
+        self._tell_age()
         return True
+
+    def _tell_age(self) -> None:
+        began = self.counters.began
+        self._optimizer.began, self._optimizer.moments_began = began, began if len(self._carried) > 1 else 0
 
     def save(self) -> None:
         self._arena.write_snapshot(self._vectors(), self.counters.model_dump(mode="json"))

@@ -221,3 +221,17 @@ def test_progress_that_no_round_took_lives_on_where_it_cannot_be_sent_later(reci
         assert not bench.state.residual.any()
     finally:
         bench.close()
+
+
+@pytest.mark.parametrize(("recipe", "moments"), [("diloco", 0), ("local-adam", 12)])
+def test_a_newcomer_is_as_old_as_the_run_and_its_moments_as_what_they_came_from(recipe: str, moments: int) -> None:
+    bench = Bench(recipe, {"schedule": {"inner_steps": 4}})
+    try:
+        bench.share(3, bench.weights.clone())
+        bench.state.start(3)
+        assert (bench.optimizer.began, bench.optimizer.moments_began) == (12, moments)
+        bench.state.save()
+        again = Bench(recipe, {"schedule": {"inner_steps": 4}}, bench.arena)
+        assert (again.optimizer.began, again.optimizer.moments_began) == (12, moments), "after a death as well"
+    finally:
+        bench.close()

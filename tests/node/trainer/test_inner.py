@@ -125,3 +125,10 @@ def test_every_inner_part_keeps_its_vectors_on_the_models_device(kind: str) -> N
         optimizer.clear_gradient()
     assert all(vector.shape == model.flat.shape for vector in optimizer.vectors.values())
     assert torch.isfinite(model.flat).all() and model.flat.grad is None
+
+
+def test_a_newcomer_warms_up_to_the_rate_that_the_others_have() -> None:
+    train = Train(batch_tokens=24, learning_rate=1e-2, warmup_steps=4, decay_steps=100, final_share=0.0)
+    assert rate_share(train, 50, 0) == pytest.approx(rate_share(train, 10, 40))
+    assert rate_share(train, 0, 50) == pytest.approx(0.2 * 0.5)
+    assert rate_share(train, 0, 0) == pytest.approx(0.2), "the control: as if the run had just begun"
