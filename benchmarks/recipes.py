@@ -288,7 +288,7 @@ def main(arguments: Sequence[str]) -> int:
     words = _parser().parse_args(arguments)
     everything = rows()
     names = [row.name for row in everything]
-    chosen = [row for row in everything if not words.only or row.name in words.only]
+    chosen = [row for name in words.only or names for row in everything if row.name == name]
     ledger = Ledger(words.results)
     if not words.report:
         perform(jobs_of(words, chosen, ledger), ledger, words.workers)
