@@ -21,6 +21,7 @@ from protocol.errors import MissingFileError, UsageError
 from protocol.manifest import Manifest
 
 BYTES = 256
+REPLACED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Codec(Protocol):
@@ -95,7 +96,13 @@ def generate(
     if max(start) >= usable:
         raise UsageError(f"the prompt has tokens that this model of {usable} does not know; use another prompt")
     sampled = sample(model, start, temperature, top_k, seed, usable)
-    return codec.decode(itertools.islice(sampled, tokens))
+    return harmless(codec.decode(itertools.islice(sampled, tokens)))
+
+
+def harmless(pieces: Iterator[str]) -> Iterator[str]:
+    """Strangers trained the model: what it says must not steer the terminal. Other control characters are marked."""
+    for piece in pieces:
+        yield "".join(sign if sign.isprintable() or sign in "\n\t" else REPLACED for sign in piece)
 
 
 def sample(

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from node.checkpoints.checkpoint import Checkpoint, save
-from node.generate import ByteCodec, choose, generate, sample
+from node.generate import ByteCodec, choose, generate, harmless, sample
 from node.model import Llama, initial_weights, shape_table
 from protocol.errors import CheckpointError, MissingFileError, UsageError
 from protocol.manifest import Manifest
@@ -140,3 +140,9 @@ def test_nothing_to_generate_from(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(manifest().to_toml())
     with pytest.raises(CheckpointError):
         generate(tmp_path, "x")
+
+
+def test_what_a_model_says_does_not_steer_the_terminal() -> None:
+    said = ["fine\n\t", "\x1b[2J", "\x00\r", "\u202e", "\x9b", "ok"]
+    assert "".join(harmless(iter(said))) == "fine\n\t\ufffd[2J\ufffd\ufffd\ufffd\ufffdok"
+    assert not "".join(said).replace("\n", "").replace("\t", "").isprintable(), "the control: these would"
