@@ -86,9 +86,6 @@ def thousandth() -> list[Row]:
         _row("sparse 10", "sparseloco", schedule={"inner_steps": 10}),
         _row("senders 10", "sparseloco-senders", schedule={"inner_steps": 10}),
         _row("senders 10, decay 0.8", "sparseloco-senders", **quick, schedule={"inner_steps": 10}),
-        _row(
-            "senders 9, decay 0.8, 1 bit", "sparseloco-senders", **quick, schedule={"inner_steps": 9}, codec={"bits": 1}
-        ),
         _row("sign 65", "averaging", schedule={"inner_steps": 65}, codec={"kind": "sign"}),
     ]
 

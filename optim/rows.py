@@ -88,6 +88,15 @@ SYNCHRONOUS: Final = (
         schedule=_every(30),
         aggregate={"kind": "sender-mean", "clip": True},
     ),
+    _recipe(
+        "frugal",
+        "this project, after arXiv 2603.08163",
+        SPARSE,
+        schedule=_every(9),
+        codec={"kind": "topk", "k": 64, "bits": 1},
+        feedback={"kind": "error", "decay": 0.8},
+        aggregate={"kind": "sender-mean", "clip": True},
+    ),
     _recipe("averaging", "arXiv 1602.05629", {**INT8, **AVERAGE}, schedule=_every(30)),
     _recipe(
         "edit",

@@ -5,20 +5,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import method_choice, traffic
-from node.data import open_source
+from benchmarks import recipes, traffic
+from node.model import shape_table
 from node.program import program_of
+from node.recipe_table import bits_of_a_cycle
+from node.simulation.baselines import LOCAL
+from node.simulation.measure import Outcome, Point
+from optim.program import Program
 from optim.recipes import compose
 from optim.rows import RECIPES
+from optim.updates.adaptive import Sign
 from protocol.manifest import Manifest, load_manifest
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+DEMO = shape_table(load_manifest(CONFIGS / "demo.toml").model)
 
 
 @pytest.fixture
 def manifest() -> Manifest:
     torch.set_num_threads(1)
-    return method_choice.smaller(load_manifest(CONFIGS / "test.toml"), 6, small=True)
+    return load_manifest(CONFIGS / "demo.toml")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -43,11 +49,46 @@ def test_traffic_grows_with_the_swarm_as_the_topology_says(manifest: Manifest) -
     assert rows["noloco"][1] == rows["noloco"][0]
 
 
-def test_a_trial_of_a_method(manifest: Manifest) -> None:
-    trial = method_choice.Trial(manifest, open_source(manifest.data, CONFIGS), peers=2, steps=6, seed=0)
-    start = trial.loss(trial.initial)
-    settings = (method_choice.averaging(3), method_choice.averaging(3, delay=1), method_choice.sparse(2, 64, 1.0))
-    outcomes = [method_choice.run(trial, setting) for setting in settings]
-    assert all(outcome.validation_loss < start + 0.1 for outcome in outcomes)
-    assert len({outcome.validation_loss for outcome in outcomes}) == 3
-    assert all(outcome.bytes_ratio is not None and outcome.bytes_ratio > 1 for outcome in outcomes)
+def test_a_thousandth_is_what_its_rows_spend(manifest: Manifest) -> None:
+    for row in recipes.thousandth():
+        method = compose(row.recipe, row.tables)
+        bits, steps = bits_of_a_cycle(Program(method, DEMO.layout, 1))
+        assert bits / steps <= 16 / 1000 * 1.005, row.name
+    bits, steps = bits_of_a_cycle(Program(compose("sparseloco"), DEMO.layout, 1))
+    assert bits / 5 > 16 / 1000, "the control: every 5 steps would be too much"
+
+
+def test_every_row_can_be_run_and_none_has_another_period_than_the_others() -> None:
+    rows = recipes.rows()
+    assert {row.recipe for row in rows} >= RECIPES.keys()
+    methods = {row.name: compose(row.recipe, row.tables) for row in rows if row.recipe != LOCAL}
+    assert all(method.schedule.ahead <= recipes.PERIOD for name, method in methods.items() if name != "anarchic")
+    assert all(methods[name].schedule.inner_steps <= recipes.PERIOD for name in RECIPES if not name.endswith("-warm"))
+
+
+def test_what_was_run_is_found_again_and_the_grid_chooses(tmp_path: Path) -> None:
+    path, row = tmp_path / "results" / "recipes.json", recipes.rows()[2]
+    ledger = recipes.Ledger(path)
+    for setting, factor, loss in (("grid", 0.5, 2.0), ("grid", 2.0, 1.5), ("scratch", 2.0, 1.2), ("scratch", 0.5, 9.0)):
+        outcome = Outcome(loss, 0.1, 1.0, 10.0, 0.9, 4, 100, 5.0, (Point(100, 10.0, 5.0, loss),))
+        ledger.add(recipes.Job(row, setting, 0, factor), outcome)
+    again = recipes.Ledger(path)
+    assert again.best_factor(row.name) == 2.0 and again.best_factor("another") == 1.0
+    assert again.comparison("scratch", [row.name]).of(row.name).loss == 1.2
+    assert any(f"| {row.name} | 1.200 " in line for line in recipes.markdown(again.comparison("scratch", [row.name])))
+    recipes.perform([recipes.Job(row, "scratch", 0, 2.0)], again, workers=1)  # is there: nothing is started
+    assert again.runs.keys() == ledger.runs.keys()
+
+
+def test_the_step_of_a_row_is_moved_where_its_weights_move() -> None:
+    rows = {row.name: row for row in recipes.rows()}
+    inner, outer = (recipes.Job(rows[name], "scratch", 0, 2.0) for name in ("diloco", "demo"))
+    assert (
+        recipes.setting_of(inner).manifest.train.learning_rate
+        == 2 * recipes.setting_of(outer).manifest.train.learning_rate
+    )
+    usual, moved = (
+        compose(rows["demo"].recipe, tables).update for tables in (rows["demo"].tables, recipes.tables_of(outer))
+    )
+    assert isinstance(usual, Sign) and isinstance(moved, Sign)
+    assert moved.learning_rate == 2 * usual.learning_rate
