@@ -90,7 +90,7 @@ SYNCHRONOUS: Final = (
     ),
     _recipe(
         "frugal",
-        "this project, after arXiv 2603.08163",
+        "arXiv 2603.08163, with our constants",
         SPARSE,
         schedule=_every(9),
         codec={"kind": "topk", "k": 64, "bits": 1},
