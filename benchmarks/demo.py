@@ -1,4 +1,5 @@
-"""Does exchanging help? The demo's swarm against peers that train alone, at equal inner steps a peer, over seeds.
+"""Does exchanging help? The demo's model, averaged every 20 steps, against peers that train alone, at equal inner steps
+a peer, over seeds.
 
     python benchmarks/demo.py [--seeds 3] [--rounds 12] [--peers 3] [--json]
 
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from protocol.manifest import Manifest, Method, load_manifest
 
 MANIFEST = Path(__file__).parent.parent / "configs" / "demo.toml"
 RUN_SECONDS = 3600
@@ -42,15 +45,23 @@ def main() -> int:
 def train(seed: int, rounds: int, peers: int) -> float:
     """Final validation loss of a swarm of that size."""
     with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run.toml"
+        run.write_text(averaging().to_toml())
         options = [
             *("--peers", str(peers), "--rounds", str(rounds), "--seed", str(seed)),
             *("--dir", f"{folder}/swarm", "--no-drill", "--json"),
         ]
-        command = [sys.executable, "-m", "node.cli", "up", str(MANIFEST), *options]
+        command = [sys.executable, "-m", "node.cli", "up", str(run), *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
     if done.returncode:
         raise SystemExit(f"a run ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
     return float(json.loads(done.stdout)["validation_loss"])
+
+
+def averaging() -> Manifest:
+    """The plainest recipe: what the figures say is of exchanging, not of a method."""
+    method = Method(recipe="averaging", schedule={"inner_steps": 20})
+    return load_manifest(MANIFEST).model_copy(update={"method": method})
 
 
 def line(seed: int, losses: dict[str, dict[int, float]]) -> str:
