@@ -5,12 +5,13 @@ import os
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import MalformedError, TransportError, UnreachableError
 from protocol.identity import Identity
 from protocol.network.control import Control, split_address
 
-PEER = Identity.create().peer_id
+PEER = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32))).peer_id  # the same in every process that runs tests
 
 
 @pytest.mark.parametrize("way", ["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/9", "/dns4/example.org/tcp/4001"])
