@@ -19,7 +19,11 @@ def svg(comparison: Comparison) -> str:
     """A whole document. Each line is the mean over the seeds; a series with one point is a dot."""
     charts = (
         ("bytes sent by a peer", lambda point: point.sent_bytes, lambda value: short_bytes(round(value))),
-        ("virtual seconds", lambda point: point.virtual_seconds, lambda value: f"{value:.3g}"),
+        (
+            "virtual seconds",
+            lambda point: point.virtual_seconds,
+            lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
+        ),
     )
     drawn = [
         _chart(comparison.series, title, across, label, index * WIDTH)
@@ -32,6 +36,10 @@ def svg(comparison: Comparison) -> str:
         'font-family="sans-serif" font-size="12">'
     )
     return "\n".join((head, '<rect width="100%" height="100%" fill="white"/>', *drawn, legend, "</svg>\n"))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def mean_curve(series: Series) -> list[Point]:
