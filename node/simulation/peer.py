@@ -5,19 +5,27 @@ node.daemon.participant); what takes a daemon time on the network takes it virtu
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from node.channel import Fate
 from node.daemon.offers import Offer, Offers
 from node.daemon.participant import GAP, PATIENCE
 from node.daemon.replica import Share, blobs_of
+from node.simulation.clock import VirtualClock
+from node.simulation.directory import Directory
 from node.simulation.learner import Learner
-from node.simulation.ledger import End
-from node.simulation.vault import KEPT_ROUNDS, Applied
+from node.simulation.ledger import End, Ledger
+from node.simulation.links import Links
+from node.simulation.notary import Notary
+from node.simulation.setting import Setting
+from node.simulation.vault import KEPT_ROUNDS, Applied, Vault
+from optim.method import Method
+from optim.program import Program
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
+from protocol.manifest import RunId
 from protocol.rounds.attendance import Attendance
 from protocol.rounds.chain import Chain, Head
 from protocol.rounds.events import (
@@ -31,25 +39,51 @@ from protocol.rounds.events import (
     Received,
     Reduce,
     Reduced,
+    RoundSettings,
     Send,
     Skip,
     Tick,
 )
 from protocol.rounds.grouping import group_of
 from protocol.rounds.round import Round
-from protocol.rounds.statements import Commit, Digest, Statement
-
-if TYPE_CHECKING:
-    from node.simulation.swarm import Swarm
+from protocol.rounds.statements import Commit, Digest, Statement, Terms
 
 REACTION = 0.01  # virtual seconds in which a peer gathers what came in before it looks at it
 RETRY = 0.2  # until it asks again for a blob that nobody had
 
 
+class World(Protocol):
+    """What a peer asks of the swarm that it is in, and tells it."""
+
+    setting: Setting
+    method: Method
+    program: Program
+    run_id: RunId
+    clock: VirtualClock
+    links: Links
+    ledger: Ledger
+    directory: Directory
+    notary: Notary
+    vault: Vault
+    terms: Terms
+    round_settings: Callable[[int], RoundSettings]
+    peers: dict[PeerId, "VirtualPeer"]
+
+    def say(self, sender: "VirtualPeer", receivers: Iterable[PeerId], signed: wire.Signed) -> None: ...
+
+    def new_learner(self, peer: "VirtualPeer") -> Learner: ...
+
+    def steps_to_target(self, tokens: int) -> int: ...
+
+    def stepped(self, peer: "VirtualPeer") -> None: ...
+
+    def arrived(self, peer: "VirtualPeer") -> None: ...
+
+
 class VirtualPeer:
     """`slot`: which machine and link it has. A peer that comes back is a new one on the old slot."""
 
-    def __init__(self, name: PeerId, slot: int, swarm: "Swarm") -> None:
+    def __init__(self, name: PeerId, slot: int, swarm: World) -> None:
         self.name, self.slot, self.swarm = name, slot, swarm
         self.alive = True
         self.chain = Chain.begin(swarm.run_id)
