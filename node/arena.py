@@ -19,13 +19,14 @@ process copies and then looks whether the generation is still the newest (a sequ
 """
 
 import hashlib
+import itertools
 import json
 import mmap
 import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -132,11 +133,20 @@ class Arena:
         """The buffer of that round's shared vectors, one after the other, the weights first: flat fp32."""
         return self._vector(round_number % 2, self.contents.anchor)
 
+    def write_anchor(self, round_number: int, shared: Sequence[Tensor]) -> None:
+        """The shared vectors of that round, in the order in which the method names them."""
+        torch.cat(list(shared), out=self.anchor(round_number))
+
     @property
     def outbox(self) -> memoryview:
         """All bytes of the outbox, writable."""
         start = self.contents.offset(2 + 2 * len(self.contents.vectors))
         return memoryview(self._map)[start : start + self.outbox_bytes]
+
+    def outbox_parts(self, sizes: Sequence[int]) -> list[memoryview]:
+        """The parts of a message of those sizes, not copied."""
+        outbox, ends = self.outbox, itertools.accumulate(sizes)
+        return [outbox[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def write_snapshot(self, vectors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> int:
         """Copy the inner state (every vector, from any device) and publish it; returns its generation."""

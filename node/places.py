@@ -28,7 +28,7 @@ def joined_folder(manifest: Manifest) -> Path:
 
 def hosted_folder(manifest: Manifest) -> Path:
     """Apart from that of a node of the same run on this machine: two processes never share a folder or a key."""
-    return joined_home() / "hosts" / f"{manifest.run.name}-{manifest.run_id[:8]}"
+    return joined_home() / "hosts" / joined_folder(manifest).name
 
 
 def fresh_swarm(name: str) -> Path:

@@ -26,8 +26,9 @@ MAX_CYCLE = 1000  # rounds
 
 @plain_dataclass(frozen=True)
 class Progress:
-    """What a peer measures its message from. Flat fp32 on the CPU; `live`, `reference` (where its last message left
-    off) and `agreed` by the names of shared vectors, `own` by those of the inner optimizer's."""
+    """What a peer measures its message from, flat fp32 on the CPU. `live`, `reference` (where its last message left
+    off) and `agreed` go by the names of shared vectors, `own` by those of the inner state that the signal consumes.
+    """
 
     live: Mapping[str, torch.Tensor]
     reference: Mapping[str, torch.Tensor]

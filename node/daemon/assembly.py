@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from importlib.metadata import version
 from typing import Any
@@ -63,6 +63,14 @@ VALIDATION_TOKENS = 16_384
 STORE_STATES = 16  # how many states' worth of blobs may lie in the store
 STORE_EXTRA_BYTES = 1 << 30
 MAX_TOKENS = 1 << 40  # of one contribution
+
+
+def usual_listen(folder: RunFolder, listen: Sequence[str]) -> tuple[str, ...]:
+    """A port left to chance is the one of the last start, where that is still free: links stay true."""
+    port = folder.usual_port()
+    if not port or not port_is_free(port):
+        return tuple(listen)
+    return tuple(address.replace("/tcp/0", f"/tcp/{port}") for address in listen)
 
 
 def spent(seconds: Mapping[str, float], *activities: str) -> float:
@@ -212,7 +220,7 @@ class Assembly:
                 lambda server: add_RoundsServicer_to_server(rounds, server),
                 lambda server: add_RunsServicer_to_server(runs, server),
             ],
-            listen=self._listen(),
+            listen=usual_listen(self._folder, self._settings.listen),
         )
         self.rendezvous = Rendezvous(
             self._identity, self._settings.run_id, self.transport, self._clock, self.directory.neighbours,
@@ -261,13 +269,6 @@ class Assembly:
     async def trainer_failure(self) -> None:
         """Ends when the trainer fails for good: raises its reason."""
         await self.trainer.finished()
-
-    def _listen(self) -> tuple[str, ...]:
-        """A port left to chance is the one of the last start, where that is still free."""
-        port = self._folder.usual_port()
-        if not port or not port_is_free(port):
-            return self._settings.listen
-        return tuple(address.replace("/tcp/0", f"/tcp/{port}") for address in self._settings.listen)
 
     def _trainer_config(self) -> Config:
         settings = self._settings

@@ -147,5 +147,5 @@ def restored_offers(saved: Checkpoint, program: Program, arena: Arena, store: Bl
     outstanding = Counters.model_validate(saved.inner_meta).outstanding
     if outstanding is not None and offers.fate_of(outstanding.round) == "none":
         message = outstanding.message()
-        offers.place(Offer(message, stored_parts(store, arena.outbox, message)))
+        offers.place(Offer(message, stored_parts(store, arena, message)))
     return offers

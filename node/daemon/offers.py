@@ -6,6 +6,7 @@ two happens, and is remembered until the trainer's next message, so a trainer (o
 hears of it afterwards. PURE.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,11 @@ class Offers:
         if self.current.parts in mine:
             return self._decide("included")
         return self.arrive(commit.round + 1)
+
+    def reach(self, me: PeerId, commits: Iterable[Commit], number: int) -> Fate:
+        """What these commits, in order, mean for our message, and that we stand before `number` now."""
+        fates = [*(self.settle(me, commit) for commit in commits), self.arrive(number)]
+        return next((fate for fate in fates if fate != "none"), "none")
 
     def arrive(self, number: int) -> Fate:
         """We stand before that round: a message that it cannot take is given back."""

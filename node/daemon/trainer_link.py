@@ -8,12 +8,10 @@ that of the next message. So nothing is sent to a trainer between its death and 
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from node.arena import Arena
@@ -73,7 +71,7 @@ class TrainerLink:
 
     async def start(self, round_number: int, shared: Sequence[Tensor]) -> None:
         self._round = self._adopted_round = round_number
-        self._write(round_number, shared)
+        self._arena.write_anchor(round_number, shared)
         await self._process.start()
         self._running = True
         self._listener = asyncio.create_task(self._listen(), name="trainer link")
@@ -98,11 +96,7 @@ class TrainerLink:
 
     def settle(self, commits: Iterable[Commit], number: int) -> Fate:
         """What these commits, in order, mean for the message that is on its way, and that we stand before `number`."""
-        fates = [*(self.offers.settle(self._me, commit) for commit in commits), self.offers.arrive(number)]
-        return next((fate for fate in fates if fate != "none"), "none")
-
-    def _write(self, round_number: int, shared: Sequence[Tensor]) -> None:
-        torch.cat(list(shared), out=self._arena.anchor(round_number))
+        return self.offers.reach(self._me, commits, number)
 
     async def adopt(self, round_number: int, shared: Sequence[Tensor]) -> None:
         """Hand the trainer a new anchor, and the fate of its message if that is decided."""
@@ -110,7 +104,7 @@ class TrainerLink:
             return
         if not await self.has_adopted(self._round):
             logger.warning("the trainer has not adopted round %d for %g s", self._round, ADOPTION_SECONDS)
-        await self._work(self._write, round_number, shared)
+        await self._work(self._arena.write_anchor, round_number, shared)
         self._round = round_number
         self.offers.arrive(round_number)  # a message may have come while the copy was under way
         # On another chain the number may be lower, and is not adopted yet for all that.
@@ -172,14 +166,12 @@ class TrainerLink:
         self._outstanding = message.round
         async with self.placing:
             # Not copied: the outbox stays as it is until the fate of this message is told.
-            outbox = self._arena.outbox
-            self.offers.place(Offer(message, await self._work(stored_parts, self._store, outbox, message)))
+            self.offers.place(Offer(message, await self._work(stored_parts, self._store, self._arena, message)))
         # Made for a round that was decided meanwhile: the one that is open may be unable to take it.
         if self.offers.arrive(self._round) != "none" and self._process.deaths == self._greeted:
             await self._tell()
 
 
-def stored_parts(store: BlobStore, outbox: memoryview, message: Message) -> tuple[Blob, ...]:
-    """The parts of a message, one after the other in the outbox, as blobs in the store."""
-    ends = list(itertools.accumulate(message.sizes))
-    return tuple(store.put(outbox[end - size : end]) for end, size in zip(ends, message.sizes, strict=True))
+def stored_parts(store: BlobStore, arena: Arena, message: Message) -> tuple[Blob, ...]:
+    """The parts of the message in the outbox as blobs in the store."""
+    return tuple(store.put(part) for part in arena.outbox_parts(message.sizes))

@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Sequence
 
-from node.daemon.assembly import port_is_free
+from node.daemon.assembly import usual_listen
 from node.daemon.runs_service import RunsService
 from node.folder import RunFolder
 from node.host.window import Window
@@ -53,11 +53,3 @@ async def watching(
         yield Observer(Window(manifest, identity, directory, transport, trains=False), rendezvous)
     finally:
         await transport.stop()
-
-
-def usual_listen(folder: RunFolder, listen: Sequence[str]) -> tuple[str, ...]:
-    """A port left to chance is the one of the last start, where that is still free: links stay true."""
-    port = folder.usual_port()
-    if not port or not port_is_free(port):
-        return tuple(listen)
-    return tuple(address.replace("/tcp/0", f"/tcp/{port}") for address in listen)

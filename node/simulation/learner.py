@@ -1,6 +1,5 @@
 """The trainer's side of a virtual peer: the same inner state, optimizer and sender as a trainer process has."""
 
-import torch
 from torch import Tensor
 
 from node.arena import Arena, Contents
@@ -33,7 +32,7 @@ class Learner:
         self._arena.close()  # the memory stays; a thousand peers would use up the descriptors
         self._model = model
         self.state = InnerState(model, self._optimizer, program, sender, self._arena)
-        self._arena.anchor(round_number).copy_(torch.cat(shared))
+        self._arena.write_anchor(round_number, shared)
         self.state.start(round_number)
         self._batches = Batches(corpus, manifest.model.context, manifest.run.seed, me)
 
@@ -59,10 +58,8 @@ class Learner:
 
     def message(self) -> tuple[Message, list[bytes]]:
         message = self.state.message()
-        ends = [sum(message.sizes[: index + 1]) for index in range(len(message.sizes))]
-        parts = [bytes(self._arena.outbox[end - size : end]) for end, size in zip(ends, message.sizes, strict=True)]
-        return message, parts
+        return message, [bytes(part) for part in self._arena.outbox_parts(message.sizes)]
 
     def adopt(self, round_number: int, shared: list[Tensor], fate: Fate) -> None:
-        self._arena.anchor(round_number).copy_(torch.cat(shared))
+        self._arena.write_anchor(round_number, shared)
         self.state.adopt(round_number, fate)

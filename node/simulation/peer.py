@@ -233,10 +233,8 @@ class VirtualPeer:
     def _settle(self, commits: Sequence[Commit]) -> None:
         """A new state is in place."""
         self._behind_since = None
-        fate: Fate = "none"
         offer = self.offers.current
-        fates = [*(self.offers.settle(self.name, commit) for commit in commits), self.offers.arrive(self.chain.round)]
-        fate = next((decided for decided in fates if decided != "none"), fate)
+        fate = self.offers.reach(self.name, commits, self.chain.round)
         if offer is not None and fate != "none":
             end: End = "included" if fate == "included" else "given back"
             self.swarm.ledger.settle(self.name, offer.message.round, end)

@@ -19,11 +19,7 @@ def svg(comparison: Comparison) -> str:
     """A whole document. Each line is the mean over the seeds; a series with one point is a dot."""
     charts = (
         ("bytes sent by a peer", lambda point: point.sent_bytes, lambda value: short_bytes(round(value))),
-        (
-            "virtual seconds",
-            lambda point: point.virtual_seconds,
-            lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
-        ),
+        ("virtual seconds", lambda point: point.virtual_seconds, _seconds),
     )
     drawn = [
         _chart(comparison.series, title, across, label, index * WIDTH)

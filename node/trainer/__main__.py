@@ -52,8 +52,9 @@ def serve(connection: socket.socket, arena_fd: int) -> int:
         if not isinstance(config, Config):
             raise MurmurError(f"the daemon sent no config within {CONFIG_SECONDS:.0f} s; start it again")
         torch.set_num_threads(config.threads)
-        contents = Contents.of(program_of(parse_manifest(config.manifest.encode(), "the daemon's manifest")))
-        Trainer(config, Arena.attach(arena_fd, contents), channel).run()
+        manifest = parse_manifest(config.manifest.encode(), "the daemon's manifest")
+        program = program_of(manifest)
+        Trainer(config, manifest, program, Arena.attach(arena_fd, Contents.of(program)), channel).run()
     except ChannelClosed:
         logger.info("the daemon is gone; stopping")
     except MurmurError as error:

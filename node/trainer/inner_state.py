@@ -147,7 +147,7 @@ class InnerState:
             live=self._by_name(live, self._carried),
             reference=self._by_name(self.reference, self._carried),
             agreed=self._by_name(self._arena.anchor(self.counters.round), self._signal.shares),
-            own={name: vector.cpu() for name, vector in self._optimizer.vectors.items()},
+            own={name: self._optimizer.vectors[name].cpu() for name in self._signal.consumes},
             steps=self.counters.since_message.steps,
         )
 
@@ -175,7 +175,7 @@ class InnerState:
     def _take_back(self, outstanding: Outstanding, round_number: int) -> None:
         """A delta goes into the residual. What is not one (the weights themselves) cannot be sent later: its progress
         lives on here, measured from the anchor that it began at, where that is still in its buffer."""
-        self._sender.take_back(outstanding.round, self._outbox_parts(outstanding.sizes), self.residual)
+        self._sender.take_back(outstanding.round, self._arena.outbox_parts(outstanding.sizes), self.residual)
         self.update(unreported=outstanding.work)
         before = self.counters.round
         if not self._signal.is_delta and round_number == before + 1:
@@ -248,8 +248,3 @@ class InnerState:
         if len(payload) > self._arena.outbox_bytes:
             raise ValueError(f"a message of {len(payload)} bytes; the outbox holds {self._arena.outbox_bytes}")
         self._arena.outbox[: len(payload)] = payload
-
-    def _outbox_parts(self, sizes: Sequence[int]) -> list[bytes]:
-        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-        outbox = self._arena.outbox
-        return [bytes(outbox[end - size : end]) for end, size in zip(ends, sizes, strict=True)]

@@ -1,6 +1,7 @@
 """One inner step's gradient, and the validation loss: what the trainer and the simulator do alike with the model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,11 +17,8 @@ def accumulate_gradient(model: Llama, windows: Tensor, microbatch: int, place: T
     nats a token.
     """
     if place is not None:
-        weights = model.flat.detach().clone()
-        model.load_flat(place)
-        loss = accumulate_gradient(model, windows, microbatch)
-        model.load_flat(weights)
-        return loss
+        with _at(model, place):
+            return accumulate_gradient(model, windows, microbatch)
     device = model.flat.device
     total = torch.zeros((), device=device)
     for piece in torch.split(windows.to(device), microbatch):
@@ -35,14 +33,23 @@ def accumulate_gradient(model: Llama, windows: Tensor, microbatch: int, place: T
 def validation_loss(model: Llama, flat: Tensor, batches: Iterable[Tensor]) -> tuple[float, int]:
     """Mean loss in nats a token of the weights `flat`, and the tokens it was taken over; `model` is left as it was."""
     device = model.flat.device
-    trained = model.flat.detach().clone()
-    model.load_flat(flat)
     total, tokens = 0.0, 0
-    for windows in batches:
-        piece = windows.to(device)
-        with precision(device):
-            loss = model(piece[:, :-1], piece[:, 1:])
-        counted = len(piece) * (piece.shape[1] - 1)
-        total, tokens = total + float(loss) * counted, tokens + counted
-    model.load_flat(trained)
+    with _at(model, flat):
+        for windows in batches:
+            piece = windows.to(device)
+            with precision(device):
+                loss = model(piece[:, :-1], piece[:, 1:])
+            counted = len(piece) * (piece.shape[1] - 1)
+            total, tokens = total + float(loss) * counted, tokens + counted
     return total / tokens, tokens
+
+
+@contextmanager
+def _at(model: Llama, flat: Tensor) -> Iterator[None]:
+    """The model has these weights while inside, and its own again afterwards."""
+    own = model.flat.detach().clone()
+    model.load_flat(flat)
+    try:
+        yield
+    finally:
+        model.load_flat(own)

@@ -27,7 +27,6 @@ from node.channel import (
 )
 from node.data import Batches, Corpus, open_source, validation_batches
 from node.model import Llama
-from node.program import program_of
 from node.trainer.activity import Stopwatch
 from node.trainer.device import choose_device, device_name
 from node.trainer.inner import InnerOptimizer
@@ -35,8 +34,9 @@ from node.trainer.inner_state import InnerState, Work
 from node.trainer.inner_step import accumulate_gradient, validation_loss
 from node.trainer.pace import is_message_due, may_adopt, must_wait
 from optim.exchange import Sender
+from optim.program import Program
 from protocol.errors import MalformedError, MurmurError
-from protocol.manifest import Manifest, parse_manifest
+from protocol.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 SNAPSHOT_SECONDS = 10.0
@@ -46,14 +46,14 @@ MAX_SKIPPED_IN_A_ROW = 20
 
 
 class Trainer:
-    """One model in training; `run` returns when the daemon says Stop."""
+    """One model in training; `run` returns when the daemon says Stop. Manifest and program are those of `config`."""
 
-    def __init__(self, config: Config, arena: Arena, channel: TrainerEnd) -> None:
-        manifest = parse_manifest(config.manifest.encode(), "the daemon's manifest")
+    def __init__(
+        self, config: Config, manifest: Manifest, program: Program, arena: Arena, channel: TrainerEnd
+    ) -> None:
         self._config, self._manifest, self._arena, self._channel = config, manifest, arena, channel
         self._device = choose_device(config.device)
         self._model = Llama(manifest.model, self._device)
-        program = program_of(manifest)
         self._optimizer = InnerOptimizer(self._model, manifest.train, program.method.inner)
         self._state = InnerState(self._model, self._optimizer, program, Sender(program), arena)
         self._corpus = _open_corpus(manifest, Path(config.base))

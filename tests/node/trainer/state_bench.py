@@ -74,7 +74,7 @@ class Bench:
     def payloads(self) -> list[bytes]:
         outstanding = self.state.counters.outstanding
         assert outstanding is not None
-        return self.state._outbox_parts(outstanding.sizes)
+        return [bytes(part) for part in self.arena.outbox_parts(outstanding.sizes)]
 
 
 def decoded(bench: Bench) -> Tensor:
