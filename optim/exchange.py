@@ -42,7 +42,7 @@ class Sender:
         if not plan.method.signal.is_delta:
             return  # absolute values of that moment: the next message has newer ones
         total = plan.gather(residual)
-        for payload, codec, (start, stop) in zip(payloads, plan.codecs, plan.bounds, strict=True):
+        for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
             values = codec.read(payload, stop - start)
             values.add_to(total[start:stop].numpy(), plan.method.feedback.share)
         plan.scatter(total, residual)
@@ -51,7 +51,7 @@ class Sender:
 def _encode(plan: Plan, total: torch.Tensor) -> list[bytes]:
     """The payloads; `total` is left with what they do not carry."""
     feedback, payloads = plan.method.feedback, []
-    for codec, (start, stop) in zip(plan.codecs, plan.bounds, strict=True):
+    for codec, (start, stop) in plan.parts:
         part = total[start:stop]
         if not feedback.keeps_error:
             payloads.append(codec.encode(part))
@@ -92,7 +92,7 @@ class Merger:
         if len(payloads) != len(plan.bounds):
             raise CodecError(f"{len(payloads)} reduced parts where there are {len(plan.bounds)}")
         merged = torch.empty(plan.numel)
-        for payload, codec, (start, stop) in zip(payloads, plan.codecs, plan.bounds, strict=True):
+        for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
             merged[start:stop] = codec.decode(payload, stop - start)
         return merged
 

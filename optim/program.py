@@ -41,7 +41,12 @@ class Plan:
     @property
     def max_sizes(self) -> list[int]:
         """Of each part's payload, in bytes."""
-        return [codec.max_bytes(stop - start) for codec, (start, stop) in zip(self.codecs, self.bounds, strict=True)]
+        return [codec.max_bytes(stop - start) for codec, (start, stop) in self.parts]
+
+    @property
+    def parts(self) -> Iterator[tuple[Codec, Span]]:
+        """Each part's codec and place in the message."""
+        return zip(self.codecs, self.bounds, strict=True)
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor:
         """What is sent of it; a view where that is one span."""

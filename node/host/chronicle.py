@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from node.daemon.calls import Channels, ask_chain
+from node.daemon.catch_up import ahead, best
 from node.host.events import Committed, Durable, Forked, Given, Missing
 from node.host.state import State
 from protocol.errors import MalformedError, PeerFault, StaleError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import PeerRecord
-from protocol.rounds.chain import KEPT_COMMITS, Head, after, genesis, preferred
+from protocol.rounds.chain import KEPT_COMMITS, Head, after, genesis
 from protocol.rounds.kinds import parse
 from protocol.rounds.statements import Commit, Statement, Terms
 
@@ -53,17 +54,10 @@ class Chronicle:
 
     def believed(self, state: State, trainers: Mapping[PeerId, PeerRecord]) -> tuple[Head, list[PeerId]] | None:
         """The best head that is vouched for, if it is better than what is known; and who stands there."""
-        standing: dict[Head, list[PeerId]] = {}
-        for peer, record in trainers.items():
-            if len(record.digest) == len(genesis(self._run_id).digest):
-                standing.setdefault(Head(record.round, record.digest, record.chain_tokens), []).append(peer)
         needed = 1 if len(trainers) < 3 else 2
-        mine = self.head(state)
-        vouched = {head: peers for head, peers in standing.items() if len(peers) >= needed and preferred(mine, head)}
-        if not vouched:
-            return None
-        best = max(vouched, key=lambda head: (head.tokens, head.digest))
-        return best, sorted(vouched[best])
+        standing = ahead(self.head(state), trainers)
+        vouched = {head: sorted(peers) for head, peers in standing.items() if len(peers) >= needed}
+        return best(vouched) if vouched else None
 
     async def fetch(self, state: State, target: Head, peers: Sequence[PeerId], now: float) -> list[Durable]:
         """The events from what `state` knows to that head; none where nobody can tell it now, which is logged."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from node.host.words import short
+
 FOLDER = Path(__file__).parent / "page"
 STATIC = FOLDER / "static"
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -40,7 +42,7 @@ def render(values: Values, join: str | None, version: str) -> str:
         hidden_progress="" if values["progress"] is not None else " hidden",
         lane_round="" if timeline["round"] is None else timeline["round"] + 1,
         few=" few" if len(timeline["lanes"]) <= FEW_LANES else "",
-        lanes="".join(_lane(lane, _longest(timeline["lanes"]), values["peers"]) for lane in timeline["lanes"]),
+        lanes=_lanes(timeline["lanes"], values["peers"]),
         log="".join(_line(line) for line in reversed(values["log"])),
         peers=_rows(values, join),
     )
@@ -129,14 +131,17 @@ def _longest(lanes: Sequence[Values]) -> float:
     return max((lane["compute"] + lane["exchange"] + lane["wait"] for lane in lanes), default=0.0) or 1.0
 
 
-def _lane(lane: Values, longest: float, peers: Sequence[Values]) -> str:
+def _lanes(lanes: Sequence[Values], peers: Sequence[Values]) -> str:
+    longest, names = _longest(lanes), {peer["peer"]: peer["name"] or peer["short"] for peer in peers}
+    return "".join(_lane(lane, longest, names.get(lane["peer"]) or short(lane["peer"])) for lane in lanes)
+
+
+def _lane(lane: Values, longest: float, name: str) -> str:
     bars, start = "", 0.0
     for kind in ("compute", "exchange", "wait"):
         width = 100 * lane[kind] / longest
         bars += f'<rect class="{kind}" x="{start:.2f}%" width="{width:.2f}%" height="100%"/>'
         start += width
-    known = next((peer for peer in peers if peer["peer"] == lane["peer"]), None)
-    name = known["name"] or known["short"] if known else f"..{lane['peer'][-6:]}"
     seconds = lane["compute"] + lane["exchange"] + lane["wait"]
     return (
         f'<div class="lane"><span class="id">{escape(name)}</span><svg aria-hidden="true">{bars}</svg>'

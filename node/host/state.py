@@ -272,9 +272,6 @@ def _included(peer: Peer, given: Given, row: Row) -> Peer:
 def _row(state: State, event: Committed) -> Row:
     given, tokens = event.given, sum(given.tokens for given in event.given)
     count = max(1, len(given))
-    last = state.rows.last
-    follows = last is not None and last.round == event.round - 1
-    known = follows and last is not None and last.at is not None and event.at is not None
     return Row(
         round=event.round,
         at=event.at,
@@ -285,8 +282,15 @@ def _row(state: State, event: Committed) -> Row:
         late=len(event.late),
         message=sum(one.size for one in given) / count,
         raw=_baseline(state.facts, count, sum(one.steps for one in given) / count),
-        seconds=event.at - last.at if known and last and last.at is not None and event.at is not None else None,
+        seconds=_seconds(state.rows.last, event),
     )
+
+
+def _seconds(last: Row | None, event: Committed) -> float | None:
+    """That the round took; None where its beginning or its end is not known."""
+    if last is None or last.round != event.round - 1 or last.at is None or event.at is None:
+        return None
+    return event.at - last.at
 
 
 def _baseline(facts: Facts | None, peers: int, steps: float) -> float:

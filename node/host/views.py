@@ -156,8 +156,8 @@ def _seconds_a_round(recent: Sequence[Row]) -> float | None:
 
 
 def _left_since(state: State, moment: float) -> int:
-    gone = [peer for peer in state.peers.values() if peer.gone is not None and peer.reason != UNSEEN]
-    return sum(1 for peer in gone if peer.gone is not None and peer.gone > moment)
+    departures = [(peer.gone, peer.reason) for peer in state.peers.values()]
+    return sum(1 for gone, reason in departures if gone is not None and gone > moment and reason != UNSEEN)
 
 
 def _progress(state: State) -> float | None:

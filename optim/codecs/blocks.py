@@ -65,7 +65,7 @@ class BlockCodec(Codec):
                 self._code(values, halves, span, out, subtract)
             layout.join(packed, part, [out[: span.stop - span.start] for span, out in zip(spans, codes, strict=True)])
 
-        each(encode, layout.parts(self._slab))
+        each(encode, layout.parts(self.stretch))
         return b"".join((self.head(), halves.data, packed.data))
 
     def read(self, payload: Payload, numel: int) -> "BlockVector":
@@ -126,7 +126,8 @@ class BlockCodec(Codec):
         return packing(self.bits, numel, self.block)
 
     @property
-    def _slab(self) -> int:
+    def stretch(self) -> int:
+        """Whole blocks whose temporaries stay in the cache, in values."""
         return max(1, SLAB // self.block) * self.block
 
 
@@ -139,7 +140,7 @@ class BlockVector(Vector):
     scales: Floats
 
     def pieces(self) -> Iterable[slice]:
-        return slabs(self.numel, max(1, SLAB // self.codec.block) * self.codec.block)
+        return slabs(self.numel, self.codec.stretch)
 
     def restore(self, part: slice, out: Floats) -> None:
         block = self.codec.block

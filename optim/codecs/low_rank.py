@@ -16,7 +16,6 @@ same bits on every machine.
 Payload: head; for each matrix in order the inner codec's payloads of P^T and of Q^T; one int8 payload of all the rest.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
@@ -30,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from optim.codecs.codec import Codec, Payload, two_dimensions
 from optim.codecs.dense import HalfPrecision, largest_magnitude
 from optim.codecs.integers import BlockInt4, BlockInt8
+from optim.codecs.noise import raw_words
 from optim.codecs.subspace import Doubles, Operand, basis, fitted, multiplied, precision, rounded
 from optim.errors import CodecError
 from optim.layout import Layout, Span
@@ -146,9 +146,8 @@ class LowRank(Codec):
     def _start(self, columns: int, index: int) -> Doubles:
         """Random signs, other ones for each matrix and round."""
         round_number = -1 if self.binding is None else self.binding.round_number
-        key = hashlib.sha256(f"murmur low rank {round_number} {index}".encode()).digest()[:16]
         count = columns * self.rank
-        words = np.random.Philox(key=np.frombuffer(key, "<u8")).random_raw(-(-count // 64)).astype("<u8", copy=False)
+        words = raw_words(f"murmur low rank {round_number} {index}".encode(), -(-count // 64))
         signs: Doubles = np.unpackbits(words.view(np.uint8), count=count).astype(np.float64)
         return (1 - 2 * signs).reshape(columns, self.rank)
 

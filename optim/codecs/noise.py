@@ -19,10 +19,15 @@ def words(scales: Floats, place: int, shape: tuple[int, ...], binding: Binding |
     """Evenly distributed 32-bit words for values of that `shape` in blocks with these `scales`."""
     round_number = -1 if binding is None else binding.round_number
     text = f"murmur noise {round_number} {place}\0".encode() + scales.astype("<f4", copy=False).tobytes()
-    key = np.frombuffer(hashlib.sha256(text).digest()[:16], "<u8")
     count = math.prod(shape)
-    drawn = np.random.Philox(key=key).random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")
+    drawn = raw_words(text, -(-count // 2)).view("<u4")
     return drawn[:count].reshape(shape)
+
+
+def raw_words(text: bytes, count: int) -> npt.NDArray[np.uint64]:
+    """64-bit words that follow from `text` alone."""
+    key = np.frombuffer(hashlib.sha256(text).digest()[:16], "<u8")
+    return np.random.Philox(key=key).random_raw(count).astype("<u8", copy=False)
 
 
 def fractions(scales: Floats, place: int, shape: tuple[int, ...], binding: Binding | None) -> Floats:

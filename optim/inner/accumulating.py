@@ -14,8 +14,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from optim.inner.adamw import EPSILON
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step
+from optim.inner.inner import EPSILON, FIRST_MOMENT, SECOND_MOMENT, Inner, Step
 from optim.parts import STRICT
 
 ACCUMULATED = "accumulated"

@@ -1,17 +1,14 @@
 """AdamW (arXiv 1711.05101). Written out here because torch.optim imports the compiler at its first use: a second more
 at each restart of a trainer."""
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step
+from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step, advance_second_moment
 from optim.parts import STRICT
-
-EPSILON = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -28,7 +25,5 @@ class AdamW(Inner):
         first, second, count = vectors[FIRST_MOMENT], vectors[SECOND_MOMENT], step.count + 1
         step.decay(weights)
         first.lerp_(gradient, 1 - step.beta1)
-        # A second moment that peers agree on may come out below zero by a rounding error.
-        second.clamp_(min=0).mul_(step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
-        spread = second.sqrt().div_(math.sqrt(1 - step.beta2**count)).add_(EPSILON)
+        spread = advance_second_moment(second, gradient, step)
         weights.addcdiv_(first, spread, value=-step.rate / (1 - step.beta1**count))

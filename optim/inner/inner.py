@@ -1,5 +1,6 @@
 """What every inner optimizer offers: one local step on flat fp32 vectors, on the model's device."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch import Tensor
 from optim.layout import Span
 
 WEIGHTS = "weights"
+EPSILON = 1e-8
 FIRST_MOMENT = "first_moment"
 SECOND_MOMENT = "second_moment"
 GRADIENT_SUM = "gradient_sum"
@@ -32,6 +34,13 @@ class Step:
         """theta <- theta * (1 - rate * weight_decay), matrices only."""
         for start, stop in self.matrices:
             weights[start:stop].mul_(1 - self.rate * self.weight_decay)
+
+
+def advance_second_moment(second: Tensor, gradient: Tensor, step: Step) -> Tensor:
+    """v <- beta2 * v + (1 - beta2) * g^2;  returns sqrt(v') + eps, where v' = v / (1 - beta2^count)."""
+    # A second moment that peers agree on may come out below zero by a rounding error.
+    second.clamp_(min=0).mul_(step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
+    return second.sqrt().div_(math.sqrt(1 - step.beta2 ** (step.count + 1))).add_(EPSILON)
 
 
 class Inner(ABC):

@@ -55,13 +55,10 @@ class AdaptiveBraking(_Momentum):
     rho: float = Field(default=2.0, ge=0, le=10)
 
     def _accelerate(self, velocity: Tensor, gradient: Tensor, step: Step) -> None:
-        factors = []
         for start, stop in step.tensors or ((0, velocity.numel()),):
             fresh, course = gradient[start:stop], velocity[start:stop]
             product = torch.linalg.vector_norm(fresh) * torch.linalg.vector_norm(course)
-            factors.append((fresh, 1 - self.rho * torch.dot(fresh, course) / product.clamp(min=TINY)))
-        for fresh, factor in factors:
-            fresh.mul_(factor)
+            fresh.mul_(1 - self.rho * torch.dot(fresh, course) / product.clamp(min=TINY))
         velocity.mul_(self.momentum).add_(gradient)
 
 

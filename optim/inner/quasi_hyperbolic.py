@@ -6,7 +6,6 @@ course between two exchanges, while the share 1 - w of the fresh gradient keeps 
 ADOPT's denominators under it, with beta2 = 0.9999; here they are Adam's.)
 """
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -14,8 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from optim.inner.adamw import EPSILON
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step
+from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step, advance_second_moment
 from optim.parts import STRICT
 
 
@@ -38,7 +36,6 @@ class QuasiHyperbolic(Inner):
         slow, second, count = vectors[FIRST_MOMENT], vectors[SECOND_MOMENT], step.count + 1
         step.decay(weights)
         slow.lerp_(gradient, 1 - self.beta)
-        second.clamp_(min=0).mul_(step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
-        spread = second.sqrt().div_(math.sqrt(1 - step.beta2**count)).add_(EPSILON)
+        spread = advance_second_moment(second, gradient, step)
         course = gradient.mul_(1 - self.weight).add_(slow, alpha=self.weight / (1 - self.beta**count))
         weights.addcdiv_(course, spread, value=-step.rate)

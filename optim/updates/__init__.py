@@ -3,10 +3,9 @@
 from optim.updates.adaptive import Adam, FrozenAdam, Sign
 from optim.updates.gossip import Gossip, GossipWeights, Replace, consensus_factor
 from optim.updates.momentum import DelayedNesterov, HeavyBall, Nesterov, Sgd, StalenessPenalised
-from optim.updates.update import SLAB, Moment, Slots, Update
+from optim.updates.update import Moment, Slots, Update
 
 __all__ = [
-    "SLAB",
     "Adam",
     "DelayedNesterov",
     "FrozenAdam",

@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.parts import STRICT
-from optim.updates.update import EPSILON, Moment, Slots, Update, decay_matrices, length, slabs
+from optim.updates.update import EPSILON, Moment, Slots, Update, decay_matrices, length, slabs_of
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -27,7 +27,7 @@ class Sign(Update):
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
         rate = self.learning_rate * moment.decay
         decay_matrices(anchor, moment, rate * self.weight_decay)
-        for part in slabs(anchor):
+        for part in slabs_of(anchor):
             anchor[part] -= torch.sign(delta[part]) * rate
 
 
@@ -56,7 +56,7 @@ class Adam(Update):
         shrink = min(1.0, self.clip / size) if size else 1.0
         decay_matrices(anchor, moment, rate * self.weight_decay)
         scale = math.sqrt(1 - self.beta2**count)
-        for part in slabs(anchor):
+        for part in slabs_of(anchor):
             first, second, gradient = slots["first_moment"][part], slots["second_moment"][part], delta[part] * shrink
             first *= self.beta1
             first += gradient * (1 - self.beta1)
@@ -99,7 +99,7 @@ class FrozenAdam(Update):
         if moment.round == self.warm_rounds:
             self._raise(slots["second_moment"])
         scale = math.sqrt(1 - self.beta2 ** min(count, self.warm_rounds))
-        for part in slabs(anchor):
+        for part in slabs_of(anchor):
             first, second = slots["first_moment"][part], slots["second_moment"][part]
             if moment.round < self.warm_rounds:
                 self._learn(first, second, delta[part])

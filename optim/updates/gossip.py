@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.parts import STRICT
-from optim.updates.update import Moment, Slots, Update, slabs
+from optim.updates.update import Moment, Slots, Update, slabs_of
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -32,7 +32,7 @@ class Gossip(Update):
 
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
         progress, mean = delta[: anchor.numel()], delta[anchor.numel() :]
-        for part in slabs(anchor):
+        for part in slabs_of(anchor):
             momentum = slots["momentum"][part]
             momentum *= self.alpha
             momentum -= progress[part] * self.beta
@@ -62,7 +62,7 @@ class GossipWeights(Update):
         return self.beta
 
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
-        for part in slabs(anchor):
+        for part in slabs_of(anchor):
             momentum = slots["momentum"][part]
             momentum *= self.alpha
             momentum -= (anchor[part] - delta[part]) * self.beta

@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.parts import STRICT
-from optim.updates.update import Moment, Slots, Update, length, slabs
+from optim.updates.update import Moment, Slots, Update, length, slabs_of
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -20,7 +20,7 @@ class Sgd(Update):
     learning_rate: float = Field(default=1.0, gt=0, le=10)
 
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
-        for part in slabs(anchor):
+        for part in slabs_of(anchor):
             anchor[part] -= delta[part] * self.learning_rate
 
 
@@ -34,7 +34,7 @@ class _Momentum(Update):
     momentum: float = Field(default=0.9, ge=0, lt=1)
 
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
-        for part in slabs(anchor):
+        for part in slabs_of(anchor):
             momentum = slots["momentum"][part]
             momentum *= self.momentum
             momentum += delta[part]
@@ -95,7 +95,7 @@ class DelayedNesterov(Update):
 
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
         turns = (moment.round + 1) % self.period == 0
-        for part in slabs(anchor):
+        for part in slabs_of(anchor):
             gathered, step = slots["gathered"][part], delta[part] / self.period
             gathered += delta[part]
             if turns:
@@ -133,7 +133,7 @@ class StalenessPenalised(Update):
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
         penalty = self._penalty(slots, moment) if self.penalty else 1.0
         most = self.clip * moment.decay
-        for part in slabs(anchor):
+        for part in slabs_of(anchor):
             momentum = slots["momentum"][part]
             momentum *= self.momentum
             momentum += delta[part] / penalty
@@ -144,7 +144,7 @@ class StalenessPenalised(Update):
         """L; moves `a` on. Both in units of eta."""
         momentum, movement = slots["momentum"], slots["movement"]
         weight = max(self.rate, 1 / max(1, moment.round))
-        for part in slabs(momentum):
+        for part in slabs_of(momentum):
             movement[part] += (momentum[part].abs() - movement[part]) * weight
         usual = length(movement)
         return 1 + length(momentum) / usual if usual else 1.0

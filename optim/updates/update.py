@@ -13,10 +13,9 @@ from typing import ClassVar
 import torch
 
 from optim.layout import Span
-from optim.vectors import norm
+from optim.vectors import norm, slabs
 
 EPSILON = 1e-8
-SLAB = 1 << 18  # values whose temporaries stay in the cache
 
 Slots = Mapping[str, torch.Tensor]
 
@@ -46,13 +45,13 @@ class Update(ABC):
         """Change `anchor` and `slots` in place. All are flat fp32 tensors of one size on the CPU."""
 
 
-def slabs(vector: torch.Tensor) -> Iterator[slice]:
-    return (slice(start, start + SLAB) for start in range(0, vector.numel(), SLAB))
+def slabs_of(vector: torch.Tensor) -> Iterator[slice]:
+    return slabs(vector.numel())
 
 
 def length(vector: torch.Tensor) -> float:
     """The Euclidean norm, the same on every machine."""
-    return norm(vector[part].numpy() for part in slabs(vector))
+    return norm([vector.numpy()])
 
 
 def decay_matrices(anchor: torch.Tensor, moment: Moment, share: float) -> None:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from optim.updates import SLAB, HeavyBall, Moment, Nesterov, Sgd, Sign, Update
+from optim.updates import HeavyBall, Moment, Nesterov, Sgd, Sign, Update
+from optim.vectors import SLAB
 
 
 def test_diloco_vector() -> None:

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from optim.inner.adamw import EPSILON, AdamW
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Step
+from optim.inner.adamw import AdamW
+from optim.inner.inner import EPSILON, FIRST_MOMENT, SECOND_MOMENT, Step
 
 NUMEL, MATRIX = 24, (4, 20)
 

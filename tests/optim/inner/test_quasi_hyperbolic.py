@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from optim.inner.adamw import EPSILON, AdamW
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step
+from optim.inner.adamw import AdamW
+from optim.inner.inner import EPSILON, FIRST_MOMENT, SECOND_MOMENT, Inner, Step
 from optim.inner.quasi_hyperbolic import QuasiHyperbolic
 
 Vectors = dict[str, torch.Tensor]
