@@ -1,0 +1,184 @@
+"""One of our peers without a trainer: the parts of a node that make a round, on the network as they always are.
+
+Transport, blobs, round driver, workshop and replica are those of the daemon; gossip and checkpoints are left out, and
+every peer is told who the others are. Measured is what lies between the progress of a trainer and the new anchor:
+encoding, putting the parts where others can fetch them, the round, decoding, and the outer update.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import random
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.merge.values import relative_error, vector
+from benchmarks.merge.worker import Conversation
+from node.daemon.calls import deliver
+from node.daemon.post import Post
+from node.daemon.replica import OuterState, Replica, Workshop
+from node.daemon.rounds import Hooks, RoundDriver
+from node.daemon.rounds_service import RoundsService
+from node.daemon.wishes import Wishes
+from optim.exchange import Sender
+from optim.layout import Layout
+from optim.program import Program
+from optim.recipes import compose
+from protocol.blobs.blob import Blob
+from protocol.blobs.fetch import Fetcher
+from protocol.blobs.service import BlobService
+from protocol.blobs.store import BlobStore
+from protocol.identity import Identity, PeerId
+from protocol.manifest import Round
+from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server, add_RoundsServicer_to_server
+from protocol.network.transport import Transport, caller
+from protocol.rounds.chain import Chain
+from protocol.rounds.events import Exchange, Live, RoundSettings
+from protocol.rounds.statements import Commit, Contribution, Statement, Terms
+
+RUN_ID = hashlib.sha256(b"a merge").hexdigest()
+SHAPES = hashlib.sha256(b"one vector").digest()
+ROUND_SECONDS = 120.0
+STORE_BYTES = 1 << 34
+PARTS = Round().parts
+
+
+class Peer:
+    def __init__(self, words: argparse.Namespace, folder: Path, pool: ThreadPoolExecutor) -> None:
+        self._words, self._pool = words, pool
+        self.program = Program(compose(words.recipe), Layout(((words.numel,),)), PARTS)
+        self.identity = Identity.load_or_create(folder / "key")
+        self._own, self._residual = vector(words.rank, words.numel), torch.zeros(words.numel)
+        self._terms = Terms(words.recipe, SHAPES, self.program.max_parts, 1 << 40, self.program.max_part_bytes)
+        self._store = BlobStore(folder / "blobs", STORE_BYTES)
+        self._workshop = Workshop(self.program, self._store, lambda step: 1.0)
+        self._replica = Replica(Chain.begin(RUN_ID), self._zero(), self._workshop, self._work)
+        self.transport = Transport.create(folder / "key", folder)
+        self._blobs = BlobService(self._store, caller)
+        fetcher = Fetcher(self._store, self.transport.channel, self._failed, random.Random(words.rank))
+        self._wishes = Wishes(fetcher, lambda: self._others)
+        self._others: list[PeerId] = []
+        self._decided: asyncio.Future[Statement[Commit]]
+        self._driver = self._made_driver()
+
+    def _made_driver(self) -> RoundDriver:
+        post = Post(
+            lambda peer, statements, seconds: deliver(RUN_ID, self.transport.channel, peer, statements, seconds),
+            lambda peer, statements: self._ignore(self._driver.take(peer, statements)),
+            self._failed,
+            self._broken,
+        )
+        hooks = Hooks(
+            send=post.send,
+            work=self._work,
+            members=lambda: Live(frozenset([self.identity.peer_id, *self._others])),
+            trains=lambda peer: peer in self._others,
+            refused=lambda peer, fault: self._failed(peer, str(fault)),
+            skipped=lambda peer, reason: self._failed(peer or "", reason),
+            decided=lambda commit: self._decided.set_result(commit),
+            broken=self._broken,
+        )
+        return RoundDriver(self.identity, self._settings, self._terms, self._store, self._workshop, self._wishes, hooks)
+
+    async def open(self, conversation: Conversation) -> None:
+        rounds = RoundsService(RUN_ID, self._driver, self._replica)
+        services = [
+            lambda server: add_BlobsServicer_to_server(self._blobs, server),
+            lambda server: add_RoundsServicer_to_server(rounds, server),
+        ]
+        await self.transport.open(services, listen=[f"/ip4/{self._words.address}/tcp/0"])
+        conversation.say(address=[self.identity.peer_id, *await self.transport.addresses()])
+        for peer, *addresses in (await asyncio.to_thread(conversation.hear))["addresses"]:
+            if peer != self.identity.peer_id:
+                self.transport.introduce(peer, addresses)
+                self._others.append(peer)
+        conversation.say()
+
+    async def prepare(self) -> None:
+        """Open a round, from an anchor of zeros."""
+        self._residual.zero_()
+        self._replica.state = self._zero()
+        self._store.retain({self._replica.blob.digest})
+        self._decided = asyncio.get_running_loop().create_future()
+        chain = self._replica.chain
+        self._driver.begin(chain.round, chain.digest, [self.identity.peer_id, *self._others])
+
+    async def go(self) -> None:
+        parts = await self._work(self._encode)
+        head = self._replica.chain.head
+        self._driver.offer(Contribution(head.round, head.digest, self._words.recipe, SHAPES, 1, 1, 0.0, parts))
+        async with asyncio.timeout(ROUND_SECONDS):
+            commit = await self._decided
+            for blob in commit.body.blobs:
+                await self._wishes.get_from_anyone(blob, ROUND_SECONDS)
+            await self._replica.apply(commit, commit.body.contributions)
+
+    def check(self) -> float:
+        return relative_error(-self._replica.state.anchor, self._words.peers)
+
+    def _encode(self) -> tuple[Blob, ...]:
+        sender = Sender(self.program)
+        payloads = sender.message(self._replica.chain.round, self._own, self._residual)
+        return tuple(self._store.put(payload) for payload in payloads)
+
+    def _zero(self) -> OuterState:
+        return OuterState.initial(torch.zeros(self._words.numel), self.program.method)
+
+    def _settings(self, number: int) -> RoundSettings:
+        plan, timing = self.program.plan(number), Round()
+        exchange: Exchange = "butterfly" if plan.method.topology.kind == "butterfly" else "gather"
+        return RoundSettings(RUN_ID, exchange, len(plan.bounds), timing.grace, timing.leader_timeout, ROUND_SECONDS)
+
+    async def _work(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    def _failed(self, peer: str, reason: str) -> None:
+        raise SystemExit(f"a merge among peers that are all well: {peer}: {reason}")
+
+    def _broken(self, error: BaseException) -> None:
+        raise SystemExit("a merge broke") from error
+
+    def _ignore(self, answers: object) -> None:
+        """Nobody is late here."""
+
+
+async def serve(words: argparse.Namespace, folder: Path, conversation: Conversation) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        peer = Peer(words, folder, pool)
+        await peer.open(conversation)
+        try:
+            while True:
+                match next(iter(await asyncio.to_thread(conversation.hear))):
+                    case "prepare":
+                        await peer.prepare()
+                        conversation.say()
+                    case "go":
+                        await peer.go()
+                        conversation.say()
+                    case "check":
+                        conversation.say(relative_error=peer.check())
+        finally:
+            await peer.transport.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--peers", type=int)
+    parser.add_argument("--numel", type=int)
+    parser.add_argument("--address", help="to listen on")
+    parser.add_argument("--recipe")
+    words = parser.parse_args()
+    conversation = Conversation()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="mm", dir="/tmp") as folder, suppress(EOFError):
+        asyncio.run(serve(words, Path(folder), conversation))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""A peer of a benchmark as a process of its own, and the lines of JSON in which it is told what to do.
+
+The peer says `{"address": ...}`, hears `{"addresses": [...]}` of all, and then answers one order after the other:
+`prepare` (not measured), `go` (measured) and `check`. What its libraries print goes to stderr.
+"""
+
+import ctypes
+import functools
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+START_SECONDS = 120.0
+REPOSITORY = Path(__file__).parents[2]
+SHARED_MEMORY = Path("/dev/shm")
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+class Conversation:
+    """The peer's side."""
+
+    def __init__(self) -> None:
+        self._replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def hear(self) -> dict[str, Any]:
+        """EOFError once nobody speaks any more."""
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        order: dict[str, Any] = json.loads(line)
+        return order
+
+    def say(self, **values: object) -> None:
+        self._replies.write(json.dumps(values) + "\n")
+
+
+class Worker:
+    """The other side. `prefix` stands before the command, to start it elsewhere."""
+
+    def __init__(self, module: str, words: Iterable[str], prefix: Sequence[str] = ()) -> None:
+        command = [*prefix, sys.executable, "-m", module, *words]
+        self._stack = ExitStack()
+        self._errors = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - the stack closes it
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=REPOSITORY,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            preexec_fn=functools.partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def tell(self, **values: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(values) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self, seconds: float = START_SECONDS) -> dict[str, Any]:
+        """SystemExit with its last words where it ended, or says nothing for so long."""
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            line = ""
+        if not line:
+            raise SystemExit(f"a peer said nothing for {seconds:g} s or ended:\n{self.last_words()}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def processor_seconds(self) -> float:
+        """Of it and all its children, so far."""
+        parent = psutil.Process(self._process.pid)
+        times = [process.cpu_times() for process in [parent, *parent.children(recursive=True)]]
+        return sum(time.user + time.system for time in times)
+
+    def last_words(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()[-4000:]
+
+    def stop(self) -> None:
+        """Kill it and all its children."""
+        with self._stack, self._process, suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self._process.pid)
+            for process in [*parent.children(recursive=True), parent]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+                for left in SHARED_MEMORY.glob(f"torch_{process.pid}_*"):  # hivemind's, where nobody lives to remove it
+                    left.unlink()
+            self._listener.join()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+
+class Team:
+    """Peers that merge with one another."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = workers
+
+    def introduce(self) -> None:
+        addresses = [worker.hear()["address"] for worker in self.workers]
+        self.order(addresses=addresses)
+
+    def order(self, seconds: float = START_SECONDS, **order: object) -> list[dict[str, Any]]:
+        """All are told; their answers."""
+        for worker in self.workers:
+            worker.tell(**order)
+        return [worker.hear(seconds) for worker in self.workers]
+
+    def processor_seconds(self) -> float:
+        return sum(worker.processor_seconds() for worker in self.workers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.stop()
+
+
+def words_of(options: Mapping[str, object]) -> list[str]:
+    """As a command line has them."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
