@@ -26,6 +26,7 @@ app = typer.Typer(
     "a run; `murmur status` says what they do; `murmur export DIR model` takes the model away.",
 )
 
+LOOPBACK = "127.0.0.1:0"
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to train")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 
@@ -74,7 +75,7 @@ def join(
     name: Annotated[str, typer.Option(help="shown to the others")] = "",
     threads: Annotated[int | None, typer.Option(min=1, help="of the trainer")] = None,
     listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="repeatable")] = None,
-    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="on 127.0.0.1; 0: a free one")] = 0,
+    metrics: Annotated[str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")] = LOOPBACK,
     log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
 ) -> None:
@@ -89,7 +90,7 @@ def join(
         name=name,
         threads=threads,
         listen=tuple(listen or ()),
-        metrics_port=metrics_port,
+        metrics=metrics,
         log_json=log_json,
         insecure=insecure,
     )
@@ -198,12 +199,13 @@ def tokenize(
 @app.command(epilog="Example: murmur status runs/demo-1 --json")
 def status(
     folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="default: what was started last")] = None,
+    check: Annotated[bool, typer.Option("--check", help="fail if no node answers")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say in one line what a node does and whether it contributes."""
     from node.inquiry import status_lines
 
-    for line in status_lines(folder, as_json):
+    for line in status_lines(folder, as_json, check):
         typer.echo(line)
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from node.web import EVERYWHERE, host_and_port
 from protocol.errors import UsageError
 from protocol.manifest import Manifest
 
@@ -32,7 +33,7 @@ class NodeSettings(BaseModel):
     threads: int | None = Field(default=None, ge=1, le=4096, description="of the trainer; None: torch decides")
     name: str = Field(default="", max_length=64, description="shown to others; empty: the peer id")
     listen: tuple[str, ...] = Field(default=(EVERYWHERE_LISTEN,), min_length=1)
-    metrics_port: int = Field(default=0, ge=0, le=65535, description="on loopback; 0: a free one")
+    metrics: str = Field(default="127.0.0.1:0", description="HOST:PORT, on loopback or everywhere; port 0: a free one")
     log_json: bool = False
 
     @field_validator("peers", "listen")
@@ -50,6 +51,16 @@ class NodeSettings(BaseModel):
             if "/p2p/" not in address:
                 raise ValueError(f"{address} lacks its peer id; append /p2p/ and the id that `murmur key` prints there")
         return addresses
+
+    @field_validator("metrics")
+    @classmethod
+    def _is_found_on_loopback(cls, address: str) -> str:
+        host, port = host_and_port(address, "--metrics")
+        if host not in ("127.0.0.1", *EVERYWHERE):  # `murmur status` asks on loopback
+            raise ValueError(
+                f"{address} is neither this machine alone (127.0.0.1:{port}) nor everywhere (0.0.0.0:{port})"
+            )
+        return address
 
     @property
     def run_id(self) -> str:

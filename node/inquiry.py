@@ -14,10 +14,15 @@ from protocol.identity import Identity
 STATUS_DEADLINE = 5.0
 
 
-def status_lines(path: Path | None, as_json: bool) -> list[str]:
-    """One line a node, or one JSON object: node folder to status, null for a node that does not run."""
+def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[str]:
+    """One line a node, or one JSON object: node folder to status, null for a node that does not run.
+
+    UnreachableError where `check` is asked for and none of them runs.
+    """
     folders = node_folders(path)
     statuses = asyncio.run(_ask(folders))
+    if check and not any(statuses):
+        raise UnreachableError(f"no node answers: {folders[0].name} {_absent(folders[0])}")
     if as_json:
         shown = {
             str(folder): status.model_dump(mode="json") if status else None

@@ -26,7 +26,7 @@ def join_run(
     name: str,
     threads: int | None,
     listen: tuple[str, ...],
-    metrics_port: int,
+    metrics: str,
     log_json: bool,
     insecure: bool = False,
 ) -> None:
@@ -43,7 +43,7 @@ def join_run(
         name=name,
         threads=threads,
         listen=listen or (EVERYWHERE_LISTEN,),
-        metrics_port=metrics_port,
+        metrics=metrics,
         log_json=log_json,
     )
     configure_logs(log_json)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -13,6 +14,8 @@ from protocol.errors import UsageError
 STOP_DEADLINE = 3.0
 WRITE_SECONDS = 20.0  # that the other side may take to accept what is sent
 BACKLOG = 32
+ADDRESS = re.compile(r"^(?:(?P<host>[A-Za-z0-9.\-]*|\[[0-9A-Fa-f:.]+\]):)?(?P<port>\d{1,5})$")
+EVERYWHERE = ("0.0.0.0", "::")
 
 
 class _Server(uvicorn.Server):
@@ -50,6 +53,14 @@ async def _finish(running: asyncio.Task[None]) -> None:
     if late:
         running.cancel()
         await asyncio.wait({running}, timeout=STOP_DEADLINE)
+
+
+def host_and_port(address: str, option: str) -> tuple[str, int]:
+    """Of `HOST:PORT`, `:PORT` or `PORT`, on loopback where no host is named. Raises UsageError."""
+    found = ADDRESS.match(address)
+    if not found or int(found["port"]) > 65535:
+        raise UsageError(f"{option}: {address!r} is no address; write it like 127.0.0.1:8080 or 0.0.0.0:8080")
+    return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
 
 
 def listening(host: str, port: int, option: str) -> socket.socket:

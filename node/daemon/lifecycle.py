@@ -63,7 +63,7 @@ class Daemon:
             stack.push_async_callback(node.transport.stop)
             await node.open()
             port = await stack.enter_async_context(
-                metrics_server(self._settings.metrics_port, node.metrics, node.standing.status)
+                metrics_server(self._settings.metrics, node.metrics, node.standing.status)
             )
             self._folder.announce(node.peer_id, await node.transport.addresses(), port)
             logger.info("%s in run %s", node.peer_id, self._settings.manifest.run.name)

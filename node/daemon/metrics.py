@@ -1,4 +1,4 @@
-"""Numbers for machines, on loopback only: /metrics (Prometheus or OpenMetrics text), /healthz and /status (JSON).
+"""Numbers for machines: /metrics (Prometheus or OpenMetrics text), /healthz and /status (JSON).
 
 What the status already says is read from it at the moment of the scrape, so the two can never disagree;
 `Metrics` keeps only what the status does not hold.
@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from node.status import NodeStatus
-from node.web import listening, serving
+from node.web import EVERYWHERE, host_and_port, listening, serving
 
 Outcome = Literal["included", "excluded", "missed", "failed"]
 MAX_CONNECTIONS = 32
@@ -103,15 +103,16 @@ def _bytes_moved(status: NodeStatus) -> CounterMetricFamily:
 
 
 @contextlib.asynccontextmanager
-async def metrics_server(port: int, metrics: Metrics, status: Callable[[], NodeStatus]) -> AsyncIterator[int]:
-    """Serve on 127.0.0.1 in the running loop; yields the port (a free one for 0). UsageError if it is taken."""
+async def metrics_server(address: str, metrics: Metrics, status: Callable[[], NodeStatus]) -> AsyncIterator[int]:
+    """Serve at HOST:PORT in the running loop; yields the port (a free one for 0). UsageError if it is taken."""
     metrics.watch(status)
-    listener = listening("127.0.0.1", port, "--metrics-port")
-    async with serving(_application(metrics, status), listener, MAX_CONNECTIONS) as bound:
+    host, port = host_and_port(address, "--metrics")
+    listener = listening(host, port, "--metrics")
+    async with serving(_application(metrics, status, host in EVERYWHERE), listener, MAX_CONNECTIONS) as bound:
         yield bound
 
 
-def _application(metrics: Metrics, status: Callable[[], NodeStatus]) -> Starlette:
+def _application(metrics: Metrics, status: Callable[[], NodeStatus], everywhere: bool) -> Starlette:
     async def scrape(request: Request) -> Response:
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encoder(metrics.registry), headers={"content-type": content_type})
@@ -124,5 +125,5 @@ def _application(metrics: Metrics, status: Callable[[], NodeStatus]) -> Starlett
 
     routes = [Route("/metrics", scrape), Route("/healthz", health), Route("/status", whole)]
     # A page in a browser must not reach us through a name that it makes point to 127.0.0.1.
-    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["*"] if everywhere else ["127.0.0.1", "localhost"])
     return Starlette(routes=routes, middleware=[hosts])

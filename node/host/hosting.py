@@ -17,7 +17,7 @@ from node.host.server import Face, application
 from node.host.watch import Watch
 from node.host.window import Window
 from node.model import shape_table
-from node.web import listening, serving
+from node.web import EVERYWHERE, host_and_port, listening, serving
 from protocol.errors import TransportError, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
@@ -29,8 +29,6 @@ MAX_CONNECTIONS = 1024
 MAX_BOOTSTRAP = 8  # addresses in the manifest that is served
 OWN_ADDRESSES = 4  # of them ours
 SEAL_SECONDS = 5.0  # that a signed text is served for
-ADDRESS = re.compile(r"^(?:(?P<host>[A-Za-z0-9.\-]*|\[[0-9A-Fa-f:.]+\]):)?(?P<port>\d{1,5})$")
-EVERYWHERE = ("0.0.0.0", "::")
 LOOPBACK = ("/ip4/127.", "/ip6/::1/")
 
 
@@ -45,13 +43,10 @@ class Door:
     @classmethod
     def parse(cls, address: str, public_url: str | None) -> "Door":
         """`HOST:PORT`, `:PORT` or `PORT`. Raises UsageError."""
-        found = ADDRESS.match(address)
-        if not found or int(found["port"]) > 65535:
-            raise UsageError(f"--http: {address!r} is no address; write it like 127.0.0.1:8080 or 0.0.0.0:8080")
+        host, port = host_and_port(address, "--http")
         if public_url is not None and not re.match(r"^https?://[^\s/]+(/[^\s]*)?$", public_url):
             raise UsageError(f"--public-url: {public_url!r} is no URL; write it like https://run.example.org")
-        host = (found["host"] or "127.0.0.1").strip("[]")
-        return cls(host, int(found["port"]), public_url.rstrip("/") if public_url else None)
+        return cls(host, port, public_url.rstrip("/") if public_url else None)
 
 
 def facts_of(manifest: Manifest, organiser: PeerId) -> Facts:

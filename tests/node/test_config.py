@@ -18,7 +18,7 @@ def test_defaults() -> None:
     made = settings(peers=(PEER,))
     assert made.peers == (PEER,)
     assert made.device == "auto"
-    assert made.metrics_port == 0
+    assert made.metrics == "127.0.0.1:0"
     assert made.run_id == MANIFEST.run_id
 
 
@@ -29,7 +29,8 @@ def test_defaults() -> None:
         ({"peers": ("/ip4/203.0.113.7/tcp/4001",)}, "--peer: .* append /p2p/"),
         ({"listen": ("0.0.0.0",)}, "--listen: '0.0.0.0' is no multiaddress"),
         ({"device": "tpu"}, "--device: "),
-        ({"metrics_port": 70_000}, "--metrics-port: "),
+        ({"metrics": "0.0.0.0:70000"}, "--metrics: .* is no address"),
+        ({"metrics": "192.0.2.1:80"}, "--metrics: .* everywhere"),
         ({"threads": 0}, "--threads: "),
         ({"colour": 1}, "--colour: "),
     ],

@@ -7,8 +7,9 @@ import pytest
 from node.daemon.metrics import Metrics, metrics_server
 from node.inquiry import key_line, status_lines
 from node.status import NodeStatus
-from protocol.errors import IdentityError, MissingFileError
+from protocol.errors import IdentityError, MissingFileError, UnreachableError
 
+LOOPBACK = "127.0.0.1:0"
 STATUS = NodeStatus(peer_id="p", run="demo", run_id="0", phase="training", round=4, target_rounds=30)
 
 
@@ -21,19 +22,27 @@ def node(folder: Path, port: int) -> Path:
 async def test_a_line_for_each_node_of_a_swarm(tmp_path: Path, unused_tcp_port: int) -> None:
     import asyncio
 
-    async with metrics_server(0, Metrics(), lambda: STATUS) as port:
+    async with metrics_server(LOOPBACK, Metrics(), lambda: STATUS) as port:
         node(tmp_path / "peer-0", port)
         left = node(tmp_path / "peer-1", unused_tcp_port)
         node(tmp_path / "peer-2", unused_tcp_port)
         done = STATUS.model_copy(update={"phase": "done", "round": 30, "step": 600})
         (left / "status.json").write_text(done.model_dump_json())
         lines = await asyncio.to_thread(status_lines, tmp_path, False)
+        assert lines == await asyncio.to_thread(status_lines, tmp_path, False, True)
         objects = json.loads((await asyncio.to_thread(status_lines, tmp_path, True))[0])
     assert lines[0] == f"peer-0: {STATUS.summary()}"
     assert lines[1] == "peer-1: does not run; when it ended: round 30/30, step 600, done"
     assert lines[2] == "peer-2: does not run; start it with `murmur join`"
     assert objects[str(tmp_path / "peer-0")]["round"] == 4
     assert objects[str(tmp_path / "peer-1")] is None
+
+
+def test_a_check_fails_where_no_node_answers(tmp_path: Path, unused_tcp_port: int) -> None:
+    node(tmp_path / "peer-0", unused_tcp_port)
+    assert len(status_lines(tmp_path, False)) == 1
+    with pytest.raises(UnreachableError, match="no node answers: peer-0 does not run"):
+        status_lines(tmp_path, False, check=True)
 
 
 def test_status_of_nowhere(tmp_path: Path) -> None:

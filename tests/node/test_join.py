@@ -25,8 +25,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeSettings]:
 def test_paths_are_resolved_and_the_node_listens_everywhere(started: list[NodeSettings], tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(MANIFEST.to_toml())
-    join.join_run(str(run), tmp_path / "a" / ".." / "b", (), "cpu", "me", 2, (), 0, False)
-    join.join_run(str(run), None, (), "cpu", "me", None, ("/ip4/127.0.0.1/tcp/1",), 0, False)
+    join.join_run(str(run), tmp_path / "a" / ".." / "b", (), "cpu", "me", 2, (), ":0", False)
+    join.join_run(str(run), None, (), "cpu", "me", None, ("/ip4/127.0.0.1/tcp/1",), ":0", False)
     assert started[0].manifest == MANIFEST and started[0].base == tmp_path.resolve()
     assert started[0].folder == tmp_path.resolve() / "b"
     assert started[0].listen == (EVERYWHERE_LISTEN,) and started[1].listen == ("/ip4/127.0.0.1/tcp/1",)
@@ -35,5 +35,5 @@ def test_paths_are_resolved_and_the_node_listens_everywhere(started: list[NodeSe
 
 def test_a_run_that_is_not_there(started: list[NodeSettings], tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
-        join.join_run(str(tmp_path / "none.toml"), None, (), "cpu", "", None, (), 0, False)
+        join.join_run(str(tmp_path / "none.toml"), None, (), "cpu", "", None, (), ":0", False)
     assert not started
