@@ -18,6 +18,8 @@ from protocol.rounds.kinds import parse
 from protocol.rounds.statements import MAX_ROUND, Commit, Statement, Terms
 
 MAX_COMMITS = 64
+PATIENCE = 1.5  # seconds that the next commit may take to come by itself before we ask for it
+GAP = 2  # rounds behind, from which on we ask at once
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ def ahead(mine: Head, records: Mapping[PeerId, PeerRecord]) -> dict[Head, list[P
 def best(heads: Mapping[Head, list[PeerId]]) -> tuple[Head, list[PeerId]]:
     head = max(heads, key=lambda candidate: (candidate.tokens, candidate.digest))
     return head, heads[head]
+
+
+def is_time_to_go(mine: Head, theirs: Head, waited: float) -> bool:
+    """Whether to go to a head that is to be preferred, known of for `waited` seconds: what may be the commit of the
+    round we are in comes by itself. A head that is not above ours is on another chain, and comes to us never."""
+    return not 0 < theirs.round - mine.round < GAP or waited >= PATIENCE
 
 
 class Scout:

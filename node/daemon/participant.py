@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from node.daemon.catch_up import Scout, Way, ahead, best
+from node.daemon.catch_up import Scout, Way, ahead, best, is_time_to_go
 from node.daemon.keeper import KEPT_ROUNDS, Keeper
 from node.daemon.membership import Members
 from node.daemon.replica import Replica, Share
@@ -29,8 +29,6 @@ from protocol.rounds.statements import Commit, Statement, Terms
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 1.5  # seconds that the next commit may take to come by itself before we ask for it
-GAP = 2  # rounds behind, from which on we ask at once
 LOOK_SECONDS = 0.5
 STATE_SECONDS = 60.0  # to fetch a state, and a second more for each of so many bytes
 SLOWEST_BYTES = 1_000_000
@@ -208,7 +206,7 @@ class Participant:
             return False
         now = asyncio.get_running_loop().time()
         self._ahead_since = self._ahead_since or now
-        return best(heads)[0].round - self.replica.chain.round >= GAP or now - self._ahead_since > PATIENCE
+        return is_time_to_go(self.replica.chain.head, best(heads)[0], now - self._ahead_since)
 
     def _state_is_wrong(self) -> bool:
         if self.method.topology.kind == "groups":

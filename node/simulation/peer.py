@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from node.channel import Fate
+from node.daemon.catch_up import PATIENCE, is_time_to_go
 from node.daemon.offers import Offer, Offers
-from node.daemon.participant import GAP, PATIENCE
 from node.daemon.replica import Share, blobs_of
 from node.simulation.clock import VirtualClock
 from node.simulation.directory import Directory
@@ -301,7 +301,7 @@ class VirtualPeer:
         if self._behind_since is None:
             self._behind_since = now
             self._later(PATIENCE, self._catch_up)
-        if self.learner is None or head.round - self.chain.round >= GAP or now - self._behind_since >= PATIENCE:
+        if self.learner is None or is_time_to_go(self.chain.head, head, now - self._behind_since):
             self._take_over()
 
     def _take_over(self) -> None:

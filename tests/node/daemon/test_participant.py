@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from node.channel import Message
-from node.daemon import participant
+from node.daemon import catch_up, participant
 from node.daemon.catch_up import Way
 from node.daemon.offers import Offer, Offers
 from node.daemon.participant import Participant
@@ -206,7 +206,7 @@ class World:
 @pytest.fixture
 async def worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator["Make"]:
     monkeypatch.setattr(participant, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(participant, "PATIENCE", 0.05)
+    monkeypatch.setattr(catch_up, "PATIENCE", 0.05)
     monkeypatch.setattr(participant, "STATE_SECONDS", 5.0)
     make = Make(tmp_path)
     yield make
@@ -323,14 +323,14 @@ async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(
 async def test_one_round_behind_it_waits_a_little_for_the_commit_to_come_by_itself(
     worlds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(participant, "PATIENCE", 30.0)
+    monkeypatch.setattr(catch_up, "PATIENCE", 30.0)
     world = worlds()
     world.run()
     await until(lambda: world.driver.is_open)
     await world.peer(FRIEND, 1)
     await asyncio.sleep(0.05)
     assert world.scout.asked == [] and world.driver.is_open
-    monkeypatch.setattr(participant, "PATIENCE", 0.01)
+    monkeypatch.setattr(catch_up, "PATIENCE", 0.01)
     await world.until_round(1)
 
 
@@ -341,6 +341,23 @@ async def test_the_lesser_of_two_chains_is_left(worlds: Make) -> None:
     world.run()
     await world.until_round(3)
     assert world.replica.chain.digest == theirs.chain.digest and world.replica.blob == theirs.blob
+
+
+async def test_another_chain_is_gone_to_although_our_own_rounds_never_pause(
+    worlds: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with more tokens in fewer rounds: whoever waits for its next commit waits in vain."""
+    monkeypatch.setattr(catch_up, "PATIENCE", 30.0)
+    world = worlds()
+    await grown(world.replica, world.store, 3, peer=1)
+    world.run()
+    await until(lambda: world.driver.is_open)
+    theirs = await world.peer(FRIEND, 2, seed=2)
+    head = theirs.chain.head
+    theirs.chain.restart(Head(head.round, head.digest, world.replica.chain.tokens + 1))
+    world.show(FRIEND, theirs.chain.head, theirs.blob.digest)
+    await until(lambda: world.replica.chain.digest == head.digest)
+    assert world.replica.blob == theirs.blob
 
 
 async def test_a_liar_is_avoided_though_it_shows_a_new_head_each_time(
