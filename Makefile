@@ -14,8 +14,8 @@ demo: .venv/installed
 test: .venv/installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n logical --dist loadfile -m "not swarm"
-	$(BIN)/pytest -m swarm
+	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab"
+	$(BIN)/pytest -m "swarm or netlab"
 
 proto: .venv/installed-for-tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I . \

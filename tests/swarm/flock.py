@@ -167,9 +167,9 @@ class Flock:
         return PeerProcess(name, home, join_command(self.run, home, "--name", name))
 
 
-def join_command(run: Path, home: Path, *more: str) -> list[str]:
+def join_command(run: Path, home: Path, *more: str, listen: str = LOOPBACK_LISTEN) -> list[str]:
     words = [sys.executable, "-m", "node.cli", "join", str(run), "--dir", str(home)]
-    return [*words, "--listen", LOOPBACK_LISTEN, "--device", "cpu", "--threads", "1", *more]
+    return [*words, "--listen", listen, "--device", "cpu", "--threads", "1", *more]
 
 
 def pid_of(peer: PeerProcess) -> int:

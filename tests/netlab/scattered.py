@@ -1,0 +1,79 @@
+"""A scattered flock: the real peers of a run, each at its own link of a laboratory.
+
+They listen as the default says, so their records name loopback addresses beside the public one, as volunteers' do.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from node.local.peer_process import PeerProcess
+from node.status import NodeStatus
+from protocol.manifest import Manifest
+from tests.netlab.laboratory import Laboratory, Node
+from tests.swarm.flock import Flock, join_command, own_world
+
+PORT = 4001
+LISTEN = f"/ip4/0.0.0.0/tcp/{PORT}"
+
+
+class ScatteredPeer(PeerProcess):
+    """It runs inside a node of the laboratory, and is asked there."""
+
+    def __init__(self, name: str, folder: Path, command: Sequence[str], laboratory: Laboratory, node: Node) -> None:
+        super().__init__(name, folder, command)
+        self.laboratory, self.node = laboratory, node
+
+    def start(self, peers: Sequence[str]) -> None:
+        with self.laboratory.inside(self.node):
+            super().start(peers)
+
+    def public(self) -> tuple[str, ...]:
+        """Its addresses that others on the internet can use."""
+        return tuple(address for address in self.addresses() if f"/ip4/{self.node.address}/" in address)
+
+
+class ScatteredFlock(Flock):
+    """A peer in each of the nodes."""
+
+    def __init__(self, folder: Path, manifest: Manifest, laboratory: Laboratory, nodes: Sequence[Node]) -> None:
+        self.laboratory, self.nodes = laboratory, list(nodes)
+        super().__init__(folder, manifest, len(nodes))
+
+    def start(self) -> None:
+        self.start_first()
+        introducer = self.scattered[0].public()
+        for peer in self.peers[1:]:
+            peer.start(introducer)
+
+    @property
+    def scattered(self) -> list[ScatteredPeer]:
+        return [peer for peer in self.peers if isinstance(peer, ScatteredPeer)]
+
+    def look(self, *peers: PeerProcess) -> list[NodeStatus]:
+        """One after the other: this thread can be in one node at a time."""
+        chosen = [peer for peer in self.scattered if not peers or peer in peers]
+        for peer in chosen:
+            with self.laboratory.inside(peer.node):
+                asyncio.run(peer.poll())
+        return [peer.status for peer in chosen if peer.status]
+
+    def _made(self, index: int) -> PeerProcess:
+        name = f"peer-{index}"
+        home = self.run.parent / name
+        command = join_command(self.run, home, "--name", name, listen=LISTEN)
+        return ScatteredPeer(name, home, command, self.laboratory, self.nodes[index])
+
+
+@contextlib.contextmanager
+def scattered(
+    folder: Path, manifest: Manifest, laboratory: Laboratory, nodes: Sequence[Node]
+) -> Iterator[ScatteredFlock]:
+    """In its own world; dead at the end, whatever happened."""
+    with own_world():
+        flock = ScatteredFlock(folder, manifest, laboratory, nodes)
+        try:
+            yield flock
+        finally:
+            flock.kill()
