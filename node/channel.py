@@ -24,7 +24,7 @@ _LENGTH_BYTES = 4
 M = TypeVar("M")
 
 Fate = Literal["included", "excluded", "none"]
-Activity = Literal["compute", "encode", "adopt", "wait", "evaluate", "snapshot"]
+Activity = Literal["compute", "encode", "adopt", "wait", "evaluate", "snapshot", "pause"]
 
 
 class ChannelClosed(Exception):  # noqa: N818
@@ -44,6 +44,8 @@ class Config(_Message):
     peer_id: str
     device: Device = "auto"
     threads: int = Field(default=1, ge=1)
+    memory: int | None = Field(default=None, ge=1, description="bytes that the trainer keeps to")
+    pause_when_busy: bool = Field(default=False, description="stand back while others use the device")
     round: int = Field(ge=0, description="whose anchor a trainer without a snapshot starts from")
     validation_tokens: int = Field(default=65_536, ge=1, description="the most one evaluation reads")
 
@@ -110,6 +112,13 @@ class Message(_Message):
     loss: FiniteFloat
 
 
+class Pausing(_Message):
+    """The trainer takes no inner step from here on, for this reason; with an empty one it goes on."""
+
+    kind: Literal["pausing"] = "pausing"
+    reason: str
+
+
 class Adopted(_Message):
     kind: Literal["adopted"] = "adopted"
     round: int
@@ -141,7 +150,8 @@ class Failed(_Message):
 
 ToTrainer = Annotated[Config | Adopt | Evaluate | TakeSnapshot | Stop, Field(discriminator="kind")]
 FromTrainer = Annotated[
-    Ready | Progress | Message | Adopted | Evaluated | Snapshotted | Stopped | Failed, Field(discriminator="kind")
+    Ready | Progress | Message | Pausing | Adopted | Evaluated | Snapshotted | Stopped | Failed,
+    Field(discriminator="kind"),
 ]
 _TO_TRAINER: Final[TypeAdapter[ToTrainer]] = TypeAdapter(ToTrainer)
 _FROM_TRAINER: Final[TypeAdapter[FromTrainer]] = TypeAdapter(FromTrainer)

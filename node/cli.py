@@ -28,6 +28,13 @@ app = typer.Typer(
 
 LOOPBACK = "127.0.0.1:0"
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to train")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="of each trainer, and of its daemon's work")]
+MemoryOption = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="of each trainer, such as 4GB; microbatches shrink to fit")
+]
+PauseOption = Annotated[
+    bool, typer.Option("--pause-when-busy", help="train only while other programs leave the device alone")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 
 
@@ -56,13 +63,18 @@ def up(
     drill: Annotated[bool | None, typer.Option(help="kill one peer half-way; on in the demo")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="of weights and data order")] = None,
     device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    memory: MemoryOption = None,
+    pause_when_busy: PauseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train with several peers on this machine, until the run's target."""
     from node.local.up import Wish
     from node.local.up import up as run_swarm
 
-    wish = Wish(run, folder, peers, rounds, recipe, seed, drill, device, as_json)
+    wish = Wish(
+        run, folder, peers, rounds, recipe, seed, drill, device, as_json, threads, memory, pause_when_busy
+    )  # fmt: skip
     raise typer.Exit(run_swarm(wish))
 
 
@@ -73,7 +85,9 @@ def join(
     peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer first; repeatable")] = None,
     device: DeviceOption = "auto",
     name: Annotated[str, typer.Option(help="shown to the others")] = "",
-    threads: Annotated[int | None, typer.Option(min=1, help="of the trainer")] = None,
+    threads: ThreadsOption = None,
+    memory: MemoryOption = None,
+    pause_when_busy: PauseOption = False,
     listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="repeatable")] = None,
     metrics: Annotated[str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")] = LOOPBACK,
     log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
@@ -89,6 +103,8 @@ def join(
         device=device,
         name=name,
         threads=threads,
+        memory=memory,
+        pause_when_busy=pause_when_busy,
         listen=tuple(listen or ()),
         metrics=metrics,
         log_json=log_json,
@@ -107,7 +123,9 @@ def host(
     listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="repeatable")] = None,
     name: Annotated[str, typer.Option(help="shown to the others")] = "",
     device: DeviceOption = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="of the trainer")] = None,
+    threads: ThreadsOption = None,
+    memory: MemoryOption = None,
+    pause_when_busy: PauseOption = False,
     log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
 ) -> None:
     """Open a run to others: a peer to begin with, its page, and the link to join by."""
@@ -117,7 +135,7 @@ def host(
     open_run(
         Wish(
             run, folder, http, public_url, train, tuple(peer or ()), tuple(listen or ()), name, device, threads,
-            log_json,
+            memory, pause_when_busy, log_json,
         )
     )  # fmt: skip
 

@@ -30,7 +30,9 @@ class NodeSettings(BaseModel):
     folder: Path = Field(description="the node's own folder: key, checkpoints, blobs; see node.folder")
     peers: tuple[str, ...] = Field(default=(), description="multiaddresses to ask first, beside the manifest's")
     device: Device = "auto"
-    threads: int | None = Field(default=None, ge=1, le=4096, description="of the trainer; None: torch decides")
+    threads: int | None = Field(default=None, ge=1, le=4096, description="of the trainer; None: as many as cores")
+    memory: int | None = Field(default=None, ge=1, description="bytes that the trainer keeps to; None: what it takes")
+    pause_when_busy: bool = Field(default=False, description="train only while others leave the device alone")
     name: str = Field(default="", max_length=64, description="shown to others; empty: the peer id")
     listen: tuple[str, ...] = Field(default=(EVERYWHERE_LISTEN,), min_length=1)
     metrics: str = Field(default="127.0.0.1:0", description="HOST:PORT, on loopback or everywhere; port 0: a free one")

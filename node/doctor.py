@@ -1,9 +1,7 @@
 """`murmur doctor`: can this machine take part, and if not, what to do.
 
 Each check is a finding: ok, warn or fail, and for what is not ok the mend. What can be computed is computed from the
-manifest: memory of a trainer is 16 bytes a parameter (weight, gradient and two moments of AdamW, fp32) and, for each
-sequence of a microbatch, the activations of Korthikanti et al. (arXiv 2205.05198, section 4),
-    context * width * layers * (34 + 5 * heads * context / width) bytes in 16 bits; twice that in 32
+manifest (`node.footprint`).
 """
 
 import asyncio
@@ -31,6 +29,7 @@ from rich.text import Text
 from node.config import EVERYWHERE_LISTEN
 from node.daemon.assembly import STORE_EXTRA_BYTES, STORE_STATES
 from node.daemon.replica import state_bytes
+from node.footprint import fixed_bytes, largest_microbatch
 from node.links import Invitation, accept
 from node.model import shape_table
 from node.places import joined_folder
@@ -48,9 +47,8 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 DIAL_SECONDS = 10.0
 DATE_SECONDS = 10.0
 MAX_DIALLED = 8
-TRAINER_BYTES = 16  # a parameter
 NODE_BYTES = 48  # a parameter, in main memory: anchors, snapshot, outer state, and a round's work on them
-BASE_BYTES = 1_500_000_000  # torch twice, the network daemon
+BASE_BYTES = 1_000_000_000  # of the daemon and p2pd
 CLOCK_WARN = 5.0
 
 
@@ -119,13 +117,14 @@ def _key(path: Path) -> Finding:
 def _room(manifest: Manifest, home: Path) -> list[Finding]:
     """Memory of the device, main memory and disk against what the run needs."""
     parameters = shape_table(manifest.model).numel
-    on_gpu = choose_device("auto").type == "cuda"
-    main = parameters * (NODE_BYTES + (0 if on_gpu else TRAINER_BYTES)) + BASE_BYTES
-    device = torch.cuda.mem_get_info()[0] if on_gpu else max(0, free_memory() - parameters * NODE_BYTES - BASE_BYTES)
+    device = choose_device("auto").type
+    daemon = parameters * NODE_BYTES + BASE_BYTES
+    main = daemon + fixed_bytes(manifest, device) if device == "cpu" else daemon
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else max(0, free_memory() - daemon)
     disk = STORE_STATES * state_bytes(parameters, program_of(manifest).method) + STORE_EXTRA_BYTES
     existing = next(parent for parent in (home, *home.absolute().parents) if parent.exists())
     return [
-        judged_microbatch(manifest, device, 2 if on_gpu else 4),
+        judged_microbatch(manifest, free, device),
         judged_room("memory", free_memory(), main, "close other programs, or use a machine with more"),
         judged_room("disk", shutil.disk_usage(existing).free, disk, "free some space, or choose another --dir"),
     ]
@@ -136,23 +135,13 @@ def judged_room(check: str, free: float, needed: float, mend: str) -> Finding:
     return Finding(check, "ok" if free >= needed else "fail", text, "" if free >= needed else mend)
 
 
-def judged_microbatch(manifest: Manifest, free: float, bytes_each: int) -> Finding:
-    """`bytes_each`: of one activation."""
-    fits = largest_microbatch(manifest, free, bytes_each)
+def judged_microbatch(manifest: Manifest, free: float, device: str) -> Finding:
+    fits = largest_microbatch(manifest, free, device)
     text = f"microbatches of {fits} sequences fit, the run's have {manifest.train.microbatch}"
     if fits >= manifest.train.microbatch:
         return Finding("model", "ok", text)
-    mend = "this device is too small for the run" if fits == 0 else "it may run out of memory; try, or use another"
+    mend = "this device is too small for the run" if fits == 0 else "nothing: it takes more passes for a batch"
     return Finding("model", "fail" if fits == 0 else "warn", text, mend)
-
-
-def largest_microbatch(manifest: Manifest, free: float, bytes_each: int) -> int:
-    model = manifest.model
-    layer = model.context * model.width * (34 + 5 * model.heads * model.context / model.width)
-    logits = 2 * 4 * model.context * model.vocabulary
-    sequence = model.layers * layer * bytes_each / 2 + logits
-    left = free - TRAINER_BYTES * shape_table(model).numel
-    return min(4096, max(0, int(left / sequence)))
 
 
 def free_memory() -> int:

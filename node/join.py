@@ -10,7 +10,9 @@ from node.links import Invitation, accept
 from node.logs import configure_logs
 from node.pins import check_pin, keep_pin
 from node.places import joined_folder
+from node.quantities import parse_size
 from node.status import short_count
+from node.trainer.device import require_fit
 from protocol.errors import StorageError
 from protocol.manifest import load_manifest
 from protocol.signed_manifest import fingerprint
@@ -29,6 +31,8 @@ def join_run(
     metrics: str,
     log_json: bool,
     insecure: bool = False,
+    memory: str | None = None,
+    pause_when_busy: bool = False,
 ) -> None:
     """Until the run's target or Ctrl-C. Raises MurmurError."""
     invitation = accept(run, insecure)
@@ -42,10 +46,13 @@ def join_run(
         device=device,
         name=name,
         threads=threads,
+        memory=parse_size(memory, "--memory") if memory else None,
+        pause_when_busy=pause_when_busy,
         listen=listen or (EVERYWHERE_LISTEN,),
         metrics=metrics,
         log_json=log_json,
     )
+    require_fit(settings)
     configure_logs(log_json)
     _meet(own, invitation)
     asyncio.run(run_node(settings))

@@ -25,6 +25,7 @@ class NodeStatus(BaseModel):
     name: str = ""
     phase: Phase = "starting"
     reason: str = Field(default="", description="one line: why the node waits, or why its work was left out")
+    paused: str = Field(default="", description="why the trainer stands back for others; empty: it does not")
     round: int = Field(default=0, description="rounds committed and applied")
     target_rounds: int | None = None
     target_tokens: int | None = None
@@ -60,6 +61,8 @@ class NodeStatus(BaseModel):
             return "no: the run has reached its target"
         if self.phase in ("starting", "joining", "waiting for peers", "leaving"):
             return f"no: {self.reason or self.phase}"
+        if self.paused:
+            return f"no: paused, {self.paused}"
         if self.last_included_round is None:
             return f"no: {self.reason or 'no round has taken a contribution of this node yet'}"
         missed = self.round - 1 - self.last_included_round

@@ -9,12 +9,10 @@ from concurrent.futures import Executor
 from importlib.metadata import version
 from typing import Any
 
-import torch
-
 from node.arena import Arena, Contents
-from node.channel import Adopted, Config, FromTrainer, Message, Ready
+from node.channel import Adopted, Config, FromTrainer, Message, Pausing, Ready
 from node.checkpoints.checkpoint import Checkpoint, load_newest
-from node.config import NodeSettings
+from node.config import NodeSettings, threads_each
 from node.daemon.calls import deliver
 from node.daemon.catch_up import Scout
 from node.daemon.keeper import Keeper, restore_inner, restored_offers
@@ -277,7 +275,9 @@ class Assembly:
             base=str(settings.base),
             peer_id=self.peer_id,
             device=settings.device,
-            threads=settings.threads or torch.get_num_threads(),
+            threads=settings.threads or threads_each(1),
+            memory=settings.memory,
+            pause_when_busy=settings.pause_when_busy,
             round=self.trainer.round,
             validation_tokens=VALIDATION_TOKENS,
         )
@@ -286,9 +286,11 @@ class Assembly:
         self.standing.heard(message)
         match message:
             case Ready():
-                self.directory.publish(device=message.device[:MAX_TEXT_CHARACTERS])
+                self.directory.publish(device=message.device[:MAX_TEXT_CHARACTERS], resting=False)
             case Message():
                 self.participant.offer()
+            case Pausing():
+                self.directory.publish(urgent=True, resting=bool(message.reason))
             case Adopted() if self._members.evaluates(message.round):
                 self._spawn(self.trainer.evaluate())
 

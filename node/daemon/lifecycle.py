@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from node.config import NodeSettings
+from node.config import NodeSettings, threads_each
 from node.daemon.assembly import Assembly
 from node.daemon.metrics import metrics_server
 from node.folder import RunFolder
@@ -59,6 +59,8 @@ class Daemon:
             loop.add_signal_handler(number, self._signalled)
         async with AsyncExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="arithmetic"))
+            threads = self._settings.threads or threads_each(1)
+            loop.set_default_executor(ThreadPoolExecutor(1 + threads, thread_name_prefix="disk"))
             node = await Assembly.build(self._settings, self._folder, pool, random.Random(os.urandom(16)))
             stack.push_async_callback(node.transport.stop)
             await node.open()

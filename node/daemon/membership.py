@@ -50,11 +50,13 @@ class Members:
         near = {self._chain.digest, *(commit.body.base for commit in last)}
         live = self._directory.live()
         peers = {peer for peer, record in live.items() if record.role == "trainer" and record.digest in near}
-        return Live(frozenset(peers | {self._directory.peer_id}), frozenset(self._departed))
+        resting = frozenset(peer for peer in peers if live[peer].resting)
+        return Live(frozenset(peers | {self._directory.peer_id}), frozenset(self._departed), resting)
 
     def evaluates(self, number: int) -> bool:
-        """Whether it is our turn to measure the anchor of that round: the trainers take turns."""
-        trainers = sorted(self.trainers())
+        """Whether it is our turn to measure the anchor of that round: the trainers that do not rest take turns."""
+        live = self._directory.live()
+        trainers = sorted(peer for peer in self.trainers() if not live[peer].resting)
         return bool(trainers) and trainers[number % len(trainers)] == self._directory.peer_id
 
     def holders(self, head: Head, other_than: Digest) -> list[PeerId]:

@@ -33,6 +33,7 @@ class Metrics(Collector):
     def __init__(self) -> None:
         self.rounds: collections.Counter[str] = collections.Counter()
         self.refusals: collections.Counter[str] = collections.Counter()
+        self.pauses = 0
         self.blobs = 0
         self.blob_bytes = 0
         self._status: Callable[[], NodeStatus] | None = None
@@ -47,6 +48,10 @@ class Metrics(Collector):
         """`missed`: a round was committed without an offer of ours; `failed`: it was given up by all."""
         self.rounds[outcome] += 1
 
+    def paused(self) -> None:
+        """The trainer stands back for others who use its device."""
+        self.pauses += 1
+
     def refused(self, reason: str) -> None:
         """Something of a peer was refused or timed out; `reason` is a fixed short word such as `forged`."""
         self.refusals[reason] += 1
@@ -54,6 +59,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield _labelled("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
         yield _labelled("murmur_refusals", "What peers sent and was refused, or timed out", "reason", self.refusals)
+        yield CounterMetricFamily("murmur_pauses", "Times that training stood back for others", value=self.pauses)
         yield GaugeMetricFamily("murmur_blobs", "Blobs held", value=self.blobs)
         yield GaugeMetricFamily("murmur_blob_bytes", "Bytes of blobs held", value=self.blob_bytes)
         if self._status is not None:
@@ -75,6 +81,7 @@ def _of_status(status: NodeStatus) -> Iterator[Metric]:
     yield _labelled("murmur_seconds", "Seconds by activity", "activity", status.seconds)
     yield _bytes_moved(status)
     gauges: tuple[tuple[str, str, float | None], ...] = (
+        ("murmur_paused", "1 while training stands back for others who use the device", float(bool(status.paused))),
         ("murmur_loss", "Recent training loss, nats a token", status.loss),
         ("murmur_validation_loss", "Loss on held-out text, nats a token", status.validation_loss),
         ("murmur_round", "Rounds committed and applied", status.round),

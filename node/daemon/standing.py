@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from node.channel import Evaluated, Fate, FromTrainer, Progress, Ready
+from node.channel import Evaluated, Fate, FromTrainer, Pausing, Progress, Ready
 from node.daemon.metrics import Metrics
 from node.status import NodeStatus, Phase
 from protocol.errors import PeerFault
@@ -46,6 +46,9 @@ class Standing:
                 self._set(validation_loss=message.loss, validation_round=message.round)
             case Ready():
                 logger.info("the trainer is ready on %s at step %d", message.device, message.step)
+                self._set(paused="")
+            case Pausing():
+                self._pause(message.reason)
 
     def stands_at(self, head: Head, state: Digest) -> None:
         self._set(round=head.round, chain_tokens=head.tokens, digest=head.digest.hex(), state_digest=state.hex())
@@ -75,6 +78,12 @@ class Standing:
     def round_failed(self, reason: str) -> None:
         self._metrics.round_ended("failed")
         self._set(reason=reason)
+
+    def _pause(self, reason: str) -> None:
+        if reason:
+            self._metrics.paused()
+        logger.info("training pauses: %s" if reason else "training goes on%s", reason)
+        self._set(paused=reason)
 
     def refused(self, peer: PeerId, fault: PeerFault) -> None:
         reason = type(fault).__name__.removesuffix("Error").lower()

@@ -23,6 +23,7 @@ from node.channel import (
     Fate,
     FromTrainer,
     Message,
+    Pausing,
     Progress,
     Ready,
 )
@@ -134,7 +135,7 @@ class TrainerLink:
                     await self._take(message)
                 case Adopted():
                     await self._note_adopted(message.round)
-                case Progress() | Evaluated():
+                case Progress() | Evaluated() | Pausing():
                     pass
             self._heard(message)
 

@@ -27,6 +27,7 @@ STOP_SECONDS = 20.0
 QUEUE_MESSAGES = 256
 LAST_WORDS_LINES = 20
 LINE_BYTES = 2000
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class TrainerProcess:
@@ -174,13 +175,15 @@ class TrainerProcess:
         return life
 
     async def _execute(self, channel_fd: int) -> asyncio.subprocess.Process:
-        arena_fd = self._arena.fd
+        arena_fd, threads = self._arena.fd, str(self._config().threads)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "node.trainer"),
             *(str(channel_fd), str(arena_fd), str(os.getpid())),
             pass_fds=(channel_fd, arena_fd),
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
+            # Every library that has threads of its own reads one of these before it starts them.
+            env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, threads)},
             process_group=0,  # a terminal's Ctrl-C is for the daemon
         )
 

@@ -165,7 +165,8 @@ def _committed(state: State, step: Step, at: float | None) -> Committed:
 
 def _late(state: State, included: set[PeerId]) -> tuple[PeerId, ...]:
     """Who is there and has contributed before, but not to this round."""
-    return tuple(sorted(peer.now.peer for peer in state.trainers if peer.given and peer.now.peer not in included))
+    awaited = [peer for peer in state.trainers if peer.given and not peer.now.resting]
+    return tuple(sorted(peer.now.peer for peer in awaited if peer.now.peer not in included))
 
 
 def strays(trainers: Mapping[PeerId, PeerRecord]) -> list[tuple[PeerId, int]]:

@@ -21,6 +21,8 @@ from node.host.server import Face, application
 from node.host.window import window_of
 from node.logs import configure_logs
 from node.places import hosted_folder
+from node.quantities import parse_size
+from node.trainer.device import require_fit
 from node.web import listening, serving
 from protocol.errors import DataError
 from protocol.identity import Identity
@@ -43,6 +45,8 @@ class Wish:
     name: str
     device: str
     threads: int | None
+    memory: str | None
+    pause_when_busy: bool
     log_json: bool
 
 
@@ -59,8 +63,12 @@ def host(wish: Wish) -> None:
         name=wish.name,
         device=wish.device,
         threads=wish.threads,
+        memory=parse_size(wish.memory, "--memory") if wish.memory else None,
+        pause_when_busy=wish.pause_when_busy,
         log_json=wish.log_json,
     )
+    if wish.train:
+        require_fit(settings)
     configure_logs(wish.log_json)
     asyncio.run(_train(settings, door) if wish.train else _watch(settings, door))
 

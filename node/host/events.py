@@ -72,6 +72,7 @@ class PeerNow(Part):
     tokens_per_second: Amount = 0.0
     bytes_sent: Count = 0
     sending: Amount = 0.0
+    resting: bool = Field(default=False, description="trains no step for now")
     seen: float = 0.0
 
 

@@ -101,6 +101,8 @@ def standing(state: State, peer: Peer) -> tuple[str, Tone]:
         return "joining", "busy"
     if peer.now.round < head - 1:
         return "behind", "warn"
+    if peer.now.resting:
+        return "resting", "busy"
     return ("training", "ok") if peer.in_time else ("late", "warn")
 
 

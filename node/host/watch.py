@@ -191,6 +191,7 @@ def peer_now(peer: PeerId, record: PeerRecord, sending: float, now: float) -> Pe
         tokens_per_second=min(record.tokens_per_second, MAX_SPEED),
         bytes_sent=_bounded(record.bytes_sent),
         sending=sending,
+        resting=record.resting,
         seen=now,
     )
 

@@ -13,7 +13,14 @@ from node.status import short_bytes, short_count
 
 PLAIN_INTERVAL = 5.0
 COLUMNS = ("peer", "state", "round", "step", "loss", "tok/s", "sent", "included", "digest")
-COLOURS = {"training": "green", "exchanging": "cyan", "done": "bold green", "ended": "bold green", "lost": "bold red"}
+COLOURS = {
+    "training": "green",
+    "exchanging": "cyan",
+    "paused": "yellow",
+    "done": "bold green",
+    "ended": "bold green",
+    "lost": "bold red",
+}
 
 
 class Display:

@@ -17,6 +17,7 @@ from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
 from node.local.report import Outcome, summarise
 from node.local.swarm_table import Display
+from node.quantities import parse_size
 from protocol.manifest import Manifest, load_manifest
 
 USUAL_PEERS = 3
@@ -35,6 +36,9 @@ class Wish:
     drill: bool | None = None
     device: Device = "auto"
     json: bool = False
+    threads: int | None = None
+    memory: str | None = None
+    pause_when_busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Plan:
     drill: bool
     device: Device
     json: bool
+    guest: tuple[str, ...] = ()  # options of `murmur join` that spare this machine
 
 
 def up(wish: Wish) -> int:
@@ -74,7 +79,16 @@ def settle(wish: Wish) -> Plan:
         drill=(wish.run is None and not resumed) if wish.drill is None else wish.drill,
         device=wish.device,
         json=wish.json,
+        guest=_guest_options(wish, peers),
     )
+
+
+def _guest_options(wish: Wish, peers: int) -> tuple[str, ...]:
+    words = ["--threads", str(wish.threads or threads_each(peers))]
+    if wish.memory is not None:
+        parse_size(wish.memory, "--memory")
+        words += ["--memory", wish.memory]
+    return (*words, *(["--pause-when-busy"] if wish.pause_when_busy else []))
 
 
 def _train(plan: Plan) -> int:
@@ -133,11 +147,10 @@ def tokens_in(manifest: Manifest, rounds: int, peers: int) -> int:
 
 
 def peer_processes(plan: Plan) -> list[PeerProcess]:
-    threads = str(threads_each(plan.peers))
     found = []
     for index in range(plan.peers):
         home = places.peer_folder(plan.folder, index)
         command = [sys.executable, "-m", "node.cli", "join", str(plan.folder / "run.toml"), "--dir", str(home)]
-        command += ["--name", home.name, "--threads", threads, "--device", plan.device, "--listen", LOOPBACK_LISTEN]
+        command += ["--name", home.name, *plan.guest, "--device", plan.device, "--listen", LOOPBACK_LISTEN]
         found.append(PeerProcess(home.name, home, command))
     return found

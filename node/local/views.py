@@ -19,7 +19,9 @@ class PeerView:
 
     @property
     def word(self) -> str:
-        return self.status.phase if self.state == "running" and self.status else self.state
+        if self.state != "running" or self.status is None:
+            return self.state
+        return "paused" if self.status.paused else self.status.phase
 
     @property
     def round(self) -> int:

@@ -12,6 +12,11 @@ import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from node.channel import TrainerEnd
+    from protocol.errors import MurmurError
 
 CONFIG_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1
@@ -40,17 +45,19 @@ def serve(connection: socket.socket, arena_fd: int) -> int:
     import torch
 
     from node.arena import Arena, Contents
-    from node.channel import ChannelClosed, Config, Failed, TrainerEnd
+    from node.channel import ChannelClosed, Config, TrainerEnd
     from node.program import program_of
+    from node.trainer.device import is_out_of_memory
     from node.trainer.training import Trainer
-    from protocol.errors import MurmurError
+    from protocol.errors import DeviceError, MurmurError
     from protocol.manifest import parse_manifest
 
-    channel = TrainerEnd(connection)
+    channel, memory = TrainerEnd(connection), None
     try:
         config = channel.receive(CONFIG_SECONDS)
         if not isinstance(config, Config):
             raise MurmurError(f"the daemon sent no config within {CONFIG_SECONDS:.0f} s; start it again")
+        memory = config.memory
         torch.set_num_threads(config.threads)
         manifest = parse_manifest(config.manifest.encode(), "the daemon's manifest")
         program = program_of(manifest)
@@ -58,11 +65,21 @@ def serve(connection: socket.socket, arena_fd: int) -> int:
     except ChannelClosed:
         logger.info("the daemon is gone; stopping")
     except MurmurError as error:
-        channel.send(Failed(reason=str(error), exit_code=error.exit_code))
-        return error.exit_code
+        return _failed(channel, error)
+    except (MemoryError, RuntimeError) as error:
+        if memory is None or not is_out_of_memory(error):
+            raise
+        return _failed(channel, DeviceError(f"--memory: {memory / 1e6:.0f} MB do not suffice; allow more"))
     finally:
         channel.close()
     return 0
+
+
+def _failed(channel: "TrainerEnd", error: "MurmurError") -> int:
+    from node.channel import Failed
+
+    channel.send(Failed(reason=str(error), exit_code=error.exit_code))
+    return error.exit_code
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
-"""Which device a trainer computes on."""
+"""Which device a trainer computes on, and how much of its memory it may take."""
 
+import resource
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from node.config import Device
+from node.config import Device, NodeSettings
+from node.footprint import microbatch_within
+from node.trainer.usage import meter_of
 from protocol.errors import DeviceError
+
+UNTOUCHED_BYTES = 256 << 20  # what a process has asked for and does not use, such as the stacks of its threads
 
 
 def choose_device(wanted: Device) -> torch.device:
@@ -19,6 +24,32 @@ def choose_device(wanted: Device) -> torch.device:
 def device_name(device: torch.device) -> str:
     """For people: the accelerator's name, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def require_fit(settings: NodeSettings) -> None:
+    """Raises DeviceError, before anything is started, where the device or the allowed memory will not do."""
+    device = choose_device(settings.device)
+    microbatch_within(settings.manifest, settings.memory, device.type)
+    if settings.pause_when_busy:
+        meter_of(device)
+
+
+def keep_within(memory: int | None, device: torch.device) -> None:
+    """From here on an allocation that would take this process above so many bytes fails."""
+    if memory is None:
+        return
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device)
+    else:
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = memory + UNTOUCHED_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Torch says so in the words of a RuntimeError where there is no accelerator."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def precision(device: torch.device) -> AbstractContextManager[object]:

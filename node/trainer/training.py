@@ -9,13 +9,17 @@ import math
 import time
 from pathlib import Path
 
+from torch import Tensor
+
 from node.arena import Arena
 from node.channel import (
+    Activity,
     Adopt,
     Adopted,
     Config,
     Evaluate,
     Evaluated,
+    Pausing,
     Progress,
     Ready,
     Snapshotted,
@@ -26,13 +30,16 @@ from node.channel import (
     TrainerEnd,
 )
 from node.data import Batches, Corpus, open_source, validation_batches
+from node.footprint import microbatch_within
 from node.model import Llama
 from node.trainer.activity import Stopwatch
-from node.trainer.device import choose_device, device_name
+from node.trainer.courtesy import Courtesy
+from node.trainer.device import choose_device, device_name, is_out_of_memory, keep_within
 from node.trainer.inner import InnerOptimizer
 from node.trainer.inner_state import InnerState, Work
 from node.trainer.inner_step import accumulate_gradient, validation_loss
 from node.trainer.pace import is_message_due, may_adopt, must_wait
+from node.trainer.usage import meter_of
 from optim.exchange import Sender
 from optim.program import Program
 from protocol.errors import MalformedError, MurmurError
@@ -42,6 +49,7 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_SECONDS = 10.0
 PROGRESS_SECONDS = 1.0
 WAIT_SECONDS = 1.0
+LOOK_SECONDS = 2.0  # between two measurements of what others use
 MAX_SKIPPED_IN_A_ROW = 20
 
 
@@ -53,6 +61,11 @@ class Trainer:
     ) -> None:
         self._config, self._manifest, self._arena, self._channel = config, manifest, arena, channel
         self._device = choose_device(config.device)
+        self._microbatch = microbatch_within(manifest, config.memory, self._device.type)
+        keep_within(config.memory, self._device)
+        self._meter = meter_of(self._device) if config.pause_when_busy else None
+        self._courtesy = Courtesy(self._meter.pause_share, self._meter.resume_share) if self._meter else None
+        self._looked_at = -math.inf
         self._model = Llama(manifest.model, self._device)
         self._optimizer = InnerOptimizer(self._model, manifest.train, program.method.inner)
         self._state = InnerState(self._model, self._optimizer, program, Sender(program), arena)
@@ -75,13 +88,16 @@ class Trainer:
             self._obey(self._channel.receive())
             if self._stopping:
                 return
+            self._look_around()
             counters, plan = self._state.counters, self._state.plan
             if self._new_anchor is not None and may_adopt(counters, plan):
                 self._adopt(self._new_anchor)
             elif is_message_due(counters, plan.steps):
                 self._send_message()
+            elif self._courtesy is not None and self._courtesy.paused:
+                self._wait("pause")
             elif must_wait(counters, plan):
-                self._wait()
+                self._wait("wait")
             else:
                 self._train()
                 self._keep_up()
@@ -134,8 +150,18 @@ class Trainer:
         self._save()
         self._channel.send(Adopted(round=command.round))
 
-    def _wait(self) -> None:
-        with self._watch.spend("wait"):
+    def _look_around(self) -> None:
+        """Stand back where others use the device, or go on; the daemon is told."""
+        now = time.monotonic()
+        if self._meter is None or self._courtesy is None or now - self._looked_at < LOOK_SECONDS:
+            return
+        self._looked_at, share = now, self._meter.share()
+        if share is not None and self._courtesy.judge(share, now):
+            reason = f"others use {share:.0%} {self._meter.what}" if self._courtesy.paused else ""
+            self._channel.send(Pausing(reason=reason))
+
+    def _wait(self, activity: Activity) -> None:
+        with self._watch.spend(activity):
             command = self._channel.receive(WAIT_SECONDS)
         self._obey(command)
 
@@ -145,7 +171,7 @@ class Trainer:
             sequences = self._manifest.train.batch_tokens // self._manifest.model.context
             windows, step = self._batches.next(sequences), self._state.counters.step
             place = self._optimizer.look_ahead(step)
-            loss = accumulate_gradient(self._model, windows, self._manifest.train.microbatch, place)
+            loss = self._gradient(windows, place)
             applied = math.isfinite(loss) and self._optimizer.step(step)
             self._optimizer.clear_gradient()
         if not applied:
@@ -155,6 +181,18 @@ class Trainer:
         tokens = self._manifest.train.batch_tokens
         self._state.count_step(tokens, loss, self._batches.position)
         self._unshown += Work(tokens=tokens, steps=1, loss=loss)
+
+    def _gradient(self, windows: Tensor, place: Tensor | None) -> float:
+        """In smaller pieces from here on where the memory does not suffice; the batch stays what the manifest says."""
+        while True:
+            try:
+                return accumulate_gradient(self._model, windows, self._microbatch, place)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error) or self._microbatch == 1:
+                    raise
+            self._optimizer.clear_gradient()
+            self._microbatch //= 2
+            logger.warning("out of memory; going on with microbatches of %d sequences", self._microbatch)
 
     def _count_skipped(self) -> None:
         self._skipped_in_a_row += 1

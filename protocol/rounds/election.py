@@ -60,6 +60,7 @@ class Electorate:
     def __init__(self, memory: float, step: float, seen: Mapping[PeerId, float], now: float) -> None:
         away = now - max(seen.values(), default=now)
         self.live: frozenset[PeerId] = frozenset()
+        self._resting: frozenset[PeerId] = frozenset()
         self._memory = memory
         self._step = step
         self._now = now
@@ -71,13 +72,16 @@ class Electorate:
     def _recount(self) -> None:
         self.members: frozenset[PeerId] = self.live.union(self._vanished) if self._vanished else self.live
         # Those from whom a contribution may still come.
-        self.expected: frozenset[PeerId] = self.live | self._awaited if self._awaited else self.live
+        expected = self.live | self._awaited if self._awaited else self.live
+        self.expected: frozenset[PeerId] = expected - self._resting if self._resting else expected
 
-    def update(self, live: frozenset[PeerId], departed: frozenset[PeerId], now: float) -> None:
+    def update(
+        self, live: frozenset[PeerId], departed: frozenset[PeerId], now: float, resting: frozenset[PeerId] = frozenset()
+    ) -> None:
         self._vanished.update(dict.fromkeys(self.live - live, now))
         for peer in self._vanished.keys() & (live | departed):
             del self._vanished[peer]
-        self.live = live
+        self.live, self._resting = live, resting
         self._awaited -= live | departed
         self._recount()
 

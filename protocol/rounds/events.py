@@ -53,11 +53,13 @@ class RoundSettings:
 class Live:
     """The peers that are alive and, by their records, at this round and base; with ourselves if we train.
 
-    `departed`: those known to have said good-bye; they lose their vote at once.
+    `departed`: those known to have said good-bye; they lose their vote at once. `resting`: those of the peers who say
+    that they train no step for now; they vote and hold blobs like all others, but nobody waits for a contribution.
     """
 
     peers: frozenset[PeerId]
     departed: frozenset[PeerId] = frozenset()
+    resting: frozenset[PeerId] = frozenset()
 
 
 @dataclass(frozen=True)

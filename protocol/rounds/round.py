@@ -131,8 +131,8 @@ class Round:
         match event:
             case Received(statement):
                 self._skip_all(hear(self._state, statement, now))
-            case Live(peers, departed):
-                self._meet(peers, departed, now)
+            case Live():
+                self._meet(event, now)
             case Offered(contribution):
                 self._offer(contribution, now)
             case Held(digest):
@@ -143,10 +143,10 @@ class Round:
             case Tick():
                 pass
 
-    def _meet(self, peers: frozenset[PeerId], departed: frozenset[PeerId], now: float) -> None:
+    def _meet(self, event: Live, now: float) -> None:
         state = self._state
-        newcomers = peers - state.live - {state.me}
-        state.electorate.update(peers, departed, now)
+        newcomers = event.peers - state.live - {state.me}
+        state.electorate.update(event.peers, event.departed, now, event.resting)
         if state.me in self._evidence.contributions:
             self._send(newcomers, self._evidence.contributions[state.me])
         if state.leadership and state.followed:

@@ -16,7 +16,6 @@ from node.doctor import (
     judged_microbatch,
     judged_peers,
     judged_room,
-    largest_microbatch,
 )
 from protocol.identity import Identity
 from tests.node.small_run import MANIFEST
@@ -52,19 +51,16 @@ def written(folder: Path) -> str:
         (judged_peers([(NOWHERE, 0.2), (NOWHERE, "no")]), "ok"),
         (judged_peers([(NOWHERE, "no")]), "fail"),
         (judged_peers([]), "warn"),
-        (judged_microbatch(MANIFEST, 1e9, 4), "ok"),
-        (judged_microbatch(MANIFEST, 4e4, 4), "warn"),
-        (judged_microbatch(MANIFEST, 0.0, 4), "fail"),
+        (judged_microbatch(MANIFEST, 1e9, "cpu"), "ok"),
+        (judged_microbatch(MANIFEST, 4e4, "cuda"), "warn"),
+        (judged_microbatch(MANIFEST, 0.0, "cpu"), "fail"),
     ],
 )
 def test_what_is_not_ok_has_a_mend(finding: Finding, level: str) -> None:
     assert finding.level == level and finding.found and bool(finding.mend) == (level != "ok")
 
 
-def test_more_memory_takes_larger_microbatches() -> None:
-    sizes = [largest_microbatch(MANIFEST, free, 4) for free in (0, 1e6, 1e7, 1e8)]
-    assert sizes == sorted(sizes) and sizes[0] == 0 and sizes[-1] > sizes[1]
-    assert largest_microbatch(MANIFEST, 1e7, 2) > largest_microbatch(MANIFEST, 1e7, 4)
+def test_there_is_some_memory_here() -> None:
     assert free_memory() > 1e6
 
 

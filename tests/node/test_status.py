@@ -38,6 +38,7 @@ def test_summary_of_a_contributing_node() -> None:
         ({"last_included_round": None}, "no: no round has taken a contribution of this node yet"),
         ({"last_included_round": None, "reason": "too slow: 31 s of 20 s"}, "no: too slow: 31 s of 20 s"),
         ({"phase": "waiting for peers", "reason": "1 of 3 peers"}, "no: 1 of 3 peers"),
+        ({"paused": "others use 60% of the processors"}, "no: paused, others use 60% of the processors"),
         ({"phase": "joining"}, "no: joining"),
         ({"phase": "done"}, "no: the run has reached its target"),
     ],

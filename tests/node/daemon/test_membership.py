@@ -80,6 +80,22 @@ def test_who_said_good_bye_has_departed_until_it_joins_again(monkeypatch: pytest
     assert members.at_this_round().departed == {"d", "e"}
 
 
+def test_who_rests_is_at_this_round_and_known_to_rest() -> None:
+    directory = FakeDirectory()
+    directory.records["a"] = PeerRecord(role="trainer", digest=genesis(RUN_ID).digest, resting=True)
+    directory.records["far"] = PeerRecord(role="trainer", digest=bytes(32), resting=True)
+    live = members_of(directory).at_this_round()
+    assert live.peers == {"a", "me"} and live.resting == {"a"}
+    assert not any(members_of(FakeDirectory()).at_this_round().resting)
+
+
+def test_who_rests_has_no_turn_in_measuring() -> None:
+    directory = FakeDirectory()
+    directory.records |= {"a": PeerRecord(role="trainer", resting=True), "z": PeerRecord(role="trainer")}
+    members = members_of(directory)
+    assert [members.evaluates(number) for number in range(4)] == [True, False] * 2
+
+
 def test_the_trainers_take_turns_in_measuring() -> None:
     directory = FakeDirectory()
     directory.records |= {"a": PeerRecord(role="trainer"), "z": PeerRecord(role="trainer")}

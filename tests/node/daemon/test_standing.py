@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from node.channel import Evaluated, Progress, Ready
+from node.channel import Evaluated, Pausing, Progress, Ready
 from node.daemon.metrics import Metrics
 from node.daemon.standing import Standing
 from node.status import NodeStatus
@@ -35,6 +35,22 @@ def test_what_the_trainer_says_and_what_is_read_when_asked(standing: Standing) -
     assert (status.step, status.tokens, status.loss, status.seconds) == (7, 70, 2.5, {"compute": 1.0})
     assert (status.validation_loss, status.validation_round, status.peers) == (2.0, 3, 4)
     assert status.since > 0
+
+
+def test_a_pause_is_told_counted_and_over_with_the_next_word(
+    standing: Standing, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    standing.enter("training")
+    standing.heard(Pausing(reason="others use 60% of the processors"))
+    assert standing.status().contributing() == "no: paused, others use 60% of the processors"
+    standing.heard(Pausing(reason=""))
+    assert standing.status().paused == ""
+    standing.heard(Pausing(reason="again"))
+    standing.heard(Ready(device="cpu", step=0, round=0, outstanding=None))
+    assert standing.status().paused == "", "a trainer that was started anew looks for itself"
+    assert standing._metrics.pauses == 2
+    assert caplog.messages[1:3] == ["training pauses: others use 60% of the processors", "training goes on"]
 
 
 def test_phases_are_logged_once(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:

@@ -47,6 +47,8 @@ def test_the_word_for_each_peer() -> None:
     assert list(words(folded(events)).values()) == ["training", "training", "joining", "watching"]
     late = folded([*events, committed(10, NAMES[:1], late=[NAMES[1]]), Left(at=1.0, peer=NAMES[2], reason="left")])
     assert words(late)[NAMES[1]] == "late" and words(late)[NAMES[2]] == "left"
+    resting = folded([*events, Moved(at=2.0, peers=(now_of(NAMES[1], round=10, resting=True),))])
+    assert words(resting)[NAMES[1]] == "resting"
     behind = folded([*events, *(committed(number, NAMES[:1]) for number in range(10, 14))])
     assert words(behind)[NAMES[1]] == "behind" and words(behind)[NAMES[0]] == "training"
 

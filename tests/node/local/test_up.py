@@ -13,7 +13,7 @@ from node.folder import RunFolder
 from node.local.peer_process import PeerProcess
 from node.local.report import Findings
 from node.local.up import Wish, peer_processes, settle, swarm_manifest, up
-from protocol.errors import AlreadyRunningError, MissingFileError, OtherRunError
+from protocol.errors import AlreadyRunningError, MissingFileError, OtherRunError, UsageError
 from protocol.manifest import load_manifest
 
 ROOT = Path(__file__).parents[3]
@@ -90,6 +90,14 @@ def test_commands_of_the_peers(tmp_path: Path) -> None:
     command = " ".join(processes[1]._command)
     assert f"-m node.cli join {tmp_path}/run.toml --dir {tmp_path}/peer-1 --name peer-1 --threads" in command
     assert "--device cpu --listen /ip4/127.0.0.1/tcp/0" in command
+
+
+def test_peers_are_told_to_spare_this_machine(tmp_path: Path) -> None:
+    wish = Wish(run=TEST_RUN, folder=tmp_path, threads=3, memory="2GB", pause_when_busy=True)
+    command = " ".join(peer_processes(settle(wish))[0]._command)
+    assert "--threads 3 --memory 2GB --pause-when-busy --device" in command
+    with pytest.raises(UsageError, match="--memory: 'much' is no size"):
+        settle(Wish(run=TEST_RUN, folder=tmp_path, memory="much"))
 
 
 def test_a_folder_of_another_run_or_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ def test_progress_by_tokens_and_whichever_target_is_nearer() -> None:
 
 def test_word_is_the_phase_only_of_a_running_peer() -> None:
     assert peer(1, phase="catching up").word == "catching up"
-    assert peer(1, "lost").word == "lost"
+    assert peer(1, paused="others use it").word == "paused"
+    assert peer(1, "lost", paused="others use it").word == "lost"
     assert PeerView("a", "starting", None).word == "starting"
 
 

@@ -55,8 +55,10 @@ class Bench:
         ahead: int = 20,
         delay: int = 0,
         learning_rate: float = 1e-2,
+        **own: object,
     ) -> None:
-        self.folder = folder
+        """`own`: fields of Config, what one machine decides for itself."""
+        self.folder, self._own = folder, own
         (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
         (folder / "b.txt").write_text("pack my box with five dozen liquor jugs\n" * 200)
         toml = TOML.format(
@@ -71,14 +73,15 @@ class Bench:
         self._messages: AsyncIterator[FromTrainer] = self.trainer.messages()
 
     def config(self) -> Config:
-        return Config(
-            manifest=self.manifest.to_toml(),
-            base=str(self.folder),
-            peer_id="12D3KooWtest",
-            device="cpu",
-            round=0,
-            validation_tokens=512,
-        )
+        values = {
+            "manifest": self.manifest.to_toml(),
+            "base": str(self.folder),
+            "peer_id": "12D3KooWtest",
+            "device": "cpu",
+            "round": 0,
+            "validation_tokens": 512,
+        }
+        return Config.model_validate(values | self._own)
 
     async def until(self, kind: type[M], deadline: float = DEADLINE) -> M:
         """The next message of that kind; those before it are kept in `seen`."""

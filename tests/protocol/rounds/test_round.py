@@ -68,6 +68,38 @@ def test_who_does_not_contribute_is_waited_for_until_grace(exchange: Exchange, p
     assert table.included() == {tuple(sorted({*table.names} - {late}))}
 
 
+@BOTH
+def test_who_rests_is_not_waited_for_and_votes_all_the_same(exchange: Exchange, parts: int) -> None:
+    """The control is the test above: the same silence without the word costs the whole grace."""
+    table = Table(3, exchange, parts)
+    resting = table.names[1]
+    for name in table.names:
+        table.feed(name, Live(frozenset(table.names), resting=frozenset({resting})))
+    table.offer(table.names[0], table.names[2])
+    assert table.now == 0 and table.included() == {tuple(sorted({*table.names} - {resting}))}
+    assert table.commit(resting) is not None, "it has heard, and holds what it takes"
+
+
+def test_a_majority_counts_those_who_rest() -> None:
+    table = Table(3, "gather")
+    for name in table.names:
+        table.feed(name, Live(frozenset(table.names), resting=frozenset(table.names[1:])))
+    table.dead.update(table.names[1:])
+    table.offer(table.names[0])
+    table.elapse(10)
+    assert table.included() == set()
+
+
+def test_who_rests_may_contribute_in_time() -> None:
+    table = Table(3, "gather")
+    for name in table.names:
+        table.feed(name, Live(frozenset(table.names), resting=frozenset({table.names[2]})))
+    table.offer(table.names[2])
+    assert table.included() == set(), "the others are still to come"
+    table.offer(table.names[0], table.names[1])
+    assert table.included() == everybody(table)
+
+
 @pytest.mark.parametrize(("quorum", "closes_it"), [(0.25, 1), (0.3, 2), (0.5, 2), (0.75, 3), (1.0, 4)])
 def test_the_first_contributions_of_a_quorum_close_the_roster(quorum: float, closes_it: int) -> None:
     table = Table(4, "gather", quorum=quorum)

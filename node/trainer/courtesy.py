@@ -1,0 +1,28 @@
+"""When a trainer stands back for others who use its device, and when it goes on. PURE.
+
+Two thresholds and two delays, so that it neither stops for a moment's work nor goes back and forth.
+"""
+
+BUSY_SECONDS = 4.0  # that others need the device before the trainer stands back
+CALM_SECONDS = 10.0  # that they leave it alone before it goes on
+
+
+class Courtesy:
+    """`pause_share`, `resume_share`: of the device in the hands of others, 0 to 1; `now` in seconds, monotonic."""
+
+    def __init__(self, pause_share: float, resume_share: float) -> None:
+        self._pause_share, self._resume_share = pause_share, resume_share
+        self._since: float | None = None  # when the share came to speak against what we do
+        self.paused = False
+
+    def judge(self, share: float, now: float) -> bool:
+        """Takes a measured share into account; whether that has changed `paused`."""
+        against = share < self._resume_share if self.paused else share >= self._pause_share
+        if not against:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        if now - self._since < (CALM_SECONDS if self.paused else BUSY_SECONDS):
+            return False
+        self.paused, self._since = not self.paused, None
+        return True

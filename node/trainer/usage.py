@@ -1,0 +1,118 @@
+"""How much of a device others use: of the processors from /proc, of an accelerator from its driver.
+
+Ours are all trainers on this machine, their daemons and what those started: peers that share a machine must not stand
+back for one another. All else counts, whoever it belongs to, also what runs in other containers.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from protocol.errors import DeviceError
+
+TRAINER = b"node.trainer"
+STAT_FIELDS = 8  # of the first line of /proc/stat: what follows is contained in these
+IDLE, WAITING, STOLEN = 3, 4, 7
+PARENT, USER_TICKS, SYSTEM_TICKS, STARTED = 1, 11, 12, 19  # in /proc/PID/stat, after the name
+CONTEXT_BYTES = 1 << 30  # of an accelerator's memory that our own process has beside its tensors
+
+
+class Meter(Protocol):
+    """`share()`: of the device used by others since the last call, 0 to 1; None: not known yet. `what`: in words."""
+
+    what: str
+    pause_share: float
+    resume_share: float
+
+    def share(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class _Process:
+    parent: int
+    ticks: int
+    started: int
+
+
+class ProcessorMeter:
+    what = "of the processors"
+    pause_share, resume_share = 0.25, 0.15
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._trainers: dict[tuple[int, int], bool] = {}  # by process and its start
+        self._ours: dict[tuple[int, int], int] = {}
+        self._busy = self._total = 0
+        if self._read_total() is None:
+            raise DeviceError("--pause-when-busy reads /proc, which this system does not have; leave it out")
+
+    def share(self) -> float | None:
+        now, ours = self._read_total(), self._own_ticks()
+        if now is None:
+            return None
+        (busy, total), (busy_before, total_before) = now, (self._busy, self._total)
+        spent = sum(ticks - self._ours.get(key, 0) for key, ticks in ours.items())
+        self._busy, self._total, self._ours = busy, total, ours
+        if not total_before or total <= total_before:
+            return None
+        return min(1.0, max(0.0, (busy - busy_before - spent) / (total - total_before)))
+
+    def _read_total(self) -> tuple[int, int] | None:
+        """Ticks of all processors together: spent on work, and passed."""
+        try:
+            with (self._proc / "stat").open() as file:
+                fields = [int(word) for word in file.readline().split()[1 : STAT_FIELDS + 1]]
+        except (OSError, ValueError):
+            return None
+        if len(fields) < STAT_FIELDS:
+            return None
+        return sum(fields) - fields[IDLE] - fields[WAITING] - fields[STOLEN], sum(fields)
+
+    def _own_ticks(self) -> dict[tuple[int, int], int]:
+        found = {int(entry.name): self._read_process(entry) for entry in self._proc.glob("[0-9]*")}
+        alive = {pid: process for pid, process in found.items() if process is not None}
+        self._trainers = {
+            key: self._trainers[key] if key in self._trainers else self._is_trainer(pid)
+            for pid, process in alive.items()
+            for key in ((pid, process.started),)
+        }
+        trainers = {pid for (pid, _), is_trainer in self._trainers.items() if is_trainer}
+        daemons = {alive[pid].parent for pid in trainers} - {0, 1}
+        ours = {pid for pid, process in alive.items() if pid in trainers | daemons or process.parent in daemons}
+        return {(pid, alive[pid].started): alive[pid].ticks for pid in ours}
+
+    def _read_process(self, entry: Path) -> _Process | None:
+        try:
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            ticks = int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])
+            return _Process(int(fields[PARENT]), ticks, int(fields[STARTED]))
+        except (OSError, ValueError, IndexError):
+            return None  # it has just ended
+
+    def _is_trainer(self, pid: int) -> bool:
+        try:
+            return TRAINER in (self._proc / str(pid) / "cmdline").read_bytes().split(b"\0") or pid == os.getpid()
+        except OSError:
+            return False
+
+
+class AcceleratorMeter:
+    """By memory: that is what the driver tells of others without more rights."""
+
+    what = "of the accelerator's memory"
+    pause_share, resume_share = 0.10, 0.06
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def share(self) -> float | None:
+        free, total = torch.cuda.mem_get_info(self._device)
+        own = torch.cuda.memory_reserved(self._device) + CONTEXT_BYTES
+        return max(0.0, (total - free - own) / total)
+
+
+def meter_of(device: torch.device) -> Meter:
+    return AcceleratorMeter(device) if device.type == "cuda" else ProcessorMeter()
