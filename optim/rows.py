@@ -92,7 +92,7 @@ SYNCHRONOUS: Final = (
         "frugal",
         "arXiv 2603.08163, with our constants",
         SPARSE,
-        schedule=_every(9),
+        schedule=_every(9, ahead=9),
         codec={"kind": "topk", "k": 64, "bits": 1},
         feedback={"kind": "error", "decay": 0.8},
         aggregate={"kind": "sender-mean", "clip": True},
