@@ -4,6 +4,7 @@ Exit codes: those of `protocol.errors` (see docs/exit-codes.md), and 130 after C
 """
 
 import itertools
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -279,6 +280,7 @@ def recipes(
 
 
 def main() -> None:
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for large pages: new tensors cost half
     code = _guarded(app)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; an interrupt now would only change the exit code
     sys.exit(code)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from optim.aggregate import Message
@@ -9,7 +10,8 @@ from optim.codecs.codec import Payload, as_array
 from optim.codecs.dense import largest_magnitude
 from optim.errors import CodecError
 from optim.program import Plan, Program
-from optim.vectors import Floats
+from optim.threads import each
+from optim.vectors import Floats, slabs
 
 
 class Sender:
@@ -30,8 +32,7 @@ class Sender:
         sent = plan.gather(delta)
         largest_magnitude(as_array(sent))
         total = plan.gather(residual)
-        total *= plan.method.feedback.decay
-        total += sent
+        _decay_and_add(as_array(total), plan.method.feedback.decay, as_array(sent))
         payloads = _encode(plan, total)
         plan.scatter(total, residual)
         return payloads
@@ -46,6 +47,17 @@ class Sender:
             values = codec.read(payload, stop - start)
             values.add_to(total[start:stop].numpy(), plan.method.feedback.share)
         plan.scatter(total, residual)
+
+
+def _decay_and_add(total: Floats, decay: float, sent: Floats) -> None:
+    """total <- decay * total + sent, each rounded, slab by slab: a second pass over the memory costs as much again."""
+
+    def add(part: slice) -> None:
+        if decay != 1:
+            total[part] *= np.float32(decay)
+        total[part] += sent[part]
+
+    each(add, slabs(total.size))
 
 
 def _encode(plan: Plan, total: torch.Tensor) -> list[bytes]:

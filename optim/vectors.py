@@ -69,8 +69,12 @@ class Vector(ABC):
     def dense(self) -> Floats:
         """A writable array of the whole length."""
         whole = np.empty(self.numel, np.float32)
-        each(lambda part: self.restore(part, whole[part]), self.pieces())
+        self.write_to(whole)
         return whole
+
+    def write_to(self, whole: Floats) -> None:
+        """All values, to an array of the whole length."""
+        each(lambda part: self.restore(part, whole[part]), self.pieces())
 
     def norm(self) -> float:
         """The Euclidean norm, the same on every machine."""

@@ -17,7 +17,7 @@ from optim.errors import OptimError
 from optim.exchange import Merger
 from optim.method import Method
 from optim.program import Program
-from protocol.blobs.blob import Blob
+from protocol.blobs.blob import Blob, Bytes
 from protocol.errors import MalformedError
 from protocol.rounds.chain import Chain, Head
 from protocol.rounds.statements import Commit, Contribution, Digest, Statement
@@ -29,9 +29,9 @@ Share = tuple[Statement[Contribution], ...]
 class Store(Protocol):
     """Where blobs lie: on disk, or in the simulator's memory."""
 
-    def put(self, data: bytes | memoryview) -> Blob: ...
+    def put(self, *data: Bytes) -> Blob: ...
 
-    def read(self, digest: Digest) -> bytes: ...
+    def read(self, digest: Digest) -> Bytes: ...
 
 
 Work = Callable[..., Awaitable[Any]]  # calls a function with arguments in the worker thread
@@ -52,9 +52,10 @@ class OuterState:
         """What a trainer adopts: the anchor and those of its own vectors that are agreed too."""
         return [self.anchor, *(self.slots[name] for name in method.signal.shares[1:])]
 
-    def to_bytes(self) -> memoryview:
+    def views(self) -> list[memoryview]:
+        """Its bytes, vector by vector, not copied."""
         vectors = [self.anchor, *(self.slots[name] for name in sorted(self.slots))]
-        return memoryview(torch.cat(vectors).numpy().tobytes())
+        return [vector.numpy().data for vector in vectors]
 
     @classmethod
     def from_bytes(cls, raw: bytearray, numel: int, method: Method) -> "OuterState":
@@ -131,11 +132,11 @@ class Workshop:
 
     def keep(self, state: OuterState) -> Blob:
         """Put the state where others can fetch it."""
-        return self._store.put(state.to_bytes())
+        return self._store.put(*state.views())
 
     def load(self, blob: Blob) -> OuterState:
-        raw = bytearray(self._store.read(blob.digest))
-        return OuterState.from_bytes(raw, self._program.numel, self._program.method)
+        raw = self._store.read(blob.digest)
+        return OuterState.from_bytes(raw if isinstance(raw, bytearray) else bytearray(raw), self._program.numel, self._program.method)
 
 
 class Replica:

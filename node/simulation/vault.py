@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from node.daemon.replica import OuterState, Share, Workshop, blobs_of
 from optim.program import Program
-from protocol.blobs.blob import Blob
+from protocol.blobs.blob import Blob, Bytes
 from protocol.errors import MalformedError
 from protocol.rounds.statements import Commit, Contribution, Digest
 
@@ -24,9 +24,9 @@ class MemoryStore:
         self._rounds: dict[Digest, int] = {}
         self.round = 0  # the newest
 
-    def put(self, data: bytes | memoryview) -> Blob:
-        blob = Blob.of(data)
-        self._blobs.setdefault(blob.digest, bytes(data))
+    def put(self, *data: Bytes) -> Blob:
+        blob = Blob.of(*data)
+        self._blobs.setdefault(blob.digest, b"".join(data))
         self._rounds[blob.digest] = self.round
         return blob
 

@@ -19,7 +19,7 @@ from optim.errors import CodecError
 from optim.layout import Layout, Shape
 from optim.vectors import Floats, Vector
 
-Payload = bytes | memoryview
+Payload = bytes | bytearray | memoryview
 SAMPLE = 1 << 20  # values that are enough to tell a codec's rate
 
 

@@ -7,7 +7,7 @@ Who knows digest and size can check the list of piece hashes, and with it every 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,6 +19,7 @@ CHUNK_BYTES = 1 << 18
 DIGEST_BYTES = 32
 # The hashes of the largest blob fill half a mebibyte: they fit into one message.
 MAX_BLOB_BYTES = 1 << 34
+Bytes = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Blob:
             raise LimitError("a blob has at most 16 GiB")
 
     @classmethod
-    def of(cls, data: bytes | memoryview) -> Self:
-        return cls.from_hashes(piece_hashes(data), memoryview(data).nbytes)
+    def of(cls, *data: Bytes) -> Self:
+        """Of all of them, one after the other."""
+        return cls.from_hashes(piece_hashes(*data), size_of(data))
 
     @classmethod
     def from_hashes(cls, hashes: bytes, size: int) -> Self:
@@ -77,13 +79,19 @@ def digest_of(hashes: bytes, size: int) -> bytes:
     return hashlib.sha256(hashes + size.to_bytes(8, "big")).digest()
 
 
-def piece_hashes(data: bytes | memoryview) -> bytes:
-    """The 32-byte hashes of all pieces, one after the other."""
-    return b"".join(hashlib.sha256(piece).digest() for piece in cut(data))
+def size_of(data: Iterable[Bytes]) -> int:
+    return sum(memoryview(part).nbytes for part in data)
 
 
-def cut(data: bytes | memoryview) -> Iterator[memoryview]:
-    """The pieces of `data`, without copying."""
-    view = memoryview(data).cast("B")
-    for start in range(0, view.nbytes, PIECE_BYTES):
-        yield view[start : start + PIECE_BYTES]
+def piece_hashes(*data: Bytes) -> bytes:
+    """The 32-byte hashes of all pieces of `data`, taken one after the other; nothing is copied."""
+    digests, hashed, room = [], hashlib.sha256(), PIECE_BYTES
+    for view in (memoryview(part).cast("B") for part in data):
+        while view:
+            hashed.update(view[:room])
+            taken = min(room, len(view))
+            view, room = view[taken:], room - taken
+            if not room:
+                digests.append(hashed.digest())
+                hashed, room = hashlib.sha256(), PIECE_BYTES
+    return b"".join([*digests, hashed.digest()] if room < PIECE_BYTES else digests)

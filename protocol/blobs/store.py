@@ -5,8 +5,9 @@
     <hex digest>.pieces   the piece hashes of either
     *.new                 a file that is being written; removed at the next start
 
-Nothing is fsynced: a blob can be fetched again, and a piece is hashed again before it is trusted. A complete blob
-appears by a rename, so it is never seen half-written. Every method may be called from any thread.
+Nothing is fsynced: a blob can be fetched again, and is hashed again before it is trusted, but for what this process
+itself hashed and wrote a moment ago: such a file bears a time that any later writer changes. A complete blob appears by
+a rename, so it is never seen half-written. Every method may be called from any thread.
 """
 
 import contextlib
@@ -17,15 +18,17 @@ import os
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
-from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, check_digest, piece_hashes
+from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, piece_hashes, size_of
 from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError
 
 logger = logging.getLogger(__name__)
 
+FRESH_SECONDS = 60.0  # so long after it was written a blob is taken to be as it was hashed
 _OURS = re.compile(r"([0-9a-f]{64})(\.part|\.pieces)?")
 
 
@@ -39,6 +42,7 @@ class BlobStore:
         self._complete: dict[bytes, int] = {}
         self._partial: dict[bytes, int] = {}
         self._open: set[bytes] = set()
+        self._fresh: dict[bytes, tuple[int, float]] = {}  # time on the file in nanoseconds, and when it was written
         self._writing = 0
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -70,12 +74,13 @@ class BlobStore:
             raise MissingFileError(f"no blob {digest.hex()} in {self._folder}; fetch it first")
         return Blob(digest, size)
 
-    def put(self, data: bytes | memoryview) -> Blob:
-        hashes = piece_hashes(data)
-        blob = Blob.from_hashes(hashes, memoryview(data).nbytes)
+    def put(self, *data: Bytes) -> Blob:
+        """All of them, one after the other, as one blob."""
+        hashes = piece_hashes(*data)
+        blob = Blob.from_hashes(hashes, size_of(data))
         if not self.has(blob.digest):
             with self._new_file(blob.size) as file:
-                file.write(data)
+                file.writelines(data)
                 self._adopt(file, blob, hashes)
         return blob
 
@@ -89,26 +94,26 @@ class BlobStore:
                 self._adopt(file, blob, hashes)
         return blob
 
-    def read(self, digest: bytes) -> bytes:
+    def read(self, digest: bytes) -> bytearray:
         """A whole blob, checked. MissingFileError where it is absent, or was damaged and has been removed."""
         blob = self.blob(digest)
-        data = self.read_range(digest, 0, blob.size)
-        if Blob.of(data) != blob:
+        with self._opened(digest) as descriptor:
+            data = _read_at(descriptor, blob.size, 0)
+            fresh = self._is_fresh(digest, descriptor)
+        if len(data) != blob.size or not fresh and Blob.of(data) != blob:
             raise self._rotten(digest)
         return data
 
-    def read_range(self, digest: bytes, offset: int, length: int) -> bytes:
-        """Bytes as they lie there, fewer where the blob ends; `check_piece` says whether they are good."""
+    def read_piece(self, digest: bytes, piece: int) -> bytearray:
+        """One piece, checked. Raises MissingFileError as `read` does."""
+        length = self.blob(digest).piece_length(piece)
         with self._opened(digest) as descriptor:
-            return os.pread(descriptor, length, offset)
-
-    def check_piece(self, digest: bytes, piece: int) -> None:
-        """Raises MissingFileError where the piece is damaged; the blob is then removed."""
-        expected = self.hashes(digest)[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]
-        with self._opened(digest) as descriptor:
-            found = _hash_piece(descriptor, piece * PIECE_BYTES)
-        if found != expected:
+            data = _read_at(descriptor, length, piece * PIECE_BYTES)
+            if len(data) == length and self._is_fresh(digest, descriptor):
+                return data
+        if hashlib.sha256(data).digest() != self.hashes(digest)[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]:
             raise self._rotten(digest)
+        return data
 
     def hashes(self, digest: bytes) -> bytes:
         """The piece hashes of a complete blob; made anew where their file is lost or damaged."""
@@ -130,6 +135,7 @@ class BlobStore:
             if digest not in self._open:
                 self._complete.pop(digest, None)
                 self._partial.pop(digest, None)
+                self._fresh.pop(digest, None)
                 self._remove(digest, "", ".part", ".pieces")
 
     def retain(self, digests: Collection[bytes]) -> None:
@@ -167,9 +173,8 @@ class BlobStore:
     def complete_partial(self, blob: Blob) -> None:
         """For Partial: every piece is there and checked."""
         with disk_errors(self._folder), self._lock:
-            os.replace(self._folder / f"{blob.name}.part", self.path(blob.digest))
+            self._appear(self._folder / f"{blob.name}.part", blob)
             self._partial.pop(blob.digest, None)
-            self._complete[blob.digest] = blob.size
 
     def _scan(self) -> None:
         partial: dict[bytes, int] = {}
@@ -223,11 +228,22 @@ class BlobStore:
         self._write_hashes(blob, hashes)
         file.flush()
         with self._lock:
-            os.replace(file.name, self.path(blob.digest))
-            self._complete[blob.digest] = blob.size
+            self._appear(Path(file.name), blob)
             if blob.digest in self._partial and blob.digest not in self._open:
                 del self._partial[blob.digest]
                 self._remove(blob.digest, ".part")
+
+    def _appear(self, path: Path, blob: Blob) -> None:
+        """Under its name, with a time that no writer to come will leave there."""
+        mark = time.time_ns() - 10**9
+        os.utime(path, ns=(mark, mark))
+        os.replace(path, self.path(blob.digest))
+        self._complete[blob.digest] = blob.size
+        self._fresh[blob.digest] = os.stat(self.path(blob.digest)).st_mtime_ns, time.monotonic()
+
+    def _is_fresh(self, digest: bytes, descriptor: int) -> bool:
+        mark, written = self._fresh.get(digest, (0, -FRESH_SECONDS))
+        return time.monotonic() - written < FRESH_SECONDS and os.fstat(descriptor).st_mtime_ns == mark
 
     def _write_hashes(self, blob: Blob, hashes: bytes) -> None:
         with disk_errors(self._folder), self._temporary() as file:
@@ -346,6 +362,17 @@ def _copy(source: IO[bytes], target: IO[bytes], size: int) -> bytes:
         hashes.append(hashlib.sha256(piece).digest())
         size -= len(piece)
     return b"".join(hashes)
+
+
+def _read_at(descriptor: int, length: int, offset: int) -> bytearray:
+    """Fewer bytes where the file ends; one call of the system reads at most 2 GiB."""
+    data = bytearray(length)
+    view, done = memoryview(data), 0
+    while done < length and (count := os.preadv(descriptor, [view[done:]], offset + done)):
+        done += count
+    view.release()
+    del data[done:]
+    return data
 
 
 def _hash_piece(descriptor: int, start: int) -> bytes:

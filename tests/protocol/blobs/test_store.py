@@ -1,15 +1,18 @@
 """The folder never shows a blob that is not whole, never grows past its limit, and notices rot."""
 
 import errno
+import hashlib
 import os
 import random
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
-from protocol.blobs.store import BlobStore
+from protocol.blobs.store import FRESH_SECONDS, BlobStore
 from protocol.errors import LimitError, MalformedError, MissingFileError, StorageError
 
 ROOM = 64 * PIECE_BYTES
@@ -58,11 +61,38 @@ def test_a_file_is_put_like_bytes(store: BlobStore, tmp_path: Path) -> None:
         store.put_file(tmp_path / "nowhere")
 
 
-def test_ranges_end_where_the_blob_ends(store: BlobStore) -> None:
+def test_pieces_are_read_one_by_one(store: BlobStore) -> None:
     data = some_bytes(PIECE_BYTES + 100)
     digest = store.put(data).digest
-    assert store.read_range(digest, PIECE_BYTES - 3, 6) == data[PIECE_BYTES - 3 : PIECE_BYTES + 3]
-    assert store.read_range(digest, len(data) - 2, 100) == data[-2:]
+    assert store.read_piece(digest, 0) == data[:PIECE_BYTES]
+    assert store.read_piece(digest, 1) == data[PIECE_BYTES:]
+
+
+@pytest.mark.parametrize("sizes", [(0,), (5, 0, 7), (PIECE_BYTES - 1, 2), (PIECE_BYTES, 1), (3, 2 * PIECE_BYTES, 9)])
+def test_a_blob_in_several_places_is_one_blob(store: BlobStore, sizes: tuple[int, ...]) -> None:
+    parts = [some_bytes(size, seed) for seed, size in enumerate(sizes)]
+    whole = b"".join(parts)
+    assert piece_hashes(*parts) == piece_hashes(whole)
+    assert store.put(*[memoryview(part) for part in parts]) == Blob.of(*parts) == Blob.of(whole)
+    assert store.read(Blob.of(whole).digest) == whole
+
+
+def test_what_was_just_written_is_not_hashed_again(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, hashed = store.put(some_bytes(2 * PIECE_BYTES)).digest, 0
+    real = hashlib.sha256
+
+    def counted(*data: bytes) -> Any:
+        nonlocal hashed
+        hashed += 1
+        return real(*data)
+
+    monkeypatch.setattr(hashlib, "sha256", counted)
+    store.read(digest), store.read_piece(digest, 1)
+    assert hashed == 0
+    later = time.monotonic() + FRESH_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    store.read(digest), store.read_piece(digest, 1)
+    assert hashed, "the control: after a while it is"
 
 
 def test_an_absent_blob_is_named(store: BlobStore) -> None:
@@ -107,9 +137,9 @@ def test_rot_is_found_anywhere_and_the_blob_removed(store: BlobStore) -> None:
             file.seek(position)
             file.write(bytes([data[position] ^ 1 << chance.randrange(8)]))
         # The control: without the check the damaged bytes come out as if nothing had happened.
-        assert store.read_range(digest, 0, len(data)) != data
+        assert store.path(digest).read_bytes() != data
         with pytest.raises(MissingFileError, match="damaged"):
-            store.check_piece(digest, position // PIECE_BYTES)
+            store.read_piece(digest, position // PIECE_BYTES)
         assert not store.has(digest)
         assert not store.path(digest).exists()
 
