@@ -136,7 +136,8 @@ class Workshop:
 
     def load(self, blob: Blob) -> OuterState:
         raw = self._store.read(blob.digest)
-        return OuterState.from_bytes(raw if isinstance(raw, bytearray) else bytearray(raw), self._program.numel, self._program.method)
+        own = raw if isinstance(raw, bytearray) else bytearray(raw)
+        return OuterState.from_bytes(own, self._program.numel, self._program.method)
 
 
 class Replica:
