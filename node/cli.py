@@ -36,6 +36,8 @@ MemoryOption = Annotated[
 PauseOption = Annotated[
     bool, typer.Option("--pause-when-busy", help="train only while other programs leave the device alone")
 ]
+UploadOption = Annotated[str | None, typer.Option(metavar="RATE", help="send no more than so much: 20mbit, 2.5MB")]
+DownloadOption = Annotated[str | None, typer.Option(metavar="RATE", help="receive no more than so much")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 
 
@@ -67,6 +69,8 @@ def up(
     threads: ThreadsOption = None,
     memory: MemoryOption = None,
     pause_when_busy: PauseOption = False,
+    upload: UploadOption = None,
+    download: DownloadOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train with several peers on this machine, until the run's target."""
@@ -74,7 +78,8 @@ def up(
     from node.local.up import up as run_swarm
 
     wish = Wish(
-        run, folder, peers, rounds, recipe, seed, drill, device, as_json, threads, memory, pause_when_busy
+        run, folder, peers, rounds, recipe, seed, drill, device, as_json, threads, memory, pause_when_busy,
+        upload, download,
     )  # fmt: skip
     raise typer.Exit(run_swarm(wish))
 
@@ -93,6 +98,8 @@ def join(
     metrics: Annotated[str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")] = LOOPBACK,
     log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
+    upload: UploadOption = None,
+    download: DownloadOption = None,
 ) -> None:
     """Take part in a run. Started again, it resumes."""
     from node.join import join_run
@@ -110,6 +117,8 @@ def join(
         metrics=metrics,
         log_json=log_json,
         insecure=insecure,
+        upload=upload,
+        download=download,
     )
 
 
@@ -128,6 +137,8 @@ def host(
     memory: MemoryOption = None,
     pause_when_busy: PauseOption = False,
     log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
+    upload: UploadOption = None,
+    download: DownloadOption = None,
 ) -> None:
     """Open a run to others: a peer to begin with, its page, and the link to join by."""
     from node.host.command import Wish
@@ -136,7 +147,7 @@ def host(
     open_run(
         Wish(
             run, folder, http, public_url, train, tuple(peer or ()), tuple(listen or ()), name, device, threads,
-            memory, pause_when_busy, log_json,
+            memory, pause_when_busy, log_json, upload, download,
         )
     )  # fmt: skip
 

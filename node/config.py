@@ -3,6 +3,7 @@
 The folder that a node keeps is described in `node.folder`.
 """
 
+import math
 import os
 import re
 from pathlib import Path
@@ -37,6 +38,8 @@ class NodeSettings(BaseModel):
     listen: tuple[str, ...] = Field(default=(EVERYWHERE_LISTEN,), min_length=1)
     metrics: str = Field(default="127.0.0.1:0", description="HOST:PORT, on loopback or everywhere; port 0: a free one")
     log_json: bool = False
+    upload: float = Field(default=math.inf, gt=0, description="bytes a second, of all connections together")
+    download: float = Field(default=math.inf, gt=0, description="likewise")
 
     @field_validator("peers", "listen")
     @classmethod

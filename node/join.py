@@ -10,7 +10,7 @@ from node.links import Invitation, accept
 from node.logs import configure_logs
 from node.pins import check_pin, keep_pin
 from node.places import joined_folder
-from node.quantities import parse_size
+from node.quantities import parse_rate, parse_size
 from node.status import short_count
 from node.trainer.device import require_fit
 from protocol.errors import StorageError
@@ -33,6 +33,8 @@ def join_run(
     insecure: bool = False,
     memory: str | None = None,
     pause_when_busy: bool = False,
+    upload: str | None = None,
+    download: str | None = None,
 ) -> None:
     """Until the run's target or Ctrl-C. Raises MurmurError."""
     invitation = accept(run, insecure)
@@ -51,6 +53,8 @@ def join_run(
         listen=listen or (EVERYWHERE_LISTEN,),
         metrics=metrics,
         log_json=log_json,
+        upload=parse_rate(upload, "--upload"),
+        download=parse_rate(download, "--download"),
     )
     require_fit(settings)
     configure_logs(log_json)

@@ -36,7 +36,7 @@ from node.status import NodeStatus
 from optim.method import Method
 from optim.program import Program
 from protocol.blobs.fetch import Fetcher
-from protocol.blobs.service import BlobService
+from protocol.blobs.service import BlobService, CallerLimits
 from protocol.blobs.store import BlobStore
 from protocol.identity import Identity, PeerId
 from protocol.membership.clock import Clock
@@ -51,6 +51,7 @@ from protocol.murmur_pb2_grpc import (
     add_RunsServicer_to_server,
 )
 from protocol.network.transport import Transport, caller
+from protocol.network.tunnel import TunnelLimits
 from protocol.rounds.chain import Chain, Head
 from protocol.rounds.grouping import group_of
 from protocol.rounds.statements import Terms
@@ -143,7 +144,8 @@ class Assembly:
 
     def _build_network(self) -> None:
         settings, manifest = self._settings, self._settings.manifest
-        self.transport = Transport.create(self._folder.key, self._folder.path)
+        limits = TunnelLimits(upload=settings.upload, download=settings.download)
+        self.transport = Transport.create(self._folder.key, self._folder.path, limits)
         self._clock = Clock()
         contacts = (*settings.peers, *manifest.run.bootstrap)
         self.directory = Directory(
@@ -161,8 +163,8 @@ class Assembly:
             self.directory.suspect,
             lambda error: self.participant.broken(error),
         )
-        self.blobs = BlobService(self.store, caller)
-        self._fetcher = Fetcher(self.store, self.transport.channel, self._lied, self._rng)
+        self.blobs = BlobService(self.store, caller, CallerLimits.at_rate(settings.upload))
+        self._fetcher = Fetcher(self.store, self.transport.bulk_channel, self._lied, self._rng)
         self._wishes = Wishes(self._fetcher, self._members.other_trainers)
 
     def _build_round(self, method: Method) -> None:

@@ -21,7 +21,7 @@ from node.host.server import Face, application
 from node.host.window import window_of
 from node.logs import configure_logs
 from node.places import hosted_folder
-from node.quantities import parse_size
+from node.quantities import parse_rate, parse_size
 from node.trainer.device import require_fit
 from node.web import listening, serving
 from protocol.errors import DataError
@@ -48,6 +48,8 @@ class Wish:
     memory: str | None
     pause_when_busy: bool
     log_json: bool
+    upload: str | None = None
+    download: str | None = None
 
 
 def host(wish: Wish) -> None:
@@ -66,6 +68,8 @@ def host(wish: Wish) -> None:
         memory=parse_size(wish.memory, "--memory") if wish.memory else None,
         pause_when_busy=wish.pause_when_busy,
         log_json=wish.log_json,
+        upload=parse_rate(wish.upload, "--upload"),
+        download=parse_rate(wish.download, "--download"),
     )
     if wish.train:
         require_fit(settings)
@@ -90,9 +94,7 @@ async def _watch(settings: NodeSettings, door: Door) -> None:
     folder = RunFolder(settings.folder)
     folder.claim(settings.manifest)
     try:
-        async with watching(
-            settings.manifest, folder, settings.peers, settings.listen, settings.name, version("murmuration")
-        ) as observer:
+        async with watching(settings, folder, version("murmuration")) as observer:
             folder.announce(observer.window.peer_id, await observer.window.transport.addresses(), 0)
             async with hosting(observer.window, folder, door) as watch:
                 await _until_told(observer, watch)

@@ -4,19 +4,20 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
+from node.config import NodeSettings
 from node.daemon.assembly import usual_listen
 from node.daemon.runs_service import RunsService
 from node.folder import RunFolder
 from node.host.window import Window
 from protocol.identity import Identity
-from protocol.manifest import Manifest
 from protocol.membership.clock import Clock
 from protocol.membership.gossip import Directory
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2_grpc import add_RunsServicer_to_server
 from protocol.network.transport import Transport
+from protocol.network.tunnel import TunnelLimits
 
 logger = logging.getLogger(__name__)
 
@@ -29,24 +30,23 @@ class Observer:
 
 
 @contextlib.asynccontextmanager
-async def watching(
-    manifest: Manifest, folder: RunFolder, peers: Sequence[str], listen: Sequence[str], name: str, version: str
-) -> AsyncIterator[Observer]:
+async def watching(settings: NodeSettings, folder: RunFolder, version: str) -> AsyncIterator[Observer]:
     """On the network while inside; the folder is claimed. Raises TransportError."""
-    identity = Identity.load_or_create(folder.key)
+    manifest, identity = settings.manifest, Identity.load_or_create(folder.key)
     rng, clock = random.Random(os.urandom(16)), Clock()
-    transport = Transport.create(folder.key, folder.path)
+    limits = TunnelLimits(upload=settings.upload, download=settings.download)
+    transport = Transport.create(folder.key, folder.path, limits)
     directory = Directory(
         identity, manifest.run_id, transport, clock, manifest.membership.heartbeat, manifest.membership.expiry, rng,
-        (*peers, *manifest.run.bootstrap), folder.peers,
+        (*settings.peers, *manifest.run.bootstrap), folder.peers,
     )  # fmt: skip
     runs = RunsService(manifest)
     try:
         await transport.open(
             [directory.register, lambda server: add_RunsServicer_to_server(runs, server)],
-            listen=usual_listen(folder, listen),
+            listen=usual_listen(folder, settings.listen),
         )
-        directory.publish(role="observer", name=name, version=version)
+        directory.publish(role="observer", name=settings.name, version=version)
         rendezvous = Rendezvous(
             identity, manifest.run_id, transport, clock, directory.neighbours, directory.remember, rng
         )

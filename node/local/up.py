@@ -17,7 +17,7 @@ from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
 from node.local.report import Outcome, summarise
 from node.local.swarm_table import Display
-from node.quantities import parse_size
+from node.quantities import parse_rate, parse_size
 from protocol.manifest import Manifest, load_manifest
 
 USUAL_PEERS = 3
@@ -39,6 +39,8 @@ class Wish:
     threads: int | None = None
     memory: str | None = None
     pause_when_busy: bool = False
+    upload: str | None = None
+    download: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,10 @@ def _guest_options(wish: Wish, peers: int) -> tuple[str, ...]:
     if wish.memory is not None:
         parse_size(wish.memory, "--memory")
         words += ["--memory", wish.memory]
+    for option, limit in (("--upload", wish.upload), ("--download", wish.download)):
+        if limit is not None:
+            parse_rate(limit, option)
+            words += [option, limit]
     return (*words, *(["--pause-when-busy"] if wish.pause_when_busy else []))
 
 

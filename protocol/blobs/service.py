@@ -1,7 +1,8 @@
 """Serving blobs to other peers: piece hashes and ranges of bytes.
 
-A range is sent in chunks of 256 KiB and one piece is in memory at a time. A piece is checked before it goes out:
-a blob that has rotted on the disk is removed instead of being taken for a lie of ours. Limits are for each caller.
+A range is sent in chunks of 256 KiB (less where our upload is limited) and one piece is in memory at a time. A piece is
+checked before it goes out: a blob that has rotted on the disk is removed instead of being taken for a lie of ours.
+Limits are for each caller.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -25,6 +26,8 @@ from protocol.murmur_pb2_grpc import BlobsServicer
 logger = logging.getLogger(__name__)
 
 COUNTED_CALLERS = 1024
+CHUNK_OF_RATE = 0.05  # seconds
+LEAST_CHUNK_BYTES = 4096
 RECENT_SECONDS = 60.0  # so long after a call a blob counts as being fetched
 MAX_RECENT = 256
 
@@ -50,6 +53,12 @@ class CallerLimits:
     calls: int = 32
     bytes_asked: int = 64 * PIECE_BYTES
     chunk_seconds: float = 40.0
+    chunk_bytes: int = CHUNK_BYTES
+
+    @classmethod
+    def at_rate(cls, upload: float) -> Self:
+        """For so many bytes a second: chunks that all who fetch at once get one of before they give us up."""
+        return cls(chunk_bytes=int(min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, upload * CHUNK_OF_RATE))))
 
 
 @dataclass
@@ -101,12 +110,13 @@ class BlobService(BlobsServicer):
                     self._count(peer, len(data))
 
     async def _chunks(self, blob: Blob, offset: int, end: int) -> AsyncIterator[bytes]:
+        size = self._limits.chunk_bytes
         while offset < end:
             piece, start = divmod(offset, PIECE_BYTES)
             data = await asyncio.to_thread(self._store.read_piece, blob.digest, piece)
             stop = min(len(data), start + end - offset)
-            for place in range(start, stop, CHUNK_BYTES):
-                yield bytes(memoryview(data)[place : min(place + CHUNK_BYTES, stop)])
+            for place in range(start, stop, size):
+                yield bytes(memoryview(data)[place : min(place + size, stop)])
             offset += stop - start
 
     @asynccontextmanager

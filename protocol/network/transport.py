@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import grpc
 
@@ -57,6 +57,7 @@ SERVER_OPTIONS = COMMON_OPTIONS | {
 }
 
 Service = Callable[[grpc.aio.Server], None]
+Use = Literal["words", "bulk"]
 
 
 class Transport:
@@ -70,7 +71,7 @@ class Transport:
         self._stack = AsyncExitStack()
         self._tunnels = Tunnels(limits, self.traffic)
         self._addresses: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
-        self._exits: dict[PeerId, Exit] = {}
+        self._exits: dict[tuple[PeerId, Use], Exit] = {}
         self._exits_made = 0
         self._started: P2pd | None = None
 
@@ -189,10 +190,11 @@ class Transport:
         """Drop its addresses and cut everything between us; it may come again. Its channel is closed."""
         self._addresses.pop(peer, None)
         self._tunnels.cut(peer)
-        self._tunnels.spawn(self._disconnect(peer, self._exits.pop(peer, None)))
+        exits = [self._exits.pop(key) for key in list(self._exits) if key[0] == peer]
+        self._tunnels.spawn(self._disconnect(peer, exits))
 
-    async def _disconnect(self, peer: PeerId, way_out: Exit | None) -> None:
-        if way_out:
+    async def _disconnect(self, peer: PeerId, exits: Sequence[Exit]) -> None:
+        for way_out in exits:
             await way_out.close()
         try:
             await self._p2pd.control.disconnect(peer)
@@ -212,14 +214,21 @@ class Transport:
         return peer
 
     def channel(self, peer: PeerId) -> grpc.aio.Channel:
-        """The one channel to `peer`, until `forget`. Calls fail with UNAVAILABLE where it cannot be reached."""
-        if peer not in self._exits:
+        """The one channel for small calls, until `forget`. They fail as UNAVAILABLE where `peer` cannot be reached."""
+        return self._channel(peer, "words")
+
+    def bulk_channel(self, peer: PeerId) -> grpc.aio.Channel:
+        """The same for calls that move much: in a tunnel of their own they queue before no small one."""
+        return self._channel(peer, "bulk")
+
+    def _channel(self, peer: PeerId, use: Use) -> grpc.aio.Channel:
+        if (peer, use) not in self._exits:
             public_key(peer)
             self._exits_made += 1
             path = self._folder / f"out-{self._exits_made}.sock"
             options = list(CHANNEL_OPTIONS.items())
-            self._exits[peer] = Exit(peer, path, self._dial, self._tunnels, options)
-        return self._exits[peer].channel
+            self._exits[peer, use] = Exit(peer, path, self._dial, self._tunnels, options)
+        return self._exits[peer, use].channel
 
     async def _dial(self, peer: PeerId) -> Stream:
         control, addresses = self._p2pd.control, self._addresses.get(peer)

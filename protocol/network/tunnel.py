@@ -3,23 +3,28 @@
 Two coroutines move the bytes of a tunnel, each waiting until its receiver took what it has sent: no buffer grows. The
 clock that ends a stuck tunnel is kept outside them, because a receiver that has frozen blocks a write for ever.
 p2pd knows no half-open stream, so when one direction ends, the other may end by itself for a moment and is then cut.
+All tunnels of a node share its limits of bytes a second (`protocol.network.rates`), which are kept here, where the
+bytes of every path pass.
 """
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from protocol.identity import PeerId
 from protocol.network.control import BUFFER_BYTES, Stream
+from protocol.network.rates import Flow, Gate
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TunnelLimits:
-    """Times in seconds, counts in tunnels."""
+    """Times in seconds, counts in tunnels, rates in payload bytes a second over all tunnels."""
 
     dial: float = 10.0  # until a connection and a stream stand
     stall: float = 30.0  # in which a receiver must take at least one byte
@@ -28,6 +33,8 @@ class TunnelLimits:
     tick: float = 1.0  # between two looks at the clock
     incoming_per_peer: int = 8
     incoming: int = 512
+    upload: float = math.inf
+    download: float = math.inf
 
 
 @dataclass
@@ -65,10 +72,18 @@ class Traffic:
 class Direction:
     """Moves bytes from one socket to another, and tells a watcher how far it got."""
 
-    def __init__(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, count: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        count: Callable[[int], None],
+        gate: Gate | None = None,
+    ) -> None:
         self._source = source
         self._sink = sink
         self._count = count
+        self._gate = gate
+        self._flow = Flow()
         self.taken = 0  # bytes read from the source
 
     @property
@@ -78,8 +93,10 @@ class Direction:
 
     async def run(self) -> None:
         """Until the source ends; ConnectionError when either side is cut."""
-        while data := await self._source.read(BUFFER_BYTES):
+        while data := await self._source.read(self._gate.grant_bytes if self._gate else BUFFER_BYTES):
             self.taken += len(data)
+            if self._gate:
+                await self._gate.pass_through(self._flow, len(data))
             self._count(len(data))
             self._sink.write(data)
             await self._sink.drain()
@@ -105,16 +122,28 @@ class Progress:
         return now - self.moved_at if self._pending else 0.0
 
 
+class Gates(NamedTuple):
+    """None: no limit."""
+
+    upload: Gate | None = None
+    download: Gate | None = None
+
+
+OPEN = Gates()
+
+
 class Tunnel:
     """`near` is gRPC's connection, `far` is p2pd's stream."""
 
-    def __init__(self, peer: PeerId, near: Stream, far: Stream, traffic: Traffic, limits: TunnelLimits) -> None:
+    def __init__(
+        self, peer: PeerId, near: Stream, far: Stream, traffic: Traffic, limits: TunnelLimits, gates: Gates = OPEN
+    ) -> None:
         self.peer = peer
         self._writers = (near.writer, far.writer)
         self._limits = limits
         self._directions = (
-            Direction(near.reader, far.writer, lambda size: traffic.add_sent(peer, size)),
-            Direction(far.reader, near.writer, lambda size: traffic.add_received(peer, size)),
+            Direction(near.reader, far.writer, lambda size: traffic.add_sent(peer, size), gates.upload),
+            Direction(far.reader, near.writer, lambda size: traffic.add_received(peer, size), gates.download),
         )
         now = asyncio.get_running_loop().time()
         self._progress = tuple(Progress(now) for _ in self._directions)
@@ -178,6 +207,10 @@ class Tunnels:
     def __init__(self, limits: TunnelLimits, traffic: Traffic) -> None:
         self.limits = limits
         self.traffic = traffic
+        self._gates = Gates(*(Gate(rate) if rate < math.inf else None for rate in (limits.upload, limits.download)))
+        for way, rate in (("upload", limits.upload), ("download", limits.download)):
+            if rate < math.inf:
+                logger.info("%s of all connections together: at most %.0f kB a second", way, rate / 1000)
         self._tasks: set[asyncio.Task[None]] = set()
         self._incoming: set[Tunnel] = set()
         self._outgoing: set[Tunnel] = set()
@@ -194,10 +227,10 @@ class Tunnels:
         task.add_done_callback(self._tasks.discard)
 
     async def carry_out(self, peer: PeerId, near: Stream, far: Stream) -> None:
-        await self._carry(Tunnel(peer, near, far, self.traffic, self.limits), self._outgoing)
+        await self._carry(Tunnel(peer, near, far, self.traffic, self.limits, self._gates), self._outgoing)
 
     async def carry_in(self, peer: PeerId, near: Stream, far: Stream) -> None:
-        await self._carry(Tunnel(peer, near, far, self.traffic, self.limits), self._incoming)
+        await self._carry(Tunnel(peer, near, far, self.traffic, self.limits, self._gates), self._incoming)
 
     async def _carry(self, tunnel: Tunnel, group: set[Tunnel]) -> None:
         group.add(tunnel)
@@ -242,3 +275,6 @@ class Tunnels:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        for gate in self._gates:
+            if gate:
+                gate.close()

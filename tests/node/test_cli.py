@@ -156,7 +156,7 @@ def test_what_commands_hand_on(
 
 def test_join_hands_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--dir d --peer /a --peer /b --device cpu --name n --threads 2 --listen /c --metrics :7 --log-json"
-    options += " --memory 4GB --pause-when-busy"
+    options += " --memory 4GB --pause-when-busy --upload 20mbit --download 1MB"
     run(monkeypatch, "join", "run.toml", *options.split(), "--insecure")
     given: dict[str, object] = dict(called[0][1:])  # type: ignore[arg-type]
     assert called[0][0] == "run.toml"
@@ -172,4 +172,6 @@ def test_join_hands_on_every_option(called: list[tuple[object, ...]], monkeypatc
         "metrics": ":7",
         "log_json": True,
         "insecure": True,
+        "upload": "20mbit",
+        "download": "1MB",
     }

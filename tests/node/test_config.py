@@ -32,6 +32,7 @@ def test_defaults() -> None:
         ({"metrics": "0.0.0.0:70000"}, "--metrics: .* is no address"),
         ({"metrics": "192.0.2.1:80"}, "--metrics: .* everywhere"),
         ({"threads": 0}, "--threads: "),
+        ({"upload": 0.0}, "--upload: "),
         ({"colour": 1}, "--colour: "),
     ],
 )

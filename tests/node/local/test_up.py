@@ -55,6 +55,14 @@ def test_command_line_changes_the_run(tmp_path: Path) -> None:
     assert kept.method == given.method
 
 
+def test_limits_are_passed_to_every_peer_and_checked_before_one_starts() -> None:
+    limited = settle(Wish(run=TEST_RUN, upload="20mbit", download="1MB"))
+    for peer in peer_processes(limited):
+        assert "--upload 20mbit --download 1MB" in " ".join(peer._command)
+    with pytest.raises(UsageError, match="--upload: '20mb' is no rate"):
+        settle(Wish(run=TEST_RUN, upload="20mb"))
+
+
 @pytest.mark.parametrize(
     ("source", "path", "expected"),
     [

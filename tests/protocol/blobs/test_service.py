@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import subprocess
 import sys
@@ -81,6 +82,14 @@ async def test_the_list_of_pieces(serve: Serve) -> None:
     reply = await stub.Pieces(PiecesRequest(digest=BLOB.digest), timeout=20, metadata=as_caller("one"))
     assert (reply.size, reply.pieces) == (BLOB.size, piece_hashes(DATA))
     assert service.bytes_served == {"one": len(reply.pieces)}
+
+
+@pytest.mark.parametrize(("upload", "most"), [(math.inf, CHUNK_BYTES), (1e6, 50_000), (1.0, 4096)])
+async def test_chunks_are_smaller_where_the_upload_is_limited(serve: Serve, upload: float, most: int) -> None:
+    _, stub = await serve(CallerLimits.at_rate(upload))
+    chunks = await fetch(stub, BLOB.digest, 0, CHUNK_BYTES)
+    assert len(chunks[0]) == most
+    assert b"".join(chunks) == DATA[:CHUNK_BYTES]
 
 
 @pytest.mark.parametrize(
