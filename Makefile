@@ -1,12 +1,14 @@
-# make demo   three peers train a model on this machine, in minutes
-# make test   everything that a change must pass
-# make proto  the code generated from protocol/murmur.proto
-# make clean  removes what make built; runs/ stays
+# make demo         three peers train a model on this machine, in minutes
+# make test         everything that a change must pass
+# make proto        the code generated from protocol/murmur.proto
+# make image        the volunteer's image, by a Docker engine
+# make image-check  builds it for real, with or without an engine, and uses it
+# make clean        removes what make built; runs/ stays
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test proto clean
+.PHONY: demo test proto image image-check clean
 
 demo: .venv/installed
 	$(BIN)/murmur up configs/demo.toml --drill
@@ -20,6 +22,12 @@ test: .venv/installed-for-tests
 proto: .venv/installed-for-tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I . \
 		--python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=. protocol/murmur.proto
+
+image:
+	docker build -f docker/Dockerfile -t murmuration .
+
+image-check:
+	$(PYTHON) -m docker.check
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

@@ -1,0 +1,1 @@
+"""The volunteer's image, and the check that builds and uses it."""
