@@ -1,0 +1,75 @@
+"""What is seen of a flock over time: how far the run is, its loss by tokens, and who stands still for how long."""
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from node.status import NodeStatus
+from tests.swarm.flock import Flock
+
+Curve = Sequence[tuple[int, float]]  # tokens of all peers in committed rounds, and the validation loss there
+
+
+@dataclass
+class Standstill:
+    """The longest that each peer has gone without a round, from when it was started or let go on."""
+
+    longest: dict[str, float] = field(default_factory=dict)
+    _since: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def note(self, peer: str, round_number: int, now: float) -> None:
+        known, since = self._since.setdefault(peer, (round_number, now))
+        self.longest[peer] = max(self.longest.get(peer, 0.0), now - since)
+        if round_number != known:
+            self._since[peer] = round_number, now
+
+    def excuse(self, peer: str) -> None:
+        """It was killed, frozen or cut, or is so no longer."""
+        self._since.pop(peer, None)
+
+    @property
+    def worst(self) -> float:
+        return max(self.longest.values(), default=0.0)
+
+
+class Watch:
+    """Look often: what happens between two looks is not seen."""
+
+    def __init__(self, flock: Flock) -> None:
+        self.standstill = Standstill()
+        self.round = 0
+        self._flock = flock
+        self._tokens: dict[int, int] = {}
+        self._losses: dict[int, float] = {}
+
+    def look(self, absent: Sequence[str] = ()) -> None:
+        """`absent`: names of peers of which nothing is expected now."""
+        present = [peer for peer in self._flock.peers if peer.running and peer.name not in absent]
+        told = self._flock.look(*present) if present else []
+        for status in told:
+            self._note(status)
+        for peer in present:
+            self.standstill.note(peer.name, peer.status.round if peer.status else -1, time.monotonic())
+
+    def _note(self, status: NodeStatus) -> None:
+        self.round = max(self.round, status.round)
+        self._tokens[status.round] = status.chain_tokens
+        if status.validation_loss is not None and status.validation_round is not None:
+            self._losses[status.validation_round] = status.validation_loss
+
+    @property
+    def curve(self) -> Curve:
+        shared = sorted(self._tokens.keys() & self._losses.keys())
+        return [(self._tokens[number], self._losses[number]) for number in shared]
+
+
+def loss_at(curve: Curve, tokens: int) -> float:
+    """On the line between the two points around it. ValueError where the curve does not reach so far."""
+    place = bisect_left(curve, (tokens, float("-inf")))
+    if place < len(curve) and curve[place][0] == tokens:
+        return curve[place][1]
+    if not 0 < place < len(curve):
+        raise ValueError(f"the loss at {tokens} tokens was not measured")
+    (before, high), (after, low) = curve[place - 1], curve[place]
+    return high + (low - high) * (tokens - before) / (after - before)
