@@ -44,6 +44,7 @@ from protocol.rounds.statements import Commit, Contribution, Statement, Terms
 RUN_ID = hashlib.sha256(b"a merge").hexdigest()
 SHAPES = hashlib.sha256(b"one vector").digest()
 ROUND_SECONDS = 120.0
+DOWNLOAD_SECONDS = 300.0
 STORE_BYTES = 1 << 34
 PARTS = Round().parts
 
@@ -51,7 +52,7 @@ PARTS = Round().parts
 class Peer:
     def __init__(self, words: argparse.Namespace, folder: Path, pool: ThreadPoolExecutor) -> None:
         self._words, self._pool = words, pool
-        self.program = Program(compose(words.recipe), Layout(((words.numel,),)), PARTS)
+        self.program = Program(compose(words.recipe, overrides(words)), Layout(((words.numel,),)), PARTS)
         self.identity = Identity.load_or_create(folder / "key")
         self._own, self._residual = vector(words.rank, words.numel), torch.zeros(words.numel)
         self._terms = Terms(words.recipe, SHAPES, self.program.max_parts, 1 << 40, self.program.max_part_bytes)
@@ -118,6 +119,14 @@ class Peer:
                 await self._wishes.get_from_anyone(blob, ROUND_SECONDS)
             await self._replica.apply(commit, commit.body.contributions)
 
+    async def download(self) -> int:
+        """Forget the state and get it from the others, check it and read it; its size."""
+        blob = self._replica.blob
+        self._store.discard(blob.digest)
+        await self._wishes.get_from_anyone(blob, DOWNLOAD_SECONDS)
+        await self._work(self._workshop.load, blob)
+        return blob.size
+
     def check(self) -> float:
         return relative_error(-self._replica.state.anchor, self._words.peers)
 
@@ -147,6 +156,10 @@ class Peer:
         """Nobody is late here."""
 
 
+def overrides(words: argparse.Namespace) -> dict[str, dict[str, str]]:
+    return {"codec": {"kind": words.codec}} if words.codec else {}
+
+
 async def serve(words: argparse.Namespace, folder: Path, conversation: Conversation) -> None:
     with ThreadPoolExecutor(1) as pool:
         peer = Peer(words, folder, pool)
@@ -160,6 +173,8 @@ async def serve(words: argparse.Namespace, folder: Path, conversation: Conversat
                     case "go":
                         await peer.go()
                         conversation.say()
+                    case "download":
+                        conversation.say(bytes=await peer.download())
                     case "check":
                         conversation.say(relative_error=peer.check())
         finally:
@@ -173,6 +188,7 @@ def main() -> None:
     parser.add_argument("--numel", type=int)
     parser.add_argument("--address", help="to listen on")
     parser.add_argument("--recipe")
+    parser.add_argument("--codec", help="another one than the recipe's")
     words = parser.parse_args()
     conversation = Conversation()
     torch.set_num_threads(1)

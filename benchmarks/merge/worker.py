@@ -49,10 +49,10 @@ class Conversation:
 
 
 class Worker:
-    """The other side. `prefix` stands before the command, to start it elsewhere."""
+    """The other side."""
 
-    def __init__(self, module: str, words: Iterable[str], prefix: Sequence[str] = ()) -> None:
-        command = [*prefix, sys.executable, "-m", module, *words]
+    def __init__(self, module: str, words: Iterable[str]) -> None:
+        command = [sys.executable, "-m", module, *words]
         self._stack = ExitStack()
         self._errors = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - the stack closes it
         self._process = subprocess.Popen(
@@ -85,6 +85,10 @@ class Worker:
             raise SystemExit(f"a peer said nothing for {seconds:g} s or ended:\n{self.last_words()}")
         reply: dict[str, Any] = json.loads(line)
         return reply
+
+    def ask(self, seconds: float = START_SECONDS, **order: object) -> dict[str, Any]:
+        self.tell(**order)
+        return self.hear(seconds)
 
     def processor_seconds(self) -> float:
         """Of it and all its children, so far."""

@@ -1,0 +1,176 @@
+"""How much of a real link is used: a merge, a newcomer's download, and training, on limited links between namespaces.
+
+    python benchmarks/links.py [--settings 100 20] [--numel 25000000] [--turns 3] [--rounds 12] [--json]
+
+Four peers, each behind a link of 100 Mbit/s, or of 20 Mbit/s with 80 ms round trip. By setting:
+
+    merge_line_share       payload bits that a peer sends in one dense fp16 merge over (nominal rate x time from the
+                           order to the last peer's new anchor: encoding, decoding and the outer update are in it)
+    hivemind_line_share    the same for hivemind's averager in fp16, from the trigger on
+    download_line_share    bits of a state (fp32) over (nominal rate x time), from three holders, checked and read
+    compute_share          of the trainers' seconds, in real peers that train configs/demo.toml by its recipe
+    gloo_compute_share     the same model and batches, its fp32 gradients summed by gloo in every step
+    lossy_mbit             Mbit/s of a download from one holder: 100 Mbit/s, 50 ms, 0.5 % loss each way, cubic
+
+Goodput of one plain connection is 0.956 of the rate. Needs root, iproute2, nftables and iptables. Takes about 4 minutes
+for setting 100 and 12 for 20. Exit code 1 where a merge uses less than 0.88 (0.82 at 20) or a download less than that.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from benchmarks.merge.worker import Team, Worker, words_of
+from node.local.views import compute_share
+from protocol.manifest import load_manifest
+from tests.netlab.laboratory import NETWORK, Laboratory, Link, Node
+from tests.netlab.namespaces import hindrance, run
+from tests.netlab.scattered import scattered
+
+PEERS = 4
+GLOO_PORT = 29_641
+DEMO = Path(__file__).parent.parent / "configs" / "demo.toml"
+SETTINGS: Final[Mapping[str, Link]] = MappingProxyType(
+    {"100": Link(up=100, down=100), "20": Link(up=20, down=20, delay=0.04)}
+)
+LOSSY = Link(up=100, down=100, delay=0.025, loss=0.005)
+TARGETS: Final[Mapping[str, float]] = MappingProxyType({"100": 0.88, "20": 0.82})
+HALF_BYTES, FLOAT_BYTES = 2, 4
+PARALLEL_STEPS = 8
+RUN_SECONDS = 1200.0
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Four machines of a laboratory, and the rate of their links in Mbit/s."""
+
+    laboratory: Laboratory
+    nodes: Sequence[Node]
+    rate: float
+
+    def share(self, size: float, seconds: float) -> float:
+        """Of the line, for so many bytes."""
+        return 8 * size / (self.rate * 1e6 * seconds)
+
+    @contextmanager
+    def team(self, module: str, **options: object) -> Iterator[Team]:
+        """A peer in each; they know one another."""
+        workers = []
+        for rank, node in enumerate(self.nodes):
+            words = {"rank": rank, "peers": len(self.nodes), "address": node.address, **options}
+            with self.laboratory.inside(node):
+                workers.append(Worker(module, words_of(words)))
+        with Team(workers) as team:
+            team.introduce()
+            yield team
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--numel", type=int, default=25_000_000)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=12, help="of the demo's run")
+    parser.add_argument("--json", action="store_true")
+    words = parser.parse_args()
+    reason = hindrance()
+    if reason is not None:
+        parser.error(reason)
+    figures = {name: measure(name, words.numel, words.turns, words.rounds) for name in words.settings}
+    lossy = lossy_mbit(words.numel)
+    print(json.dumps({**figures, "lossy_mbit": lossy}) if words.json else table(figures, lossy))
+    return int(not all(reached(figures)))
+
+
+def measure(name: str, numel: int, turns: int, rounds: int) -> Figures:
+    figures: Figures = {}
+    with Laboratory() as laboratory:
+        place = Place(laboratory, [laboratory.node(SETTINGS[name]) for _ in range(PEERS)], SETTINGS[name].up)
+        with place.team("benchmarks.merge.ours", numel=numel, recipe="averaging", codec="fp16") as team:
+            note(figures, name, "merge_line_share", merge_share(place, team, numel, turns))
+            note(figures, name, "download_line_share", download_share(place, team, numel, turns))
+        with place.team("benchmarks.merge.averager", numel=numel, compression="fp16") as team:
+            note(figures, name, "hivemind_line_share", merge_share(place, team, numel, turns))
+        options = {"manifest": DEMO, "steps": PARALLEL_STEPS, "device": "eth0", "port": GLOO_PORT}
+        with place.team("benchmarks.merge.parallel", **options) as team:
+            shares = [answer["compute_share"] for answer in team.order(RUN_SECONDS, go=True)]
+            note(figures, name, "gloo_compute_share", statistics.fmean(shares))
+        note(figures, name, "compute_share", demo_share(place, rounds))
+    return figures
+
+
+def note(figures: Figures, setting: str, name: str, value: float) -> None:
+    figures[name] = value
+    print(f"  {setting} Mbit/s: {name} {value:.3f}", file=sys.stderr)
+
+
+def merge_share(place: Place, team: Team, numel: int, turns: int) -> float:
+    """The median of the turns after the first."""
+    payload = 2 * (PEERS - 1) / PEERS * HALF_BYTES * numel
+    seconds = []
+    for _ in range(turns + 1):
+        team.order(prepare=True)
+        begun = time.monotonic()
+        team.order(RUN_SECONDS, go=True)
+        seconds.append(time.monotonic() - begun)
+    return place.share(payload, statistics.median(seconds[1:]))
+
+
+def download_share(place: Place, team: Team, numel: int, turns: int) -> float:
+    """To each of the first peers in turn, from all others."""
+    seconds = []
+    for worker in team.workers[:turns]:
+        begun = time.monotonic()
+        size = worker.ask(RUN_SECONDS, download=True)["bytes"]
+        seconds.append(time.monotonic() - begun)
+    assert size == FLOAT_BYTES * numel
+    return place.share(size, statistics.median(seconds))
+
+
+def demo_share(place: Place, rounds: int) -> float:
+    manifest = load_manifest(DEMO)
+    short = manifest.target.model_copy(update={"rounds": rounds})
+    changed = manifest.model_copy(update={"target": short, "run": manifest.run.model_copy(update={"min_peers": PEERS})})
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
+        flock = stack.enter_context(scattered(Path(folder), changed, place.laboratory, place.nodes))
+        flock.start()
+        flock.wait(lambda: bool(flock.look()) and not any(p.running for p in flock.peers), "all end", RUN_SECONDS)
+        flock.look()
+        return compute_share([peer.ledger for peer in flock.peers]) or 0.0
+
+
+def lossy_mbit(numel: int) -> float:
+    """Two peers that know of no better congestion control than most volunteers' machines."""
+    with Laboratory() as laboratory:
+        place = Place(laboratory, [laboratory.node(LOSSY) for _ in range(2)], LOSSY.up)
+        for node in place.nodes:
+            run(f"ip -n {node.namespace} route replace {NETWORK}.0/24 dev eth0 src {node.address} congctl cubic")
+        with place.team("benchmarks.merge.ours", numel=numel // 4, recipe="averaging") as team:
+            return LOSSY.up * download_share(place, team, numel // 4, 2)
+
+
+def reached(figures: Mapping[str, Figures]) -> list[bool]:
+    shares = ("merge_line_share", "download_line_share")
+    return [figures[name][share] >= TARGETS[name] for name in figures for share in shares]
+
+
+def table(figures: Mapping[str, Figures], lossy: float) -> str:
+    rows = ["| | " + " | ".join(f"{name} Mbit/s" for name in figures) + " |", "|---" * (len(figures) + 1) + "|"]
+    for share in next(iter(figures.values()), {}):
+        rows.append(f"| {share.replace('_', ' ')} | " + " | ".join(f"{f[share]:.2f}" for f in figures.values()) + " |")
+    return "\n".join([*rows, "", f"with 50 ms and 0.5 % loss: {lossy:.0f} of 100 Mbit/s"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

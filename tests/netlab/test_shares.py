@@ -1,0 +1,36 @@
+"""The figures of limited links come from where they say: payloads, rates and time."""
+
+import pytest
+
+from benchmarks import links
+from benchmarks.links import FLOAT_BYTES, PEERS, Place
+from tests.netlab.laboratory import Laboratory, Link
+
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
+
+NUMEL = 500_000
+
+
+def test_a_merge_and_a_download_use_what_the_link_has(laboratory: Laboratory) -> None:
+    place = Place(laboratory, [laboratory.node(Link(up=20, down=20)) for _ in range(PEERS)], 20)
+    with place.team("benchmarks.merge.ours", numel=NUMEL, recipe="averaging", codec="fp16") as team:
+        carried = [laboratory.carried(node)[0] for node in place.nodes]
+        assert 0.02 < links.merge_share(place, team, NUMEL, turns=1) < 1
+        sent = [
+            after - before for before, (after, _) in zip(carried, map(laboratory.carried, place.nodes), strict=True)
+        ]
+        payload = 2 * 2 * (PEERS - 1) / PEERS * links.HALF_BYTES * NUMEL  # of the turn before the first, too
+        assert payload < sum(sent) / PEERS < 1.3 * payload
+        assert 0.1 < links.download_share(place, team, NUMEL, turns=1) < 1
+
+
+def test_a_share_of_the_line_is_bits_over_rate_and_time(permitted: None) -> None:
+    with Laboratory() as laboratory:
+        place = Place(laboratory, [], 100)
+        assert place.share(12.5e6, 1.0) == 1.0 and place.share(FLOAT_BYTES, 1.0) == pytest.approx(32e-8)
+
+
+def test_targets_are_by_setting() -> None:
+    good = {"merge_line_share": 0.83, "download_line_share": 0.83}
+    assert all(links.reached({"20": good})) and not any(links.reached({"100": good}))
+    assert "| merge line share | 0.83 |" in links.table({"20": good}, 50.0)
