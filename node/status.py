@@ -25,6 +25,10 @@ class NodeStatus(BaseModel):
     name: str = ""
     phase: Phase = "starting"
     reason: str = Field(default="", description="one line: why the node waits, or why its work was left out")
+    absence: str = Field(default="", description="why the newest round went without our work; empty: it did not")
+    trainer_trouble: str = Field(default="", description="why there is no trainer at work; empty: there is")
+    unsaved: str = Field(default="", description="why the newest checkpoint is not on disk; empty: it is")
+    alone: bool = Field(default=False, description="no other trainer is in reach, though there are or were some")
     paused: str = Field(default="", description="why the trainer stands back for others; empty: it does not")
     round: int = Field(default=0, description="rounds committed and applied")
     target_rounds: int | None = None
@@ -61,13 +65,19 @@ class NodeStatus(BaseModel):
             return "no: the run has reached its target"
         if self.phase in ("starting", "joining", "waiting for peers", "leaving"):
             return f"no: {self.reason or self.phase}"
+        if self.phase == "catching up":
+            return f"no: catching up, {self.reason}"
+        if self.trainer_trouble:
+            return f"no: {self.trainer_trouble}"
         if self.paused:
             return f"no: paused, {self.paused}"
+        if self.alone:
+            return "no: alone, no other peer that trains is in reach; see whether this machine is online"
         if self.last_included_round is None:
-            return f"no: {self.reason or 'no round has taken a contribution of this node yet'}"
+            return f"no: {self.absence or self.reason or 'its first message is not ready yet'}"
         missed = self.round - 1 - self.last_included_round
         if missed >= RECENT_ROUNDS:
-            return f"no: {self.reason or f'left out of the last {missed} rounds'}"
+            return f"no, not in the last {missed} rounds: {self.absence or self.reason or 'for no reason known here'}"
         return "yes"
 
     def summary(self) -> str:
@@ -81,6 +91,7 @@ class NodeStatus(BaseModel):
                 f"sent {short_bytes(self.bytes_sent)}",
                 f"included {self.contributions_included}/{offered}",
                 f"contributing: {self.contributing()}",
+                *([f"not saved: {self.unsaved}"] if self.unsaved else []),
             )
         )
 

@@ -329,7 +329,10 @@ class Assembly:
             "bytes_received": self.transport.bytes_received,
             "bytes_sent_by_kind": {"blobs": self.blobs.total_bytes_served},
             "bytes_received_by_kind": {"blobs": self._fetcher.bytes_received},
+            "alone": self._members.is_alone(),
             "trainer_restarts": self.trainer.deaths,
+            "trainer_trouble": self.trainer.trouble,
+            "unsaved": self.keeper.trouble,
             "addresses": tuple(self.directory.live()[self.peer_id].addresses)
             if self.peer_id in self.directory.live()
             else (),

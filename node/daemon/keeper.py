@@ -51,6 +51,7 @@ class Keeper:
         self._rounds: deque[set[bytes]] = deque(maxlen=KEPT_ROUNDS)
         self._states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
+        self.trouble = ""  # why the newest checkpoint is not on disk; empty: it is
 
     def prune(self, offers: Offers, state: Blob, commits: Iterable[Commit]) -> None:
         """After a round (or a jump): drop the blobs that nobody should still ask for."""
@@ -86,12 +87,15 @@ class Keeper:
         if await self._adopted(moment.head.round):
             await self._write(moment)
         else:
-            logger.warning("round %d is not saved: the trainer has not adopted it in time", moment.head.round)
+            self.trouble = f"the trainer has not adopted round {moment.head.round} in time"
+            logger.warning("round %d is not saved: %s", moment.head.round, self.trouble)
 
     async def _write(self, moment: "_Moment") -> None:
         try:
             await self._work(self._write_files, moment)
+            self.trouble = ""
         except StorageError as error:
+            self.trouble = str(error)
             logger.error("%s", error)
 
     def _write_files(self, moment: "_Moment") -> None:

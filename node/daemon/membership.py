@@ -25,6 +25,7 @@ class Members:
         self._directory, self._chain, self.has_contacts, self._rng = directory, chain, has_contacts, rng
         self._progress = progress
         self._departed: dict[PeerId, None] = {}  # the longest gone first
+        self._met = False  # whether another trainer was ever seen
         directory.subscribe(self._note)
 
     def records(self) -> dict[PeerId, PeerRecord]:
@@ -39,6 +40,10 @@ class Members:
 
     def other_trainers(self) -> list[PeerId]:
         return [peer for peer in self.trainers() if peer != self._directory.peer_id]
+
+    def is_alone(self) -> bool:
+        """Whether no other trainer is in reach, though there are some, as far as we know: we met them, or were sent."""
+        return not self.other_trainers() and (self._met or self.has_contacts)
 
     def is_trainer(self, peer: PeerId) -> bool:
         record = self._directory.live().get(peer)
@@ -76,6 +81,7 @@ class Members:
     def _note(self, event: Event) -> None:
         if isinstance(event, Joined):
             self._departed.pop(event.peer, None)
+            self._met = self._met or event.record.role == "trainer"
         elif isinstance(event, Left) and event.reason == "left":
             self._departed[event.peer] = None
             if len(self._departed) > MAX_DEPARTED:

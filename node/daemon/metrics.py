@@ -24,6 +24,7 @@ from node.status import NodeStatus
 from node.web import EVERYWHERE, host_and_port, listening, serving
 
 Outcome = Literal["included", "excluded", "missed", "failed"]
+CatchUp = Literal["replayed", "skipped"]
 MAX_CONNECTIONS = 32
 
 
@@ -33,6 +34,8 @@ class Metrics(Collector):
     def __init__(self) -> None:
         self.rounds: collections.Counter[str] = collections.Counter()
         self.refusals: collections.Counter[str] = collections.Counter()
+        self.absences: collections.Counter[str] = collections.Counter()
+        self.catch_ups: collections.Counter[str] = collections.Counter()
         self.pauses = 0
         self.blobs = 0
         self.blob_bytes = 0
@@ -48,6 +51,14 @@ class Metrics(Collector):
         """`missed`: a round was committed without an offer of ours; `failed`: it was given up by all."""
         self.rounds[outcome] += 1
 
+    def was_absent(self, reason: str, rounds: int) -> None:
+        """So many rounds went without this node's work; `reason` is a fixed short word such as `late`."""
+        if rounds:
+            self.absences[reason] += rounds
+
+    def caught_up(self, how: CatchUp, rounds: int) -> None:
+        self.catch_ups[how] += rounds
+
     def paused(self) -> None:
         """The trainer stands back for others who use its device."""
         self.pauses += 1
@@ -59,6 +70,8 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield _labelled("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
         yield _labelled("murmur_refusals", "What peers sent and was refused, or timed out", "reason", self.refusals)
+        yield _labelled("murmur_absences", "Rounds without this node's work, by why", "reason", self.absences)
+        yield _labelled("murmur_catch_ups", "Rounds that others made meanwhile, by how", "how", self.catch_ups)
         yield CounterMetricFamily("murmur_pauses", "Times that training stood back for others", value=self.pauses)
         yield GaugeMetricFamily("murmur_blobs", "Blobs held", value=self.blobs)
         yield GaugeMetricFamily("murmur_blob_bytes", "Bytes of blobs held", value=self.blob_bytes)

@@ -20,6 +20,7 @@ from node.daemon.rounds import RoundDriver
 from node.daemon.standing import Standing
 from node.daemon.trainer_link import TrainerLink
 from node.daemon.wishes import Wishes
+from node.status import short_bytes
 from optim.method import Method
 from protocol.errors import MissingFileError, PeerFault, UnreachableError
 from protocol.identity import PeerId
@@ -242,11 +243,18 @@ class Participant:
     async def _follow(self, way: Way) -> None:
         """Replay the rounds that we missed, or take over another state."""
         if way.state is not None:
-            logger.info("fetching the state of round %d (%d bytes)", way.head.round, way.state.size)
+            missed = max(0, way.head.round - self.replica.chain.round)
+            self._tell_way(f"fetching the state of round {way.head.round} ({short_bytes(way.state.size)})")
             await self.wishes.get_from_anyone(way.state, STATE_SECONDS + way.state.size / SLOWEST_BYTES)
             await self.replica.take_over(way.head, way.state, way.commits)
+            self.standing.caught_up("skipped", missed)
             await self._settle([commit.body for commit in way.commits])
         else:
-            logger.info("replaying %d rounds from round %d on", len(way.commits), self.replica.chain.round)
+            self._tell_way(f"replaying {len(way.commits)} rounds from round {self.replica.chain.round} on")
             for commit in way.commits:
                 await self._apply(commit)
+                self.standing.caught_up("replayed", 1)
+
+    def _tell_way(self, text: str) -> None:
+        logger.info("%s", text)
+        self.standing.enter("catching up", text)

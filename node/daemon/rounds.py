@@ -31,6 +31,7 @@ from protocol.rounds.events import (
     Held,
     Live,
     Offered,
+    Reason,
     Received,
     Reduce,
     Reduced,
@@ -62,7 +63,7 @@ class Hooks:
     members: Callable[[], Live]
     trains: Callable[[PeerId], bool]
     refused: Callable[[PeerId, PeerFault], None]
-    skipped: Callable[[PeerId | None, str], None]
+    skipped: Callable[[PeerId | None, Reason], None]
     decided: Callable[[Statement[Commit]], None]
     broken: Callable[[BaseException], None]
 

@@ -4,12 +4,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from node.channel import Evaluated, Fate, FromTrainer, Pausing, Progress, Ready
-from node.daemon.metrics import Metrics
+from node.channel import Evaluated, Fate, FromTrainer, Message, Pausing, Progress, Ready
+from node.daemon.absence import MISHAPS, Absence, absence
+from node.daemon.metrics import CatchUp, Metrics
 from node.status import NodeStatus, Phase
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.rounds.chain import Head
+from protocol.rounds.events import Reason
 from protocol.rounds.statements import Commit, Digest
 
 logger = logging.getLogger(__name__)
@@ -22,6 +24,8 @@ class Standing:
         self._status = status.model_copy(update={"since": time.time()})
         self._metrics = metrics
         self._traffic = traffic
+        self._offered = False  # whether a message of ours waits for its fate
+        self._mishap: Reason | None = None  # what the open round has done to it
 
     def status(self) -> NodeStatus:
         return self._status.model_copy(update=self._traffic())
@@ -47,6 +51,8 @@ class Standing:
             case Ready():
                 logger.info("the trainer is ready on %s at step %d", message.device, message.step)
                 self._set(paused="")
+            case Message():
+                self._offered = True
             case Pausing():
                 self._pause(message.reason)
 
@@ -56,28 +62,41 @@ class Standing:
     def applied(self, head: Head, state: Digest, commits: Sequence[Commit], fate: Fate) -> None:
         """New rounds are in place, and what became of our message in them."""
         self.stands_at(head, state)
-        status = self._status
-        contributors = len(commits[-1].contributions) if commits else 0
-        logger.info(
-            "round %d: %d contributions, ours %s, digest %s",
-            head.round,
-            contributors,
-            _word(fate),
-            head.digest.hex()[:8],
-        )
+        count, mark = len(commits[-1].contributions) if commits else 0, head.digest.hex()[:8]
         if fate == "included":
-            self._metrics.round_ended("included")
-            self._set(contributions_included=status.contributions_included + 1, last_included_round=head.round - 1)
-        elif fate == "excluded":
-            self._metrics.round_ended("excluded")
-            excluded = status.contributions_excluded + 1
-            self._set(contributions_excluded=excluded, reason="our message came too late for several rounds")
+            self._include(head)
+            logger.info("round %d: %d contributions, ours included, digest %s", head.round, count, mark)
+        else:
+            word, text = self._exclude(fate, len(commits))
+            ours = "excluded" if fate == "excluded" else "not among them"
+            logger.info("round %d: %d contributions, ours %s (%s), digest %s", head.round, count, ours, word, mark)
+            logger.debug("round %d went without us: %s", head.round, text)
         for _ in commits[fate != "none" :]:
             self._metrics.round_ended("missed")
+        self._offered, self._mishap = self._offered and fate == "none", None
+
+    def _include(self, head: Head) -> None:
+        self._metrics.round_ended("included")
+        included = self._status.contributions_included + 1
+        self._set(contributions_included=included, last_included_round=head.round - 1, absence="")
+
+    def _exclude(self, fate: Fate, rounds: int) -> Absence:
+        found = absence(self.status(), self._mishap, self._offered, rounds)
+        if fate == "excluded":
+            found = Absence("excluded", "our message came too late for several rounds; later ones carry its work")
+            self._metrics.round_ended("excluded")
+            self._set(contributions_excluded=self._status.contributions_excluded + 1)
+        self._metrics.was_absent(found.word, rounds)
+        self._set(absence=found.text)
+        return found
+
+    def caught_up(self, how: CatchUp, rounds: int) -> None:
+        """`rounds` that others made without us were replayed, or skipped by taking over a state."""
+        self._metrics.caught_up(how, rounds)
 
     def round_failed(self, reason: str) -> None:
         self._metrics.round_ended("failed")
-        self._set(reason=reason)
+        self._set(absence=reason)
 
     def _pause(self, reason: str) -> None:
         if reason:
@@ -90,13 +109,11 @@ class Standing:
         self._metrics.refused(reason)
         logger.warning("refused what %s sent (%s): %s", peer, reason, fault)
 
-    def skipped(self, peer: PeerId | None, reason: str) -> None:
+    def skipped(self, peer: PeerId | None, reason: Reason) -> None:
         self._metrics.refused(reason)
         logger.info("%s: %s", reason, peer or "this round")
+        if peer == self._status.peer_id and reason in MISHAPS:
+            self._mishap = reason
 
     def _set(self, **values: object) -> None:
         self._status = self._status.model_copy(update=values)
-
-
-def _word(fate: Fate) -> str:
-    return "not among them" if fate == "none" else fate

@@ -66,6 +66,11 @@ class TrainerLink:
         return self._process.deaths
 
     @property
+    def trouble(self) -> str:
+        """Why no trainer is at work; empty where one is."""
+        return self._process.trouble
+
+    @property
     def round(self) -> int:
         """Of the anchor that the trainer was last told of."""
         return self._round

@@ -15,7 +15,18 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from node.arena import Arena
-from node.channel import ChannelClosed, Config, DaemonEnd, Failed, FromTrainer, Message, Progress, Stop, ToTrainer
+from node.channel import (
+    ChannelClosed,
+    Config,
+    DaemonEnd,
+    Failed,
+    FromTrainer,
+    Message,
+    Progress,
+    Ready,
+    Stop,
+    ToTrainer,
+)
 from protocol import errors
 from protocol.errors import MalformedError, MurmurError
 
@@ -48,6 +59,7 @@ class TrainerProcess:
         self._stopping = False
         self._failure: MurmurError | None = None
         self.deaths = 0
+        self.trouble = "the trainer is starting"  # why there is none at work; empty: there is
 
     @property
     def pid(self) -> int | None:
@@ -143,12 +155,15 @@ class TrainerProcess:
                 raise _error_of(message)
             if isinstance(message, Progress | Message):
                 self._deaths_in_a_row = 0
+            if isinstance(message, Ready):
+                self.trouble = ""
             await self._queue.put(message)
 
     def _count_death(self, code: int) -> None:
         self.deaths += 1
         self._deaths_in_a_row += 1
         words = self._last_words[-1] if self._last_words else "no last words"
+        self.trouble = f"the trainer died ({_cause(code)}) and is started again"
         logger.warning("the trainer died (%s), death %d: %s", _cause(code), self.deaths, words)
         if self._deaths_in_a_row >= MAX_DEATHS:
             raise errors.DeviceError(

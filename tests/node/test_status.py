@@ -34,9 +34,13 @@ def test_summary_of_a_contributing_node() -> None:
     [
         ({}, "yes"),
         ({"last_included_round": 10}, "yes"),  # one missed round may be in flight
-        ({"last_included_round": 9}, "no: left out of the last 2 rounds"),
-        ({"last_included_round": None}, "no: no round has taken a contribution of this node yet"),
-        ({"last_included_round": None, "reason": "too slow: 31 s of 20 s"}, "no: too slow: 31 s of 20 s"),
+        ({"last_included_round": 9}, "no, not in the last 2 rounds: for no reason known here"),
+        ({"last_included_round": 9, "absence": "late"}, "no, not in the last 2 rounds: late"),
+        ({"last_included_round": None}, "no: its first message is not ready yet"),
+        ({"last_included_round": None, "absence": "too slow"}, "no: too slow"),
+        ({"phase": "catching up", "reason": "replaying 3 rounds"}, "no: catching up, replaying 3 rounds"),
+        ({"trainer_trouble": "the trainer died (signal 9)"}, "no: the trainer died (signal 9)"),
+        ({"alone": True}, "no: alone, no other peer that trains is in reach; see whether this machine is online"),
         ({"phase": "waiting for peers", "reason": "1 of 3 peers"}, "no: 1 of 3 peers"),
         ({"paused": "others use 60% of the processors"}, "no: paused, others use 60% of the processors"),
         ({"phase": "joining"}, "no: joining"),
@@ -45,6 +49,11 @@ def test_summary_of_a_contributing_node() -> None:
 )
 def test_contributing(changes: dict[str, object], answer: str) -> None:
     assert WORKING.model_copy(update=changes).contributing() == answer
+
+
+def test_a_checkpoint_that_is_not_on_disk_is_said_beside() -> None:
+    unsaved = WORKING.model_copy(update={"unsaved": "the disk is full"})
+    assert unsaved.summary().endswith("contributing: yes · not saved: the disk is full")
 
 
 def test_round_without_a_target() -> None:

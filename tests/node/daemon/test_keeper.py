@@ -166,7 +166,7 @@ async def test_what_is_not_adopted_in_time_is_not_saved(world: World, caplog: py
     world.adopted.set()
     await world.keeper.keep(world.replica, Offers(PROGRAM))
     await world.keeper.saved()
-    assert world.saved() == [] and "not saved" in caplog.text
+    assert world.saved() == [] and "not saved" in caplog.text and "not adopted" in world.keeper.trouble
 
 
 async def test_a_full_disk_is_said_and_survived(
@@ -181,9 +181,9 @@ async def test_a_full_disk_is_said_and_survived(
         await world.keeper.keep(world.replica, Offers(PROGRAM))
         await world.keeper.saved()
         await world.keeper.save_now(world.replica, Offers(PROGRAM))
-    assert caplog.text.count("no space; free some") == 2
+    assert caplog.text.count("no space; free some") == 2 and world.keeper.trouble == "no space; free some"
     await world.keeper.save_now(world.replica, Offers(PROGRAM))
-    assert world.saved() == [0]
+    assert world.saved() == [0] and world.keeper.trouble == ""
 
 
 async def test_a_fault_of_our_own_is_not_survived(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

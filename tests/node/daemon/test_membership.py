@@ -133,6 +133,18 @@ def test_our_own_progress_goes_out_with_a_new_head() -> None:
     assert directory.published["step"] == 40 and directory.published["round"] == 3
 
 
+def test_alone_is_who_knows_of_others_and_sees_none() -> None:
+    directory = FakeDirectory()
+    first = Members(cast(Any, directory), Chain.begin(RUN_ID), False, random.Random(0))
+    assert not first.is_alone(), "whoever begins a run waits for nobody"
+    assert members_of(directory).is_alone(), "whoever was sent to somebody does"
+    directory.records["a"] = PeerRecord(role="trainer")
+    first._note(Joined("a", directory.records["a"]))
+    assert not first.is_alone()
+    del directory.records["a"]
+    assert first.is_alone()
+
+
 def test_the_other_trainers_are_without_ourselves_and_those_who_watch() -> None:
     directory = FakeDirectory()
     directory.records |= {"a": PeerRecord(role="trainer"), "b": PeerRecord(role="observer")}

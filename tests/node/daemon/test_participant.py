@@ -134,6 +134,10 @@ class FakeStanding:
     def __init__(self) -> None:
         self.phases: list[str] = []
         self.failures: list[str] = []
+        self.catch_ups: list[tuple[str, int]] = []
+
+    def caught_up(self, how: str, rounds: int) -> None:
+        self.catch_ups.append((how, rounds))
 
     def enter(self, phase: str, reason: str = "") -> None:
         if self.phases[-1:] != [phase]:
@@ -292,7 +296,7 @@ async def test_a_small_gap_is_replayed(worlds: Make) -> None:
     theirs = await world.peer(FRIEND, 3)
     world.run()
     await world.until_round(3)
-    assert world.scout.asked == [(FRIEND, True)]
+    assert world.scout.asked == [(FRIEND, True)] and world.standing.catch_ups == [("replayed", 1)] * 3
     assert world.replica.blob == theirs.blob and world.replica.chain.since(0) is not None
 
 
@@ -302,6 +306,7 @@ async def test_a_large_gap_takes_the_state(worlds: Make) -> None:
     world.run()
     await world.until_round(6)
     assert world.scout.asked == [(FRIEND, False)] and world.replica.blob == theirs.blob
+    assert world.standing.catch_ups == [("skipped", 6)]
 
 
 async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from node.channel import Evaluated, Pausing, Progress, Ready
+from node.channel import Evaluated, Message, Pausing, Progress, Ready
 from node.daemon.metrics import Metrics
 from node.daemon.standing import Standing
 from node.status import NodeStatus
@@ -15,6 +15,7 @@ from protocol.rounds.statements import Commit
 from tests.node.small_run import commit_of
 
 HEAD = Head(3, bytes([7]) * 32, 900)
+MESSAGE = Message(round=2, sizes=(3,), tokens=9, steps=1, loss=1.0)
 
 
 @pytest.fixture
@@ -78,7 +79,42 @@ def test_given_back_missed_and_failed(standing: Standing) -> None:
     standing.applied(HEAD, bytes(32), [], "none")
     standing.round_failed("the state differed")
     assert standing._metrics.rounds == {"excluded": 1, "missed": 5, "included": 1, "failed": 1}
-    assert standing.status().reason == "the state differed" and standing.status().contributions_excluded == 1
+    assert standing.status().absence == "the state differed" and standing.status().contributions_excluded == 1
+    assert standing._metrics.absences == {"excluded": 1, "catching up": 3}
+
+
+def test_the_mishap_of_a_round_is_said_until_a_round_takes_our_work(
+    standing: Standing, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    standing.enter("training")
+    standing.heard(MESSAGE)
+    standing.skipped("me", "left out")
+    standing.applied(HEAD, bytes(32), commits(1), "none")
+    assert "ours not among them (left out)" in caplog.messages[-1]
+    standing.enter("training")
+    assert "too few peers got our message in time" in standing.status().contributing()
+    standing.applied(HEAD, bytes(32), commits(1), "none")
+    assert standing._metrics.absences == {"left out": 1, "late": 1}, "it still waits, and nothing else befell it"
+    standing.applied(HEAD, bytes(32), commits(1), "included")
+    assert standing.status().contributing() == "yes"
+    standing.applied(HEAD, bytes(32), commits(1), "none")
+    assert standing._metrics.absences["slow"] == 1, "there was no message that the round could have taken"
+
+
+def test_what_befell_others_is_not_our_reason(standing: Standing) -> None:
+    """The control."""
+    standing.enter("training")
+    standing.skipped("them", "left out")
+    standing.applied(HEAD, bytes(32), commits(1), "none")
+    assert standing._metrics.absences == {"slow": 1}
+
+
+def test_what_was_caught_up_is_counted(standing: Standing) -> None:
+    standing.caught_up("replayed", 1)
+    standing.caught_up("replayed", 1)
+    standing.caught_up("skipped", 30)
+    assert standing._metrics.catch_ups == {"replayed": 2, "skipped": 30}
 
 
 def test_refusals_are_counted_and_said(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:

@@ -134,6 +134,7 @@ async def test_stop_during_the_pause_after_a_death_starts_no_other(
     assert not await bench.trainer.send(Adopt(round=1, fate="none"))
     await bench.trainer.stop()
     assert bench.trainer.deaths == 1 and bench.trainer.pid is None
+    assert bench.trainer.trouble == "the trainer died (exit code 1) and is started again"
 
 
 async def test_stopping_politely_and_again(bench: Bench) -> None:
@@ -156,8 +157,9 @@ async def test_killed_in_its_first_instant(bench: Bench) -> None:
     pid = bench.trainer.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    assert bench.trainer.trouble == "the trainer is starting"
     ready = await bench.until(Ready)
-    assert ready.step == 0 and bench.trainer.deaths == 1
+    assert ready.step == 0 and bench.trainer.deaths == 1 and bench.trainer.trouble == ""
 
 
 async def test_a_program_that_cannot_be_started_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,35 @@
+"""Each reason for which a round goes without our work, and which of two counts."""
+
+import pytest
+
+from node.daemon.absence import absence
+from node.status import NodeStatus
+from protocol.rounds.events import Reason
+
+AT_WORK = NodeStatus(peer_id="me", run="small", run_id="00" * 32, phase="training")
+PAUSED = "others use 60% of the processors"
+
+
+@pytest.mark.parametrize(
+    ("changes", "mishap", "offered", "rounds", "word"),
+    [
+        ({}, None, False, 1, "slow"),
+        ({}, None, True, 1, "late"),
+        ({}, "late", True, 1, "late"),
+        ({}, "left out", True, 1, "left out"),
+        ({}, "lost", True, 1, "lost"),
+        ({"paused": PAUSED}, None, False, 1, "paused"),
+        ({"paused": PAUSED}, "lost", True, 1, "lost"),
+        ({"trainer_trouble": "the trainer died"}, None, False, 1, "no trainer"),
+        ({"trainer_trouble": "the trainer died"}, None, True, 1, "late"),
+        ({"phase": "catching up"}, None, True, 1, "catching up"),
+        ({}, "late", True, 3, "catching up"),
+    ],
+)
+def test_reasons(changes: dict[str, object], mishap: Reason | None, offered: bool, rounds: int, word: str) -> None:
+    found = absence(AT_WORK.model_copy(update=changes), mishap, offered, rounds)
+    assert found.word == word and found.text
+
+
+def test_the_text_says_what_is_known() -> None:
+    assert PAUSED in absence(AT_WORK.model_copy(update={"paused": PAUSED}), None, False, 1).text
