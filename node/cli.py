@@ -156,13 +156,14 @@ def host(
 def doctor(
     run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="as for `murmur join`")] = None,
     folder: Annotated[Path | None, typer.Option("--dir", help="the node's folder; default: that of the run")] = None,
+    listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="as for `murmur join`")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether this machine can take part, and what to mend."""
-    from node.doctor import doctor as examine
+    from node.doctor.command import doctor as examine
 
-    raise typer.Exit(examine(run, folder, insecure, as_json))
+    raise typer.Exit(examine(run, folder, tuple(listen or ()), insecure, as_json))
 
 
 @app.command(epilog="Example: murmur replay demo/events.jsonl --http 8081")

@@ -302,3 +302,19 @@ class ManifestReply(_message.Message):
     TOML_FIELD_NUMBER: _ClassVar[int]
     toml: bytes
     def __init__(self, toml: _Optional[bytes] = ...) -> None: ...
+
+class DialBackRequest(_message.Message):
+    __slots__ = ("run", "ports")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PORTS_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    ports: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[bytes] = ..., ports: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DialBackReply(_message.Message):
+    __slots__ = ("seen", "open")
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    seen: str
+    open: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, seen: _Optional[str] = ..., open: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -341,12 +341,23 @@ class RunsStub:
                 request_serializer=protocol_dot_murmur__pb2.ManifestRequest.SerializeToString,
                 response_deserializer=protocol_dot_murmur__pb2.ManifestReply.FromString,
                 _registered_method=True)
+        self.DialBack = channel.unary_unary(
+                '/murmur.v1.Runs/DialBack',
+                request_serializer=protocol_dot_murmur__pb2.DialBackRequest.SerializeToString,
+                response_deserializer=protocol_dot_murmur__pb2.DialBackReply.FromString,
+                _registered_method=True)
 
 
 class RunsServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Manifest(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DialBack(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -359,6 +370,11 @@ def add_RunsServicer_to_server(servicer, server):
                     servicer.Manifest,
                     request_deserializer=protocol_dot_murmur__pb2.ManifestRequest.FromString,
                     response_serializer=protocol_dot_murmur__pb2.ManifestReply.SerializeToString,
+            ),
+            'DialBack': grpc.unary_unary_rpc_method_handler(
+                    servicer.DialBack,
+                    request_deserializer=protocol_dot_murmur__pb2.DialBackRequest.FromString,
+                    response_serializer=protocol_dot_murmur__pb2.DialBackReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -388,6 +404,33 @@ class Runs:
             '/murmur.v1.Runs/Manifest',
             protocol_dot_murmur__pb2.ManifestRequest.SerializeToString,
             protocol_dot_murmur__pb2.ManifestReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DialBack(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/murmur.v1.Runs/DialBack',
+            protocol_dot_murmur__pb2.DialBackRequest.SerializeToString,
+            protocol_dot_murmur__pb2.DialBackReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -116,11 +116,13 @@ class RunsStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RunsAsyncStub: ...
     Manifest: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.ManifestRequest, _murmur_pb2.ManifestReply]
+    DialBack: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.DialBackRequest, _murmur_pb2.DialBackReply]
 
 @_typing.type_check_only
 class RunsAsyncStub(RunsStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Manifest: _aio.UnaryUnaryMultiCallable[_murmur_pb2.ManifestRequest, _murmur_pb2.ManifestReply]  # type: ignore[assignment]
+    DialBack: _aio.UnaryUnaryMultiCallable[_murmur_pb2.DialBackRequest, _murmur_pb2.DialBackReply]  # type: ignore[assignment]
 
 class RunsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -129,5 +131,12 @@ class RunsServicer(metaclass=_abc_1.ABCMeta):
         request: _murmur_pb2.ManifestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_murmur_pb2.ManifestReply, _abc.Awaitable[_murmur_pb2.ManifestReply]]: ...
+
+    @_abc_1.abstractmethod
+    def DialBack(
+        self,
+        request: _murmur_pb2.DialBackRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_murmur_pb2.DialBackReply, _abc.Awaitable[_murmur_pb2.DialBackReply]]: ...
 
 def add_RunsServicer_to_server(servicer: RunsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

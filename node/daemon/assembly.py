@@ -50,6 +50,7 @@ from protocol.murmur_pb2_grpc import (
     add_RoundsServicer_to_server,
     add_RunsServicer_to_server,
 )
+from protocol.network.dial_back import DialBack
 from protocol.network.transport import Transport, caller
 from protocol.network.tunnel import TunnelLimits
 from protocol.rounds.chain import Chain, Head
@@ -212,7 +213,7 @@ class Assembly:
     async def open(self) -> None:
         """Go on the network and say where we stand."""
         rounds = RoundsService(self._settings.run_id, self.driver, self.replica)
-        runs = RunsService(self._settings.manifest)
+        runs = RunsService(self._settings.manifest, DialBack(self.transport.remote_addresses))
         await self.transport.open(
             [
                 self.directory.register,

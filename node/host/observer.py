@@ -16,6 +16,7 @@ from protocol.membership.clock import Clock
 from protocol.membership.gossip import Directory
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2_grpc import add_RunsServicer_to_server
+from protocol.network.dial_back import DialBack
 from protocol.network.transport import Transport
 from protocol.network.tunnel import TunnelLimits
 
@@ -40,7 +41,7 @@ async def watching(settings: NodeSettings, folder: RunFolder, version: str) -> A
         identity, manifest.run_id, transport, clock, manifest.membership.heartbeat, manifest.membership.expiry, rng,
         (*settings.peers, *manifest.run.bootstrap), folder.peers,
     )  # fmt: skip
-    runs = RunsService(manifest)
+    runs = RunsService(manifest, DialBack(transport.remote_addresses))
     try:
         await transport.open(
             [directory.register, lambda server: add_RunsServicer_to_server(runs, server)],

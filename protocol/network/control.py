@@ -63,6 +63,12 @@ class Control:
         )
         await self._ask(request, ANSWER_SECONDS)
 
+    async def remote_addresses(self, peer: PeerId) -> tuple[str, ...]:
+        """The other ends of the connections that we have with a peer now, as they look from here."""
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
+        answer, wanted = await self._ask(request, ANSWER_SECONDS), base58.b58decode(peer)
+        return tuple(str(Multiaddr(way)) for found in answer.peers if found.id == wanted for way in found.addrs)
+
     async def hand_over(self, protocol: str, listener: Path) -> None:
         """From now on p2pd connects to `listener` for each incoming stream; see `accept`."""
         request = p2pd_pb2.Request(

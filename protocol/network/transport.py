@@ -171,6 +171,10 @@ class Transport:
         _, addresses = await self._p2pd.control.identify()
         return tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
 
+    async def remote_addresses(self, peer: PeerId) -> tuple[str, ...]:
+        """Where a peer that we are connected with seems to be: what a network between us shows of it."""
+        return await self._p2pd.control.remote_addresses(peer)
+
     def introduce(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Remember how `peer` is reached, instead of what was known; dials nothing. MalformedError: an address is none.
 

@@ -1,0 +1,1 @@
+"""Whether this machine can take part in a run, and what to mend."""

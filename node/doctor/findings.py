@@ -1,0 +1,130 @@
+"""What a measurement means: ok, warn or fail, and for what is not ok the mend. PURE."""
+
+import ipaddress
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from node.footprint import largest_microbatch
+from node.status import short_bytes
+from protocol.manifest import Manifest
+from protocol.membership.directory import CLOCK_TOLERANCE
+from protocol.network.dial_back import host_of
+
+Level = Literal["ok", "warn", "fail"]
+CLOCK_WARN = 5.0
+FORWARD = "nothing, where a public peer takes part; otherwise forward a port and name it with --listen"
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    level: Level
+    found: str
+    mend: str = ""
+
+
+def judged_room(check: str, free: float, needed: float, mend: str) -> Finding:
+    text = f"{short_bytes(free)} free, up to {short_bytes(needed)} needed"
+    return Finding(check, "ok" if free >= needed else "fail", text, "" if free >= needed else mend)
+
+
+def judged_microbatch(manifest: Manifest, free: float, device: str) -> Finding:
+    fits = largest_microbatch(manifest, free, device)
+    text = f"microbatches of {fits} sequences fit, the run's have {manifest.train.microbatch}"
+    if fits >= manifest.train.microbatch:
+        return Finding("model", "ok", text)
+    mend = "this device is too small for the run" if fits == 0 else "nothing: it takes more passes for a batch"
+    return Finding("model", "fail" if fits == 0 else "warn", text, mend)
+
+
+def judged_clock(offsets: Sequence[float], against: str) -> Finding:
+    """`offsets`: our clock's lead over those of others, in seconds."""
+    if not offsets:
+        return Finding("clock", "ok", "not compared; a peer or a link to a host would tell")
+    offset = median(offsets)
+    level: Level = "ok" if abs(offset) < CLOCK_WARN else "warn" if abs(offset) < CLOCK_TOLERANCE else "fail"
+    mend = "" if level == "ok" else "let the system set its clock: timedatectl set-ntp true"
+    return Finding("clock", level, f"{offset:+.0f} s against {against}", mend)
+
+
+def judged_addresses(addresses: Sequence[str]) -> Finding:
+    if any(is_public(address) for address in addresses):
+        return Finding("ports", "ok", "a public address: others can reach this machine")
+    return Finding("ports", "warn", "no public address: others come by the connections that you open", FORWARD)
+
+
+def is_public(address: str) -> bool:
+    found = host_of([address])
+    return found is not None and ipaddress.ip_address(found[1]).is_global
+
+
+def judged_peers(dialled: Sequence[tuple[str, float | str]]) -> Finding:
+    """`dialled`: addresses, each with the seconds that it took or why it failed."""
+    if not dialled:
+        return Finding("peers", "warn", "the run names nobody to ask", "give `murmur join` a --peer")
+    times = [result for _, result in dialled if isinstance(result, float)]
+    if times:
+        return Finding(
+            "peers", "ok", f"{len(times)} of {len(dialled)} addresses answer, the first in {min(times):.1f} s"
+        )
+    mend = "see whether a firewall stops outgoing TCP, or ask the organiser for an address"
+    return Finding("peers", "fail", f"none of {len(dialled)} addresses answers: {dialled[0][1]}", mend)
+
+
+def judged_public(reached: Collection[str]) -> Finding:
+    """`reached`: addresses of the peers that answered."""
+    public = sum(1 for address in reached if is_public(address))
+    if public:
+        return Finding("public peers", "ok", f"{public} of {len(reached)} peers that answer are on the public internet")
+    return Finding(
+        "public peers",
+        "warn",
+        "no public peer answers: how the internet sees this machine cannot be said",
+        "nothing, if all who take part share a network; otherwise somebody has to open a port to the internet",
+    )
+
+
+def judged_nat(own: Collection[str], seen: Sequence[str]) -> Finding | None:
+    """`own`: the addresses that we know of; `seen`: what peers saw our calls come from. None: nobody told."""
+    hosts = {found[1] for address in seen if (found := host_of([address]))}
+    if not hosts:
+        return None
+    if hosts <= {found[1] for address in own if (found := host_of([address]))}:
+        return Finding("nat", "ok", f"none: peers see {', '.join(sorted(hosts))}, which is this machine's own")
+    if len(hosts) > 1:
+        text = f"peers see {len(hosts)} different addresses of this machine"
+        return Finding("nat", "warn", text, "others come by the connections that you open; a VPN may be in the way")
+    return Finding("nat", "warn", f"behind a translated address: peers see {hosts.pop()}", FORWARD)
+
+
+def judged_dial_back(answers: Mapping[str, bool], port: int) -> Finding | None:
+    """`answers`: by peer, whether it could open a connection to us. None: nobody tried."""
+    if not answers:
+        return None
+    able = sum(answers.values())
+    text = f"{able} of {len(answers)} peers could connect to port {port}"
+    return Finding("ports", "ok", text) if able else Finding("ports", "warn", text, FORWARD)
+
+
+def judged_speed(fetched: int, seconds: float, state: int, patience: float) -> Finding:
+    """Bytes that came from a real peer; `state`: bytes that a newcomer has to fetch; `patience`: seconds for that."""
+    if not fetched:
+        mend = "see whether something on the way stops long transfers, or try again later"
+        return Finding("bandwidth", "fail", f"not a byte of the state came within {seconds:.0f} s", mend)
+    rate = fetched / max(seconds, 1e-9)
+    text = f"{short_bytes(rate)}/s from a peer; the run's state takes {state / rate:.0f} s to fetch"
+    if state / rate <= patience:
+        return Finding("bandwidth", "ok", text)
+    return Finding("bandwidth", "warn", text, "the start takes long; a faster link, or a smaller run, would help")
+
+
+def judged_versions(ours: str, theirs: Collection[str]) -> Finding | None:
+    """None where nobody said theirs."""
+    others = sorted({version for version in theirs if version})
+    if not others:
+        return None
+    if ours in others:
+        return Finding("peers' version", "ok", ", ".join(others))
+    return Finding("peers' version", "warn", f"{', '.join(others)}, here {ours}", "install the version of the others")

@@ -1,0 +1,200 @@
+"""What the peers of a run tell and show: whether they answer, how they see us, how fast they are, what time it is.
+
+Under a key that is thrown away: nobody has joined anything yet. All is bounded in bytes, peers and seconds.
+"""
+
+import asyncio
+import logging
+import math
+import random
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from node.doctor.findings import (
+    Finding,
+    is_public,
+    judged_addresses,
+    judged_clock,
+    judged_dial_back,
+    judged_nat,
+    judged_peers,
+    judged_public,
+    judged_speed,
+    judged_versions,
+)
+from node.links import Invitation
+from protocol.blobs.blob import Blob
+from protocol.errors import MurmurError, PeerFault, UnreachableError
+from protocol.identity import PeerId
+from protocol.membership.directory import Table
+from protocol.murmur_pb2 import (
+    ChainRequest,
+    DialBackReply,
+    DialBackRequest,
+    FetchRequest,
+    GossipReply,
+    GossipRequest,
+    PeerRecord,
+)
+from protocol.murmur_pb2_grpc import BlobsStub, MembershipStub, RoundsStub, RunsStub
+from protocol.network.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+DIAL_SECONDS = 10.0
+CALL_SECONDS = 15.0
+MAX_DIALLED = 8
+MAX_ASKED = 2  # peers to be dialled back by, and to fetch from
+FETCH_BYTES = 8 << 20
+FETCH_SECONDS = 6.0
+GRACES = 10  # a state that takes more than so many graces of a round to fetch makes a slow start
+Connect = Callable[[str, float], Coroutine[Any, Any, str]]
+
+
+@dataclass
+class Probe:
+    """One look at a run through a transport of our own; `records` are what its peers say of each other."""
+
+    transport: Transport
+    invitation: Invitation
+    reached: dict[PeerId, str] = field(default_factory=dict)
+    records: dict[PeerId, PeerRecord] = field(default_factory=dict)
+    offsets: list[float] = field(default_factory=list)
+
+    @property
+    def _run(self) -> bytes:
+        return bytes.fromhex(self.invitation.manifest.run_id)
+
+    async def findings(self) -> list[Finding]:
+        wanted = (*self.invitation.peers, *self.invitation.manifest.run.bootstrap)[:MAX_DIALLED]
+        attempts = await dialled(self.transport.connect, wanted)
+        found = [judged_peers(attempts)]
+        self._note(attempts)
+        if not self.reached:
+            return [*found, judged_addresses(await self.transport.addresses())]
+        await asyncio.gather(*(self._gossip(peer) for peer in list(self.reached)))
+        self._note(await dialled(self.transport.connect, self._more()))
+        found.append(judged_public(self.reached.values()))
+        if self.offsets:
+            found.append(judged_clock(self.offsets, "the run's peers"))
+        found += await self._outside()
+        versions = judged_versions(version("murmuration"), {record.version for record in self.records.values()})
+        return [*found, *(finding for finding in (versions, await self._speed()) if finding)]
+
+    def _note(self, attempts: Sequence[tuple[str, float | str]]) -> None:
+        for address, result in attempts:
+            if isinstance(result, float):
+                self.reached.setdefault(address.rpartition("/p2p/")[2], address)
+
+    def _more(self) -> list[str]:
+        """Addresses of peers that we were told of, those that train first."""
+        told = [(peer, record) for peer, record in self.records.items() if peer not in self.reached]
+        told.sort(key=lambda entry: entry[1].role != "trainer")
+        return [record.addresses[0] for _, record in told if record.addresses][:MAX_DIALLED]
+
+    async def _gossip(self, peer: PeerId) -> None:
+        """Read its table. We say no time, so that ours, which may be wrong, does not count among the peers'."""
+        sent = time.time()
+        stub = MembershipStub(self.transport.channel(peer))
+        try:
+            reply: GossipReply = await stub.Gossip(GossipRequest(run=self._run), timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            logger.info("%s does not tell who is there: %s", peer, error.details())
+            return
+        if math.isfinite(reply.time):
+            self.offsets.append((sent + time.time()) / 2 - reply.time)
+        table = Table(self.invitation.manifest.run_id, self.invitation.manifest.membership.expiry)
+        for signed in reply.records:
+            try:
+                table.merge(signed, reply.time)
+            except PeerFault as fault:
+                logger.info("a record that %s passed on was refused: %s", peer, fault)
+        self.records.update(table.live(reply.time))
+
+    async def _outside(self) -> list[Finding]:
+        """How others see this machine, asked of a few, public ones first."""
+        own = await self.transport.addresses()
+        port = tcp_port(own)
+        chosen = sorted(self.reached, key=lambda peer: not is_public(self.reached[peer]))[:MAX_ASKED]
+        replies = await asyncio.gather(*(self._dial_back(peer, port) for peer in chosen))
+        told = {peer: reply for peer, reply in zip(chosen, replies, strict=True) if reply is not None}
+        nat = judged_nat(own, [reply.seen for reply in told.values() if reply.seen])
+        reach = judged_dial_back({peer: port in reply.open for peer, reply in told.items()}, port)
+        return [finding for finding in (nat, reach or judged_addresses(own)) if finding]
+
+    async def _dial_back(self, peer: PeerId, port: int) -> DialBackReply | None:
+        request = DialBackRequest(run=self._run, ports=[port])
+        try:
+            reply: DialBackReply = await RunsStub(self.transport.channel(peer)).DialBack(request, timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            logger.info("%s does not dial back: %s", peer, error.details())
+            return None
+        return reply
+
+    async def _speed(self) -> Finding | None:
+        """Fetch the beginning of the state that a newcomer needs anyway; None where nobody has it."""
+        trainers = [peer for peer, record in self.records.items() if record.role == "trainer" and peer in self.reached]
+        for peer in random.sample(trainers, min(MAX_ASKED, len(trainers))):
+            try:
+                chain = await RoundsStub(self.transport.channel(peer)).Chain(
+                    ChainRequest(run=self._run, after_round=2**63), timeout=CALL_SECONDS
+                )
+                state = Blob.from_wire(chain.state)
+            except (grpc.aio.AioRpcError, PeerFault) as error:
+                logger.info("%s does not name its state: %s", peer, error)
+                continue
+            patience = GRACES * self.invitation.manifest.round.grace
+            return judged_speed(*await self._fetch(peer, state), state.size, patience)
+        return None
+
+    async def _fetch(self, peer: PeerId, state: Blob) -> tuple[int, float]:
+        """Bytes and seconds."""
+        began, count = time.monotonic(), 0
+        request = FetchRequest(digest=state.digest, offset=0, length=min(FETCH_BYTES, state.size))
+        try:
+            call = BlobsStub(self.transport.bulk_channel(peer)).Fetch(request, timeout=FETCH_SECONDS)
+            async for chunk in call:
+                count += len(chunk.data)
+        except grpc.aio.AioRpcError as error:
+            logger.info("the transfer from %s ended early: %s", peer, error.details())
+        return count, time.monotonic() - began
+
+
+async def network(invitation: Invitation | None, listen: Sequence[str]) -> list[Finding]:
+    with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
+        try:
+            transport = await Transport.start(Path(folder) / "key", Path(folder), [], listen=listen)
+        except MurmurError as error:
+            return [Finding("network", "fail", str(error), "see whether a firewall or a full disk is in the way")]
+        try:
+            if invitation is None:
+                return [judged_addresses(await transport.addresses())]
+            return await Probe(transport, invitation).findings()
+        finally:
+            await transport.stop()
+
+
+def tcp_port(addresses: Sequence[str]) -> int:
+    """On which a transport with these addresses listens."""
+    return next(int(parts[4]) for parts in (address.split("/") for address in addresses) if parts[3:4] == ["tcp"])
+
+
+async def dialled(connect: Connect, addresses: Sequence[str]) -> list[tuple[str, float | str]]:
+    """Each address with the seconds that it took, or why it failed."""
+
+    async def dial(address: str) -> tuple[str, float | str]:
+        began = time.monotonic()
+        try:
+            await connect(address, DIAL_SECONDS)
+        except UnreachableError as error:
+            return address, str(error)
+        return address, time.monotonic() - began
+
+    return await asyncio.gather(*(dial(address) for address in addresses))
