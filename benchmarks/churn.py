@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.endurance.flight import agree, manifest_of, reaches, until
 from benchmarks.endurance.watch import Curve, Watch, loss_at
 from node.data import open_source
 from node.local.peer_process import PeerProcess
@@ -37,12 +38,8 @@ from node.program import program_of
 from node.simulation.comparison import simulate
 from node.simulation.measure import Examiner
 from node.simulation.setting import Setting
-from protocol.manifest import Manifest
-from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with
+from tests.swarm.flock import Flock, flying
 
-LOOK_SECONDS = 0.2
-RUN_SECONDS = 1800.0
-AGREEMENT_SECONDS = 120.0
 STUCK_SECONDS = 60.0
 INNER_STEPS = 150
 VIRTUAL_STEPS = 25  # a round: the virtual peers take turns on one core
@@ -161,48 +158,12 @@ def fly(seed: int, peers: int, share: float, is_done: Callable[[Watch], bool]) -
         watch = Watch(flock)
         deaths = Deaths(flock, watch, share, seed)
         flock.start()
-        until(watch, lambda: watch.round >= 1, lambda now: None)
+        until(watch, lambda: watch.round >= 1)
         began = time.monotonic()
         until(watch, lambda: is_done(watch), deaths.go_on)
         seconds, curve = time.monotonic() - began, watch.curve
         deaths.revive()
         return Flight(curve, seconds, deaths.count, agree(flock), watch.standstill.worst)
-
-
-def reaches(tokens: int, watch: Watch) -> bool:
-    return bool(watch.curve) and watch.curve[-1][0] >= tokens
-
-
-def agree(flock: Flock) -> bool:
-    """Whether all come to the same model in the same round."""
-    try:
-        flock.wait_for_agreement(AGREEMENT_SECONDS)
-    except AssertionError as error:
-        print(error, file=sys.stderr)
-        return False
-    return True
-
-
-def until(watch: Watch, is_done: Callable[[], bool], act: Callable[[float], None]) -> None:
-    ends = time.monotonic() + RUN_SECONDS
-    while not is_done():
-        if time.monotonic() > ends:
-            raise SystemExit(f"the run has not ended after {RUN_SECONDS:.0f} s; it stands in round {watch.round}")
-        watch.look()
-        act(time.monotonic())
-        time.sleep(LOOK_SECONDS)
-
-
-def manifest_of(seed: int, inner_steps: int, peers: int) -> Manifest:
-    """A step of some milliseconds; a round long enough that a peer can come back in one."""
-    return manifest_with(
-        run={"seed": seed, "min_peers": peers},
-        model={"width": 64, "layers": 2, "heads": 4, "hidden": 172, "context": 64},
-        data={"source": "python-stdlib", "path": ""},
-        train={"batch_tokens": 512, "microbatch": 8, "warmup_steps": 20},
-        method={"recipe": "diloco", "schedule": {"inner_steps": inner_steps}},
-        target={"rounds": ENDLESS},
-    )
 
 
 def virtual(share: float, rounds: int, seeds: int, peers: int) -> Report:

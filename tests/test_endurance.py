@@ -1,15 +1,20 @@
 """What the benchmarks of endurance see and do: standstills, losses at equal tokens, who dies when."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from benchmarks import churn
+from benchmarks import churn, soak
 from benchmarks.churn import Deaths, Report
+from benchmarks.endurance import faults
+from benchmarks.endurance.faults import Faults
+from benchmarks.endurance.resources import Resources, slope_of
 from benchmarks.endurance.watch import Standstill, Watch, loss_at
 from node.status import NodeStatus
 
+KINDS = {"kill", "freeze", "cut", "rejoin"}
 CURVE = [(100, 4.0), (200, 3.0), (400, 2.0)]
 
 
@@ -93,3 +98,76 @@ def test_a_virtual_run_with_deaths_is_compared_with_one_without() -> None:
 
 def test_the_excess_is_of_the_means() -> None:
     assert Report({0: 2.0, 1: 4.0}, {0: 2.2, 1: 4.1}).excess == pytest.approx(0.05)
+
+
+def test_growth_is_of_each_life_behind_its_warm_up() -> None:
+    resources = Resources()
+    starting = [(float(now), 50.0 + now) for now in range(0, 45, 5)]
+    flat = [(float(now), 100.0) for now in range(50, 200, 5)]
+    leaking = [(now, amount + now / 3600) for now, amount in flat]
+    resources.lives["resident_mb"] = {1: starting + flat, 2: starting + leaking, 3: starting}
+    assert resources.growth()["resident_mb"] == pytest.approx([0.0, 1.0])
+    assert slope_of([*starting, *flat[:3]]) is None, "too short to tell"
+
+
+class FakeLaboratory:
+    def __init__(self) -> None:
+        self.cut_off: list[str] = []
+
+    def cut(self, node: str) -> None:
+        self.cut_off.append(node)
+
+    def heal(self) -> None:
+        self.cut_off.clear()
+
+
+class ScatteredFake(FakePeer):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.node, self.public = name, self.addresses
+
+
+class FakeScatteredFlock:
+    def __init__(self, count: int) -> None:
+        self.laboratory = FakeLaboratory()
+        self.scattered = [ScatteredFake(f"peer-{index}") for index in range(count)]
+
+
+def test_faults_come_one_after_the_other_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep: list[str] = []
+    flock = FakeScatteredFlock(8)
+    monkeypatch.setattr(faults, "pid_of", lambda peer: peer.name)
+    monkeypatch.setattr(faults, "family", lambda name: [FakeProcess(name, asleep)])
+    storm = Faults(cast(Any, flock), Watch(cast(Any, flock)), seed=3)
+    most_dead, struck = 0, set()
+    for second in range(3000):
+        storm.go_on(float(second))
+        away = [*asleep, *flock.laboratory.cut_off]
+        assert sorted(storm.absent) == sorted(away) and len(away) <= 1
+        most_dead = max(most_dead, sum(not peer.running for peer in flock.scattered))
+        struck.update(away)
+    assert most_dead == faults.MOST_DEAD
+    assert sum(storm.counts.values()) == 2999 // int(faults.PERIOD) and storm.counts.keys() == KINDS
+    assert len(struck) == 8, "it may hit everybody"
+    storm.stop()
+    assert all(peer.running for peer in flock.scattered) and not storm.absent
+
+
+class FakeProcess:
+    def __init__(self, name: str, asleep: list[str]) -> None:
+        self._name, self._asleep = name, asleep
+
+    def suspend(self) -> None:
+        self._asleep.append(self._name)
+
+    def resume(self) -> None:
+        self._asleep.remove(self._name)
+
+
+@pytest.mark.parametrize("change", [{"longest_standstill": 61.0}, {"digests_equal": False}, {"loss": 2.1}])
+def test_a_soak_fails_for_any_one_reason(change: dict[str, Any]) -> None:
+    good = soak.Report(30.0, {"kill": 3}, 9, 20.0, True, 2.0, 2.0, {"resident_mb": (0.5, 9.0)})
+    assert good.passed and not replace(good, **change).passed
+    leaking = replace(good, growth_per_hour={"resident_mb": (2.0, 9.0)})
+    assert not leaking.passed and replace(leaking, minutes=5.0).passed, "minutes are too few to tell"
+    assert "3 x kill" in soak.table(good)

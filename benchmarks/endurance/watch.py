@@ -34,18 +34,18 @@ class Standstill:
 
 
 class Watch:
-    """Look often: what happens between two looks is not seen."""
+    """Look often: what happens between two looks is not seen. `absent`: names of peers that are not to be asked now."""
 
     def __init__(self, flock: Flock) -> None:
         self.standstill = Standstill()
         self.round = 0
+        self.absent: Sequence[str] = ()
         self._flock = flock
         self._tokens: dict[int, int] = {}
         self._losses: dict[int, float] = {}
 
-    def look(self, absent: Sequence[str] = ()) -> None:
-        """`absent`: names of peers of which nothing is expected now."""
-        present = [peer for peer in self._flock.peers if peer.running and peer.name not in absent]
+    def look(self) -> None:
+        present = [peer for peer in self._flock.peers if peer.running and peer.name not in self.absent]
         told = self._flock.look(*present) if present else []
         for status in told:
             self._note(status)

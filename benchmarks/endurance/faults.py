@@ -1,0 +1,101 @@
+"""Faults of machines and lines, one after the other, as a seed draws them."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import psutil
+
+from benchmarks.endurance.watch import Watch
+from node.local.peer_process import PeerProcess
+from tests.netlab.scattered import ScatteredFlock, ScatteredPeer
+from tests.swarm.flock import pid_of
+from tests.swarm.processes import family
+
+PERIOD = 15.0  # seconds from one fault to the next
+LASTS = (4.0, 12.0)  # seconds that a machine sleeps, or a line is cut
+MOST_DEAD = 3
+
+
+class Faults:
+    """kill: daemon, trainer and p2pd at once. freeze: they stand still, as when a laptop sleeps. cut: nothing passes
+    the line, and nobody is told. rejoin: one that was killed is started again."""
+
+    def __init__(self, flock: ScatteredFlock, watch: Watch, seed: int) -> None:
+        self._flock, self._watch, self._random = flock, watch, random.Random(seed)
+        self._next: float | None = None
+        self._ending: list[tuple[float, PeerProcess, Callable[[], None]]] = []
+        self._dead: list[PeerProcess] = []
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def absent(self) -> list[str]:
+        """Of whom nothing is expected now."""
+        return [peer.name for _, peer, _ in self._ending]
+
+    def go_on(self, now: float) -> None:
+        for entry in [entry for entry in self._ending if entry[0] <= now]:
+            self._end(entry)
+        if self._next is None or now >= self._next:
+            if self._next is not None:
+                self._strike(now)
+            self._next = now + PERIOD
+
+    def stop(self) -> None:
+        """All are well again."""
+        for entry in list(self._ending):
+            self._end(entry)
+        while self._dead:
+            self._rejoin()
+
+    def _strike(self, now: float) -> None:
+        kinds = [
+            "freeze",
+            "cut",
+            *(["kill"] if len(self._dead) < MOST_DEAD else []),
+            *(["rejoin"] if self._dead else []),
+        ]
+        kind = self._random.choice(kinds)
+        self.counts[kind] += 1
+        if kind == "rejoin":
+            return self._rejoin()
+        victim = self._random.choice([peer for peer in self._flock.scattered if self._is_well(peer)])
+        self._watch.standstill.excuse(victim.name)
+        if kind == "kill":
+            victim.kill()
+            self._dead.append(victim)
+        else:
+            end = self._freeze(victim) if kind == "freeze" else self._cut(victim)
+            self._ending.append((now + self._random.uniform(*LASTS), victim, end))
+
+    def _is_well(self, peer: PeerProcess) -> bool:
+        return peer.running and peer.name not in self.absent
+
+    def _freeze(self, victim: PeerProcess) -> Callable[[], None]:
+        frozen = family(pid_of(victim))
+        for process in frozen:
+            process.suspend()
+
+        def thaw() -> None:
+            for process in frozen:
+                try:
+                    process.resume()
+                except psutil.NoSuchProcess:
+                    continue
+
+        return thaw
+
+    def _cut(self, victim: ScatteredPeer) -> Callable[[], None]:
+        self._flock.laboratory.cut(victim.node)
+        return self._flock.laboratory.heal
+
+    def _rejoin(self) -> None:
+        peer = self._dead.pop(0)
+        self._watch.standstill.excuse(peer.name)
+        living = [other for other in self._flock.scattered if self._is_well(other)]
+        peer.start([address for other in living for address in other.public()[:1]])
+
+    def _end(self, entry: tuple[float, PeerProcess, Callable[[], None]]) -> None:
+        self._ending.remove(entry)
+        entry[2]()
+        self._watch.standstill.excuse(entry[1].name)

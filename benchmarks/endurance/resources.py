@@ -1,0 +1,61 @@
+"""What daemons take of their machine over time, and whether it grows."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+import psutil
+
+from node.local.peer_process import PeerProcess
+from tests.swarm.flock import pid_of
+
+WARM_UP_SECONDS = 45.0  # of a life, which are not looked at
+LEAST_SECONDS = 60.0  # that are
+SAMPLE_SECONDS = 2.0
+MEGABYTE = 1e6
+UNITS: Final[Mapping[str, float]] = MappingProxyType(
+    {"resident_mb": MEGABYTE, "shared_mb": MEGABYTE, "descriptors": 1.0, "threads": 1.0}
+)
+Samples = list[tuple[float, float]]  # seconds, and how much there was then
+
+
+@dataclass
+class Resources:
+    """By quantity, and by life of a daemon."""
+
+    lives: dict[str, dict[int, Samples]] = field(default_factory=lambda: {name: {} for name in UNITS})
+    _next: float = 0.0
+
+    def look(self, peers: Iterable[PeerProcess], now: float) -> None:
+        """Now and then."""
+        if now < self._next:
+            return
+        self._next = now + SAMPLE_SECONDS
+        for peer in peers:
+            try:
+                process = psutil.Process(pid_of(peer))
+                memory = process.memory_info()
+                taken = (memory.rss, memory.shared, process.num_fds(), process.num_threads())
+            except psutil.NoSuchProcess:
+                continue
+            for (name, unit), amount in zip(UNITS.items(), taken, strict=True):
+                self.lives[name].setdefault(process.pid, []).append((now, amount / unit))
+
+    def growth(self) -> dict[str, list[float]]:
+        """An hour, of each life that was long enough, smallest first."""
+        return {
+            name: sorted(slope for samples in lives.values() if (slope := slope_of(samples)) is not None)
+            for name, lives in self.lives.items()
+        }
+
+
+def slope_of(samples: Sequence[tuple[float, float]]) -> float | None:
+    """The line of least squares behind the warm-up, an hour; None where that is too short."""
+    warm = [(now, amount) for now, amount in samples if now >= samples[0][0] + WARM_UP_SECONDS]
+    if len(warm) < 2 or warm[-1][0] - warm[0][0] < LEAST_SECONDS:
+        return None
+    mean_time = sum(now for now, _ in warm) / len(warm)
+    mean = sum(amount for _, amount in warm) / len(warm)
+    across = sum((now - mean_time) * (amount - mean) for now, amount in warm)
+    return 3600 * across / sum((now - mean_time) ** 2 for now, _ in warm)

@@ -1,0 +1,139 @@
+"""Long flights through bad weather: eight real peers on poor links, and every 15 seconds something breaks.
+
+    python benchmarks/soak.py --minutes 30 [--peers 8] [--seed 0] [--json]
+
+Links of 20 Mbit/s, packets 30 to 50 ms on their way, 1 % lost. The faults, drawn by the seed: kill -9 of a peer, one
+that was killed comes back, a machine stands still for some seconds (SIGSTOP, SIGCONT), a line is cut for some.
+At the end all come back, and must agree. Then the same run without faults, on the same links, until as many tokens are
+in its committed rounds; the losses are compared there. `growth_per_hour`: of each daemon's life, behind a warm-up of
+45 s, the middle and the greatest slope (resident and shared memory in MB, descriptors, threads).
+
+Takes twice the minutes, and 3 more. Needs root, iproute2, nftables and iptables. Exit code 1 where somebody stood still
+for a minute, the peers do not agree, the loss is worse by more than 1 %, or, in 30 minutes and more, the middle growth
+of resident memory is above 1 MB an hour.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.endurance.faults import Faults
+from benchmarks.endurance.flight import agree, manifest_of, reaches, until
+from benchmarks.endurance.resources import Resources
+from benchmarks.endurance.watch import Watch, loss_at
+from tests.netlab.laboratory import Laboratory, Link
+from tests.netlab.namespaces import hindrance
+from tests.netlab.scattered import ScatteredFlock, scattered
+
+WEATHER = Link(up=20, down=20, delay=0.03, jitter=0.02, loss=0.01)
+INNER_STEPS = 100
+STUCK_SECONDS = 60.0
+ALLOWED_EXCESS = 0.01
+LONG_MINUTES, ALLOWED_GROWTH = 30.0, 1.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """Losses at equal tokens; `growth_per_hour`: by quantity, the middle and the greatest."""
+
+    minutes: float
+    faults: dict[str, int]
+    rounds: int
+    longest_standstill: float
+    digests_equal: bool
+    loss: float
+    calm_loss: float
+    growth_per_hour: dict[str, tuple[float, float]]
+
+    @property
+    def excess(self) -> float:
+        return self.loss / self.calm_loss - 1
+
+    @property
+    def passed(self) -> bool:
+        growth = self.growth_per_hour.get("resident_mb", (0.0, 0.0))[0]
+        flat = self.minutes < LONG_MINUTES or growth <= ALLOWED_GROWTH
+        return (
+            flat and self.digests_equal and self.longest_standstill <= STUCK_SECONDS and self.excess <= ALLOWED_EXCESS
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--peers", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    words = parser.parse_args()
+    reason = hindrance()
+    if reason is not None:
+        parser.error(reason)
+    report = measure(words.minutes, words.peers, words.seed)
+    print(json.dumps(asdict(report)) if words.json else table(report))
+    return int(not report.passed)
+
+
+def measure(minutes: float, peers: int, seed: int) -> Report:
+    resources = Resources()
+    with flight(peers, seed) as (flock, watch):
+        faults = Faults(flock, watch, seed)
+
+        def act(now: float) -> None:
+            faults.go_on(now)
+            watch.absent = faults.absent
+            resources.look([peer for peer in flock.peers if peer.running and peer.name not in faults.absent], now)
+
+        ends = time.monotonic() + 60 * minutes
+        until(watch, lambda: time.monotonic() > ends and bool(watch.curve), act, 60 * minutes + STUCK_SECONDS)
+        (tokens, loss), rounds = watch.curve[-1], watch.round
+        faults.stop()
+        watch.absent = []
+        agreed = agree(flock)
+        print(f"  {dict(faults.counts)}, {watch.standstill.longest}, agreed: {agreed}", file=sys.stderr)
+    with flight(peers, seed) as (flock, calm):
+        until(calm, lambda: reaches(tokens, calm))
+        calm_loss = loss_at(calm.curve, tokens)
+    growth = {name: (statistics.median(slopes), slopes[-1]) for name, slopes in resources.growth().items() if slopes}
+    standstill = watch.standstill.worst
+    return Report(minutes, dict(faults.counts), rounds, standstill, agreed, loss, calm_loss, growth)
+
+
+@contextmanager
+def flight(peers: int, seed: int) -> Iterator[tuple[ScatteredFlock, Watch]]:
+    """All are there, and the first round is done."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
+        laboratory = stack.enter_context(Laboratory())
+        nodes = [laboratory.node(WEATHER) for _ in range(peers)]
+        manifest = manifest_of(seed, INNER_STEPS, peers)
+        flock = stack.enter_context(scattered(Path(folder), manifest, laboratory, nodes))
+        watch = Watch(flock)
+        flock.start()
+        until(watch, lambda: watch.round >= 1)
+        yield flock, watch
+
+
+def table(report: Report) -> str:
+    struck = ", ".join(f"{count} x {kind}" for kind, count in sorted(report.faults.items()))
+    lines = [
+        f"{report.minutes:g} minutes, {report.rounds} rounds; {struck}",
+        f"longest without a round {report.longest_standstill:.0f} s; digests "
+        + ("equal" if report.digests_equal else "DIFFER"),
+        f"loss {report.loss:.3f}, without faults {report.calm_loss:.3f}: {report.excess:+.2%}",
+        "",
+        "| growth an hour | middle | greatest |",
+        "|---|---|---|",
+    ]
+    growth = report.growth_per_hour.items()
+    return "\n".join([*lines, *(f"| {name} | {middle:.1f} | {most:.1f} |" for name, (middle, most) in growth)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
