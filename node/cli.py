@@ -36,6 +36,9 @@ MemoryOption = Annotated[
 PauseOption = Annotated[
     bool, typer.Option("--pause-when-busy", help="train only while other programs leave the device alone")
 ]
+DirectOption = Annotated[
+    str, typer.Option(metavar="PORT|off", help="for direct TLS connections, at the hosts of --listen; 0: a free one")
+]
 UploadOption = Annotated[str | None, typer.Option(metavar="RATE", help="send no more than so much: 20mbit, 2.5MB")]
 DownloadOption = Annotated[str | None, typer.Option(metavar="RATE", help="receive no more than so much")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
@@ -96,6 +99,7 @@ def join(
     pause_when_busy: PauseOption = False,
     listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="repeatable")] = None,
     metrics: Annotated[str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")] = LOOPBACK,
+    direct: DirectOption = "0",
     log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
     upload: UploadOption = None,
@@ -117,6 +121,7 @@ def join(
         metrics=metrics,
         log_json=log_json,
         insecure=insecure,
+        direct=direct,
         upload=upload,
         download=download,
     )
@@ -131,6 +136,7 @@ def host(
     train: Annotated[bool, typer.Option("--train/--watch", help="take part, or only watch")] = False,
     peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer first; repeatable")] = None,
     listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="repeatable")] = None,
+    direct: DirectOption = "0",
     name: Annotated[str, typer.Option(help="shown to the others")] = "",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -147,7 +153,7 @@ def host(
     open_run(
         Wish(
             run, folder, http, public_url, train, tuple(peer or ()), tuple(listen or ()), name, device, threads,
-            memory, pause_when_busy, log_json, upload, download,
+            memory, pause_when_busy, log_json, upload, download, direct,
         )
     )  # fmt: skip
 

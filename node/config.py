@@ -37,9 +37,17 @@ class NodeSettings(BaseModel):
     name: str = Field(default="", max_length=64, description="shown to others; empty: the peer id")
     listen: tuple[str, ...] = Field(default=(EVERYWHERE_LISTEN,), min_length=1)
     metrics: str = Field(default="127.0.0.1:0", description="HOST:PORT, on loopback or everywhere; port 0: a free one")
+    direct: int | None = Field(
+        default=0, ge=0, le=65535, description="port for direct connections; 0: a free one, None: none are taken"
+    )
     log_json: bool = False
     upload: float = Field(default=math.inf, gt=0, description="bytes a second, of all connections together")
     download: float = Field(default=math.inf, gt=0, description="likewise")
+
+    @field_validator("direct", mode="before")
+    @classmethod
+    def _is_port_or_off(cls, value: object) -> object:
+        return None if value == "off" else value
 
     @field_validator("peers", "listen")
     @classmethod

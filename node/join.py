@@ -35,6 +35,7 @@ def join_run(
     pause_when_busy: bool = False,
     upload: str | None = None,
     download: str | None = None,
+    direct: str = "0",
 ) -> None:
     """Until the run's target or Ctrl-C. Raises MurmurError."""
     invitation = accept(run, insecure)
@@ -52,6 +53,7 @@ def join_run(
         pause_when_busy=pause_when_busy,
         listen=listen or (EVERYWHERE_LISTEN,),
         metrics=metrics,
+        direct=direct,
         log_json=log_json,
         upload=parse_rate(upload, "--upload"),
         download=parse_rate(download, "--download"),

@@ -50,6 +50,10 @@ class NodeStatus(BaseModel):
     bytes_received: int = 0
     bytes_sent_by_kind: dict[str, int] = {}
     bytes_received_by_kind: dict[str, int] = {}
+    direct_port: int = Field(default=0, description="where direct connections are taken; 0: nowhere")
+    paths: dict[str, str] = Field(default={}, description="how bulk goes to each peer that lately had some")
+    bytes_fetched_by_path: dict[str, int] = Field(default={}, description="of blobs: libp2p, direct")
+    direct_refusals: dict[str, int] = Field(default={}, description="direct connections not taken, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
     trainer_restarts: int = 0
     addresses: tuple[str, ...] = ()
@@ -90,10 +94,16 @@ class NodeStatus(BaseModel):
                 f"{short_count(self.tokens_per_second)} tok/s",
                 f"sent {short_bytes(self.bytes_sent)}",
                 f"included {self.contributions_included}/{offered}",
+                *self.directness(),
                 f"contributing: {self.contributing()}",
                 *([f"not saved: {self.unsaved}"] if self.unsaved else []),
             )
         )
+
+    def directness(self) -> tuple[str, ...]:
+        """`direct to 2 of 3`, where anything was fetched."""
+        direct = sum(path.startswith("direct") for path in self.paths.values())
+        return (f"direct to {direct} of {len(self.paths)}",) if self.paths else ()
 
     def round_of_target(self) -> str:
         return f"round {self.round}" + (f"/{self.target_rounds}" if self.target_rounds else "")

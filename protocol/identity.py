@@ -83,6 +83,11 @@ class Identity:
         """64 bytes."""
         return self._key.sign(message)
 
+    @property
+    def private_key(self) -> Ed25519PrivateKey:
+        """For TLS, which signs by itself and covers what no statement of ours begins with."""
+        return self._key
+
 
 def _store_exclusively(path: Path, content: bytes) -> None:
     """Whole or not at all, whenever the process dies; never over an existing file."""

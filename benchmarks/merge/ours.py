@@ -61,7 +61,7 @@ class Peer:
         self._replica = Replica(Chain.begin(RUN_ID), self._zero(), self._workshop, self._work)
         self.transport = Transport.create(folder / "key", folder)
         self._blobs = BlobService(self._store, caller)
-        fetcher = Fetcher(self._store, self.transport.channel, self._failed, random.Random(words.rank))
+        fetcher = Fetcher(self._store, self.transport.bulk, self._failed, random.Random(words.rank))
         self._wishes = Wishes(fetcher, lambda: self._others)
         self._others: list[PeerId] = []
         self._decided: asyncio.Future[Statement[Commit]]

@@ -165,7 +165,7 @@ class Assembly:
             lambda error: self.participant.broken(error),
         )
         self.blobs = BlobService(self.store, caller, CallerLimits.at_rate(settings.upload))
-        self._fetcher = Fetcher(self.store, self.transport.bulk_channel, self._lied, self._rng)
+        self._fetcher = Fetcher(self.store, self.transport.bulk, self._lied, self._rng)
         self._wishes = Wishes(self._fetcher, self._members.other_trainers)
 
     def _build_round(self, method: Method) -> None:
@@ -222,12 +222,16 @@ class Assembly:
                 lambda server: add_RunsServicer_to_server(runs, server),
             ],
             listen=usual_listen(self._folder, self._settings.listen),
+            direct=self._settings.direct,
         )
         self.rendezvous = Rendezvous(
             self._identity, self._settings.run_id, self.transport, self._clock, self.directory.neighbours,
             self.directory.remember, self._rng,
         )  # fmt: skip
-        self.directory.publish(role="trainer", name=self._settings.name, version=version("murmuration"))
+        self.directory.publish(
+            role="trainer", name=self._settings.name, version=version("murmuration"),
+            direct_port=self.transport.direct_port,
+        )  # fmt: skip
         self._members.announce_head(self.replica.chain.head, self.replica.blob.digest)
         self.directory.subscribe(self._membership_changed)
 
@@ -331,6 +335,10 @@ class Assembly:
             "bytes_sent_by_kind": {"blobs": self.blobs.total_bytes_served},
             "bytes_received_by_kind": {"blobs": self._fetcher.bytes_received},
             "alone": self._members.is_alone(),
+            "direct_port": self.transport.direct_port,
+            "paths": self.transport.bulk.paths(),
+            "bytes_fetched_by_path": dict(self.transport.bulk.bytes_received),
+            "direct_refusals": dict(self.transport.direct_refusals),
             "trainer_restarts": self.trainer.deaths,
             "trainer_trouble": self.trainer.trouble,
             "unsaved": self.keeper.trouble,

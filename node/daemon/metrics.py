@@ -93,6 +93,10 @@ def _of_status(status: NodeStatus) -> Iterator[Metric]:
     yield CounterMetricFamily("murmur_trainer_restarts", "Deaths of the trainer", value=status.trainer_restarts)
     yield _labelled("murmur_seconds", "Seconds by activity", "activity", status.seconds)
     yield _bytes_moved(status)
+    yield _labelled("murmur_fetched_bytes", "Bytes of blobs received", "path", status.bytes_fetched_by_path)
+    yield _labelled(
+        "murmur_direct_refusals", "Direct connections not taken, by reason", "reason", status.direct_refusals
+    )
     gauges: tuple[tuple[str, str, float | None], ...] = (
         ("murmur_paused", "1 while training stands back for others who use the device", float(bool(status.paused))),
         ("murmur_loss", "Recent training loss, nats a token", status.loss),

@@ -50,6 +50,7 @@ class Wish:
     log_json: bool
     upload: str | None = None
     download: str | None = None
+    direct: str = "0"
 
 
 def host(wish: Wish) -> None:
@@ -62,6 +63,7 @@ def host(wish: Wish) -> None:
         folder=(wish.folder or hosted_folder(manifest)).resolve(),
         peers=wish.peers,
         listen=wish.listen or (EVERYWHERE_LISTEN,),
+        direct=wish.direct,
         name=wish.name,
         device=wish.device,
         threads=wish.threads,

@@ -10,8 +10,8 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, cast
 
 import grpc
 
@@ -54,12 +54,28 @@ class UncertainError(Exception):
     """A blob of one piece came out wrong: either its source or whoever told its size lied."""
 
 
+class Lease(Protocol):
+    """A channel for one call, and what its lender is to hear of the call."""
+
+    @property
+    def channel(self) -> grpc.aio.Channel: ...
+    def received(self, size: int) -> None: ...
+    def broken(self, reason: str) -> None: ...
+
+
+class Carrier(Protocol):
+    """What a fetch needs of the network: channels for its calls, and how many at once are of use to a peer's link."""
+
+    def lease(self, peer: PeerId) -> AbstractContextManager[Lease]: ...
+    def places(self, peer: PeerId) -> int: ...
+
+
 class Wire:
     """The two calls, each with a deadline; at most `max_calls` at once."""
 
-    def __init__(self, channel: Callable[[PeerId], grpc.aio.Channel], stall: float, max_calls: int) -> None:
+    def __init__(self, carrier: Carrier, stall: float, max_calls: int) -> None:
         self.bytes_received = 0
-        self._channel = channel
+        self._carrier = carrier
         self._stall = stall
         self._slots = asyncio.Semaphore(max_calls)
 
@@ -67,9 +83,10 @@ class Wire:
         """Unchecked."""
         async with self._slots:
             plan.began(call, time.monotonic())
-            with _failures():
+            with self._leased(call) as lease:
                 request = PiecesRequest(digest=blob.digest)
-                reply = await self._stub(call.peer).Pieces(request, timeout=call.seconds)
+                reply = await BlobsStub(lease.channel).Pieces(request, timeout=call.seconds)
+                lease.received(len(reply.pieces))
             self.bytes_received += len(reply.pieces)
             return cast(PiecesReply, reply)
 
@@ -77,15 +94,16 @@ class Wire:
         """`keep` checks the piece and writes it, in a thread; the piece takes up memory until it has."""
         async with self._slots:
             plan.began(call, time.monotonic())
+            with self._leased(call) as lease:
+                data = await self._stream(blob, plan, call, lease)
             with _failures():
-                data = await self._stream(blob, plan, call)
                 await asyncio.to_thread(keep, data)
 
-    async def _stream(self, blob: Blob, plan: Plan, call: Call) -> bytearray:
+    async def _stream(self, blob: Blob, plan: Plan, call: Call, lease: Lease) -> bytearray:
         length, data, clock = blob.piece_length(call.piece), bytearray(), asyncio.get_running_loop().time
         request = FetchRequest(digest=blob.digest, offset=call.piece * PIECE_BYTES, length=length)
         end = clock() + call.seconds
-        stream = self._stub(call.peer).Fetch(request, timeout=call.seconds)
+        stream = BlobsStub(lease.channel).Fetch(request, timeout=call.seconds)
         try:
             async with asyncio.timeout_at(min(end, clock() + self._stall)) as limit:
                 async for chunk in stream:
@@ -94,6 +112,7 @@ class Wire:
                     if chunk.data:
                         limit.reschedule(min(end, clock() + self._stall))
                         self.bytes_received += len(chunk.data)
+                        lease.received(len(chunk.data))
                         plan.received(call, len(chunk.data))
         finally:
             stream.cancel()
@@ -101,8 +120,16 @@ class Wire:
             raise MalformedError("fewer bytes than were asked for")
         return data
 
-    def _stub(self, peer: PeerId) -> BlobsStub:
-        return BlobsStub(self._channel(peer))
+    @contextmanager
+    def _leased(self, call: Call) -> Iterator[Lease]:
+        with _failures(), self._carrier.lease(call.peer) as lease:
+            try:
+                with _failures():
+                    yield lease
+            except CallFailedError as error:
+                if error.failure in (Failure.LOST, Failure.SLOW):
+                    lease.broken(error.trouble)
+                raise
 
 
 class Download:
@@ -221,13 +248,13 @@ class Download:
 class Fetcher:
     """Gets blobs into the store.
 
-    `channel` gives a channel to a peer; `on_fault` hears of every source that lied, with the reason in words.
+    `carrier` gives channels to peers; `on_fault` hears of every source that lied, with the reason in words.
     """
 
     def __init__(
         self,
         store: BlobStore,
-        channel: Callable[[PeerId], grpc.aio.Channel],
+        carrier: Carrier,
         on_fault: OnFault,
         rng: random.Random,
         pace: Pace | None = None,
@@ -237,7 +264,8 @@ class Fetcher:
         self._on_fault = on_fault
         self._rng = rng
         self._pace = pace or Pace()
-        self._wire = Wire(channel, self._pace.stall, max_calls)
+        self._carrier = carrier
+        self._wire = Wire(carrier, self._pace.stall, max_calls)
         self._downloads: dict[Blob, Download] = {}
 
     @property
@@ -278,7 +306,7 @@ class Fetcher:
         while (download := self._downloads.get(blob)) and download.ending:
             await asyncio.wait([download.task])
         if download is None:
-            ledger = Sources(self._pace, self._rng)
+            ledger = Sources(self._pace, self._rng, self._carrier.places)
             download = Download(blob, self._store, self._wire, ledger, self._on_fault)
             self._downloads[blob] = download
             download.task.add_done_callback(lambda _: self._downloads.pop(blob))

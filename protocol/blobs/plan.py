@@ -1,8 +1,8 @@
 """PURE: which piece is asked of which source next.
 
 A plan knows the missing pieces, the sources and how each has done so far; clock and randomness are handed in.
-- At most 4 sources work at once, each on at most 2 pieces. The fastest go first; a source not tried yet counts as half
-  as fast as the best one, so it is tried where it may well be an improvement.
+- At most 4 sources work at once, each on 2 pieces, or more where its link has use for them. The fastest go first; a
+  source not tried yet counts as half as fast as the best one, so it is tried where it may well be an improvement.
 - A call that gets on too slowly is late: it goes on, but no longer fills its source's place, and once no piece is left
   to begin with, its piece is asked of another source as well. The first to deliver wins. A call is late only against
   the others' speed or below a floor: where our own link is the narrow one, asking twice would make it narrower.
@@ -11,7 +11,7 @@ A plan knows the missing pieces, the sources and how each has done so far; clock
 
 import random
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -78,10 +78,14 @@ class Progress:
 
 @dataclass
 class Sources:
-    """All the sources of one blob, remembered as long as it is being fetched: a ban must outlive a departure."""
+    """All the sources of one blob, remembered as long as it is being fetched: a ban must outlive a departure.
+
+    `places`: the pieces that a peer's link has use for at once.
+    """
 
     pace: Pace
     rng: random.Random
+    places: Callable[[PeerId], int] = lambda peer: 0
     by_peer: dict[PeerId, Source] = field(default_factory=dict)
     present: frozenset[PeerId] = frozenset()
 
@@ -195,7 +199,7 @@ class Plan:
 
         Only the best few are: a slower one finishes what it has and then makes room.
         """
-        late = {peer for peer, calls in busy.items() if any(self._is_late(call, now) for call in calls)}
+        late = {peer for peer, calls in busy.items() if self._are_late(calls, now)}
         places = self._pace.sources - len(busy.keys() - late)
         ready = []
         for peer in [peer for peer in self._sources.available(now) if peer not in late][: self._pace.sources]:
@@ -204,7 +208,10 @@ class Plan:
             if places >= 0 or peer in busy:
                 ready.append(peer)
         least_first = sorted(ready, key=lambda peer: len(busy.get(peer, ())))
-        return [peer for peer in least_first if len(busy.get(peer, ())) < self._pace.pieces_per_source]
+        return [peer for peer in least_first if len(busy.get(peer, ())) < self._places(peer)]
+
+    def _places(self, peer: PeerId) -> int:
+        return max(self._pace.pieces_per_source, self._sources.places(peer))
 
     def _piece_for(self, peer: PeerId, now: float) -> int | None:
         if self._waiting:
@@ -215,6 +222,10 @@ class Plan:
             if peer not in running and all(self._is_late(progress, now) for progress in running.values())
         ]
         return min(late)[1] if late else None
+
+    def _are_late(self, calls: Sequence[Progress], now: float) -> bool:
+        """Whether at least half are: of many connections to one peer, one may be unlucky."""
+        return 2 * sum(self._is_late(call, now) for call in calls) >= len(calls)
 
     def _is_late(self, progress: Progress, now: float) -> bool:
         taken = now - progress.began

@@ -23,6 +23,7 @@ MAX_RECORD_BYTES = 2048
 MAX_ADDRESSES = 8
 MAX_ADDRESS_CHARACTERS = 256
 MAX_TEXT_CHARACTERS = 64
+MAX_PORT = 65535
 CLOCK_TOLERANCE = 60.0  # seconds by which two honest swarm times may differ
 
 
@@ -197,6 +198,8 @@ def _check_fields(peer: PeerId, record: PeerRecord) -> None:
         # These are shown on terminals: no control characters.
         if len(text) > MAX_TEXT_CHARACTERS or not text.isprintable():
             raise MalformedError(f"the record of {peer} has a text that is too long or not printable")
+    if record.direct_port > MAX_PORT:
+        raise MalformedError(f"the record of {peer} has a port that is none")
     if len(record.digest) not in (0, 32) or len(record.state_digest) not in (0, 32):
         raise MalformedError(f"the record of {peer} has a digest of the wrong length")
     amounts = (

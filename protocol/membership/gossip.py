@@ -60,7 +60,7 @@ class Network(Protocol):
     """What the directory needs of the transport."""
 
     async def addresses(self) -> tuple[str, ...]: ...
-    def introduce(self, peer: PeerId, addresses: Sequence[str]) -> None: ...
+    def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None: ...
     def forget(self, peer: PeerId) -> None: ...
     def channel(self, peer: PeerId) -> grpc.aio.Channel: ...
 
@@ -334,7 +334,7 @@ class Directory(MembershipServicer):
         self._failures.pop(peer, None)
         self._contacts.remember(peer, record.addresses, time.monotonic())
         if not record.leaving:
-            self._transport.introduce(peer, tuple(record.addresses))
+            self._transport.introduce(peer, tuple(record.addresses), record.direct_port)
 
     def _announce(self) -> None:
         """Tell the subscribers what has changed since the last time."""

@@ -1,8 +1,8 @@
-"""Where gRPC meets the tunnels: one entrance for all callers, one exit for each peer that we call.
+"""Where gRPC meets the tunnels: one entrance for all callers, and exits to the peers that we call.
 
-gRPC's server listens on a Unix socket in a private folder. The entrance connects to it once for each incoming libp2p
-stream, from a socket bound to the abstract name `\\0murmur/<peer id>/<random>`: gRPC shows that name to the servicer as
-its peer, so the caller's authenticated identity arrives with no handshake of ours. The folder keeps others out.
+gRPC's server listens on a Unix socket in a private folder. The entrance connects to it once for each incoming stream
+whose peer is proved, from a socket bound to the abstract name `\\0murmur/<peer id>/<random>`: gRPC shows that name to
+the servicer as its peer, so the caller's authenticated identity arrives with no more ado. The folder keeps others out.
 """
 
 import asyncio
@@ -55,16 +55,28 @@ class Entrance:
     async def _admit(self, far: Stream) -> None:
         try:
             peer = await accept(far)
-            near = await self._connect(peer)
-            if self._tunnels.admits(peer):
-                await self._tunnels.carry_in(peer, near, far)
-            near.writer.transport.abort()
         except MalformedError as error:
             logger.warning("refusing a stream: %s", error)
         except (OSError, EOFError) as error:
             logger.warning("an incoming stream was lost: %s", error or type(error).__name__)
+        else:
+            await self.welcome(peer, far)
         finally:
             far.writer.transport.abort()
+
+    async def welcome(self, peer: PeerId, far: Stream, greeting: bytes = b"") -> None:
+        """Carry a stream of a peer who has proved its identity, as long as it lasts; `greeting` is sent first."""
+        try:
+            near = await self._connect(peer)
+        except OSError as error:
+            logger.warning("gRPC's server does not take a stream of %s: %s", peer, error)
+            return
+        try:
+            if self._tunnels.admits(peer):
+                far.writer.write(greeting)
+                await self._tunnels.carry_in(peer, near, far)
+        finally:
+            near.writer.transport.abort()
 
     async def _connect(self, peer: PeerId) -> Stream:
         near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

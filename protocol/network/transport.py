@@ -1,4 +1,4 @@
-"""gRPC between peers over libp2p streams: what the rest of a node sees of the network.
+"""gRPC between peers over libp2p streams, and bulk over direct connections too: what a node sees of the network.
 
 A channel to a peer is made at once and dials on demand, so nothing waits for a peer that is not there. Flow control is
 gRPC's inside a connection and the sockets' around it; the deadline of each call is the caller's, and enforced by gRPC
@@ -17,8 +17,10 @@ import grpc
 
 from protocol.errors import MalformedError, MurmurError, TransportError, UnreachableError
 from protocol.identity import Identity, PeerId, public_key
+from protocol.network.bulk import Bulk
 from protocol.network.control import Stream, split_address
-from protocol.network.doors import Entrance, Exit, caller
+from protocol.network.direct import DirectDialer, DirectDoor, DirectLimits, Place
+from protocol.network.doors import Dial, Entrance, Exit, caller
 from protocol.network.p2pd import Options, P2pd
 from protocol.network.sockets import SocketFolder
 from protocol.network.tunnel import Count, Traffic, TunnelLimits, Tunnels
@@ -66,10 +68,13 @@ class Transport:
     def __init__(self, identity: Identity, identity_path: Path, folder: SocketFolder, limits: TunnelLimits) -> None:
         self.peer_id: PeerId = identity.peer_id
         self.traffic = Traffic()
-        self._identity_path, self._sockets, self._folder = identity_path, folder, folder.path
-        self._limits = limits
+        self.door: DirectDoor | None = None  # for direct connections, where they are taken
+        self._identity, self._identity_path, self._sockets, self._folder = identity, identity_path, folder, folder.path
+        self._limits, self._direct_limits = limits, DirectLimits(stall=limits.stall)
         self._stack = AsyncExitStack()
         self._tunnels = Tunnels(limits, self.traffic)
+        dialer = DirectDialer(identity, self._direct_limits)
+        self.bulk = Bulk(dialer, self._tunnels, self._new_exit, self.bulk_channel)
         self._addresses: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
         self._exits: dict[tuple[PeerId, Use], Exit] = {}
         self._exits_made = 0
@@ -86,6 +91,7 @@ class Transport:
         self._stack.callback(self._sockets.remove)
         self._stack.push_async_callback(self._tunnels.stop)
         self._stack.push_async_callback(self._close_exits)
+        self._stack.push_async_callback(self.bulk.close)
         return self
 
     @classmethod
@@ -101,19 +107,21 @@ class Transport:
         listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce: Sequence[str] = (),
         relay_service: bool = False,
+        direct: int | None = None,
     ) -> None:
         """Serve and be reachable; dials nobody. `services` add their servicers to gRPC's server.
 
+        `direct`: the port for direct connections, on the hosts of `listen`; 0 is a free one, None takes none.
         Each call that a servicer receives carries its caller: see `caller`. Raises TransportError.
         """
         options = Options(self._identity_path, tuple(listen), tuple(announce), relay_service)
         try:
-            await self._open(options, services)
+            await self._open(options, services, direct)
         except BaseException:
             await self.stop()
             raise
 
-    async def _open(self, options: Options, services: Sequence[Service]) -> None:
+    async def _open(self, options: Options, services: Sequence[Service], direct: int | None) -> None:
         server_path, entrance_path = self._folder / "server.sock", self._folder / "in.sock"
         server = grpc.aio.server(options=list(SERVER_OPTIONS.items()))
         for service in services:
@@ -124,8 +132,15 @@ class Transport:
         entrance = Entrance(entrance_path, server_path, self._tunnels)
         await entrance.open()
         self._stack.callback(entrance.close)
+        if direct is not None:
+            self._open_door(entrance, _hosts(options.listen), direct)
         self._started = await P2pd.start(options, self._folder, {PROTOCOL: entrance_path})
         self._stack.push_async_callback(self._started.stop)
+
+    def _open_door(self, entrance: Entrance, hosts: Sequence[str], port: int) -> None:
+        self.door = DirectDoor(self._identity, entrance.welcome, self._direct_limits)
+        self._stack.push_async_callback(self.door.close)
+        self.door.open(hosts, port)
 
     async def stop(self) -> None:
         """Within STOP_SECONDS; a second call does nothing."""
@@ -166,6 +181,16 @@ class Transport:
     def bytes_by_peer(self) -> Mapping[PeerId, Count]:
         return self.traffic.by_peer
 
+    @property
+    def direct_port(self) -> int:
+        """At which direct connections are taken; 0: none are."""
+        return self.door.port if self.door else 0
+
+    @property
+    def direct_refusals(self) -> Mapping[str, int]:
+        """Direct connections that were not taken, by reason."""
+        return self.door.refusals if self.door else {}
+
     async def addresses(self) -> tuple[str, ...]:
         """Where others can reach us: multiaddresses with /p2p/. TransportError while p2pd is being restarted."""
         _, addresses = await self._p2pd.control.identify()
@@ -175,17 +200,18 @@ class Transport:
         """Where a peer that we are connected with seems to be: what a network between us shows of it."""
         return await self._p2pd.control.remote_addresses(peer)
 
-    def introduce(self, peer: PeerId, addresses: Sequence[str]) -> None:
+    def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None:
         """Remember how `peer` is reached, instead of what was known; dials nothing. MalformedError: an address is none.
 
-        Addresses are multiaddresses that end in /p2p/<peer id>.
+        Addresses are multiaddresses that end in /p2p/<peer id>; at their hosts it takes direct connections, if at all.
         """
         if len(addresses) > MAX_ADDRESSES:
             raise MalformedError(f"{peer} has more than {MAX_ADDRESSES} addresses")
         split = [split_address(address) for address in addresses]
         if any(owner != peer for owner, _ in split):
             raise MalformedError(f"an address of {peer} belongs to another peer")
-        self._addresses[peer] = tuple(way for _, way in split)
+        ways = self._addresses[peer] = tuple(way for _, way in split)
+        self.bulk.introduce(peer, Place(_hosts(ways), direct_port) if direct_port else None)
         self._addresses.move_to_end(peer)
         if len(self._addresses) > MAX_PEERS:
             self._addresses.popitem(last=False)
@@ -194,6 +220,7 @@ class Transport:
         """Drop its addresses and cut everything between us; it may come again. Its channel is closed."""
         self._addresses.pop(peer, None)
         self._tunnels.cut(peer)
+        self.bulk.forget(peer)
         exits = [self._exits.pop(key) for key in list(self._exits) if key[0] == peer]
         self._tunnels.spawn(self._disconnect(peer, exits))
 
@@ -222,17 +249,19 @@ class Transport:
         return self._channel(peer, "words")
 
     def bulk_channel(self, peer: PeerId) -> grpc.aio.Channel:
-        """The same for calls that move much: in a tunnel of their own they queue before no small one."""
+        """The libp2p side of `bulk`: in a tunnel of their own, calls that move much queue before no small one."""
         return self._channel(peer, "bulk")
 
     def _channel(self, peer: PeerId, use: Use) -> grpc.aio.Channel:
         if (peer, use) not in self._exits:
             public_key(peer)
-            self._exits_made += 1
-            path = self._folder / f"out-{self._exits_made}.sock"
-            options = list(CHANNEL_OPTIONS.items())
-            self._exits[peer, use] = Exit(peer, path, self._dial, self._tunnels, options)
+            self._exits[peer, use] = self._new_exit(peer, self._dial)
         return self._exits[peer, use].channel
+
+    def _new_exit(self, peer: PeerId, dial: Dial) -> Exit:
+        self._exits_made += 1
+        path = self._folder / f"out-{self._exits_made}.sock"
+        return Exit(peer, path, dial, self._tunnels, list(CHANNEL_OPTIONS.items()))
 
     async def _dial(self, peer: PeerId) -> Stream:
         control, addresses = self._p2pd.control, self._addresses.get(peer)
@@ -244,3 +273,8 @@ class Transport:
         while self._exits:
             _, way_out = self._exits.popitem()
             await way_out.close()
+
+
+def _hosts(ways: Sequence[str]) -> tuple[str, ...]:
+    """Of multiaddresses that begin with a host, each once; a circuit's host is the relay's."""
+    return tuple(dict.fromkeys(way.split("/")[2] for way in ways if "/p2p-circuit" not in way))

@@ -156,7 +156,7 @@ def test_what_commands_hand_on(
 
 def test_join_hands_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--dir d --peer /a --peer /b --device cpu --name n --threads 2 --listen /c --metrics :7 --log-json"
-    options += " --memory 4GB --pause-when-busy --upload 20mbit --download 1MB"
+    options += " --memory 4GB --pause-when-busy --upload 20mbit --download 1MB --direct off"
     run(monkeypatch, "join", "run.toml", *options.split(), "--insecure")
     given: dict[str, object] = dict(called[0][1:])  # type: ignore[arg-type]
     assert called[0][0] == "run.toml"
@@ -174,4 +174,5 @@ def test_join_hands_on_every_option(called: list[tuple[object, ...]], monkeypatc
         "insecure": True,
         "upload": "20mbit",
         "download": "1MB",
+        "direct": "off",
     }

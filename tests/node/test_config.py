@@ -20,6 +20,9 @@ def test_defaults() -> None:
     assert made.device == "auto"
     assert made.metrics == "127.0.0.1:0"
     assert made.run_id == MANIFEST.run_id
+    assert made.direct == 0
+    assert settings(direct="4002").direct == 4002
+    assert settings(direct="off").direct is None
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,8 @@ def test_defaults() -> None:
         ({"device": "tpu"}, "--device: "),
         ({"metrics": "0.0.0.0:70000"}, "--metrics: .* is no address"),
         ({"metrics": "192.0.2.1:80"}, "--metrics: .* everywhere"),
+        ({"direct": "on"}, "--direct: .*integer"),
+        ({"direct": "70000"}, "--direct: "),
         ({"threads": 0}, "--threads: "),
         ({"upload": 0.0}, "--upload: "),
         ({"colour": 1}, "--colour: "),

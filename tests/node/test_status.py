@@ -29,6 +29,11 @@ def test_summary_of_a_contributing_node() -> None:
     assert WORKING.summary() == expected
 
 
+def test_summary_says_how_many_are_reached_directly() -> None:
+    paths = {"a": "direct, 4 connections", "b": "libp2p", "c": "direct, 1 connection"}
+    assert " · direct to 2 of 3 · contributing: yes" in WORKING.model_copy(update={"paths": paths}).summary()
+
+
 @pytest.mark.parametrize(
     ("changes", "answer"),
     [

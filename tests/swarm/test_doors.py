@@ -1,4 +1,4 @@
-"""What a running node lets in: p2pd's port, and on loopback its numbers; nothing else."""
+"""What a running node lets in: p2pd's port, that for direct connections, and on loopback its numbers; nothing else."""
 
 import stat
 import urllib.error
@@ -33,7 +33,7 @@ def page(flock: Flock, path: str, host: str = "127.0.0.1") -> str:
         return str(answer.read().decode())
 
 
-def test_a_node_listens_on_two_ports_and_no_more(flock: Flock) -> None:
+def test_a_node_listens_on_three_ports_and_no_more(flock: Flock) -> None:
     for peer in flock.peers:
         daemon = pid_of(peer)
         p2pd, trainer = p2pd_of(daemon), trainer_of(daemon)
@@ -41,7 +41,8 @@ def test_a_node_listens_on_two_ports_and_no_more(flock: Flock) -> None:
         announced = int(peer.addresses()[0].split("/")[4])
         found = {process.pid: doors(process) for process in family(daemon)}
         assert found.pop(p2pd.pid) == {("tcp", "127.0.0.1", announced)}
-        assert found.pop(daemon) == {("tcp", "127.0.0.1", announced_port(peer.folder))}
+        own = {("tcp", "127.0.0.1", port) for port in (announced_port(peer.folder), flock.look(peer)[0].direct_port)}
+        assert found.pop(daemon) == own and len(own) == 2
         assert not any(found.values()), found
         assert not inet_sockets(trainer)
 

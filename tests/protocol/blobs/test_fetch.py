@@ -19,6 +19,7 @@ from protocol.blobs.store import BlobStore, Partial
 from protocol.errors import MalformedError, StorageError, UnreachableError
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer, add_BlobsServicer_to_server
+from tests.protocol.blobs.plain import PlainCarrier
 
 QUICK = Pace(stall=0.6, patience=0.3)
 DATA = random.Random(1).randbytes(12 * PIECE_BYTES + 777)
@@ -92,7 +93,8 @@ class Swarm:
         return list(self.servers)
 
     def new_fetcher(self, pace: Pace = QUICK, seed: int = 0) -> Fetcher:
-        return Fetcher(self.store, self.channel, lambda *fault: self.faults.append(fault), random.Random(seed), pace)
+        carrier, rng = PlainCarrier(self.channel), random.Random(seed)
+        return Fetcher(self.store, carrier, lambda *fault: self.faults.append(fault), rng, pace)
 
     async def fetch(self, blob: Blob = BLOB, deadline: float = 30.0) -> None:
         await self.fetcher.fetch(blob, self.sources, deadline)

@@ -212,6 +212,7 @@ from protocol.blobs.fetch import Fetcher
 from protocol.blobs.service import BlobService
 from protocol.blobs.store import BlobStore, Partial
 from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server
+from tests.protocol.blobs.plain import PlainCarrier
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -228,7 +229,7 @@ async def main(folder, size):
     server.add_insecure_port(f"unix:{folder}/socket")
     await server.start()
     async with grpc.aio.insecure_channel(f"unix:{folder}/socket") as channel:
-        fetcher = Fetcher(target, lambda peer: channel, lambda *fault: None, random.Random(0))
+        fetcher = Fetcher(target, PlainCarrier(lambda peer: channel), lambda *fault: None, random.Random(0))
         before = peak()
         await fetcher.fetch(blob, lambda: ["a", "b", "c", "d"], 60.0)
         fetched = peak()
@@ -261,7 +262,7 @@ async def test_over_the_real_transport(start_transport: StartTransport, tmp_path
     source = await start_transport("source", [lambda server: add_BlobsServicer_to_server(service, server)])
     taker = await start_transport("taker")
     taker.introduce(source.peer_id, await source.addresses())
-    fetcher = Fetcher(here, taker.channel, lambda *fault: None, random.Random(0))
+    fetcher = Fetcher(here, taker.bulk, lambda *fault: None, random.Random(0))
     await fetcher.fetch(BLOB, lambda: [source.peer_id], 30.0)
     assert here.read(BLOB.digest) == DATA
     assert service.bytes_served == {taker.peer_id: len(DATA) + len(piece_hashes(DATA))}

@@ -192,6 +192,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "state digest": {"state_digest": bytes(33)},
     "loss": {"loss": math.nan},
     "speed": {"tokens_per_second": math.inf},
+    "port": {"direct_port": 65536},
     "negative speed": {"tokens_per_second": -1.0},
     "many addresses": {"addresses": [f"/ip4/1.1.1.1/tcp/{port}/p2p/{PEER}" for port in range(MAX_ADDRESSES + 1)]},
     "long address": {"addresses": ["/dns4/" + "a" * 300 + f"/tcp/1/p2p/{PEER}"]},
@@ -217,6 +218,7 @@ def test_good_fields_are_taken() -> None:
         "digest": bytes(32),
         "loss": 1.5,
         "tokens_per_second": 10.0,
+        "direct_port": 65535,
     }
     assert table_of([record(**fields)]).live(NOW)[PEER].name == "Zürich 2"
 

@@ -94,7 +94,7 @@ class Node:
             raise TransportError("p2pd is being started again")
         return (f"/memory/1/p2p/{self.peer}",)
 
-    def introduce(self, peer: str, addresses: Sequence[str]) -> None:
+    def introduce(self, peer: str, addresses: Sequence[str], direct_port: int = 0) -> None:
         self.introduced[peer] = addresses
 
     def forget(self, peer: str) -> None:

@@ -38,10 +38,11 @@ class SampleBlobs(murmur_pb2_grpc.BlobsServicer):
 
 
 async def serve(folder: Path) -> None:
-    transport = await Transport.start(folder / "key", folder, [SampleBlobs().add])
+    transport = await Transport.start(folder / "key", folder, [SampleBlobs().add], direct=0)
     about = {
         "peer": transport.peer_id,
         "addresses": await transport.addresses(),
+        "direct": transport.direct_port,
         "p2pd": transport.p2pd_pid,
         "sockets": str((folder / "sockets").readlink()),
     }

@@ -1,0 +1,248 @@
+"""Bulk to and from peers: over several direct connections where there is a direct path, else over libp2p.
+
+A call takes a lease on a channel and gives it back; meanwhile it says what it received and whether it broke. What is
+decided from that stands in `paths` (which path) and `lanes` (how many connections); here are the connections.
+Nothing waits for a direct path: it is proved beside the calls that go by libp2p, and calls move over when it stands.
+"""
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from protocol.errors import UnreachableError
+from protocol.identity import PeerId
+from protocol.network.control import Stream
+from protocol.network.direct import DirectDialer, Place
+from protocol.network.doors import Dial, Exit
+from protocol.network.lanes import MOST, Bytes, Lanes
+from protocol.network.paths import Choice, Path
+from protocol.network.tunnel import Tunnels
+
+logger = logging.getLogger(__name__)
+
+TICK = 0.1  # seconds between two looks at the lanes
+CALLS_PER_LANE = 2  # so that a lane is never without work
+MAX_PLACES = 8192  # that are remembered
+MAX_LINKS = 256  # peers to whom bulk went lately
+
+
+@dataclass(eq=False)
+class Lane:
+    """One connection of its own."""
+
+    exit: Exit
+    calls: int = 0
+    retired: bool = False
+
+
+@dataclass(eq=False)
+class Link:
+    """All that bulk knows of a peer. `host`: at which it answered last."""
+
+    place: Place | None = None
+    host: str = ""
+    choice: Choice = field(default_factory=Choice)
+    lanes: Lanes = field(default_factory=Lanes)
+    open: list[Lane] = field(default_factory=list)
+    is_proving: bool = False
+
+    @property
+    def calls(self) -> int:
+        return sum(goodput.calls for goodput in self.choice.goodput.values())
+
+
+class Lease:
+    """A channel for one call; enter it for as long as the call runs."""
+
+    def __init__(self, bulk: "Bulk", link: Link, path: Path, channel: grpc.aio.Channel, lane: Lane | None) -> None:
+        self.channel = channel
+        self._bulk, self._link, self._path, self._lane = bulk, link, path, lane
+        self._broken = False
+
+    def received(self, size: int) -> None:
+        self._link.choice.goodput[self._path].received(size)
+        self._bulk.bytes_received[self._path] += size
+
+    def broken(self, reason: str) -> None:
+        """The call failed, and the connection may be why."""
+        self._broken = True
+        if self._path is Path.DIRECT and self._link.choice.is_proved:
+            self._bulk.leave_direct(self._link, reason)
+
+    def __enter__(self) -> Self:
+        self._link.choice.goodput[self._path].began(_now())
+        if self._lane:
+            self._lane.calls += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._link.choice.goodput[self._path].ended(_now())
+        if self._path is Path.DIRECT and not self._broken and error is None:
+            self._link.choice.delivered()
+        if self._lane:
+            self._bulk.leave_lane(self._lane)
+
+
+class Bulk:
+    """`usual` gives the channel by libp2p, `new_exit` makes a way out by a dial of ours."""
+
+    def __init__(
+        self,
+        dialer: DirectDialer,
+        tunnels: Tunnels,
+        new_exit: Callable[[PeerId, Dial], Exit],
+        usual: Callable[[PeerId], grpc.aio.Channel],
+    ) -> None:
+        self.bytes_received: Counter[Path] = Counter()  # payload of calls
+        self._dialer, self._tunnels, self._new_exit, self._usual = dialer, tunnels, new_exit, usual
+        self._places: OrderedDict[PeerId, Place] = OrderedDict()
+        self._links: OrderedDict[PeerId, Link] = OrderedDict()
+        self._lanes: set[Lane] = set()
+        tunnels.spawn(self._watch())
+
+    def introduce(self, peer: PeerId, place: Place | None) -> None:
+        """Where `peer` takes direct connections now, if it does."""
+        if place is None:
+            self._places.pop(peer, None)
+        else:
+            self._places[peer] = place
+            self._places.move_to_end(peer)
+            if len(self._places) > MAX_PLACES:
+                self._places.popitem(last=False)
+        link = self._links.get(peer)
+        if link and link.place != place:
+            self._move(link, place)
+
+    def _move(self, link: Link, place: Place | None) -> None:
+        link.place = place
+        link.choice = Choice()
+        self._retire(link, 0)
+
+    def lease(self, peer: PeerId) -> Lease:
+        """For one call to `peer`, by the path and the lane that serve it best now."""
+        now, link = _now(), self._link(peer)
+        if link.place and not link.is_proving and link.choice.wants_proof(now):
+            link.is_proving = True
+            self._tunnels.spawn(self._prove(peer, link, link.place))
+        path = link.choice.next(now)
+        if path is Path.LIBP2P:
+            return Lease(self, link, path, self._usual(peer), None)
+        lane = self._lane(peer, link)
+        return Lease(self, link, path, lane.exit.channel, lane)
+
+    def places(self, peer: PeerId) -> int:
+        """How many calls to `peer` may well run at once."""
+        link = self._links.get(peer)
+        if link is None or link.choice.best is Path.LIBP2P:
+            return CALLS_PER_LANE
+        return min(CALLS_PER_LANE * link.lanes.width, MOST)
+
+    def paths(self) -> dict[PeerId, str]:
+        """How bulk goes to each peer that lately had some, in words."""
+        return {peer: _words(link) for peer, link in self._links.items()}
+
+    def forget(self, peer: PeerId) -> None:
+        """Its place and its lanes, whatever runs on them."""
+        self._places.pop(peer, None)
+        if link := self._links.pop(peer, None):
+            link.place = None
+            self._retire(link, 0)
+
+    async def close(self) -> None:
+        lanes, self._lanes = self._lanes, set()
+        for lane in lanes:
+            await lane.exit.close()
+
+    def leave_direct(self, link: Link, reason: str) -> None:
+        """Calls that begin from now on go by libp2p."""
+        logger.info("a direct connection to %s broke (%s); libp2p for now", link.host, reason)
+        link.choice.failed(_now())
+        self._retire(link, 0)
+
+    def leave_lane(self, lane: Lane) -> None:
+        """A call on it has ended."""
+        lane.calls -= 1
+        self._close_if_unused(lane)
+
+    def _link(self, peer: PeerId) -> Link:
+        link = self._links.get(peer)
+        if link is None:
+            link = self._links[peer] = Link(self._places.get(peer))
+            self._make_room()
+        self._links.move_to_end(peer)
+        return link
+
+    def _make_room(self) -> None:
+        unused = [peer for peer, link in self._links.items() if not link.calls]
+        for peer in unused[: max(0, len(self._links) - MAX_LINKS)]:
+            self._retire(self._links.pop(peer), 0)
+
+    def _lane(self, peer: PeerId, link: Link) -> Lane:
+        """The least busy; one more is opened where all are busy and there may be more."""
+        least = min(link.open, key=lambda lane: lane.calls, default=None)
+        if least and (least.calls == 0 or len(link.open) >= link.lanes.width):
+            return least
+        lane = Lane(self._new_exit(peer, lambda peer: self._dial(peer, link)))
+        link.open.append(lane)
+        self._lanes.add(lane)
+        return lane
+
+    async def _dial(self, peer: PeerId, link: Link) -> Stream:
+        if not link.place:
+            raise UnreachableError("it takes no direct connections any more")
+        stream, _ = await self._dialer.dial(peer, Place((link.host,), link.place.port))
+        return stream
+
+    async def _prove(self, peer: PeerId, link: Link, place: Place) -> None:
+        try:
+            stream, host = await self._dialer.dial(peer, place)
+        except UnreachableError as error:
+            link.choice.failed(_now())
+            logger.info("%s is reached by libp2p: %s", peer, error)
+        else:
+            stream.writer.transport.abort()
+            if link.place == place:
+                link.host = host
+                link.choice.proved(_now())
+                logger.info("%s is reached directly, at %s port %d", peer, host, place.port)
+        finally:
+            link.is_proving = False
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            total = self._tunnels.traffic.total.received
+            for peer, link in self._links.items():
+                calls = link.choice.goodput[Path.DIRECT].calls
+                if calls or link.open:
+                    link.lanes.observe(_now(), calls, Bytes(self._tunnels.traffic.of(peer).received, total))
+                    self._retire(link, link.lanes.width)
+
+    def _retire(self, link: Link, kept: int) -> None:
+        while len(link.open) > kept:
+            lane = link.open.pop()
+            lane.retired = True
+            self._close_if_unused(lane)
+
+    def _close_if_unused(self, lane: Lane) -> None:
+        if lane.retired and lane.calls == 0 and lane in self._lanes:
+            self._lanes.discard(lane)
+            self._tunnels.spawn(lane.exit.close())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _words(link: Link) -> str:
+    if link.choice.best is Path.LIBP2P:
+        return str(Path.LIBP2P)
+    return f"{Path.DIRECT}, {link.lanes.width} connection{'s' if link.lanes.width > 1 else ''}"

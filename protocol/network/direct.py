@@ -1,0 +1,270 @@
+"""Direct TLS connections between peers that can reach each other: the door that listens, and how one is dialled.
+
+Who is who stands in `proof`. A stream of either end is as good as one of p2pd's: authenticated, encrypted, carried by
+the same tunnels with the same limits. A connection that has not said who it is costs little and not for long: its
+handshake has a deadline and exact sizes, one host has few of them open at a time, and where all places are taken the
+oldest yields its own, so that somebody who opens many and says nothing shuts nobody out.
+"""
+
+import asyncio
+import errno
+import functools
+import ipaddress
+import logging
+import os
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from protocol.errors import ForgedError, PeerFault, TransportError, UnreachableError
+from protocol.identity import Identity, PeerId
+from protocol.network.control import BUFFER_BYTES, Stream
+from protocol.network.proof import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    ServerProof,
+    check_certificate,
+    client_context,
+    prove,
+)
+
+logger = logging.getLogger(__name__)
+
+WELCOME = b"\x01"
+BACKLOG = 64
+BREATH_SECONDS = 0.2  # before the next attempt to accept, where the machine has no socket left
+Welcome = Callable[[PeerId, Stream, bytes], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class DirectLimits:
+    """Of connections that have not proved who they are. `stall`: see TunnelLimits."""
+
+    handshake: float = 5.0  # seconds for all of it, on either side
+    strangers: int = 64
+    strangers_per_host: int = 16
+    stall: float = 30.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a peer listens for direct connections: any of `hosts` (names or addresses), all at one port."""
+
+    hosts: tuple[str, ...]
+    port: int
+
+
+class DirectDoor:
+    """Listens; `welcome` carries a stream whose peer has proved who it is, and first sends it the bytes given."""
+
+    def __init__(self, identity: Identity, welcome: Welcome, limits: DirectLimits | None = None) -> None:
+        self.refusals: Counter[str] = Counter()
+        self.port = 0
+        self._proof = ServerProof(identity)
+        self._welcome = welcome
+        self._limits = limits or DirectLimits()
+        self._listening: list[socket.socket] = []
+        self._accepting: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], str] = {}  # to their hosts; the oldest first
+        self._carried: set[asyncio.Task[None]] = set()
+
+    def open(self, hosts: Sequence[str], port: int) -> None:
+        """Listen at `port` (0: a free one) of each of these addresses. TransportError: it is taken."""
+        for host in hosts:
+            try:
+                listening = _listen(host, self.port or port)
+            except OSError as error:
+                raise TransportError(
+                    f"cannot listen for direct connections on {host} port {port}: {error.strerror}; "
+                    "choose another --direct, or `--direct off`"
+                ) from error
+            self.port = listening.getsockname()[1]
+            self._listening.append(listening)
+            self._accepting.add(asyncio.create_task(self._accept(listening), name=f"direct door {host}"))
+
+    async def close(self) -> None:
+        """Ends what is under way, too."""
+        tasks = [*self._accepting, *self._strangers, *self._carried]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for listening in self._listening:
+            listening.close()
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(listening)
+            except OSError as error:
+                self._refuse("not accepted", "somebody", error)
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    await asyncio.sleep(BREATH_SECONDS)
+                continue
+            self._meet(connection, str(address[0]))
+
+    def _meet(self, connection: socket.socket, host: str) -> None:
+        neighbourhood = _neighbourhood(host)
+        if list(self._strangers.values()).count(neighbourhood) >= self._limits.strangers_per_host:
+            self._refuse("too many from one host", host, None)
+            return connection.close()
+        if len(self._strangers) >= self._limits.strangers:
+            oldest = next(iter(self._strangers))
+            self._refuse("gave way", self._strangers.pop(oldest), None)
+            oldest.cancel()
+        task = asyncio.create_task(self._admit(connection, host))
+        self._strangers[task] = neighbourhood
+        task.add_done_callback(functools.partial(self._gone, connection))
+
+    def _gone(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        self._carried.discard(task)
+        connection.close()  # asyncio has it by now, unless the task was cancelled before it began
+
+    async def _admit(self, connection: socket.socket, host: str) -> None:
+        stream: Stream | None = None
+        try:
+            async with asyncio.timeout(self._limits.handshake):
+                stream = await self._secured(connection)
+                peer = await self._identified(stream)
+        except (OSError, EOFError, PeerFault) as error:
+            self._refuse(_reason(error), host, error)
+        else:
+            task = asyncio.current_task()
+            assert task
+            self._strangers.pop(task, None)
+            self._carried.add(task)
+            await self._welcome(peer, stream, WELCOME)
+        finally:
+            if stream:
+                stream.writer.transport.abort()
+
+    async def _secured(self, connection: socket.socket) -> Stream:
+        connection.setblocking(False)
+        _prepare(connection, self._limits.stall)
+        reader, loop = asyncio.StreamReader(BUFFER_BYTES), asyncio.get_running_loop()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        # From here on the descriptor is asyncio's, which closes it with the transport, however that ends.
+        owned = socket.socket(fileno=connection.detach())
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, owned, ssl=self._proof.context)
+        return Stream(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+
+    async def _identified(self, stream: Stream) -> PeerId:
+        nonce = os.urandom(NONCE_BYTES)
+        stream.writer.write(nonce)
+        return self._proof.check(await stream.reader.readexactly(PROOF_BYTES), nonce)
+
+    def _refuse(self, reason: str, host: str, error: Exception | None) -> None:
+        self.refusals[reason] += 1
+        logger.info("refusing a direct connection from %s: %s: %s", host, reason, error or "no more is known")
+
+
+class DirectDialer:
+    """Opens direct connections."""
+
+    def __init__(self, identity: Identity, limits: DirectLimits | None = None) -> None:
+        self._identity = identity
+        self._limits = limits or DirectLimits()
+        self._context = client_context()
+
+    async def dial(self, peer: PeerId, place: Place) -> tuple[Stream, str]:
+        """A stream to `peer`, and the host of the place at which it answered first. UnreachableError: none."""
+        attempts = {asyncio.create_task(self._attempt(peer, host, place.port)): host for host in place.hosts}
+        reasons = ["it names no host"] if not attempts else []
+        waiting = set(attempts)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for attempt in done:
+                    if (error := attempt.exception()) is None:
+                        return attempt.result(), attempts.pop(attempt)
+                    reasons.append(str(error))
+        finally:
+            await _abandon(attempts)
+        raise UnreachableError(f"no direct connection: {'; '.join(dict.fromkeys(reasons))}"[:300])
+
+    async def _attempt(self, peer: PeerId, host: str, port: int) -> Stream:
+        stream: Stream | None = None
+        try:
+            async with asyncio.timeout(self._limits.handshake):
+                stream = await self._connected(host, port)
+                await self._introduce(peer, stream)
+        except BaseException as error:
+            if stream:
+                stream.writer.transport.abort()
+            # A name that is none is a UnicodeError.
+            if isinstance(error, OSError | EOFError | UnicodeError | PeerFault):
+                raise UnreachableError(f"{host} port {port}: {_reason(error)}") from error
+            raise
+        return stream
+
+    async def _connected(self, host: str, port: int) -> Stream:
+        # Without a server name: what TLS would make of it is not asked for, and the wire would show it.
+        stream = Stream(
+            *await asyncio.open_connection(host, port, ssl=self._context, server_hostname="", limit=BUFFER_BYTES)
+        )
+        _prepare(stream.writer.get_extra_info("socket"), self._limits.stall)
+        return stream
+
+    async def _introduce(self, peer: PeerId, stream: Stream) -> None:
+        certificate = stream.writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        check_certificate(peer, certificate)
+        nonce = await stream.reader.readexactly(NONCE_BYTES)
+        stream.writer.write(prove(self._identity, peer, certificate, nonce))
+        if await stream.reader.readexactly(len(WELCOME)) != WELCOME:
+            raise ForgedError("it answers in another protocol")
+
+
+async def _abandon(attempts: dict[asyncio.Task[Stream], str]) -> None:
+    """Of attempts whose outcome is no longer wanted, none may be left half open."""
+    for attempt in attempts:
+        attempt.cancel()
+    if attempts:
+        await asyncio.wait(attempts)
+    for attempt in attempts:
+        if not attempt.cancelled() and attempt.exception() is None:
+            attempt.result().writer.transport.abort()
+
+
+def _reason(error: BaseException) -> str:
+    """A few fixed words: they are counted."""
+    if isinstance(error, TimeoutError):
+        return "too slow"
+    if isinstance(error, ForgedError):
+        return "forged"
+    if isinstance(error, PeerFault):
+        return "malformed"
+    if isinstance(error, ssl.SSLError):
+        return "no TLS of ours"
+    return "cut"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setblocking(False)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def _prepare(connection: socket.socket, stall: float) -> None:
+    """The kernel cuts a connection whose other end takes nothing for so long, however little waits."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall * 1000))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _neighbourhood(host: str) -> str:
+    """Whom one person may be: an IPv4 address, or the 64 bits of an IPv6 one that a provider hands out."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))

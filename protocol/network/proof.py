@@ -1,0 +1,113 @@
+"""Who is at either end of a direct TLS connection: both ends are named by their Ed25519 keys, and no third is asked.
+
+    server -> client   TLS 1.3, with a certificate whose key is the server's own; then 32 random bytes, the nonce
+    client -> server   its peer id, and its signature over "murmur/1", the nonce, the certificate's hash, both peer ids
+
+Why this is sound. TLS proves that the server holds the key of its certificate, and the client goes no further unless
+that is the key inside the peer id it dialled: a man in the middle holds another key, so he gets neither a proof nor a
+byte. The proof names the one server that it is for, so a server cannot pass it on to another; it names the nonce of
+this connection, which reached the client through the server's TLS alone, so it is worth nothing a second time; and
+whoever lacks the client's key cannot make one. What is signed begins like no record, no TLS or libp2p transcript and no
+certificate, so a signature made for one is nothing to the other. TLS keys are fresh in each connection and tickets
+are off, so a key that is stolen later opens no old recording.
+"""
+
+import datetime
+import hashlib
+import os
+import ssl
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from protocol.errors import ForgedError, MalformedError
+from protocol.identity import PEER_ID_LENGTH, Identity, PeerId, public_key, verify
+
+DOMAIN = b"murmur/1\0direct\0"
+NONCE_BYTES = 32
+SIGNATURE_BYTES = 64
+PROOF_BYTES = PEER_ID_LENGTH + SIGNATURE_BYTES
+# Pinned by its key: its dates say nothing, and a volunteer's clock may be anything.
+VALID_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
+VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
+
+
+class ServerProof:
+    """What a listener shows and asks for: `context` for TLS, and the check of a caller's proof."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._peer_id = identity.peer_id
+        certificate = _certificate(identity)
+        self._certificate = certificate.public_bytes(Encoding.DER)
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self.context.num_tickets = 0
+        _load(self.context, identity, certificate)
+
+    def check(self, proof: bytes, nonce: bytes) -> PeerId:
+        """Who made the proof for this nonce. Raises MalformedError or ForgedError."""
+        if len(proof) != PROOF_BYTES:
+            raise MalformedError(f"a proof has {PROOF_BYTES} bytes, not {len(proof)}")
+        name, signature = proof[:PEER_ID_LENGTH], proof[PEER_ID_LENGTH:]
+        if not name.isascii():
+            raise MalformedError("a proof names no peer")
+        peer = name.decode("ascii")
+        verify(peer, _covered(nonce, self._certificate, self._peer_id, peer), signature)
+        return peer
+
+
+def client_context() -> ssl.SSLContext:
+    """For dialling; the certificate is checked by `answer` and not by TLS, which knows only authorities."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def check_certificate(server: PeerId, certificate: bytes | None) -> None:
+    """ForgedError unless the certificate (DER) of a finished TLS handshake is that of the peer which was dialled."""
+    try:
+        key = x509.load_der_x509_certificate(certificate or b"").public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ForgedError(f"whoever answered for {server} shows no certificate of a peer") from error
+    if not isinstance(key, Ed25519PublicKey) or key.public_bytes_raw() != public_key(server).public_bytes_raw():
+        raise ForgedError(f"whoever answered for {server} has another key")
+
+
+def prove(identity: Identity, server: PeerId, certificate: bytes, nonce: bytes) -> bytes:
+    """What a client sends to a server whose certificate it has checked: PROOF_BYTES."""
+    signature = identity.sign(_covered(nonce, certificate, server, identity.peer_id))
+    return identity.peer_id.encode("ascii") + signature
+
+
+def _covered(nonce: bytes, certificate: bytes, server: PeerId, client: PeerId) -> bytes:
+    # Every part has one length, so no two ways to cut it give the same bytes.
+    return b"".join((DOMAIN, nonce, hashlib.sha256(certificate).digest(), server.encode(), client.encode()))
+
+
+def _certificate(identity: Identity) -> x509.Certificate:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "murmur")])
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(identity.private_key.public_key())
+        .serial_number(1)
+        .not_valid_before(VALID_FROM)
+        .not_valid_after(VALID_UNTIL)
+    )
+    return builder.sign(identity.private_key, None)
+
+
+def _load(context: ssl.SSLContext, identity: Identity, certificate: x509.Certificate) -> None:
+    """OpenSSL reads keys from files only; this one has no name and no place on a disk."""
+    key = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    descriptor = os.memfd_create("murmur-certificate", os.MFD_CLOEXEC)
+    with open(descriptor, "wb") as file:
+        file.write(key + certificate.public_bytes(Encoding.PEM))
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")

@@ -1,0 +1,321 @@
+"""Direct connections over loopback: who gets in, who does not, and what the others notice of those who try."""
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from protocol.errors import ForgedError, TransportError, UnreachableError
+from protocol.identity import Identity, PeerId
+from protocol.network import direct
+from protocol.network.control import BUFFER_BYTES, Stream
+from protocol.network.direct import WELCOME, DirectDialer, DirectDoor, DirectLimits, Place
+from protocol.network.proof import NONCE_BYTES, PROOF_BYTES, client_context, prove
+
+LOOPBACK = "127.0.0.1"
+QUICK = DirectLimits(handshake=0.5, strangers=4, strangers_per_host=100)
+
+
+class House:
+    """A door and what came in by it: an echo for everybody whose identity is known."""
+
+    def __init__(self, limits: DirectLimits) -> None:
+        self.identity = Identity.create()
+        self.peer_id = self.identity.peer_id
+        self.guests: list[PeerId] = []
+        self.door = DirectDoor(self.identity, self._welcome, limits)
+        self.door.open([LOOPBACK], 0)
+
+    @property
+    def place(self) -> Place:
+        return Place((LOOPBACK,), self.door.port)
+
+    async def _welcome(self, peer: PeerId, stream: Stream, greeting: bytes) -> None:
+        self.guests.append(peer)
+        stream.writer.write(greeting)
+        while data := await stream.reader.read(BUFFER_BYTES):
+            stream.writer.write(data)
+            await stream.writer.drain()
+
+    async def refused(self, reason: str, times: int = 1) -> None:
+        async with asyncio.timeout(10):
+            while self.door.refusals[reason] < times:
+                await asyncio.sleep(0.005)
+
+
+Build = Callable[..., House]
+
+
+@pytest.fixture
+async def build() -> AsyncIterator[Build]:
+    built: list[House] = []
+
+    def start(limits: DirectLimits = QUICK) -> House:
+        built.append(House(limits))
+        return built[-1]
+
+    yield start
+    for house in built:
+        await house.door.close()
+
+
+async def dial(house: House, caller: Identity, peer: PeerId | None = None) -> Stream:
+    stream, host = await DirectDialer(caller, QUICK).dial(peer or house.peer_id, house.place)
+    assert host == LOOPBACK
+    return stream
+
+
+async def secured(house: House) -> tuple[Stream, bytes, bytes]:
+    """TLS without a proof: the stream, the certificate and the nonce."""
+    stream = Stream(*await asyncio.open_connection(LOOPBACK, house.door.port, ssl=client_context(), server_hostname=""))
+    certificate = stream.writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    return stream, certificate, await stream.reader.readexactly(NONCE_BYTES)
+
+
+async def is_cut(stream: Stream) -> bool:
+    """Whether the other side ends it, without another byte."""
+    try:
+        return await asyncio.wait_for(stream.reader.read(1), 5) == b""
+    except ConnectionError:
+        return True
+
+
+async def echoes(stream: Stream, data: bytes = b"hello") -> bool:
+    stream.writer.write(data)
+    return await asyncio.wait_for(stream.reader.readexactly(len(data)), 5) == data
+
+
+def close(*streams: Stream) -> None:
+    for stream in streams:
+        stream.writer.transport.abort()
+
+
+async def test_both_ends_know_each_other(build: Build) -> None:
+    house, callers = build(), [Identity.create() for _ in range(3)]
+    streams = [await dial(house, caller) for caller in callers]
+    assert house.guests == [caller.peer_id for caller in callers]
+    for stream in streams:
+        assert await echoes(stream, os.urandom(1 << 20))
+        assert stream.writer.get_extra_info("ssl_object").version() == "TLSv1.3"
+    assert not house.door.refusals
+    close(*streams)
+
+
+async def test_a_server_with_another_key_gets_no_proof(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    middle, wanted, caller = build(), Identity.create(), Identity.create()
+    with pytest.raises(UnreachableError, match="forged"):
+        await dial(middle, caller, wanted.peer_id)
+    await middle.refused("cut")
+    assert not middle.guests
+    # The control: a client that takes any certificate for the right one tells the man in the middle who it is.
+    monkeypatch.setattr(direct, "check_certificate", lambda server, certificate: None)
+    with pytest.raises(UnreachableError):
+        await dial(middle, caller, wanted.peer_id)
+    await middle.refused("forged")  # it said so with a proof, which is why this one could be judged
+
+
+async def test_a_man_in_the_middle_cannot_pass_anything_on(build: Build) -> None:
+    """He connects to the server himself, and gives its nonce to a client that dials him."""
+    house, middle, victim = build(), Identity.create(), Identity.create()
+    stream, certificate, nonce = await secured(house)
+    stream.writer.write(prove(victim, middle.peer_id, certificate, nonce))
+    assert await is_cut(stream)
+    await house.refused("forged")
+    assert not house.guests
+    close(stream)
+
+
+async def test_a_replayed_proof_is_refused(build: Build) -> None:
+    house, caller = build(), Identity.create()
+    stream, certificate, nonce = await secured(house)
+    proof = prove(caller, house.peer_id, certificate, nonce)
+    stream.writer.write(proof)
+    assert await stream.reader.readexactly(1) == WELCOME, "the control: the first time it is good"
+    again, _, _ = await secured(house)
+    again.writer.write(proof)
+    assert await is_cut(again)
+    await house.refused("forged")
+    assert house.guests == [caller.peer_id]
+    close(stream, again)
+
+
+async def test_another_peers_name_is_refused(build: Build) -> None:
+    house, thief, victim = build(), Identity.create(), Identity.create()
+    stream, certificate, nonce = await secured(house)
+    stream.writer.write(victim.peer_id.encode() + prove(thief, house.peer_id, certificate, nonce)[-64:])
+    assert await is_cut(stream)
+    assert not house.guests
+    close(stream)
+
+
+@pytest.mark.parametrize("sent", [b"", bytes(10), bytes(PROOF_BYTES - 1)])
+async def test_without_a_proof_the_time_is_short(build: Build, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    house = build()
+    stream, _, _ = await secured(house)
+    stream.writer.write(sent)
+    assert await is_cut(stream)
+    await house.refused("too slow")
+    assert caplog.text.count("refusing a direct connection from 127.0.0.1: too slow") == 1
+    honest = await dial(house, Identity.create())
+    assert await echoes(honest)
+    close(stream, honest)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\x16\x03\x01\xff\xff" + os.urandom(2000)]
+)
+async def test_garbage_is_refused(build: Build, garbage: bytes) -> None:
+    house = build()
+    reader, writer = await asyncio.open_connection(LOOPBACK, house.door.port)
+    writer.write(garbage)
+    async with asyncio.timeout(5):
+        while not house.door.refusals:
+            await asyncio.sleep(0.005)
+    assert not house.guests
+    close(Stream(reader, writer))
+
+
+async def test_bytes_in_place_of_a_proof_are_refused_and_not_kept(build: Build) -> None:
+    house = build()
+    stream, _, _ = await secured(house)
+    stream.writer.write(os.urandom(64 << 20))
+    assert await is_cut(stream)
+    assert house.door.refusals.total() == 1
+    close(stream)
+
+
+async def test_an_older_tls_is_refused(build: Build) -> None:
+    house, context = build(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(OSError):  # a TLS alert, or the end of the connection before it was read
+        await asyncio.open_connection(LOOPBACK, house.door.port, ssl=context, server_hostname="")
+    await house.refused("no TLS of ours")
+
+
+async def test_those_who_say_nothing_keep_nobody_out(build: Build) -> None:
+    """More silent connections than places: the oldest give way, and an honest peer is let in at once."""
+    house = build(DirectLimits(handshake=30.0, strangers=4, strangers_per_host=100))
+    silent = [Stream(*await asyncio.open_connection(LOOPBACK, house.door.port)) for _ in range(10)]
+    await house.refused("gave way", 6)
+    assert [await is_cut(stream) for stream in silent[:6]] == [True] * 6
+    honest = await asyncio.wait_for(dial(house, Identity.create()), 2)
+    assert await echoes(honest)
+    close(honest, *silent)
+
+
+async def test_one_host_has_few_places(build: Build) -> None:
+    house = build(DirectLimits(handshake=30.0, strangers=64, strangers_per_host=3))
+    silent = [Stream(*await asyncio.open_connection(LOOPBACK, house.door.port)) for _ in range(5)]
+    await house.refused("too many from one host", 2)
+    assert await is_cut(silent[-1])
+    close(*silent)
+    async with asyncio.timeout(5):
+        while not await _gets_in(house):
+            await asyncio.sleep(0.01)
+
+
+async def _gets_in(house: House) -> bool:
+    try:
+        close(await dial(house, Identity.create()))
+    except UnreachableError:
+        return False
+    return True
+
+
+async def test_many_at_once_get_in(build: Build) -> None:
+    house = build(DirectLimits())
+    callers = [Identity.create() for _ in range(12)]
+    streams = await asyncio.gather(*(dial(house, caller) for caller in callers))
+    assert sorted(house.guests) == sorted(caller.peer_id for caller in callers)
+    close(*streams)
+
+
+async def frozen_server() -> tuple[socket.socket, Place]:
+    """Takes connections and says nothing."""
+    listening = socket.create_server((LOOPBACK, 0))
+    return listening, Place((LOOPBACK,), listening.getsockname()[1])
+
+
+async def test_a_server_that_says_nothing_is_left_in_time() -> None:
+    listening, place = await frozen_server()
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(UnreachableError, match="too slow"):
+        await DirectDialer(Identity.create(), QUICK).dial(Identity.create().peer_id, place)
+    assert asyncio.get_running_loop().time() - began < 4 * QUICK.handshake
+    listening.close()
+
+
+async def test_of_several_hosts_the_first_to_answer_is_taken(build: Build) -> None:
+    house = build()
+    place = Place(("192.0.2.1", "no such host", "x" * 300, "::1", LOOPBACK), house.door.port)
+    began = asyncio.get_running_loop().time()
+    stream, host = await DirectDialer(Identity.create(), DirectLimits()).dial(house.peer_id, place)
+    assert host == LOOPBACK and await echoes(stream)
+    assert asyncio.get_running_loop().time() - began < 3, "the silent one is not waited for"
+    close(stream)
+    for hosts in ((), ("x" * 300,)):
+        with pytest.raises(UnreachableError, match="no direct connection: "):
+            await DirectDialer(Identity.create(), QUICK).dial(house.peer_id, Place(hosts, house.door.port))
+
+
+async def test_a_cut_in_the_middle_is_noticed_by_the_other_end(build: Build) -> None:
+    house = build()
+    stream = await dial(house, Identity.create())
+    assert await echoes(stream)
+    await house.door.close()
+    assert await is_cut(stream)
+    close(stream)
+
+
+async def test_a_taken_port_is_said(build: Build) -> None:
+    house, other = build(), DirectDoor(Identity.create(), _never, QUICK)
+    with pytest.raises(TransportError, match="--direct off"):
+        other.open([LOOPBACK], house.door.port)
+    await other.close()
+
+
+async def _never(peer: PeerId, stream: Stream, greeting: bytes) -> None:
+    raise AssertionError(peer)
+
+
+async def test_closing_leaves_nothing(build: Build) -> None:
+    house = build(DirectLimits(handshake=30.0))
+    guest, silent = await dial(house, Identity.create()), await secured(house)
+    raw = Stream(*await asyncio.open_connection(LOOPBACK, house.door.port))
+    await house.door.close()
+    assert await is_cut(guest) and await is_cut(silent[0]) and await is_cut(raw)
+    close(guest, silent[0], raw)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    with pytest.raises(OSError):
+        await asyncio.open_connection(LOOPBACK, house.door.port)
+
+
+async def test_the_proof_is_what_keeps_strangers_out(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of all refusals above: a door that believes every name lets a thief in under another's."""
+    house, thief, victim = build(), Identity.create(), Identity.create()
+
+    def believe(peer: PeerId, message: bytes, signature: bytes) -> None:
+        pass
+
+    async def try_it() -> bool:
+        stream, certificate, nonce = await secured(house)
+        stream.writer.write(victim.peer_id.encode() + prove(thief, house.peer_id, certificate, nonce)[-64:])
+        cut = await is_cut(stream)
+        close(stream)
+        return not cut
+
+    assert not await try_it()
+    monkeypatch.setattr("protocol.network.proof.verify", believe)
+    assert await try_it() and house.guests == [victim.peer_id]
+
+
+def test_words_for_what_went_wrong() -> None:
+    assert direct._reason(ForgedError("x")) == "forged"
+    assert direct._neighbourhood("2001:db8::1") == direct._neighbourhood("2001:db8::ffff")
+    assert direct._neighbourhood("2001:db8::1") != direct._neighbourhood("2001:db8:0:1::1")
+    assert direct._neighbourhood("192.0.2.1") != direct._neighbourhood("192.0.2.2")
