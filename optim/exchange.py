@@ -92,8 +92,10 @@ class Merger:
         plan = self._program.plan(round_number)
         return plan.codecs[part].encode(torch.from_numpy(_combine(plan, part, payloads, weights)))
 
-    def merge(self, round_number: int, payloads: Sequence[Payload], weights: Sequence[float]) -> torch.Tensor:
-        """What the round came to, as its plan lays it out.
+    def merge(
+        self, round_number: int, payloads: Sequence[Payload], weights: Sequence[float], room: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What the round came to, as its plan lays it out. `room`: memory for it, at least as large, if there is.
 
         Gather: the members' payloads with their weights, in the agreed order. Butterfly: the reduced payloads, part by
         part; `weights` were used up in reducing and are ignored.
@@ -103,7 +105,7 @@ class Merger:
             return torch.from_numpy(_combine(plan, 0, payloads, weights))
         if len(payloads) != len(plan.bounds):
             raise CodecError(f"{len(payloads)} reduced parts where there are {len(plan.bounds)}")
-        merged = torch.empty(plan.numel)
+        merged = torch.empty(plan.numel) if room is None else room[: plan.numel]
         for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
             merged[start:stop] = codec.decode(payload, stop - start)
         return merged

@@ -94,6 +94,7 @@ class Workshop:
     def __init__(self, program: Program, store: Store, decay: Callable[[int], float]) -> None:
         self._program, self._merger = program, Merger(program)
         self._store, self._decay = store, decay
+        self._room = torch.empty(0)  # for merges: fresh memory each time would cost as much as decoding
 
     def check(self, blob: Blob, round_number: int, part: int) -> None:
         """Raises MalformedError unless the blob is a well-formed payload of that part."""
@@ -117,9 +118,11 @@ class Workshop:
         if not share:
             return state, self.keep(state)
         number, contributions = commit.round, [statement.body for statement in share]
+        if commit.parts and self._room.numel() < (numel := self._program.plan(number).numel):
+            self._room = torch.empty(numel)
         try:
             payloads = [self._store.read(blob.digest) for blob in blobs_of(commit, share)]
-            merged = self._merger.merge(number, payloads, self._weights(number, contributions))
+            merged = self._merger.merge(number, payloads, self._weights(number, contributions), self._room)
         except OptimError as error:
             raise MalformedError(f"the commit of round {number} does not decode: {error}") from error
         decay = self._decay(self._program.steps_before(number))

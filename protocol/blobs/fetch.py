@@ -100,14 +100,14 @@ class Wire:
                 await asyncio.to_thread(keep, data)
 
     async def _stream(self, blob: Blob, plan: Plan, call: Call, lease: Lease) -> bytearray:
-        length, data, clock = blob.piece_length(call.piece), bytearray(), asyncio.get_running_loop().time
-        request = FetchRequest(digest=blob.digest, offset=call.piece * PIECE_BYTES, length=length)
+        data, received, clock = bytearray(blob.piece_length(call.piece)), 0, asyncio.get_running_loop().time
+        request = FetchRequest(digest=blob.digest, offset=call.piece * PIECE_BYTES, length=len(data))
         end = clock() + call.seconds
         stream = BlobsStub(lease.channel).Fetch(request, timeout=call.seconds)
         try:
             async with asyncio.timeout_at(min(end, clock() + self._stall)) as limit:
                 async for chunk in stream:
-                    _append(data, chunk, length)
+                    received = _place(data, received, chunk)
                     # Empty chunks are no progress.
                     if chunk.data:
                         limit.reschedule(min(end, clock() + self._stall))
@@ -116,7 +116,7 @@ class Wire:
                         plan.received(call, len(chunk.data))
         finally:
             stream.cancel()
-        if len(data) != length:
+        if received != len(data):
             raise MalformedError("fewer bytes than were asked for")
         return data
 
@@ -353,10 +353,13 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _append(data: bytearray, chunk: Chunk, length: int) -> None:
-    if len(chunk.data) > CHUNK_BYTES or len(data) + len(chunk.data) > length:
+def _place(data: bytearray, received: int, chunk: Chunk) -> int:
+    """Behind the bytes received so far; how many there are then."""
+    stop = received + len(chunk.data)
+    if len(chunk.data) > CHUNK_BYTES or stop > len(data):
         raise LimitError("more bytes than were asked for")
-    data += chunk.data
+    data[received:stop] = chunk.data
+    return stop
 
 
 def _check_size(blob: Blob, reply: PiecesReply) -> None:
