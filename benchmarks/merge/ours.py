@@ -92,11 +92,12 @@ class Peer:
             lambda server: add_BlobsServicer_to_server(self._blobs, server),
             lambda server: add_RoundsServicer_to_server(rounds, server),
         ]
-        await self.transport.open(services, listen=[f"/ip4/{self._words.address}/tcp/0"])
-        conversation.say(address=[self.identity.peer_id, *await self.transport.addresses()])
-        for peer, *addresses in (await asyncio.to_thread(conversation.hear))["addresses"]:
+        await self.transport.open(services, listen=[f"/ip4/{self._words.address}/tcp/0"], direct=0)
+        door = self.transport.direct_port
+        conversation.say(address=[self.identity.peer_id, door, *await self.transport.addresses()])
+        for peer, direct_port, *addresses in (await asyncio.to_thread(conversation.hear))["addresses"]:
             if peer != self.identity.peer_id:
-                self.transport.introduce(peer, addresses)
+                self.transport.introduce(peer, addresses, direct_port)
                 self._others.append(peer)
         conversation.say()
 
