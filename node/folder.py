@@ -4,7 +4,7 @@
     lock           held while a node runs    node.json     process, addresses and metrics port of the running node
     checkpoints/   saved states              peers.json    addresses that worked, for a start without a bootstrap peer
     blobs/         content-addressed files   status.json   the last status of a node that has ended
-    tokenizer.json the run's, if it has one
+    tokenizer.json the run's, if it has one  vow.json      what it promised the others in the open round
 """
 
 import fcntl
@@ -28,6 +28,7 @@ class RunFolder:
         self.path = path
         self.peers = path / "peers.json"
         self.key = path / "key"
+        self.vow = path / "vow.json"
         self.blobs = path / "blobs"
         self.checkpoints = path / "checkpoints"
         self._lock: int | None = None

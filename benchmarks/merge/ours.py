@@ -24,6 +24,7 @@ from node.daemon.post import Post
 from node.daemon.replica import OuterState, Replica, Workshop
 from node.daemon.rounds import Hooks, RoundDriver
 from node.daemon.rounds_service import RoundsService
+from node.daemon.vows import VowFile
 from node.daemon.wishes import Wishes
 from optim.exchange import Sender
 from optim.layout import Layout
@@ -65,9 +66,9 @@ class Peer:
         self._wishes = Wishes(fetcher, lambda: self._others)
         self._others: list[PeerId] = []
         self._decided: asyncio.Future[Statement[Commit]]
-        self._driver = self._made_driver()
+        self._driver = self._made_driver(VowFile(folder / "vow.json", RUN_ID, self._terms))
 
-    def _made_driver(self) -> RoundDriver:
+    def _made_driver(self, vows: VowFile) -> RoundDriver:
         post = Post(
             lambda peer, statements, seconds: deliver(RUN_ID, self.transport.channel, peer, statements, seconds),
             lambda peer, statements: self._ignore(self._driver.take(peer, statements)),
@@ -84,7 +85,9 @@ class Peer:
             decided=lambda commit: self._decided.set_result(commit),
             broken=self._broken,
         )
-        return RoundDriver(self.identity, self._settings, self._terms, self._store, self._workshop, self._wishes, hooks)
+        return RoundDriver(
+            self.identity, self._settings, self._terms, self._store, self._workshop, self._wishes, vows, hooks
+        )
 
     async def open(self, conversation: Conversation) -> None:
         rounds = RoundsService(RUN_ID, self._driver, self._replica)

@@ -28,6 +28,7 @@ from node.daemon.runs_service import RunsService
 from node.daemon.standing import Standing
 from node.daemon.trainer_link import TrainerLink
 from node.daemon.trainer_process import TrainerProcess
+from node.daemon.vows import VowFile
 from node.daemon.wishes import Wishes
 from node.folder import RunFolder
 from node.model import initial_weights, shape_table
@@ -191,8 +192,9 @@ class Assembly:
             broken=lambda error: self.participant.broken(error),
         )
         self.driver = RoundDriver(
-            self._identity, driver_settings, self._terms, self.store, self._workshop, self._wishes, hooks
-        )
+            self._identity, driver_settings, self._terms, self.store, self._workshop, self._wishes,
+            VowFile(self._folder.vow, self._settings.run_id, self._terms), hooks,
+        )  # fmt: skip
         expected = state_bytes(self._shapes.numel, method)
         chain = self.replica.chain
         self.participant = Participant(

@@ -5,6 +5,8 @@ through the fetcher, arithmetic through a worker thread; each result goes back i
 
 Statements of the next round may come early, from peers that have finished this one. Of each member the newest of each
 kind is kept, and of strangers none: nobody can crowd out anybody.
+
+A vow of the machine is written to disk by a thread; all that the machine says meanwhile waits, in order.
 """
 
 import asyncio
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from node.daemon.replica import Work, Workshop
+from node.daemon.vows import VowFile
 from node.daemon.wishes import Wishes
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
@@ -39,6 +42,7 @@ from protocol.rounds.events import (
     Send,
     Skip,
     Tick,
+    Vow,
 )
 from protocol.rounds.kinds import parse
 from protocol.rounds.reports import Part
@@ -49,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 768 * 1024  # of one reply; what is more comes by post
 RETRY_SECONDS = 1.0
+MAX_WAITING = 4096  # actions behind a vow; messages beyond that are dropped, as they are repeated anyway
 
 
 @dataclass
@@ -73,11 +78,16 @@ class RoundDriver:
 
     def __init__(
         self, identity: Identity, settings: Callable[[int], RoundSettings], terms: Terms, store: BlobStore,
-        workshop: Workshop, wishes: Wishes, hooks: Hooks,
+        workshop: Workshop, wishes: Wishes, vows: VowFile, hooks: Hooks,
     ) -> None:  # fmt: skip
+        """Raises StorageError where the vows of an earlier process cannot be read."""
         self._identity, self._settings_of, self._terms = identity, settings, terms
         self._settings = settings(0)  # of the open round
         self._store, self._workshop, self._wishes, self._hooks = store, workshop, wishes, hooks
+        self._vows = vows
+        self._vow = vows.load()
+        self._vowing: asyncio.Task[None] | None = None  # while a vow is being written
+        self._waiting: deque[Action] = deque()
         self._machine: Round | None = None
         self._number = -1
         self._base: Digest = b""
@@ -96,14 +106,16 @@ class RoundDriver:
 
     @property
     def is_open(self) -> bool:
-        return self._machine is not None and self._machine.commit is None
+        return self._machine is not None
 
     def begin(self, number: int, base: Digest, now_live: Iterable[PeerId]) -> None:
         """Open a round. `now_live`: every live trainer of the run, whatever its round."""
         now = _now()
-        seen = self._seen if self._seen is not None else dict.fromkeys(now_live, now)
+        known = self._vow.members if self._vow else ()
+        seen = self._seen if self._seen is not None else dict.fromkeys([*known, *now_live], now)
         self._number, self._base, self._settings = number, base, self._settings_of(number)
-        self._machine = Round(self._settings, self._identity.peer_id, number, base, self._sign, now, seen)
+        me = self._identity.peer_id
+        self._machine = Round(self._settings, me, number, base, self._sign, now, seen, self._vow)
         self.members_changed()
         for statement in self._attendance.begin(number):
             self.receive(statement)
@@ -173,12 +185,23 @@ class RoundDriver:
         if machine is None:
             return
         for action in machine.handle(event, _now()):
-            self._carry_out(action)
+            if len(self._waiting) >= MAX_WAITING and isinstance(action, Send):
+                self._hooks.skipped(None, "slow disk")
+            else:
+                self._waiting.append(action)
+        self._carry_out_waiting()
         if machine is self._machine:
             self._set_timer()
 
+    def _carry_out_waiting(self) -> None:
+        while self._waiting and self._vowing is None:
+            self._carry_out(self._waiting.popleft())
+
     def _carry_out(self, action: Action) -> None:
         match action:
+            case Vow():
+                self._vow = action
+                self._vowing = asyncio.create_task(self._keep_vow(action))
             case Send(peers, signed):
                 self._hooks.send(peers, signed)
             case Fetch(blob, sources):
@@ -189,6 +212,16 @@ class RoundDriver:
                 self._finish(commit)
             case Skip(peer, reason):
                 self._hooks.skipped(peer, reason)
+
+    async def _keep_vow(self, vow: Vow) -> None:
+        """Not cancelled with the round: two threads must not write at once."""
+        try:
+            await asyncio.to_thread(self._vows.save, vow)
+        except StorageError as error:
+            self._hooks.broken(error)  # whoever cannot keep its word must not give it
+            return
+        self._vowing = None
+        self._carry_out_waiting()
 
     def _fetch(self, blob: Blob, sources: Sequence[PeerId]) -> None:
         if self._wishes.want(blob, sources):
@@ -235,6 +268,7 @@ class RoundDriver:
         if self._machine is not None:
             self._seen = self._machine.seen
         self._machine = None
+        self._waiting.clear()
         self._heard.clear()
         self._wishes.clear()
         for task in self._tasks:

@@ -112,10 +112,29 @@ Reason = Literal[
     "leader left",
     "leader silent",
     "exchange stalled",
-    "outvoted",  # half of the members are in a later view
+    "outvoted",  # so many are in a later view that the others decide nothing
     "reducer left",
     "reducer silent",
+    "slow disk",  # a message of ours that waited for a vow, with too many others
 ]
+
+
+@dataclass(frozen=True)
+class Vow:
+    """What binds a peer in the round that continues `base`: it takes no part in a view up to `view` a second time.
+
+    An acceptor of Paxos may vote again after a restart only if it remembers how it voted. As an action: nothing that
+    follows may leave this process before the vow is on disk. A peer that comes back (or opens the same round again)
+    hands the last one to the new machine, which begins in the view after it and brings the lock along: so it need not
+    remember what it said in the views before. `lock`: the newest proposal that it acknowledged. `members`: those of
+    whom a majority decides; until they are given up, they count for whoever comes back and sees nobody.
+    """
+
+    round: int
+    base: Digest
+    view: int
+    lock: Statement[Commit] | None
+    members: frozenset[PeerId]
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,10 @@ class Send:
 
 @dataclass(frozen=True)
 class Fetch:
-    """This blob is wanted; sources in order of preference. Comes again when the sources change."""
+    """This blob is wanted, unless an earlier process left it in our store; sources in order of preference.
+
+    Comes again when the sources change. There may be none, of whom we know.
+    """
 
     blob: Blob
     sources: tuple[PeerId, ...]
@@ -159,4 +181,4 @@ class Skip:
     reason: Reason
 
 
-Action = Send | Fetch | Reduce | Finish | Skip
+Action = Vow | Send | Fetch | Reduce | Finish | Skip

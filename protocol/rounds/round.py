@@ -15,6 +15,8 @@ A leader that is dead, silent or makes no progress is followed by that of the ne
 may have been decided (see `leadership`). The view change needs no messages of its own: a member in a later view says
 so by a holding without a roster. Everything is repeated until it is answered, so lost messages cost time only.
 
+What a peer promises binds it beyond the life of its process (see `Vow`).
+
 No majority, no commit: a minority waits until the votes of those that vanished are forgotten (`vote_memory`).
 """
 
@@ -43,6 +45,7 @@ from protocol.rounds.events import (
     Send,
     Skip,
     Tick,
+    Vow,
 )
 from protocol.rounds.hearing import hear
 from protocol.rounds.kinds import Body, kind_of
@@ -59,7 +62,8 @@ Sum = tuple[int, tuple[Digest, ...]]  # a part of certain contributions, in thei
 
 class Round:
     """`seen`: when each peer that may take part was last known to live: `previous_round.seen`, or at the first
-    round of a process every live trainer of the run, whatever its round, at `now`."""
+    round of a process every live trainer of the run, whatever its round, at `now`. `vow`: the last that this peer
+    made, whenever that was."""
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class Round:
         signer: Signer,
         now: float,
         seen: Mapping[PeerId, float] | None = None,
+        vow: Vow | None = None,
     ) -> None:
         # What was decided, and the acknowledgements that decide it: the answer to whoever still sends statements of
         # this round; received one by one, they finish his round as well.
@@ -79,6 +84,10 @@ class Round:
         electorate = Electorate(settings.vote_memory, settings.leader_timeout, seen or {}, now)
         self._state = RoundState(settings, me, number, base, electorate, now)
         self._evidence = self._state.evidence
+        self._vowed: tuple[int, Digest] = -1, b""  # view and lock
+        if vow is not None and (vow.round, vow.base) == (number, base):
+            self._vowed = self._state.take_up(vow)
+            self._evidence.learn_holding(self._sign(self._state.holding()))
         self._repeat_at = now + self._state.repeat_interval
         self._reported = NO_ROSTER, 0, 0  # the roster that we told its leader that we joined, and our stock then
         self._sources: dict[Digest, tuple[PeerId, ...]] = {}
@@ -117,8 +126,18 @@ class Round:
             for event in events:
                 self._apply(event, now)
             self._progress(now)
-        actions, self._actions = self._actions, []
+        actions, self._actions = [*self._vow(), *self._actions], []
         return actions
+
+    def _vow(self) -> list[Action]:
+        """Ahead of all that was just said, if any of it binds us further."""
+        state = self._state
+        view = state.followed.ballot.view if state.followed else self._vowed[0]
+        vowed = view, state.lock.digest if state.lock else b""
+        if vowed == self._vowed:
+            return []
+        self._vowed = vowed
+        return [Vow(state.number, state.base, view, state.lock, state.electorate.members)]
 
     def next_deadline(self, now: float) -> float | None:
         """When a Tick is wanted; None once decided."""
@@ -269,7 +288,7 @@ class Round:
     def _fetch(self) -> None:
         for blob, owner in self._state.wanted().items():
             sources = self._state.sources(blob, owner)
-            if sources and sources != self._sources.get(blob.digest):
+            if sources != self._sources.get(blob.digest):
                 self._sources[blob.digest] = sources
                 self._actions.append(Fetch(blob, sources))
 

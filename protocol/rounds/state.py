@@ -5,7 +5,7 @@ from collections.abc import Collection
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.rounds.election import Election, Electorate
-from protocol.rounds.events import Reason, RoundSettings
+from protocol.rounds.events import Reason, RoundSettings, Vow
 from protocol.rounds.evidence import Evidence
 from protocol.rounds.grouping import drawn, group_of
 from protocol.rounds.leadership import Leadership
@@ -44,6 +44,15 @@ class RoundState:
         self.lock: Statement[Commit] | None = None
         self.complete_since: float | None = None  # as many have contributed as the quorum asks for
         self.half_since: float | None = None  # at least half have
+
+    def take_up(self, vow: Vow) -> tuple[int, Digest]:
+        """Go on after the view that an earlier process of ours was last bound in. The view and lock that bind us."""
+        self.view, self.lock = min(vow.view + 1, MAX_VIEW), vow.lock
+        if vow.lock is None:
+            return vow.view, b""
+        self.evidence.learn_proposal(vow.lock)
+        self.evidence.learn_contributions(vow.lock.body)
+        return vow.view, vow.lock.digest
 
     @property
     def live(self) -> frozenset[PeerId]:
@@ -98,12 +107,13 @@ class RoundState:
         return Roster(self.number, self.view, self.base, ordered)
 
     def outvoting_view(self) -> int:
-        """The latest view that at least half of the living have reached."""
-        half = (len(self.live) + 1) // 2
+        """The latest view that half of the living have reached, or so many that the others are no majority."""
+        half, spare = (len(self.live) + 1) // 2, len(self.live) - len(self.electorate.members) // 2
+        enough = min(half, spare) if spare > 0 else half
         moved = self.evidence.moved & self.live
-        if not moved or len(moved) < half:
+        if not moved or len(moved) < enough:
             return 0
-        return sorted((self.evidence.holdings[peer].body.view for peer in moved), reverse=True)[half - 1]
+        return sorted((self.evidence.holdings[peer].body.view for peer in moved), reverse=True)[enough - 1]
 
     def follow(self, roster: Statement[Roster], now: float) -> list[Fault]:
         """Take a roster for that of our view. Who contributed otherwise than it says, or too late for it."""

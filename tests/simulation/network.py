@@ -1,8 +1,10 @@
-"""A seeded virtual network that drives many round machines under a virtual clock.
+"""A seeded virtual network under a virtual clock, for many round machines in one process.
 
-It stands in for the daemon: deliveries with retries like those of request and reply, blob transfers from the sources
-the machine names, gossiped records with expiry, a trainer that takes its time, and catching up by the chain.
-Signatures are left out here (they have tests of their own): a body is opened once and remembered.
+It loses, delays, reorders and duplicates messages, cuts the peers into islands or single directions, and keeps what is
+for a frozen process until it runs again. Deliveries are tried again like those of request and reply.
+
+Signatures are keyed hashes instead of Ed25519, a hundred times cheaper: whoever has no key of another peer cannot
+speak for it, and everything that is opened, nested or not, is verified once and remembered.
 """
 
 import hashlib
@@ -11,18 +13,22 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.identity import PeerId
+from protocol.errors import ForgedError
+from protocol.identity import Identity, PeerId
 from protocol.rounds.events import Exchange, Pattern, RoundSettings
 from protocol.rounds.kinds import KINDS
 from protocol.rounds.reports import Decision, acknowledging
 from protocol.rounds.statements import Commit, Contribution, Digest, Roster, Statement, Terms
 
+NAMES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)).peer_id for number in range(1, 17)]
 RUN_ID = hashlib.sha256(b"simulated run").hexdigest()
 SHAPES = hashlib.sha256(b"shapes").digest()
 ATTEMPTS_TO_DELIVER = 3
@@ -30,7 +36,10 @@ ATTEMPTS_TO_DELIVER = 3
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a seed stands for. Times in seconds of the virtual clock."""
+    """What a seed stands for. Times in seconds of the virtual clock.
+
+    `carries`: whether a message that missed its round may join the next.
+    """
 
     peers: int
     exchange: Exchange
@@ -46,38 +55,50 @@ class Scenario:
     quorum: float = 1.0
     group_size: int = 2
     pattern: Pattern = "random"
+    disk: float = 0.0  # the longest of a write
+    carries: bool = True
 
     def settings(self) -> RoundSettings:
-        return RoundSettings(
-            run_id=RUN_ID,
-            exchange=self.exchange,
-            parts=self.parts,
-            grace=2.0,
-            leader_timeout=1.5,
-            exchange_timeout=10.0,
-            vote_memory=self.vote_memory,
-            quorum=self.quorum,
-            group_size=self.group_size,
-            pattern=self.pattern,
-        )
+        return _settings(self)
 
     def terms(self) -> Terms:
         return Terms(codec="none", shapes=SHAPES, parts=self.parts, max_tokens=1000, max_blob_bytes=1000)
 
 
+@lru_cache(maxsize=64)
+def _settings(scenario: Scenario) -> RoundSettings:
+    return RoundSettings(
+        run_id=RUN_ID,
+        exchange=scenario.exchange,
+        parts=scenario.parts,
+        grace=2.0,
+        leader_timeout=1.5,
+        exchange_timeout=10.0,
+        vote_memory=scenario.vote_memory,
+        quorum=scenario.quorum,
+        group_size=scenario.group_size,
+        pattern=scenario.pattern,
+    )
+
+
 @dataclass
 class Link:
-    """What stands between the peers just now."""
+    """What stands between the peers just now. `frozen`: until when; `blocked`: single directions."""
 
     dead: set[PeerId] = field(default_factory=set)
-    frozen: set[PeerId] = field(default_factory=set)
-    deaf: set[PeerId] = field(default_factory=set)  # nothing reaches them, but they reach the others
+    frozen: dict[PeerId, float] = field(default_factory=dict)
+    blocked: set[tuple[PeerId, PeerId]] = field(default_factory=set)
     islands: dict[PeerId, int] = field(default_factory=dict)
 
     def reaches(self, sender: PeerId, receiver: PeerId) -> bool:
-        if {sender, receiver} & (self.dead | self.frozen) or receiver in self.deaf:
+        frozen = self.frozen and (sender in self.frozen or receiver in self.frozen)
+        return not frozen and sender not in self.dead and self.leads(sender, receiver)
+
+    def leads(self, sender: PeerId, receiver: PeerId) -> bool:
+        """Whether what `sender` sent before arrives."""
+        if receiver in self.dead or (sender, receiver) in self.blocked:
             return False
-        return self.islands.get(sender, 0) == self.islands.get(receiver, 0)
+        return not self.islands or self.islands.get(sender, 0) == self.islands.get(receiver, 0)
 
 
 class Network:
@@ -91,14 +112,15 @@ class Network:
         self.trace: list[tuple[float, str, Any]] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = itertools.count()
-        self._opened: dict[tuple[str, str, bytes], Statement[Any]] = {}
+        self._opened: dict[tuple[str, str, bytes, bytes], Statement[Any]] = {}
 
     def schedule(self, delay: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + delay, next(self._counter), action))
 
     def run(self, until: float, finished: Callable[[], bool] = lambda: False) -> None:
-        while self._queue and self._queue[0][0] <= until and not finished():
-            self.now, _, action = heapq.heappop(self._queue)
+        queue = self._queue
+        while queue and queue[0][0] <= until and not finished():
+            self.now, _, action = heapq.heappop(queue)
             action()
 
     def say(self, peer: str, what: Any) -> None:
@@ -106,27 +128,34 @@ class Network:
 
     def transmit(self, sender: PeerId, receiver: PeerId, deliver: Callable[[], None], attempt: int = 1) -> None:
         """Late, twice, out of order or, after a few attempts, not at all."""
-        delay = self.random.uniform(0.005, self.scenario.delay)
-        if self.link.reaches(sender, receiver) and self.random.random() >= self.scenario.loss:
-            copies = 2 if self.random.random() < self.scenario.duplication else 1
+        chance, scenario = self.random.random, self.scenario
+        delay = 0.005 + (scenario.delay - 0.005) * chance()
+        if self.link.reaches(sender, receiver) and chance() >= scenario.loss:
+            copies = 2 if chance() < scenario.duplication else 1
             for copy in range(copies):
                 self.schedule(delay * (1 + 3 * copy), lambda: self._arrive(sender, receiver, deliver))
         elif attempt < ATTEMPTS_TO_DELIVER:
             self.schedule(0.3 * attempt, lambda: self.transmit(sender, receiver, deliver, attempt + 1))
 
     def _arrive(self, sender: PeerId, receiver: PeerId, deliver: Callable[[], None]) -> None:
-        if sender in self.link.dead and self.random.random() < 0.5:
+        link = self.link
+        if sender in link.dead and self.random.random() < 0.5:
             return  # what was on its way when the sender died, arrives or not
-        if receiver in self.link.frozen:  # the kernel keeps it until the process runs again
-            self.schedule(0.5, lambda: self._arrive(sender, receiver, deliver))
-        elif self.link.islands.get(sender, 0) == self.link.islands.get(receiver, 0) and receiver not in self.link.dead:
+        if receiver in link.frozen:  # the kernel keeps it until the process runs again
+            later = link.frozen[receiver] - self.now + 0.1 * self.random.random()
+            self.schedule(later, lambda: self._arrive(sender, receiver, deliver))
+        elif link.leads(sender, receiver):
             deliver()
 
     def open(self, signed: wire.Signed) -> Statement[Any]:
-        key = (signed.kind, signed.peer, signed.body)
-        if key not in self._opened:
-            self._opened[key] = Statement.of(signed, self._body(signed))
-        return self._opened[key]
+        """Raises ForgedError where its sender has not signed it."""
+        key = (signed.kind, signed.peer, signed.body, signed.signature)
+        known = self._opened.get(key)
+        if known is None:
+            if signed.signature != signature_of(signed.peer, signed.kind, signed.body):
+                raise ForgedError(f"a {signed.kind} that {signed.peer} has not signed")
+            known = self._opened[key] = Statement.of(signed, self._body(signed))
+        return known
 
     def _body(self, signed: wire.Signed) -> Any:
         message, from_wire = KINDS[signed.kind]
@@ -146,9 +175,15 @@ class Network:
         return tuple(self.open(signed) for signed in envelopes)
 
 
+def signature_of(peer: PeerId, kind: str, body: bytes) -> bytes:
+    key = hashlib.blake2b(b"only its owner has this" + peer.encode()).digest()
+    return hashlib.blake2b(kind.encode() + b"\0" + body, key=key, digest_size=16).digest()
+
+
 def signer_of(peer: PeerId) -> Callable[[str, Message], wire.Signed]:
-    def sign(kind: str, body: Message) -> wire.Signed:
-        return wire.Signed(kind=kind, peer=peer, body=body.SerializeToString(deterministic=True))
+    def sign(kind: str, message: Message) -> wire.Signed:
+        body = message.SerializeToString(deterministic=True)
+        return wire.Signed(kind=kind, peer=peer, body=body, signature=signature_of(peer, kind, body))
 
     return sign
 

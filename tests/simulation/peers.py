@@ -1,14 +1,18 @@
-"""The peers of the virtual network: each drives one round machine after the other, as the daemon does."""
+"""The peers of the virtual network: each drives one round machine after the other, as the daemon does.
 
+A peer that is killed keeps its disk: its checkpoint (written after every round), its blobs and its last vow. All else
+is memory, and gone.
+"""
+
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from typing import TYPE_CHECKING, Any
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.identity import Identity, PeerId
+from protocol.identity import PeerId
 from protocol.rounds.attendance import Attendance
 from protocol.rounds.chain import Chain, Head, preferred
 from protocol.rounds.events import (
@@ -25,16 +29,36 @@ from protocol.rounds.events import (
     Send,
     Skip,
     Tick,
+    Vow,
 )
-from protocol.rounds.grouping import drawn, group_of
 from protocol.rounds.round import Round
 from protocol.rounds.statements import Commit, Contribution, Digest, Statement
-from tests.simulation.network import RUN_ID, Network, Scenario, offer_of, signer_of, sum_of
+from tests.simulation.network import RUN_ID, Network, signer_of, sum_of
+from tests.simulation.progress import Progress, Saved
 
-NAMES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)).peer_id for number in range(1, 17)]
+if TYPE_CHECKING:
+    from tests.simulation.swarm import Swarm
+
 HEARTBEAT = 1.0
+BEATS_PER_MEASUREMENT = 4
 # So long a peer tries to end its own round before it takes over a longer chain that it hears of.
 CATCH_UP_AFTER = 3.0
+KEPT_COMMITS = 64
+
+
+@dataclass
+class Disk:
+    """`store`: the blobs."""
+
+    store: set[Digest]
+    head: Head
+    commits: tuple[Statement[Commit], ...]
+    progress: Saved
+    vow: Vow | None = None
+
+    def last_vow(self) -> Vow | None:
+        """For a process that starts."""
+        return self.vow
 
 
 class Peer:
@@ -43,28 +67,35 @@ class Peer:
         self.network = network
         self.swarm = swarm
         self.chain = Chain.begin(RUN_ID)
-        self.store: set[Digest] = set()
+        self.progress = Progress(name, network.scenario, swarm.ledger)
+        self.disk = Disk(set(), self.chain.head, (), self.progress.save())
+        self.vow: Vow | None = None
         self.records: dict[PeerId, tuple[Head, float]] = {}
         self.attendance = Attendance(network.scenario.settings().leader_timeout)
         self.sources: dict[Digest, tuple[PeerId, ...]] = {}
         self.pending: Statement[Commit] | None = None  # decided, but not all its blobs are here
         self.behind_since: float | None = None
         self.round: Round
+        self.waiting: deque[Action] = deque()  # for a vow to be on disk
+        self._is_writing = False
         self._live: frozenset[PeerId] = frozenset()
-        self._seen: dict[PeerId, float] = {}
         self._tick_at = 0.0
         self._life = 0  # how often it came back
+        self._beats = 0
 
-    def come_back(self, furthest: Chain) -> None:
-        """A new process on the old disk: it takes over the furthest chain, and has its old message to offer."""
+    def come_back(self) -> None:
+        """A new process on the old disk."""
         self._life += 1
-        self.chain = Chain(furthest.head, furthest.since(max(0, furthest.round - 64)) or ())
-        self.sources.clear()
+        disk, now = self.disk, self.network.now
+        self.chain = Chain(disk.head, disk.commits)
+        self.progress.restore(disk.progress)
+        self.vow = disk.last_vow()
+        self._is_writing = False
         self.attendance = Attendance(self.network.scenario.settings().leader_timeout)
-        others = [peer.name for peer in self.swarm.alive() if peer is not self]
-        self.records = {name: (self.swarm.peers[name].chain.head, self.network.now) for name in others}
-        self.begin(dict.fromkeys(self.swarm.peers, self.network.now))
-        self.offer(self.round)
+        self.records = {}
+        # A run begins only once enough peers are there; who has been in it knows of whom.
+        members = disk.vow.members if disk.vow else self.swarm.peers
+        self.begin(dict.fromkeys(members, now))
         self.after(HEARTBEAT, self.beat)
 
     def begin(self, seen: dict[PeerId, float]) -> None:
@@ -72,12 +103,15 @@ class Peer:
         head, now = self.chain.head, self.network.now
         settings = self.network.scenario.settings()
         self.pending, self.behind_since, self._live, self._tick_at = None, None, frozenset(), 0.0
-        self.round = Round(settings, self.name, head.round, head.digest, signer_of(self.name), now, seen)
+        self.sources.clear()
+        self.waiting.clear()
+        self.round = Round(settings, self.name, head.round, head.digest, signer_of(self.name), now, seen, self.vow)
         self.refresh()
         machine = self.round
+        self.offer(machine)
         if head.round < self.network.scenario.rounds:
             time = self.network.random.uniform(0.3, 1.0) * self.network.scenario.training
-            self.after(time, lambda: self.offer(machine))
+            self.after(time, lambda: self.train(machine))
         self.broadcast_record()
         for statement in self.attendance.begin(head.round):
             if machine is self.round:
@@ -88,32 +122,32 @@ class Peer:
         life = self._life
 
         def act() -> None:
-            if self.name in self.network.link.frozen:
-                self.network.schedule(0.1, act)
-            elif self.name not in self.network.link.dead and life == self._life:
+            link = self.network.link
+            if self.name in link.frozen:
+                self.network.schedule(max(0.0, link.frozen[self.name] - self.network.now) + 0.001, act)
+            elif self.name not in link.dead and life == self._life:
                 action()
 
         self.network.schedule(delay, act)
 
-    def offer(self, machine: Round) -> None:
+    def train(self, machine: Round) -> None:
         if machine is self.round and machine.commit is None:
-            offer = offer_of(self.name, self.chain.round, self.chain.digest, self.network.scenario)
-            self.store.update(blob.digest for blob in offer.parts)
-            self.swarm.offered.append((self.name, offer))
-            self.feed(Offered(offer))
+            self.progress.train(machine.number)
+            self.offer(machine)
+
+    def offer(self, machine: Round) -> None:
+        contribution = self.progress.contribution(self.chain.head)
+        if contribution is not None and machine is self.round:
+            self.disk.store.update(blob.digest for blob in contribution.parts)
+            self.feed(Offered(contribution))
 
     def feed(self, event: Event) -> None:
         if not isinstance(event, Tick):
             self.network.say(self.name, event)
         machine = self.round
-        for action in machine.handle(event, self.network.now):
-            self.network.say(self.name, action)
-            for watch in self.swarm.watches:
-                watch(self.name, action)
-            if self.name not in self.network.link.dead:
-                self.act(action)
+        self.waiting.extend(machine.handle(event, self.network.now))
+        self._carry_out_waiting()
         self._arm(machine)
-        self.swarm.check()
 
     def _arm(self, machine: Round) -> None:
         deadline = machine.next_deadline(self.network.now)
@@ -126,7 +160,17 @@ class Peer:
         if machine is self.round and self.network.now >= self._tick_at - 1e-9:
             self.feed(Tick())
 
-    def act(self, action: Any) -> None:
+    def _carry_out_waiting(self) -> None:
+        dead = self.network.link.dead
+        while self.waiting and not self._is_writing:
+            action = self.waiting.popleft()
+            self.network.say(self.name, action)
+            for watch in self.swarm.watches:
+                watch(self.name, action)
+            if self.name not in dead:
+                self._act(action)
+
+    def _act(self, action: Any) -> None:
         match action:
             case Send(peers, signed):
                 for peer in peers:
@@ -134,19 +178,33 @@ class Peer:
             case Fetch(blob, sources):
                 self.want(blob, sources)
             case Reduce(part, attempt, contributions):
-                assert {entry.body.parts[part].digest for entry in contributions} <= self.store
+                assert {entry.body.parts[part].digest for entry in contributions} <= self.disk.store
                 machine = self.round
                 self.after(0.05, lambda: self.reduced(machine, part, attempt, contributions))
             case Finish(commit):
                 self.finish(commit)
             case Skip():
                 self.swarm.skips.append((self.name, action.peer, action.reason))
+            case Vow():
+                self._write(action)
+
+    def _write(self, vow: Vow) -> None:
+        self.vow, longest = vow, self.network.scenario.disk
+        if longest == 0.0:
+            self.disk.vow = vow
+            return
+        self._is_writing = True
+        self.after(self.network.random.uniform(0.0, longest), lambda: self._written(vow))
+
+    def _written(self, vow: Vow) -> None:
+        self.disk.vow, self._is_writing = vow, False
+        self._carry_out_waiting()
 
     def reduced(
         self, machine: Round, part: int, attempt: int, contributions: tuple[Statement[Contribution], ...]
     ) -> None:
         blob = sum_of(part, contributions)
-        self.store.add(blob.digest)
+        self.disk.store.add(blob.digest)
         if machine is self.round:
             self.feed(Reduced(part, attempt, blob))
 
@@ -170,19 +228,22 @@ class Peer:
             self._try(blob, 0)
 
     def _try(self, blob: Blob, attempt: int) -> None:
-        if blob.digest in self.store:
+        """Until the round is over."""
+        if blob.digest not in self.sources:
             return
-        sources = self.sources[blob.digest]
+        scenario, sources = self.network.scenario, self.sources[blob.digest] or tuple(self.swarm.peers)
         source = sources[attempt % len(sources)]
-        delay = self.network.random.uniform(0.02, self.network.scenario.transfer)
+        delay = 0.0 if blob.digest in self.disk.store else self.network.random.uniform(0.02, scenario.transfer)
         self.after(delay, lambda: self._transferred(blob, source, attempt))
 
     def _transferred(self, blob: Blob, source: PeerId, attempt: int) -> None:
-        link = self.network.link
+        link, digest = self.network.link, blob.digest
+        if digest not in self.sources:
+            return
         connected = link.reaches(self.name, source) and link.reaches(source, self.name)
-        if connected and blob.digest in self.swarm.peers[source].store:
-            self.store.add(blob.digest)
-            self.feed(Held(blob.digest))
+        if digest in self.disk.store or (connected and digest in self.swarm.peers[source].disk.store):
+            self.disk.store.add(digest)
+            self.feed(Held(digest))
             self.apply()
         else:
             self.after(0.2, lambda: self._try(blob, attempt + 1))
@@ -193,7 +254,7 @@ class Peer:
         self.swarm.decided(self.name, commit)
         self.pending = commit
         for blob, sources in self.swarm.needed(commit.body, self.name).items():
-            if blob.digest not in self.store:
+            if blob.digest not in self.disk.store:
                 self.want(blob, tuple(peer for peer in sources if peer != self.name))
         if self.network.scenario.exchange == "groups":
             self.after(self.network.scenario.settings().exchange_timeout, partial(self._go_on, commit))
@@ -202,25 +263,44 @@ class Peer:
     def _go_on(self, commit: Statement[Commit]) -> None:
         """What only our partner had has died with it: this round passes us by."""
         if self.pending is commit:
-            self.swarm.passed_by.append(self.name)
             self._append(commit)
 
     def apply(self) -> None:
-        needed = self.swarm.needed(self.pending.body, self.name) if self.pending else {}
-        if self.pending and all(blob.digest in self.store for blob in needed):
+        if self.pending is None:
+            return
+        needed = self.swarm.needed(self.pending.body, self.name)
+        if all(blob.digest in self.disk.store for blob in needed):
             self._append(self.pending)
 
     def _append(self, commit: Statement[Commit]) -> None:
+        self.swarm.ledger.append(self.chain.head, commit.body)
         self.chain.append(commit)
+        self._settle((commit,))
+
+    def _settle(self, commits: tuple[Statement[Commit], ...]) -> None:
+        """A new head: the fate of our message, a checkpoint, and the next round."""
+        self.progress.settle(commits, self.chain.round)
+        kept = self.chain.since(max(0, self.chain.round - KEPT_COMMITS)) or ()
+        self.disk.head, self.disk.commits, self.disk.progress = self.chain.head, kept, self.progress.save()
+        self.swarm.moved(self)
+        self.swarm.measure(self)
         self.begin(self.round.seen)
 
     def broadcast_record(self) -> None:
-        head = self.chain.head
-        for other in self.swarm.peers.values():
-            if other is not self:
-                self.network.transmit(self.name, other.name, partial(other.hear, self.name, head))
+        head, network = self.chain.head, self.network
+
+        def gossip() -> None:
+            for other in self.swarm.peers.values():
+                reached = other is not self and network.link.reaches(self.name, other.name)
+                if reached and network.random.random() >= network.scenario.loss:
+                    other.hear(self.name, head)
+
+        network.schedule(network.random.uniform(0.005, network.scenario.delay), gossip)
 
     def beat(self) -> None:
+        self._beats += 1
+        if self._beats % BEATS_PER_MEASUREMENT == 0:
+            self.swarm.measure(self)
         self.broadcast_record()
         self.refresh()
         self.catch_up()
@@ -230,12 +310,13 @@ class Peer:
         known = self.records.get(peer)
         if known is None or known[0].round <= head.round or preferred(known[0], head):
             self.records[peer] = (head, self.network.now)
-            self.refresh()
+            if (peer in self._live) != (head == self.chain.head):
+                self.refresh()
 
     def refresh(self) -> None:
-        oldest = self.network.now - self.network.scenario.expiry
-        level = (peer for peer, (head, heard) in self.records.items() if heard >= oldest and head == self.chain.head)
-        live = frozenset(level) | {self.name}
+        oldest, mine = self.network.now - self.network.scenario.expiry, self.chain.head
+        level = [peer for peer, (head, heard) in self.records.items() if heard >= oldest and head == mine]
+        live = frozenset([*level, self.name])
         if live != self._live:
             self._live = live
             self.feed(Live(live))
@@ -259,97 +340,6 @@ class Peer:
         if not preferred(self.chain.head, theirs.head):
             return
         self.network.say(self.name, f"takes over the chain at round {theirs.round}")
-        self.chain = Chain(theirs.head, theirs.since(max(0, theirs.round - 64)) or ())
-        self.begin(self.round.seen)
-
-
-class Swarm:
-    """All peers, and what must hold whatever happens. `forks`: rounds with two decisions on the same base."""
-
-    def __init__(self, scenario: Scenario, seed: int) -> None:
-        self.scenario = scenario
-        self.network = Network(scenario, seed)
-        self.offered: list[tuple[PeerId, Contribution]] = []
-        self.skips: list[tuple[PeerId, PeerId | None, str]] = []
-        self.decisions: dict[tuple[int, Digest], dict[bytes, list[PeerId]]] = {}
-        self.checks: list[Callable[[], None]] = []
-        self.watches: list[Callable[[PeerId, Action], None]] = [self._watch_groups]
-        self.passed_by: list[PeerId] = []
-        self._rosters: dict[Digest, list[tuple[PeerId, ...]]] = {}  # by the base that they continue
-        self.peers = {name: Peer(name, self.network, self) for name in NAMES[: scenario.peers]}
-
-    def start(self) -> None:
-        head = next(iter(self.peers.values())).chain.head
-        for peer in self.peers.values():
-            peer.records = {other: (head, 0.0) for other in self.peers if other != peer.name}
-        for peer in self.peers.values():
-            peer.begin(dict.fromkeys(self.peers, 0.0))
-            peer.after(self.network.random.uniform(0, HEARTBEAT), peer.beat)
-
-    def alive(self) -> list[Peer]:
-        return [peer for name, peer in self.peers.items() if name not in self.network.link.dead]
-
-    def is_done(self) -> bool:
-        return all(peer.chain.round >= self.scenario.rounds for peer in self.alive())
-
-    def is_one_chain(self) -> bool:
-        return self.is_done() and len({peer.chain.head for peer in self.alive()}) == 1
-
-    def needed(self, commit: Commit, peer: PeerId) -> dict[Blob, tuple[PeerId, ...]]:
-        """What that peer has to have, and whom it may ask."""
-        mine = group_of(commit, peer, self.scenario.settings())
-        sources = tuple(entry.sender for entry in mine) if self.scenario.exchange == "groups" else tuple(self.peers)
-        blobs = commit.parts or [blob for entry in mine for blob in entry.body.parts]
-        return dict.fromkeys(blobs, sources)
-
-    def _watch_groups(self, name: PeerId, action: Action) -> None:
-        """Nobody asks for anything outside of its group."""
-        if self.scenario.exchange != "groups":
-            return
-        if isinstance(action, Send) and action.signed.kind == "roster":
-            body = self.network.open(action.signed).body
-            self._rosters.setdefault(body.base, []).append(tuple(entry.sender for entry in body.contributions))
-        elif isinstance(action, Fetch):
-            owner, offer = next((name, offer) for name, offer in self.offered if action.blob in offer.parts)
-            rosters, settings = self._rosters.get(offer.base, []), self.scenario.settings()
-            circles = [drawn(settings, offer.round, roster).get(name, ()) for roster in rosters]
-            assert any(owner in circle for circle in circles), "a blob from outside of the group"
-
-    def decided(self, peer: PeerId, commit: Statement[Commit]) -> None:
-        body = commit.body
-        self.decisions.setdefault((body.round, body.base), {}).setdefault(body.content, []).append(peer)
-        senders = [entry.sender for entry in body.contributions]
-        assert senders == sorted(set(senders)) and senders, "a contribution stands twice, or none at all"
-        assert all((entry.sender, entry.body) in self.offered for entry in body.contributions), "an invented one"
-        if self.scenario.exchange == "butterfly":
-            assert body.parts == tuple(sum_of(part, body.contributions) for part in range(self.scenario.parts))
-
-    def check(self) -> None:
-        for check in self.checks:
-            check()
-
-    def forks(self) -> list[tuple[int, Digest]]:
-        return [place for place, contents in self.decisions.items() if len(contents) > 1]
-
-    def kill(self, name: PeerId) -> None:
-        self.network.say(name, "is killed")
-        self.network.link.dead.add(name)
-
-    def bring_back(self, name: PeerId, deaf_seconds: float) -> None:
-        self.network.say(name, f"comes back, deaf for {deaf_seconds:.1f} s")
-        furthest = max(self.alive(), key=lambda peer: peer.chain.tokens).chain
-        self.network.link.dead.discard(name)
-        if deaf_seconds:
-            self.network.link.deaf.add(name)
-            self.network.schedule(deaf_seconds, lambda: self.network.link.deaf.discard(name))
-        self.peers[name].come_back(furthest)
-
-    def freeze(self, name: PeerId, seconds: float) -> None:
-        self.network.say(name, f"freezes for {seconds:.1f} s")
-        self.network.link.frozen.add(name)
-        self.network.schedule(seconds, lambda: self.network.link.frozen.discard(name))
-
-    def split(self, islands: dict[PeerId, int], seconds: float) -> None:
-        self.network.say("network", f"splits for {seconds:.1f} s: {islands}")
-        self.network.link.islands = islands
-        self.network.schedule(seconds, islands.clear)
+        missed = theirs.since(self.chain.round) or ()
+        self.chain = Chain(theirs.head, theirs.since(max(0, theirs.round - KEPT_COMMITS)) or ())
+        self._settle(missed)

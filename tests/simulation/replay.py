@@ -1,18 +1,60 @@
-"""Shows what happens under a seed: `python -m tests.simulation.replay SEED [--isolating]`."""
+"""`python -m tests.simulation.replay SEED` shows what happens under a seed; with `--seeds 100000` many are tried."""
 
+import argparse
+import multiprocessing
 import sys
+import time
 
+from tests.simulation.seeds import BATCH, broken
 from tests.simulation.story import BrokenError, Story
 
 
-def main() -> None:
-    story = Story(int(sys.argv[1]), isolating="--isolating" in sys.argv[2:])
+def show(seed: int, isolating: bool) -> str:
+    """What broke; empty where nothing did."""
+    story = Story(seed, isolating)
     try:
         story.run()
     except BrokenError as broken:
         story.print_trace()
-        sys.exit(str(broken))
+        return str(broken)
     story.print_trace()
+    return ""
+
+
+def outcomes(batch: tuple[int, int, bool]) -> list[str]:
+    """What broke under these seeds."""
+    return [story.fault for story in broken(*batch)]
+
+
+def sweep(first: int, count: int, isolating: bool, workers: int) -> int:
+    """How many seeds broke."""
+    batches = [(start, min(BATCH, first + count - start), isolating) for start in range(first, first + count, BATCH)]
+    faults, started = 0, time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for done, found in enumerate(pool.imap_unordered(outcomes, batches), 1):
+            faults += len(found)
+            sys.stdout.writelines(f"{line}\n" for line in found)
+            if done % 50 == 0 or done == len(batches):
+                passed, seconds = min(done * BATCH, count), time.monotonic() - started
+                sys.stdout.write(f"{passed} seeds, {faults} broken, {seconds:.0f} s\n")
+            sys.stdout.flush()
+    return faults
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.replay")
+    parser.add_argument("seed", type=int, nargs="?", help="show what happens under this seed")
+    parser.add_argument("--seeds", type=int, default=0, help="try so many instead")
+    parser.add_argument("--first", type=int, default=0, help="the first of these")
+    parser.add_argument("--workers", type=int, default=2, help="processes that try them")
+    parser.add_argument("--isolating", action="store_true", help="peers may be apart for long, and chains fork")
+    given = parser.parse_args()
+    if given.seed is not None:
+        sys.exit(show(given.seed, given.isolating))
+    if not given.seeds:
+        parser.error("a SEED, or --seeds N")
+    faults = sweep(given.first, given.seeds, given.isolating, given.workers)
+    sys.exit(f"{faults} seeds broke" if faults else 0)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,28 @@
 """What happens under a seed: a scenario, and faults at random times or at chosen phases of a round."""
 
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from protocol.identity import PeerId
-from protocol.rounds.events import Action, Exchange, Finish, Pattern, Reduce, Send
+from protocol.rounds.events import Action, Exchange, Pattern, Reduce, Send, Vow
 from tests.simulation.network import Scenario
-from tests.simulation.peers import Swarm
+from tests.simulation.swarm import Swarm
 
 # Whole rounds take a few seconds; all faults are over by then, and whoever lives is to end all rounds by the end.
 FAULTS_OVER = 25.0
 END = 240.0
-PHASES = ("contribution", "roster", "holding", "inclusion", "part", "commit", "acknowledgement", "decision")
+PHASES = ("contribution", "roster", "holding", "inclusion", "part", "commit", "acknowledgement", "decision", "vow")
 EXCHANGES: tuple[Exchange, ...] = ("butterfly", "butterfly", "gather", "groups")
 PATTERNS: tuple[Pattern, ...] = ("random", "random", "ring", "exponential")
+KILLS = ("kill", "kill in phase", "kill in phase", "kill in phase", "kill reducer", "kill last holder", "relapse")
+FAULTS = (*KILLS, "freeze", "split", "one way")
+ISOLATING_FAULTS = (*FAULTS, "split", "split", "split", "one way", "freeze")
 
 
 class BrokenError(AssertionError):
-    """A seed under which something that must hold did not; `python -m tests.simulation.replay SEED` shows it."""
+    """A seed under which something that must hold did not; its text says how to see it again."""
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -35,128 +40,157 @@ def scenario_of(seed: int) -> Scenario:
         training=chance.choice([0.5, 4.0]),
         group_size=chance.choice([2, 2, 3, 4]),
         pattern=chance.choice(PATTERNS),
+        quorum=chance.choice([1.0, 0.6]),
+        disk=chance.choice([0.0, 0.05]),
+        carries=chance.choice([True, False]),
     )
 
 
 class Story:
-    """One run. `isolating`: faults may last longer than votes are remembered, so that forks are allowed."""
+    """One run. `faults`: of which kinds; as usual if empty. `isolating`: they may last longer than votes are
+    remembered, so that forks are allowed; otherwise all peers together are away, apart or frozen for less than that."""
 
-    def __init__(self, seed: int, isolating: bool = False) -> None:
+    def __init__(self, seed: int, isolating: bool = False, faults: Sequence[str] = (), rounds: int = 3) -> None:
         self.seed = seed
-        self.swarm = Swarm(scenario_of(seed), seed)
+        self.fault = ""
+        self._faults = faults or (ISOLATING_FAULTS if isolating else FAULTS)
+        self._end = END * max(1, rounds / 3)
+        self.swarm = Swarm(replace(scenario_of(seed), rounds=rounds), seed, forks_allowed=isolating)
         self.isolating = isolating
         self._chance = random.Random(f"faults {seed}")
-        self._apart_left = self.swarm.scenario.vote_memory - 1.0
+        self._time_left = self.swarm.scenario.vote_memory - 1.0
         self._plan()
 
     def _plan(self) -> None:
-        kinds = ["kill", "kill in phase", "kill in phase", "kill reducer", "freeze", "split"]
-        kinds += ["return", "return"] if self.isolating else []  # whoever comes back has forgotten its promises
         for _ in range(self._chance.choice([0, 1, 1, 2, 3])):
-            kind = self._chance.choice(kinds)
+            kind, number = self._chance.choice(self._faults), self._chance.randint(0, 2)
             if kind == "kill in phase":
-                self._kill_in_phase(self._chance.choice(PHASES), self._chance.randint(0, 2))
+                self._kill_in_phase(self._chance.choice(PHASES), number)
             elif kind == "kill reducer":
-                self._kill_reducer(self._chance.randint(0, 2))
+                self._on_first(lambda action: isinstance(action, Reduce), number, self._kill)
+            elif kind == "relapse":
+                self._relapse(number)
             else:
                 time = self._chance.uniform(0.0, FAULTS_OVER)
                 self.swarm.network.schedule(time, lambda kind=kind: self._strike(kind))  # type: ignore[misc]
 
     def _strike(self, kind: str) -> None:
         names = [peer.name for peer in self.swarm.alive()]
+        if not names:
+            return
         victim = self._chance.choice(names)
-        if kind in ("kill", "return"):
+        if kind == "kill":
             self._kill(victim)
-            if kind == "return" and victim in self.swarm.network.link.dead:
-                self._return_of(victim)
+        elif kind == "kill last holder":
+            self._kill(self._last_holder(names) or victim)
         elif kind == "freeze":
-            self.swarm.freeze(victim, self._chance.uniform(0.5, 9.0))
+            self.swarm.freeze(victim, self._seconds(0.5, 9.0))
+        elif kind == "split":
+            islands = self._chance.choice([2, 2, 3])
+            self.swarm.split({name: self._chance.randrange(islands) for name in names}, self._seconds(0.0, 11.0))
         else:
-            self._split(names)
+            self._block(victim, names)
 
-    def _split(self, names: list[PeerId]) -> None:
-        """Nothing may fork while peers are apart for less time, all splits together, than votes are remembered."""
-        seconds = self._chance.uniform(30.0, 60.0) if self.isolating else self._chance.uniform(0.0, self._apart_left)
-        self._apart_left -= seconds
-        self.swarm.split({name: self._chance.randint(0, 1) for name in names}, seconds)
+    def _seconds(self, least: float, most: float) -> float:
+        """Of the time that is left for such things; far more where forks are allowed."""
+        if self.isolating:
+            return self._chance.uniform(least, 5 * most)
+        seconds = min(self._chance.uniform(least, most), self._time_left)
+        self._time_left -= seconds
+        return seconds
 
-    def _kill(self, victim: PeerId) -> None:
-        if len(self.swarm.alive()) > 1 and victim not in self.swarm.network.link.dead:
-            self.swarm.kill(victim)
+    def _block(self, victim: PeerId, names: list[PeerId]) -> None:
+        others = [name for name in names if name != victim and self._chance.random() < 0.7]
+        inward = self._chance.random() < 0.5
+        directions = {(name, victim) if inward else (victim, name) for name in others}
+        self.swarm.block(directions, self._seconds(0.0, 11.0))
 
-    def _return_of(self, victim: PeerId) -> None:
-        """As a new process; the ways to it may take longer to be found again than the ways from it."""
-        away, deaf = self._chance.uniform(1.0, 12.0), self._chance.choice([0.0, 0.0, 8.0, 20.0])
-        self.swarm.network.schedule(away, lambda: self.swarm.bring_back(victim, deaf))
+    def _kill(self, victim: PeerId, comes_back: bool | None = None) -> None:
+        """For good, or for as long as it takes to start again. Somebody always lives."""
+        dead = self.swarm.network.link.dead
+        comes_back = self._chance.random() < 0.5 if comes_back is None else comes_back
+        away = self._seconds(0.1, 8.0) if comes_back else None
+        if victim not in dead and len(self.swarm.alive()) + len(self.swarm.returning) > 1:
+            self.swarm.kill(victim, away)
+
+    def _last_holder(self, names: Iterable[PeerId]) -> PeerId | None:
+        """A peer without which something that was contributed to the open round is gone."""
+        held: dict[bytes, list[PeerId]] = {}
+        for name in names:
+            for digest in self.swarm.peers[name].disk.store:
+                held.setdefault(digest, []).append(name)
+        unique = sorted(holders[0] for holders in held.values() if len(holders) == 1)
+        return self._chance.choice(unique) if unique else None
 
     def _kill_in_phase(self, kind: str, number: int) -> None:
-        """Right before or after a peer sends its first statement of a kind in a round."""
-        before = self._chance.random() < 0.5
-        fired = False
+        """Right before or after a peer says something of a kind for the first time in a round."""
 
-        def watch(name: PeerId, action: Action) -> None:
-            nonlocal fired
-            if fired or not isinstance(action, Send) or action.signed.kind != kind:
-                return
-            if self.swarm.peers[name].chain.round == number:
-                fired = True
-                if before:
-                    self._kill(name)
-                else:
-                    self.swarm.network.schedule(self._chance.uniform(0, 0.2), lambda: self._kill(name))
-
-        self.swarm.watches.append(watch)
-
-    def _kill_reducer(self, number: int) -> None:
-        fired = False
-
-        def watch(name: PeerId, action: Action) -> None:
-            nonlocal fired
-            if not fired and isinstance(action, Reduce) and self.swarm.peers[name].chain.round == number:
-                fired = True
+        def strike(name: PeerId) -> None:
+            if self._chance.random() < 0.5:
                 self._kill(name)
+            else:
+                self.swarm.network.schedule(self._chance.uniform(0, 0.2), lambda: self._kill(name))
+
+        self._on_first(lambda action: _kind_of(action) == kind, number, strike)
+
+    def _relapse(self, number: int) -> None:
+        """A leader dies over the decision, and some who acknowledged what it decided lose their memory."""
+
+        def strike(leader: PeerId) -> None:
+            voters = [peer.name for peer in self.swarm.alive() if peer.name != leader]
+            self._kill(leader, comes_back=False)
+            for name in self._chance.sample(voters, self._chance.randint(0, len(voters))):
+                self.swarm.kill(name, self._chance.uniform(0.1, 1.0))
+
+        self._on_first(lambda action: _kind_of(action) == "decision", number, strike)
+
+    def _on_first(self, wanted: Callable[[Action], bool], number: int, strike: Callable[[PeerId], None]) -> None:
+        fired = False
+
+        def watch(name: PeerId, action: Action) -> None:
+            nonlocal fired
+            if not fired and wanted(action) and self.swarm.peers[name].chain.round == number:
+                fired = True
+                strike(name)
 
         self.swarm.watches.append(watch)
 
     def run(self) -> None:
-        """Raises BrokenError for whatever must not happen."""
+        """Raises BrokenError for whatever must not happen; `fault` says it, too."""
         try:
-            if not self.isolating:
-                self.swarm.checks.append(self._nobody_forks)
             self.swarm.start()
-            self.swarm.network.run(END, self.swarm.is_one_chain if self.isolating else self.swarm.is_done)
-            for fault in self._faults():
-                raise AssertionError(fault)
+            self.swarm.network.run(self._end, self.swarm.is_done)
+            self._check_end()
         except AssertionError as error:
-            raise BrokenError(f"seed {self.seed}: {error}") from error
+            option = " --isolating" if self.isolating else ""
+            shown = f"python -m tests.simulation.replay {self.seed}{option}"
+            self.fault = f"seed {self.seed}: {error}; to see it: {shown}"
+            raise BrokenError(self.fault) from error
+        except Exception as error:
+            error.add_note(f"under seed {self.seed}")
+            raise
 
-    def _nobody_forks(self) -> None:
-        assert not self.swarm.forks(), "two commits of one round"
-
-    def _faults(self) -> Iterator[str]:
+    def _check_end(self) -> None:
         alive = self.swarm.alive()
         for peer in alive:
-            if peer.chain.round < self.swarm.scenario.rounds:
-                yield f"{peer.name[-4:]} is stuck in round {peer.chain.round}, view {peer.round.view}"
-        if len({peer.chain.head for peer in alive}) > 1:
-            yield "the chains differ"
-        yield from self._unknown_fates()
-
-    def _unknown_fates(self) -> Iterator[str]:
-        """Whoever ended a round by its own machine knows the commit, so whether its contribution is in it."""
-        for peer in self.swarm.alive():
-            for action in (what for _, name, what in self.swarm.network.trace if name == peer.name):
-                if isinstance(action, Finish):
-                    included = {entry.sender for entry in action.commit.body.contributions}
-                    offers = [o for n, o in self.swarm.offered if n == peer.name and o.base == action.commit.body.base]
-                    skipped = {(p, r) for n, p, r in self.swarm.skips if n == peer.name}
-                    if offers and peer.name not in included and (peer.name, "left out") not in skipped:
-                        yield f"{peer.name[-4:]} does not know what became of its contribution"
+            place = f"round {peer.chain.round}, view {peer.round.view}"
+            assert peer.chain.round >= self.swarm.scenario.rounds, f"{peer.name[-4:]} is stuck in {place}"
+        assert self.swarm.is_done(), "the chains differ"
+        if not self.isolating:
+            for peer in alive:
+                peer.progress.check(peer.chain)
 
     def print_trace(self) -> None:
-        print(f"seed {self.seed}: {self.swarm.scenario}")
+        sys.stdout.write(f"seed {self.seed}: {self.swarm.scenario}\n")
         for time, peer, what in self.swarm.network.trace:
-            print(f"{time:9.3f} {peer[-4:]:>7} {_short(what)}")
+            sys.stdout.write(f"{time:9.3f} {peer[-4:]:>7} {_short(what)}\n")
+
+
+def _kind_of(action: Action) -> str:
+    """Of a statement that is sent, or "vow"."""
+    if isinstance(action, Send):
+        return action.signed.kind
+    return "vow" if isinstance(action, Vow) else ""
 
 
 def _short(what: object) -> str:

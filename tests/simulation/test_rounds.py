@@ -1,91 +1,45 @@
-"""Whole rounds of many peers under faults, hundreds of seeds; each rule that keeps them right is also taken away.
+"""What the seeds of `test_seeds` would prove nothing without; and each rule that keeps them right, taken away."""
 
-A failing seed is shown by `python -m tests.simulation.replay SEED`.
-"""
-
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from protocol.rounds.election import Electorate
+from protocol.errors import ForgedError
+from protocol.rounds import attendance
 from protocol.rounds.events import Skip
-from protocol.rounds.leadership import Leadership
-from protocol.rounds.state import RoundState
-from tests.simulation.story import BrokenError, Story
+from tests.simulation.bugs import BUGS, Bug
+from tests.simulation.network import NAMES, Network, offer_of, signer_of
+from tests.simulation.story import BrokenError, Story, scenario_of
 
-BATCHES = 12
-SEEDS_PER_BATCH = 10
-SEARCHED = 150
-
-Crippling = Callable[[pytest.MonkeyPatch], None]
-
-
-@pytest.mark.parametrize("batch", range(BATCHES))
-def test_one_commit_a_round_and_nobody_is_stuck(batch: int) -> None:
-    for seed in range(batch * SEEDS_PER_BATCH, (batch + 1) * SEEDS_PER_BATCH):
-        Story(seed).run()
-
-
-@pytest.mark.parametrize("batch", range(2))
-def test_long_partitions_end_on_one_chain(batch: int) -> None:
-    forks = 0
-    for seed in range(batch * SEEDS_PER_BATCH, (batch + 1) * SEEDS_PER_BATCH):
-        story = Story(seed, isolating=True)
-        story.run()
-        forks += len(story.swarm.forks())
-    print(f"{forks} forks were healed")
+SEARCHED = 400
 
 
 def test_faults_of_all_kinds_are_met() -> None:
-    """The seeds above would prove nothing if they never came to the hard cases."""
     reasons: set[str] = set()
-    for seed in range(40):
+    seen: set[str] = set()
+    for seed in range(60):
         story = Story(seed)
         story.run()
         reasons |= {reason for _, _, reason in story.swarm.skips}
+        seen |= {what.split(" ")[0] for _, _, what in story.swarm.network.trace if isinstance(what, str)}
     assert reasons >= {"leader silent", "leader left", "reducer left", "lost", "late", "left out", "stale view"}
+    assert seen >= {"is", "comes", "freezes", "splits", "loses", "takes"}
 
 
-def _without_majority(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Electorate, "is_quorum", lambda self, voters: bool(self.seen.keys() & set(voters)))
-
-
-def _without_views(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RoundState, "fault_of_leader", lambda self, now: None)
-    patch.setattr(RoundState, "outvoting_view", lambda self: 0)
-
-
-def _without_holders(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RoundState, "needed", lambda self, proposal: ())
-    patch.setattr(Leadership, "_is_stocked", lambda self, promised, blobs, now: True)
-
-
-def _without_groups(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RoundState, "_of_my_group", lambda self, view: list(view.roster.body.contributions))
-
-
-@pytest.mark.parametrize(
-    ("cripple", "fault"),
-    [
-        (_without_majority, "two commits"),
-        (_without_views, "stuck"),
-        (_without_holders, "stuck"),
-        (_without_groups, "outside of the group"),
-    ],
-)
-def test_each_rule_is_needed(cripple: Crippling, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cripple(monkeypatch)
-    found = next((seed for seed in range(SEARCHED) if fault in _outcome(seed)), None)
-    assert found is not None, f"no seed shows {fault!r}"
-    print(f"seed {found}: {fault}")
+@pytest.mark.parametrize(("bug", "word", "faults"), BUGS, ids=lambda value: getattr(value, "__name__", None))
+def test_each_bug_is_found(bug: Bug, word: str, faults: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
+    found = next((seed for seed in range(SEARCHED) if word in outcome(seed, faults)), None)
+    assert found is not None, f"no seed shows {word!r}"
+    print(f"seed {found}: {word}")
     monkeypatch.undo()
-    Story(found).run()
+    assert outcome(found, faults) == "", "the same seed without the bug"
 
 
-def _outcome(seed: int) -> str:
+def outcome(seed: int, faults: Sequence[str]) -> str:
     try:
-        Story(seed).run()
+        Story(seed, faults=faults).run()
     except BrokenError as broken:
         return str(broken)
     return ""
@@ -95,9 +49,35 @@ def test_the_same_seed_is_the_same_story() -> None:
     first, second = Story(5), Story(5)
     first.run()
     second.run()
-    assert [_key(entry) for entry in first.swarm.network.trace] == [_key(entry) for entry in second.swarm.network.trace]
+    assert [key(entry) for entry in first.swarm.network.trace] == [key(entry) for entry in second.swarm.network.trace]
 
 
-def _key(entry: tuple[float, str, Any]) -> tuple[float, str, str]:
+def key(entry: tuple[float, str, Any]) -> tuple[float, str, str]:
     time, peer, what = entry
     return time, peer, what.reason if isinstance(what, Skip) else type(what).__name__
+
+
+def test_nobody_can_speak_for_another() -> None:
+    scenario = scenario_of(0)
+    network = Network(scenario, 0)
+    signed = signer_of(NAMES[0])("contribution", offer_of(NAMES[0], 0, bytes(32), scenario).to_wire())
+    assert network.open(signed).sender == NAMES[0]
+    signed.peer = NAMES[1]
+    with pytest.raises(ForgedError):
+        network.open(signed)
+
+
+def growth(seed: int) -> float:
+    """How many more entries the fullest table of the last rounds has than that of the first ones."""
+    story = Story(seed, faults=("freeze",), rounds=30)
+    story.run()
+    peaks = story.swarm.peaks
+    return max(peaks[number] for number in range(22, 30)) / max(peaks[number] for number in range(8))
+
+
+@pytest.mark.parametrize("seed", [2, 9])
+def test_tables_do_not_grow_with_the_rounds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded = growth(seed)
+    monkeypatch.setattr(attendance, "KEPT_DECISIONS", 1000)
+    print(f"{bounded:.2f} against {growth(seed):.2f}")
+    assert bounded < 1.25 < growth(seed)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -11,13 +12,14 @@ import pytest
 from node.daemon import rounds
 from node.daemon.replica import Workshop
 from node.daemon.rounds import Hooks, RoundDriver
+from node.daemon.vows import VowFile
 from node.daemon.wishes import Wishes
 from protocol.blobs.blob import Blob
 from protocol.errors import PeerFault, StorageError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.rounds.chain import Head, genesis
-from protocol.rounds.events import Exchange, Fetch, Live, RoundSettings
+from protocol.rounds.events import Exchange, Fetch, Live, RoundSettings, Vow
 from protocol.rounds.statements import Commit, Statement
 from tests.node.small_run import (
     PEERS,
@@ -45,7 +47,9 @@ class Table:
         self.program = program_of(method_of(exchange), 3)
         self.bounds = self.program.plan(0).bounds
         self.terms = terms_of(len(self.bounds))
-        self.settings = RoundSettings(RUN_ID, exchange, len(self.bounds), 0.1, 0.5, 1.0)
+        self.settings = RoundSettings(
+            RUN_ID, exchange, len(self.bounds), grace=1.0, leader_timeout=1.5, exchange_timeout=3.0
+        )
         self.deaf: set[PeerId] = set()
         self.seats = {identity.peer_id: Seat(self, index, folder) for index, identity in enumerate(PEERS[:count])}
         stores = {peer: seat.store for peer, seat in self.seats.items()}
@@ -102,8 +106,9 @@ class Seat:
             broken=self.broken.append,
         )
         self.driver = RoundDriver(
-            self.identity, lambda _: table.settings, table.terms, self.store, self.workshop, self.wishes, hooks
-        )
+            self.identity, lambda _: table.settings, table.terms, self.store, self.workshop, self.wishes,
+            VowFile(folder / f"vow-{index}.json", RUN_ID, table.terms), hooks,
+        )  # fmt: skip
 
     def send(self, peers: Iterable[PeerId], signed: Signed) -> None:
         self.sent.append(signed)
@@ -366,3 +371,49 @@ def test_the_part_of_a_blob_is_known_from_any_statement(tables: list[Table], tmp
     driver._heard[PEERS[0].peer_id, "commit", 0] = commit
     assert [driver._part_of(blob.digest) for blob in parts] == [0, 1, 2]
     assert [driver._part_of(blob.digest) for blob in mine.body.parts] == [0, 1, 2]
+
+
+async def test_nothing_that_a_vow_covers_leaves_before_it_is_on_disk(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, save = threading.Event(), VowFile.save
+
+    def slow_save(self: VowFile, vow: Vow) -> None:
+        assert released.wait(10)
+        save(self, vow)
+
+    monkeypatch.setattr(VowFile, "save", slow_save)
+    table.begin()
+    table.offer(0, 1, 2)
+    seats = table.seats.values()
+    await until(lambda: any(seat.driver._vowing for seat in seats))
+    leader = next(seat for seat in seats if seat.driver._vowing)
+    assert kinds(leader.sent) == ["contribution"], "the roster is written down, but not sent"
+    assert leader.driver.is_open
+    released.set()
+    await table.all_decided(0, 1, 2)
+    assert "roster" in kinds(leader.sent)
+
+
+async def test_a_driver_that_starts_again_goes_on_after_its_vow(tables: list[Table], tmp_path: Path) -> None:
+    absent = PEERS[3].peer_id
+    vow = Vow(HEAD.round, HEAD.digest, 4, None, frozenset({PEERS[0].peer_id, absent}))
+    VowFile(tmp_path / "vow-0.json", RUN_ID, terms_of(1)).save(vow)
+    tables.append(Table(tmp_path, 2, "gather"))
+    tables[0].begin()
+    machines = [tables[0][index].driver._machine for index in range(2)]
+    assert [machine.view for machine in machines if machine] == [5, 0]
+    assert [machine.has_member(absent) for machine in machines if machine] == [True, False]
+
+
+async def test_a_disk_that_cannot_keep_a_vow_ends_the_node(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: VowFile, vow: Vow) -> None:
+        raise StorageError("no space")
+
+    monkeypatch.setattr(VowFile, "save", full)
+    table.begin()
+    table.offer(0, 1, 2)
+    await until(lambda: any(seat.broken for seat in table.seats.values()))
+    for seat in table.seats.values():
+        assert not seat.decided and {str(error) for error in seat.broken} <= {"no space"}
+        seat.broken.clear()

@@ -24,8 +24,7 @@ from protocol.rounds.events import (
 )
 from protocol.rounds.round import Round
 from protocol.rounds.statements import Commit, Digest, Statement
-from tests.simulation.network import RUN_ID, Network, Scenario, offer_of, signer_of, sum_of
-from tests.simulation.peers import NAMES
+from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, offer_of, signer_of, sum_of
 
 BASE = genesis(RUN_ID).digest
 Drop = Callable[[PeerId, PeerId, str], bool]  # sender, receiver, kind

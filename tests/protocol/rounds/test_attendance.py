@@ -7,8 +7,7 @@ from protocol.rounds.kinds import Body, kind_of
 from protocol.rounds.reports import Acknowledgement, Decision, Holding, Part
 from protocol.rounds.statements import NO_ROSTER, Commit, Statement
 from tests.protocol.rounds.round_table import BASE
-from tests.simulation.network import Scenario, offer_of, signer_of
-from tests.simulation.peers import NAMES
+from tests.simulation.network import NAMES, Scenario, offer_of, signer_of
 
 ASKER, OTHER, LEADER = NAMES[:3]
 SCENARIO = Scenario(3, "gather", 1, 1, 0, 0, 0, 0, 0)

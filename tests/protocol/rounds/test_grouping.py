@@ -9,8 +9,7 @@ from protocol.rounds.events import Pattern, RoundSettings
 from protocol.rounds.grouping import Group, drawn, exponential, group_of, groups, ring
 from protocol.rounds.statements import Commit, Statement
 from tests.protocol.rounds.round_table import BASE
-from tests.simulation.network import RUN_ID, Scenario, offer_of, signer_of
-from tests.simulation.peers import NAMES
+from tests.simulation.network import NAMES, RUN_ID, Scenario, offer_of, signer_of
 
 SETTINGS = RoundSettings(RUN_ID, "groups", 1, 2.0, 1.5, 10.0)
 PEERS = tuple(sorted(NAMES))

@@ -12,8 +12,7 @@ from protocol.rounds.leadership import Leadership
 from protocol.rounds.reports import Inclusion, Part
 from protocol.rounds.statements import NO_ROSTER, Commit, Roster, Statement
 from tests.protocol.rounds.round_table import BASE, Table
-from tests.simulation.network import RUN_ID, offer_of, signer_of
-from tests.simulation.peers import NAMES
+from tests.simulation.network import NAMES, RUN_ID, offer_of, signer_of
 
 BOTH = pytest.mark.parametrize(("exchange", "parts"), [("gather", 1), ("butterfly", 4)])
 

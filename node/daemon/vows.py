@@ -1,0 +1,59 @@
+"""What this node promised in the round that is open, on disk: a start after a kill must not vote otherwise.
+
+It lies in the folder of the key: whoever loses the one loses the other, and is a newcomer who has promised nothing.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from node.folder import write_atomically
+from protocol.errors import PeerFault, StorageError
+from protocol.manifest import RunId
+from protocol.murmur_pb2 import Signed
+from protocol.rounds.events import Vow
+from protocol.rounds.kinds import parse
+from protocol.rounds.statements import Commit, Statement, Terms
+
+
+class VowFile:
+    """Holds one vow, the last. `terms` are those of the run, for the proposal in it."""
+
+    def __init__(self, path: Path, run_id: RunId, terms: Terms) -> None:
+        self._path, self._run_id, self._terms = path, run_id, terms
+
+    def save(self, vow: Vow) -> None:
+        """On disk once this returns. Raises StorageError."""
+        values = {
+            "round": vow.round,
+            "base": vow.base.hex(),
+            "view": vow.view,
+            "lock": vow.lock.signed.SerializeToString().hex() if vow.lock else None,
+            "members": sorted(vow.members),
+        }
+        write_atomically(self._path, json.dumps(values).encode())
+
+    def load(self) -> Vow | None:
+        """None: this node has never promised anything. Raises StorageError for what `save` did not write."""
+        try:
+            return self._vow_of(json.loads(self._path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            text = f"cannot read {self._path}: {error.strerror}; mend its folder, or choose another --dir"
+            raise StorageError(text) from error
+        except (ValueError, TypeError, KeyError, DecodeError, PeerFault) as error:
+            raise StorageError(f"{self._path} is damaged: remove it, and start again in a minute") from error
+
+    def _vow_of(self, values: dict[str, Any]) -> Vow:
+        lock = None if values["lock"] is None else self._lock_of(bytes.fromhex(values["lock"]))
+        members = frozenset(str(peer) for peer in values["members"])
+        return Vow(int(values["round"]), bytes.fromhex(values["base"]), int(values["view"]), lock, members)
+
+    def _lock_of(self, signed: bytes) -> Statement[Commit]:
+        statement = parse(Signed.FromString(signed), self._run_id, self._terms)
+        if not isinstance(statement.body, Commit):
+            raise ValueError("the lock is no commit")
+        return Statement(statement.signed, statement.body, statement.sender, statement.digest)

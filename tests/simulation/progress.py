@@ -1,0 +1,125 @@
+"""The work of trainers, in units, and what becomes of it: each is applied once or never, and none gets lost.
+
+A message carries all units that its trainer has made or got back. Where it is on its way is decided by the code of the
+node itself (`node.daemon.offers`); here its verdicts are compared with what the chains really hold.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import cast
+
+from node.channel import Message
+from node.daemon.offers import Offer, Offers
+from optim.program import Program
+from protocol.blobs.blob import Blob
+from protocol.identity import PeerId
+from protocol.rounds.chain import Chain, Head, after
+from protocol.rounds.statements import Commit, Contribution, Digest, Statement
+from tests.simulation.network import Scenario
+
+Units = frozenset[int]
+Parts = tuple[Blob, ...]
+NONE: Units = frozenset()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """As much of a round's plan as matters to a message."""
+
+    round: int
+    carries: bool
+
+    def may_join(self, other: "Plan") -> bool:
+        return self.carries or self.round == other.round
+
+
+class Plans:
+    def __init__(self, carries: bool) -> None:
+        self._carries = carries
+
+    def plan(self, number: int) -> Plan:
+        return Plan(number, self._carries)
+
+
+class Ledger:
+    """Of the whole swarm: what is in which message, and which units each chain has applied."""
+
+    def __init__(self, genesis: Head) -> None:
+        self.contents: dict[Parts, Units] = {}
+        self.owners: dict[Digest, PeerId] = {}  # by blob
+        self.made_for: dict[Digest, int] = {}
+        self.applied: dict[Digest, Units] = {genesis.digest: NONE}  # by the digest of the head
+        self._serials = itertools.count()
+
+    def new_unit(self) -> int:
+        return next(self._serials)
+
+    def append(self, head: Head, commit: Commit) -> None:
+        """AssertionError: something is applied a second time, or nobody has made it."""
+        units = self.applied[head.digest]
+        for entry in commit.contributions:
+            assert self.owners.get(entry.body.parts[0].digest) == entry.sender, "an invented contribution"
+            content = self.contents[entry.body.parts]
+            assert not content & units, "a contribution is applied twice"
+            units |= content
+        self.applied[after(head, commit).digest] = units
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a start after a kill goes on from.
+
+    The residual is not: a message that was made after the checkpoint may have carried it, and have been taken.
+    """
+
+    offer: Offer | None
+    units: Units
+
+
+class Progress:
+    """Of one peer. `units`: all that its trainer remembers to have made; `residual`: what it has to send again."""
+
+    def __init__(self, name: PeerId, scenario: Scenario, ledger: Ledger) -> None:
+        self._name, self._scenario, self._ledger = name, scenario, ledger
+        self._program = cast(Program, Plans(scenario.carries))
+        self.offers = Offers(self._program)
+        self.units = self.residual = NONE
+
+    def train(self, number: int) -> None:
+        """A new message for that round, unless the last one is still on its way."""
+        if self.offers.current is not None:
+            return
+        unit, ledger = self._ledger.new_unit(), self._ledger
+        self.units |= {unit}
+        content, self.residual = self.residual | {unit}, NONE
+        parts = tuple(Blob.of(f"{self._name} {unit} {part}".encode()) for part in range(self._scenario.parts))
+        ledger.contents[parts] = content
+        for blob in parts:
+            ledger.owners[blob.digest], ledger.made_for[blob.digest] = self._name, number
+        self.offers.place(Offer(Message(round=number, sizes=(1,), tokens=100, steps=10, loss=2.5), parts))
+
+    def contribution(self, head: Head) -> Contribution | None:
+        current = self.offers.current
+        return None if current is None else current.contribution(head, self._scenario.terms())
+
+    def settle(self, commits: tuple[Statement[Commit], ...], number: int) -> None:
+        """What these commits mean for the message that is on its way."""
+        current = self.offers.current
+        fate = self.offers.reach(self._name, [commit.body for commit in commits], number)
+        if fate == "excluded" and current is not None:
+            self.residual |= self._ledger.contents[current.parts]
+
+    def check(self, chain: Chain) -> None:
+        """Once everything is settled. AssertionError: work is lost, or will be applied a second time."""
+        applied, current = self._ledger.applied[chain.digest], self.offers.current
+        pending = self.residual | (self._ledger.contents[current.parts] if current else NONE)
+        assert self.units <= applied | pending, "work got lost"
+        assert not applied & pending, "work is applied, and will be again"
+
+    def save(self) -> Saved:
+        return Saved(self.offers.current, self.units - self.residual)
+
+    def restore(self, saved: Saved) -> None:
+        """What was made since then is lost with the memory, unless a round has taken it."""
+        self.offers = Offers(self._program)
+        self.offers.current, self.units, self.residual = saved.offer, saved.units, NONE

@@ -1,0 +1,10 @@
+"""The first half of the seeds: one commit a round, nothing applied twice, no work lost, nobody stuck, small tables."""
+
+import pytest
+
+from tests.simulation.seeds import FIRST_HALF, try_batch
+
+
+@pytest.mark.parametrize("first", FIRST_HALF)
+def test_nothing_breaks(first: int) -> None:
+    try_batch(first)
