@@ -52,6 +52,7 @@ from protocol.murmur_pb2_grpc import (
     add_RunsServicer_to_server,
 )
 from protocol.network.dial_back import DialBack
+from protocol.network.reach import own_address, relays_for
 from protocol.network.transport import Transport, caller
 from protocol.network.tunnel import TunnelLimits
 from protocol.rounds.chain import Chain, Head
@@ -214,8 +215,9 @@ class Assembly:
 
     async def open(self) -> None:
         """Go on the network and say where we stand."""
-        rounds = RoundsService(self._settings.run_id, self.driver, self.replica)
-        runs = RunsService(self._settings.manifest, DialBack(self.transport.remote_addresses))
+        settings = self._settings
+        rounds = RoundsService(settings.run_id, self.driver, self.replica)
+        runs = RunsService(settings.manifest, DialBack(self.transport.remote_addresses))
         await self.transport.open(
             [
                 self.directory.register,
@@ -223,8 +225,9 @@ class Assembly:
                 lambda server: add_RoundsServicer_to_server(rounds, server),
                 lambda server: add_RunsServicer_to_server(runs, server),
             ],
-            listen=usual_listen(self._folder, self._settings.listen),
-            direct=self._settings.direct,
+            listen=usual_listen(self._folder, settings.listen),
+            direct=settings.direct,
+            relays=relays_for(settings.listen, (*settings.peers, *settings.manifest.run.bootstrap), own_address()),
         )
         self.rendezvous = Rendezvous(
             self._identity, self._settings.run_id, self.transport, self._clock, self.directory.neighbours,

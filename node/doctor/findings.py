@@ -1,6 +1,5 @@
 """What a measurement means: ok, warn or fail, and for what is not ok the mend. PURE."""
 
-import ipaddress
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +10,7 @@ from node.status import short_bytes
 from protocol.manifest import Manifest
 from protocol.membership.directory import CLOCK_TOLERANCE
 from protocol.network.dial_back import host_of
+from protocol.network.reach import is_public
 
 Level = Literal["ok", "warn", "fail"]
 CLOCK_WARN = 5.0
@@ -53,11 +53,6 @@ def judged_addresses(addresses: Sequence[str]) -> Finding:
     if any(is_public(address) for address in addresses):
         return Finding("ports", "ok", "a public address: others can reach this machine")
     return Finding("ports", "warn", "no public address: others come by the connections that you open", FORWARD)
-
-
-def is_public(address: str) -> bool:
-    found = host_of([address])
-    return found is not None and ipaddress.ip_address(found[1]).is_global
 
 
 def judged_peers(dialled: Sequence[tuple[str, float | str]]) -> Finding:

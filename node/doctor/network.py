@@ -19,7 +19,6 @@ import grpc
 
 from node.doctor.findings import (
     Finding,
-    is_public,
     judged_addresses,
     judged_clock,
     judged_dial_back,
@@ -44,6 +43,7 @@ from protocol.murmur_pb2 import (
     PeerRecord,
 )
 from protocol.murmur_pb2_grpc import BlobsStub, MembershipStub, RoundsStub, RunsStub
+from protocol.network.reach import is_public
 from protocol.network.transport import Transport
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from node.web import EVERYWHERE, host_and_port, listening, serving
 from protocol.errors import TransportError, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
+from protocol.network.reach import own_address
 from protocol.signed_manifest import fingerprint, seal
 
 logger = logging.getLogger(__name__)
@@ -122,16 +122,6 @@ def _say(facts: Facts, door: Door, port: int) -> None:
     print(f"page         {base}/", flush=True)
     print(f"to take part murmur join {base}/run.toml", flush=True)
     print(f"fingerprint  {fingerprint(facts.organiser)}", flush=True)
-
-
-def own_address() -> str:
-    """The address that this machine has towards the internet; connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
 
 
 def _ended(task: asyncio.Task[None]) -> None:

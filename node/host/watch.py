@@ -19,13 +19,13 @@ from node.program import program_of
 from protocol.identity import PeerId
 from protocol.membership import directory
 from protocol.murmur_pb2 import PeerRecord
+from protocol.network.reach import RELAYED, is_public
 
 logger = logging.getLogger(__name__)
 
 TICK = 0.5  # seconds
 PACE_SECONDS = 2.0  # over which a peer's sending is measured
 KEPT_STRAYS = 256
-RELAYED = "/p2p-circuit"
 MAX_SPEED = 1e15  # tokens a second: sums of what peers claim must stay finite
 MAX_SHOWN = 1024  # peers; who comes later is shown when one of them leaves
 
@@ -199,7 +199,8 @@ def peer_now(peer: PeerId, record: PeerRecord, sending: float, now: float) -> Pe
 def _reach(record: PeerRecord) -> Reach:
     if not record.addresses:
         return "unknown"
-    return "relay" if all(RELAYED in address for address in record.addresses) else "direct"
+    relayed = any(RELAYED in address for address in record.addresses)
+    return "relay" if relayed and not any(map(is_public, record.addresses)) else "direct"
 
 
 def _bounded(count: int) -> int:

@@ -22,6 +22,7 @@ from protocol.identity import PeerId, public_key
 BUFFER_BYTES = 256 * 1024  # what a reader holds at most is twice this
 ANSWER_SECONDS = 10.0  # p2pd answers what needs no network at once
 MAX_ADDRESS_LENGTH = 512
+P2P_CODE = b"\xa5\x03"  # of a multiaddress's /p2p/ part
 HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
 
 
@@ -50,7 +51,7 @@ class Control:
             type=p2pd_pb2.Request.CONNECT,
             connect=p2pd_pb2.ConnectRequest(
                 peer=base58.b58decode(peer),
-                addrs=[Multiaddr(address).to_bytes() for address in addresses],
+                addrs=list(map(_encoded, addresses)),
                 timeout=math.ceil(deadline),
             ),
         )
@@ -124,6 +125,18 @@ async def accept(stream: Stream) -> PeerId:
     peer = base58.b58encode(information.peer).decode()
     public_key(peer)
     return peer
+
+
+def _encoded(address: str) -> bytes:
+    """For p2pd. hivemind writes a peer id in the middle of an address as a CID, which p2pd's Go cannot read."""
+    way, *relays = address.split("/p2p/")
+    encoded: bytes = Multiaddr(way).to_bytes()
+    for relay in relays:
+        peer, _, rest = relay.partition("/")
+        identity = base58.b58decode(peer)
+        encoded += P2P_CODE + bytes([len(identity)]) + identity
+        encoded += Multiaddr(f"/{rest}").to_bytes() if rest else b""
+    return encoded
 
 
 def split_address(address: str) -> tuple[PeerId, str]:

@@ -1,7 +1,7 @@
 """p2pd (hivemind's libp2p daemon) as a supervised child.
 
 We start it ourselves instead of letting hivemind do so: it must die with us even by SIGKILL, start without seeds
-(dead ones would keep it from starting), neither open ports in a router nor relay for strangers unless asked, and be
+(dead ones would keep it from starting), neither open ports in a router nor relay much for strangers, and be
 started again when it dies. hivemind's `P2P` is attached to the running process afterwards.
 """
 
@@ -54,7 +54,7 @@ class Options:
     identity_path: Path
     listen: tuple[str, ...]
     announce: tuple[str, ...] = ()
-    relay_service: bool = False
+    relays: tuple[str, ...] = ()  # who may relay to us, where nobody can call us
 
 
 class P2pd:
@@ -204,13 +204,18 @@ def arguments(options: Options, listen: tuple[str, ...], folder: Path) -> list[s
         "dhtServer": 1,  # finds addresses of peers that hivemind's DHT names by id only
         "natPortMap": 0,
         "autonat": 0,
-        "autoRelay": 0,
-        "relay": 1,  # dials circuits
-        "relayService": int(options.relay_service),
+        "autoRelay": int(bool(options.relays)),
+        # Dials circuits. Whatever is said here, p2pd also carries those of others, each for two minutes and 128 KiB.
+        "relay": 1,
+        "relayService": 0,
+        "relayDiscovery": 0,
         "connManager": 1,
         "tls": 1,
         "idleTimeout": "30s",  # a second way to die with us
     }
+    if options.relays:
+        flags["forceReachabilityPrivate"] = 1
+        flags["trustedRelays"] = ",".join(options.relays)
     if options.announce:
         flags["announceAddrs"] = ",".join(options.announce)
     return [str(BINARY), *(f"-{name}={value}" for name, value in flags.items())]

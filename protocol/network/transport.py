@@ -106,7 +106,7 @@ class Transport:
         services: Sequence[Service],
         listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce: Sequence[str] = (),
-        relay_service: bool = False,
+        relays: Sequence[str] = (),
         direct: int | None = None,
     ) -> None:
         """Serve and be reachable; dials nobody. `services` add their servicers to gRPC's server.
@@ -114,7 +114,7 @@ class Transport:
         `direct`: the port for direct connections, on the hosts of `listen`; 0 is a free one, None takes none.
         Each call that a servicer receives carries its caller: see `caller`. Raises TransportError.
         """
-        options = Options(self._identity_path, tuple(listen), tuple(announce), relay_service)
+        options = Options(self._identity_path, tuple(listen), tuple(announce), tuple(relays))
         try:
             await self._open(options, services, direct)
         except BaseException:

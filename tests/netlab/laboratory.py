@@ -102,7 +102,7 @@ class Laboratory:
         port = f"home{behind.inhabitants}"
         self._connect(namespace, f"{HOME}.{1 + behind.inhabitants}", behind.namespace, port, "home")
         node = Node(port, namespace, f"{HOME}.{1 + behind.inhabitants}", behind.public, behind)
-        self._route_home(node)
+        self._route_out(node)
         return node
 
     def router(self, link: Link | None = None) -> Node:
@@ -147,8 +147,7 @@ class Laboratory:
 
     def plug(self, node: Node) -> None:
         run(f"ip -n {node.namespace} link set eth0 up")
-        if node.router:
-            self._route_home(node)
+        self._route_out(node)
 
     def carried(self, node: Node) -> tuple[int, int]:
         """Bytes that its interface has sent and received, packets' heads among them."""
@@ -182,6 +181,7 @@ class Laboratory:
         node = Node(name, self._namespace(name), address, address)
         self.nodes.append(node)
         self._connect(node.namespace, address, self._exchange, name, "bridge")
+        self._route_out(node)
         self.set_link(node, link)
         return node
 
@@ -193,8 +193,9 @@ class Laboratory:
         run(f"ip -n {namespace} link set lo up")
         run(f"ip -n {namespace} link set eth0 up")
 
-    def _route_home(self, node: Node) -> None:
-        run(f"ip -n {node.namespace} route replace default via {HOME}.1")
+    def _route_out(self, node: Node) -> None:
+        gateway = f"via {HOME}.1" if node.router else "dev eth0"
+        run(f"ip -n {node.namespace} route replace default {gateway}")
 
     def _limit(self, namespace: str, device: str, rate: float) -> None:
         burst = max(LEAST_BURST, int(rate * 1e6 / 8 * BURST_SECONDS))

@@ -1,12 +1,11 @@
 """The door of a host, and the manifest that it hands out."""
 
-import ipaddress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 
-from node.host.hosting import MAX_BOOTSTRAP, Door, Seal, facts_of, own_address, reachable_first
+from node.host.hosting import MAX_BOOTSTRAP, Door, Seal, facts_of, reachable_first
 from protocol.errors import TransportError, UsageError
 from protocol.signed_manifest import open_sealed
 from tests.node.small_run import MANIFEST, PEERS
@@ -39,10 +38,6 @@ def test_a_public_url_is_one() -> None:
     assert Door.parse("8080", "https://run.example.org/").public_url == "https://run.example.org"
     with pytest.raises(UsageError, match="--public-url"):
         Door.parse("8080", "run.example.org")
-
-
-def test_an_address_that_others_can_use_is_told() -> None:
-    assert ipaddress.ip_address(own_address())
 
 
 @dataclass

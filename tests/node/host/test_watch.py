@@ -174,8 +174,11 @@ async def test_what_a_peer_claims_never_breaks_the_page(wild: dict[str, Any]) ->
 
 def test_how_a_peer_is_reached() -> None:
     relayed, direct = "/ip4/1.2.3.4/tcp/1/p2p/A/p2p-circuit/p2p/B", "/ip4/1.2.3.4/tcp/1/p2p/B"
+    at_home = "/ip4/192.168.1.2/tcp/1/p2p/B"
     assert peer_now("B", record(addresses=[relayed]), 0.0, 1.0).reach == "relay"
     assert peer_now("B", record(addresses=[relayed, direct]), 0.0, 1.0).reach == "direct"
+    assert peer_now("B", record(addresses=[relayed, at_home]), 0.0, 1.0).reach == "relay"
+    assert peer_now("B", record(addresses=[at_home]), 0.0, 1.0).reach == "direct"
     assert peer_now("B", record(), 0.0, 1.0).reach == "unknown"
 
 

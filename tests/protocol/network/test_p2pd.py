@@ -28,8 +28,11 @@ def test_nothing_that_reaches_out_is_left_to_a_default(tmp_path: Path) -> None:
     flags = arguments(Options(tmp_path / "key", LOOPBACK), LOOPBACK, tmp_path)
     assert {"-b=0", "-natPortMap=0", "-relayService=0", "-autoRelay=0"} <= set(flags)
     assert not any("bootstrapPeers" in flag or "announceAddrs" in flag for flag in flags)
-    relay = Options(tmp_path / "key", LOOPBACK, announce=("/ip4/192.0.2.1/tcp/9",), relay_service=True)
-    assert {"-relayService=1", "-announceAddrs=/ip4/192.0.2.1/tcp/9"} <= set(arguments(relay, LOOPBACK, tmp_path))
+    announced = Options(tmp_path / "key", LOOPBACK, announce=("/ip4/192.0.2.1/tcp/9",))
+    assert "-announceAddrs=/ip4/192.0.2.1/tcp/9" in arguments(announced, LOOPBACK, tmp_path)
+    hidden = Options(tmp_path / "key", LOOPBACK, relays=("/ip4/192.0.2.1/tcp/9/p2p/QmRelay",))
+    wanted = {"-relay=1", "-autoRelay=1", "-trustedRelays=/ip4/192.0.2.1/tcp/9/p2p/QmRelay", "-relayDiscovery=0"}
+    assert wanted <= set(arguments(hidden, LOOPBACK, tmp_path))
 
 
 def test_ports_are_kept() -> None:

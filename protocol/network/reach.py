@@ -1,0 +1,50 @@
+"""Whether others can call this machine, and who may carry their calls to it where they cannot.
+
+Behind a home router a peer opens connections but receives none. It keeps a place at a relay that it can call (libp2p's
+circuit relay v2), and tells the relay's address as a way to itself: whoever calls there is connected through it, end
+to end encrypted. Peers that are hidden both meet in no other way.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+RELAYED = "/p2p-circuit"
+MAX_RELAYS = 4
+Host = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def is_public(address: str) -> bool:
+    """Whether a multiaddress is a machine's own, and its IP address one that the whole internet can reach."""
+    host = None if RELAYED in address else _host(address)
+    return host is not None and host.is_global
+
+
+def relays_for(listen: Sequence[str], contacts: Sequence[str], outward: str) -> tuple[str, ...]:
+    """Of the peers that we can ask, those that may relay to us: none where we are reachable without, or want not to be.
+
+    `listen`, `contacts`: multiaddresses. `outward`: our IP address towards the internet.
+    """
+    hosts = [ipaddress.ip_address(outward) if host.is_unspecified else host for host in map(_host, listen) if host]
+    if any(host.is_global for host in hosts) or all(host.is_loopback for host in hosts):
+        return ()
+    return tuple(address for address in contacts if RELAYED not in address)[:MAX_RELAYS]
+
+
+def own_address() -> str:
+    """The address that this machine has towards the internet; connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _host(address: str) -> Host | None:
+    """Of a multiaddress such as /ip4/192.0.2.1/tcp/4001; None where it begins with a name."""
+    kind, _, rest = address.lstrip("/").partition("/")
+    try:
+        return ipaddress.ip_address(rest.partition("/")[0]) if kind in ("ip4", "ip6") else None
+    except ValueError:
+        return None
