@@ -1,0 +1,27 @@
+"""A peer that has one blob and nothing else, run inside a node: `blob_server.py FOLDER HOST BYTES SEED`."""
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+
+from protocol.blobs.service import BlobService
+from protocol.blobs.store import BlobStore
+from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server
+from protocol.network.transport import Transport, caller
+
+
+async def serve(folder: Path, host: str, size: int, seed: int) -> None:
+    """Prints its address, and the blob's digest."""
+    folder.mkdir()
+    store = BlobStore(folder / "blobs", 2 * size)
+    blob = store.put(random.Random(seed).randbytes(size))
+    service = BlobService(store, caller)
+    services = [lambda server: add_BlobsServicer_to_server(service, server)]
+    transport = await Transport.start(folder / "key", folder, services, listen=[f"/ip4/{host}/tcp/4001"])
+    print((await transport.addresses())[0], blob.name, flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
