@@ -6,7 +6,7 @@ Messages are summed in the order in which they are given, in fp32, and divided o
 import math
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass as plain_dataclass
 from typing import ClassVar, Literal
 
@@ -18,7 +18,9 @@ from optim.codecs.codec import Codec, Payload
 from optim.errors import OptimError
 from optim.exact import power
 from optim.parts import STRICT
-from optim.vectors import Floats, Vector, slabs
+from optim.vectors import Floats, SparseVector, Vector, slabs
+
+Reader = Callable[[], Vector]
 
 
 @plain_dataclass(frozen=True)
@@ -32,6 +34,26 @@ class Message:
 
     def read(self) -> Vector:
         return self.codec.read(self.payload, self.numel)
+
+
+def readers_of(messages: Sequence[Message]) -> list[Reader]:
+    """What decodes each message. Sparse ones that have room side by side in the memory of a dense one are decoded once,
+    however often they are read."""
+
+    def reader(message: Message) -> Reader:
+        known: list[SparseVector] = []
+
+        def read() -> Vector:
+            if known:
+                return known[0]
+            vector = message.read()
+            if isinstance(vector, SparseVector) and vector.nbytes * len(messages) <= 4 * message.numel:
+                known.append(vector)
+            return vector
+
+        return read
+
+    return [reader(message) for message in messages]
 
 
 class Aggregate(ABC):
@@ -76,11 +98,11 @@ class _Weighted(Aggregate):
         present(messages)
         return [message.weight for message in messages]
 
-    def _shrink(self, messages: Sequence[Message], weights: Sequence[float]) -> list[float]:
+    def _shrink(self, readers: Sequence[Reader], weights: Sequence[float]) -> list[float]:
         """The factor of each message: 1, or what brings its norm down to the median of those that count."""
         if not self.clip:
-            return [1.0] * len(messages)
-        norms = [message.read().norm() for message in messages]
+            return [1.0] * len(readers)
+        norms = [read().norm() for read in readers]
         median = statistics.median(norm for norm, weight in zip(norms, weights, strict=True) if weight)
         return [min(1.0, median / norm) if norm else 1.0 for norm in norms]
 
@@ -93,9 +115,10 @@ class Mean(_Weighted):
 
     def combine(self, messages: Sequence[Message]) -> Floats:
         weights = self._weigh(messages)
+        readers = readers_of(messages)
         total = np.zeros(messages[0].numel, np.float32)
-        for message, weight, factor in zip(messages, weights, self._shrink(messages, weights), strict=True):
-            message.read().add_to(total, weight * factor)
+        for read, weight, factor in zip(readers, weights, self._shrink(readers, weights), strict=True):
+            read().add_to(total, weight * factor)
         return _divide(total, np.float32(math.fsum(weights)))
 
 
@@ -111,9 +134,10 @@ class SenderMean(_Weighted):
 
     def combine(self, messages: Sequence[Message]) -> Floats:
         weights = self._weigh(messages)
+        readers = readers_of(messages)
         total, present = np.zeros((2, messages[0].numel), np.float32)
-        for message, weight, factor in zip(messages, weights, self._shrink(messages, weights), strict=True):
-            vector = message.read()
+        for read, weight, factor in zip(readers, weights, self._shrink(readers, weights), strict=True):
+            vector = read()
             vector.add_to(total, weight * factor)
             vector.add_presence_to(present, weight)
         present[present == 0] = 1

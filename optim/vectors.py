@@ -100,6 +100,10 @@ class SparseVector(Vector):
     values: Floats
     numel: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.positions.nbytes + self.values.nbytes
+
     def restore(self, part: slice, out: Floats) -> None:
         first, last = np.searchsorted(self.positions, (part.start, part.stop))
         out.fill(0)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from optim.aggregate import Aggregate, Mean, Message, SenderMean
-from optim.codecs.codec import Codec
+from optim.codecs.codec import Codec, Payload
 from optim.codecs.dense import Uncompressed
 from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError, OptimError
+from optim.vectors import Vector
 
 RULES: list[Aggregate] = [Mean(), Mean(clip=True), SenderMean(), SenderMean(clip=True)]
 each_rule = pytest.mark.parametrize("rule", RULES, ids=str)
@@ -107,3 +108,24 @@ def test_a_malformed_message_is_a_codec_error(rule: Aggregate) -> None:
     members = messages(draws(2), [1, 1])
     with pytest.raises(CodecError):
         rule.combine([members[0], Message(Uncompressed(), b"nonsense", 500, 1)])
+
+
+@pytest.mark.parametrize(("k", "times"), [(16, 3), (2048, 6)])
+def test_sparse_messages_are_decoded_once_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, k: int, times: int
+) -> None:
+    codec, decoded = ChunkTopK(k=k), 0
+    payloads = [codec.encode(torch.randn(8192, generator=torch.Generator().manual_seed(seed))) for seed in range(3)]
+    members = [Message(codec, payload, 8192, 1.0) for payload in payloads]
+    expected = Mean(clip=False).combine(members)
+    read = ChunkTopK.read
+
+    def counted(self: ChunkTopK, payload: Payload, numel: int) -> Vector:
+        nonlocal decoded
+        decoded += 1
+        return read(self, payload, numel)
+
+    monkeypatch.setattr(ChunkTopK, "read", counted)
+    clipped = Mean(clip=True).combine(members)
+    assert decoded == times
+    assert np.count_nonzero(clipped) == np.count_nonzero(expected)
