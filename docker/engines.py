@@ -74,8 +74,9 @@ class Docker:
         _say([*self._command, "build", *build.options(), str(ROOT)])
 
     def configuration(self) -> dict[str, Any]:
-        shown = _ask([*self._command, "image", "inspect", "--format", "{{json .Config}}", TAG])
-        return dict(json.loads(shown.stdout))
+        (image,) = json.loads(_ask([*self._command, "image", "inspect", TAG]).stdout)
+        own = {"Healthcheck": image["Healthcheck"]} if "Healthcheck" in image else {}  # where podman keeps it
+        return {**image["Config"], **own}
 
     def run(self, entrypoint: Sequence[str], words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         own = ["--entrypoint", entrypoint[0]] if entrypoint else []

@@ -21,6 +21,7 @@ STATUS = NodeStatus(
     validation_loss=1.0,
     seconds={"compute": 1.0},
     bytes_sent_by_kind={"blobs": 1},
+    bytes_fetched_by_path={"direct": 1},
 )
 OF_PROMETHEUS = {"instance", "job"}
 METRIC = re.compile(r"\bmurmur_\w+")
@@ -34,6 +35,7 @@ def told() -> dict[str, set[str]]:
     metrics.watch(lambda: STATUS)
     metrics.round_ended("included")
     metrics.refused("forged")
+    metrics.was_absent("late", 1)
     values: dict[str, Any] = {"run": "r", "run_id": "0", "tokens": 1, "peers": []}
     figures = Figures(lambda: values | {key: 1.0 for _, _, key in GAUGES})
     families: Iterator[Metric] = (family for source in (metrics, figures) for family in source.collect())

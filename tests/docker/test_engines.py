@@ -16,7 +16,7 @@ RECORDER = """
 import pathlib, sys
 with pathlib.Path(sys.argv[1]).open("a") as log:
     log.write(" ".join(sys.argv[2:]) + "\\n")
-print({"inspect": "137", "image": '{"User": "1"}'}.get(sys.argv[2], ""))
+print({"inspect": "137", "image": '[{"Config": {"User": "1"}, "Healthcheck": {}}]'}.get(sys.argv[2], ""))
 """
 
 
@@ -59,7 +59,7 @@ def test_without_an_engine_one_line_says_what_to_install(monkeypatch: pytest.Mon
 def test_docker_runs_without_rights_and_tells_a_kill_from_a_departure(tmp_path: Path) -> None:
     log = tmp_path / "log"
     docker = Docker([sys.executable, "-c", RECORDER, str(log)])
-    assert docker.configuration() == {"User": "1"}
+    assert docker.configuration() == {"User": "1", "Healthcheck": {}}
     docker.start(["join", "URL"])
     assert docker.stop(7)[0] == -9
     started, stopped = (line for line in log.read_text().splitlines() if line.startswith(("run", "stop")))
