@@ -1,144 +1,29 @@
 """The driver around the round machine: real stores and arithmetic, statements that arrive at once."""
 
-import asyncio
 import logging
-import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from node.daemon import rounds
-from node.daemon.replica import Workshop
-from node.daemon.rounds import Hooks, RoundDriver
-from node.daemon.vows import VowFile
-from node.daemon.wishes import Wishes
 from protocol.blobs.blob import Blob
-from protocol.errors import PeerFault, StorageError
+from protocol.errors import StorageError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
-from protocol.rounds.chain import Head, genesis
-from protocol.rounds.events import Exchange, Fetch, Live, RoundSettings, Vow
-from protocol.rounds.statements import Commit, Statement
+from protocol.rounds.chain import Head
+from protocol.rounds.events import Exchange, Fetch
+from protocol.rounds.statements import Commit
+from tests.node.daemon.seats import HEAD, Table
 from tests.node.small_run import (
     PEERS,
-    RUN_ID,
-    CopyingFetcher,
-    at_once,
     contribution_of,
     kinds,
-    method_of,
     payload,
-    program_of,
     stated,
-    store_in,
-    terms_of,
     until,
 )
-
-HEAD = genesis(RUN_ID)
-
-
-class Table:
-    """Peers whose drivers hear each other at once, but for those that are deaf."""
-
-    def __init__(self, folder: Path, count: int, exchange: Exchange) -> None:
-        self.program = program_of(method_of(exchange), 3)
-        self.bounds = self.program.plan(0).bounds
-        self.terms = terms_of(len(self.bounds))
-        self.settings = RoundSettings(
-            RUN_ID, exchange, len(self.bounds), grace=1.0, leader_timeout=1.5, exchange_timeout=3.0
-        )
-        self.deaf: set[PeerId] = set()
-        self.seats = {identity.peer_id: Seat(self, index, folder) for index, identity in enumerate(PEERS[:count])}
-        stores = {peer: seat.store for peer, seat in self.seats.items()}
-        for seat in self.seats.values():
-            seat.fetcher.stores = stores
-
-    def __getitem__(self, index: int) -> "Seat":
-        return self.seats[PEERS[index].peer_id]
-
-    def begin(self, head: Head = HEAD) -> None:
-        for seat in self.seats.values():
-            seat.driver.begin(head.round, head.digest, self.seats)
-
-    def offer(self, *indices: int, head: Head = HEAD) -> None:
-        for index in indices:
-            self[index].offer(head)
-
-    def carry(self, sender: PeerId, peers: Iterable[PeerId], signed: Signed) -> None:
-        for peer in peers:
-            if peer not in self.deaf | {sender} and peer in self.seats:
-                asyncio.get_running_loop().call_soon(self._arrive, sender, peer, signed)
-
-    def _arrive(self, sender: PeerId, peer: PeerId, signed: Signed) -> None:
-        answers = self.seats[peer].driver.take(sender, [signed])
-        if answers:
-            self.seats[sender].driver.take(peer, answers)
-
-    async def all_decided(self, *indices: int) -> set[bytes]:
-        seats = [self[index] for index in indices]
-        await until(lambda: all(seat.decided for seat in seats))
-        return {seat.decided[-1].body.content for seat in seats}
-
-
-class Seat:
-    def __init__(self, table: Table, index: int, folder: Path) -> None:
-        self.table, self.identity, self.index = table, PEERS[index], index
-        self.store = store_in(folder / str(index))
-        self.fetcher = CopyingFetcher(self.store, {})
-        self.wishes = Wishes(cast(Any, self.fetcher), lambda: table.seats)
-        self.workshop = Workshop(table.program, self.store, lambda step: 1.0)
-        self.sent: list[Signed] = []
-        self.decided: list[Statement[Commit]] = []
-        self.refused: list[PeerFault] = []
-        self.skipped: list[tuple[PeerId | None, str]] = []
-        self.broken: list[BaseException] = []
-        hooks = Hooks(
-            send=self.send,
-            work=at_once,
-            members=lambda: Live(frozenset(table.seats)),
-            trains=lambda peer: peer in table.seats,
-            refused=lambda _, fault: self.refused.append(fault),
-            skipped=lambda peer, reason: self.skipped.append((peer, reason)),
-            decided=self.decided.append,
-            broken=self.broken.append,
-        )
-        self.driver = RoundDriver(
-            self.identity, lambda _: table.settings, table.terms, self.store, self.workshop, self.wishes,
-            VowFile(folder / f"vow-{index}.json", RUN_ID, table.terms), hooks,
-        )  # fmt: skip
-
-    def send(self, peers: Iterable[PeerId], signed: Signed) -> None:
-        self.sent.append(signed)
-        self.table.carry(self.identity.peer_id, peers, signed)
-
-    def parts(self, seed: int = 0) -> list[Blob]:
-        sizes = [stop - start for start, stop in self.table.bounds]
-        return [self.store.put(payload(100 * seed + 10 * self.index + part, size)) for part, size in enumerate(sizes)]
-
-    def offer(self, head: Head = HEAD, parts: list[Blob] | None = None) -> None:
-        self.driver.offer(contribution_of(head, parts or self.parts()))
-
-
-@pytest.fixture
-async def tables(tmp_path: Path) -> AsyncIterator[list[Table]]:
-    made: list[Table] = []
-    yield made
-    for table in made:
-        for seat in table.seats.values():
-            seat.driver.close()
-            assert not seat.broken, f"{seat.broken}"
-    await asyncio.sleep(0.02)
-    fetchers = [seat.fetcher for table in made for seat in table.seats.values()]
-    assert not any(fetcher.under_way for fetcher in fetchers), "a fetch outlived its round"
-
-
-@pytest.fixture
-def table(tables: list[Table], tmp_path: Path) -> Table:
-    tables.append(Table(tmp_path, 3, "gather"))
-    return tables[0]
 
 
 @pytest.mark.parametrize("exchange", ["gather", "butterfly"])
@@ -371,49 +256,3 @@ def test_the_part_of_a_blob_is_known_from_any_statement(tables: list[Table], tmp
     driver._heard[PEERS[0].peer_id, "commit", 0] = commit
     assert [driver._part_of(blob.digest) for blob in parts] == [0, 1, 2]
     assert [driver._part_of(blob.digest) for blob in mine.body.parts] == [0, 1, 2]
-
-
-async def test_nothing_that_a_vow_covers_leaves_before_it_is_on_disk(
-    table: Table, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    released, save = threading.Event(), VowFile.save
-
-    def slow_save(self: VowFile, vow: Vow) -> None:
-        assert released.wait(10)
-        save(self, vow)
-
-    monkeypatch.setattr(VowFile, "save", slow_save)
-    table.begin()
-    table.offer(0, 1, 2)
-    seats = table.seats.values()
-    await until(lambda: any(seat.driver._vowing for seat in seats))
-    leader = next(seat for seat in seats if seat.driver._vowing)
-    assert kinds(leader.sent) == ["contribution"], "the roster is written down, but not sent"
-    assert leader.driver.is_open
-    released.set()
-    await table.all_decided(0, 1, 2)
-    assert "roster" in kinds(leader.sent)
-
-
-async def test_a_driver_that_starts_again_goes_on_after_its_vow(tables: list[Table], tmp_path: Path) -> None:
-    absent = PEERS[3].peer_id
-    vow = Vow(HEAD.round, HEAD.digest, 4, None, frozenset({PEERS[0].peer_id, absent}))
-    VowFile(tmp_path / "vow-0.json", RUN_ID, terms_of(1)).save(vow)
-    tables.append(Table(tmp_path, 2, "gather"))
-    tables[0].begin()
-    machines = [tables[0][index].driver._machine for index in range(2)]
-    assert [machine.view for machine in machines if machine] == [5, 0]
-    assert [machine.has_member(absent) for machine in machines if machine] == [True, False]
-
-
-async def test_a_disk_that_cannot_keep_a_vow_ends_the_node(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: VowFile, vow: Vow) -> None:
-        raise StorageError("no space")
-
-    monkeypatch.setattr(VowFile, "save", full)
-    table.begin()
-    table.offer(0, 1, 2)
-    await until(lambda: any(seat.broken for seat in table.seats.values()))
-    for seat in table.seats.values():
-        assert not seat.decided and {str(error) for error in seat.broken} <= {"no space"}
-        seat.broken.clear()

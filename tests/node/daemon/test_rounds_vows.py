@@ -1,0 +1,95 @@
+"""What the round driver promised is on disk before anybody hears it, and holds after a start."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from node.daemon import rounds
+from node.daemon.vows import VowFile
+from protocol.errors import StorageError
+from protocol.rounds.events import Vow
+from tests.node.daemon.seats import HEAD, Table
+from tests.node.small_run import (
+    PEERS,
+    RUN_ID,
+    kinds,
+    terms_of,
+    until,
+)
+
+
+async def test_nothing_that_a_vow_covers_leaves_before_it_is_on_disk(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, save = threading.Event(), VowFile.save
+
+    def slow_save(self: VowFile, vow: Vow) -> None:
+        assert released.wait(10)
+        save(self, vow)
+
+    monkeypatch.setattr(VowFile, "save", slow_save)
+    table.begin()
+    table.offer(0, 1, 2)
+    seats = table.seats.values()
+    await until(lambda: any(seat.driver._vowing for seat in seats))
+    leader = next(seat for seat in seats if seat.driver._vowing)
+    assert kinds(leader.sent) == ["contribution"], "the roster is written down, but not sent"
+    assert leader.driver.is_open
+    released.set()
+    await table.all_decided(0, 1, 2)
+    assert "roster" in kinds(leader.sent)
+
+
+async def test_a_driver_that_starts_again_goes_on_after_its_vow(tables: list[Table], tmp_path: Path) -> None:
+    absent = PEERS[3].peer_id
+    vow = Vow(HEAD.round, HEAD.digest, 4, None, frozenset({PEERS[0].peer_id, absent}))
+    VowFile(tmp_path / "vow-0.json", RUN_ID, terms_of(1)).save(vow)
+    tables.append(Table(tmp_path, 2, "gather"))
+    tables[0].begin()
+    machines = [tables[0][index].driver._machine for index in range(2)]
+    assert [machine.view for machine in machines if machine] == [5, 0]
+    assert [machine.has_member(absent) for machine in machines if machine] == [True, False]
+
+
+async def test_a_disk_that_cannot_keep_a_vow_ends_the_node(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: VowFile, vow: Vow) -> None:
+        raise StorageError("no space")
+
+    monkeypatch.setattr(VowFile, "save", full)
+    table.begin()
+    table.offer(0, 1, 2)
+    await until(lambda: any(seat.broken for seat in table.seats.values()))
+    for seat in table.seats.values():
+        assert not seat.decided and {str(error) for error in seat.broken} <= {"no space"}
+        seat.broken.clear()
+
+
+async def test_a_round_that_is_opened_again_goes_on_after_its_vow(table: Table) -> None:
+    """Whoever could not follow a longer chain comes back to the same round, in which it may have voted."""
+    table.begin()
+    table.offer(0, 1)
+    joined = table[1].driver
+    await until(lambda: joined._vow is not None)
+    joined.close()
+    joined.begin(HEAD.round, HEAD.digest, table.seats)
+    assert joined._machine is not None and joined._machine.view == 1
+
+
+async def test_what_waits_for_a_slow_disk_is_bounded(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, save = threading.Event(), VowFile.save
+
+    def slow_save(self: VowFile, vow: Vow) -> None:
+        assert released.wait(20)
+        save(self, vow)
+
+    monkeypatch.setattr(VowFile, "save", slow_save)
+    table.begin()
+    table.offer(0, 1, 2)
+    seats = table.seats.values()
+    await until(lambda: any(seat.driver._vowing for seat in seats))
+    monkeypatch.setattr(rounds, "MAX_WAITING", 0)
+    await until(lambda: any((None, "slow disk") in seat.skipped for seat in seats))
+    monkeypatch.setattr(rounds, "MAX_WAITING", 4096)
+    released.set()
+    assert len(await table.all_decided(0, 1, 2)) == 1
