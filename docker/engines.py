@@ -64,7 +64,7 @@ class Engine(Protocol):
 
 
 class Docker:
-    """`command` answers to Docker's command line; `extra` are options that this machine needs for a run."""
+    """`command` answers to Docker's command line."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = tuple(command)
