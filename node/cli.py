@@ -133,6 +133,7 @@ def host(
     folder: Annotated[Path | None, typer.Option("--dir", help="identity and journal; default: one a run")] = None,
     http: Annotated[str, typer.Option(metavar="ADDR", help="where the page is served")] = "127.0.0.1:8080",
     public_url: Annotated[str | None, typer.Option(help="how others reach it, behind a proxy")] = None,
+    public: Annotated[bool, typer.Option("--public", help="announce the run to everybody; see `murmur runs`")] = False,
     train: Annotated[bool, typer.Option("--train/--watch", help="take part, or only watch")] = False,
     peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer first; repeatable")] = None,
     listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="repeatable")] = None,
@@ -152,7 +153,7 @@ def host(
 
     open_run(
         Wish(
-            run, folder, http, public_url, train, tuple(peer or ()), tuple(listen or ()), name, device, threads,
+            run, folder, http, public_url, public, train, tuple(peer or ()), tuple(listen or ()), name, device, threads,
             memory, pause_when_busy, log_json, upload, download, direct,
         )
     )  # fmt: skip
@@ -170,6 +171,17 @@ def doctor(
     from node.doctor.command import doctor as examine
 
     raise typer.Exit(examine(run, folder, tuple(listen or ()), insecure, as_json))
+
+
+@app.command(epilog="Example: murmur runs --peer /ip4/203.0.113.7/tcp/4001/p2p/12D3...")
+def runs(
+    peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer too; repeatable")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the public runs: those whose hosts have announced them."""
+    from node.public_runs import show_runs
+
+    show_runs(tuple(peer or ()), as_json)
 
 
 @app.command(epilog="Example: murmur replay demo/events.jsonl --http 8081")

@@ -15,6 +15,12 @@ from protocol.manifest import Manifest
 
 SWARMS = Path("runs")
 DEMO = Path(__file__).parent.parent / "configs" / "demo.toml"
+BOOTSTRAP = DEMO.with_name("bootstrap.toml")
+
+
+def bootstrap_list() -> Path:
+    """The public peers that come with the program."""
+    return BOOTSTRAP
 
 
 def joined_home() -> Path:

@@ -198,6 +198,32 @@ class Decision(_message.Message):
     signatures: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., signatures: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class PublicRun(_message.Message):
+    __slots__ = ("run", "expires", "name", "recipe", "parameters", "peers", "round", "target_rounds", "tokens", "target_tokens", "link")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RECIPE_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    TARGET_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    expires: float
+    name: str
+    recipe: str
+    parameters: int
+    peers: int
+    round: int
+    target_rounds: int
+    tokens: int
+    target_tokens: int
+    link: str
+    def __init__(self, run: _Optional[bytes] = ..., expires: _Optional[float] = ..., name: _Optional[str] = ..., recipe: _Optional[str] = ..., parameters: _Optional[int] = ..., peers: _Optional[int] = ..., round: _Optional[int] = ..., target_rounds: _Optional[int] = ..., tokens: _Optional[int] = ..., target_tokens: _Optional[int] = ..., link: _Optional[str] = ...) -> None: ...
+
 class GossipRequest(_message.Message):
     __slots__ = ("run", "time", "known", "records")
     class KnownEntry(_message.Message):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -13,20 +14,26 @@ from node.config import EVERYWHERE_LISTEN, NodeSettings, node_settings
 from node.daemon.assembly import Assembly
 from node.daemon.lifecycle import run_node
 from node.folder import RunFolder
+from node.host.advertisement import advertisement
 from node.host.hosting import MAX_CONNECTIONS, Door, hosting
 from node.host.journal import read_events
 from node.host.observer import Observer, watching
 from node.host.recorder import Recorder
 from node.host.server import Face, application
-from node.host.window import window_of
+from node.host.window import Window, window_of
 from node.logs import configure_logs
 from node.places import hosted_folder
+from node.public_runs import packaged
 from node.quantities import parse_rate, parse_size
 from node.trainer.device import require_fit
 from node.web import listening, serving
 from protocol.errors import DataError
 from protocol.identity import Identity
 from protocol.manifest import load_manifest
+from protocol.membership.rendezvous import Rendezvous
+from protocol.records import peer_of
+
+logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 3.0
 
@@ -39,6 +46,7 @@ class Wish:
     folder: Path | None
     http: str
     public_url: str | None
+    public: bool
     train: bool
     peers: tuple[str, ...]
     listen: tuple[str, ...]
@@ -76,30 +84,41 @@ def host(wish: Wish) -> None:
     if wish.train:
         require_fit(settings)
     configure_logs(wish.log_json)
-    asyncio.run(_train(settings, door) if wish.train else _watch(settings, door))
+    asyncio.run((_train if wish.train else _watch)(settings, door, wish.public))
 
 
-async def _train(settings: NodeSettings, door: Door) -> None:
+async def _train(settings: NodeSettings, door: Door, public: bool) -> None:
     """A node like any other, and the page beside it. Where the page fails, the node goes on."""
     folder = RunFolder(settings.folder)
 
     @contextlib.asynccontextmanager
     async def beside(node: Assembly) -> AsyncIterator[None]:
         identity = Identity.load_or_create(folder.key)
-        async with hosting(window_of(node, identity, settings.manifest), folder, door):
+        window = window_of(node, identity, settings.manifest)
+        async with hosting(window, folder, door) as shown:
+            if public:
+                _advertise(node.rendezvous, window, shown.recorder, door)
             yield
 
     await run_node(settings, beside)
 
 
-async def _watch(settings: NodeSettings, door: Door) -> None:
+def _advertise(rendezvous: Rendezvous, window: Window, recorder: Recorder, door: Door) -> None:
+    doors = {peer_of(address): (address,) for address in packaged()}
+    rendezvous.advertise(lambda now: advertisement(window, recorder.state, door, now), doors)
+    logger.info("the run is announced to everybody; `murmur runs --peer ADDRESS` shows it")
+
+
+async def _watch(settings: NodeSettings, door: Door, public: bool) -> None:
     folder = RunFolder(settings.folder)
     folder.claim(settings.manifest)
     try:
         async with watching(settings, folder, version("murmuration")) as observer:
             folder.announce(observer.window.peer_id, await observer.window.transport.addresses(), 0)
-            async with hosting(observer.window, folder, door) as watch:
-                await _until_told(observer, watch)
+            async with hosting(observer.window, folder, door) as shown:
+                if public:
+                    _advertise(observer.rendezvous, observer.window, shown.recorder, door)
+                await _until_told(observer, shown.watch)
     finally:
         folder.release()
 

@@ -97,9 +97,17 @@ def reachable_first(addresses: Sequence[str]) -> list[str]:
     return sorted(addresses, key=lambda address: address.startswith(LOOPBACK))
 
 
+@dataclass(frozen=True)
+class Hosting:
+    """`watch` ends only by a fault."""
+
+    watch: asyncio.Task[None]
+    recorder: Recorder
+
+
 @contextlib.asynccontextmanager
-async def hosting(window: Window, folder: RunFolder, door: Door) -> AsyncIterator[asyncio.Task[None]]:
-    """Watches and serves while inside; yields the watch, which ends only by a fault."""
+async def hosting(window: Window, folder: RunFolder, door: Door) -> AsyncIterator[Hosting]:
+    """Watches and serves while inside."""
     facts = facts_of(window.manifest, window.peer_id)
     listener = listening(door.host, door.port, "--http")
     recorder = Recorder.at(folder.path / NAME, Opened(at=time.time(), facts=facts))
@@ -109,7 +117,7 @@ async def hosting(window: Window, folder: RunFolder, door: Door) -> AsyncIterato
     try:
         async with serving(application(face), listener, MAX_CONNECTIONS) as port:
             _say(facts, door, port)
-            yield watch
+            yield Hosting(watch, recorder)
     finally:
         watch.cancel()
         await asyncio.wait({watch})

@@ -1,9 +1,10 @@
-"""What our DHT node keeps for strangers: signed announcements of one run's peers, and nothing else.
+"""What our DHT node keeps for strangers: signed announcements of one run's peers and of public runs, and nothing else.
 
 hivemind stores whatever any stranger sends, without limit, until a time that the stranger chose and by the clock of
 this machine. Here:
-- `AnnouncementCheck` lets only values pass that a peer of the run signed for itself, under the run's key. It says
-  nothing about time: one expired entry would otherwise spoil the whole dictionary that it travels in.
+- `AnnouncementCheck` lets only values pass that their board takes: a peer of the run signed them for itself, under the
+  run's key, or an organiser for its own run. It says nothing about time: one expired entry would otherwise spoil the
+  whole dictionary that it travels in.
 - `Shelf` holds a bounded number of them until they expire by the swarm's clock. The living are not given up for
   newcomers.
 - `Neighbourhood` lets a peer have one node id, the hash of its peer id; it cannot choose its place or have many.
@@ -13,7 +14,7 @@ into the far future: hivemind drops nothing, its "the latest expiration wins" st
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -29,6 +30,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from protocol.errors import MalformedError, PeerFault
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
+from protocol.membership.board import FAR, Board, Notice
 from protocol.membership.clock import Clock
 from protocol.membership.directory import CLOCK_TOLERANCE, check_addresses
 from protocol.murmur_pb2 import PeerRecord, Signed
@@ -38,25 +40,29 @@ logger = logging.getLogger(__name__)
 
 KIND = "rendezvous"
 LIFETIME = 300.0  # seconds
-FAR = 1e10  # seconds since the epoch: the year 2286, later than any wrong clock
-MAX_ENTRIES = 64  # a lookup carries all of them, and one that answers is enough: gossip tells of the rest
+MAX_ENTRIES = 64  # of one board; a lookup carries all of them, and one that answers is enough: gossip tells of the rest
 MAX_VALUE_BYTES = 3072
 MAX_REQUEST_BYTES = 2 * MAX_ENTRIES * MAX_VALUE_BYTES
 MAX_REQUEST_KEYS = 16
 
 
-def run_key(run_id: RunId) -> DHTID:
-    return DHTID.generate(source=f"murmur/1/{run_id}")
+def run_board(run_id: RunId) -> Board:
+    """Where the peers of a run announce themselves."""
+
+    def read(value: bytes) -> Notice:
+        peer, record = read_announcement(value, run_id)
+        return Notice(peer, value, record.expires)
+
+    return Board(run_id, read)
 
 
 def node_id(peer: PeerID) -> DHTID:
     return DHTID.generate(source=peer.to_bytes())
 
 
-def announcement(identity: Identity, run_id: RunId, addresses: tuple[str, ...], now: float) -> tuple[bytes, float]:
-    """The signed value, and the expiration time to give hivemind."""
+def announcement(identity: Identity, run_id: RunId, addresses: tuple[str, ...], now: float) -> Notice:
     record = PeerRecord(sequence=int(now * 1000), expires=now + LIFETIME, addresses=addresses)
-    return sign(identity, KIND, run_id, record).SerializeToString(), FAR + record.expires
+    return Notice(identity.peer_id, sign(identity, KIND, run_id, record).SerializeToString(), record.expires)
 
 
 def read_announcement(value: bytes, run_id: RunId) -> tuple[PeerId, PeerRecord]:
@@ -73,9 +79,8 @@ def read_announcement(value: bytes, run_id: RunId) -> tuple[PeerId, PeerRecord]:
 
 
 class AnnouncementCheck(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    def __init__(self, run_id: RunId) -> None:
-        self._run_id = run_id
-        self._key = run_key(run_id).to_bytes()
+    def __init__(self, boards: Iterable[Board]) -> None:
+        self._boards = {board.key.to_bytes(): board for board in boards}
         self.refused = 0
 
     def validate(self, record: DHTRecord) -> bool:
@@ -89,61 +94,64 @@ class AnnouncementCheck(RecordValidatorBase):  # type: ignore[misc]  # hivemind 
         return True
 
     def _check(self, record: DHTRecord) -> None:
-        if record.key != self._key:
+        board = self._boards.get(record.key)
+        if board is None:
             raise MalformedError("a value under a key that is not the run's")
-        peer, announced = read_announcement(record.value, self._run_id)
+        notice = board.read(record.value)
         # Bound to what is signed: an old announcement cannot be stored again for ever, or under another's name.
-        if record.subkey != MSGPackSerializer.dumps(peer) or record.expiration_time != FAR + announced.expires:
-            raise MalformedError(f"an announcement of {peer} under another name or time than it was signed for")
+        if record.subkey != MSGPackSerializer.dumps(notice.place) or record.expiration_time != notice.expiration:
+            raise MalformedError(f"an announcement of {notice.place} under another name or time than it was signed for")
 
 
 class Shelf(DHTLocalStorage):  # type: ignore[misc]
     """Stands in for both of hivemind's storages, which grow with every store and ask the local clock."""
 
-    def __init__(self, run_id: RunId, clock: Clock) -> None:
+    def __init__(self, boards: Iterable[Board], clock: Clock) -> None:
         super().__init__()
-        self._key = run_key(run_id)
         self._clock = clock
-        self._entries: dict[PeerId, ValueWithExpiration[bytes]] = {}
+        self._boards: dict[DHTID, dict[str, ValueWithExpiration[bytes]]] = {board.key: {} for board in boards}
 
-    def store(self, key: DHTID, value: Any, expiration_time: float, subkey: PeerId | None = None) -> bool:
+    def store(self, key: DHTID, value: Any, expiration_time: float, subkey: str | None = None) -> bool:
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
-    def store_subkey(self, key: DHTID, subkey: PeerId, value: bytes, expiration_time: float) -> bool:
+    def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
         self._drop_expired()
-        held = self._entries.get(subkey)
+        entries = self._boards.get(key)
         left = expiration_time - FAR - self._clock.now()
-        if key != self._key or not 0 < left <= LIFETIME + CLOCK_TOLERANCE:
+        if entries is None or not 0 < left <= LIFETIME + CLOCK_TOLERANCE:
             return False
-        if held.expiration_time >= expiration_time if held else len(self._entries) >= MAX_ENTRIES:
+        held = entries.get(subkey)
+        if held.expiration_time >= expiration_time if held else len(entries) >= MAX_ENTRIES:
             return False
-        self._entries[subkey] = ValueWithExpiration(value, expiration_time)
+        entries[subkey] = ValueWithExpiration(value, expiration_time)
         return True
 
     def get(self, key: DHTID) -> ValueWithExpiration[DictionaryDHTValue] | None:
         self._drop_expired()
-        if key != self._key or not self._entries:
+        entries = self._boards.get(key)
+        if not entries:
             return None
         dictionary = DictionaryDHTValue()
-        for peer, entry in self._entries.items():
-            dictionary.store(peer, entry.value, entry.expiration_time)
+        for place, entry in entries.items():
+            dictionary.store(place, entry.value, entry.expiration_time)
         return ValueWithExpiration(dictionary, dictionary.latest_expiration_time)
 
     def items(self) -> Iterator[tuple[DHTID, ValueWithExpiration[DictionaryDHTValue]]]:
-        found = self.get(self._key)
-        return iter([(self._key, found)] if found else [])
+        found = ((key, self.get(key)) for key in self._boards)
+        return iter([(key, value) for key, value in found if value is not None])
 
     def __contains__(self, key: DHTID) -> bool:
         return self.get(key) is not None
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(len(entries) for entries in self._boards.values())
 
     def _drop_expired(self) -> None:
         now = self._clock.now()
-        for peer, entry in list(self._entries.items()):
-            if not 0 < entry.expiration_time - FAR - now <= LIFETIME + CLOCK_TOLERANCE:
-                del self._entries[peer]
+        for entries in self._boards.values():
+            for place, entry in list(entries.items()):
+                if not 0 < entry.expiration_time - FAR - now <= LIFETIME + CLOCK_TOLERANCE:
+                    del entries[place]
 
 
 class Neighbourhood(RoutingTable):  # type: ignore[misc]

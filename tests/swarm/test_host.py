@@ -44,10 +44,10 @@ def open_run() -> Manifest:
 class Hosted:
     """A host, and the peers that came by what it says."""
 
-    def __init__(self, flock: Flock) -> None:
+    def __init__(self, flock: Flock, *options: str) -> None:
         self.flock = flock
         home = flock.run.parent / "host"
-        words = [sys.executable, "-m", "node.cli", "host", str(flock.run), "--dir", str(home)]
+        words = [sys.executable, "-m", "node.cli", "host", str(flock.run), "--dir", str(home), *options]
         self.host = PeerProcess("host", home, [*words, "--http", "127.0.0.1:0", "--listen", LOOPBACK_LISTEN])
         self.base = ""
 

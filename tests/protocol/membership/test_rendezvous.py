@@ -15,11 +15,14 @@ import pytest
 from hivemind.p2p import PeerID
 
 from protocol.identity import Identity
+from protocol.membership.board import FAR, Notice
 from protocol.membership.clock import Clock
+from protocol.membership.dht import Dht
 from protocol.membership.gossip import Directory
+from protocol.membership.public_runs import PUBLIC, notice_of, read_public_run
 from protocol.membership.rendezvous import Rendezvous
-from protocol.membership.shelf import FAR, KIND, LIFETIME, run_key
-from protocol.murmur_pb2 import PeerRecord
+from protocol.membership.shelf import KIND, LIFETIME, run_board
+from protocol.murmur_pb2 import PeerRecord, PublicRun
 from protocol.network.transport import Transport
 from protocol.records import sign
 
@@ -99,12 +102,12 @@ async def test_strangers_cannot_fill_the_dht_nor_speak_for_others(join: Join, ca
     seed, victim = await join("seed"), Identity.create()
     liar = await join("liar", seed)
     await until(lambda: liar.identity.peer_id in seed.found)
-    node: Any = liar.rendezvous._node
+    node: Any = liar.rendezvous._dht._node
     now = time.time()
     forged = sign(liar.identity, KIND, RUN, PeerRecord(sequence=1, expires=now + LIFETIME))
     forged.peer = victim.peer_id
     honest = sign(liar.identity, KIND, RUN, PeerRecord(sequence=2, expires=now + LIFETIME + 30))
-    target, key = PeerID.from_base58(seed.identity.peer_id), run_key(RUN)
+    target, key = PeerID.from_base58(seed.identity.peer_id), run_board(RUN).key
 
     async def store(value: bytes, expiration: float, subkey: str | None, under: Any = key) -> list[bool]:
         stored: list[bool] = await node.protocol.call_store(target, [under], [value], [expiration], [subkey])
@@ -112,7 +115,7 @@ async def test_strangers_cannot_fill_the_dht_nor_speak_for_others(join: Join, ca
 
     for value, subkey in ((forged.SerializeToString(), victim.peer_id), (b"junk", "junk"), (b"junk", None)):
         assert await store(value, FAR + now + LIFETIME, subkey) == [False]
-    assert await store(b"junk", FAR + now, None, run_key("cd" * 32)) == [False]
+    assert await store(b"junk", FAR + now, None, run_board("cd" * 32).key) == [False]
     assert seed.rendezvous.refused == 4
     assert await store(honest.SerializeToString(), FAR + now + LIFETIME + 30, liar.identity.peer_id) == [True]
     assert victim.peer_id not in seed.found and "refused so far" in caplog.text
@@ -184,3 +187,40 @@ async def test_directories_meet_through_the_dht_alone(start_transport: Start, jo
         for task in gossip + lookups:
             task.cancel()
         await asyncio.wait(gossip + lookups)
+
+
+async def test_a_public_run_is_found_by_whoever_knows_any_peer(start_transport: Start, join: Join) -> None:
+    seed = await join("seed")
+    host, other = await join("host", seed), await join("other", seed)
+    run = PublicRun(run=bytes.fromhex(RUN), name="demo", recipe="diloco", link="https://run.example.org/run.toml")
+
+    async def notice(now: float) -> Notice:
+        return notice_of(host.identity, run, now)
+
+    host.rendezvous.advertise(notice, {})
+    reader, found = await start_transport("reader"), set[bytes]()
+    dht = Dht(reader, Clock(), (PUBLIC,))
+    await dht.open()
+    try:
+        assert await dht.greet(other.identity.peer_id, await other.transport.addresses())
+        async with asyncio.timeout(20):
+            while not found:
+                await dht.exchange(PUBLIC, None, found.add)
+    finally:
+        await dht.close()
+    organiser, read = read_public_run(found.pop())
+    assert organiser == host.identity.peer_id and (read.name, read.link) == (run.name, run.link)
+
+
+async def test_a_public_run_is_announced_at_peers_of_other_runs_too(join: Join) -> None:
+    """The control: without the door the stranger hears nothing of it."""
+    stranger, host = await join("stranger"), await join("host")
+
+    async def notice(now: float) -> Notice:
+        return notice_of(host.identity, PublicRun(run=bytes(32), name="x", recipe="y", link="https://z"), now)
+
+    host.rendezvous.advertise(notice, {})
+    await until(lambda: PUBLIC.key in host.rendezvous._dht._shelf)
+    assert PUBLIC.key not in stranger.rendezvous._dht._shelf
+    host.rendezvous.advertise(notice, {stranger.identity.peer_id: await stranger.transport.addresses()})
+    await until(lambda: PUBLIC.key in stranger.rendezvous._dht._shelf)

@@ -11,9 +11,9 @@ from hivemind.utils import MSGPackSerializer
 
 from protocol.errors import ForgedError, MalformedError
 from protocol.identity import Identity
+from protocol.membership.board import FAR
 from protocol.membership.clock import Clock
 from protocol.membership.shelf import (
-    FAR,
     LIFETIME,
     MAX_ENTRIES,
     MAX_REQUEST_BYTES,
@@ -25,7 +25,7 @@ from protocol.membership.shelf import (
     announcement,
     node_id,
     read_announcement,
-    run_key,
+    run_board,
 )
 from protocol.murmur_pb2 import PeerRecord, Signed
 from protocol.records import sign
@@ -34,7 +34,9 @@ RUN = "ab" * 32
 NOW = 1_800_000_000.0
 IDENTITY = Identity.create()
 ADDRESSES = (f"/ip4/10.0.0.1/tcp/1/p2p/{IDENTITY.peer_id}",)
-VALUE, EXPIRATION = announcement(IDENTITY, RUN, ADDRESSES, NOW)
+NOTICE = announcement(IDENTITY, RUN, ADDRESSES, NOW)
+VALUE, EXPIRATION = NOTICE.value, NOTICE.expiration
+BOARD = run_board(RUN)
 
 
 class Watch:
@@ -47,7 +49,7 @@ class Watch:
 
 def entry(**changes: Any) -> DHTRecord:
     fields = {
-        "key": run_key(RUN).to_bytes(),
+        "key": BOARD.key.to_bytes(),
         "subkey": MSGPackSerializer.dumps(IDENTITY.peer_id),
         "value": VALUE,
         "expiration_time": EXPIRATION,
@@ -82,11 +84,11 @@ def test_forged_announcements_are_refused() -> None:
 
 
 def test_the_check_lets_only_the_peers_own_announcement_pass(caplog: pytest.LogCaptureFixture) -> None:
-    check = AnnouncementCheck(RUN)
+    check = AnnouncementCheck([BOARD])
     assert check.validate(entry()) and check.refused == 0
     stranger = MSGPackSerializer.dumps(Identity.create().peer_id)
     bad = [
-        entry(key=run_key("cd" * 32).to_bytes()),
+        entry(key=run_board("cd" * 32).key.to_bytes()),
         entry(subkey=stranger),
         entry(subkey=b""),
         entry(value=b"\xff\xff"),
@@ -100,22 +102,22 @@ def test_the_check_lets_only_the_peers_own_announcement_pass(caplog: pytest.LogC
 
 
 def test_an_expired_entry_does_not_spoil_the_dictionary_it_travels_in() -> None:
-    value, expiration = announcement(IDENTITY, RUN, ADDRESSES, 1.0)
-    assert AnnouncementCheck(RUN).validate(entry(value=value, expiration_time=expiration))
+    _, value, expires = announcement(IDENTITY, RUN, ADDRESSES, 1.0)
+    assert AnnouncementCheck([BOARD]).validate(entry(value=value, expiration_time=FAR + expires))
 
 
 def filled(shelf: Shelf, count: int, now: float = NOW) -> list[Identity]:
     identities = [Identity.create() for _ in range(count)]
     for identity in identities:
-        value, expiration = announcement(identity, RUN, (), now)
-        shelf.store_subkey(run_key(RUN), identity.peer_id, value, expiration)
+        notice = announcement(identity, RUN, (), now)
+        shelf.store_subkey(BOARD.key, notice.place, notice.value, notice.expiration)
     return identities
 
 
 def test_the_shelf_gives_what_was_stored_until_it_expires() -> None:
     watch = Watch()
-    shelf = Shelf(RUN, Clock(watch))
-    key = run_key(RUN)
+    shelf = Shelf([BOARD], Clock(watch))
+    key = BOARD.key
     assert shelf.get(key) is None and list(shelf.items()) == [] and key not in shelf
     assert shelf.store(key, VALUE, EXPIRATION, subkey=IDENTITY.peer_id)
     found = shelf.get(key)
@@ -127,7 +129,7 @@ def test_the_shelf_gives_what_was_stored_until_it_expires() -> None:
 
 
 def test_the_shelf_takes_nothing_else() -> None:
-    shelf, key, peer = Shelf(RUN, Clock(Watch())), run_key(RUN), IDENTITY.peer_id
+    shelf, key, peer = Shelf([BOARD], Clock(Watch())), BOARD.key, IDENTITY.peer_id
     assert not shelf.store(key, VALUE, EXPIRATION)  # a plain value would displace the dictionary
     assert not shelf.store_subkey(DHTID.generate(), peer, VALUE, EXPIRATION)
     assert not shelf.store_subkey(key, peer, VALUE, FAR + NOW)  # expired
@@ -140,7 +142,7 @@ def test_the_shelf_takes_nothing_else() -> None:
 
 
 def test_a_flood_is_bounded_and_displaces_nobody() -> None:
-    shelf, key = Shelf(RUN, Clock(Watch())), run_key(RUN)
+    shelf, key = Shelf([BOARD], Clock(Watch())), BOARD.key
     honest = filled(shelf, 10)
     filled(shelf, 300)
     found = shelf.get(key)
@@ -148,8 +150,8 @@ def test_a_flood_is_bounded_and_displaces_nobody() -> None:
     kept = {peer for peer, _ in found.value.items()}
     assert {identity.peer_id for identity in honest} <= kept
     for step in range(1, 1000):  # one peer that renews and renews
-        value, expiration = announcement(honest[0], RUN, (), NOW + step / 100)
-        assert shelf.store_subkey(key, honest[0].peer_id, value, expiration)
+        notice = announcement(honest[0], RUN, (), NOW + step / 100)
+        assert shelf.store_subkey(key, notice.place, notice.value, notice.expiration)
     assert len(shelf) == MAX_ENTRIES
     theirs = DHTLocalStorage()  # control: hivemind's own grows with every store
     for step in range(1000):
@@ -157,11 +159,21 @@ def test_a_flood_is_bounded_and_displaces_nobody() -> None:
     assert len(theirs.expiration_heap) == 1000
 
 
+def test_two_boards_are_apart_and_each_has_its_own_room() -> None:
+    other = run_board("cd" * 32)
+    shelf = Shelf([BOARD, other], Clock(Watch()))
+    filled(shelf, MAX_ENTRIES + 5)
+    assert len(shelf) == MAX_ENTRIES and other.key not in shelf
+    theirs = announcement(IDENTITY, "cd" * 32, ADDRESSES, NOW)
+    assert shelf.store_subkey(other.key, theirs.place, theirs.value, theirs.expiration), "a full one fills no other"
+    assert len(shelf) == MAX_ENTRIES + 1 and {key for key, _ in shelf.items()} == {BOARD.key, other.key}
+
+
 @pytest.mark.parametrize("skew", [-7200.0, 7200.0])
 def test_a_wrong_local_clock_does_not_matter_once_the_swarms_is_known(skew: float) -> None:
     watch = Watch(NOW + skew)
     clock = Clock(watch)
-    shelf = Shelf(RUN, clock)
+    shelf = Shelf([BOARD], clock)
     assert not filled(shelf, 1) or len(shelf) == 0
     for number in range(3):
         clock.observe(f"peer {number}", NOW, watch.time, watch.time)
@@ -180,7 +192,7 @@ def test_a_peer_has_one_place_in_the_table_of_neighbours() -> None:
 
 
 async def test_oversized_requests_do_not_come_through_the_door(caplog: pytest.LogCaptureFixture) -> None:
-    door, key = Door(), run_key(RUN).to_bytes()
+    door, key = Door(), BOARD.key.to_bytes()
     assert await door.validate_request(dht_pb2.PingRequest())
     assert await door.validate_request(dht_pb2.FindRequest(keys=[key]))
     assert await door.validate_request(dht_pb2.StoreRequest(keys=[key], values=[VALUE]))

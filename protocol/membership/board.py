@@ -1,0 +1,38 @@
+"""The keys of the DHT that a node keeps values for, and what may stand under each. PURE.
+
+A value is signed by whoever it is of, and says itself until when it holds; both bind the place that it is stored at:
+it cannot be kept for longer, or under another's name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hivemind.dht.routing import DHTID
+
+FAR = 1e10  # seconds since the epoch: the year 2286, later than any wrong clock
+
+
+class Notice(NamedTuple):
+    """`place`: the subkey; `expires` in swarm time, seconds since the epoch."""
+
+    place: str
+    value: bytes
+    expires: float
+
+    @property
+    def expiration(self) -> float:
+        """The time to give hivemind."""
+        return FAR + self.expires
+
+
+@dataclass(frozen=True)
+class Board:
+    """`read` gives the notice that a value is, or raises PeerFault."""
+
+    title: str
+    read: Callable[[bytes], Notice]
+
+    @property
+    def key(self) -> DHTID:
+        return DHTID.generate(source=f"murmur/1/{self.title}")

@@ -1,0 +1,128 @@
+"""Notices of public runs: a sound one is read back, each hostile one is refused, by its reader and its keeper."""
+
+from typing import Any
+
+import pytest
+from hivemind.dht.crypto import DHTRecord
+from hivemind.utils import MSGPackSerializer
+
+from protocol.errors import ForgedError, MalformedError, PeerFault, StaleError
+from protocol.identity import Identity
+from protocol.membership.board import FAR
+from protocol.membership.public_runs import (
+    KIND,
+    LIFETIME,
+    MAX_VALUE_BYTES,
+    PUBLIC,
+    notice_of,
+    read_notice,
+    read_public_run,
+    require_current,
+)
+from protocol.membership.shelf import AnnouncementCheck
+from protocol.murmur_pb2 import PublicRun, Signed
+from protocol.records import sign
+
+NOW = 1_800_000_000.0
+RUN = "ab" * 32
+ORGANISER = Identity.create()
+LINK = f"murmur://{RUN}@/ip4/203.0.113.7/tcp/4001/p2p/{ORGANISER.peer_id}"
+
+
+def run_of(**changes: Any) -> PublicRun:
+    fields = {
+        "run": bytes.fromhex(RUN),
+        "name": "demo",
+        "recipe": "frugal",
+        "parameters": 824_448,
+        "peers": 12,
+        "round": 30,
+        "target_rounds": 400,
+        "link": LINK,
+    }
+    return PublicRun(**{**fields, **changes})
+
+
+def signed_anyhow(run: PublicRun, kind: str = KIND, run_id: str = RUN, expires: float = NOW + LIFETIME) -> bytes:
+    """As somebody signs it who does not check."""
+    dated = PublicRun()
+    dated.CopyFrom(run)
+    dated.expires = expires
+    return sign(ORGANISER, kind, run_id, dated).SerializeToString()
+
+
+def test_a_sound_notice_is_read_back() -> None:
+    notice = notice_of(ORGANISER, run_of(), NOW)
+    organiser, run = read_public_run(notice.value)
+    assert organiser == ORGANISER.peer_id and (run.name, run.peers, run.link) == ("demo", 12, LINK)
+    assert notice.place == f"{ORGANISER.peer_id}/{RUN[:16]}" and notice.expiration == FAR + NOW + LIFETIME
+    require_current(run, NOW, 60.0)
+    for web in ("https://run.example.org/run.toml", "http://192.0.2.10:8080/run.toml"):
+        assert read_public_run(notice_of(ORGANISER, run_of(link=web), NOW).value)[1].link == web
+
+
+HOSTILE = {
+    "a name with control characters": run_of(name="demo\x1b[2J"),
+    "a name that is too long": run_of(name="x" * 65),
+    "no name": run_of(name=""),
+    "a recipe with control characters": run_of(recipe="a\nb"),
+    "a link with control characters": run_of(link=LINK + "\x07"),
+    "a link with a space and an option": run_of(link="https://x --insecure"),
+    "a link to a file": run_of(link="file:///etc/passwd"),
+    "a link to another run": run_of(link=LINK.replace("ab", "cd")),
+    "a link that is too long": run_of(link="https://" + "x" * 500),
+    "no run": run_of(run=b""),
+    "a body beyond all bounds": run_of(link="https://" + "x" * 4000),
+}
+
+
+@pytest.mark.parametrize("run", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_notices_are_refused_though_signed(run: PublicRun) -> None:
+    with pytest.raises(MalformedError):
+        read_notice(signed_anyhow(run))
+    with pytest.raises(PeerFault):
+        notice_of(ORGANISER, run, NOW)
+
+
+def test_forged_and_foreign_notices_are_refused() -> None:
+    """The control is the sound one, which the same reader takes."""
+    sound = signed_anyhow(run_of())
+    assert read_notice(sound)
+    altered = Signed.FromString(sound)
+    altered.body = altered.body.replace(b"demo", b"dem0")
+    stolen = Signed.FromString(sound)
+    stolen.peer = Identity.create().peer_id
+    for value in (altered.SerializeToString(), stolen.SerializeToString(), signed_anyhow(run_of(), run_id="cd" * 32)):
+        with pytest.raises(ForgedError):
+            read_notice(value)
+    for value in (b"", b"\xff", bytes(MAX_VALUE_BYTES + 1), signed_anyhow(run_of(), kind="rendezvous")):
+        with pytest.raises(MalformedError):
+            read_notice(value)
+
+
+@pytest.mark.parametrize("expires", [NOW - 1, NOW + 1e6, float("inf"), float("nan")])
+def test_what_is_over_or_would_stay_for_ever_is_refused(expires: float) -> None:
+    with pytest.raises(PeerFault):
+        _, run = read_public_run(signed_anyhow(run_of(), expires=expires))
+        require_current(run, NOW, 60.0)
+    with pytest.raises(StaleError):
+        require_current(read_public_run(signed_anyhow(run_of()))[1], NOW + LIFETIME + 1, 60.0)
+
+
+def test_a_node_keeps_only_what_is_sound_and_in_its_own_place() -> None:
+    notice, check = notice_of(ORGANISER, run_of(), NOW), AnnouncementCheck([PUBLIC])
+
+    def record(**changes: Any) -> DHTRecord:
+        fields = {
+            "key": PUBLIC.key.to_bytes(),
+            "subkey": MSGPackSerializer.dumps(notice.place),
+            "value": notice.value,
+            "expiration_time": notice.expiration,
+        }
+        return DHTRecord(**{**fields, **changes})
+
+    assert check.validate(record())
+    other = MSGPackSerializer.dumps(f"{Identity.create().peer_id}/{RUN[:16]}")
+    hostile = signed_anyhow(HOSTILE["a name with control characters"])
+    bad = [record(subkey=other), record(expiration_time=notice.expiration + 1e6), record(value=hostile)]
+    assert not any(check.validate(each) for each in bad) and check.refused == len(bad)
