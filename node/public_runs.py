@@ -50,6 +50,8 @@ def show_runs(peers: Sequence[str], as_json: bool) -> None:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
     elif rows:
         Console(highlight=False).print(_table(rows))
+        for row in rows:
+            print(f"murmur join {row['link']}")  # on a line of its own, to be copied
     else:
         print(f"no public run is announced at the {answered} peers that answer; `murmur host --public` announces one")
 
@@ -84,7 +86,7 @@ async def look(doors: dict[PeerId, tuple[str, ...]]) -> tuple[Runs, int]:
     clock, runs = Clock(), Runs()
     with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
         transport = await Transport.start(Path(folder) / "key", Path(folder), [])
-        dht = Dht(transport, clock, (PUBLIC,))
+        dht = Dht(transport, clock, (PUBLIC,), asks_only=True)
         try:
             async with asyncio.timeout(LOOK_SECONDS):
                 await dht.open()
@@ -141,9 +143,9 @@ def progress(row: dict[str, Any]) -> str:
 
 def _table(rows: Iterable[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD)
-    for name in ("run", "model", "method", "peers", "progress", "organiser", "to take part"):
+    for name in ("run", "model", "method", "peers", "progress", "organiser"):
         table.add_column(name, overflow="fold")
     for row in rows:
         words = (row["name"], short_count(row["parameters"]), row["recipe"], str(row["peers"]), progress(row))
-        table.add_row(*map(Text, (*words, row["fingerprint"], f"murmur join {row['link']}")))
+        table.add_row(*map(Text, (*words, row["fingerprint"])))
     return table

@@ -52,10 +52,10 @@ class Host(Protocol):
 
 
 class Dht:
-    """`boards`: all that is kept for others here."""
+    """`boards`: all that is kept for others here. `asks_only`: nothing is, and others do not learn of us."""
 
-    def __init__(self, transport: Host, clock: Clock, boards: Iterable[Board]) -> None:
-        kept = tuple(boards)
+    def __init__(self, transport: Host, clock: Clock, boards: Iterable[Board], asks_only: bool = False) -> None:
+        kept, self._asks_only = tuple(boards), asks_only
         self._transport, self._clock = transport, clock
         self._check, self._shelf = AnnouncementCheck(kept), Shelf(kept, clock)
         self._node: Any = None
@@ -86,6 +86,7 @@ class Dht:
         node = await DHTNode.create(
             p2p=p2p,
             node_id=node_id(p2p.peer_id),
+            client_mode=self._asks_only,
             num_replicas=REPLICAS,
             wait_timeout=CALL_SECONDS,
             cache_locally=False,

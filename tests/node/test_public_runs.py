@@ -83,6 +83,16 @@ def test_what_is_shown() -> None:
     )
 
 
+def test_the_line_to_copy_is_not_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def seen(_: object) -> tuple[Runs, int]:
+        return {(ORGANISER.peer_id, bytes(32)): run_of()}, 1
+
+    monkeypatch.setattr(public_runs, "look", seen)
+    show_runs([ADDRESSES[0]], False)
+    shown = capsys.readouterr().out
+    assert "round 30 of 400" in " ".join(shown.split()) and f"murmur join {run_of().link}" in shown.splitlines()
+
+
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnreachableError, match="none of 1 peers answers; name another"):
         show_runs([f"/ip4/127.0.0.1/tcp/9/p2p/{PEERS[0]}"], True)

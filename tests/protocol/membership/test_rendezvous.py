@@ -199,7 +199,7 @@ async def test_a_public_run_is_found_by_whoever_knows_any_peer(start_transport: 
 
     host.rendezvous.advertise(notice, {})
     reader, found = await start_transport("reader"), set[bytes]()
-    dht = Dht(reader, Clock(), (PUBLIC,))
+    dht = Dht(reader, Clock(), (PUBLIC,), asks_only=True)
     await dht.open()
     try:
         assert await dht.greet(other.identity.peer_id, await other.transport.addresses())
