@@ -121,8 +121,10 @@ def merge_share(place: Place, team: Team, numel: int, turns: int) -> float:
     for _ in range(turns + 1):
         team.order(prepare=True)
         begun = time.monotonic()
-        team.order(RUN_SECONDS, go=True)
+        members = min(answer["members"] for answer in team.order(RUN_SECONDS, go=True))
         seconds.append(time.monotonic() - begun)
+        if members < PEERS:
+            raise SystemExit(f"{members} of {PEERS} peers took part; once more, with fewer others on this machine")
     return place.share(payload, statistics.median(seconds[1:]))
 
 

@@ -31,9 +31,10 @@ from typing import Final
 
 import psutil
 
-from benchmarks.merge.worker import Team, Worker, words_of
+from benchmarks.merge.worker import SilentError, Team, Worker, words_of
 
 PEERS = 4
+PREPARE_SECONDS = 40.0  # in which hivemind sometimes finds no group
 GLOO_PORT = 29_640
 KINDS: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = MappingProxyType(
     {
@@ -72,8 +73,15 @@ def measure(names: Sequence[str], numel: int, turns: int) -> dict[str, Cost]:
         teams = {name: stack.enter_context(started(name, numel)) for name in names}
         costs: dict[str, list[Cost]] = {name: [] for name in names}
         for number in range(turns + 1):
-            for name, team in teams.items():
-                cost = turn(team)
+            for name in names:
+                try:
+                    cost = turn(teams[name])
+                except SilentError as error:
+                    print(f"  turn {number}: {name} broke and is started again: {error}", file=sys.stderr)
+                    teams[name].stop()
+                    teams[name] = stack.enter_context(started(name, numel))
+                    turn(teams[name])
+                    cost = turn(teams[name])
                 costs[name] += [cost] if number else []
                 print(f"  turn {number}: {name} {cost}", file=sys.stderr)
     return {name: median(series) for name, series in costs.items()}
@@ -87,15 +95,18 @@ def started(name: str, numel: int) -> Team:
     try:
         team.introduce()
     except BaseException:
-        team.__exit__()
+        team.stop()
         raise
     return team
 
 
 def turn(team: Team) -> Cost:
-    team.order(prepare=True)
+    """SilentError where not all peers took part."""
+    team.order(PREPARE_SECONDS, prepare=True)
     busy, sent, begun = team.processor_seconds(), sent_bytes(), time.monotonic()
-    team.order(go=True)
+    members = min(answer["members"] for answer in team.order(go=True))
+    if members < PEERS:
+        raise SilentError(f"{members} of {PEERS} peers took part")
     seconds, sent, busy = time.monotonic() - begun, sent_bytes() - sent, team.processor_seconds() - busy
     errors = [answer["relative_error"] for answer in team.order(check=True)]
     return Cost(seconds, busy, sent / PEERS, max(errors))

@@ -101,7 +101,7 @@ def main() -> None:
                 peer.prepare()
                 conversation.say()
             case "go":
-                conversation.say(group=peer.go())
+                conversation.say(members=peer.go())
             case "check":
                 conversation.say(relative_error=peer.check())
 

@@ -39,7 +39,7 @@ def main() -> None:
             case "go":
                 distributed.all_reduce(merged)
                 merged /= words.peers
-                conversation.say()
+                conversation.say(members=words.peers)
             case "check":
                 conversation.say(relative_error=relative_error(merged, words.peers))
 

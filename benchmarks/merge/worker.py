@@ -29,6 +29,10 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
+class SilentError(Exception):
+    """A peer ended, or said nothing in time; its text holds the peer's last words."""
+
+
 class Conversation:
     """The peer's side."""
 
@@ -76,13 +80,13 @@ class Worker:
         self._process.stdin.flush()
 
     def hear(self, seconds: float = START_SECONDS) -> dict[str, Any]:
-        """SystemExit with its last words where it ended, or says nothing for so long."""
+        """SilentError where it ended, or says nothing for so long."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
             line = ""
         if not line:
-            raise SystemExit(f"a peer said nothing for {seconds:g} s or ended:\n{self.last_words()}")
+            raise SilentError(f"a peer said nothing for {seconds:g} s or ended:\n{self.last_words()}")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -141,6 +145,9 @@ class Team:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         for worker in self.workers:
             worker.stop()
 
