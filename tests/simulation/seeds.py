@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from tests.simulation.story import BrokenError, Story
 
-SEEDS = 10_000
+SEEDS = 5000
 BATCH = 100
 FIRST_HALF = range(0, SEEDS // 2, BATCH)
 SECOND_HALF = range(SEEDS // 2, SEEDS, BATCH)
