@@ -31,7 +31,7 @@ from protocol.rounds.statements import Commit, Statement, Terms
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-STATE_SECONDS = 60.0  # to fetch a state, and a second more for each of so many bytes
+STATE_SECONDS = 15.0  # to fetch a state, and a second more for each of so many bytes
 SLOWEST_BYTES = 1_000_000
 AVOID_SECONDS = 60.0  # not to follow a peer that could not show us the way to its head
 

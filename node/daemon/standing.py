@@ -62,14 +62,16 @@ class Standing:
     def applied(self, head: Head, state: Digest, commits: Sequence[Commit], fate: Fate) -> None:
         """New rounds are in place, and what became of our message in them."""
         self.stands_at(head, state)
-        count, mark = len(commits[-1].contributions) if commits else 0, head.digest.hex()[:8]
+        # Of a round that was skipped by taking over a state we cannot say what went into it.
+        went_in = f"{len(commits[0].contributions)} contributions" if len(commits) == 1 else "taken over"
+        mark = head.digest.hex()[:8]
         if fate == "included":
             self._include(head)
-            logger.info("round %d: %d contributions, ours included, digest %s", head.round, count, mark)
+            logger.info("round %d: %s, ours included, digest %s", head.round, went_in, mark)
         else:
             word, text = self._exclude(fate, len(commits))
             ours = "excluded" if fate == "excluded" else "not among them"
-            logger.info("round %d: %d contributions, ours %s (%s), digest %s", head.round, count, ours, word, mark)
+            logger.info("round %d: %s, ours %s (%s), digest %s", head.round, went_in, ours, word, mark)
             logger.debug("round %d went without us: %s", head.round, text)
         for _ in commits[fate != "none" :]:
             self._metrics.round_ended("missed")

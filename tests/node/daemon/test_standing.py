@@ -54,6 +54,18 @@ def test_a_pause_is_told_counted_and_over_with_the_next_word(
     assert caplog.messages[1:3] == ["training pauses: others use 60% of the processors", "training goes on"]
 
 
+def test_of_rounds_that_were_skipped_nothing_is_said_that_we_do_not_know(
+    standing: Standing, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    standing.applied(HEAD, bytes(32), commits(1), "none")
+    assert "round 3: 1 contributions, ours not among them" in caplog.text
+    caplog.clear()
+    standing.applied(HEAD, bytes(32), [], "none")
+    standing.applied(HEAD, bytes(32), commits(2), "included")
+    assert "contributions" not in caplog.text and caplog.text.count("round 3: taken over") == 2
+
+
 def test_phases_are_logged_once(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     standing.enter("catching up", "others are ahead")
