@@ -1,0 +1,63 @@
+"""A machine whose clock is an hour off takes part like any other."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.membership.directory import CLOCK_TOLERANCE
+from tests.netlab.laboratory import Laboratory
+from tests.netlab.scattered import ScatteredFlock, ScatteredPeer, scattered
+from tests.swarm.flock import ENDLESS, join_command, manifest_with
+
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
+
+ROUNDS = 5
+HOUR = 3600.0
+LIBRARY = Path("/usr/lib") / f"{sys.implementation._multiarch}" / "faketime" / "libfaketimeMT.so.1"
+SHIFT = (f"LD_PRELOAD={LIBRARY}", "FAKETIME=+3600s", "FAKETIME_DONT_FAKE_MONOTONIC=1", "DONT_FAKE_MONOTONIC=1")
+
+
+@pytest.fixture
+def shifted() -> list[str]:
+    """Words before a command that put its wall clock an hour ahead, and no other clock."""
+    if not LIBRARY.exists():
+        pytest.skip("a clock that is wrong needs libfaketime: apt-get install faketime")
+    words = ["env", *SHIFT]
+    tell = [sys.executable, "-c", "import time; print(time.time(), time.monotonic())"]
+    times = [
+        list(map(float, subprocess.run(command, capture_output=True, check=True).stdout.split()))
+        for command in (tell, [*words, *tell])
+    ]
+    assert times[1][0] - times[0][0] > HOUR - 1 and 0 <= times[1][1] - times[0][1] < 60, times
+    return words
+
+
+def test_a_clock_that_is_an_hour_ahead(laboratory: Laboratory, tmp_path: Path, shifted: list[str]) -> None:
+    assert HOUR > CLOCK_TOLERANCE, "the control: records dated by its own clock would be refused"
+    manifest = manifest_with(target={"rounds": ENDLESS}, method={"schedule": {"inner_steps": 60}})
+    nodes = [laboratory.node() for _ in range(3)]
+    with scattered(tmp_path, manifest, laboratory, nodes) as flock:
+        wrong = set_clock(flock, shifted)
+        flock.start()
+        flock.wait_for_round(1)
+
+        def all_give() -> bool:
+            told = flock.look()
+            return all(status.contributions_included >= ROUNDS and status.peers == 3 for status in told)
+
+        flock.wait(all_give, f"the work of all is taken {ROUNDS} times", 40)
+        flock.wait_for_agreement(after=ROUNDS)
+        told = flock.look()
+        since = {status.name: status.since for status in told}
+        assert since[wrong.name] - since["peer-0"] > HOUR - 60, "its clock is wrong indeed"
+        assert "dated anew" in flock.log(wrong)
+
+
+def set_clock(flock: ScatteredFlock, shifted: list[str]) -> ScatteredPeer:
+    """The last peer, as one whose clock is wrong."""
+    old = flock.scattered[-1]
+    command = join_command(flock.run, old.folder, "--name", old.name, listen="/ip4/0.0.0.0/tcp/4001")
+    flock.peers[-1] = ScatteredPeer(old.name, old.folder, [*shifted, *command], old.laboratory, old.node)
+    return flock.scattered[-1]
