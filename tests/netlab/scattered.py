@@ -39,6 +39,7 @@ class ScatteredFlock(Flock):
 
     def __init__(self, folder: Path, manifest: Manifest, laboratory: Laboratory, nodes: Sequence[Node]) -> None:
         self.laboratory, self.nodes = laboratory, list(nodes)
+        self.states: dict[str, set[str]] = {}  # those that were seen, by the digest of the chain that led to them
         super().__init__(folder, manifest, len(nodes))
 
     def start(self) -> None:
@@ -57,7 +58,13 @@ class ScatteredFlock(Flock):
         for peer in chosen:
             with self.laboratory.inside(peer.node):
                 asyncio.run(peer.poll())
+            if peer.status:
+                self.states.setdefault(peer.status.digest, set()).add(peer.status.state_digest)
         return [peer.status for peer in chosen if peer.status]
+
+    def highest(self, *peers: PeerProcess) -> int:
+        """The latest round that any of them has applied."""
+        return max(status.round for status in self.look(*peers))
 
     def _made(self, index: int) -> PeerProcess:
         name = f"peer-{index}"

@@ -1,10 +1,21 @@
-"""The internet falls apart and comes together again; nobody is needed to mend the run."""
+"""The internet fails in parts, and whole peers with it; nobody is needed to mend the run.
 
+One flock of five for all tests of this file, whole again after each. After every round that anybody showed, equal
+chains must have come to equal states.
+"""
+
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
+from node.daemon.replica import Workshop
 from node.local.peer_process import PeerProcess
+from protocol.rounds.chain import Head, after
+from protocol.rounds.election import Election
+from protocol.rounds.statements import Commit
+from tests.netlab.archive import Archive
 from tests.netlab.laboratory import Laboratory, Link
 from tests.netlab.scattered import ScatteredFlock, scattered
 from tests.swarm.flock import ENDLESS, manifest_with
@@ -38,6 +49,7 @@ def whole(flock: ScatteredFlock) -> Iterator[None]:
     yield
     flock.laboratory.heal()
     wait_until_whole(flock)
+    assert all(len(states) == 1 for states in flock.states.values()), "one chain of commits, one state"
 
 
 def wait_until_whole(flock: ScatteredFlock) -> None:
@@ -46,10 +58,6 @@ def wait_until_whole(flock: ScatteredFlock) -> None:
         return len(told) == PEERS and all(s.peers == PEERS and s.contributing() == "yes" for s in told)
 
     flock.wait(met, "all are there and contribute")
-
-
-def highest(flock: ScatteredFlock, *peers: PeerProcess) -> int:
-    return max(status.round for status in flock.look(*peers))
 
 
 class Chains:
@@ -78,14 +86,14 @@ class Chains:
 def fall_apart(flock: ScatteredFlock, *groups: Sequence[PeerProcess]) -> None:
     """Each group goes on alone for some rounds, the internet heals, and all come together again."""
     laboratory, peers = flock.laboratory, flock.scattered
-    before = highest(flock)
+    before = flock.highest()
     laboratory.partition(*([peer.node for peer in peers if peer in group] for group in groups))
     chains = Chains(flock, groups)
     apart = flock.wait(lambda: min(chains.look()) > before + APART_ROUNDS, "every group goes on", 40)
     assert chains.differ_at(before + APART_ROUNDS), "the control: they did go separate ways"
     told = {status.peer_id: status for status in flock.look()}
     laboratory.heal()
-    healed = highest(flock)
+    healed = flock.highest()
     seconds = flock.wait(lambda: len({s.digest for s in flock.look()}) == 1, "all are on one chain", 40)
     agreed = flock.wait_for_agreement(after=healed)
     print(f"{apart:.1f} s for {APART_ROUNDS} rounds apart; {seconds:.1f} s, {agreed - healed} rounds to one chain")
@@ -105,3 +113,85 @@ def test_two_parts_go_on_and_become_one_again(flock: ScatteredFlock) -> None:
 
 def test_three_fragments_become_one_again(flock: ScatteredFlock) -> None:
     fall_apart(flock, flock.peers[:2], flock.peers[2:4], flock.peers[4:])
+
+
+def test_one_way_silence_between_two_holds_nobody(flock: ScatteredFlock) -> None:
+    before, (heard, deaf, *_) = flock.highest(), flock.scattered
+    words = len(flock.log(deaf)), len(flock.log(heard))
+    flock.laboratory.block(heard.node, deaf.node)
+    seconds = flock.wait(lambda: min(status.round for status in flock.look()) >= before + 10, "all go on", 60)
+    print(f"{seconds:.1f} s for 10 rounds")
+    said = flock.log(deaf)[words[0] :] + flock.log(heard)[words[1] :]
+    assert "failed" in said or "counts as gone" in said, "the control: the two did miss each other"
+
+
+def test_a_leader_that_is_cut_off_holds_the_others_for_a_moment(flock: ScatteredFlock) -> None:
+    began = flock.highest()
+    flock.wait(lambda: flock.highest() > began, "a round begins")
+    number = flock.highest()
+    by_id = {peer.status.peer_id: peer for peer in flock.scattered if peer.status}
+    leader = Election(flock.manifest.run_id, number).leader(0, frozenset(by_id))
+    assert leader is not None
+    victim = by_id[leader]
+    others = [peer for peer in flock.peers if peer is not victim]
+    flock.laboratory.cut(victim.node)
+    chains = Chains(flock, [[victim], others])
+    seconds = flock.wait(lambda: chains.look()[1] >= number + APART_ROUNDS, "the others go on", 40)
+    print(f"{seconds:.1f} s for {APART_ROUNDS} rounds without the leader of the first")
+    assert chains.differ_at(number + APART_ROUNDS), "the control: it did not take part in them"
+
+
+def test_who_introduced_the_others_dies(flock: ScatteredFlock) -> None:
+    first, *others = flock.peers
+    number = flock.highest()
+    first.kill()
+    seconds = flock.wait(
+        lambda: min(status.round for status in flock.look(*others)) >= number + APART_ROUNDS, "they go on", 40
+    )
+    print(f"{seconds:.1f} s for {APART_ROUNDS} rounds")
+    assert all(status.round <= number + 1 for status in flock.look(first)), "the control: it is dead"
+    first.start(())  # nobody is named: it knows them from before
+
+
+def test_what_went_in_is_what_is_said(flock: ScatteredFlock, tmp_path: Path) -> None:
+    """Sums are computed again from the contributions that a commit names, while one of the peers comes and goes."""
+    laboratory, spare = flock.laboratory, flock.laboratory.node()
+    with Archive(tmp_path / "archive", flock.manifest, [peer.folder for peer in flock.peers]) as archive:
+        flock.wait_for_round(flock.highest() + 1)  # of the round before, a part may have gone unseen
+        began = flock.highest()
+        flock.wait_for_round(began + 3)
+        laboratory.cut(flock.nodes[4])
+        flock.wait_for_round(began + 8, *flock.peers[:4])
+        laboratory.heal()
+        wait_until_whole(flock)
+    commits = archive.commits(laboratory, spare, flock.scattered[0].public()[0], began)
+    known = [commit for commit in commits if archive.has_all([given.body for given in commit.contributions])]
+    print(f"{len(known)} of {len(commits)} rounds can be computed again")
+    assert len(known) >= 5 and len({len(commit.contributions) for commit in known}) > 1, flock.story()
+    check_sums(archive.workshop(), known)
+    check_words(flock, commits)
+
+
+def check_sums(workshop: Workshop, commits: Sequence[Commit]) -> None:
+    for commit in commits:
+        given = [statement.body for statement in commit.contributions]
+        for part, blob in enumerate(commit.parts):
+            assert workshop.reduce(commit.round, part, given) == blob, f"round {commit.round}, part {part}"
+            if len(given) > 1:
+                fewer = workshop.reduce(commit.round, part, given[1:])
+                assert fewer != blob, "the control: what went in cannot be less than what is said"
+
+
+def check_words(flock: ScatteredFlock, commits: Sequence[Commit]) -> None:
+    """What every peer said of each round of this chain."""
+    senders = {
+        after(Head(c.round, c.base, 0), c).digest.hex()[:8]: {g.sender for g in c.contributions} for c in commits
+    }
+    for peer in flock.peers:
+        assert peer.status is not None
+        said = re.findall(r"round \d+: (\d+) contributions, ours (.+), digest (\w{8})", flock.log(peer))
+        heard = [(int(count), fate, senders[digest]) for count, fate, digest in said if digest in senders]
+        assert len(heard) >= len(senders) // 4
+        for count, fate, entered in heard:
+            assert count == len(entered)
+            assert (fate == "included") == (peer.status.peer_id in entered)
