@@ -1,0 +1,45 @@
+"""One of four peers has a tenth of the others' bandwidth: the others do not wait for it longer than they said."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.netlab.laboratory import Laboratory, Link
+from tests.netlab.scattered import ScatteredFlock, scattered
+from tests.swarm.flock import ENDLESS, manifest_with
+
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
+
+PEERS, ROUNDS = 4, 4
+FAST, SLOW = Link(up=2, down=4), Link(up=0.2, down=0.4)
+GRACE = 0.5
+
+
+def seconds_a_round(flock: ScatteredFlock) -> float:
+    """Of the three that are fast."""
+    fast = flock.peers[:3]
+    flock.wait_for_round(flock.highest() + 1, *fast)
+    began = flock.highest(*fast)
+    return flock.wait(lambda: flock.highest(*fast) >= began + ROUNDS, f"{ROUNDS} rounds", 60) / ROUNDS
+
+
+@pytest.mark.parametrize("grace", [GRACE, 60.0], ids=["bounded", "control"])
+def test_a_tenth_of_the_bandwidth(laboratory: Laboratory, tmp_path: Path, grace: float) -> None:
+    """The control: whoever is ready to wait for ever does wait."""
+    manifest = manifest_with(
+        target={"rounds": ENDLESS},
+        method={"recipe": "averaging", "schedule": {"inner_steps": 20}},
+        round={"grace": grace, "exchange_timeout": 60.0},
+    )
+    nodes = [laboratory.node(FAST) for _ in range(PEERS)]
+    with scattered(tmp_path, manifest, laboratory, nodes) as flock:
+        flock.start()
+        flock.wait(lambda: all(status.contributing() == "yes" for status in flock.look()), "all take part")
+        usual = seconds_a_round(flock)
+        laboratory.set_link(nodes[3], SLOW)
+        slowed = seconds_a_round(flock)
+        print(f"grace {grace:g} s: {usual:.2f} s a round, {slowed:.2f} s with one slow link")
+        if grace == GRACE:
+            assert slowed < usual + 3 * GRACE
+        else:
+            assert slowed > usual + 3 * GRACE
