@@ -1,5 +1,6 @@
 # make demo         three peers train a model on this machine, in minutes
-# make test         everything that a change must pass
+# make test         what a change must pass: style, types, modules, real processes
+# make test-long    and what takes as long again: thousands of simulated swarms, real limited links
 # make proto        the code generated from protocol/murmur.proto
 # make image        the volunteer's image, by a Docker engine
 # make image-check  builds it for real, with or without an engine, and uses it
@@ -8,16 +9,30 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test proto image image-check clean
+.PHONY: demo test check modules processes test-long seeds links proto image image-check clean
 
 demo: .venv/installed
 	$(BIN)/murmur up configs/demo.toml --drill
 
-test: .venv/installed-for-tests
+test: check modules processes
+
+test-long: seeds links
+
+check: .venv/installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab"
-	$(BIN)/pytest -m "swarm or netlab"
+
+modules: .venv/installed-for-tests
+	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab and not seeds"
+
+processes: .venv/installed-for-tests
+	$(BIN)/pytest -m swarm
+
+seeds: .venv/installed-for-tests
+	$(BIN)/pytest -n logical --dist loadfile -m seeds
+
+links: .venv/installed-for-tests
+	$(BIN)/pytest -m netlab
 
 proto: .venv/installed-for-tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I . \

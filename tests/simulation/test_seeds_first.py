@@ -4,6 +4,8 @@ import pytest
 
 from tests.simulation.seeds import FIRST_HALF, try_batch
 
+pytestmark = pytest.mark.seeds
+
 
 @pytest.mark.parametrize("first", FIRST_HALF)
 def test_nothing_breaks(first: int) -> None:

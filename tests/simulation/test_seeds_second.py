@@ -4,6 +4,8 @@ import pytest
 
 from tests.simulation.seeds import SECOND_HALF, try_batch
 
+pytestmark = pytest.mark.seeds
+
 
 @pytest.mark.parametrize("first", SECOND_HALF)
 def test_nothing_breaks(first: int) -> None:
