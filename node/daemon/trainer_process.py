@@ -90,8 +90,13 @@ class TrainerProcess:
         return True
 
     async def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
-        """Have it write a last snapshot and end; kill it after `timeout_seconds`. Leaves nothing. May be repeated."""
+        """Have it write a last snapshot and end; kill it after `timeout_seconds`. Leaves nothing. May be repeated.
+
+        One that is not at work yet has nothing to write, and may be importing for long on a busy machine: it is killed.
+        """
         self._stopping = True
+        if self.trouble and self._life is not None:
+            self._life.kill()
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self.send(Stop())

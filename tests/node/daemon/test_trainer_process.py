@@ -45,6 +45,7 @@ def say(**message):
     body = json.dumps(message).encode()
     channel.sendall(len(body).to_bytes(4, "big") + body)
 """
+READY = 'say(kind="ready", device="cpu", step=0, round=0, outstanding=None)\n'
 PROGRESS = 'say(kind="progress", step=1, tokens=1, loss=1.0, tokens_per_second=1.0, seconds={})\n'
 
 
@@ -106,18 +107,32 @@ async def test_a_flood_of_words_is_bounded(bench: Bench, scripted: Path, caplog:
     assert max(len(line) for line in caplog.messages) < 2 * trainer_process.LINE_BYTES + 200
 
 
-async def test_one_that_does_not_stop_is_killed(bench: Bench, scripted: Path) -> None:
-    scripted.write_text(SAY + PROGRESS + "time.sleep(600)")
+async def test_one_that_does_not_stop_is_killed(
+    bench: Bench, scripted: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scripted.write_text(SAY + READY + "time.sleep(600)")
     await bench.trainer.start()
     pid = bench.trainer.pid
     assert pid is not None and psutil.pid_exists(pid)
+    await bench.until(Ready)
     await bench.trainer.stop(0.2)
     assert not psutil.pid_exists(pid) and bench.trainer.pid is None
+    assert "did not stop" in caplog.text
+
+
+async def test_one_that_is_not_at_work_yet_is_not_waited_for(
+    bench: Bench, scripted: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scripted.write_text("import time; time.sleep(600)")
+    await bench.trainer.start()
+    await asyncio.wait_for(bench.trainer.stop(600), 60)
+    assert bench.trainer.pid is None and "did not stop" not in caplog.text
 
 
 async def test_one_that_never_ceases_to_talk_is_stopped_too(bench: Bench, scripted: Path) -> None:
-    scripted.write_text(SAY + "while True:\n    " + PROGRESS)
+    scripted.write_text(SAY + READY + "while True:\n    " + PROGRESS)
     await bench.trainer.start()
+    await bench.until(Ready)
     await bench.trainer.stop(0.5)
     assert bench.trainer.pid is None
 
