@@ -258,7 +258,7 @@ class Fetcher:
         on_fault: OnFault,
         rng: random.Random,
         pace: Pace | None = None,
-        max_calls: int = 16,
+        max_calls: int = 32,
     ) -> None:
         self._store = store
         self._on_fault = on_fault

@@ -152,7 +152,7 @@ class Plan:
         busy: dict[PeerId, list[Progress]] = {}
         for progress in self._calls():
             busy.setdefault(progress.call.peer, []).append(progress)
-        if sum(map(len, busy.values())) >= 2 * self._pace.sources * self._pace.pieces_per_source:
+        if sum(map(len, busy.values())) >= self._most_calls():
             return None
         for peer in self._ready(busy, now):
             piece = self._piece_for(peer, now)
@@ -209,6 +209,11 @@ class Plan:
                 ready.append(peer)
         least_first = sorted(ready, key=lambda peer: len(busy.get(peer, ())))
         return [peer for peer in least_first if len(busy.get(peer, ())) < self._places(peer)]
+
+    def _most_calls(self) -> int:
+        """Enough for all sources twice, as calls that are late fill no place, or for one that has use for more."""
+        wide = max(map(self._places, self._sources.present), default=0)
+        return max(2 * self._pace.sources * self._pace.pieces_per_source, wide)
 
     def _places(self, peer: PeerId) -> int:
         return max(self._pace.pieces_per_source, self._sources.places(peer))

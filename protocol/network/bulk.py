@@ -20,7 +20,7 @@ from protocol.identity import PeerId
 from protocol.network.control import Stream
 from protocol.network.direct import DirectDialer, Place
 from protocol.network.doors import Dial, Exit
-from protocol.network.lanes import MOST, Bytes, Lanes
+from protocol.network.lanes import Bytes, Lanes
 from protocol.network.paths import Choice, Path
 from protocol.network.tunnel import Tunnels
 
@@ -123,7 +123,7 @@ class Bulk:
 
     def _move(self, link: Link, place: Place | None) -> None:
         link.place = place
-        link.choice = Choice()
+        link.choice.moved()
         self._retire(link, 0)
 
     def lease(self, peer: PeerId) -> Lease:
@@ -143,7 +143,7 @@ class Bulk:
         link = self._links.get(peer)
         if link is None or link.choice.best is Path.LIBP2P:
             return CALLS_PER_LANE
-        return min(CALLS_PER_LANE * link.lanes.width, MOST)
+        return CALLS_PER_LANE * link.lanes.width
 
     def paths(self) -> dict[PeerId, str]:
         """How bulk goes to each peer that lately had some, in words."""

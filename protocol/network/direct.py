@@ -179,9 +179,10 @@ class DirectDialer:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in done:
-                    if (error := attempt.exception()) is None:
+                    try:
                         return attempt.result(), attempts.pop(attempt)
-                    reasons.append(str(error))
+                    except UnreachableError as error:
+                        reasons.append(str(error))
         finally:
             await _abandon(attempts)
         raise UnreachableError(f"no direct connection: {'; '.join(dict.fromkeys(reasons))}"[:300])
@@ -259,8 +260,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _prepare(connection: socket.socket, stall: float) -> None:
-    """The kernel cuts a connection whose other end takes nothing for so long, however little waits."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall * 1000))
+    """The kernel cuts a connection whose other end takes nothing, however little waits; later than a tunnel would."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2 * stall * 1000))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

@@ -2,20 +2,23 @@
 
 One TCP connection that halves its window at each loss carries about MSS / (RTT * sqrt(2 p / 3)), however wide the link
 (Mathis et al. 1997), so n connections carry n times as much; where the link itself is full, they carry nothing more.
-So the number is found by climbing: measure for a second, double, measure again, stay if that carried clearly more and
-go back if not; later and later try again, by turns fewer and more. What another peer's transfer lost is no gain: the
-sum over all peers must have grown too. Clock in seconds.
+So the number is found by climbing: measure for a second, take four times as many, measure again, stay if that carried
+clearly more and go back if not; later and later try again, by turns half as many and more. Four times and not twice: on
+a link with losses a second's rate is off by a third by chance, and too few lanes cost more than too many. What another
+peer's transfer lost is no gain: the sum over all peers must have grown too. Clock in seconds.
 """
 
 from dataclasses import dataclass
 
 MOST = 16
-SETTLE_SECONDS = 0.5  # after a change: handshakes and slow starts
+STEP = 4
+SETTLE_SECONDS = 1.0  # after a change: handshakes and slow starts
 EPOCH_SECONDS = 1.0
-GAIN = 1.2  # times as fast makes more lanes worth while
+GAIN = 1.3  # times as fast makes more lanes worth while
 KEPT = 0.9  # of the speed must be left with fewer
-FIRST_HOLD = 10.0  # seconds until another number is tried; doubles up to
+FIRST_HOLD = 3.0  # seconds until another number is tried, for losses come by chance; doubles up to
 LONGEST_HOLD = 300.0
+LEAST_HOLD_OF_FEWER = 10.0  # that trial costs speed where it fails
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ class Lanes:
 
     def _rest(self, now: float) -> None:
         """This way there is nothing more to gain; the other is tried later."""
-        self._hold_until = now + self._hold
         self._fewer = not self._fewer
+        self._hold_until = now + max(self._hold, LEAST_HOLD_OF_FEWER if self._fewer and self.width > 1 else 0.0)
 
     def _is_better(self, trial: Trial, peer: float, total: float) -> bool:
         if self.width < trial.width:
@@ -90,7 +93,7 @@ class Lanes:
     def _try(self, peer: float, total: float, now: float) -> None:
         self._fewer = self.width == MOST or (self._fewer and self.width > 1)
         self._trial = Trial(self.width, peer, total)
-        self._move(self.width // 2 if self._fewer else self.width * 2, now)
+        self._move(self.width // 2 if self._fewer else min(STEP * self.width, MOST), now)
 
     def _move(self, width: int, now: float) -> None:
         self.width = width

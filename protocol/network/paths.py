@@ -77,6 +77,11 @@ class Choice:
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self.is_proved = False
 
+    def moved(self) -> None:
+        """The peer is elsewhere now. After a failure the pause stays: nobody has us knock at many doors in a row."""
+        self.is_proved = False
+        self.goodput[Path.DIRECT].rate = None
+
     def delivered(self) -> None:
         """A call over the direct path succeeded."""
         self._pause = FIRST_PAUSE

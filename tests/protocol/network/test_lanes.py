@@ -30,15 +30,20 @@ def climbed(rate: Rate, seconds: float, seed: int = 0, lanes: Lanes | None = Non
 @pytest.mark.parametrize("seed", range(20))
 def test_a_clean_link_needs_one(seed: int) -> None:
     widths = climbed(lossy(12.5e6, 12.5e6), 300.0, seed)
-    assert max(widths) <= 2, "a look at two, no more"
+    assert max(widths) <= 4, "a look at four, no more"
     assert widths.count(1) > 0.9 * len(widths), f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_losses_need_many_and_get_them_soon(seed: int) -> None:
-    widths = climbed(lossy(0.9e6, 12.5e6), 300.0, seed)
+@pytest.mark.parametrize("noise", [0.1, 0.4])
+def test_losses_need_many_and_get_them_soon(seed: int, noise: float) -> None:
+    def by_chance(width: int, now: float) -> float:
+        chance = random.Random(seed * 100_003 + int(now))  # of this second
+        return min(0.9e6 * width * chance.uniform(1 - noise, 1 + noise), 12.5e6)
+
+    widths = climbed(by_chance, 300.0, seed)
     assert widths.index(MOST) * TICK < 10.0, f"seed {seed}"
-    assert widths.count(MOST) > 0.9 * len(widths)
+    assert widths.count(MOST) > 0.8 * len(widths)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -37,6 +37,19 @@ def test_a_failure_is_felt_at_once_and_longer_each_time() -> None:
     assert choice.wants_proof(now + FIRST_PAUSE), "one success and the account is clear"
 
 
+def test_who_moves_is_tried_at_once_unless_it_just_failed() -> None:
+    choice = Choice()
+    choice.proved(0.0)
+    choice.goodput[Path.DIRECT].began(0.0)
+    choice.moved()
+    assert choice.wants_proof(0.0) and choice.best is Path.LIBP2P
+    choice.failed(0.0)
+    choice.moved()
+    assert not choice.wants_proof(FIRST_PAUSE - 1) and choice.wants_proof(FIRST_PAUSE)
+    choice.goodput[Path.DIRECT].ended(1.0)
+    assert choice.goodput[Path.DIRECT].calls == 0, "what was under way is still counted"
+
+
 @pytest.mark.parametrize(
     ("usual", "direct", "best"), [(1e6, 9e6, "direct"), (9e6, 5e6, "direct"), (9e6, 4e6, "libp2p")]
 )

@@ -1,0 +1,104 @@
+"""What the two paths between peers carry and cost: `python benchmarks/paths.py [TURNS]`.
+
+Two processes on this machine, one stream of gRPC from one to the other in messages of 256 KiB, in turns by libp2p and
+directly. Counted is the processor time of both processes and of both their p2pd, whichever path is used.
+"""
+
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from protocol.blobs.blob import CHUNK_BYTES
+from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
+from protocol.murmur_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
+from protocol.network.paths import Path as Way
+from protocol.network.transport import Transport
+
+SIZE = 64 << 20
+SECONDS = 120.0
+
+
+class Source(BlobsServicer):
+    async def Pieces(self, request: PiecesRequest, context: Any) -> PiecesReply:  # noqa: N802
+        raise NotImplementedError
+
+    async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
+        for _ in range(request.length // CHUNK_BYTES):
+            yield Chunk(data=bytes(CHUNK_BYTES))
+
+
+async def serve(folder: Path) -> None:
+    services = [lambda server: add_BlobsServicer_to_server(Source(), server)]
+    transport = await Transport.start(folder / "key", folder, services, direct=0)
+    print(json.dumps([transport.peer_id, await transport.addresses(), transport.direct_port]), flush=True)
+    await asyncio.Event().wait()
+
+
+def processor_seconds(pids: list[int]) -> float:
+    """Of these processes and their children, so far."""
+    found = [psutil.Process(pid) for pid in pids]
+    family = [*found, *(child for process in found for child in process.children(recursive=True))]
+    return sum(sum(process.cpu_times()[:2]) for process in family)
+
+
+async def measured(transport: Transport, peer: str, way: Way, other: int) -> tuple[float, float]:
+    """MB a second, and processor seconds."""
+    link = transport.bulk._link(peer)
+    while True:
+        with transport.bulk.lease(peer) as lease:
+            if lease._path is way:
+                stream = BlobsStub(lease.channel).Fetch(FetchRequest(length=CHUNK_BYTES), timeout=SECONDS)
+                assert [len(chunk.data) async for chunk in stream] == [CHUNK_BYTES]
+                pids = [psutil.Process().pid, other]
+                began, used = time.monotonic(), processor_seconds(pids)
+                stream = BlobsStub(lease.channel).Fetch(FetchRequest(length=SIZE), timeout=SECONDS)
+                assert sum([len(chunk.data) async for chunk in stream]) == SIZE
+                return SIZE / 1e6 / (time.monotonic() - began), processor_seconds(pids) - used
+        # Whatever the product would choose: by turns.
+        link.choice.is_proved = way is Way.DIRECT and bool(link.host)
+        await asyncio.sleep(0.05)
+
+
+async def compare(turns: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="murmur-") as name:
+        source = await asyncio.create_subprocess_exec(
+            sys.executable, "-W", "ignore", __file__, "serve", f"{name}/source", stdout=asyncio.subprocess.PIPE
+        )
+        assert source.stdout
+        peer, addresses, port = json.loads(await source.stdout.readline())
+        transport = await Transport.start(Path(name) / "taker/key", Path(name) / "taker", [])
+        transport.introduce(peer, addresses, port)
+        try:
+            found: dict[Way, list[tuple[float, float]]] = {way: [] for way in Way}
+            for _ in range(turns):
+                for way in Way:
+                    found[way].append(await measured(transport, peer, way, source.pid))
+            show(found)
+        finally:
+            source.terminate()
+            await source.wait()
+            await transport.stop()
+
+
+def show(found: dict[Way, list[tuple[float, float]]]) -> None:
+    print("| path | MB/s | processor seconds a 64 MiB |\n|---|---|---|")
+    for way, results in found.items():
+        rates, costs = zip(*results, strict=True)
+        print(f"| {way} | {statistics.median(rates):.0f} | {statistics.median(costs):.3f} |")
+    ratios = [usual[1] / direct[1] for usual, direct in zip(found[Way.LIBP2P], found[Way.DIRECT], strict=True)]
+    print(f"libp2p costs {statistics.median(ratios):.1f} times as much ({min(ratios):.1f} to {max(ratios):.1f})")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        asyncio.run(serve(Path(sys.argv[2])))
+    else:
+        asyncio.run(compare(int(sys.argv[1]) if sys.argv[1:] else 5))
