@@ -119,8 +119,8 @@ def test_one_way_silence_between_two_holds_nobody(flock: ScatteredFlock) -> None
     before, (heard, deaf, *_) = flock.highest(), flock.scattered
     words = len(flock.log(deaf)), len(flock.log(heard))
     flock.laboratory.block(heard.node, deaf.node)
-    seconds = flock.wait(lambda: min(status.round for status in flock.look()) >= before + 10, "all go on", 60)
-    print(f"{seconds:.1f} s for 10 rounds")
+    seconds = flock.wait(lambda: min(status.round for status in flock.look()) >= before + 6, "all go on", 60)
+    print(f"{seconds:.1f} s for 6 rounds")
     said = flock.log(deaf)[words[0] :] + flock.log(heard)[words[1] :]
     assert "failed" in said or "counts as gone" in said, "the control: the two did miss each other"
 
