@@ -56,6 +56,14 @@ class Adopt(_Message):
     kind: Literal["adopt"] = "adopt"
     round: int = Field(ge=0)
     fate: Fate
+    steps: int | None = Field(default=None, ge=1, description="to make for the round, where not all of the plan's")
+
+
+class Hurry(_Message):
+    """The others wait: send what there is for `round` after the step under way."""
+
+    kind: Literal["hurry"] = "hurry"
+    round: int = Field(ge=0)
 
 
 class Evaluate(_Message):
@@ -148,7 +156,7 @@ class Failed(_Message):
     exit_code: int
 
 
-ToTrainer = Annotated[Config | Adopt | Evaluate | TakeSnapshot | Stop, Field(discriminator="kind")]
+ToTrainer = Annotated[Config | Adopt | Hurry | Evaluate | TakeSnapshot | Stop, Field(discriminator="kind")]
 FromTrainer = Annotated[
     Ready | Progress | Message | Pausing | Adopted | Evaluated | Snapshotted | Stopped | Failed,
     Field(discriminator="kind"),

@@ -30,6 +30,7 @@ class NodeStatus(BaseModel):
     unsaved: str = Field(default="", description="why the newest checkpoint is not on disk; empty: it is")
     alone: bool = Field(default=False, description="no other trainer is in reach, though there are or were some")
     paused: str = Field(default="", description="why the trainer stands back for others; empty: it does not")
+    pace: str = Field(default="", description="why fewer steps a round than the plan's; empty: all of them")
     round: int = Field(default=0, description="rounds committed and applied")
     target_rounds: int | None = None
     target_tokens: int | None = None
@@ -87,11 +88,13 @@ class NodeStatus(BaseModel):
     def summary(self) -> str:
         """One line for a person."""
         offered = self.contributions_included + self.contributions_excluded
+        pace = (self.pace,) if self.pace else ()
         return " · ".join(
             (
                 self.round_of_target(),
                 f"step {self.step}",
                 f"{short_count(self.tokens_per_second)} tok/s",
+                *pace,
                 f"sent {short_bytes(self.bytes_sent)}",
                 f"included {self.contributions_included}/{offered}",
                 *self.directness(),

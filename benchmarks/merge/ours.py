@@ -39,6 +39,7 @@ from protocol.identity import Identity, PeerId
 from protocol.manifest import Round
 from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server, add_RoundsServicer_to_server
 from protocol.network.transport import Transport, caller
+from protocol.pacing import Pacing
 from protocol.rounds.chain import Chain
 from protocol.rounds.events import Exchange, Live, RoundSettings
 from protocol.rounds.statements import Commit, Contribution, Statement, Terms
@@ -84,11 +85,13 @@ class Peer:
             refused=lambda peer, fault: self._failed(peer, str(fault)),
             skipped=lambda peer, reason: self._failed(peer or "", reason),
             decided=lambda commit: self._decided.set_result(commit),
+            hurry=lambda: None,
             broken=self._broken,
         )
         return RoundDriver(
-            self.identity, self._settings, self._terms, self._store, self._workshop, self._wishes, vows, hooks
-        )
+            self.identity, self._settings, self._terms, self._store, self._workshop, self._wishes, vows, hooks,
+            Pacing(self._settings(0).grace, lambda number: 1, 1),
+        )  # fmt: skip
 
     async def open(self, conversation: Conversation) -> None:
         rounds = RoundsService(RUN_ID, self._driver, self._replica)

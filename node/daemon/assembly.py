@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from node.arena import Arena, Contents
-from node.channel import Adopted, Config, FromTrainer, Message, Pausing, Ready
+from node.channel import Adopted, Config, FromTrainer, Message, Pausing, Progress, Ready
 from node.checkpoints.checkpoint import Checkpoint, load_newest
 from node.config import NodeSettings, threads_each
 from node.daemon.calls import deliver
@@ -55,6 +55,7 @@ from protocol.network.dial_back import DialBack
 from protocol.network.reach import own_address, relays_for
 from protocol.network.transport import Transport, caller
 from protocol.network.tunnel import TunnelLimits
+from protocol.pacing import Pacing
 from protocol.rounds.chain import Chain, Head
 from protocol.rounds.grouping import group_of
 from protocol.rounds.statements import Terms
@@ -173,7 +174,11 @@ class Assembly:
     def _build_round(self, method: Method) -> None:
         manifest, work = self._settings.manifest, self._work
         process = TrainerProcess(self.arena, self._trainer_config)
-        self.trainer = TrainerLink(self.peer_id, process, self.arena, self.store, self._offers, work, self._heard)
+        step_tokens = manifest.train.batch_tokens
+        self._pacing = Pacing(manifest.round.grace, lambda number: self._program.plan(number).steps, step_tokens)
+        self.trainer = TrainerLink(
+            self.peer_id, process, self.arena, self.store, self._offers, work, self._heard, self._pacing.steps
+        )
         # Not in the worker thread: no round is to wait while a checkpoint is written.
         self.keeper = Keeper(
             self._folder, manifest, self._shapes, self.store, self.arena, asyncio.to_thread, self.trainer.has_adopted,
@@ -190,11 +195,12 @@ class Assembly:
             refused=self.standing.refused,
             skipped=self.standing.skipped,
             decided=lambda commit: self.participant.decided(commit),
+            hurry=self._hurry,
             broken=lambda error: self.participant.broken(error),
         )
         self.driver = RoundDriver(
             self._identity, driver_settings, self._terms, self.store, self._workshop, self._wishes,
-            VowFile(self._folder.vow, self._settings.run_id, self._terms), hooks,
+            VowFile(self._folder.vow, self._settings.run_id, self._terms), hooks, self._pacing,
         )  # fmt: skip
         expected = state_bytes(self._shapes.numel, method)
         chain = self.replica.chain
@@ -211,6 +217,7 @@ class Assembly:
             standing=self.standing,
             replica=self.replica,
             share=lambda commit: group_of(commit, self.peer_id, driver_settings(commit.round)),
+            pacing=self._pacing,
         )
 
     async def open(self) -> None:
@@ -297,6 +304,8 @@ class Assembly:
     def _heard(self, message: FromTrainer) -> None:
         self.standing.heard(message)
         match message:
+            case Progress():
+                self._pacing.trained(message.step, message.seconds.get("compute", 0.0))
             case Ready():
                 self.directory.publish(device=message.device[:MAX_TEXT_CHARACTERS], resting=False)
             case Message():
@@ -305,6 +314,10 @@ class Assembly:
                 self.directory.publish(urgent=True, resting=bool(message.reason))
             case Adopted() if self._members.evaluates(message.round):
                 self._spawn(self.trainer.evaluate())
+
+    def _hurry(self) -> None:
+        self.standing.hurried()
+        self._spawn(self.trainer.hurry())
 
     def _take(self, peer: PeerId, statements: Iterable[Signed]) -> None:
         self.driver.take(peer, statements)

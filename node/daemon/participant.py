@@ -25,6 +25,7 @@ from optim.method import Method
 from protocol.errors import MissingFileError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
+from protocol.pacing import Pacing
 from protocol.rounds.chain import Head, disagrees
 from protocol.rounds.statements import Commit, Statement, Terms
 
@@ -52,6 +53,7 @@ class Participant:
     standing: Standing
     replica: Replica
     share: Callable[[Commit], Share]
+    pacing: Pacing
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     _decided: Statement[Commit] | None = None
     _fault: BaseException | None = None
@@ -74,7 +76,8 @@ class Participant:
         offer, chain = self.trainer.offers.current, self.replica.chain
         if offer is not None and self.driver.is_open and self.driver.number == chain.round:
             self.standing.enter("exchanging")
-            self.driver.offer(offer.contribution(chain.head, self.terms))
+            steps = offer.message.steps if offer.message.round == chain.round else None
+            self.driver.offer(offer.contribution(chain.head, self.terms), steps)
 
     @property
     def target_reached(self) -> bool:
@@ -178,6 +181,7 @@ class Participant:
         self.standing.applied(replica.chain.head, replica.blob.digest, commits, fate)
         self.members.announce_head(replica.chain.head, replica.blob.digest)
         await self.trainer.adopt(replica.chain.round, self._shared())
+        self.standing.paced(self.pacing.words(replica.chain.round))
         async with self.trainer.placing:
             self.keeper.prune(self.trainer.offers, replica.blob, commits)
         await self.keeper.keep(replica, self.trainer.offers)

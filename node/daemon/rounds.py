@@ -24,6 +24,7 @@ from protocol.blobs.store import BlobStore
 from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Signed
+from protocol.pacing import Pacing
 from protocol.records import sign
 from protocol.rounds.attendance import Attendance, Key, key_of
 from protocol.rounds.events import (
@@ -32,6 +33,7 @@ from protocol.rounds.events import (
     Fetch,
     Finish,
     Held,
+    Hurry,
     Live,
     Offered,
     Reason,
@@ -70,6 +72,7 @@ class Hooks:
     refused: Callable[[PeerId, PeerFault], None]
     skipped: Callable[[PeerId | None, Reason], None]
     decided: Callable[[Statement[Commit]], None]
+    hurry: Callable[[], None]
     broken: Callable[[BaseException], None]
 
 
@@ -78,7 +81,7 @@ class RoundDriver:
 
     def __init__(
         self, identity: Identity, settings: Callable[[int], RoundSettings], terms: Terms, store: BlobStore,
-        workshop: Workshop, wishes: Wishes, vows: VowFile, hooks: Hooks,
+        workshop: Workshop, wishes: Wishes, vows: VowFile, hooks: Hooks, pacing: Pacing,
     ) -> None:  # fmt: skip
         """Raises StorageError where the vows of an earlier process cannot be read."""
         self._identity, self._settings_of, self._terms = identity, settings, terms
@@ -88,6 +91,7 @@ class RoundDriver:
         self._vow = vows.load()
         self._vowing: asyncio.Task[None] | None = None  # while a vow is being written
         self._waiting: deque[Action] = deque()
+        self._pacing = pacing
         self._machine: Round | None = None
         self._number = -1
         self._base: Digest = b""
@@ -114,8 +118,9 @@ class RoundDriver:
         known = self._vow.members if self._vow else ()
         seen = self._seen if self._seen is not None else dict.fromkeys([*known, *now_live], now)
         self._number, self._base, self._settings = number, base, self._settings_of(number)
-        me = self._identity.peer_id
-        self._machine = Round(self._settings, me, number, base, self._sign, now, seen, self._vow)
+        me, urgency = self._identity.peer_id, self._pacing.urgency
+        self._machine = Round(self._settings, me, number, base, self._sign, now, seen, self._vow, urgency)
+        self._pacing.opened(number, now)
         self.members_changed()
         for statement in self._attendance.begin(number):
             self.receive(statement)
@@ -125,8 +130,9 @@ class RoundDriver:
         self._end()
         self._attendance.close()
 
-    def offer(self, contribution: Contribution) -> None:
-        """Our own message for the open round; its blobs are in the store."""
+    def offer(self, contribution: Contribution, steps: int | None = None) -> None:
+        """Our own message for the open round; its blobs are in the store. `steps`: if it was made for this round."""
+        self._pacing.offered(steps, _now())
         self._feed(Offered(contribution))
 
     def members_changed(self) -> None:
@@ -212,6 +218,9 @@ class RoundDriver:
                 self._finish(commit)
             case Skip(peer, reason):
                 self._hooks.skipped(peer, reason)
+            case Hurry():
+                self._pacing.asked(_now())
+                self._hooks.hurry()
 
     async def _keep_vow(self, vow: Vow) -> None:
         """Not cancelled with the round: two threads must not write at once."""
@@ -259,6 +268,7 @@ class RoundDriver:
 
     def _finish(self, commit: Statement[Commit]) -> None:
         assert self._machine is not None
+        self._pacing.decided(self._machine.arrivals)
         told = self._machine.seen if commit.sender == self._identity.peer_id else ()
         self._attendance.decide(self._number, self._machine.decision, told, _now())
         self._end()

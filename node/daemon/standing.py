@@ -106,6 +106,16 @@ class Standing:
         logger.info("training pauses: %s" if reason else "training goes on%s", reason)
         self._set(paused=reason)
 
+    def paced(self, words: str) -> None:
+        """How far we keep to the plan's steps; empty: fully."""
+        if words != self._status.pace:
+            logger.info("%s", words or "all steps a round: this machine is as fast as the others")
+            self._set(pace=words)
+
+    def hurried(self) -> None:
+        self._metrics.refused("hurried")
+        logger.info("the others wait: asking the trainer for what it has")
+
     def refused(self, peer: PeerId, fault: PeerFault) -> None:
         reason = type(fault).__name__.removesuffix("Error").lower()
         self._metrics.refused(reason)

@@ -22,6 +22,7 @@ from node.channel import (
     Evaluated,
     Fate,
     FromTrainer,
+    Hurry,
     Message,
     Pausing,
     Progress,
@@ -41,15 +42,16 @@ LAST_ADOPTION_SECONDS = 5.0
 
 
 class TrainerLink:
-    """`heard` is called after every message of the trainer; a new message of its lies in `offers` then."""
+    """`heard` is called after every message of the trainer; a new message of its lies in `offers` then.
+    `steps`: how many to make for a round by its number."""
 
     def __init__(
         self, me: PeerId, process: TrainerProcess, arena: Arena, store: BlobStore, offers: Offers,
-        work: Callable[..., Awaitable[Any]], heard: Callable[[FromTrainer], None],
+        work: Callable[..., Awaitable[Any]], heard: Callable[[FromTrainer], None], steps: Callable[[int], int],
     ) -> None:  # fmt: skip
         self._me, self._process, self._arena, self._store = me, process, arena, store
         self.offers = offers
-        self._work, self._heard = work, heard
+        self._work, self._heard, self._steps = work, heard, steps
         self._round = 0
         self._started = asyncio.Event()
         self._changed = asyncio.Condition()  # of the two below
@@ -131,6 +133,10 @@ class TrainerLink:
         """Ask for the validation loss of the newest anchor; the answer comes through `heard`."""
         await self._process.send(Evaluate(round=self._round))
 
+    async def hurry(self) -> None:
+        """Ask for what it has made for the round that it stands at."""
+        await self._process.send(Hurry(round=self._round))
+
     async def _listen(self) -> None:
         async for message in self._process.messages():
             match message:
@@ -156,7 +162,7 @@ class TrainerLink:
         fate = self.offers.fate_of(self._outstanding)
         if fate != "none":
             self._outstanding = None
-        await self._process.send(Adopt(round=self._round, fate=fate))
+        await self._process.send(Adopt(round=self._round, fate=fate, steps=self._steps(self._round)))
 
     async def _note_adopted(self, round_number: int) -> None:
         if round_number <= self._round:  # a greater one is of the chain that we left

@@ -26,6 +26,7 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.manifest import RunId
+from protocol.pacing import Pacing
 from protocol.rounds.attendance import Attendance
 from protocol.rounds.chain import Chain, Head
 from protocol.rounds.events import (
@@ -34,6 +35,7 @@ from protocol.rounds.events import (
     Fetch,
     Finish,
     Held,
+    Hurry,
     Live,
     Offered,
     Received,
@@ -96,11 +98,14 @@ class VirtualPeer:
         self._live: frozenset[PeerId] = frozenset()
         self._inbox: list[Event] = []
         self._attendance = Attendance(swarm.round_settings(0).leader_timeout)
+        self._pacing = Pacing(
+            swarm.round_settings(0).grace, lambda number: swarm.program.plan(number).steps,
+            swarm.setting.manifest.train.batch_tokens,
+        )  # fmt: skip
         self._wanted: dict[Digest, tuple[PeerId, ...]] = {}
         self._pending: Statement[Commit] | None = None  # decided, but not all its blobs are here
         self._behind_since: float | None = None
-        self._taking_over = False
-        self._busy = False
+        self._taking_over = self._busy = False
         self._adoption: Fate | None = None
         self._tick_at = 0.0
 
@@ -120,10 +125,11 @@ class VirtualPeer:
         seen = self._seen if self._seen is not None else dict.fromkeys(swarm.directory.peers, now)
         self._inbox.clear()
         self._live, self._tick_at = frozenset(), 0.0
-        signer = swarm.notary.signer(self.name)
         self._machine = Round(
-            swarm.round_settings(head.round), self.name, head.round, head.digest, signer, now, seen
-        )
+            swarm.round_settings(head.round), self.name, head.round, head.digest, swarm.notary.signer(self.name), now,
+            seen, urgency=self._pacing.urgency,
+        )  # fmt: skip
+        self._pacing.opened(head.round, now)
         self.refresh()
         for statement in self._attendance.begin(head.round):
             self._queue(Received(statement))
@@ -133,6 +139,8 @@ class VirtualPeer:
     def _offer(self) -> None:
         offer = self.offers.current
         if offer is not None and self._machine is not None:
+            fresh = offer.message.round == self.chain.round
+            self._pacing.offered(offer.message.steps if fresh else None, self.swarm.clock.now)
             self._queue(Offered(offer.contribution(self.chain.head, self.swarm.terms)))
 
     def refresh(self) -> None:
@@ -186,8 +194,17 @@ class VirtualPeer:
                 self._reduce(action)
             case Finish(commit):
                 self._finish(commit)
+            case Hurry():
+                self._hurry()
             case Skip():
                 self.swarm.ledger.skips[action.reason] += 1
+
+    def _hurry(self) -> None:
+        self._pacing.asked(self.swarm.clock.now)
+        self.swarm.ledger.skips["hurried"] += 1
+        if self.learner is not None:
+            self.learner.wanted.ask(self.chain.round, 1)
+            self.train()
 
     def _reduce(self, order: Reduce) -> None:
         contributions = [contribution.body for contribution in order.contributions]
@@ -199,6 +216,7 @@ class VirtualPeer:
         machine = self._machine
         assert machine is not None
         self._seen = machine.seen
+        self._pacing.decided(machine.arrivals)
         told = self._seen if commit.sender == self.name else ()
         self._attendance.decide(machine.number, machine.decision, told, self.swarm.clock.now)
         self._machine, self._pending = None, commit
@@ -337,6 +355,7 @@ class VirtualPeer:
             return
         if self._adoption is not None and learner.may_adopt():
             learner.adopt(self.chain.round, self.applied[0].shared(self.swarm.method), self._adoption)
+            learner.wanted.ask(self.chain.round, self._pacing.steps(self.chain.round))
             self._adoption = None
         if self.is_done:
             return
@@ -350,6 +369,8 @@ class VirtualPeer:
         assert self.learner is not None
         self._busy = False
         self.learner.step()
+        step = self.learner.state.counters.step
+        self._pacing.trained(step, step / self.swarm.setting.speeds[self.slot])
         self.swarm.stepped(self)
         self.train()
 

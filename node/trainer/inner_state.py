@@ -112,6 +112,11 @@ class InnerState:
         self._tell_age()
         return True
 
+    def _age(self, steps: int) -> None:
+        """A peer that makes fewer steps than the plan's trains at the same rates as the others for all that."""
+        self.update(began=self.counters.began + max(0, steps))
+        self._tell_age()
+
     def _tell_age(self) -> None:
         began = self.counters.began
         self._optimizer.began, self._optimizer.moments_began = began, began if len(self._carried) > 1 else 0
@@ -134,6 +139,7 @@ class InnerState:
         parts = self._sender.message(counters.round, delta, self.residual)
         self._fill_outbox(parts)
         self._begin_anew(live)
+        self._age(self.plan.steps - counters.since_message.steps)
         outstanding = Outstanding(
             round=counters.round,
             sizes=tuple(len(part) for part in parts),

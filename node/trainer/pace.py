@@ -1,11 +1,29 @@
 """When a trainer sends its message, when it goes over to a new anchor, and when it waits. PURE.
 
-A message is due after the plan's steps since the last one, once no other is on its way. While it travels a peer trains
+A message is due after the plan's steps since the last one, or as many of them as the daemon has asked for (see
+`protocol.pacing`), at least one, once no other is on its way. While it travels a peer trains
 on for `ahead` further steps, and applies the result after `delay` of them at the earliest (`optim.schedules`).
 """
 
+from dataclasses import dataclass
+
 from node.trainer.inner_state import Counters
 from optim.program import Plan
+
+
+@dataclass
+class Wanted:
+    """What the daemon asks for: `steps` for round `number` at most; at least one is made."""
+
+    number: int = -1
+    steps: int | None = None
+
+    def ask(self, number: int, steps: int | None) -> None:
+        self.number, self.steps = number, steps
+
+    def of(self, full: int, number: int) -> int:
+        """Steps that make a message due, of the plan's `full`."""
+        return full if self.steps is None or number != self.number else max(1, min(full, self.steps))
 
 
 def is_message_due(counters: Counters, steps: int) -> bool:

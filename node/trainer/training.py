@@ -19,6 +19,7 @@ from node.channel import (
     Config,
     Evaluate,
     Evaluated,
+    Hurry,
     Pausing,
     Progress,
     Ready,
@@ -38,7 +39,7 @@ from node.trainer.device import choose_device, device_name, is_out_of_memory, ke
 from node.trainer.inner import InnerOptimizer
 from node.trainer.inner_state import InnerState, Work
 from node.trainer.inner_step import accumulate_gradient, validation_loss
-from node.trainer.pace import is_message_due, may_adopt, must_wait
+from node.trainer.pace import Wanted, is_message_due, may_adopt, must_wait
 from node.trainer.usage import meter_of
 from optim.exchange import Sender
 from optim.program import Program
@@ -80,6 +81,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._unshown, self._shown_at, self._saved_at = Work(), time.monotonic(), time.monotonic()
         self._new_anchor: Adopt | None = None
+        self._wanted = Wanted()
         self._stopping = False
 
     def run(self) -> None:
@@ -92,7 +94,7 @@ class Trainer:
             counters, plan = self._state.counters, self._state.plan
             if self._new_anchor is not None and may_adopt(counters, plan):
                 self._adopt(self._new_anchor)
-            elif is_message_due(counters, plan.steps):
+            elif is_message_due(counters, self._wanted.of(plan.steps, counters.round)):
                 self._send_message()
             elif self._courtesy is not None and self._courtesy.paused:
                 self._wait("pause")
@@ -122,6 +124,9 @@ class Trainer:
                 return
             case Adopt():
                 self._new_anchor = _newest(self._new_anchor, command)
+                self._wanted.ask(command.round, command.steps)
+            case Hurry():
+                self._wanted.ask(command.round, 1)
             case Evaluate():
                 self._evaluate(command.round)
             case TakeSnapshot():
@@ -247,7 +252,7 @@ def _newest(waiting: Adopt | None, command: Adopt) -> Adopt:
     """A fate is told once: where its anchor was not taken yet, it goes with the next one."""
     if waiting is None or command.fate != "none":
         return command
-    return Adopt(round=command.round, fate=waiting.fate)
+    return command.model_copy(update={"fate": waiting.fate})
 
 
 def _open_corpus(manifest: Manifest, base: Path) -> Corpus:

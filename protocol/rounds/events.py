@@ -50,6 +50,14 @@ class RoundSettings:
 
 
 @dataclass(frozen=True)
+class Urgency:
+    """When Hurry comes out: `reserve` seconds before the others' grace ends, where one of them offered so much."""
+
+    reserve: float
+    whole_tokens: int
+
+
+@dataclass(frozen=True)
 class Live:
     """The peers that are alive and, by their records, at this round and base; with ourselves if we train.
 
@@ -181,4 +189,9 @@ class Skip:
     reason: Reason
 
 
-Action = Vow | Send | Fetch | Reduce | Finish | Skip
+@dataclass(frozen=True)
+class Hurry:
+    """The others' patience is about to end, and nothing was offered here yet. Once a round."""
+
+
+Action = Vow | Send | Fetch | Reduce | Finish | Skip | Hurry

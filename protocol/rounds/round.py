@@ -35,6 +35,7 @@ from protocol.rounds.events import (
     Fetch,
     Finish,
     Held,
+    Hurry,
     Live,
     Offered,
     Reason,
@@ -45,6 +46,7 @@ from protocol.rounds.events import (
     Send,
     Skip,
     Tick,
+    Urgency,
     Vow,
 )
 from protocol.rounds.hearing import hear
@@ -63,7 +65,8 @@ Sum = tuple[int, tuple[Digest, ...]]  # a part of certain contributions, in thei
 class Round:
     """`seen`: when each peer that may take part was last known to live: `previous_round.seen`, or at the first
     round of a process every live trainer of the run, whatever its round, at `now`. `vow`: the last that this peer
-    made, whenever that was."""
+    made, whenever that was.
+    `urgency`: by the round's number, when to ask for a contribution of ours that is missing; None: never."""
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class Round:
         now: float,
         seen: Mapping[PeerId, float] | None = None,
         vow: Vow | None = None,
+        urgency: Callable[[int], Urgency] | None = None,
     ) -> None:
         # What was decided, and the acknowledgements that decide it: the answer to whoever still sends statements of
         # this round; received one by one, they finish his round as well.
@@ -82,7 +86,7 @@ class Round:
         self.decision: tuple[wire.Signed, ...] = ()
         self._signer = signer
         electorate = Electorate(settings.vote_memory, settings.leader_timeout, seen or {}, now)
-        self._state = RoundState(settings, me, number, base, electorate, now)
+        self._state = RoundState(settings, me, number, base, electorate, now, urgency)
         self._evidence = self._state.evidence
         self._vowed: tuple[int, Digest] = -1, b""  # view and lock
         if vow is not None and (vow.round, vow.base) == (number, base):
@@ -111,6 +115,11 @@ class Round:
     def seen(self) -> dict[PeerId, float]:
         """For the round after this one."""
         return dict(self._state.electorate.seen)
+
+    @property
+    def arrivals(self) -> list[float]:
+        """When each whole contribution of others was first known of here."""
+        return self._state.whole_arrivals
 
     def has_member(self, peer: PeerId) -> bool:
         return self._state.electorate.is_member(peer)
@@ -187,6 +196,7 @@ class Round:
         if self.commit is not None:
             return
         self._state.watch_contributions(now)
+        self._hurry(now)
         self._change_view(now)
         self._open_roster(now)
         self._appoint(now)
@@ -197,6 +207,12 @@ class Round:
         self._report()
         self._repeat(now)
         self._decide()
+
+    def _hurry(self, now: float) -> None:
+        due = self._state.hurry_at()
+        if due is not None and now >= due:
+            self._state.hurried = True
+            self._actions.append(Hurry())
 
     def _change_view(self, now: float) -> None:
         state = self._state

@@ -1,11 +1,11 @@
 """What one peer knows and is bound by in a round, and what can be told from it; nothing here sends."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.rounds.election import Election, Electorate
-from protocol.rounds.events import Reason, RoundSettings, Vow
+from protocol.rounds.events import Reason, RoundSettings, Urgency, Vow
 from protocol.rounds.evidence import Evidence
 from protocol.rounds.grouping import drawn, group_of
 from protocol.rounds.leadership import Leadership
@@ -25,9 +25,11 @@ class RoundState:
     """`lock`: the newest proposal that we acknowledged. `view_since`: when we came to this view or its roster."""
 
     def __init__(
-        self, settings: RoundSettings, me: PeerId, number: int, base: Digest, electorate: Electorate, now: float
-    ) -> None:
+        self, settings: RoundSettings, me: PeerId, number: int, base: Digest, electorate: Electorate, now: float,
+        urgency: Callable[[int], Urgency] | None,
+    ) -> None:  # fmt: skip
         self.settings = settings
+        self._urgency = urgency
         self.me = me
         self.number = number
         self.base = base
@@ -39,6 +41,8 @@ class RoundState:
         self.followed: View | None = None
         self.leadership: Leadership | None = None
         self.offered_at: float | None = None  # when we contributed
+        self.arrivals: dict[PeerId, float] = {}  # when we first knew of each contribution
+        self.hurried = False
         self.heard = now  # when the leader that owes us a roster last gave a sign of life
         self.silent: set[PeerId] = set()  # led a view and was not heard
         self.lock: Statement[Commit] | None = None
@@ -82,6 +86,8 @@ class RoundState:
         return peer in found
 
     def watch_contributions(self, now: float) -> None:
+        for peer in self.evidence.contributions.keys() - self.arrivals.keys():
+            self.arrivals[peer] = now
         expected = self.electorate.expected
         given = self.evidence.obtainable(self.live)
         present = len(given) if given <= expected else len(given & expected)
@@ -89,6 +95,21 @@ class RoundState:
         complete = bool(given) and present >= self.settings.quorum * len(expected) - ROUNDING
         self.half_since = (now if self.half_since is None else self.half_since) if half else None
         self.complete_since = (now if self.complete_since is None else self.complete_since) if complete else None
+
+    def hurry_at(self) -> float | None:
+        """When to ask for our own contribution, where it is missing and somebody waits for it."""
+        if self._urgency is None or self.hurried or self.offered_at is not None or self.half_since is None:
+            return None
+        whole, urgency = self.whole_arrivals, self._urgency(self.number)
+        return max(min(whole), self.half_since) + max(0.0, self.settings.grace - urgency.reserve) if whole else None
+
+    @property
+    def whole_arrivals(self) -> list[float]:
+        """When the contributions of others came that hold most of the plan's steps."""
+        if self._urgency is None:
+            return []
+        known, least = self.evidence.contributions, self._urgency(self.number).whole_tokens
+        return [self.arrivals[peer] for peer in known if peer != self.me and known[peer].body.tokens >= least]
 
     def roster_due(self) -> float | None:
         """Since when (or from when on) a roster is due; None: not in sight."""
@@ -226,4 +247,4 @@ class RoundState:
     def deadlines(self) -> list[float | None]:
         half = None if self.half_since is None else self.half_since + self.settings.grace
         leading = self.leadership.deadlines() if self.leadership else []
-        return [half, self.electorate.next_change(), *leading]
+        return [half, self.hurry_at(), self.electorate.next_change(), *leading]

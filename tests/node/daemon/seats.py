@@ -13,6 +13,7 @@ from protocol.blobs.blob import Blob
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
+from protocol.pacing import Pacing
 from protocol.rounds.chain import Head, genesis
 from protocol.rounds.events import Exchange, Live, RoundSettings
 from protocol.rounds.statements import Commit, Statement
@@ -85,6 +86,7 @@ class Seat:
         self.workshop = Workshop(table.program, self.store, lambda step: 1.0)
         self.sent: list[Signed] = []
         self.decided: list[Statement[Commit]] = []
+        self.hurried: list[float] = []
         self.refused: list[PeerFault] = []
         self.skipped: list[tuple[PeerId | None, str]] = []
         self.broken: list[BaseException] = []
@@ -96,11 +98,13 @@ class Seat:
             refused=lambda _, fault: self.refused.append(fault),
             skipped=lambda peer, reason: self.skipped.append((peer, reason)),
             decided=self.decided.append,
+            hurry=lambda: self.hurried.append(table.settings.grace),
             broken=self.broken.append,
         )
         self.driver = RoundDriver(
             self.identity, lambda _: table.settings, table.terms, self.store, self.workshop, self.wishes,
             VowFile(folder / f"vow-{index}.json", RUN_ID, table.terms), hooks,
+            Pacing(table.settings.grace, lambda _: 10, 1),
         )  # fmt: skip
 
     def send(self, peers: Iterable[PeerId], signed: Signed) -> None:

@@ -19,6 +19,7 @@ from protocol.errors import MalformedError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.murmur_pb2 import PeerRecord
+from protocol.pacing import Pacing
 from protocol.rounds.chain import Head
 from protocol.rounds.statements import Commit, Contribution, Statement
 from tests.node.small_run import (
@@ -53,7 +54,7 @@ class FakeDriver:
     def close(self) -> None:
         self.is_open = False
 
-    def offer(self, contribution: Contribution) -> None:
+    def offer(self, contribution: Contribution, steps: int | None) -> None:
         self.offered.append(contribution)
 
 
@@ -146,6 +147,9 @@ class FakeStanding:
     def applied(self, *_: object) -> None:
         pass
 
+    def paced(self, *_: object) -> None:
+        pass
+
     def round_failed(self, reason: str) -> None:
         self.failures.append(reason)
 
@@ -165,7 +169,7 @@ class World:
         }  # fmt: skip
         self.participant = Participant(
             manifest=manifest, method=METHOD, terms=TERMS, replica=self.replica,
-            share=lambda commit: commit.contributions, **parts,
+            share=lambda commit: commit.contributions, pacing=Pacing(1.0, lambda number: 1, 1), **parts,
         )  # fmt: skip
         self.running: asyncio.Task[None] | None = None
 

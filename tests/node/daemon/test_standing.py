@@ -38,6 +38,22 @@ def test_what_the_trainer_says_and_what_is_read_when_asked(standing: Standing) -
     assert status.since > 0
 
 
+def test_fewer_steps_are_told_once_and_stand_in_the_line(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    words = "10 of 40 steps a round: this machine is 4.0 times slower than the others"
+    for said in ("", words, words):
+        standing.paced(said)
+    assert caplog.messages == [words]
+    assert words in standing.status().summary()
+    standing.hurried()
+    standing.paced("")
+    assert caplog.messages[1:] == [
+        "the others wait: asking the trainer for what it has",
+        "all steps a round: this machine is as fast as the others",
+    ]
+    assert standing.status().pace == ""
+
+
 def test_a_pause_is_told_counted_and_over_with_the_next_word(
     standing: Standing, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from node.arena import Arena, Contents
-from node.channel import Adopt, Adopted, Evaluate, FromTrainer, Message, Progress, Ready, ToTrainer
+from node.channel import Adopt, Adopted, Evaluate, FromTrainer, Hurry, Message, Progress, Ready, ToTrainer
 from node.daemon import trainer_link
 from node.daemon.offers import MAX_AGE, Offers
 from node.daemon.trainer_link import TrainerLink
@@ -69,8 +69,9 @@ class World:
         self.work: Callable[..., Awaitable[Any]] = at_once
         process: Any = self.process
         self.link = TrainerLink(
-            ME, process, self.arena, self.store, self.offers, lambda *call: self.work(*call), self.heard.append
-        )
+            ME, process, self.arena, self.store, self.offers, lambda *call: self.work(*call), self.heard.append,
+            lambda number: 5,
+        )  # fmt: skip
 
     async def begin(self, round_number: int = 0) -> None:
         await self.link.start(round_number, [torch.full((NUMEL,), float(round_number))])
@@ -122,6 +123,16 @@ async def test_a_message_becomes_blobs_and_its_fate_goes_out_once(world: World) 
     await world.decide(1, included=False)
     assert world.process.adopts == [(1, "included"), (2, "none")]
     assert torch.equal(world.arena.anchor(2), torch.full((NUMEL,), 2.0))
+
+
+async def test_steps_go_out_with_the_anchor_and_haste_with_the_round(world: World) -> None:
+    await world.begin()
+    await world.say(Ready(device="cpu", step=0, round=0, outstanding=None))
+    await world.message(0)
+    await world.decide(0, included=True)
+    await world.link.hurry()
+    adopt, hurry = world.process.heard[-2:]
+    assert (adopt, hurry) == (Adopt(round=1, fate="included", steps=5), Hurry(round=1))
 
 
 async def test_a_trainer_that_died_before_adopt_hears_of_its_fate_and_repeats_nothing(world: World) -> None:

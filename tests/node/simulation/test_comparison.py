@@ -41,7 +41,7 @@ def test_the_figures(comparison: Comparison) -> None:
     assert figures["data-parallel"]["bits_per_parameter_step"] == 32
     assert figures["local"]["bits_per_parameter_step"] == figures["local"]["sent_bytes"] == 0
     assert 8 < figures["diloco"]["bits_per_parameter_sync"] < 9
-    assert 2.5 < figures["diloco"]["bits_per_parameter_step"] < 3.5
+    assert 2.5 < figures["diloco"]["bits_per_parameter_step"] < 5, "8 bits every 3 steps, the slow peer's more often"
     assert figures["sparseloco"]["bits_per_parameter_sync"] < 1
 
 

@@ -42,6 +42,21 @@ def test_message_carries_the_progress_and_the_residual_the_rest(make: Make, reci
     assert torch.equal(bench.state.reference, bench.weights)
 
 
+def test_who_makes_fewer_steps_trains_at_the_rates_of_the_others(make: Make) -> None:
+    bench = make("sparseloco")
+    steps = bench.state.plan.steps
+    bench.train(1)
+    made = bench.state.counters.step
+    bench.state.message()
+    assert bench.state.counters.began == bench.optimizer.began == steps - made
+    bench.share(1, initial_weights(MODEL, 1))
+    bench.state.adopt(1, "included")
+    for _ in range(steps):
+        bench.train(1)
+    bench.state.message()
+    assert bench.state.counters.began == steps - made, "all steps and more: nothing to make up for"
+
+
 @each_synchronous
 def test_included_keeps_what_was_trained_meanwhile(make: Make, recipe: str) -> None:
     bench = make(recipe)

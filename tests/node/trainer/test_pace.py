@@ -3,7 +3,7 @@
 import pytest
 
 from node.trainer.inner_state import Counters, Outstanding, Work
-from node.trainer.pace import is_message_due, may_adopt, must_wait
+from node.trainer.pace import Wanted, is_message_due, may_adopt, must_wait
 from optim.parts import Scalar
 from optim.program import Plan
 from tests.optim.replicas import program_of
@@ -17,6 +17,18 @@ def counters(since: int, outstanding: bool) -> Counters:
 @pytest.mark.parametrize(("since", "outstanding", "due"), [(4, False, False), (5, False, True), (9, True, False)])
 def test_a_message_is_due_after_its_steps_once_no_other_is_on_its_way(since: int, outstanding: bool, due: bool) -> None:
     assert is_message_due(counters(since, outstanding), 5) is due
+
+
+@pytest.mark.parametrize(
+    ("asked", "number", "due_after"), [(None, 3, 20), (5, 3, 5), (5, 4, 20), (0, 3, 1), (99, 3, 20)]
+)
+def test_fewer_steps_make_a_message_due_for_the_round_that_they_are_asked_for(
+    asked: int | None, number: int, due_after: int
+) -> None:
+    wanted = Wanted()
+    assert wanted.of(20, 3) == 20
+    wanted.ask(number, asked)
+    assert wanted.of(20, 3) == due_after
 
 
 def plan(ahead: int, delay: int = 0) -> Plan:

@@ -1,0 +1,75 @@
+"""A peer a quarter as fast as the others takes part in every round, and holds none of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from node.simulation.peer import VirtualPeer
+from node.simulation.swarm import Swarm
+from protocol.identity import PeerId
+from protocol.pacing import Pacing
+from tests.node.simulation.virtual_swarm import BATCH, corpus, method, setting
+
+SPEEDS = (1.0, 1.0, 1.0, 0.25)
+PERIOD, STEPS = 20, 160
+GRACE = 5.0
+
+
+class Watched:
+    """Of each round when it was reached, and the steps that each slot had in it."""
+
+    def __init__(self, speeds: tuple[float, ...], grace: float = GRACE, steps: int = STEPS) -> None:
+        self.rounds: list[tuple[float, list[int]]] = []
+        given = setting(len(speeds), steps, speeds=speeds)
+        manifest = given.manifest.model_copy(update={"round": given.manifest.round.model_copy(update={"grace": grace})})
+        self.swarm = Swarm(
+            replace(given, manifest=manifest), method("diloco", PERIOD), corpus(), self._reached, lambda: None
+        )
+        self.swarm.run()
+
+    def _reached(self, swarm: Swarm, peer: VirtualPeer) -> None:
+        commits = peer.chain.since(peer.chain.round - 1) or ()
+        tokens: dict[PeerId, int] = {
+            entry.sender: entry.body.tokens for commit in commits for entry in commit.body.contributions
+        }
+        slots = sorted(swarm.peers.values(), key=lambda other: other.slot)
+        self.rounds.append((swarm.clock.now, [tokens.get(other.name, 0) // BATCH for other in slots]))
+
+    def length(self, first: int, last: int) -> float:
+        """Mean seconds of a round."""
+        return (self.rounds[last][0] - self.rounds[first][0]) / (last - first)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """That the swarm learned from."""
+        return self.swarm.alive[0].chain.tokens / self.rounds[-1][0]
+
+
+def test_the_slow_peer_is_in_every_round_with_its_share_and_holds_nobody() -> None:
+    paced = Watched(SPEEDS)
+    for _, steps in paced.rounds[:7]:
+        assert steps[:3] == [PERIOD] * 3
+        assert 4 <= steps[3] <= 6
+    equal = Watched((1.0,) * 4)
+    assert paced.length(1, 6) < 1.03 * equal.length(1, 6)
+    assert sum(paced.swarm.ledger.skips[reason] for reason in ("late", "left out")) == 0
+
+
+def test_without_pacing_it_is_left_out_or_all_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the others' grace is spent every round for nothing, or a round takes four times as long."""
+    paced = Watched(SPEEDS)
+    monkeypatch.setattr(Pacing, "steps", lambda self, number: self._full(number))
+    monkeypatch.setattr(VirtualPeer, "_hurry", lambda self: None)
+    left_out = Watched(SPEEDS)
+    assert sum(steps[3] == 0 for _, steps in left_out.rounds[:6]) >= 4
+    assert left_out.length(0, 2) > 1.15 * paced.length(1, 6)
+    assert paced.tokens_per_second > 1.1 * left_out.tokens_per_second
+    waiting = Watched(SPEEDS, grace=1000.0)
+    assert waiting.length(1, 5) > 3 * paced.length(1, 6)
+    assert paced.tokens_per_second > 2 * waiting.tokens_per_second
+
+
+def test_a_pair_does_not_wear_each_other_down() -> None:
+    pair = Watched((1.0, 0.3), steps=200)
+    assert all(steps[0] == PERIOD for _, steps in pair.rounds[:8])
+    assert all(5 <= steps[1] <= 8 for _, steps in pair.rounds[1:8])

@@ -1,0 +1,137 @@
+"""Steps from measured rounds: slow machines, equal ones with noise, pairs, and what a person reads."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from protocol.pacing import COARSE, Pacing
+
+FULL, GRACE, TOKENS = 40, 5.0, 10
+
+
+class Machine:
+    """A peer with its pacing; `noise` is the share by which a step may take longer."""
+
+    def __init__(self, seconds: float, seed: int = 0, noise: float = 0.0, full: int = FULL) -> None:
+        self.pacing = Pacing(GRACE, lambda number: full, TOKENS)
+        self.full, self._seconds, self._noise, self._rng = full, seconds, noise, random.Random(seed)
+        self._step, self._total = 0, 0.0
+
+    def seconds(self) -> float:
+        each = self._seconds * (1 + self._noise * self._rng.random())
+        self._step, self._total = self._step + 1, self._total + each
+        self.pacing.trained(self._step, self._total)
+        return each
+
+    def arrival(self, number: int, asked_at: float) -> tuple[float, int]:
+        """When its message comes, and with how many steps; it is asked for it at that time."""
+        self.pacing.opened(number, 0.0)
+        now, steps = 0.0, 0
+        while steps < self.pacing.steps(number) and (now < asked_at or not steps):
+            now, steps = now + self.seconds(), steps + 1
+        if now > asked_at:
+            self.pacing.asked(asked_at)
+        self.pacing.offered(steps, now)
+        return now, steps
+
+
+def rounds(machines: Sequence[Machine], count: int) -> list[list[int]]:
+    """The steps of each machine in each round; nobody is asked before half are in."""
+    made = []
+    for number in range(count):
+        full = sorted(machine._seconds * machine.full * (1 + machine._noise) for machine in machines)
+        half = full[(len(full) - 1) // 2]
+        came = [one.arrival(number, half + GRACE - one.pacing.urgency(number).reserve) for one in machines]
+        for me, machine in enumerate(machines):
+            least = machine.pacing.urgency(number).whole_tokens
+            others = [at for who, (at, steps) in enumerate(came) if who != me and steps * TOKENS >= least]
+            machine.pacing.decided(others)
+        made.append([steps for _, steps in came])
+    return made
+
+
+@pytest.mark.parametrize("slower", [2.0, 4.0, 16.0, 1000.0])
+def test_a_slow_machine_makes_its_share_and_the_others_all(slower: float) -> None:
+    found = rounds([Machine(0.1), Machine(0.1), Machine(0.1), Machine(0.1 * slower)], 12)
+    for steps in found[4:]:
+        assert steps[:3] == [FULL] * 3
+        assert max(1, FULL // slower - 1) <= steps[3] <= max(1, FULL / slower + 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_machines_make_all_steps_whatever_the_noise(seed: int) -> None:
+    machines = [Machine(0.1, seed * 10 + index, noise=0.5) for index in range(3)]
+    assert rounds(machines, 20) == [[FULL] * 3] * 20
+
+
+def test_without_the_slack_noise_would_cost_equal_machines_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr("protocol.pacing.ENOUGH", 1.0)
+    monkeypatch.setattr("protocol.pacing.SLIGHT", 0.0)
+    machines = [Machine(0.1, index, noise=0.5) for index in range(3)]
+    assert rounds(machines, 20) != [[FULL] * 3] * 20
+
+
+def test_a_machine_that_is_fast_again_makes_all_steps_again() -> None:
+    machines = [Machine(0.1), Machine(0.1), Machine(0.1), Machine(0.4)]
+    assert rounds(machines, 6)[-1][3] < FULL // 3
+    machines[3]._seconds = 0.1
+    assert rounds(machines, 8)[-1] == [FULL] * 4
+
+
+def test_one_stall_changes_nothing() -> None:
+    machines = [Machine(0.1) for _ in range(4)]
+    rounds(machines, 3)
+    machines[0]._seconds = 0.16  # late by 2.4 s of a grace of 5 s
+    rounds(machines, 1)
+    machines[0]._seconds = 0.1
+    assert rounds(machines, 2) == [[FULL] * 4] * 2
+
+
+def test_two_short_peers_do_not_lower_each_other() -> None:
+    pair = [Pacing(GRACE, lambda number: FULL, TOKENS) for _ in range(2)]
+    for pacing in pair:
+        pacing.opened(0, 0.0)
+        pacing.trained(1, 0.1)
+        pacing.trained(2, 0.2)
+    least = pair[0].urgency(0).whole_tokens
+    assert FULL // 4 * TOKENS < least <= FULL * TOKENS, "a quarter of the steps is no example"
+
+
+def test_a_peer_of_coarse_steps_is_asked_as_soon_as_the_others_are_in() -> None:
+    slow = Machine(COARSE * GRACE * 1.1, full=FULL)
+    rounds([Machine(0.5), Machine(0.5), slow], 4)
+    assert slow.pacing.is_short
+    assert slow.pacing.steps(9) == FULL
+    assert slow.pacing.urgency(9).reserve == GRACE
+
+
+def test_rounds_that_tell_nothing_change_nothing() -> None:
+    pacing = Pacing(GRACE, lambda number: FULL, TOKENS)
+    pacing.trained(1, 1.0)
+    pacing.trained(2, 2.0)
+    made: list[list[int | None]] = [[None], [None, FULL], []]
+    for number, offers in enumerate(made):
+        pacing.opened(number, 0.0)
+        for steps in offers:
+            pacing.offered(steps, 100.0)
+        pacing.decided([1.0, 1.0])
+    pacing.opened(3, 0.0)
+    pacing.asked(2.0)
+    pacing.decided([])
+    assert pacing.share == 1.0
+    assert pacing.words(4) == ""
+
+
+def test_totals_that_went_back_are_those_of_a_trainer_that_started_again() -> None:
+    pacing = Pacing(GRACE, lambda number: FULL, TOKENS)
+    for step, seconds in ((10, 10.0), (11, 12.0), (3, 1.0), (4, 3.0)):
+        pacing.trained(step, seconds)
+    assert pacing.urgency(0).reserve == pytest.approx(GRACE / 2), "twice the 2 s of a step, but at most half the grace"
+
+
+def test_what_a_person_reads() -> None:
+    slow = Machine(0.4)
+    rounds([Machine(0.1), Machine(0.1), slow], 8)
+    assert slow.pacing.words(8) == "10 of 40 steps a round: this machine is 4.0 times slower than the others"
