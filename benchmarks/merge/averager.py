@@ -7,6 +7,7 @@ Measured from the trigger on, when the group is formed already and all its membe
 """
 
 import argparse
+import os
 import time
 from contextlib import suppress
 
@@ -19,7 +20,7 @@ from hivemind.compression.quantization import Quantization, Uniform8BitQuantizat
 from hivemind.proto import runtime_pb2
 
 from benchmarks.merge.values import relative_error, vector
-from benchmarks.merge.worker import Conversation
+from benchmarks.merge.worker import Conversation, die_with_parent
 
 COMPRESSIONS = {"8bit": Uniform8BitQuantization, "fp16": Float16Compression}
 MATCHMAKING_SECONDS = 5.0
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--compression", choices=COMPRESSIONS)
     words = parser.parse_args()
     Quantization.extract = extract
+    os.register_at_fork(after_in_child=die_with_parent)  # its children would live on
     conversation = Conversation()
     peer = Peer(words, conversation)
     conversation.say()

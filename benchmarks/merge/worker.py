@@ -5,7 +5,6 @@ The peer says `{"address": ...}`, hears `{"addresses": [...]}` of all, and then 
 """
 
 import ctypes
-import functools
 import json
 import os
 import queue
@@ -68,7 +67,7 @@ class Worker:
             cwd=REPOSITORY,
             env=os.environ | ENVIRONMENT,
             start_new_session=True,
-            preexec_fn=functools.partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=die_with_parent,
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -150,6 +149,11 @@ class Team:
     def stop(self) -> None:
         for worker in self.workers:
             worker.stop()
+
+
+def die_with_parent() -> None:
+    """To be called in a child that was just forked."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def words_of(options: Mapping[str, object]) -> list[str]:
