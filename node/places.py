@@ -15,7 +15,7 @@ from protocol.manifest import Manifest
 
 SWARMS = Path("runs")
 DEMO = Path(__file__).parent.parent / "configs" / "demo.toml"
-BOOTSTRAP = DEMO.with_name("bootstrap.toml")
+BOOTSTRAP = Path(__file__).with_name("bootstrap.toml")
 
 
 def bootstrap_list() -> Path:
