@@ -65,6 +65,7 @@ class PeerNow(Part):
     device: str = ""
     version: str = ""
     reach: Reach = "unknown"
+    carriers: tuple[PeerId, ...] = Field(default=(), description="who relays to it, as it says")
     round: Count = 0
     step: Count = 0
     tokens: Count = 0

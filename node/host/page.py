@@ -174,7 +174,7 @@ def _row(peer: Values, now: float) -> str:
         ("n", number(peer["loss"], 3)),
         ("n", number(peer["sending"] / 1e3, 1)),
         ("n", number(peer["bytes_sent"] / 1e6, 2)),
-        ("", peer["reach"]),
+        ("", peer["link"]),
         ("n", peer["given"]),
         ("n", f"{duration(now - peer['seen'])}"),
     )

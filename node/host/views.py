@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from node.host.events import Facts
+from node.host.events import Facts, PeerNow
 from node.host.state import UNSEEN, Line, Peer, Row, State, lanes_of
 from node.host.words import Tone, short
 from protocol.signed_manifest import fingerprint
@@ -112,6 +112,7 @@ def peer_values(state: State, peer: Peer) -> Values:
     return {
         **peer.now.model_dump(),
         "short": short(peer.now.peer),
+        "link": _link(state, peer.now),
         "state": word,
         "tone": tone,
         "since": peer.since,
@@ -121,6 +122,14 @@ def peer_values(state: State, peer: Peer) -> Values:
         "accepted": peer.given / rounds if rounds else None,
         "speeds": [round(speed, 1) for speed in peer.speeds],
     }
+
+
+def _link(state: State, peer: PeerNow) -> str:
+    """By which path others reach it, and for how many it is the path. Ids that it claims are shown if we know them."""
+    known = [short(carrier) for carrier in peer.carriers if carrier in state.peers]
+    way = f"relay by {', '.join(known)}" if peer.reach == "relay" and known else peer.reach
+    carried = sum(peer.peer in other.now.carriers for other in state.peers.values() if other.gone is None)
+    return f"{way}, relays to {carried}" if carried else way
 
 
 def line_values(line: Line) -> Values:

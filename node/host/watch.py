@@ -19,7 +19,7 @@ from node.program import program_of
 from protocol.identity import PeerId
 from protocol.membership import directory
 from protocol.murmur_pb2 import PeerRecord
-from protocol.network.reach import RELAYED, is_public
+from protocol.network.reach import RELAYED, carriers_of, is_public
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +184,7 @@ def peer_now(peer: PeerId, record: PeerRecord, sending: float, now: float) -> Pe
         device=record.device,
         version=record.version,
         reach=_reach(record),
+        carriers=carriers_of(record.addresses),
         round=_bounded(record.round),
         step=_bounded(record.step),
         tokens=_bounded(record.tokens),

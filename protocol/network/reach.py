@@ -31,6 +31,12 @@ def relays_for(listen: Sequence[str], contacts: Sequence[str], outward: str) -> 
     return tuple(address for address in contacts if RELAYED not in address)[:MAX_RELAYS]
 
 
+def carriers_of(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Whom a peer with these multiaddresses has asked to relay to it, each once: ids as it wrote them, unchecked."""
+    ways = [address.partition(RELAYED)[0].rpartition("/p2p/")[2] for address in addresses if RELAYED in address]
+    return tuple(dict.fromkeys(way for way in ways if way))[:MAX_RELAYS]
+
+
 def own_address() -> str:
     """The address that this machine has towards the internet; connecting a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -53,6 +53,16 @@ def test_the_word_for_each_peer() -> None:
     assert words(behind)[NAMES[1]] == "behind" and words(behind)[NAMES[0]] == "training"
 
 
+def test_the_path_of_a_hidden_peer_and_who_carries_it() -> None:
+    relay, hidden = NAMES[0], NAMES[1]
+    by = (relay, "<b>nobody</b>")
+    state = folded([OPENED, joined(relay, reach="direct"), joined(hidden, reach="relay", carriers=by)])
+    links = {peer["peer"]: peer["link"] for peer in snapshot(state, 1.0)["peers"]}
+    assert links == {relay: "direct, relays to 1", hidden: f"relay by ..{relay[-6:]}"}
+    state = folded([Left(at=1050.0, peer=hidden, reason="left")], state)
+    assert snapshot(state, 1.0)["peers"][0]["link"] == "direct"
+
+
 def test_left_today_counts_peers_and_not_the_hosts_own_absence() -> None:
     gone = folded([*RUN, Left(at=1050.0, peer=NAMES[0], reason="left")])
     assert summary(gone, 1100.0)["left_today"] == 1 and summary(gone, 1100.0 + 90_000)["left_today"] == 0

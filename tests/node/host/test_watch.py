@@ -180,6 +180,7 @@ def test_how_a_peer_is_reached() -> None:
     assert peer_now("B", record(addresses=[relayed, at_home]), 0.0, 1.0).reach == "relay"
     assert peer_now("B", record(addresses=[at_home]), 0.0, 1.0).reach == "direct"
     assert peer_now("B", record(), 0.0, 1.0).reach == "unknown"
+    assert peer_now("B", record(addresses=[relayed, at_home]), 0.0, 1.0).carriers == ("A",)
 
 
 def test_the_pace_of_sending() -> None:

@@ -5,7 +5,7 @@ import ipaddress
 import pytest
 
 from protocol.network.control import _encoded
-from protocol.network.reach import MAX_RELAYS, is_public, own_address, relays_for
+from protocol.network.reach import MAX_RELAYS, carriers_of, is_public, own_address, relays_for
 
 PEER = "12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"
 CONTACT = f"/ip4/8.8.8.8/tcp/4001/p2p/{PEER}"
@@ -14,6 +14,14 @@ EVERYWHERE = "/ip4/0.0.0.0/tcp/4001"
 
 def test_an_address_that_others_can_use_is_told() -> None:
     assert ipaddress.ip_address(own_address())
+
+
+def test_who_relays_to_a_peer() -> None:
+    circuit = f"{CONTACT}/p2p-circuit/p2p/12D3KooWother"
+    assert carriers_of([CONTACT]) == ()
+    assert carriers_of([EVERYWHERE, circuit, f"/ip4/8.8.4.4/udp/1/quic/p2p/{PEER}/p2p-circuit"]) == (PEER,)
+    assert carriers_of(["/p2p-circuit"]) == ()
+    assert len(carriers_of([f"/p2p/{number}/p2p-circuit" for number in range(9)])) == MAX_RELAYS
 
 
 @pytest.mark.parametrize(

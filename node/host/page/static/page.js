@@ -176,7 +176,7 @@ const spark = (speeds) => {
 const CELLS = [
   ["id", (p) => p.short], ["name", (p) => p.name], ["", (p) => p.device], [(p) => p.tone, (p) => p.state],
   ["n", (p) => p.round], ["n", (p) => si(p.tokens_per_second)], ["spark", null], ["n", (p) => digits(p.loss, 3)],
-  ["n", (p) => digits(p.sending / 1e3, 1)], ["n", (p) => digits(p.bytes_sent / 1e6, 2)], ["", (p) => p.reach],
+  ["n", (p) => digits(p.sending / 1e3, 1)], ["n", (p) => digits(p.bytes_sent / 1e6, 2)], ["", (p) => p.link],
   ["n", (p) => p.accepted == null || p.accepted > 0.999 ? p.given : `${p.given} (${Math.round(100 * p.accepted)}%)`],
   ["n", (p) => duration(now() - p.seen)],
 ];
