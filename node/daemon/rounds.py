@@ -167,7 +167,7 @@ class RoundDriver:
         """A checked statement; those of the next round wait for it, others that are not of this round are dropped."""
         number = statement.body.round
         if number == self._number and self._machine is not None:
-            if self._machine.has_member(statement.sender):
+            if self._machine.has_elector(statement.sender):
                 self._heard[key_of(statement)] = statement
             self._feed(Received(statement))
         elif number == self._number + 1 and self._hooks.trains(statement.sender):

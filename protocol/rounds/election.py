@@ -55,9 +55,19 @@ class Electorate:
     times, and majorities meet only where they are counted over nearly the same set. Time in which we ourselves were
     away (suspended, or between two rounds) does not count: it says nothing about the others. `step`: the longest time
     between two calls of `advance` while we are not away.
+
+    Whoever is forgotten may have voted before it died, together with others that still live. So it is waited for no
+    more, but counted as one of the `electors` until the round ends: it takes a majority of these, or all members. Two
+    majorities meet; and all members meet whatever majority decided, unless all of that have been gone for longer than
+    `memory`. Where a majority of the electors is left, it is enough: after a few deaths no straggler can hold up the
+    round. Where all members are needed and one of them dies, it is forgotten in turn: somebody can always go on.
+    That holds only where all members can have what any of them has acknowledged. Otherwise (`keeps_electors` False)
+    whoever is forgotten counts no more: rather, once in a while, two decisions of one round than none for ever.
     """
 
-    def __init__(self, memory: float, step: float, seen: Mapping[PeerId, float], now: float) -> None:
+    def __init__(
+        self, memory: float, step: float, seen: Mapping[PeerId, float], now: float, keeps_electors: bool = True
+    ) -> None:
         away = now - max(seen.values(), default=now)
         self.live: frozenset[PeerId] = frozenset()
         self._resting: frozenset[PeerId] = frozenset()
@@ -67,10 +77,13 @@ class Electorate:
         self._vanished = {peer: time + away for peer, time in seen.items()}
         # Members of the round before that have not yet shown up in this one: late rather than gone.
         self._awaited = set(seen)
+        self._forgotten: set[PeerId] = set()
+        self._keeps_electors = keeps_electors
         self._recount()
 
     def _recount(self) -> None:
         self.members: frozenset[PeerId] = self.live.union(self._vanished) if self._vanished else self.live
+        self.electors = self.members | self._forgotten if self._forgotten else self.members
         # Those from whom a contribution may still come.
         expected = self.live | self._awaited if self._awaited else self.live
         self.expected: frozenset[PeerId] = expected - self._resting if self._resting else expected
@@ -83,6 +96,7 @@ class Electorate:
             del self._vanished[peer]
         self.live, self._resting = live, resting
         self._awaited -= live | departed
+        self._forgotten -= live | departed
         self._recount()
 
     def advance(self, now: float) -> None:
@@ -95,6 +109,8 @@ class Electorate:
         self._vanished = {peer: time for peer, time in aged.items() if now - time <= self._memory}
         if len(self._vanished) < len(aged):
             self._awaited &= self._vanished.keys()
+            if self._keeps_electors:
+                self._forgotten |= aged.keys() - self._vanished.keys()
             self._recount()
 
     @property
@@ -102,15 +118,17 @@ class Electorate:
         """When each member was last known to live."""
         return {**self._vanished, **dict.fromkeys(self.live, self._now)}
 
-    def is_member(self, peer: PeerId) -> bool:
-        return peer in self.members
+    def is_elector(self, peer: PeerId) -> bool:
+        return peer in self.electors
 
     def is_quorum(self, voters: Iterable[PeerId]) -> bool:
-        """More than half; or exactly half with the lowest peer id among them, as two such sets still meet."""
-        present = self.members.intersection(voters)
-        if 2 * len(present) == len(self.members):
-            return bool(present) and min(self.members) in present
-        return 2 * len(present) > len(self.members)
+        """More than half of the electors, or exactly half with the lowest peer id among them, as two such sets still
+        meet; or all members."""
+        present = self.electors.intersection(voters)
+        surplus = 2 * len(present) - len(self.electors)
+        if surplus > 0 or (present and surplus == 0 and min(self.electors) in present):
+            return True
+        return bool(self.members) and self.members <= present
 
     def next_change(self) -> float | None:
         """When the next vote is forgotten."""

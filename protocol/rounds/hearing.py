@@ -12,7 +12,7 @@ def hear(state: RoundState, statement: Statement[Any], now: float) -> list[Fault
     sender, body = statement.sender, statement.body
     if body.round != state.number or getattr(body, "base", state.base) != state.base:
         return [(sender, "foreign")]
-    if not state.electorate.is_member(sender):
+    if not state.electorate.is_elector(sender):
         return [(sender, "stranger")]
     if sender == state.me:
         return []
@@ -42,7 +42,7 @@ def _learn(state: RoundState, statement: Statement[Any], now: float) -> list[Fau
         case Acknowledgement():
             state.evidence.learn_acknowledgement(statement)
         case Decision():
-            state.evidence.learn_decision(statement, state.electorate.members)
+            state.evidence.learn_decision(statement, state.electorate.electors)
     return []
 
 

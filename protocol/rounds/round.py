@@ -17,7 +17,8 @@ so by a holding without a roster. Everything is repeated until it is answered, s
 
 What a peer promises binds it beyond the life of its process (see `Vow`).
 
-No majority, no commit: a minority waits until the votes of those that vanished are forgotten (`vote_memory`).
+No majority, no commit: a minority waits until the votes of those that vanished are forgotten (`vote_memory`), and then
+commits what all of it acknowledge (in groups: what a majority of it does).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -85,7 +86,8 @@ class Round:
         self.commit: Statement[Commit] | None = None
         self.decision: tuple[wire.Signed, ...] = ()
         self._signer = signer
-        electorate = Electorate(settings.vote_memory, settings.leader_timeout, seen or {}, now)
+        keeps = settings.exchange != "groups"  # where a member may lack for good what died with its partner
+        electorate = Electorate(settings.vote_memory, settings.leader_timeout, seen or {}, now, keeps)
         self._state = RoundState(settings, me, number, base, electorate, now, urgency)
         self._evidence = self._state.evidence
         self._vowed: tuple[int, Digest] = -1, b""  # view and lock
@@ -121,8 +123,8 @@ class Round:
         """When each whole contribution of others was first known of here."""
         return self._state.whole_arrivals
 
-    def has_member(self, peer: PeerId) -> bool:
-        return self._state.electorate.is_member(peer)
+    def has_elector(self, peer: PeerId) -> bool:
+        return self._state.electorate.is_elector(peer)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Nothing more comes out after Finish."""
@@ -146,7 +148,7 @@ class Round:
         if vowed == self._vowed:
             return []
         self._vowed = vowed
-        return [Vow(state.number, state.base, view, state.lock, state.electorate.members)]
+        return [Vow(state.number, state.base, view, state.lock, state.electorate.electors)]
 
     def next_deadline(self, now: float) -> float | None:
         """When a Tick is wanted; None once decided."""

@@ -1,6 +1,6 @@
 """Deliberate bugs in the logic of rounds, each with the word by which the simulation shows it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -27,6 +27,28 @@ def counts_a_vote_twice(patch: pytest.MonkeyPatch) -> None:
         return 2 * (len(self.members.intersection(voters)) + 1) > len(self.members)
 
     patch.setattr(Electorate, "is_quorum", is_quorum)
+
+
+def asks_only_a_majority_of_the_rest(patch: pytest.MonkeyPatch) -> None:
+    """Those whose votes are forgotten count no more."""
+    is_quorum = Electorate.is_quorum
+
+    def counted(self: Electorate, voters: set[str]) -> bool:
+        electors, self.electors = self.electors, self.members
+        is_enough = is_quorum(self, voters)
+        self.electors = electors
+        return is_enough
+
+    patch.setattr(Electorate, "is_quorum", counted)
+
+
+def asks_all_even_in_groups(patch: pytest.MonkeyPatch) -> None:
+    make = Electorate.__init__
+
+    def made(self: Electorate, memory: float, step: float, seen: Mapping[str, float], now: float, keeps: bool) -> None:
+        make(self, memory, step, seen, now, keeps_electors=True)
+
+    patch.setattr(Electorate, "__init__", made)
 
 
 def forgets_its_lock_with_the_view(patch: pytest.MonkeyPatch) -> None:
@@ -121,4 +143,8 @@ BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it 
     (sums_what_came_late, "a sum of something else", FAULTS),
     (forgets_what_was_left_out, "work got lost", FAULTS),
     (takes_its_message_back_from_a_commit, "applied", FAULTS),
+]
+RARE_BUGS: list[tuple[Bug, str, int]] = [  # and a seed of very few that show it
+    (asks_only_a_majority_of_the_rest, FORK, 6690),
+    (asks_all_even_in_groups, STUCK, 3030),
 ]

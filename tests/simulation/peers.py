@@ -256,14 +256,19 @@ class Peer:
         for blob, sources in self.swarm.needed(commit.body, self.name).items():
             if blob.digest not in self.disk.store:
                 self.want(blob, tuple(peer for peer in sources if peer != self.name))
-        if self.network.scenario.exchange == "groups":
-            self.after(self.network.scenario.settings().exchange_timeout, partial(self._go_on, commit))
+        self.after(self.network.scenario.settings().exchange_timeout, partial(self._go_on, commit))
         self.apply()
 
     def _go_on(self, commit: Statement[Commit]) -> None:
-        """What only our partner had has died with it: this round passes us by."""
-        if self.pending is commit:
+        """What we lack cannot be had: in groups the round passes us by; otherwise it is opened again."""
+        if self.pending is not commit:
+            return
+        if self.network.scenario.exchange == "groups":
             self._append(commit)
+        else:
+            self.network.say(self.name, "gives up what was decided")
+            self.swarm.given_up(self.name, commit.body)
+            self.begin(self.round.seen)
 
     def apply(self) -> None:
         if self.pending is None:

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--isolating", action="store_true", help="peers may be apart for long, and chains fork")
     given = parser.parse_args()
     if given.seed is not None:
-        sys.exit(show(given.seed, given.isolating))
+        sys.exit(show(given.seed, given.isolating) or 0)
     if not given.seeds:
         parser.error("a SEED, or --seeds N")
     faults = sweep(given.first, given.seeds, given.isolating, given.workers)

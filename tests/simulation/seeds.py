@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from tests.simulation.story import BrokenError, Story
 
-SEEDS = 5000
+SEEDS = 10_000
 BATCH = 100
 FIRST_HALF = range(0, SEEDS // 2, BATCH)
 SECOND_HALF = range(SEEDS // 2, SEEDS, BATCH)

@@ -92,6 +92,10 @@ class Swarm:
             sums = tuple(sum_of(part, body.contributions) for part in range(self.scenario.parts))
             assert body.parts == sums, "a sum of something else, or in another order"
 
+    def given_up(self, peer: PeerId, commit: Commit) -> None:
+        """It could not have what that decision takes, and goes by it no more."""
+        self.decisions[commit.round, commit.base][commit.content].discard(peer)
+
     def measure(self, peer: Peer) -> None:
         entries, number = entries_of(peer), peer.round.number
         self.peaks[number] = max(self.peaks.get(number, 0), entries)

@@ -8,7 +8,7 @@ import pytest
 from protocol.errors import ForgedError
 from protocol.rounds import attendance
 from protocol.rounds.events import Skip
-from tests.simulation.bugs import BUGS, Bug
+from tests.simulation.bugs import BUGS, RARE_BUGS, Bug
 from tests.simulation.network import NAMES, Network, offer_of, signer_of
 from tests.simulation.story import BrokenError, Story, scenario_of
 
@@ -37,7 +37,15 @@ def test_each_bug_is_found(bug: Bug, word: str, faults: Sequence[str], monkeypat
     assert outcome(found, faults) == "", "the same seed without the bug"
 
 
-def outcome(seed: int, faults: Sequence[str]) -> str:
+@pytest.mark.parametrize(("bug", "word", "seed"), RARE_BUGS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_rare_bug_is_shown_by_its_seed(bug: Bug, word: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
+    assert word in outcome(seed)
+    monkeypatch.undo()
+    assert outcome(seed) == "", "the same seed without the bug"
+
+
+def outcome(seed: int, faults: Sequence[str] = ()) -> str:
     try:
         Story(seed, faults=faults).run()
     except BrokenError as broken:

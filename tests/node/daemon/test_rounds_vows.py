@@ -49,7 +49,7 @@ async def test_a_driver_that_starts_again_goes_on_after_its_vow(tables: list[Tab
     tables[0].begin()
     machines = [tables[0][index].driver._machine for index in range(2)]
     assert [machine.view for machine in machines if machine] == [5, 0]
-    assert [machine.has_member(absent) for machine in machines if machine] == [True, False]
+    assert [machine.has_elector(absent) for machine in machines if machine] == [True, False]
 
 
 async def test_a_disk_that_cannot_keep_a_vow_ends_the_node(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,101 @@
+"""How many votes decide, and what becomes of those of peers that are gone."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from protocol.rounds.election import Electorate
+from protocol.rounds.statements import Commit
+from tests.protocol.rounds.round_table import Table
+from tests.simulation.bugs import asks_only_a_majority_of_the_rest
+
+MEMORY = 10.0
+
+
+def electorate(present: Iterable[str], gone: Iterable[str], keeps_electors: bool = True) -> Electorate:
+    """Those that are gone are forgotten."""
+    members = Electorate(MEMORY, MEMORY, {}, 0.0, keeps_electors)
+    members.update(frozenset([*present, *gone]), frozenset(), 0.0)
+    members.update(frozenset(present), frozenset(), 1.0)
+    for now in (5.0, 11.0, 12.0):
+        members.advance(now)
+    assert members.members == frozenset(present)
+    return members
+
+
+def test_nobody_decides_nothing() -> None:
+    assert not Electorate(MEMORY, MEMORY, {}, 0.0).is_quorum([])
+
+
+def test_a_few_deaths_let_no_straggler_hold_up_a_round() -> None:
+    members = electorate("abcdefg", "xyz")
+    assert members.is_quorum("bcdefg") and members.is_quorum("abcde") and not members.is_quorum("bcdef")
+
+
+def test_what_a_forgotten_peer_said_still_counts() -> None:
+    members = electorate("abc", "x")
+    assert members.is_quorum("abx") and members.is_elector("x") and not members.is_elector("y")
+
+
+def test_where_no_majority_is_left_all_have_to_agree() -> None:
+    members = electorate("ab", "xyz")
+    assert members.is_quorum("ab") and not members.is_quorum("a")
+
+
+def test_half_are_enough_if_they_are_all() -> None:
+    members = electorate("xy", "ab")
+    assert members.is_quorum("xy") and not members.is_quorum("x")
+
+
+def test_where_not_all_can_agree_a_majority_of_the_rest_is_enough() -> None:
+    members = electorate("abc", "xyz", keeps_electors=False)
+    assert members.is_quorum("bc") and not members.is_quorum("c") and not members.is_elector("x")
+
+
+def test_who_comes_back_is_asked_again() -> None:
+    members = electorate("ab", "xyz")
+    members.update(frozenset("abx"), frozenset(), 13.0)
+    assert members.is_quorum("abx") and not members.is_quorum("ab")
+
+
+def _half_decides() -> tuple[Table, Commit, str, list[str]]:
+    """The leader and one more decide as the half with the lowest id; the leader dies unheard and is forgotten.
+
+    Nothing passes between the one that is bound by it and the two others, although they know that it lives.
+    """
+    table = Table(4, "gather")
+    leader = table.names[0]
+    bound = min(name for name in table.names[1:])
+    half = {leader, bound}
+    assert min(table.names) in half
+    table.drop = lambda sender, receiver, kind: kind == "decision" or (sender in half) != (receiver in half)
+    table.offer(*table.names)
+    table.elapse(2.4)
+    decided = table.commit(leader)
+    assert decided and table.commit(bound) is None
+    table.kill(leader)
+    table.drop = lambda sender, receiver, kind: bound in (sender, receiver)
+    table.elapse(table.scenario.vote_memory + 30)
+    return table, decided, bound, [name for name in table.names if name not in half]
+
+
+def test_who_may_be_bound_by_a_forgotten_vote_is_asked() -> None:
+    table, decided, bound, others = _half_decides()
+    assert not table.included(), "they wait as long as it lives"
+    table.drop = lambda sender, receiver, kind: False
+    table.elapse(30)
+    assert {commit.content for name in (bound, *others) if (commit := table.commit(name))} == {decided.content}
+    assert len(table.included()) == 1
+
+
+def test_who_waits_for_a_bound_peer_goes_on_once_it_is_gone() -> None:
+    table, _, bound, others = _half_decides()
+    table.kill(bound)
+    table.elapse(table.scenario.vote_memory + 30)
+    assert all(table.commit(name) for name in others)
+
+
+def test_if_a_majority_of_the_rest_were_enough_two_commits_came_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks_only_a_majority_of_the_rest(monkeypatch)
+    table, decided, _, others = _half_decides()
+    assert all(commit and commit.content != decided.content for commit in map(table.commit, others))
