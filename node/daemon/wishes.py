@@ -1,5 +1,10 @@
-"""The blobs that are wanted now and who may have them; sources may change while a fetch is under way."""
+"""The blobs that are wanted now and who may have them; sources may change while a fetch is under way.
 
+Between two peers that are both hidden behind routers only small things pass (see `protocol.network.reach`), and some
+owners are slow. Who has fetched a blob has it, too: what stays open is asked of some others as well, store and forward.
+"""
+
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from protocol.blobs.blob import Blob
@@ -7,19 +12,27 @@ from protocol.blobs.fetch import Fetcher
 from protocol.identity import PeerId
 from protocol.rounds.statements import Digest
 
+PATIENCE = 2.0  # seconds for those who are named, before others are asked as well
+OTHERS = 8
+
 
 class Wishes:
-    """`everyone` is asked for peers that may have a blob besides those named."""
+    """`everyone` is asked for peers that may have a blob besides those named; `clock` in seconds."""
 
-    def __init__(self, fetcher: Fetcher, everyone: Callable[[], Iterable[PeerId]]) -> None:
+    def __init__(
+        self, fetcher: Fetcher, everyone: Callable[[], Iterable[PeerId]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._fetcher = fetcher
         self._everyone = everyone
+        self._clock = clock
         self._sources: dict[Digest, tuple[PeerId, ...]] = {}
+        self._since: dict[Digest, float] = {}
 
     def want(self, blob: Blob, sources: Sequence[PeerId]) -> bool:
         """Whether this is a new wish; otherwise only its sources are renewed."""
         known = blob.digest in self._sources
         self._sources[blob.digest] = tuple(sources)
+        self._since.setdefault(blob.digest, self._clock())
         return not known
 
     async def get(self, blob: Blob, deadline: float) -> None:
@@ -29,13 +42,22 @@ class Wishes:
     def drop(self, blob: Blob) -> None:
         """It is no longer wanted."""
         self._sources.pop(blob.digest, None)
+        self._since.pop(blob.digest, None)
 
     def clear(self) -> None:
         """Nothing is wanted any more."""
         self._sources.clear()
+        self._since.clear()
 
     async def get_from_anyone(self, blob: Blob, deadline: float) -> None:
         await self._fetcher.fetch(blob, lambda: tuple(self._everyone()), deadline)
 
     def _among(self, digest: Digest) -> tuple[PeerId, ...]:
-        return self._sources.get(digest) or tuple(self._everyone())
+        named, since = self._sources.get(digest, ()), self._since.get(digest)
+        if not named:
+            return tuple(self._everyone())
+        if since is not None and self._clock() - since < PATIENCE:
+            return named
+        # Python's hash has a salt of its own in each process: the same few at every look, others for other nodes.
+        others = sorted(self._everyone(), key=lambda peer: hash((digest, peer)))[:OTHERS]
+        return tuple(dict.fromkeys([*named, *others]))

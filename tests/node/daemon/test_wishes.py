@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from node.daemon.wishes import Wishes
+from node.daemon.wishes import PATIENCE, Wishes
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.errors import UnreachableError
@@ -39,6 +39,22 @@ async def test_sources_may_change_while_a_fetch_is_under_way(tmp_path: Path) -> 
     wishes.want(blob, ["a", "b"])
     await fetch
     assert mine.read(blob.digest) == b"x"
+
+
+async def test_who_is_named_has_a_while_before_all_others_are_asked(tmp_path: Path) -> None:
+    _, mine, stores = wishes_in(tmp_path)
+    fetcher: Any = CopyingFetcher(mine, stores)
+    moment = 10.0
+    wishes = Wishes(cast(Any, fetcher), lambda: ["b"], lambda: moment)
+    blob = stores["b"].put(b"x")
+    wishes.want(blob, ["a"])
+    moment += PATIENCE / 2
+    with pytest.raises(UnreachableError):
+        await wishes.get(blob, 0.02)
+    wishes.want(blob, ["a", "c"])  # what is said of it anew does not begin anew
+    moment += PATIENCE / 2
+    await wishes.get(blob, 5.0)
+    assert mine.has(blob.digest)
 
 
 async def test_where_nobody_is_named_everybody_is_asked(tmp_path: Path) -> None:
