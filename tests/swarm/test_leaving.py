@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 
 SHARED = Path("/dev/shm")
 CYCLES = 10
+PORTS = 3  # of a node: for libp2p, for direct connections, for its metrics
 AWAY_SECONDS = 20.0
 LEAVING = "leaving; once more to leave at once"
 WAYS = {
@@ -78,7 +79,7 @@ def test_nothing_is_left_of_a_node(flock: Flock, way: str) -> None:
     assert len(kin) == 3, "the daemon, its trainer and its p2pd"
     traces = Traces(kin)
     assert traces.left(), "the control: what runs is found"
-    assert len(traces.ports) == 2, "p2pd's and the metrics port"
+    assert len(traces.ports) == PORTS
     assert not traces.memory
     folder = (peer.folder / "sockets").readlink()
     saved = newest_checkpoint(peer.folder)
