@@ -183,7 +183,7 @@ def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.S
         kin = marked(world)
         assert len(kin) == 7, [process.cmdline() for process in kin]
         traces = Traces(kin)
-        assert len(traces.ports) == 4
+        assert len(traces.ports) == 2 * PORTS
         assert not traces.memory
         os.kill(up.process.pid, number)
         code = up.process.wait(AWAY_SECONDS + 10)
