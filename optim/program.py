@@ -33,6 +33,11 @@ class Plan:
         """Local steps before the message."""
         return self.method.schedule.steps(self.round)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether peers train on while their messages travel."""
+        return self.method.schedule.ahead > 0
+
     @cached_property
     def numel(self) -> int:
         """Values of a message."""

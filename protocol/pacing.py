@@ -32,10 +32,18 @@ SMOOTHING = 0.5
 
 
 class Pacing:
-    """`grace`: how long the others wait for us, at most. `full`: the plan's steps of a round by its number."""
+    """`grace`: how long the others wait for us, at most. `full`: the plan's steps of a round by its number.
 
-    def __init__(self, grace: float, full: Callable[[int], int], step_tokens: int) -> None:
-        self._grace, self._full, self._step_tokens = grace, full, step_tokens
+    `overlaps`: whether peers train on while that round's messages travel. Then a message's steps were begun before its
+    round, each peer's at a time of its own, and when it comes tells nothing of its speed: such rounds are left out, and
+    a slow peer is only asked for what it has.
+    """
+
+    def __init__(
+        self, grace: float, full: Callable[[int], int], step_tokens: int,
+        overlaps: Callable[[int], bool] = lambda number: False,
+    ) -> None:  # fmt: skip
+        self._grace, self._full, self._step_tokens, self._overlaps = grace, full, step_tokens, overlaps
         self._shares = deque([1.0] * KEPT_ROUNDS, KEPT_ROUNDS)
         self._delays = deque[float](maxlen=KEPT_ROUNDS)  # from asked to offered
         self._seconds: float | None = None  # of a step
@@ -107,7 +115,7 @@ class Pacing:
     def decided(self, arrivals: Collection[float]) -> None:
         """The round is over. `arrivals`: when each whole contribution of others came."""
         self._coarse = COARSE if len(arrivals) > 1 else COARSE_IN_PAIRS  # of a pair, either one starts the grace
-        fits = self._fits(sorted(arrivals)) if arrivals else None
+        fits = self._fits(sorted(arrivals)) if arrivals and not self._overlaps(self._number) else None
         if fits is None:
             return
         share = max(0.0, min(1.0, fits / self._full(self._number)))

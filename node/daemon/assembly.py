@@ -175,7 +175,11 @@ class Assembly:
         manifest, work = self._settings.manifest, self._work
         process = TrainerProcess(self.arena, self._trainer_config)
         step_tokens = manifest.train.batch_tokens
-        self._pacing = Pacing(manifest.round.grace, lambda number: self._program.plan(number).steps, step_tokens)
+        program = self._program
+        self._pacing = Pacing(
+            manifest.round.grace, lambda number: program.plan(number).steps, step_tokens,
+            lambda number: program.plan(number).overlaps,
+        )  # fmt: skip
         self.trainer = TrainerLink(
             self.peer_id, process, self.arena, self.store, self._offers, work, self._heard, self._pacing.steps
         )

@@ -100,7 +100,7 @@ class VirtualPeer:
         self._attendance = Attendance(swarm.round_settings(0).leader_timeout)
         self._pacing = Pacing(
             swarm.round_settings(0).grace, lambda number: swarm.program.plan(number).steps,
-            swarm.setting.manifest.train.batch_tokens,
+            swarm.setting.manifest.train.batch_tokens, lambda number: swarm.program.plan(number).overlaps,
         )  # fmt: skip
         self._wanted: dict[Digest, tuple[PeerId, ...]] = {}
         self._pending: Statement[Commit] | None = None  # decided, but not all its blobs are here

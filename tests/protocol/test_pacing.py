@@ -13,8 +13,10 @@ FULL, GRACE, TOKENS = 40, 5.0, 10
 class Machine:
     """A peer with its pacing; `noise` is the share by which a step may take longer."""
 
-    def __init__(self, seconds: float, seed: int = 0, noise: float = 0.0, full: int = FULL) -> None:
-        self.pacing = Pacing(GRACE, lambda number: full, TOKENS)
+    def __init__(
+        self, seconds: float, seed: int = 0, noise: float = 0.0, full: int = FULL, overlaps: bool = False
+    ) -> None:
+        self.pacing = Pacing(GRACE, lambda number: full, TOKENS, lambda number: overlaps)
         self.full, self._seconds, self._noise, self._rng = full, seconds, noise, random.Random(seed)
         self._step, self._total = 0, 0.0
 
@@ -135,3 +137,11 @@ def test_what_a_person_reads() -> None:
     slow = Machine(0.4)
     rounds([Machine(0.1), Machine(0.1), slow], 8)
     assert slow.pacing.words(8) == "10 of 40 steps a round: this machine is 4.0 times slower than the others"
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_where_messages_overlap_with_training_no_steps_are_planned_away(overlaps: bool) -> None:
+    made = rounds([*(Machine(0.5, overlaps=overlaps) for _ in range(3)), Machine(2.0, overlaps=overlaps)], 12)
+    slow = [steps for *_, steps in made]
+    assert all(steps == [FULL] * 3 for *steps, _ in made)
+    assert (slow[-1] > FULL // 4 + 1) is overlaps, "the control: a slow machine's steps are planned"
