@@ -9,14 +9,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check modules processes test-long seeds links proto image image-check clean
+.PHONY: demo test check modules processes test-long ordeals seeds links proto image image-check clean
 
 demo: .venv/installed
 	$(BIN)/murmur up configs/demo.toml --drill
 
 test: check modules processes
 
-test-long: seeds links
+test-long: ordeals seeds links
 
 check: .venv/installed-for-tests
 	$(BIN)/ruff check .
@@ -26,7 +26,10 @@ modules: .venv/installed-for-tests
 	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab and not seeds"
 
 processes: .venv/installed-for-tests
-	$(BIN)/pytest -m swarm
+	$(BIN)/pytest -m "swarm and not ordeal"
+
+ordeals: .venv/installed-for-tests
+	$(BIN)/pytest -m ordeal
 
 seeds: .venv/installed-for-tests
 	$(BIN)/pytest -n logical --dist loadfile -m seeds

@@ -9,7 +9,7 @@ import pytest
 from node.local.peer_process import PeerProcess
 from tests.swarm.flock import ENDLESS, LOOK, Flock, flying, manifest_with
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.swarm, pytest.mark.ordeal, pytest.mark.timeout(300)]
 
 DEATHS = 10
 STILLBORN = 2  # more, before anything was resumed

@@ -194,6 +194,7 @@ def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.S
         assert "goes on from here" in up.said().replace("\n", "")
 
 
+@pytest.mark.ordeal
 @pytest.mark.timeout(240)
 def test_ten_times_up_and_stop(tmp_path: Path, world: str) -> None:
     run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
