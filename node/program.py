@@ -11,6 +11,7 @@ from optim.recipes import compose
 from optim.topologies import Groups
 from protocol.errors import ManifestError
 from protocol.manifest import Manifest, Train
+from protocol.pacing import Pacing
 from protocol.rounds.events import RoundSettings
 
 
@@ -48,6 +49,15 @@ def rate_share(train: Train, step: int, began: int = 0) -> float:
 
 def decay_of(train: Train) -> Callable[[int], float]:
     return lambda step: rate_share(train, step)
+
+
+def pacing_of(manifest: Manifest, program: Program) -> Pacing:
+    return Pacing(
+        manifest.round.grace,
+        lambda number: program.plan(number).steps,
+        manifest.train.batch_tokens,
+        lambda number: program.plan(number).overlaps,
+    )
 
 
 def round_settings(manifest: Manifest, program: Program) -> Callable[[int], RoundSettings]:

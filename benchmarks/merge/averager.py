@@ -20,7 +20,7 @@ from hivemind.compression.quantization import Quantization, Uniform8BitQuantizat
 from hivemind.proto import runtime_pb2
 
 from benchmarks.merge.values import relative_error, vector
-from benchmarks.merge.worker import Conversation, die_with_parent
+from benchmarks.merge.worker import Conversation, die_with_parent, peer_parser
 
 COMPRESSIONS = {"8bit": Uniform8BitQuantization, "fp16": Float16Compression}
 MATCHMAKING_SECONDS = 5.0
@@ -85,11 +85,8 @@ class Peer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--peers", type=int)
+    parser = peer_parser()
     parser.add_argument("--numel", type=int)
-    parser.add_argument("--address", help="to listen on")
     parser.add_argument("--compression", choices=COMPRESSIONS)
     words = parser.parse_args()
     Quantization.extract = extract

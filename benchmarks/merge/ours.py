@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.merge.values import relative_error, vector
-from benchmarks.merge.worker import Conversation
+from benchmarks.merge.worker import Conversation, peer_parser
 from node.daemon.calls import deliver
 from node.daemon.post import Post
 from node.daemon.replica import OuterState, Replica, Workshop
@@ -192,11 +192,8 @@ async def serve(words: argparse.Namespace, folder: Path, conversation: Conversat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--peers", type=int)
+    parser = peer_parser()
     parser.add_argument("--numel", type=int)
-    parser.add_argument("--address", help="to listen on")
     parser.add_argument("--recipe")
     parser.add_argument("--codec", help="another one than the recipe's")
     words = parser.parse_args()

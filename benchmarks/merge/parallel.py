@@ -1,15 +1,13 @@
 """Data parallel training as it is done in a data centre: gradients in fp32, summed by gloo in every step."""
 
 import argparse
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from torch import distributed
 
-from benchmarks.merge.worker import Conversation
+from benchmarks.merge.gloo import gloo_parser, join_group
 from node.data import Batches, open_source
 from node.model import Llama, initial_weights
 from node.trainer.inner import InnerOptimizer
@@ -19,23 +17,11 @@ from protocol.manifest import load_manifest
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--peers", type=int)
+    parser = gloo_parser()
     parser.add_argument("--manifest", type=Path)
     parser.add_argument("--steps", type=int, help="of a turn")
-    parser.add_argument("--address", help="of this machine, for the others")
-    parser.add_argument("--device", help="the network device to use")
-    parser.add_argument("--port", type=int)
     words = parser.parse_args()
-    conversation = Conversation()
-    os.environ["GLOO_SOCKET_IFNAME"] = words.device
-    torch.set_num_threads(1)
-    conversation.say(address=words.address)
-    first = conversation.hear()["addresses"][0]
-    distributed.init_process_group(
-        "gloo", init_method=f"tcp://{first}:{words.port}", rank=words.rank, world_size=words.peers
-    )
+    conversation = join_group(words)
     training = Training(words)
     conversation.say()
     while True:

@@ -1,33 +1,18 @@
 """torch.distributed's all-reduce over gloo: fp32, one process group, all processes trusted and none ever lost."""
 
-import argparse
-import os
 from contextlib import suppress
 
-import torch
 from torch import distributed
 
+from benchmarks.merge.gloo import gloo_parser, join_group
 from benchmarks.merge.values import relative_error, vector
-from benchmarks.merge.worker import Conversation
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--peers", type=int)
+    parser = gloo_parser()
     parser.add_argument("--numel", type=int)
-    parser.add_argument("--address", help="of this machine, for the others")
-    parser.add_argument("--device", help="the network device to use")
-    parser.add_argument("--port", type=int)
     words = parser.parse_args()
-    conversation = Conversation()
-    os.environ["GLOO_SOCKET_IFNAME"] = words.device
-    torch.set_num_threads(1)
-    conversation.say(address=words.address)
-    first = conversation.hear()["addresses"][0]
-    distributed.init_process_group(
-        "gloo", init_method=f"tcp://{first}:{words.port}", rank=words.rank, world_size=words.peers
-    )
+    conversation = join_group(words)
     conversation.say()
     own = vector(words.rank, words.numel)
     merged = own.clone()

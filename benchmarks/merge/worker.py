@@ -4,6 +4,7 @@ The peer says `{"address": ...}`, hears `{"addresses": [...]}` of all, and then 
 `prepare` (not measured), `go` (measured) and `check`. What its libraries print goes to stderr.
 """
 
+import argparse
 import ctypes
 import json
 import os
@@ -149,6 +150,15 @@ class Team:
     def stop(self) -> None:
         for worker in self.workers:
             worker.stop()
+
+
+def peer_parser() -> argparse.ArgumentParser:
+    """The words that every peer is given; each kind adds its own."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--peers", type=int)
+    parser.add_argument("--address", help="of this machine, for the others")
+    return parser
 
 
 def die_with_parent() -> None:

@@ -32,7 +32,7 @@ from node.daemon.vows import VowFile
 from node.daemon.wishes import Wishes
 from node.folder import RunFolder
 from node.model import initial_weights, shape_table
-from node.program import decay_of, program_of, round_settings
+from node.program import decay_of, pacing_of, program_of, round_settings
 from node.status import NodeStatus
 from optim.method import Method
 from optim.program import Program
@@ -55,7 +55,6 @@ from protocol.network.dial_back import DialBack
 from protocol.network.reach import own_address, relays_for
 from protocol.network.transport import Transport, caller
 from protocol.network.tunnel import TunnelLimits
-from protocol.pacing import Pacing
 from protocol.rounds.chain import Chain, Head
 from protocol.rounds.grouping import group_of
 from protocol.rounds.statements import Terms
@@ -151,13 +150,13 @@ class Assembly:
         limits = TunnelLimits(upload=settings.upload, download=settings.download)
         self.transport = Transport.create(self._folder.key, self._folder.path, limits)
         self._clock = Clock()
-        contacts = (*settings.peers, *manifest.run.bootstrap)
+        self._contacts = (*settings.peers, *manifest.run.bootstrap)
         self.directory = Directory(
             self._identity, manifest.run_id, self.transport, self._clock,
-            manifest.membership.heartbeat, manifest.membership.expiry, self._rng, contacts, self._folder.peers,
+            manifest.membership.heartbeat, manifest.membership.expiry, self._rng, self._contacts, self._folder.peers,
         )  # fmt: skip
         self._members = Members(
-            self.directory, self.replica.chain, bool(contacts), self._rng, lambda: self._progress()
+            self.directory, self.replica.chain, bool(self._contacts), self._rng, lambda: self._progress()
         )
         self._post = Post(
             lambda peer, statements, seconds: deliver(
@@ -174,12 +173,7 @@ class Assembly:
     def _build_round(self, method: Method) -> None:
         manifest, work = self._settings.manifest, self._work
         process = TrainerProcess(self.arena, self._trainer_config)
-        step_tokens = manifest.train.batch_tokens
-        program = self._program
-        self._pacing = Pacing(
-            manifest.round.grace, lambda number: program.plan(number).steps, step_tokens,
-            lambda number: program.plan(number).overlaps,
-        )  # fmt: skip
+        self._pacing = pacing_of(manifest, self._program)
         self.trainer = TrainerLink(
             self.peer_id, process, self.arena, self.store, self._offers, work, self._heard, self._pacing.steps
         )
@@ -238,7 +232,7 @@ class Assembly:
             ],
             listen=usual_listen(self._folder, settings.listen),
             direct=settings.direct,
-            relays=relays_for(settings.listen, (*settings.peers, *settings.manifest.run.bootstrap), own_address()),
+            relays=relays_for(settings.listen, self._contacts, own_address()),
         )
         self.rendezvous = Rendezvous(
             self._identity, self._settings.run_id, self.transport, self._clock, self.directory.neighbours,

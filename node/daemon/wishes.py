@@ -6,6 +6,7 @@ owners are slow. Who has fetched a blob has it, too: what stays open is asked of
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from protocol.blobs.blob import Blob
 from protocol.blobs.fetch import Fetcher
@@ -14,6 +15,11 @@ from protocol.rounds.statements import Digest
 
 PATIENCE = 2.0  # seconds for those who are named, before others are asked as well
 OTHERS = 8
+
+
+class _Wish(NamedTuple):
+    sources: tuple[PeerId, ...]
+    since: float
 
 
 class Wishes:
@@ -25,15 +31,13 @@ class Wishes:
         self._fetcher = fetcher
         self._everyone = everyone
         self._clock = clock
-        self._sources: dict[Digest, tuple[PeerId, ...]] = {}
-        self._since: dict[Digest, float] = {}
+        self._open: dict[Digest, _Wish] = {}
 
     def want(self, blob: Blob, sources: Sequence[PeerId]) -> bool:
         """Whether this is a new wish; otherwise only its sources are renewed."""
-        known = blob.digest in self._sources
-        self._sources[blob.digest] = tuple(sources)
-        self._since.setdefault(blob.digest, self._clock())
-        return not known
+        known = self._open.get(blob.digest)
+        self._open[blob.digest] = _Wish(tuple(sources), known.since if known else self._clock())
+        return known is None
 
     async def get(self, blob: Blob, deadline: float) -> None:
         """The blob is in the store when this returns; errors are those of Fetcher.fetch."""
@@ -41,23 +45,21 @@ class Wishes:
 
     def drop(self, blob: Blob) -> None:
         """It is no longer wanted."""
-        self._sources.pop(blob.digest, None)
-        self._since.pop(blob.digest, None)
+        self._open.pop(blob.digest, None)
 
     def clear(self) -> None:
         """Nothing is wanted any more."""
-        self._sources.clear()
-        self._since.clear()
+        self._open.clear()
 
     async def get_from_anyone(self, blob: Blob, deadline: float) -> None:
         await self._fetcher.fetch(blob, lambda: tuple(self._everyone()), deadline)
 
     def _among(self, digest: Digest) -> tuple[PeerId, ...]:
-        named, since = self._sources.get(digest, ()), self._since.get(digest)
-        if not named:
+        wish = self._open.get(digest)
+        if wish is None or not wish.sources:
             return tuple(self._everyone())
-        if since is not None and self._clock() - since < PATIENCE:
-            return named
+        if self._clock() - wish.since < PATIENCE:
+            return wish.sources
         # Python's hash has a salt of its own in each process: the same few at every look, others for other nodes.
         others = sorted(self._everyone(), key=lambda peer: hash((digest, peer)))[:OTHERS]
-        return tuple(dict.fromkeys([*named, *others]))
+        return tuple(dict.fromkeys([*wish.sources, *others]))

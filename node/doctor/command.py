@@ -19,7 +19,7 @@ from rich.text import Text
 
 from node.config import EVERYWHERE_LISTEN
 from node.doctor import machine
-from node.doctor.findings import Finding, judged_clock
+from node.doctor.findings import Finding, failed, judged_clock
 from node.doctor.network import network
 from node.links import Invitation, accept
 from node.model import shape_table
@@ -49,8 +49,7 @@ def examine(run: str | None, folder: Path | None, listen: Sequence[str], insecur
         try:
             invitation = accept(run, insecure)
         except MurmurError as error:
-            text, _, mend = str(error).partition("; ")
-            return [*findings, Finding("run", "fail", text, mend)]
+            return [*findings, failed("run", error)]
         findings.append(_run(invitation))
     home = folder or (joined_folder(invitation.manifest) if invitation else Path.cwd())
     findings.append(machine.key(home / "key"))

@@ -7,6 +7,7 @@ from typing import Literal
 
 from node.footprint import largest_microbatch
 from node.status import short_bytes
+from protocol.errors import MurmurError
 from protocol.manifest import Manifest
 from protocol.membership.directory import CLOCK_TOLERANCE
 from protocol.network.dial_back import host_of
@@ -23,6 +24,12 @@ class Finding:
     level: Level
     found: str
     mend: str = ""
+
+
+def failed(check: str, error: MurmurError) -> Finding:
+    """What it says after its semicolon is the mend."""
+    text, _, mend = str(error).partition("; ")
+    return Finding(check, "fail", text, mend)
 
 
 def judged_room(check: str, free: float, needed: float, mend: str) -> Finding:

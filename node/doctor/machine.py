@@ -8,7 +8,7 @@ import torch
 
 from node.daemon.assembly import STORE_EXTRA_BYTES, STORE_STATES
 from node.daemon.replica import state_bytes
-from node.doctor.findings import Finding, judged_microbatch, judged_room
+from node.doctor.findings import Finding, failed, judged_microbatch, judged_room
 from node.footprint import fixed_bytes
 from node.model import shape_table
 from node.program import program_of
@@ -37,8 +37,7 @@ def key(path: Path) -> Finding:
     try:
         return Finding("key", "ok", Identity.load_or_create(path).peer_id)
     except MurmurError as error:
-        text, _, mend = str(error).partition("; ")
-        return Finding("key", "fail", text, mend)
+        return failed("key", error)
 
 
 def room(manifest: Manifest, home: Path) -> list[Finding]:

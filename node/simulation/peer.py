@@ -12,6 +12,7 @@ from node.channel import Fate
 from node.daemon.catch_up import PATIENCE, is_time_to_go
 from node.daemon.offers import Offer, Offers
 from node.daemon.replica import Share, blobs_of
+from node.program import pacing_of
 from node.simulation.clock import VirtualClock
 from node.simulation.directory import Directory
 from node.simulation.learner import Learner
@@ -26,7 +27,6 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.pacing import Pacing
 from protocol.rounds.attendance import Attendance
 from protocol.rounds.chain import Chain, Head
 from protocol.rounds.events import (
@@ -98,10 +98,7 @@ class VirtualPeer:
         self._live: frozenset[PeerId] = frozenset()
         self._inbox: list[Event] = []
         self._attendance = Attendance(swarm.round_settings(0).leader_timeout)
-        self._pacing = Pacing(
-            swarm.round_settings(0).grace, lambda number: swarm.program.plan(number).steps,
-            swarm.setting.manifest.train.batch_tokens, lambda number: swarm.program.plan(number).overlaps,
-        )  # fmt: skip
+        self._pacing = pacing_of(swarm.setting.manifest, swarm.program)
         self._wanted: dict[Digest, tuple[PeerId, ...]] = {}
         self._pending: Statement[Commit] | None = None  # decided, but not all its blobs are here
         self._behind_since: float | None = None

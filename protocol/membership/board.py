@@ -8,7 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from google.protobuf.message import DecodeError
 from hivemind.dht.routing import DHTID
+
+from protocol.errors import MalformedError
+from protocol.murmur_pb2 import Signed
 
 FAR = 1e10  # seconds since the epoch: the year 2286, later than any wrong clock
 
@@ -24,6 +28,16 @@ class Notice(NamedTuple):
     def expiration(self) -> float:
         """The time to give hivemind."""
         return FAR + self.expires
+
+
+def envelope_of(value: bytes, max_bytes: int, title: str) -> Signed:
+    """Nothing in it is checked yet. Raises MalformedError, which begins with `title`."""
+    if len(value) > max_bytes:
+        raise MalformedError(f"{title} has {len(value)} bytes")
+    try:
+        return Signed.FromString(value)
+    except DecodeError as error:
+        raise MalformedError(f"{title} does not parse") from error
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ that `murmur join` takes, where the manifest is checked anew. The organiser sign
 import math
 import re
 
-from google.protobuf.message import DecodeError
-
 from protocol.errors import MalformedError, StaleError
 from protocol.identity import Identity, PeerId
-from protocol.membership.board import Board, Notice
-from protocol.murmur_pb2 import PublicRun, Signed
+from protocol.membership.board import Board, Notice, envelope_of
+from protocol.murmur_pb2 import PublicRun
 from protocol.records import read_unverified, sign, verify_signed
 
 KIND = "run"
@@ -35,12 +33,7 @@ def notice_of(identity: Identity, run: PublicRun, now: float) -> Notice:
 
 def read_public_run(value: bytes) -> tuple[PeerId, PublicRun]:
     """The organiser and what it says. Raises MalformedError or ForgedError."""
-    if len(value) > MAX_VALUE_BYTES:
-        raise MalformedError(f"the notice of a run has {len(value)} bytes")
-    try:
-        signed = Signed.FromString(value)
-    except DecodeError as error:
-        raise MalformedError("the notice of a run does not parse") from error
+    signed = envelope_of(value, MAX_VALUE_BYTES, "the notice of a run")
     run = read_unverified(signed, KIND, PublicRun, MAX_VALUE_BYTES)
     _check(run)
     verify_signed(signed, run.run.hex())

@@ -17,7 +17,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from google.protobuf.message import DecodeError
 from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -30,10 +29,10 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from protocol.errors import MalformedError, PeerFault
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
-from protocol.membership.board import FAR, Board, Notice
+from protocol.membership.board import FAR, Board, Notice, envelope_of
 from protocol.membership.clock import Clock
 from protocol.membership.directory import CLOCK_TOLERANCE, check_addresses
-from protocol.murmur_pb2 import PeerRecord, Signed
+from protocol.murmur_pb2 import PeerRecord
 from protocol.records import open_signed, sign
 
 logger = logging.getLogger(__name__)
@@ -67,12 +66,7 @@ def announcement(identity: Identity, run_id: RunId, addresses: tuple[str, ...], 
 
 def read_announcement(value: bytes, run_id: RunId) -> tuple[PeerId, PeerRecord]:
     """Raises MalformedError or ForgedError unless a peer signed this for itself."""
-    if len(value) > MAX_VALUE_BYTES:
-        raise MalformedError(f"an announcement has {len(value)} bytes")
-    try:
-        signed = Signed.FromString(value)
-    except DecodeError as error:
-        raise MalformedError("an announcement does not parse") from error
+    signed = envelope_of(value, MAX_VALUE_BYTES, "an announcement")
     record = open_signed(signed, run_id, KIND, PeerRecord, MAX_VALUE_BYTES)
     check_addresses(signed.peer, record.addresses)
     return signed.peer, record

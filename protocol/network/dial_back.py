@@ -15,6 +15,7 @@ from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId
 from protocol.membership.allowance import Allowance
 from protocol.murmur_pb2 import DialBackReply
+from protocol.network.reach import RELAYED
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def host_of(addresses: Sequence[str]) -> tuple[str, str] | None:
     for address in addresses:
         _, _, rest = address.partition("/")
         kind, _, tail = rest.partition("/")
-        if kind in ("ip4", "ip6") and "p2p-circuit" not in address:
+        if kind in ("ip4", "ip6") and RELAYED not in address:
             host = tail.partition("/")[0]
             with suppress(ValueError):
                 return address, str(ipaddress.ip_address(host))

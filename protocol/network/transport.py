@@ -22,6 +22,7 @@ from protocol.network.control import Stream, split_address
 from protocol.network.direct import DirectDialer, DirectDoor, DirectLimits, Place
 from protocol.network.doors import Dial, Entrance, Exit, caller
 from protocol.network.p2pd import Options, P2pd
+from protocol.network.reach import RELAYED
 from protocol.network.sockets import SocketFolder
 from protocol.network.tunnel import Count, Traffic, TunnelLimits, Tunnels
 
@@ -277,4 +278,4 @@ class Transport:
 
 def _hosts(ways: Sequence[str]) -> tuple[str, ...]:
     """Of multiaddresses that begin with a host, each once; a circuit's host is the relay's."""
-    return tuple(dict.fromkeys(way.split("/")[2] for way in ways if "/p2p-circuit" not in way))
+    return tuple(dict.fromkeys(way.split("/")[2] for way in ways if RELAYED not in way))

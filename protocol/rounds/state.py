@@ -1,6 +1,7 @@
 """What one peer knows and is bound by in a round, and what can be told from it; nothing here sends."""
 
 from collections.abc import Callable, Collection
+from itertools import islice
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
@@ -41,7 +42,8 @@ class RoundState:
         self.followed: View | None = None
         self.leadership: Leadership | None = None
         self.offered_at: float | None = None  # when we contributed
-        self.arrivals: dict[PeerId, float] = {}  # when we first knew of each contribution
+        self._watched = 0  # contributions
+        self.whole_arrivals: list[float] = []  # when those of others came that hold most of the plan's steps
         self.hurried = False
         self.heard = now  # when the leader that owes us a roster last gave a sign of life
         self.silent: set[PeerId] = set()  # led a view and was not heard
@@ -86,8 +88,7 @@ class RoundState:
         return peer in found
 
     def watch_contributions(self, now: float) -> None:
-        for peer in self.evidence.contributions.keys() - self.arrivals.keys():
-            self.arrivals[peer] = now
+        self._note_arrivals(now)
         expected = self.electorate.expected
         given = self.evidence.obtainable(self.live)
         present = len(given) if given <= expected else len(given & expected)
@@ -96,20 +97,23 @@ class RoundState:
         self.half_since = (now if self.half_since is None else self.half_since) if half else None
         self.complete_since = (now if self.complete_since is None else self.complete_since) if complete else None
 
+    def _note_arrivals(self, now: float) -> None:
+        known = self.evidence.contributions
+        fresh = len(known) - self._watched
+        if fresh and self._urgency is not None:
+            least = self._urgency(self.number).whole_tokens
+            newest = islice(reversed(known.items()), fresh)
+            self.whole_arrivals += [now for peer, one in newest if peer != self.me and one.body.tokens >= least]
+        self._watched += fresh
+
     def hurry_at(self) -> float | None:
         """When to ask for our own contribution, where it is missing and somebody waits for it."""
         if self._urgency is None or self.hurried or self.offered_at is not None or self.half_since is None:
             return None
-        whole, urgency = self.whole_arrivals, self._urgency(self.number)
-        return max(min(whole), self.half_since) + max(0.0, self.settings.grace - urgency.reserve) if whole else None
-
-    @property
-    def whole_arrivals(self) -> list[float]:
-        """When the contributions of others came that hold most of the plan's steps."""
-        if self._urgency is None:
-            return []
-        known, least = self.evidence.contributions, self._urgency(self.number).whole_tokens
-        return [self.arrivals[peer] for peer in known if peer != self.me and known[peer].body.tokens >= least]
+        if not self.whole_arrivals:
+            return None
+        reserve = self._urgency(self.number).reserve
+        return max(self.whole_arrivals[0], self.half_since) + max(0.0, self.settings.grace - reserve)
 
     def roster_due(self) -> float | None:
         """Since when (or from when on) a roster is due; None: not in sight."""

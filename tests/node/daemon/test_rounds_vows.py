@@ -19,16 +19,20 @@ from tests.node.small_run import (
 )
 
 
-async def test_nothing_that_a_vow_covers_leaves_before_it_is_on_disk(
-    table: Table, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    released, save = threading.Event(), VowFile.save
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, no vow comes to the disk."""
+    event, save = threading.Event(), VowFile.save
 
     def slow_save(self: VowFile, vow: Vow) -> None:
-        assert released.wait(10)
+        assert event.wait(10)
         save(self, vow)
 
     monkeypatch.setattr(VowFile, "save", slow_save)
+    return event
+
+
+async def test_nothing_that_a_vow_covers_leaves_before_it_is_on_disk(table: Table, released: threading.Event) -> None:
     table.begin()
     table.offer(0, 1, 2)
     seats = table.seats.values()
@@ -76,14 +80,9 @@ async def test_a_round_that_is_opened_again_goes_on_after_its_vow(table: Table) 
     assert joined._machine is not None and joined._machine.view == 1
 
 
-async def test_what_waits_for_a_slow_disk_is_bounded(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    released, save = threading.Event(), VowFile.save
-
-    def slow_save(self: VowFile, vow: Vow) -> None:
-        assert released.wait(20)
-        save(self, vow)
-
-    monkeypatch.setattr(VowFile, "save", slow_save)
+async def test_what_waits_for_a_slow_disk_is_bounded(
+    table: Table, released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table.begin()
     table.offer(0, 1, 2)
     seats = table.seats.values()
