@@ -1,15 +1,18 @@
 """What a blob is: bytes named by their hash, cut into pieces that can each be checked alone.
 
     pieces = the bytes in runs of 1 MiB (the last one may be shorter)
-    digest = SHA-256(SHA-256(piece 0) + SHA-256(piece 1) + ... + size as 8 bytes, big-endian)
+    digest = BLAKE3(BLAKE3(piece 0) + BLAKE3(piece 1) + ... + size as 8 bytes, big-endian)
 
-Who knows digest and size can check the list of piece hashes, and with it every piece, before using a byte.
+Who knows digest and size can check the list of piece hashes, and with it every piece, before using a byte. Every
+byte of a run is hashed by each peer that sends or gets it, and BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020)
+takes a quarter of SHA-256's time where the processor knows SHA-256, and an eighth elsewhere.
 """
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
+
+from blake3 import blake3
 
 from protocol.errors import LimitError, MalformedError
 from protocol.murmur_pb2 import BlobRef
@@ -75,8 +78,12 @@ def check_digest(digest: bytes) -> None:
         raise MalformedError("a digest has 32 bytes")
 
 
+def hash_of(piece: Bytes) -> bytes:
+    return blake3(piece).digest()
+
+
 def digest_of(hashes: bytes, size: int) -> bytes:
-    return hashlib.sha256(hashes + size.to_bytes(8, "big")).digest()
+    return hash_of(hashes + size.to_bytes(8, "big"))
 
 
 def size_of(data: Iterable[Bytes]) -> int:
@@ -85,7 +92,7 @@ def size_of(data: Iterable[Bytes]) -> int:
 
 def piece_hashes(*data: Bytes) -> bytes:
     """The 32-byte hashes of all pieces of `data`, taken one after the other; nothing is copied."""
-    digests, hashed, room = [], hashlib.sha256(), PIECE_BYTES
+    digests, hashed, room = [], blake3(), PIECE_BYTES
     for view in (memoryview(part).cast("B") for part in data):
         while view:
             hashed.update(view[:room])
@@ -93,5 +100,5 @@ def piece_hashes(*data: Bytes) -> bytes:
             view, room = view[taken:], room - taken
             if not room:
                 digests.append(hashed.digest())
-                hashed, room = hashlib.sha256(), PIECE_BYTES
+                hashed, room = blake3(), PIECE_BYTES
     return b"".join([*digests, hashed.digest()] if room < PIECE_BYTES else digests)

@@ -12,7 +12,6 @@ a rename, so it is never seen half-written. Every method may be called from any 
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -23,7 +22,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
-from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, piece_hashes, size_of
+from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, hash_of, piece_hashes, size_of
 from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class BlobStore:
             data = _read_at(descriptor, length, piece * PIECE_BYTES)
             if len(data) == length and self._is_fresh(digest, descriptor):
                 return data
-        if hashlib.sha256(data).digest() != self.hashes(digest)[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]:
+        if hash_of(data) != self.hashes(digest)[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]:
             raise self._rotten(digest)
         return data
 
@@ -312,7 +311,7 @@ class Partial:
 
     def write(self, piece: int, data: bytes | bytearray) -> None:
         """Check and keep a piece; raises MalformedError where it is not the one that was asked for."""
-        if len(data) != self.blob.piece_length(piece) or hashlib.sha256(data).digest() != self._hash_of(piece):
+        if len(data) != self.blob.piece_length(piece) or hash_of(data) != self._hash_of(piece):
             raise MalformedError("a piece does not match its hash")
         with self._lock, disk_errors(self._path):
             if self._descriptor is not None:
@@ -359,7 +358,7 @@ def _copy(source: IO[bytes], target: IO[bytes], size: int) -> bytes:
     hashes = []
     while size > 0 and (piece := source.read(min(PIECE_BYTES, size))):
         target.write(piece)
-        hashes.append(hashlib.sha256(piece).digest())
+        hashes.append(hash_of(piece))
         size -= len(piece)
     return b"".join(hashes)
 
@@ -376,7 +375,7 @@ def _read_at(descriptor: int, length: int, offset: int) -> bytearray:
 
 
 def _hash_piece(descriptor: int, start: int) -> bytes:
-    return hashlib.sha256(os.pread(descriptor, PIECE_BYTES, start)).digest()
+    return hash_of(os.pread(descriptor, PIECE_BYTES, start))
 
 
 def _has_data(descriptor: int, start: int) -> bool:
