@@ -5,20 +5,27 @@ machine, senders and mergers of real peers, 500 inner steps of 1,024 tokens each
 recipe's step is tuned on the same small grid (factors 0.5, 1 and 2 of its learning rate: the inner one, or that of the
 update where nothing moves between the rounds) in a run of a fifth of the length, the baselines' too.
 
-    python benchmarks/recipes.py [--only NAME ...] [--seeds 3] [--settings scratch warm] [--grid] [--json]
+    python benchmarks/recipes.py [--only NAME ...] [--seeds 3] [--settings scratch warm] [--grid] [--minutes M] [--json]
 
-Runs that benchmarks/results/recipes.json holds already are not made again. `--report` only prints what is there, as
-the table of docs/recipes-measured.md, and draws the two plots beside it.
+All of it takes a day of two cores, and may be made in pieces: each run is added to benchmarks/results/recipes.json as
+soon as it is done, with the commit and the machine it was made on, and what stands there is not made again. Several of
+these commands may add to one file. `--minutes` begins no run after so many; `--report` begins none: it prints tables
+of what is there, draws the two plots in docs/, and says what is missing.
 """
 
 import argparse
+import fcntl
+import io
 import json
+import math
 import multiprocessing
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -138,7 +145,9 @@ def warm_weights(manifest: Manifest) -> torch.Tensor:
         kept.parent.mkdir(exist_ok=True)
         last = Keeping(setting, corpus)
         data_parallel(setting, corpus, last, 1, lambda: None)
-        torch.save(last.weights, kept)
+        raw = io.BytesIO()
+        torch.save(last.weights, raw)
+        write_atomically(kept, raw.getvalue())  # another process may have made the same meanwhile
     loaded: torch.Tensor = torch.load(kept, weights_only=True)
     return loaded
 
@@ -183,25 +192,39 @@ def tables_of(job: Job) -> Tables:
 
 
 class Ledger:
-    """The results' file: all runs by key, with where they were made."""
+    """The results' file: all runs by key, each with where it was made. Other processes may add to it too."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.runs: dict[str, dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else {}
+        self.runs = self._read()
 
     def add(self, job: Job, outcome: Outcome) -> None:
-        self.runs[job.key] = {
+        run = {
             "setting": job.setting,
             "name": job.row.name,
             "recipe": job.row.recipe,
             "tables": job.row.tables,
             "seed": job.seed,
             "factor": job.factor,
+            "commit": commit(),
+            "machine": machine(),
             "outcome": asdict(outcome),
         }
+        with self._alone():
+            self.runs = {**self._read(), job.key: run}
+            kept = {"command": "python benchmarks/recipes.py", "runs": self.runs}
+            write_atomically(self._path, json.dumps(kept, indent=1).encode())
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        runs: dict[str, dict[str, Any]] = json.loads(self._path.read_text())["runs"] if self._path.exists() else {}
+        return runs
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
         self._path.parent.mkdir(exist_ok=True)
-        head = {"command": "python benchmarks/recipes.py", "commit": commit(), "machine": machine()}
-        write_atomically(self._path, json.dumps({**head, "runs": self.runs}, indent=1).encode())
+        with self._path.with_name(f".{self._path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def best_factor(self, name: str) -> float:
         """Of the grid; 1 where it was not searched."""
@@ -233,16 +256,22 @@ def machine() -> str:
     return f"{platform.machine()}, {multiprocessing.cpu_count()} cores, torch {torch.__version__}"
 
 
-def perform(jobs: Sequence[Job], ledger: Ledger, workers: int) -> None:
-    """Those that are missing, a few at a time; each is on disk once it is done."""
+def perform(jobs: Sequence[Job], ledger: Ledger, workers: int, minutes: float = math.inf) -> None:
+    """Those that are missing, a few at a time; each is on disk once it is done. None begins after `minutes`."""
     missing = [job for job in jobs if job.key not in ledger.runs]
+    end, waiting, running = time.monotonic() + 60 * minutes, iter(missing), dict[Future[Outcome], Job]()
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(run, job): job for job in missing}
-        for done, future in enumerate(as_completed(running), 1):
-            job, outcome = running[future], future.result()
-            ledger.add(job, outcome)
-            figures = f"{outcome.validation_loss:.4f} at {outcome.bits_per_parameter_step:.4g} bits"
-            sys.stderr.write(f"{done} of {len(missing)}: {job.key}: {figures}, {outcome.processor_seconds:.0f} s\n")
+        while True:
+            while len(running) < workers and time.monotonic() < end and (job := next(waiting, None)):
+                running[pool.submit(run, job)] = job
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, outcome = running.pop(future), future.result()
+                ledger.add(job, outcome)
+                left = sum(job.key not in ledger.runs for job in missing)
+                figures = f"{outcome.validation_loss:.4f} at {outcome.bits_per_parameter_step:.4g} bits"
+                sys.stderr.write(f"{job.key}: {figures}, {outcome.processor_seconds:.0f} s; {left} to go\n")
 
 
 def markdown(comparison: Comparison) -> Iterator[str]:
@@ -287,12 +316,15 @@ def main(arguments: Sequence[str]) -> int:
     names = [row.name for row in everything]
     chosen = [row for name in words.only or names for row in everything if row.name == name]
     ledger = Ledger(words.results)
+    jobs = jobs_of(words, chosen, ledger)
     if not words.report:
-        perform(jobs_of(words, chosen, ledger), ledger, words.workers)
+        perform(jobs, ledger, words.workers, words.minutes)
     if words.json:
         sys.stdout.write(json.dumps(ledger.comparison(words.settings[0], names).to_json(), indent=1) + "\n")
     else:
         report(ledger, words.settings, names)
+    there = sum(job.key in ledger.runs for job in jobs)
+    sys.stderr.write(f"{there} of {len(jobs)} runs are there\n")
     return 0
 
 
@@ -303,6 +335,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--settings", nargs="*", default=["scratch", "warm"], choices=["scratch", "warm"])
     parser.add_argument("--grid", action="store_true", help="search each recipe's step instead")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--json", action="store_true")

@@ -1,5 +1,6 @@
 """The scripts that give the figures of the documentation, on a small model."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from optim.updates.adaptive import Sign
 from protocol.manifest import Manifest, load_manifest
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+OUTCOME = Outcome(2.0, 0.1, 1.0, 10.0, 0.9, 4, 100, 5.0, (Point(100, 10.0, 5.0, 2.0),))
 DEMO = shape_table(load_manifest(CONFIGS / "demo.toml").model)
 
 
@@ -70,14 +72,31 @@ def test_what_was_run_is_found_again_and_the_grid_chooses(tmp_path: Path) -> Non
     path, row = tmp_path / "results" / "recipes.json", recipes.rows()[2]
     ledger = recipes.Ledger(path)
     for setting, factor, loss in (("grid", 0.5, 2.0), ("grid", 2.0, 1.5), ("scratch", 2.0, 1.2), ("scratch", 0.5, 9.0)):
-        outcome = Outcome(loss, 0.1, 1.0, 10.0, 0.9, 4, 100, 5.0, (Point(100, 10.0, 5.0, loss),))
-        ledger.add(recipes.Job(row, setting, 0, factor), outcome)
+        ledger.add(recipes.Job(row, setting, 0, factor), dataclasses.replace(OUTCOME, validation_loss=loss))
     again = recipes.Ledger(path)
     assert again.best_factor(row.name) == 2.0 and again.best_factor("another") == 1.0
     assert again.comparison("scratch", [row.name]).of(row.name).loss == 1.2
     assert any(f"| {row.name} | 1.200 " in line for line in recipes.markdown(again.comparison("scratch", [row.name])))
     recipes.perform([recipes.Job(row, "scratch", 0, 2.0)], again, workers=1)  # is there: nothing is started
     assert again.runs.keys() == ledger.runs.keys()
+
+
+def test_results_come_in_pieces_from_several_processes_and_none_is_lost(tmp_path: Path) -> None:
+    path, row = tmp_path / "recipes.json", recipes.rows()[0]
+    ledgers = [recipes.Ledger(path) for _ in range(2)]  # both began with nothing
+    jobs = [recipes.Job(row, "scratch", seed, 1.0) for seed in range(3)]
+    for ledger, job in zip(ledgers, jobs, strict=False):
+        ledger.add(job, OUTCOME)
+    kept = recipes.Ledger(path).runs
+    assert list(kept) == [job.key for job in jobs[:2]]
+    assert all(run["commit"] and run["machine"] for run in kept.values())
+    recipes.perform(jobs, ledgers[1], workers=1, minutes=0)  # the third is missing, but no time is left
+    assert recipes.Ledger(path).runs == kept
+
+
+def test_every_result_that_is_kept_says_where_it_was_made() -> None:
+    runs = recipes.Ledger(recipes.RESULTS).runs
+    assert runs and all(len(run["commit"]) == 40 and run["machine"] for run in runs.values())
 
 
 def test_the_step_of_a_row_is_moved_where_its_weights_move() -> None:
