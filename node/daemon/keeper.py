@@ -33,7 +33,6 @@ from protocol.rounds.statements import Commit
 logger = logging.getLogger(__name__)
 
 KEPT_ROUNDS = 4  # whose blobs a peer that lags may still fetch
-KEPT_STATES = 2
 MAX_STATES = 6  # with those that somebody is still fetching
 OUTBOX = "outbox"
 
@@ -53,18 +52,27 @@ class Keeper:
         self._saving: asyncio.Task[None] | None = None
         self.trouble = ""  # why the newest checkpoint is not on disk; empty: it is
 
-    def prune(self, offers: Offers, state: Blob, commits: Iterable[Commit]) -> None:
+    async def replace(self, state: Blob) -> None:
+        """There is a new state, in memory anyway. One before it goes to the disk if a slow peer is in the middle of it
+        (which would never arrive otherwise), and else with the memory that it lies in."""
+        wanted = self._wanted()
+        older = [digest for digest in self._states if digest in wanted and digest != state.digest][: MAX_STATES - 1]
+        for digest in older:
+            await self._write_out(digest)
+        self._states = [*older, state.digest]
+
+    def prune(self, offers: Offers, commits: Iterable[Commit]) -> None:
         """After a round (or a jump): drop the blobs that nobody should still ask for."""
         self._rounds.extend({blob.digest for blob in commit.blobs} for commit in commits)
-        self._states = self._older_states() + [state.digest]
         offered = {part.digest for part in offers.current.parts} if offers.current else set()
         self._store.retain(set().union(*self._rounds, self._states, offered))
 
-    def _older_states(self) -> list[bytes]:
-        """The one before, and any that a slow peer is in the middle of: it would never arrive otherwise."""
-        wanted, newest = self._wanted(), self._states[1 - KEPT_STATES :]
-        fetched = [digest for digest in self._states if digest in wanted and digest not in newest]
-        return fetched[: MAX_STATES - KEPT_STATES] + newest
+    async def _write_out(self, digest: bytes) -> None:
+        try:
+            await self._work(self._store.write_out, digest)
+        except StorageError as error:
+            logger.warning("who is fetching an earlier state has to begin anew: %s", error)
+            self._store.discard(digest)
 
     async def keep(self, replica: Replica, offers: Offers) -> None:
         """Save in the background, where the manifest says so; returns once the save before this one is on disk."""

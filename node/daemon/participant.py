@@ -182,8 +182,9 @@ class Participant:
         self.members.announce_head(replica.chain.head, replica.blob.digest)
         await self.trainer.adopt(replica.chain.round, self._shared())
         self.standing.paced(self.pacing.words(replica.chain.round))
+        await self.keeper.replace(replica.blob)
         async with self.trainer.placing:
-            self.keeper.prune(self.trainer.offers, replica.blob, commits)
+            self.keeper.prune(self.trainer.offers, commits)
         await self.keeper.keep(replica, self.trainer.offers)
 
     def _shared(self) -> list[Tensor]:

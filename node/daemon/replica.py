@@ -31,6 +31,8 @@ class Store(Protocol):
 
     def put(self, *data: Bytes) -> Blob: ...
 
+    def lend(self, *data: Bytes) -> Blob: ...
+
     def read(self, digest: Digest) -> Bytes: ...
 
 
@@ -134,8 +136,8 @@ class Workshop:
         return [rule.weight(contribution.tokens, contribution.age) for contribution in contributions]
 
     def keep(self, state: OuterState) -> Blob:
-        """Put the state where others can fetch it."""
-        return self._store.put(*state.views())
+        """Let others fetch the state, from where it lies."""
+        return self._store.lend(*state.views())
 
     def load(self, blob: Blob) -> OuterState:
         raw = self._store.read(blob.digest)

@@ -7,11 +7,11 @@
 
 Nothing is fsynced: a blob can be fetched again, and is hashed again before it is trusted, but for what this process
 itself hashed and wrote a moment ago: such a file bears a time that any later writer changes. A complete blob appears by
-a rename, so it is never seen half-written. Every method may be called from any thread.
+a rename, so it is never seen half-written. What its owner has in memory for as long as it is wanted can be lent instead
+of written. Every method may be called from any thread.
 """
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import IO
 
 from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, hash_of, piece_hashes, size_of
+from protocol.blobs.files import copy, disk_errors, has_data, hash_piece, read_at, write_at
+from protocol.blobs.lent import Lent, lent
 from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError
 
 logger = logging.getLogger(__name__)
@@ -32,13 +34,14 @@ _OURS = re.compile(r"([0-9a-f]{64})(\.part|\.pieces)?")
 
 
 class BlobStore:
-    """`max_bytes` bounds the lengths of all complete and partial blobs together."""
+    """`max_bytes` bounds the lengths of all complete and partial blobs together, but for those that are lent."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._complete: dict[bytes, int] = {}
+        self._lent: dict[bytes, Lent] = {}
         self._partial: dict[bytes, int] = {}
         self._open: set[bytes] = set()
         self._fresh: dict[bytes, tuple[int, float]] = {}  # time on the file in nanoseconds, and when it was written
@@ -48,12 +51,12 @@ class BlobStore:
             self._scan()
 
     def __len__(self) -> int:
-        """Complete blobs."""
-        return len(self._complete)
+        """Complete blobs, lent ones included."""
+        return len(self._complete) + len(self._lent)
 
     @property
     def size(self) -> int:
-        """Bytes of all blobs, complete and partial, and of those being written."""
+        """Bytes on disk: of all blobs, complete and partial, and of those being written."""
         with self._lock:
             return self._total()
 
@@ -63,11 +66,13 @@ class BlobStore:
         return self._folder / digest.hex()
 
     def has(self, digest: bytes) -> bool:
-        return digest in self._complete
+        return digest in self._complete or digest in self._lent
 
     def blob(self, digest: bytes) -> Blob:
         """The name of a complete blob; raises MissingFileError."""
         check_digest(digest)
+        if held := self._lent.get(digest):
+            return held.blob
         size = self._complete.get(digest)
         if size is None:
             raise MissingFileError(f"no blob {digest.hex()} in {self._folder}; fetch it first")
@@ -83,31 +88,51 @@ class BlobStore:
                 self._adopt(file, blob, hashes)
         return blob
 
+    def lend(self, *data: Bytes) -> Blob:
+        """As `put`, but nothing is copied: the memory must stay as it is until the blob is discarded."""
+        hashes = piece_hashes(*data)
+        blob = Blob.from_hashes(hashes, size_of(data))
+        if not self.has(blob.digest):
+            self._lent[blob.digest] = lent(blob, hashes, data)
+        return blob
+
+    def write_out(self, digest: bytes) -> None:
+        """Put a blob that is lent on disk; its memory is free then."""
+        if held := self._lent.get(digest):
+            with self._new_file(held.blob.size) as file:
+                file.writelines(held.views)
+                self._adopt(file, held.blob, held.hashes)
+            self._lent.pop(digest, None)
+
     def put_file(self, path: Path) -> Blob:
         """Copy a file of any size into the store."""
         with disk_errors(path), path.open("rb") as source:
             size = os.fstat(source.fileno()).st_size
             with self._new_file(size) as file:
-                hashes = _copy(source, file, size)
+                hashes = copy(source, file, size)
                 blob = Blob.from_hashes(hashes, file.tell())
                 self._adopt(file, blob, hashes)
         return blob
 
     def read(self, digest: bytes) -> bytearray:
         """A whole blob, checked. MissingFileError where it is absent, or was damaged and has been removed."""
+        if held := self._lent.get(digest):
+            return held.whole()
         blob = self.blob(digest)
         with self._opened(digest) as descriptor:
-            data = _read_at(descriptor, blob.size, 0)
+            data = read_at(descriptor, blob.size, 0)
             fresh = self._is_fresh(digest, descriptor)
         if len(data) != blob.size or not fresh and Blob.of(data) != blob:
             raise self._rotten(digest)
         return data
 
-    def read_piece(self, digest: bytes, piece: int) -> bytearray:
+    def read_piece(self, digest: bytes, piece: int) -> Bytes:
         """One piece, checked. Raises MissingFileError as `read` does."""
+        if held := self._lent.get(digest):
+            return held.piece(piece)
         length = self.blob(digest).piece_length(piece)
         with self._opened(digest) as descriptor:
-            data = _read_at(descriptor, length, piece * PIECE_BYTES)
+            data = read_at(descriptor, length, piece * PIECE_BYTES)
             if len(data) == length and self._is_fresh(digest, descriptor):
                 return data
         if hash_of(data) != self.hashes(digest)[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]:
@@ -116,12 +141,14 @@ class BlobStore:
 
     def hashes(self, digest: bytes) -> bytes:
         """The piece hashes of a complete blob; made anew where their file is lost or damaged."""
+        if held := self._lent.get(digest):
+            return held.hashes
         blob = self.blob(digest)
         known = self._read_hashes(blob)
         if known is not None:
             return known
         with self._opened(digest) as descriptor:
-            found = b"".join(_hash_piece(descriptor, piece * PIECE_BYTES) for piece in range(blob.pieces))
+            found = b"".join(hash_piece(descriptor, piece * PIECE_BYTES) for piece in range(blob.pieces))
         if Blob.from_hashes(found, blob.size) != blob:
             raise self._rotten(digest)
         self._write_hashes(blob, found)
@@ -133,6 +160,7 @@ class BlobStore:
         with self._lock:
             if digest not in self._open:
                 self._complete.pop(digest, None)
+                self._lent.pop(digest, None)
                 self._partial.pop(digest, None)
                 self._fresh.pop(digest, None)
                 self._remove(digest, "", ".part", ".pieces")
@@ -140,7 +168,7 @@ class BlobStore:
     def retain(self, digests: Collection[bytes]) -> None:
         """Remove every blob, complete or partial, that is neither named nor being fetched."""
         keep = set(digests)
-        for digest in [*self._complete, *self._partial]:
+        for digest in [*self._complete, *self._partial, *self._lent]:
             if digest not in keep:
                 self.discard(digest)
 
@@ -315,7 +343,7 @@ class Partial:
             raise MalformedError("a piece does not match its hash")
         with self._lock, disk_errors(self._path):
             if self._descriptor is not None:
-                _write_at(self._descriptor, data, piece * PIECE_BYTES)
+                write_at(self._descriptor, data, piece * PIECE_BYTES)
                 self.missing.discard(piece)
 
     def finish(self) -> None:
@@ -337,59 +365,4 @@ class Partial:
 
     def _holds(self, descriptor: int, piece: int) -> bool:
         start = piece * PIECE_BYTES
-        return _has_data(descriptor, start) and _hash_piece(descriptor, start) == self._hash_of(piece)
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns what the disk says about `path` into a StorageError, or into a MissingFileError."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{error.filename or path} is not there; name an existing file") from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(f"no space left for {path}; free some on that disk") from error
-        raise StorageError(f"cannot use {path}: {error.strerror}; mend the disk or choose another folder") from error
-
-
-def _copy(source: IO[bytes], target: IO[bytes], size: int) -> bytes:
-    """Copies at most `size` bytes; returns the piece hashes of what was copied."""
-    hashes = []
-    while size > 0 and (piece := source.read(min(PIECE_BYTES, size))):
-        target.write(piece)
-        hashes.append(hash_of(piece))
-        size -= len(piece)
-    return b"".join(hashes)
-
-
-def _read_at(descriptor: int, length: int, offset: int) -> bytearray:
-    """Fewer bytes where the file ends; one call of the system reads at most 2 GiB."""
-    data = bytearray(length)
-    view, done = memoryview(data), 0
-    while done < length and (count := os.preadv(descriptor, [view[done:]], offset + done)):
-        done += count
-    view.release()
-    del data[done:]
-    return data
-
-
-def _hash_piece(descriptor: int, start: int) -> bytes:
-    return hash_of(os.pread(descriptor, PIECE_BYTES, start))
-
-
-def _has_data(descriptor: int, start: int) -> bool:
-    """Whether anything was written into the piece at `start`: a hole need not be hashed."""
-    try:
-        return os.lseek(descriptor, start, os.SEEK_DATA) < start + PIECE_BYTES
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # nothing but a hole up to the end
-            return False
-        raise
-
-
-def _write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
+        return has_data(descriptor, start) and hash_piece(descriptor, start) == self._hash_of(piece)

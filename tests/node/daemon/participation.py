@@ -98,6 +98,9 @@ class FakeKeeper:
     def __init__(self) -> None:
         self.kept: list[int] = []
 
+    async def replace(self, *_: object) -> None:
+        """Nothing is fetched here."""
+
     def prune(self, *_: object) -> None:
         pass
 

@@ -1,7 +1,7 @@
 """What is kept: the blobs that others may ask for, and on disk never less than the round before the last."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from node.arena import RESIDUAL, Arena, Contents
 from node.channel import Message
 from node.checkpoints import checkpoint
-from node.daemon.keeper import KEPT_ROUNDS, KEPT_STATES, MAX_STATES, Keeper, restore_inner, restored_offers
+from node.daemon.keeper import KEPT_ROUNDS, MAX_STATES, Keeper, restore_inner, restored_offers
 from node.daemon.offers import Offer, Offers
 from node.daemon.replica import Replica
 from node.folder import RunFolder
@@ -20,6 +20,7 @@ from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.errors import CheckpointError, StorageError
 from protocol.rounds.chain import Head
+from protocol.rounds.statements import Commit
 from tests.node.small_run import (
     MANIFEST,
     PEERS,
@@ -65,6 +66,10 @@ class World:
         self.arena.outbox[: len(OUTBOX)] = OUTBOX
         self.arena.write_snapshot(vectors, Counters(round=3, outstanding=waiting).model_dump(mode="json"))
 
+    async def pruned(self, offers: Offers, commits: Sequence[Commit]) -> None:
+        await self.keeper.replace(self.replica.blob)
+        self.keeper.prune(offers, commits)
+
     def saved(self) -> list[int]:
         folder = self.folder.checkpoints
         return sorted(int(path.name.split("-")[-1]) for path in folder.iterdir()) if folder.is_dir() else []
@@ -96,13 +101,13 @@ async def test_prune_keeps_the_last_rounds_and_states_and_the_offer(world: World
         (commit,) = await grown(replica, store, 1)
         messages.append(commit.body.blobs[0].digest)
         states.append(replica.blob.digest)
-        world.keeper.prune(offers, replica.blob, [commit.body])
-        fresh = {*messages[-KEPT_ROUNDS:], *states[-KEPT_STATES:]}
+        await world.pruned(offers, [commit.body])
+        fresh = {*messages[-KEPT_ROUNDS:], states[-1]}
         assert all(store.has(digest) for digest in fresh)
-    assert not any(store.has(digest) for digest in {*messages[:-KEPT_ROUNDS], *states[:-KEPT_STATES]})
+    assert not any(store.has(digest) for digest in {*messages[:-KEPT_ROUNDS], *states[:-1]})
     assert offers.current is not None and all(store.has(part.digest) for part in offers.current.parts)
     offers.current = None
-    world.keeper.prune(offers, replica.blob, [])
+    await world.pruned(offers, [])
     assert not store.has(Blob.of(b"ours, part 0").digest)
 
 
@@ -111,23 +116,23 @@ async def test_a_state_that_somebody_is_fetching_stays_while_rounds_go_on(world:
     for number in range(2 * MAX_STATES):
         (commit,) = await grown(world.replica, world.store, 1)
         states.append(world.replica.blob.digest)
-        world.keeper.prune(Offers(PROGRAM), world.replica.blob, [commit.body])
+        await world.pruned(Offers(PROGRAM), [commit.body])
         if number == 0:
             world.wanted = {states[0]}
-    assert world.store.has(states[0])
+    assert world.store.has(states[0]) and world.store.path(states[0]).exists()
     assert not world.store.has(states[1]), "the control: a state that nobody fetches goes"
     world.wanted = set(states)
     for _ in range(2 * MAX_STATES):
         (commit,) = await grown(world.replica, world.store, 1)
         world.wanted.add(world.replica.blob.digest)
         states.append(world.replica.blob.digest)
-        world.keeper.prune(Offers(PROGRAM), world.replica.blob, [commit.body])
+        await world.pruned(Offers(PROGRAM), [commit.body])
     assert sum(world.store.has(digest) for digest in states) <= MAX_STATES, "a flood of fetches pins no more"
 
 
 async def test_prune_after_a_jump_over_many_rounds_keeps_the_newest(world: World) -> None:
     commits = [commit_of(Head(number, bytes(32), 0), {1: world.store.put(bytes([number]))}) for number in range(10)]
-    world.keeper.prune(Offers(PROGRAM), world.replica.blob, [commit.body for commit in commits])
+    await world.pruned(Offers(PROGRAM), [commit.body for commit in commits])
     kept = [world.store.has(commit.body.blobs[0].digest) for commit in commits]
     assert kept == [False] * (10 - KEPT_ROUNDS) + [True] * KEPT_ROUNDS
     assert world.store.has(world.replica.blob.digest)

@@ -1,0 +1,84 @@
+"""A blob that is lent is served from its owner's memory: no file, no copy, and gone with its name."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
+from protocol.blobs.store import BlobStore
+from protocol.errors import MissingFileError, StorageError
+
+SIZES = [(0,), (5, 0, 7), (PIECE_BYTES,), (PIECE_BYTES - 1, 2 * PIECE_BYTES, 3), (3, 2 * PIECE_BYTES, 9)]
+
+
+def parts_of(sizes: tuple[int, ...]) -> list[bytes]:
+    return [random.Random(seed).randbytes(size) for seed, size in enumerate(sizes)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs", 8 * PIECE_BYTES)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_it_reads_as_if_it_had_been_put(store: BlobStore, tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    parts = parts_of(sizes)
+    whole = b"".join(parts)
+    blob = store.lend(*parts)
+    assert blob == Blob.of(whole) == store.blob(blob.digest)
+    assert store.has(blob.digest) and len(store) == 1
+    assert store.read(blob.digest) == whole
+    assert b"".join(store.read_piece(blob.digest, piece) for piece in range(blob.pieces)) == whole
+    assert store.hashes(blob.digest) == piece_hashes(whole)
+    assert store.size == 0 and not list((tmp_path / "blobs").iterdir())
+
+
+def test_a_piece_is_the_memory_itself_and_cannot_be_written(store: BlobStore) -> None:
+    memory = np.arange(PIECE_BYTES, dtype=np.float32)
+    piece = store.read_piece(store.lend(memory.data).digest, 1)
+    assert isinstance(piece, memoryview) and piece.readonly
+    assert np.shares_memory(np.frombuffer(piece, np.uint8), memory)
+
+
+def test_whoever_reads_a_whole_blob_may_change_what_it_got(store: BlobStore) -> None:
+    memory = bytearray(b"murmur")
+    digest = store.lend(memory).digest
+    store.read(digest)[:] = b"noises"
+    assert memory == b"murmur"
+
+
+def test_it_goes_when_it_is_discarded_or_no_longer_retained(store: BlobStore) -> None:
+    first, second = store.lend(b"first"), store.lend(b"second")
+    store.discard(first.digest)
+    assert not store.has(first.digest) and store.has(second.digest)
+    store.retain({second.digest})
+    assert store.has(second.digest)
+    store.retain(())
+    with pytest.raises(MissingFileError):
+        store.read_piece(second.digest, 0)
+
+
+def test_it_can_be_written_out(store: BlobStore) -> None:
+    parts = parts_of((3, PIECE_BYTES, 9))
+    digest = store.lend(*parts).digest
+    store.write_out(digest)
+    assert store.path(digest).read_bytes() == b"".join(parts) == store.read(digest)
+    assert store.size == len(b"".join(parts)) and len(store) == 1
+    store.write_out(digest)  # again, and one that is not there: nothing happens
+    store.write_out(bytes(32))
+    assert len(store) == 1
+
+
+def test_one_that_does_not_fit_on_the_disk_stays_lent(store: BlobStore) -> None:
+    digest = store.lend(bytes(9 * PIECE_BYTES)).digest
+    with pytest.raises(StorageError, match="is full"):
+        store.write_out(digest)
+    assert store.has(digest) and store.size == 0
+
+
+def test_what_lies_on_the_disk_already_is_not_lent_as_well(store: BlobStore) -> None:
+    blob = store.put(b"murmur")
+    assert store.lend(b"murmur") == blob
+    assert len(store) == 1 and store.path(blob.digest).exists()
