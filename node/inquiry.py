@@ -59,4 +59,6 @@ def _absent(folder: Path) -> str:
         last = NodeStatus.model_validate_json((folder / "status.json").read_bytes())
     except (OSError, ValidationError):
         return "does not run; start it with `murmur join`"
+    if last.phase == "watching":
+        return f"does not run; when it ended: {last.round_of_target()}; start it with `murmur host`"
     return f"does not run; when it ended: {last.round_of_target()}, step {last.step}, {last.phase}"

@@ -61,11 +61,12 @@ def node_folders(path: Path | None) -> list[Path]:
         _require_folder(path)
         found = [path] if _is_node(path) else [folder for folder in sorted(path.iterdir()) if _is_node(folder)]
         if not found:
-            raise UsageError(f"no node has run in {path}; name the --dir of `murmur join` or `murmur up`")
+            raise UsageError(f"no node has run in {path}; name the --dir of a node, or the folder of a `murmur up`")
         return found
-    places = [*joined_home().glob("*/node.json"), *SWARMS.glob("*/peer-*/node.json")]
+    joined, hosted = joined_home().glob("*/node.json"), joined_home().glob("hosts/*/node.json")
+    places = [*joined, *hosted, *SWARMS.glob("*/peer-*/node.json")]
     if not places:
-        raise UsageError("no node has run here yet; start one with `murmur join RUN`, or name its folder")
+        raise UsageError("no node has run here yet; start one with `murmur join RUN`, or name its --dir")
     newest = max(places, key=lambda place: place.stat().st_mtime).parent
     return node_folders(newest.parent) if newest.parent.parent == SWARMS else [newest]
 

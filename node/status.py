@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from protocol.errors import UnreachableError
 
 Phase = Literal[
-    "starting", "joining", "waiting for peers", "training", "exchanging", "catching up", "leaving", "done"
+    "starting", "joining", "waiting for peers", "training", "exchanging", "catching up", "leaving", "done", "watching"
 ]
 MAX_STATUS_BYTES = 1 << 20
 RECENT_ROUNDS = 2  # a contribution counts as current while at most this many rounds have been committed since
@@ -58,6 +58,7 @@ class NodeStatus(BaseModel):
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
     trainer_restarts: int = 0
     addresses: tuple[str, ...] = ()
+    page: str = Field(default="", description="where a host that only watches serves the run's page")
     since: float = Field(default=0.0, description="start of this process, seconds since the epoch")
 
     @property
@@ -68,6 +69,8 @@ class NodeStatus(BaseModel):
         """`yes`, or `no: ` and the reason."""
         if self.done:
             return "no: the run has reached its target"
+        if self.phase == "watching":
+            return "no: it only watches, `murmur host --train` takes part"
         if self.phase in ("starting", "joining", "waiting for peers", "leaving"):
             return f"no: {self.reason or self.phase}"
         if self.phase == "catching up":
@@ -87,6 +90,8 @@ class NodeStatus(BaseModel):
 
     def summary(self) -> str:
         """One line for a person."""
+        if self.phase == "watching":
+            return self._watched()
         offered = self.contributions_included + self.contributions_excluded
         pace = (self.pace,) if self.pace else ()
         return " · ".join(
@@ -102,6 +107,11 @@ class NodeStatus(BaseModel):
                 *([f"not saved: {self.unsaved}"] if self.unsaved else []),
             )
         )
+
+    def _watched(self) -> str:
+        there = f"{self.peers} {'peer' if self.peers == 1 else 'peers'} there"
+        moved = f"sent {short_bytes(self.bytes_sent)}"
+        return " · ".join((self.round_of_target(), there, moved, "watching", f"page {self.page}"))
 
     def directness(self) -> tuple[str, ...]:
         """`direct to 2 of 3`, where anything was fetched."""

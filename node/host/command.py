@@ -13,6 +13,7 @@ from pathlib import Path
 from node.config import EVERYWHERE_LISTEN, NodeSettings, node_settings
 from node.daemon.assembly import Assembly
 from node.daemon.lifecycle import run_node
+from node.daemon.metrics import Metrics, metrics_server
 from node.folder import RunFolder
 from node.host.advertisement import advertisement
 from node.host.hosting import MAX_CONNECTIONS, Door, hosting
@@ -20,6 +21,7 @@ from node.host.journal import read_events
 from node.host.observer import Observer, watching
 from node.host.recorder import Recorder
 from node.host.server import Face, application
+from node.host.status import watching_status
 from node.host.window import Window, window_of
 from node.logs import configure_logs
 from node.places import hosted_folder
@@ -114,11 +116,15 @@ async def _watch(settings: NodeSettings, door: Door, public: bool) -> None:
     folder.claim(settings.manifest)
     try:
         async with watching(settings, folder, version("murmuration")) as observer:
-            folder.announce(observer.window.peer_id, await observer.window.transport.addresses(), 0)
-            async with hosting(observer.window, folder, door) as shown:
-                if public:
-                    _advertise(observer.rendezvous, observer.window, shown.recorder, door)
-                await _until_told(observer, shown.watch)
+            window = observer.window
+            async with hosting(window, folder, door) as shown:
+                status = watching_status(window, shown)
+                async with metrics_server(settings.metrics, Metrics(), status) as port:
+                    folder.announce(window.peer_id, await window.transport.addresses(), port)
+                    if public:
+                        _advertise(observer.rendezvous, window, shown.recorder, door)
+                    await _until_told(observer, shown.watch)
+                folder.leave_word(status().model_dump_json())
     finally:
         folder.release()
 

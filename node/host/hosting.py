@@ -48,6 +48,11 @@ class Door:
             raise UsageError(f"--public-url: {public_url!r} is no URL; write it like https://run.example.org")
         return cls(host, port, public_url.rstrip("/") if public_url else None)
 
+    def base(self, port: int) -> str:
+        """How others reach what is served at that port, without a slash at the end."""
+        host = own_address() if self.host in EVERYWHERE else self.host
+        return self.public_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
 
 def facts_of(manifest: Manifest, organiser: PeerId) -> Facts:
     return Facts(
@@ -99,10 +104,11 @@ def reachable_first(addresses: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Hosting:
-    """`watch` ends only by a fault."""
+    """`watch` ends only by a fault; `page` is its address."""
 
     watch: asyncio.Task[None]
     recorder: Recorder
+    page: str
 
 
 @contextlib.asynccontextmanager
@@ -116,17 +122,16 @@ async def hosting(window: Window, folder: RunFolder, door: Door) -> AsyncIterato
     watch.add_done_callback(_ended)
     try:
         async with serving(application(face), listener, MAX_CONNECTIONS) as port:
-            _say(facts, door, port)
-            yield Hosting(watch, recorder)
+            base = door.base(port)
+            _say(facts, base)
+            yield Hosting(watch, recorder, f"{base}/")
     finally:
         watch.cancel()
         await asyncio.wait({watch})
         recorder.close()
 
 
-def _say(facts: Facts, door: Door, port: int) -> None:
-    host = own_address() if door.host in EVERYWHERE else door.host
-    base = door.public_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def _say(facts: Facts, base: str) -> None:
     print(f"page         {base}/", flush=True)
     print(f"to take part murmur join {base}/run.toml", flush=True)
     print(f"fingerprint  {fingerprint(facts.organiser)}", flush=True)

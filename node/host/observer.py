@@ -17,6 +17,7 @@ from protocol.membership.gossip import Directory
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2_grpc import add_RunsServicer_to_server
 from protocol.network.dial_back import DialBack
+from protocol.network.reach import own_address, relays_for
 from protocol.network.transport import Transport
 from protocol.network.tunnel import TunnelLimits
 
@@ -35,17 +36,19 @@ async def watching(settings: NodeSettings, folder: RunFolder, version: str) -> A
     """On the network while inside; the folder is claimed. Raises TransportError."""
     manifest, identity = settings.manifest, Identity.load_or_create(folder.key)
     rng, clock = random.Random(os.urandom(16)), Clock()
+    contacts = (*settings.peers, *manifest.run.bootstrap)
     limits = TunnelLimits(upload=settings.upload, download=settings.download)
     transport = Transport.create(folder.key, folder.path, limits)
     directory = Directory(
         identity, manifest.run_id, transport, clock, manifest.membership.heartbeat, manifest.membership.expiry, rng,
-        (*settings.peers, *manifest.run.bootstrap), folder.peers,
+        contacts, folder.peers,
     )  # fmt: skip
     runs = RunsService(manifest, DialBack(transport.remote_addresses))
     try:
         await transport.open(
             [directory.register, lambda server: add_RunsServicer_to_server(runs, server)],
             listen=usual_listen(folder, settings.listen),
+            relays=relays_for(settings.listen, contacts, own_address()),
         )
         directory.publish(role="observer", name=settings.name, version=version)
         rendezvous = Rendezvous(

@@ -41,6 +41,10 @@ async def test_a_line_for_each_node_of_a_swarm(tmp_path: Path, unused_tcp_port: 
 def test_a_check_fails_where_no_node_answers(tmp_path: Path, unused_tcp_port: int) -> None:
     node(tmp_path / "peer-0", unused_tcp_port)
     assert len(status_lines(tmp_path, False)) == 1
+    watched = STATUS.model_copy(update={"phase": "watching"})
+    (tmp_path / "peer-0" / "status.json").write_text(watched.model_dump_json())
+    expected = "peer-0: does not run; when it ended: round 4/30; start it with `murmur host`"
+    assert status_lines(tmp_path, False) == [expected]
     with pytest.raises(UnreachableError, match="no node answers: peer-0 does not run"):
         status_lines(tmp_path, False, check=True)
 

@@ -64,6 +64,8 @@ def test_without_a_folder_the_newest_is_meant(home: Path) -> None:
     new = [node(Path("runs") / "demo-2" / f"peer-{index}") for index in range(2)]
     assert places.node_folders(None) == new
     assert old[0] not in new
+    hosted = node(places.joined_home() / "hosts" / "demo-1234", age=-1)
+    assert places.node_folders(None) == [hosted]
 
 
 def test_no_folder_no_node_nothing_run(home: Path) -> None:

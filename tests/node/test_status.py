@@ -29,6 +29,13 @@ def test_summary_of_a_contributing_node() -> None:
     assert WORKING.summary() == expected
 
 
+def test_summary_of_a_host_that_only_watches() -> None:
+    watching = WORKING.model_copy(update={"phase": "watching", "peers": 1, "page": "http://127.0.0.1:8080/"})
+    expected = "round 12/60 · 1 peer there · sent 4.2 MB · watching · page http://127.0.0.1:8080/"
+    assert watching.summary() == expected
+    assert watching.contributing() == "no: it only watches, `murmur host --train` takes part"
+
+
 def test_summary_says_how_many_are_reached_directly() -> None:
     paths = {"a": "direct, 4 connections", "b": "libp2p", "c": "direct, 1 connection"}
     assert " · direct to 2 of 3 · contributing: yes" in WORKING.model_copy(update={"paths": paths}).summary()

@@ -17,6 +17,7 @@ import pytest
 
 from node.config import LOOPBACK_LISTEN
 from node.host.journal import read_events
+from node.inquiry import status_lines
 from node.local.peer_process import PeerProcess
 from protocol.identity import Identity
 from protocol.manifest import Manifest
@@ -112,6 +113,8 @@ def test_one_copied_line_is_enough_and_a_killed_host_misses_nothing(tmp_path: Pa
         print(f"from the line to a contribution: {time.monotonic() - began:.1f} s")
         assert "seen for the first time and kept" in scene.flock.log(scene.flock.peers[0])
         scene.wait_for_round(3)
+        told = status_lines(scene.host.folder, as_json=False, check=True)[0]
+        assert "2 peers there" in told and "watching" in told and told.endswith(f"page {scene.base}/")
 
         scene.host.kill()
         at_death = max(status.round for status in scene.flock.look())

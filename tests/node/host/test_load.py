@@ -1,20 +1,15 @@
 """What a crowd costs the host: 200 peers that all change twice a second, and pages that listen."""
 
 import asyncio
-import contextlib
-import sys
 import time
 import tracemalloc
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 from node.host.events import Opened
 from node.host.recorder import Recorder
-from node.host.server import Face, application
 from node.host.watch import TICK, Watch
-from node.web import listening, serving
 from protocol.identity import Identity
-from protocol.murmur_pb2 import PeerRecord
+from tests.node.host.crowd import listened_to, records
 from tests.node.host.story import FACTS, committed
 from tests.node.host.test_watch import FakeDirectory, FakeWindow
 
@@ -22,61 +17,13 @@ PEERS, PAGES = 200, 3
 LOOKS, WARM, WEIGHED = 120, 40, 60
 MAX_SHARE = 0.10  # of one core
 MAX_GROWTH = 256 * 1024  # bytes in half of the weighed looks; a round of 200 peers stays a while, with some 40 KiB
-READER = """
-import socket, sys
-with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as reader:
-    reader.sendall(b"GET /api/v1/events HTTP/1.1\\r\\nHost: here\\r\\n\\r\\n")
-    while reader.recv(1 << 20):
-        pass
-"""
-
-
-def records(names: list[str], moment: int) -> dict[str, PeerRecord]:
-    return {
-        name: PeerRecord(
-            sequence=moment + 1,
-            role="trainer",
-            device="NVIDIA GeForce RTX 4090",
-            name=f"volunteer {number}",
-            addresses=[f"/ip4/203.0.113.7/tcp/4001/p2p/{name}"],
-            round=moment // 20,
-            step=moment * 3,
-            tokens=moment * 30_000,
-            loss=3.0 + number / 100,
-            tokens_per_second=9000.0 + moment,
-            bytes_sent=moment * 100_000,
-            compute_seconds=moment * 0.4,
-        )
-        for number, name in enumerate(names)
-    }
-
-
-@contextlib.asynccontextmanager
-async def listened_to(recorder: Recorder) -> AsyncIterator[None]:
-    """A server, and readers in processes of their own: their work is not ours."""
-
-    async def nothing() -> bytes:
-        return b""
-
-    listener = listening("127.0.0.1", 0, "--http")
-    async with serving(application(Face(recorder, nothing)), listener, 64) as port:
-        readers = [await asyncio.create_subprocess_exec(sys.executable, "-c", READER, str(port)) for _ in range(PAGES)]
-        try:
-            async with asyncio.timeout(20):
-                while recorder.listeners < PAGES:
-                    await asyncio.sleep(0.01)
-            yield
-        finally:
-            for reader in readers:
-                reader.kill()
-                await reader.wait()
 
 
 async def test_two_hundred_peers_take_little_of_a_core_and_no_growing_memory(tmp_path: Path) -> None:
     names = [Identity.create().peer_id for _ in range(PEERS)]
     directory, recorder = FakeDirectory(), Recorder.at(tmp_path / "events.jsonl", Opened(at=0.0, facts=FACTS))
     watch = Watch(FakeWindow(directory), recorder)  # type: ignore[arg-type]
-    crowd = [records(names, moment) for moment in range(2)]
+    crowd = [records(names, moment, 0) for moment in range(2)]
 
     async def look(moment: int) -> None:
         for record in crowd[moment % 2].values():
@@ -87,7 +34,7 @@ async def test_two_hundred_peers_take_little_of_a_core_and_no_growing_memory(tmp
         watch.look(moment * TICK)
         await asyncio.sleep(0.002)  # the server writes in between
 
-    async with listened_to(recorder):
+    async with listened_to(recorder, PAGES):
         for moment in range(WARM):
             await look(moment)
         spent = time.process_time()
