@@ -29,6 +29,7 @@ from tests.node.host.test_watch import FakeDirectory, FakeWindow
 MAX_SHARE = 0.10  # of one core
 MAX_GROWTH = 0.10
 SETTLED = 10  # minutes: by then what is kept for a while is kept
+LINE = "{minute:4.0f} min {share:6.1%} of a core {rss_mb:8.1f} MB"
 Minute = dict[str, float]
 
 
@@ -58,7 +59,7 @@ async def measure(options: argparse.Namespace) -> list[Minute]:
                 await crowd.live(seconds=60)
                 share = (time.process_time() - spent) / 60
                 minutes.append({"minute": minute + 1, "share": share, "rss_mb": process.memory_info().rss / 1e6})
-                print("{minute:4.0f} min {share:6.1%} of a core {rss_mb:8.1f} MB".format(**minutes[-1]), file=sys.stderr)
+                print(LINE.format(**minutes[-1]), file=sys.stderr)
         crowd.recorder.close()
     return minutes
 
