@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from optim.codecs.codec import Codec, Payload
 from optim.errors import OptimError
 from optim.exact import power
+from optim.memory import zeros
 from optim.parts import STRICT
 from optim.vectors import Floats, SparseVector, Vector, slabs
 
@@ -116,7 +117,7 @@ class Mean(_Weighted):
     def combine(self, messages: Sequence[Message]) -> Floats:
         weights = self._weigh(messages)
         readers = readers_of(messages)
-        total = np.zeros(messages[0].numel, np.float32)
+        total = zeros(messages[0].numel)
         for read, weight, factor in zip(readers, weights, self._shrink(readers, weights), strict=True):
             read().add_to(total, weight * factor)
         return _divide(total, np.float32(math.fsum(weights)))
@@ -135,7 +136,7 @@ class SenderMean(_Weighted):
     def combine(self, messages: Sequence[Message]) -> Floats:
         weights = self._weigh(messages)
         readers = readers_of(messages)
-        total, present = np.zeros((2, messages[0].numel), np.float32)
+        total, present = zeros(messages[0].numel), zeros(messages[0].numel)
         for read, weight, factor in zip(readers, weights, self._shrink(readers, weights), strict=True):
             vector = read()
             vector.add_to(total, weight * factor)

@@ -9,6 +9,7 @@ from optim.aggregate import Message
 from optim.codecs.codec import Payload, as_array
 from optim.codecs.dense import largest_magnitude
 from optim.errors import CodecError
+from optim.memory import empty
 from optim.program import Plan, Program
 from optim.threads import each
 from optim.vectors import Floats, slabs
@@ -92,10 +93,8 @@ class Merger:
         plan = self._program.plan(round_number)
         return plan.codecs[part].encode(torch.from_numpy(_combine(plan, part, payloads, weights)))
 
-    def merge(
-        self, round_number: int, payloads: Sequence[Payload], weights: Sequence[float], room: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What the round came to, as its plan lays it out. `room`: memory for it, at least as large, if there is.
+    def merge(self, round_number: int, payloads: Sequence[Payload], weights: Sequence[float]) -> torch.Tensor:
+        """What the round came to, as its plan lays it out.
 
         Gather: the members' payloads with their weights, in the agreed order. Butterfly: the reduced payloads, part by
         part; `weights` were used up in reducing and are ignored.
@@ -105,10 +104,10 @@ class Merger:
             return torch.from_numpy(_combine(plan, 0, payloads, weights))
         if len(payloads) != len(plan.bounds):
             raise CodecError(f"{len(payloads)} reduced parts where there are {len(plan.bounds)}")
-        merged = torch.empty(plan.numel) if room is None else room[: plan.numel]
+        merged = empty(plan.numel)
         for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
-            merged[start:stop] = codec.decode(payload, stop - start)
-        return merged
+            codec.read(payload, stop - start).write_to(merged[start:stop])
+        return torch.from_numpy(merged)
 
 
 def _combine(plan: Plan, part: int, payloads: Sequence[Payload], weights: Sequence[float]) -> Floats:

@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 from optim.aggregate import Aggregate, Message, present
 from optim.exact import exponential
 from optim.layout import Span
+from optim.memory import zeros
 from optim.parts import STRICT
 from optim.vectors import Floats, norm
 
@@ -54,7 +55,7 @@ class Penalty(Aggregate):
         tokens = [member.weight for member in members]
         norms = [_norms(member, spans) for member in members]  # one dense message at a time
         weights = [self._weigh([row[place] for row in norms], tokens) for place in range(len(spans))]
-        total = np.zeros(members[0].numel, np.float32)
+        total = zeros(members[0].numel)
         for number, member in enumerate(members):
             values = member.read().dense()
             for (start, stop), shares in zip(spans, weights, strict=True):

@@ -22,6 +22,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.aggregate import Aggregate, Message, present
+from optim.memory import empty, zeros
 from optim.parts import STRICT
 from optim.vectors import Floats, Vector, norm, slabs
 
@@ -31,7 +32,7 @@ class _ByCoordinate(Aggregate):
     def combine(self, messages: Sequence[Message]) -> Floats:
         vectors = _read(messages)
         cut = self._cut(len(vectors))
-        combined = np.empty(vectors[0].numel, np.float32)
+        combined = empty(vectors[0].numel)
         for part in slabs(combined.size):
             kept = _ascending(vectors, part)[cut : len(vectors) - cut]
             total = kept[0]
@@ -84,7 +85,7 @@ class Krum(Aggregate):
     def combine(self, messages: Sequence[Message]) -> Floats:
         vectors = _read(messages)
         chosen = self._chosen(vectors) if len(vectors) > 2 else vectors
-        total = np.zeros(vectors[0].numel, np.float32)
+        total = zeros(vectors[0].numel)
         for vector in chosen:
             vector.add_to(total, 1.0)
         total /= np.float32(len(chosen))
@@ -114,7 +115,7 @@ class CentredClip(Aggregate):
 
     def combine(self, messages: Sequence[Message]) -> Floats:
         vectors = _read(messages)
-        centre = np.zeros(vectors[0].numel, np.float32)
+        centre = zeros(vectors[0].numel)
         for _ in range(self.iterations):
             distances = [_distance(vector, centre) for vector in vectors]
             limit = self.radius * statistics.median(distances)

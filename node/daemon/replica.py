@@ -15,6 +15,7 @@ from torch import Tensor
 
 from optim.errors import OptimError
 from optim.exchange import Merger
+from optim.memory import copy
 from optim.method import Method
 from optim.program import Program
 from protocol.blobs.blob import Blob, Bytes
@@ -71,8 +72,7 @@ class OuterState:
         return cls(vectors[0], dict(zip(names, vectors[1:], strict=True)))
 
     def updated(self, program: Program, round_number: int, merged: Tensor, decay: float) -> "OuterState":
-        anchor = self.anchor.clone()
-        slots = {name: slot.clone() for name, slot in self.slots.items()}
+        anchor, slots = copy(self.anchor), {name: copy(slot) for name, slot in self.slots.items()}
         program.apply(program.plan(round_number), anchor, slots, merged, decay)
         return OuterState(anchor, slots)
 
@@ -96,7 +96,6 @@ class Workshop:
     def __init__(self, program: Program, store: Store, decay: Callable[[int], float]) -> None:
         self._program, self._merger = program, Merger(program)
         self._store, self._decay = store, decay
-        self._room = torch.empty(0)  # for merges: fresh memory each time would cost as much as decoding
 
     def check(self, blob: Blob, round_number: int, part: int) -> None:
         """Raises MalformedError unless the blob is a well-formed payload of that part."""
@@ -120,11 +119,9 @@ class Workshop:
         if not share:
             return state, self.keep(state)
         number, contributions = commit.round, [statement.body for statement in share]
-        if commit.parts and self._room.numel() < (numel := self._program.plan(number).numel):
-            self._room = torch.empty(numel)
         try:
             payloads = [self._store.read(blob.digest) for blob in blobs_of(commit, share)]
-            merged = self._merger.merge(number, payloads, self._weights(number, contributions), self._room)
+            merged = self._merger.merge(number, payloads, self._weights(number, contributions))
         except OptimError as error:
             raise MalformedError(f"the commit of round {number} does not decode: {error}") from error
         decay = self._decay(self._program.steps_before(number))

@@ -359,15 +359,6 @@ def test_rules_on_whole_messages_judge_each_part_of_a_butterfly_apart(aggregate:
     assert torch.linalg.vector_norm(merged - truth) < 0.2 * torch.linalg.vector_norm(truth)
 
 
-def test_a_merge_may_be_put_where_there_is_room() -> None:
-    program = program_of("diloco")
-    payloads, numel = Replica(program).message(0, 0), program.plan(0).numel
-    room = torch.full((numel + 7,), float("nan"))
-    merged = Merger(program).merge(0, payloads, (), room)
-    assert torch.equal(merged, Merger(program).merge(0, payloads, ()))
-    assert merged.data_ptr() == room.data_ptr() and room[numel:].isnan().all()
-
-
 def test_a_merge_of_too_few_parts_is_refused() -> None:
     program = program_of("diloco")
     payloads = Replica(program).message(0, 0)

@@ -1,0 +1,56 @@
+"""Memory for long vectors, given out again once nobody holds them.
+
+The system hands memory out in pages, each filled with zeros when it is first touched. Where a merge makes vectors of
+the model's size and drops them again, that takes as long as the arithmetic on them.
+"""
+
+import mmap
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+
+from optim.vectors import Floats
+
+LEAST = 1 << 16  # values; what is shorter comes from an allocator that keeps small memory itself
+KEPT = 4  # pieces of memory that nobody holds
+
+_free: deque[mmap.mmap] = deque(maxlen=KEPT)
+
+
+def empty(numel: int) -> Floats:
+    """(numel,) fp32 with anything in it."""
+    if numel < LEAST:
+        return np.empty(numel, np.float32)
+    memory = _of_size(4 * numel) or mmap.mmap(-1, 4 * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Views hold this array, not the memory behind it, as numpy looks no deeper than to the last array: when it goes,
+    # nobody has a view any more.
+    array: Floats = np.frombuffer(memory, np.float32)
+    weakref.finalize(array, _free.append, memory)
+    return array
+
+
+def zeros(numel: int) -> Floats:
+    """(numel,) fp32."""
+    array = empty(numel)
+    array.fill(0)
+    return array
+
+
+def copy(vector: torch.Tensor) -> torch.Tensor:
+    """Of a flat fp32 tensor on the CPU."""
+    return torch.from_numpy(empty(vector.numel())).copy_(vector)
+
+
+def _of_size(size: int) -> mmap.mmap | None:
+    """Each call of the deque is atomic: vectors come and go in any thread."""
+    for _ in range(len(_free)):
+        try:
+            memory = _free.popleft()
+        except IndexError:
+            return None
+        if len(memory) == size:
+            return memory
+        _free.append(memory)
+    return None
