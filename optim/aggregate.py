@@ -26,15 +26,16 @@ Reader = Callable[[], Vector]
 
 @plain_dataclass(frozen=True)
 class Message:
-    """One member's payload with its weight; decoded on demand, so that one dense message at a time is in memory."""
+    """One member's payload with its weight; decoded on demand, so that one dense message at a time is in memory, where
+    nobody has read it before."""
 
     codec: Codec
-    payload: Payload
+    payload: Payload | Vector
     numel: int
     weight: float
 
     def read(self) -> Vector:
-        return self.codec.read(self.payload, self.numel)
+        return self.payload if isinstance(self.payload, Vector) else self.codec.read(self.payload, self.numel)
 
 
 def readers_of(messages: Sequence[Message]) -> list[Reader]:

@@ -12,7 +12,9 @@ from optim.errors import CodecError
 from optim.memory import empty
 from optim.program import Plan, Program
 from optim.threads import each
-from optim.vectors import Floats, slabs
+from optim.vectors import Floats, Vector, slabs
+
+Payloads = Sequence[Payload | Vector]  # as they came, or as `Merger.read` has read them
 
 
 class Sender:
@@ -82,18 +84,18 @@ class Merger:
     def __init__(self, program: Program) -> None:
         self._program = program
 
-    def check(self, round_number: int, payload: Payload, part: int) -> None:
+    def read(self, round_number: int, payload: Payload, part: int) -> Vector:
         """CodecError if this is not a well-formed payload of that part (a member's, or the reduced one)."""
         plan = self._program.plan(round_number)
         start, stop = plan.bounds[part]
-        plan.codecs[part].read(payload, stop - start)
+        return plan.codecs[part].read(payload, stop - start)
 
-    def reduce_part(self, round_number: int, part: int, payloads: Sequence[Payload], weights: Sequence[float]) -> bytes:
+    def reduce_part(self, round_number: int, part: int, payloads: Payloads, weights: Sequence[float]) -> bytes:
         """Butterfly: the members' payloads of one part, in the agreed order, to the reduced one."""
         plan = self._program.plan(round_number)
         return plan.codecs[part].encode(torch.from_numpy(_combine(plan, part, payloads, weights)))
 
-    def merge(self, round_number: int, payloads: Sequence[Payload], weights: Sequence[float]) -> torch.Tensor:
+    def merge(self, round_number: int, payloads: Payloads, weights: Sequence[float]) -> torch.Tensor:
         """What the round came to, as its plan lays it out.
 
         Gather: the members' payloads with their weights, in the agreed order. Butterfly: the reduced payloads, part by
@@ -106,11 +108,11 @@ class Merger:
             raise CodecError(f"{len(payloads)} reduced parts where there are {len(plan.bounds)}")
         merged = empty(plan.numel)
         for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
-            codec.read(payload, stop - start).write_to(merged[start:stop])
+            Message(codec, payload, stop - start, 1.0).read().write_to(merged[start:stop])
         return torch.from_numpy(merged)
 
 
-def _combine(plan: Plan, part: int, payloads: Sequence[Payload], weights: Sequence[float]) -> Floats:
+def _combine(plan: Plan, part: int, payloads: Payloads, weights: Sequence[float]) -> Floats:
     codec, (start, stop) = plan.codecs[part], plan.bounds[part]
     members = zip(payloads, weights, strict=True)
     messages = [Message(codec, payload, stop - start, float(weight)) for payload, weight in members]

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from optim.codecs.codec import Payload
 from optim.errors import OptimError
 from optim.exchange import Merger
 from optim.memory import copy
 from optim.method import Method
 from optim.program import Program
+from optim.vectors import SparseVector, Vector
 from protocol.blobs.blob import Blob, Bytes
 from protocol.errors import MalformedError
 from protocol.rounds.chain import Chain, Head
@@ -96,18 +98,21 @@ class Workshop:
     def __init__(self, program: Program, store: Store, decay: Callable[[int], float]) -> None:
         self._program, self._merger = program, Merger(program)
         self._store, self._decay = store, decay
+        self._read: dict[tuple[Digest, int, int], SparseVector] = {}  # messages of the open round
 
     def check(self, blob: Blob, round_number: int, part: int) -> None:
         """Raises MalformedError unless the blob is a well-formed payload of that part."""
         try:
-            self._merger.check(round_number, self._store.read(blob.digest), part)
+            vector = self._merger.read(round_number, self._store.read(blob.digest), part)
         except OptimError as error:
             raise MalformedError(f"a payload does not decode: {error}") from error
+        if isinstance(vector, SparseVector):
+            self._remember((blob.digest, round_number, part), vector)
 
     def reduce(self, round_number: int, part: int, contributions: Sequence[Contribution]) -> Blob:
         """One part of every contribution, summed in this order and encoded once. Raises MalformedError."""
-        payloads = [self._store.read(contribution.parts[part].digest) for contribution in contributions]
         try:
+            payloads = [self._payload(contribution.parts[part], round_number, part) for contribution in contributions]
             reduced = self._merger.reduce_part(round_number, part, payloads, self._weights(round_number, contributions))
         except OptimError as error:
             raise MalformedError(f"a contribution does not decode: {error}") from error
@@ -120,13 +125,28 @@ class Workshop:
             return state, self.keep(state)
         number, contributions = commit.round, [statement.body for statement in share]
         try:
-            payloads = [self._store.read(blob.digest) for blob in blobs_of(commit, share)]
+            payloads = [
+                self._payload(blob, number, part if commit.parts else 0)
+                for part, blob in enumerate(blobs_of(commit, share))
+            ]
             merged = self._merger.merge(number, payloads, self._weights(number, contributions))
         except OptimError as error:
             raise MalformedError(f"the commit of round {number} does not decode: {error}") from error
         decay = self._decay(self._program.steps_before(number))
         after = state.updated(self._program, number, merged, decay)
+        self._read.clear()
         return after, self.keep(after)
+
+    def _payload(self, blob: Blob, round_number: int, part: int) -> Payload | Vector:
+        """As `check` has read it, where there was room to keep that."""
+        known = self._read.get((blob.digest, round_number, part))
+        return self._store.read(blob.digest) if known is None else known
+
+    def _remember(self, key: tuple[Digest, int, int], vector: SparseVector) -> None:
+        """Until the round is applied, or another one is open; in no more memory than one dense message takes."""
+        self._read = {known: its_vector for known, its_vector in self._read.items() if known[1] == key[1]}
+        if sum(known.nbytes for known in self._read.values()) + vector.nbytes <= FLOAT_BYTES * self._program.numel:
+            self._read[key] = vector
 
     def _weights(self, round_number: int, contributions: Sequence[Contribution]) -> list[float]:
         rule = self._program.plan(round_number).method.aggregate

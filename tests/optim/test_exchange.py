@@ -286,17 +286,17 @@ def test_payloads_are_checked_part_by_part(recipe: str, number: int) -> None:
     assert len(payloads) == len(plan.bounds) == (PARTS if plan.method.topology.kind == "butterfly" else 1)
     for part, payload in enumerate(payloads):
         assert len(payload) <= plan.max_sizes[part]
-        merger.check(number, payload, part)
+        merger.read(number, payload, part)
         with pytest.raises(CodecError):
-            merger.check(number, payload + b"\0", part)
+            merger.read(number, payload + b"\0", part)
 
 
 def test_a_payload_of_another_fragment_is_refused() -> None:
     program = program_of("averaging", {"schedule": {"inner_steps": 30, "fragments": 2, "pattern": "contiguous"}})
     payloads = Replica(program).message(0, 0)
-    Merger(program).check(0, payloads[0], 0)
+    Merger(program).read(0, payloads[0], 0)
     with pytest.raises(CodecError):
-        Merger(program).check(1, payloads[0], 0)
+        Merger(program).read(1, payloads[0], 0)
 
 
 @pytest.mark.parametrize("topology", ["butterfly", "gather"])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from node.daemon.replica import OuterState, Replica, Workshop, state_bytes
 from optim.parts import Scalar
 from optim.recipes import compose
 from optim.rows import RECIPES
+from optim.vectors import Vector
 from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError, MissingFileError, StaleError
 from protocol.rounds.chain import after, genesis
@@ -185,6 +187,41 @@ async def test_each_round_is_applied_by_its_own_plan(tmp_path: Path) -> None:
         assert torch.equal(before.anchor - after_it.anchor, moved)
         before, head = after_it, after(head, commit)
     assert heard == [0, 5, 10]
+
+
+def test_a_checked_sparse_message_is_not_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, store = program_of(compose("sparseloco")), store_in(tmp_path)
+    codec, decoded = program.plan(0).codecs[0], [0]
+    blobs = [store.put(codec.encode(torch.randn(NUMEL))) for _ in range(3)]
+    commit = commit_of(genesis(RUN_ID), dict(enumerate(blobs))).body
+    workshop, state = Workshop(program, store, lambda step: 1.0), OuterState.initial(torch.zeros(NUMEL), program.method)
+    expected, _ = workshop.apply(state, commit, commit.contributions)
+    real = type(codec).read
+
+    def counted(*arguments: Any) -> Vector:
+        decoded[0] += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(type(codec), "read", counted)
+    for blob in (*blobs[:2], *blobs[:2]):
+        workshop.check(blob, 0, 0)
+    assert decoded == [4]
+    again, _ = workshop.apply(state, commit, commit.contributions)
+    assert torch.equal(again.anchor, expected.anchor) and decoded == [5], "only the third, which nobody had checked"
+    workshop.apply(state, commit, commit.contributions)
+    assert decoded == [8], "what a round no longer needs is forgotten"
+
+
+def test_what_is_kept_of_checked_messages_is_bounded(tmp_path: Path) -> None:
+    program, store = program_of(compose("sparseloco", {"codec": {"k": 512}})), store_in(tmp_path)
+    workshop = Workshop(program, store, lambda step: 1.0)
+    for number in range(2):
+        codec = program.plan(number).codecs[0]
+        for _ in range(5):  # each takes 12 bytes a kept value, and an eighth is kept
+            workshop.check(store.put(codec.encode(torch.randn(NUMEL))), number, 0)
+        kept = list(workshop._read.items())
+        assert len(kept) == 2 and sum(vector.nbytes for _, vector in kept) <= 4 * NUMEL
+        assert {key[1] for key, _ in kept} == {number}
 
 
 def test_no_share_leaves_the_state_as_it_was(tmp_path: Path) -> None:
