@@ -169,8 +169,8 @@ def lossy_mbit(numel: int) -> float:
         place = Place(laboratory, [laboratory.node(LOSSY) for _ in range(2)], LOSSY.up)
         for node in place.nodes:
             run(f"ip -n {node.namespace} route replace {NETWORK}.0/24 dev eth0 src {node.address} congctl cubic")
-        with place.team("benchmarks.merge.ours", numel=numel // 4, recipe="averaging") as team:
-            return LOSSY.up * download_share(place, team, numel // 4, 2)
+        with place.team("benchmarks.merge.ours", numel=numel, recipe="averaging") as team:
+            return LOSSY.up * download_share(place, team, numel, 2)
 
 
 def reached(figures: Mapping[str, Figures]) -> list[bool]:

@@ -7,6 +7,7 @@ Nothing waits for a direct path: it is proved beside the calls that go by libp2p
 
 import asyncio
 import logging
+import socket
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ import grpc
 
 from protocol.errors import UnreachableError
 from protocol.identity import PeerId
+from protocol.network.arrivals import Arrivals, arrivals, lost_on_the_way
 from protocol.network.control import Stream
 from protocol.network.direct import DirectDialer, Place
 from protocol.network.doors import Dial, Exit
-from protocol.network.lanes import Bytes, Lanes
+from protocol.network.lanes import Arrived, Lanes
 from protocol.network.paths import Choice, Path
 from protocol.network.tunnel import Tunnels
 
@@ -36,9 +38,17 @@ MAX_LINKS = 256  # peers to whom bulk went lately
 class Lane:
     """One connection of its own."""
 
-    exit: Exit
+    exit: Exit = field(init=False)
     calls: int = 0
-    retired: bool = False
+    connection: socket.socket | None = None  # once it stands
+    _seen: Arrivals = field(default_factory=Arrivals)
+
+    def lost(self) -> int:
+        """Packets that show, since the last look, that the link loses some."""
+        if self.connection is None:
+            return 0
+        before, self._seen = self._seen, arrivals(self.connection)
+        return lost_on_the_way(before, self._seen)
 
 
 @dataclass(eq=False)
@@ -50,11 +60,23 @@ class Link:
     choice: Choice = field(default_factory=Choice)
     lanes: Lanes = field(default_factory=Lanes)
     open: list[Lane] = field(default_factory=list)
+    retired: set[Lane] = field(default_factory=set)  # calls still run on them
+    lost: int = 0  # packets so far that show that the link loses some
     is_proving: bool = False
 
     @property
     def calls(self) -> int:
         return sum(goodput.calls for goodput in self.choice.goodput.values())
+
+    @property
+    def busy(self) -> int:
+        """Lanes that carry a call."""
+        return len(self.retired) + sum(lane.calls > 0 for lane in self.open)
+
+    def observe(self, now: float, peer: int, total: int) -> None:
+        """Bytes so far from this peer and from all."""
+        self.lost += sum(lane.lost() for lane in self.open)
+        self.lanes.observe(now, self.busy, Arrived(peer, total, self.lost))
 
 
 class Lease:
@@ -88,7 +110,7 @@ class Lease:
         if self._path is Path.DIRECT and not self._broken and error is None:
             self._link.choice.delivered()
         if self._lane:
-            self._bulk.leave_lane(self._lane)
+            self._bulk.leave_lane(self._link, self._lane)
 
 
 class Bulk:
@@ -143,7 +165,8 @@ class Bulk:
         link = self._links.get(peer)
         if link is None or link.choice.best is Path.LIBP2P:
             return CALLS_PER_LANE
-        return CALLS_PER_LANE * link.lanes.width
+        # What began by libp2p takes no lane's place.
+        return CALLS_PER_LANE * link.lanes.width + link.choice.goodput[Path.LIBP2P].calls
 
     def paths(self) -> dict[PeerId, str]:
         """How bulk goes to each peer that lately had some, in words."""
@@ -167,10 +190,11 @@ class Bulk:
         link.choice.failed(_now())
         self._retire(link, 0)
 
-    def leave_lane(self, lane: Lane) -> None:
+    def leave_lane(self, link: Link, lane: Lane) -> None:
         """A call on it has ended."""
         lane.calls -= 1
-        self._close_if_unused(lane)
+        if lane in link.retired:
+            self._close_if_unused(link, lane)
 
     def _link(self, peer: PeerId) -> Link:
         link = self._links.get(peer)
@@ -190,15 +214,17 @@ class Bulk:
         least = min(link.open, key=lambda lane: lane.calls, default=None)
         if least and (least.calls == 0 or len(link.open) >= link.lanes.width):
             return least
-        lane = Lane(self._new_exit(peer, lambda peer: self._dial(peer, link)))
+        lane = Lane()
+        lane.exit = self._new_exit(peer, lambda peer: self._dial(peer, link, lane))
         link.open.append(lane)
         self._lanes.add(lane)
         return lane
 
-    async def _dial(self, peer: PeerId, link: Link) -> Stream:
+    async def _dial(self, peer: PeerId, link: Link, lane: Lane) -> Stream:
         if not link.place:
             raise UnreachableError("it takes no direct connections any more")
         stream, _ = await self._dialer.dial(peer, Place((link.host,), link.place.port))
+        lane.connection = stream.writer.get_extra_info("socket")
         return stream
 
     async def _prove(self, peer: PeerId, link: Link, place: Place) -> None:
@@ -221,19 +247,19 @@ class Bulk:
             await asyncio.sleep(TICK)
             total = self._tunnels.traffic.total.received
             for peer, link in self._links.items():
-                calls = link.choice.goodput[Path.DIRECT].calls
-                if calls or link.open:
-                    link.lanes.observe(_now(), calls, Bytes(self._tunnels.traffic.of(peer).received, total))
+                if link.open or link.retired:
+                    link.observe(_now(), self._tunnels.traffic.of(peer).received, total)
                     self._retire(link, link.lanes.width)
 
     def _retire(self, link: Link, kept: int) -> None:
         while len(link.open) > kept:
             lane = link.open.pop()
-            lane.retired = True
-            self._close_if_unused(lane)
+            link.retired.add(lane)
+            self._close_if_unused(link, lane)
 
-    def _close_if_unused(self, lane: Lane) -> None:
-        if lane.retired and lane.calls == 0 and lane in self._lanes:
+    def _close_if_unused(self, link: Link, lane: Lane) -> None:
+        if lane.calls == 0 and lane in self._lanes:
+            link.retired.discard(lane)
             self._lanes.discard(lane)
             self._tunnels.spawn(lane.exit.close())
 

@@ -2,10 +2,11 @@
 
 One TCP connection that halves its window at each loss carries about MSS / (RTT * sqrt(2 p / 3)), however wide the link
 (Mathis et al. 1997), so n connections carry n times as much; where the link itself is full, they carry nothing more.
-So the number is found by climbing: measure for a second, take four times as many, measure again, stay if that carried
-clearly more and go back if not; later and later try again, by turns half as many and more. Four times and not twice: on
-a link with losses a second's rate is off by a third by chance, and too few lanes cost more than too many. What another
-peer's transfer lost is no gain: the sum over all peers must have grown too. Clock in seconds.
+So the number is found by climbing: measure for a second, take more, measure again, stay if that carried clearly more
+and go back if not; later and later try again, by turns half as many and more. More is four times as many, and not
+twice: on a link with losses a second's rate is off by a third by chance, and too few lanes cost more than too many.
+Where packets get lost on the way, theory says already that one connection is too few: all are taken at once.
+What another peer's transfer lost is no gain: the sum over all peers must have grown too. Clock in seconds.
 """
 
 from dataclasses import dataclass
@@ -14,19 +15,22 @@ MOST = 16
 STEP = 4
 SETTLE_SECONDS = 1.0  # after a change: handshakes and slow starts
 EPOCH_SECONDS = 1.0
+HASTY_SECONDS = 0.3  # of measurement before the first trial, where packets get lost
+LOST = 8  # packets within that time: more than a stray one
 GAIN = 1.3  # times as fast makes more lanes worth while
 KEPT = 0.9  # of the speed must be left with fewer
 FIRST_HOLD = 3.0  # seconds until another number is tried, for losses come by chance; doubles up to
 LONGEST_HOLD = 300.0
-LEAST_HOLD_OF_FEWER = 10.0  # that trial costs speed where it fails
+LEAST_HOLD_OF_FEWER = 20.0  # that trial costs speed where it fails
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """Received so far: from this peer, and from all."""
+class Arrived:
+    """So far: bytes from this peer and from all; packets from this peer that tell of losses on the way."""
 
     peer: int
     total: int
+    lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,27 +51,33 @@ class Lanes:
         self._fewer = False  # which way the next trial goes
         self._hold = FIRST_HOLD
         self._hold_until = float("-inf")
-        self._began: tuple[float, Bytes] | None = None
+        self._began: tuple[float, Arrived] | None = None
         self._quiet_until = float("-inf")
 
-    def observe(self, now: float, calls: int, received: Bytes) -> None:
-        """Called some times a second; `calls`: how many run. Changes `width` when an epoch is over."""
-        if 2 * calls < self.width or calls == 0:
-            self._began = None  # too little to do: what is measured then says nothing of the link
+    def observe(self, now: float, busy: int, arrived: Arrived) -> None:
+        """Called some times a second; `busy`: how many carry a call. Changes `width` when an epoch is over."""
+        # With too little to do what is measured says nothing of the link, nor while lanes that were given up empty.
+        if busy == 0 or not self.width <= 2 * busy <= 2 * self.width:
+            self._began = None
         elif self._began is None:
             if now >= self._quiet_until:
-                self._began = now, received
-        elif now - self._began[0] >= EPOCH_SECONDS:
+                self._began = now, arrived
+        elif now - self._began[0] >= self._epoch(arrived.lost - self._began[1].lost):
             began, before = self._began
-            seconds = now - began
-            self._judge((received.peer - before.peer) / seconds, (received.total - before.total) / seconds, now)
-            self._began = (now, received) if now >= self._quiet_until else None
+            seconds, lossy = now - began, arrived.lost - before.lost >= LOST
+            self._judge((arrived.peer - before.peer) / seconds, (arrived.total - before.total) / seconds, lossy, now)
+            self._began = (now, arrived) if now >= self._quiet_until else None
 
-    def _judge(self, peer: float, total: float, now: float) -> None:
+    def _epoch(self, lost: int) -> float:
+        """Seconds; of the first width of all nothing more than a rough figure is needed."""
+        is_first = self._trial is None and self.width == 1
+        return HASTY_SECONDS if is_first and lost >= LOST else EPOCH_SECONDS
+
+    def _judge(self, peer: float, total: float, lossy: bool, now: float) -> None:
         trial, self._trial = self._trial, None
         if trial is None:
             if now >= self._hold_until:
-                self._try(peer, total, now)
+                self._try(peer, total, lossy, now)
         elif not self._is_better(trial, peer, total):
             self._move(trial.width, now)
             self._rest(now)
@@ -77,7 +87,7 @@ class Lanes:
             self._rest(now)
         else:
             self._hold = FIRST_HOLD
-            self._try(peer, total, now)
+            self._try(peer, total, lossy, now)
 
     def _rest(self, now: float) -> None:
         """This way there is nothing more to gain; the other is tried later."""
@@ -90,10 +100,11 @@ class Lanes:
         # Half of the gain may be what the others lost by chance.
         return peer >= GAIN * trial.peer and total - trial.total >= (peer - trial.peer) / 2
 
-    def _try(self, peer: float, total: float, now: float) -> None:
+    def _try(self, peer: float, total: float, lossy: bool, now: float) -> None:
         self._fewer = self.width == MOST or (self._fewer and self.width > 1)
         self._trial = Trial(self.width, peer, total)
-        self._move(self.width // 2 if self._fewer else min(STEP * self.width, MOST), now)
+        more = MOST if lossy else min(STEP * self.width, MOST)
+        self._move(self.width // 2 if self._fewer else more, now)
 
     def _move(self, width: int, now: float) -> None:
         self.width = width

@@ -12,14 +12,14 @@ from protocol.network.transport import Transport, caller
 
 
 async def serve(folder: Path, host: str, size: int, seed: int) -> None:
-    """Prints its address, and the blob's digest."""
+    """Prints its address, the blob's digest, and the port for direct connections."""
     folder.mkdir()
     store = BlobStore(folder / "blobs", 2 * size)
     blob = store.put(random.Random(seed).randbytes(size))
     service = BlobService(store, caller)
     services = [lambda server: add_BlobsServicer_to_server(service, server)]
-    transport = await Transport.start(folder / "key", folder, services, listen=[f"/ip4/{host}/tcp/4001"])
-    print((await transport.addresses())[0], blob.name, flush=True)
+    transport = await Transport.start(folder / "key", folder, services, listen=[f"/ip4/{host}/tcp/4001"], direct=0)
+    print((await transport.addresses())[0], blob.name, transport.direct_port, flush=True)
     await asyncio.Event().wait()
 
 

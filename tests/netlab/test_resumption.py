@@ -73,7 +73,7 @@ def test_an_interrupted_download_is_not_begun_again(laboratory: Laboratory, tmp_
         command = [sys.executable, blob_server.__file__, str(tmp_path / "server"), server.address, str(SIZE), "1"]
         process = laboratory.start(server, command)
         assert process.stdout
-        address, name = process.stdout.readline().split()
+        address, name, _ = process.stdout.readline().split()
         blob = Blob(bytes.fromhex(name), SIZE)
 
         async def scene() -> dict[str, int]:

@@ -1,11 +1,12 @@
 """The number of lanes over simulated links: what a connection carries there follows from the link alone."""
 
 import random
+from collections import deque
 from collections.abc import Callable
 
 import pytest
 
-from protocol.network.lanes import MOST, Bytes, Lanes
+from protocol.network.lanes import LOST, MOST, Arrived, Lanes
 
 TICK = 0.1
 Rate = Callable[[int, float], float]  # bytes a second of so many connections, at a time
@@ -16,13 +17,13 @@ def lossy(one: float, link: float) -> Rate:
     return lambda width, now: min(width * one, link)
 
 
-def climbed(rate: Rate, seconds: float, seed: int = 0, lanes: Lanes | None = None, noise: float = 0.1) -> list[int]:
-    """The width at each tick."""
-    chance, lanes, received, widths = random.Random(seed), lanes or Lanes(), 0.0, []
+def climbed(rate: Rate, seconds: float, seed: int = 0, noise: float = 0.1, lost: int = 0) -> list[int]:
+    """The width at each tick; `lost`: packets a second, of every connection, that are seen to get lost on the way."""
+    chance, lanes, received, widths = random.Random(seed), Lanes(), 0.0, []
     for tick in range(int(seconds / TICK)):
         now = tick * TICK
         received += rate(lanes.width, now) * chance.uniform(1 - noise, 1 + noise) * TICK
-        lanes.observe(now, 2 * lanes.width, Bytes(int(received), int(received)))
+        lanes.observe(now, lanes.width, Arrived(int(received), int(received), lost * tick))
         widths.append(lanes.width)
     return widths
 
@@ -73,20 +74,52 @@ def test_what_others_lose_is_no_gain() -> None:
                 got[index] += 12.5e6 * share / sum(shares) * TICK
             for index, one in enumerate(lanes):
                 total = sum(got) if counts_others else got[index]
-                one.observe(tick * TICK, 2 * shares[index], Bytes(int(got[index]), int(total)))
+                one.observe(tick * TICK, shares[index], Arrived(int(got[index]), int(total)))
         return [one.width for one in lanes]
 
     assert max(widths_for(counts_others=True)) <= 2
     assert min(widths_for(counts_others=False)) >= 8, "the control: each climbs to outdo the other"
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_where_losses_show_all_lanes_are_taken_at_once(seed: int) -> None:
+    def by_chance(width: int, now: float) -> float:
+        return min(0.6e6 * width * random.Random(seed * 100_003 + int(now)).uniform(0.6, 1.4), 12.5e6)
+
+    soon, blind = (climbed(by_chance, 60.0, seed, lost=lost).index(MOST) * TICK for lost in (LOST, 0))
+    assert soon < 1.0 and blind > 2 * soon, f"seed {seed}: who does not look at losses takes {blind:.1f} s"
+
+
+def test_losses_of_a_full_link_give_no_lanes() -> None:
+    widths = climbed(lossy(12.5e6, 12.5e6), 300.0, lost=LOST)
+    assert widths.count(1) > 0.85 * len(widths), "tried now and then, given up as it carries no more"
+
+
+def test_what_lanes_that_were_given_up_still_carry_is_not_counted() -> None:
+    """Calls run on for seconds on lanes that take no new ones: fewer would seem to carry as much."""
+
+    def widths(counts_old: bool) -> list[int]:
+        lanes, received, old, found = Lanes(), 0.0, deque([16] * 40), []
+        lanes.width = 16
+        for tick in range(1200):
+            received += 0.7e6 * max(old) * TICK  # each runs on for 4 s
+            lanes.observe(tick * TICK, max(old) if counts_old else lanes.width, Arrived(int(received), int(received)))
+            old.append(lanes.width)
+            old.popleft()
+            found.append(lanes.width)
+        return found
+
+    assert min(widths(counts_old=True)) == 8, "it is tried, and given up"
+    assert min(widths(counts_old=False)) < 8, "the control"
+
+
 def test_without_work_nothing_is_concluded() -> None:
     lanes = Lanes()
     for tick in range(1000):
-        lanes.observe(tick * TICK, tick % 2, Bytes(tick, tick))
+        lanes.observe(tick * TICK, tick % 2, Arrived(tick, tick))
     assert lanes.width == 1
     many = Lanes()
     many.width = 8
     for tick in range(1000):
-        many.observe(tick * TICK, 3, Bytes(0, 0))
+        many.observe(tick * TICK, 3, Arrived(0, 0))
     assert many.width == 8

@@ -1,0 +1,64 @@
+"""A long way on which packets get lost: one connection slows down at each loss, several together fill the link."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.netlab import blob_server, blob_taker
+from tests.netlab.laboratory import NETWORK, Laboratory, Link
+from tests.netlab.namespaces import run
+from tests.swarm.flock import own_world
+
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
+
+LONG = Link(up=100, down=100, delay=0.025, loss=0.005)
+SIZE = 100_000_000
+MEGABIT = 1e6 / 8
+WANTED, ATTEMPTS = 50.0, 2  # Mbit/s; something else may keep the processors busy
+CONTROL_SECONDS = 8
+
+
+class Way:
+    """A peer that holds a blob at one end of a link, and as many as are asked for at the other."""
+
+    def __init__(self, laboratory: Laboratory, folder: Path, link: Link) -> None:
+        self._laboratory, self._folder, self._taken = laboratory, folder, 0
+        server, self._taker = laboratory.node(link), laboratory.node(link)
+        for node in (server, self._taker):
+            # What most machines have; one that happens to know better would need no lanes.
+            run(f"ip -n {node.namespace} route replace {NETWORK}.0/24 dev eth0 src {node.address} congctl cubic")
+        command = [sys.executable, blob_server.__file__, str(folder / "server"), server.address, str(SIZE), "1"]
+        self._about = line_of(laboratory.start(server, command)).split()
+
+    def take(self, way: str, seconds: int) -> dict[str, Any]:
+        """Adds `rate`, in Mbit/s from the first moment on."""
+        self._taken += 1
+        words = [str(self._folder / f"taker-{self._taken}"), self._taker.address, str(seconds), way]
+        command = [sys.executable, blob_taker.__file__, *words, *self._about, str(SIZE)]
+        outcome: dict[str, Any] = json.loads(line_of(self._laboratory.start(self._taker, command)))
+        outcome["rate"] = outcome["bytes"] / outcome["seconds"] / MEGABIT
+        print(f"{way}: {outcome}")
+        return outcome
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout and process.stderr
+    line = process.stdout.readline().strip()
+    assert line, process.stderr.read()
+    return line
+
+
+def test_a_blob_fills_a_lossy_link(laboratory: Laboratory, tmp_path: Path) -> None:
+    with own_world():
+        way = Way(laboratory, tmp_path, LONG)
+        slow = [way.take(control, CONTROL_SECONDS)["rate"] for control in ("single", "libp2p")]
+        for _ in range(ATTEMPTS):
+            outcome = way.take("direct", 40)
+            if outcome["rate"] >= WANTED:
+                break
+    assert outcome["whole"] and outcome["rate"] >= WANTED
+    assert max(slow) < 0.8 * WANTED, "the control: one connection does not fill the link, and libp2p has one"
