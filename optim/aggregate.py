@@ -97,8 +97,9 @@ class _Weighted(Aggregate):
         return (tokens if self.weights == "tokens" else 1) * power(1 + age, -self.staleness)
 
     def _weigh(self, messages: Sequence[Message]) -> list[float]:
-        present(messages)
-        return [message.weight for message in messages]
+        """In units of the largest: a message of weight 1 is summed without being multiplied."""
+        most = max(message.weight for message in present(messages))
+        return [message.weight / most for message in messages]
 
     def _shrink(self, readers: Sequence[Reader], weights: Sequence[float]) -> list[float]:
         """The factor of each message: 1, or what brings its norm down to the median of those that count."""

@@ -17,6 +17,7 @@ from optim.threads import each, scratch
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
 SLAB = 1 << 18  # values whose temporaries stay in the cache
+AT_ONCE = 1 << 16  # of a sparse vector's values, in one thread
 
 
 class Vector(ABC):
@@ -83,13 +84,30 @@ class Vector(ABC):
 
 @dataclass(frozen=True)
 class DenseVector(Vector):
-    """`restorer` decodes a span on demand, in any thread: beside the payload no more than slabs are in memory."""
+    """`restorer` decodes a span on demand, in any thread: beside the payload no more than slabs are in memory. What it
+    writes is to be multiplied by `unit`, a power of two; no product is below fp32's normal numbers."""
 
     numel: int
     restorer: Callable[[slice, Floats], None]
+    unit: np.float32 = np.float32(1)
 
     def restore(self, part: slice, out: Floats) -> None:
         self.restorer(part, out)
+        if self.unit != 1:
+            out *= self.unit
+
+    def add_to(self, total: Floats, weight: float) -> None:
+        factor = self.unit * np.float32(weight)
+
+        def add(part: slice) -> None:
+            values = scratch("vector", np.float32, part.stop - part.start)
+            self.restorer(part, values)
+            if weight != 1:
+                values *= factor
+            # The product with a power of two is exact: one rounding, fused or not.
+            torch.from_numpy(total[part]).add_(torch.from_numpy(values), alpha=float(factor) if weight == 1 else 1)
+
+        each(add, self.pieces())
 
 
 @dataclass(frozen=True)
@@ -110,9 +128,14 @@ class SparseVector(Vector):
         out[self.positions[first:last] - part.start] = self.values[first:last]
 
     def add_to(self, total: Floats, weight: float) -> None:
-        weighted = torch.from_numpy(self.values * np.float32(weight))
-        # No position comes twice, so the order is no matter; numpy needs five times as long.
-        torch.from_numpy(total).index_add_(0, torch.from_numpy(self.positions), weighted)
+        positions, whole = torch.from_numpy(self.positions), torch.from_numpy(total)
+
+        def add(part: slice) -> None:
+            weighted = torch.from_numpy(self.values[part] * np.float32(weight))
+            # No position comes twice, so the order is no matter; numpy needs five times as long.
+            whole.index_add_(0, positions[part], weighted)
+
+        each(add, slabs(self.values.size, AT_ONCE))
 
     def add_presence_to(self, total: Floats, weight: float) -> None:
         total[self.positions] += (self.values != 0) * np.float32(weight)

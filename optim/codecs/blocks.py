@@ -143,18 +143,22 @@ class BlockVector(Vector):
         return slabs(self.numel, self.codec.stretch)
 
     def restore(self, part: slice, out: Floats) -> None:
+        self._restore(part, self.scales, out)
+
+    def _restore(self, part: slice, scales: Floats, out: Floats) -> None:
         block = self.codec.block
         start, stop = part.start // block * block, -(-part.stop // block) * block
         multiples = scratch("multiples", np.int8, stop - start)
         self._multiples(slice(start, min(stop, self.numel)), multiples)
         exact = start == part.start and stop == part.stop
         values = out if exact else scratch("floats", np.float32, stop - start)
-        _multiply(multiples, self.scales[start // block : stop // block], values)
+        _multiply(multiples, scales[start // block : stop // block], values)
         if not exact:
             out[:] = values[part.start - start : part.stop - start]
 
     def add_to(self, total: Floats, weight: float) -> None:
-        block = self.codec.block
+        """total <- total + m * (weight * s), rounded at each step; with weight 1 only the sum is."""
+        block, scales = self.codec.block, self.scales * np.float32(weight)
 
         def add(part: slice) -> None:
             whole = part.start + (part.stop - part.start) // block * block
@@ -162,15 +166,17 @@ class BlockVector(Vector):
             self._multiples(slice(part.start, whole), multiples)
             floats = torch.from_numpy(scratch("floats", np.float32, multiples.size))
             floats.copy_(torch.from_numpy(multiples))
-            scales = torch.from_numpy(self.scales[part.start // block : whole // block, None])
-            torch.from_numpy(total[part.start : whole]).view(-1, block).addcmul_(floats.view(-1, block), scales)
+            factors = torch.from_numpy(scales[part.start // block : whole // block, None])
+            torch.from_numpy(total[part.start : whole]).view(-1, block).addcmul_(floats.view(-1, block), factors)
             if whole < part.stop:
                 total[whole : part.stop] += self.span(slice(whole, part.stop))
 
-        if weight == 1:
-            each(add, self.pieces())
-        else:
-            super().add_to(total, weight)
+        def add_rounded(part: slice) -> None:
+            values = scratch("vector", np.float32, part.stop - part.start)
+            self._restore(part, scales, values)
+            total[part] += values
+
+        each(add if weight == 1 else add_rounded, self.pieces())
 
     def _multiples(self, span: slice, out: Integers) -> None:
         """Of a span of whole blocks; what of `out` is beyond it becomes zero."""
@@ -194,9 +200,7 @@ def inverses(scales: Floats) -> torch.Tensor:
 
 def largest_of_rows(rows: torch.Tensor) -> Floats:
     """max |x| of each row, or a NaN."""
-    magnitudes = torch.from_numpy(scratch("floats", np.float32, rows.numel())).view(rows.shape)
-    torch.abs(rows, out=magnitudes)
-    largest: Floats = torch.amax(magnitudes, 1).numpy()
+    largest: Floats = torch.maximum(torch.amax(rows, 1).abs_(), torch.amin(rows, 1).abs_()).numpy()
     return largest
 
 

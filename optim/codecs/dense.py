@@ -110,12 +110,7 @@ class HalfPrecision(Codec):
         halves = reader.take("u2", numel)
         reader.end()
         _check(halves, HALF_LIMIT)
-
-        def restore(part: slice, out: Floats) -> None:
-            _restore(halves[part], torch.float16, out)
-            out *= power(exponent)
-
-        return DenseVector(numel, restore)
+        return DenseVector(numel, lambda part, out: _restore(halves[part], torch.float16, out), power(exponent))
 
 
 def _check(halves: Halves, limit: np.unsignedinteger[Any]) -> None:

@@ -16,14 +16,13 @@ import numpy.typing as npt
 from optim.codecs.rans import TOTAL, Frequencies, Symbols, normalized
 from optim.errors import CodecError
 from optim.threads import each
-from optim.vectors import slabs
+from optim.vectors import AT_ONCE, slabs
 
 Gaps = npt.NDArray[np.uint16]
 Bits = npt.NDArray[np.uint8]  # one bit an element
 
 DIRECT = 8  # gaps that are their own class
 OCTAVE = 4  # classes in each octave above
-AT_ONCE = 1 << 16  # gaps that a thread decodes at once
 
 
 def class_of(gaps: Gaps) -> Symbols:

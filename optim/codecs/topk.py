@@ -26,7 +26,8 @@ from optim.codecs.scales import read_scales, write_scales
 from optim.codecs.selection import largest
 from optim.errors import CodecError
 from optim.parts import STRICT
-from optim.vectors import SLAB, Floats, SparseVector
+from optim.threads import each
+from optim.vectors import AT_ONCE, SLAB, Floats, SparseVector, slabs
 
 UNIFORM, COUNTED = 0, 1  # models of the gaps
 Codes = npt.NDArray[np.uint32]  # index << 3 | negative << 2 | level
@@ -78,7 +79,7 @@ class Layout:
         """All gaps are below it."""
         return self.span if self.full else self.rest
 
-    def spread(self, per_chunk: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def spread(self, per_chunk: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         """Repeat each chunk's entry for each value kept of it."""
         whole = np.repeat(per_chunk[: self.full], self.keep)
         return np.concatenate([whole, np.repeat(per_chunk[self.full :], self.rest_keep)]) if self.rest else whole
@@ -247,7 +248,16 @@ def _vector(
     level: npt.NDArray[np.unsignedinteger],
     levels: Floats,
 ) -> SparseVector:
-    chunk = layout.spread(np.arange(layout.chunks, dtype=np.int64))
-    values = levels.ravel()[chunk * layout.levels + level]
-    values.view(np.uint32)[:] |= negative.astype(np.uint32) << np.uint32(31)
-    return SparseVector(chunk * layout.span + indices, values, layout.numel)
+    positions, values = np.empty(layout.kept, np.int64), np.empty(layout.kept, np.float32)
+    flat, chunk = levels.ravel(), layout.spread(np.arange(layout.chunks, dtype=np.uint32))
+
+    def restore(part: slice) -> None:
+        np.multiply(chunk[part], np.int64(layout.span), out=positions[part])
+        positions[part] += indices[part]
+        place = chunk[part] * np.uint32(layout.levels)
+        place += level[part]
+        flat.take(place, out=values[part], mode="clip")
+        values[part].view(np.uint32)[:] |= negative[part].astype(np.uint32) << np.uint32(31)
+
+    each(restore, slabs(layout.kept, AT_ONCE))
+    return SparseVector(positions, values, layout.numel)

@@ -8,7 +8,9 @@ import torch
 
 from optim.aggregate import Aggregate, Mean, Message, SenderMean
 from optim.codecs.codec import Codec, Payload
-from optim.codecs.dense import Uncompressed
+from optim.codecs.dense import HalfPrecision, Uncompressed
+from optim.codecs.integers import BlockInt8
+from optim.codecs.signs import BlockSign
 from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError, OptimError
 from optim.vectors import Vector
@@ -76,8 +78,17 @@ def test_mean_is_a_loop_in_fp32() -> None:
     for i in range(50):
         total = np.float32(0)
         for value, weight in zip(values, weights, strict=True):
-            total = total + np.float32(np.float32(weight) * np.float32(value[i]))
-        assert combined[i] == total / np.float32(23)
+            total = total + np.float32(np.float32(weight / 11) * np.float32(value[i]))
+        assert combined[i] == total / np.float32(23 / 11)
+
+
+@pytest.mark.parametrize("codec", [HalfPrecision(), BlockInt8(), BlockSign(block=16), Uncompressed()])
+def test_equal_weights_are_no_weights(codec: Codec) -> None:
+    """So that peers which trained on as much as each other are summed without a pass for their weights."""
+    values = draws(3, 1000)
+    plain, heavy = (Mean().combine(messages(values, [weight] * 3, codec)) for weight in (1.0, 4096.0 * 37))
+    assert np.array_equal(plain, heavy)
+    assert not np.array_equal(plain, Mean().combine(messages(values, [1.0, 1.0, 1.5], codec))), "the control"
 
 
 def test_clip_bounds_what_one_member_can_do() -> None:
