@@ -11,6 +11,7 @@ hears of them with the promises. In groups each member needs, and holds, only wh
 included when all of its group that joined the view hold it.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 
 from protocol.blobs.blob import Blob
@@ -173,20 +174,23 @@ class Leadership:
         return tuple(peer for peer in self._view.contributors if peer not in senders)
 
     def appointment(self, now: float) -> Appointment | None:
-        """The next inclusion of a butterfly, if one is due."""
-        promised = self._watch(now)
-        if self._view.inclusion is not None:
+        """The next inclusion of a butterfly, if one is due: none, where all goes as the roster has it."""
+        promised, view = self._watch(now), self._view
+        if view.included_at is not None:
             return self._replacement(now)
         if not self._electorate.is_quorum(promised) or self.locked() is not None:
             return None
         wanted, able = self._obtainable(), self._able()
         if not wanted or not able:
             return None
-        appointed = able.intersection(self._view.reducers)  # the others have nothing to fetch
-        lacking = {reducer for reducer in appointed if len(self._ready(reducer, wanted)) < len(wanted)}
-        if not lacking:
-            return wanted, self._reassigned(able)
-        return self._forced(wanted, able) if now >= self._forced_at else None
+        appointed = able.intersection(view.reducers)  # the others have nothing to fetch
+        if any(len(self._ready(reducer, wanted)) < len(wanted) for reducer in appointed):
+            return self._forced(wanted, able) if now >= self._forced_at else None
+        reducers = self._reassigned(able)
+        if (wanted, reducers) != (view.included, view.reducers):
+            return wanted, reducers
+        view.included_at = now  # they have begun by themselves
+        return None
 
     def _able(self) -> set[PeerId]:
         """Contributors that may reduce: alive, and not known to be silent while there are others."""
@@ -240,7 +244,10 @@ class Leadership:
 
     @property
     def silent_at(self) -> float:
-        return self._view.included_at + self._settings.grace * float(2 ** max(0, self._view.attempt))
+        """When reducers that have not answered are given up."""
+        if self._view.included_at is None:
+            return math.inf
+        return self._view.included_at + self._settings.grace * float(2**self._view.attempt)
 
     def _still_whole(self, contributions: Contributions, parts: Collection[int]) -> Contributions:
         live = self._present

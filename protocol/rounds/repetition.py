@@ -38,9 +38,9 @@ def _of_leader(state: RoundState, view: View, holding: Statement[Holding]) -> li
     proposal = state.proposal()
     if proposal:
         messages.append((state.others - state.evidence.acknowledged[proposal.digest].keys(), proposal))
-    elif view.inclusion:
-        messages.append((joined, view.inclusion))
-        for part in view.parts():
+    else:
+        messages += [(joined, view.inclusion)] if view.inclusion else []
+        for part in view.parts() if state.settings.sums else ():
             lacking = {peer for peer in joined if not state.evidence.holds(peer, part.body.blob.digest)}
             messages.append((lacking - {part.sender}, part))
     return messages

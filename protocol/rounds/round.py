@@ -5,8 +5,9 @@ A pure state machine: events and the time go in, actions come out; the daemon an
     contributions  ->  all members    each member's message, the first one counts
     roster         <-  leader         the ordered list; a member's first holding of it is its promise to the view
     holdings       ->  leader         which blobs a member has
-    inclusion      <-  leader         (butterfly) whose parts to sum, who sums which; again when a reducer fails
-    parts          ->  all members    (butterfly) the sums
+    parts          ->  all members    (butterfly) the sums, each as soon as its reducer holds what goes into it
+    inclusion      <-  leader         (butterfly) where not all that the roster lists can be summed, or a reducer fails:
+                                      whose parts to sum, and who sums which
     commit         <-  leader         a proposal, which it may make once a majority has joined its view
     acknowledgement -> leader         of the proposal, by whoever holds all that it takes to apply it
     decision       <-  leader         the acknowledgements of a majority: the proposal is decided
@@ -271,7 +272,7 @@ class Round:
 
     def _reduce(self) -> None:
         view = self._state.followed
-        if view is None or view.inclusion is None:
+        if view is None or not self._state.settings.sums:
             return
         for part, reducer in enumerate(view.reducers):
             if reducer == self._state.me and view.part(part) is None:

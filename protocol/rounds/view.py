@@ -15,7 +15,9 @@ ATTEMPTS_AHEAD = 1
 
 
 class View:
-    """`heard`: when its leader last gave a sign of life; `included_at`: when the newest inclusion came."""
+    """`heard`: when its leader last gave a sign of life. Attempt 0 is to sum all that the roster lists, by the reducers
+    that it draws; an inclusion says otherwise. `included_at`: since when every reducer of the newest attempt could sum.
+    """
 
     def __init__(self, ballot: Ballot, roster: Statement[Roster], parts: int, now: float) -> None:
         self.ballot = ballot
@@ -23,7 +25,7 @@ class View:
         self.contributors = tuple(contribution.sender for contribution in roster.body.contributions)
         self.since = now
         self.heard = now
-        self.included_at = now
+        self.included_at: float | None = None
         self.included = roster.body.contributions  # what is to be summed, in roster order
         self.inclusion: Statement[Inclusion] | None = None
         self.announced: dict[tuple[int, int, PeerId], Statement[Part]] = {}
@@ -35,7 +37,7 @@ class View:
 
     @property
     def attempt(self) -> int:
-        return self.inclusion.body.attempt if self.inclusion else -1
+        return self.inclusion.body.attempt if self.inclusion else 0
 
     @property
     def reducers(self) -> tuple[PeerId, ...]:
