@@ -49,6 +49,7 @@ class NodeStatus(BaseModel):
     last_included_round: int | None = Field(default=None, description="number of the round, the first is 0")
     bytes_sent: int = 0
     bytes_received: int = 0
+    bytes_carried: int = Field(default=0, description="passed on between others that cannot reach each other")
     bytes_sent_by_kind: dict[str, int] = {}
     bytes_received_by_kind: dict[str, int] = {}
     direct_port: int = Field(default=0, description="where direct connections are taken; 0: nowhere")
@@ -103,6 +104,7 @@ class NodeStatus(BaseModel):
                 f"sent {short_bytes(self.bytes_sent)}",
                 f"included {self.contributions_included}/{offered}",
                 *self.directness(),
+                *self.carried(),
                 f"contributing: {self.contributing()}",
                 *([f"not saved: {self.unsaved}"] if self.unsaved else []),
             )
@@ -117,6 +119,10 @@ class NodeStatus(BaseModel):
         """`direct to 2 of 3`, where anything was fetched."""
         direct = sum(path.startswith("direct") for path in self.paths.values())
         return (f"direct to {direct} of {len(self.paths)}",) if self.paths else ()
+
+    def carried(self) -> tuple[str, ...]:
+        """`carried 2.1 MB for others`, where that was so."""
+        return (f"carried {short_bytes(self.bytes_carried)} for others",) if self.bytes_carried else ()
 
     def round_of_target(self) -> str:
         return f"round {self.round}" + (f"/{self.target_rounds}" if self.target_rounds else "")

@@ -327,6 +327,82 @@ class Blobs:
             _registered_method=True)
 
 
+class CarriersStub:
+    """Store and forward between peers that cannot reach each other.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Carry = channel.unary_unary(
+                '/murmur.v1.Carriers/Carry',
+                request_serializer=protocol_dot_murmur__pb2.CarryRequest.SerializeToString,
+                response_deserializer=protocol_dot_murmur__pb2.CarryReply.FromString,
+                _registered_method=True)
+
+
+class CarriersServicer:
+    """Store and forward between peers that cannot reach each other.
+    """
+
+    def Carry(self, request, context):
+        """answers when the blob is there to be fetched
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CarriersServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Carry': grpc.unary_unary_rpc_method_handler(
+                    servicer.Carry,
+                    request_deserializer=protocol_dot_murmur__pb2.CarryRequest.FromString,
+                    response_serializer=protocol_dot_murmur__pb2.CarryReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'murmur.v1.Carriers', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('murmur.v1.Carriers', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Carriers:
+    """Store and forward between peers that cannot reach each other.
+    """
+
+    @staticmethod
+    def Carry(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/murmur.v1.Carriers/Carry',
+            protocol_dot_murmur__pb2.CarryRequest.SerializeToString,
+            protocol_dot_murmur__pb2.CarryReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class RunsStub:
     """Missing associated documentation comment in .proto file."""
 

@@ -110,6 +110,37 @@ class BlobsServicer(metaclass=_abc_1.ABCMeta):
 
 def add_BlobsServicer_to_server(servicer: BlobsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class CarriersStub:
+    """Store and forward between peers that cannot reach each other."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> CarriersAsyncStub: ...
+    Carry: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.CarryRequest, _murmur_pb2.CarryReply]
+    """answers when the blob is there to be fetched"""
+
+@_typing.type_check_only
+class CarriersAsyncStub(CarriersStub):
+    """Store and forward between peers that cannot reach each other."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Carry: _aio.UnaryUnaryMultiCallable[_murmur_pb2.CarryRequest, _murmur_pb2.CarryReply]  # type: ignore[assignment]
+    """answers when the blob is there to be fetched"""
+
+class CarriersServicer(metaclass=_abc_1.ABCMeta):
+    """Store and forward between peers that cannot reach each other."""
+
+    @_abc_1.abstractmethod
+    def Carry(
+        self,
+        request: _murmur_pb2.CarryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_murmur_pb2.CarryReply, _abc.Awaitable[_murmur_pb2.CarryReply]]:
+        """answers when the blob is there to be fetched"""
+
+def add_CarriersServicer_to_server(servicer: CarriersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class RunsStub:
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...

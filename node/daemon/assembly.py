@@ -13,7 +13,8 @@ from node.arena import Arena, Contents
 from node.channel import Adopted, Config, FromTrainer, Message, Pausing, Progress, Ready
 from node.checkpoints.checkpoint import Checkpoint, load_newest
 from node.config import NodeSettings, threads_each
-from node.daemon.calls import deliver
+from node.daemon.calls import ask_to_carry, deliver
+from node.daemon.carrying import MESSAGES, Carrying, Surroundings
 from node.daemon.catch_up import Scout
 from node.daemon.keeper import Keeper, restore_inner, restored_offers
 from node.daemon.membership import Members
@@ -29,7 +30,7 @@ from node.daemon.standing import Standing
 from node.daemon.trainer_link import TrainerLink
 from node.daemon.trainer_process import TrainerProcess
 from node.daemon.vows import VowFile
-from node.daemon.wishes import Wishes
+from node.daemon.wishes import Porters, Wishes
 from node.folder import RunFolder
 from node.model import initial_weights, shape_table
 from node.program import decay_of, pacing_of, program_of, round_settings
@@ -48,6 +49,7 @@ from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2 import Signed
 from protocol.murmur_pb2_grpc import (
     add_BlobsServicer_to_server,
+    add_CarriersServicer_to_server,
     add_RoundsServicer_to_server,
     add_RunsServicer_to_server,
 )
@@ -117,7 +119,8 @@ class Assembly:
             manifest.method.recipe, self._shapes.hash(), program.max_parts, MAX_TOKENS, program.max_part_bytes
         )
         self.arena = Arena.create(Contents.of(program))
-        self.store = BlobStore(folder.blobs, STORE_STATES * state_bytes(numel, method) + STORE_EXTRA_BYTES)
+        room = STORE_STATES * state_bytes(numel, method) + MESSAGES * program.max_message_bytes + STORE_EXTRA_BYTES
+        self.store = BlobStore(folder.blobs, room)
         self._workshop = Workshop(program, self.store, decay_of(manifest.train))
         saved = self._load()
         self._offers = restored_offers(saved, program, self.arena, self.store) if saved else Offers(program)
@@ -168,7 +171,23 @@ class Assembly:
         )
         self.blobs = BlobService(self.store, caller, CallerLimits.at_rate(settings.upload))
         self._fetcher = Fetcher(self.store, self.transport.bulk, self._lied, self._rng)
-        self._wishes = Wishes(self._fetcher, self._members.other_trainers)
+        self._wishes = Wishes(
+            self._fetcher, self._members.other_trainers,
+            Porters(
+                self._members.beyond,
+                self._members.between,
+                lambda *asked: ask_to_carry(manifest.run_id, self.transport.channel, *asked),
+            ),
+        )  # fmt: skip
+        self.carrying = Carrying(
+            manifest.run_id, self._terms, self._program.max_message_bytes, manifest.round.exchange_timeout,
+            self._fetcher, self.store,
+            Surroundings(
+                round=lambda: self.replica.chain.round,
+                is_member=self._members.is_trainer,
+                refused=lambda peer, fault: self.standing.refused(peer, fault),
+            ),
+        )  # fmt: skip
 
     def _build_round(self, method: Method) -> None:
         manifest, work = self._settings.manifest, self._work
@@ -180,7 +199,7 @@ class Assembly:
         # Not in the worker thread: no round is to wait while a checkpoint is written.
         self.keeper = Keeper(
             self._folder, manifest, self._shapes, self.store, self.arena, asyncio.to_thread, self.trainer.has_adopted,
-            self.blobs.being_fetched,
+            self.blobs.being_fetched, self.carrying.held,
         )  # fmt: skip
         self.standing = Standing(self._first_status(), self.metrics, self._traffic)
         self.standing.stands_at(self.replica.chain.head, self.replica.blob.digest)
@@ -227,6 +246,7 @@ class Assembly:
             [
                 self.directory.register,
                 lambda server: add_BlobsServicer_to_server(self.blobs, server),
+                lambda server: add_CarriersServicer_to_server(self.carrying, server),
                 lambda server: add_RoundsServicer_to_server(rounds, server),
                 lambda server: add_RunsServicer_to_server(runs, server),
             ],
@@ -274,6 +294,7 @@ class Assembly:
             "loss": status.loss or 0.0,
             "tokens_per_second": status.tokens_per_second,
             "bytes_sent": status.bytes_sent,
+            "bytes_carried": status.bytes_carried,
             "validation_loss": status.validation_loss or 0.0,
             "validation_round": status.validation_round or 0,
             "compute_seconds": spent(status.seconds, "compute", "evaluate"),
@@ -348,6 +369,7 @@ class Assembly:
             "peers": len(self.directory.live()),
             "bytes_sent": self.transport.bytes_sent,
             "bytes_received": self.transport.bytes_received,
+            "bytes_carried": self.carrying.bytes_carried,
             "bytes_sent_by_kind": {"blobs": self.blobs.total_bytes_served},
             "bytes_received_by_kind": {"blobs": self._fetcher.bytes_received},
             "alone": self._members.is_alone(),

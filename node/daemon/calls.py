@@ -1,4 +1,4 @@
-"""Calls to another peer's Rounds service. What goes wrong comes back as UnreachableError or PeerFault, nothing else."""
+"""Calls to another node's daemon. What goes wrong comes back as UnreachableError or PeerFault, nothing else."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -9,8 +9,8 @@ import grpc
 from protocol.errors import LimitError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
-from protocol.murmur_pb2_grpc import RoundsStub
+from protocol.murmur_pb2 import CarryRequest, ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
+from protocol.murmur_pb2_grpc import CarriersStub, RoundsStub
 
 # A decision comes with the acknowledgements of a majority; the bytes are bounded by the transport.
 MAX_ANSWERS = 1024
@@ -42,6 +42,14 @@ async def ask_chain(run_id: RunId, channel: Channels, peer: PeerId, after_round:
     """Its head, the name of its state, and its commits after that round, as far as it has them."""
     request = ChainRequest(run=bytes.fromhex(run_id), after_round=after_round)
     return await _answer(peer, lambda: RoundsStub(channel(peer)).Chain(request, timeout=CHAIN_SECONDS))
+
+
+async def ask_to_carry(
+    run_id: RunId, channel: Channels, peer: PeerId, statement: Signed, digest: bytes, seconds: float
+) -> None:
+    """Have the peer fetch a blob that the statement names; it has it when this returns."""
+    request = CarryRequest(run=bytes.fromhex(run_id), statement=statement, digest=digest)
+    await _answer(peer, lambda: CarriersStub(channel(peer)).Carry(request, timeout=seconds))
 
 
 async def _answer(peer: PeerId, call: Callable[[], Awaitable[Reply]]) -> Reply:

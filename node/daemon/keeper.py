@@ -39,14 +39,15 @@ OUTBOX = "outbox"
 
 class Keeper:
     """`work` runs a function in a thread that may be busy for long; `adopted(round)` waits for the trainer; `wanted`
-    names the blobs that others are fetching."""
+    names the blobs that others are fetching, `carried` those that we hold for them."""
 
     def __init__(
         self, folder: RunFolder, manifest: Manifest, shapes: ShapeTable, store: BlobStore, arena: Arena,
         work: Work, adopted: Callable[[int], Awaitable[bool]], wanted: Callable[[], Collection[bytes]],
+        carried: Callable[[], Collection[bytes]],
     ) -> None:  # fmt: skip
         self._folder, self._manifest, self._shapes, self._store = folder, manifest, shapes, store
-        self._arena, self._work, self._adopted, self._wanted = arena, work, adopted, wanted
+        self._arena, self._work, self._adopted, self._wanted, self._carried = arena, work, adopted, wanted, carried
         self._rounds: deque[set[bytes]] = deque(maxlen=KEPT_ROUNDS)
         self._states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
@@ -65,7 +66,7 @@ class Keeper:
         """After a round (or a jump): drop the blobs that nobody should still ask for."""
         self._rounds.extend({blob.digest for blob in commit.blobs} for commit in commits)
         offered = {part.digest for part in offers.current.parts} if offers.current else set()
-        self._store.retain(set().union(*self._rounds, self._states, offered))
+        self._store.retain(set().union(*self._rounds, self._states, offered, self._carried()))
 
     async def _write_out(self, digest: bytes) -> None:
         try:

@@ -8,6 +8,7 @@ from protocol.membership.directory import Event, Joined, Left
 from protocol.membership.gossip import Directory
 from protocol.membership.own_record import FieldValue
 from protocol.murmur_pb2 import PeerRecord
+from protocol.network.reach import carriers_of, is_hidden
 from protocol.rounds.chain import Chain, Head
 from protocol.rounds.events import Live
 from protocol.rounds.statements import Digest
@@ -40,6 +41,26 @@ class Members:
 
     def other_trainers(self) -> list[PeerId]:
         return [peer for peer in self.trainers() if peer != self._directory.peer_id]
+
+    def beyond(self) -> frozenset[PeerId]:
+        """Who is hidden behind a router as we are, so that only small things pass; empty where nobody could carry."""
+        live = self._directory.live()
+        own = live.get(self._directory.peer_id)
+        if own is None or not is_hidden(own.addresses):
+            return frozenset()
+        unseen = frozenset(peer for peer, record in live.items() if is_hidden(record.addresses))
+        return unseen if self._callable(live) else frozenset()
+
+    def between(self, owner: PeerId) -> list[PeerId]:
+        """Who may carry from a hidden peer to us: first those that it keeps a connection with, as they relay to it."""
+        live = self._directory.live()
+        relays = carriers_of(live[owner].addresses) if owner in live else ()
+        return sorted(self._callable(live), key=lambda peer: (peer not in relays, hash((owner, peer))))
+
+    def _callable(self, live: Mapping[PeerId, PeerRecord]) -> list[PeerId]:
+        """Trainers that others can call."""
+        trainers = ((peer, record.addresses) for peer, record in live.items() if record.role == "trainer")
+        return [peer for peer, addresses in trainers if addresses and not is_hidden(addresses)]
 
     def is_alone(self) -> bool:
         """Whether no other trainer is in reach, though there are some, as far as we know: we met them, or were sent."""

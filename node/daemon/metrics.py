@@ -93,6 +93,8 @@ def _of_status(status: NodeStatus) -> Iterator[Metric]:
     yield CounterMetricFamily("murmur_trainer_restarts", "Deaths of the trainer", value=status.trainer_restarts)
     yield _labelled("murmur_seconds", "Seconds by activity", "activity", status.seconds)
     yield _bytes_moved(status)
+    carried = "Bytes passed on between others that cannot reach each other"
+    yield CounterMetricFamily("murmur_carried_bytes", carried, value=status.bytes_carried)
     yield _labelled("murmur_fetched_bytes", "Bytes of blobs received", "path", status.bytes_fetched_by_path)
     yield _labelled(
         "murmur_direct_refusals", "Direct connections not taken, by reason", "reason", status.direct_refusals

@@ -46,10 +46,10 @@ from protocol.rounds.events import (
     Tick,
     Vow,
 )
-from protocol.rounds.kinds import parse
+from protocol.rounds.kinds import Named, named_blobs, parse
 from protocol.rounds.reports import Part
 from protocol.rounds.round import Round
-from protocol.rounds.statements import Commit, Contribution, Digest, Roster, Statement, Terms
+from protocol.rounds.statements import Commit, Contribution, Digest, Statement, Terms
 
 logger = logging.getLogger(__name__)
 
@@ -251,8 +251,8 @@ class RoundDriver:
 
     async def _arrived(self, blob: Blob) -> bool:
         try:
-            await self._wishes.get(blob, self._settings.exchange_timeout)
-            await self._hooks.work(self._workshop.check, blob, self._number, self._part_of(blob.digest))
+            await self._wishes.get(blob, self._settings.exchange_timeout, lambda: self._offer_of(blob))
+            await self._hooks.work(self._workshop.check, blob, self._number, self._part_of(blob))
         except (UnreachableError, MissingFileError):  # or it was damaged on our disk, and is removed
             return False
         return True
@@ -303,10 +303,19 @@ class RoundDriver:
             self._hooks.broken(error)  # a timer has no caller that would hear of it
             raise
 
-    def _part_of(self, digest: Digest) -> int:
-        """Which part of the model that blob holds."""
-        named = (entry for statement in self._heard.values() for entry in _named_blobs(statement.body))
-        return next((part for part, blob in named if blob.digest == digest), 0)
+    def _named(self, blob: Blob) -> Iterator[Named]:
+        """By whom, and as what, that blob was named in this round."""
+        named = (entry for statement in self._heard.values() for entry in named_blobs(statement))
+        return (entry for entry in named if entry.blob == blob)
+
+    def _part_of(self, blob: Blob) -> int:
+        """Which part of the model it holds."""
+        return next((entry.part for entry in self._named(blob)), 0)
+
+    def _offer_of(self, blob: Blob) -> Signed | None:
+        """Its owner's own words."""
+        said = (entry.statement for entry in self._named(blob))
+        return next((offer.signed for offer in said if isinstance(offer.body, Contribution | Part)), None)
 
     def _sign(self, kind: str, body: Any) -> Signed:
         return sign(self._identity, kind, self._settings.run_id, body)
@@ -321,20 +330,6 @@ class RoundDriver:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a task of round %d broke", self._number, exc_info=error)
             self._hooks.broken(error)
-
-
-def _named_blobs(body: Any) -> Iterator[tuple[int, Blob]]:
-    """The blobs that a statement names, each with its part."""
-    match body:
-        case Contribution():
-            yield from enumerate(body.parts)
-        case Roster():
-            yield from (entry for nested in body.contributions for entry in _named_blobs(nested.body))
-        case Commit():
-            yield from enumerate(body.parts)
-            yield from (entry for nested in body.contributions for entry in _named_blobs(nested.body))
-        case Part():
-            yield body.part, body.blob
 
 
 def _now() -> float:

@@ -1,47 +1,85 @@
 """The blobs that are wanted now and who may have them; sources may change while a fetch is under way.
 
-Between two peers that are both hidden behind routers only small things pass (see `protocol.network.reach`), and some
-owners are slow. Who has fetched a blob has it, too: what stays open is asked of some others as well, store and forward.
+Some owners are slow: what stays open is asked of some others as well, who may have fetched it by now. Between two peers
+that are both hidden behind routers only small things pass (see `protocol.network.reach`): for what only hidden ones
+have, one that can be called is asked to fetch it first, and then gives it to us (`node.daemon.carrying`).
 """
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from protocol.blobs.blob import Blob
 from protocol.blobs.fetch import Fetcher
+from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
+from protocol.murmur_pb2 import Signed
 from protocol.rounds.statements import Digest
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0  # seconds for those who are named, before others are asked as well
 OTHERS = 8
+SMALL_BYTES = 32 * 1024  # goes through a relay, which passes on 128 KiB at a time, beside what else is said
+CARRIERS = 3  # are asked, one after the other
 
 
-class _Wish(NamedTuple):
+@dataclass(frozen=True)
+class Porters:
+    """`beyond`: peers that are out of our reach for all but small things, while there are some who can carry.
+    `between`: who may carry from that peer to us, best first. `ask(carrier, its owner's offer, digest, seconds)`
+    returns when the carrier has the blob; UnreachableError or PeerFault where it does not get it."""
+
+    beyond: Callable[[], frozenset[PeerId]]
+    between: Callable[[PeerId], Sequence[PeerId]]
+    ask: Callable[[PeerId, Signed, Digest, float], Awaitable[None]]
+
+
+async def _ask_nobody(carrier: PeerId, *_: object) -> None:
+    raise UnreachableError(f"{carrier} is not to be asked")
+
+
+NOBODY = Porters(frozenset, lambda owner: (), _ask_nobody)
+
+
+@dataclass
+class _Wish:
     sources: tuple[PeerId, ...]
     since: float
+    beyond: frozenset[PeerId]
+    carriers: list[PeerId] = field(default_factory=list)
 
 
 class Wishes:
     """`everyone` is asked for peers that may have a blob besides those named; `clock` in seconds."""
 
     def __init__(
-        self, fetcher: Fetcher, everyone: Callable[[], Iterable[PeerId]], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, fetcher: Fetcher, everyone: Callable[[], Iterable[PeerId]], porters: Porters = NOBODY,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self._fetcher = fetcher
         self._everyone = everyone
+        self._porters = porters
         self._clock = clock
         self._open: dict[Digest, _Wish] = {}
 
     def want(self, blob: Blob, sources: Sequence[PeerId]) -> bool:
         """Whether this is a new wish; otherwise only its sources are renewed."""
         known = self._open.get(blob.digest)
-        self._open[blob.digest] = _Wish(tuple(sources), known.since if known else self._clock())
-        return known is None
+        if known is not None:
+            known.sources = tuple(sources)
+            return False
+        beyond = self._porters.beyond() if blob.size > SMALL_BYTES else frozenset[PeerId]()
+        self._open[blob.digest] = _Wish(tuple(sources), self._clock(), beyond)
+        return True
 
-    async def get(self, blob: Blob, deadline: float) -> None:
-        """The blob is in the store when this returns; errors are those of Fetcher.fetch."""
-        await self._fetcher.fetch(blob, lambda: self._among(blob.digest), deadline)
+    async def get(self, blob: Blob, deadline: float, offer: Callable[[], Signed | None] = lambda: None) -> None:
+        """The blob is in the store when this returns; errors are those of Fetcher.fetch. `offer`: its owner's."""
+        with self._asking(blob, deadline, offer):
+            await self._fetcher.fetch(blob, lambda: self._among(blob.digest), deadline)
 
     def drop(self, blob: Blob) -> None:
         """It is no longer wanted."""
@@ -58,8 +96,35 @@ class Wishes:
         wish = self._open.get(digest)
         if wish is None or not wish.sources:
             return tuple(self._everyone())
-        if self._clock() - wish.since < PATIENCE:
-            return wish.sources
-        # Python's hash has a salt of its own in each process: the same few at every look, others for other nodes.
-        others = sorted(self._everyone(), key=lambda peer: hash((digest, peer)))[:OTHERS]
-        return tuple(dict.fromkeys([*wish.sources, *others]))
+        asked = [*wish.sources, *wish.carriers]
+        if self._clock() - wish.since >= PATIENCE:
+            # Python's hash has a salt of its own in each process: the same few at every look, others for other nodes.
+            asked += sorted(self._everyone(), key=lambda peer: hash((digest, peer)))[:OTHERS]
+        return tuple(peer for peer in dict.fromkeys(asked) if peer not in wish.beyond)
+
+    @contextmanager
+    def _asking(self, blob: Blob, seconds: float, offer: Callable[[], Signed | None]) -> Iterator[None]:
+        """While inside, somebody is asked to carry what we cannot fetch ourselves."""
+        wish = self._open.get(blob.digest)
+        if wish is None or not wish.sources or not wish.beyond.issuperset(wish.sources):
+            yield
+            return
+        asking = asyncio.create_task(self._ask(blob, wish, offer(), seconds), name=f"carry {blob.name[:12]}")
+        try:
+            yield
+        finally:
+            asking.cancel()
+
+    async def _ask(self, blob: Blob, wish: _Wish, offer: Signed | None, seconds: float) -> None:
+        owner = wish.sources[0]
+        for carrier in self._porters.between(owner)[:CARRIERS]:
+            if offer is None:
+                break
+            try:
+                await self._porters.ask(carrier, offer, blob.digest, seconds)
+            except (UnreachableError, PeerFault) as error:
+                logger.info("%s does not carry blob %s of %s to us: %s", carrier, blob.name[:12], owner, error)
+            else:
+                return wish.carriers.append(carrier)
+        logger.warning("nobody carries blob %s of %s to us; asking there", blob.name[:12], owner)
+        wish.beyond = frozenset()

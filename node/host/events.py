@@ -65,6 +65,7 @@ class PeerNow(Part):
     device: str = ""
     version: str = ""
     reach: Reach = "unknown"
+    carried: Count = Field(default=0, description="bytes passed on between others, as it says")
     carriers: tuple[PeerId, ...] = Field(default=(), description="who relays to it, as it says")
     round: Count = 0
     step: Count = 0

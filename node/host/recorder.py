@@ -20,7 +20,7 @@ from protocol.errors import LimitError
 logger = logging.getLogger(__name__)
 
 KEPT_MESSAGES = 2048  # for those who come again,
-KEPT_BYTES = 8 << 20  # and of them no more than this
+KEPT_BYTES = 2 << 20  # and of them no more than this
 MAX_LISTENERS = 512
 MAX_BEHIND = 256  # messages that a listener may lag
 

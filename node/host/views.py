@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from node.host.events import Facts, PeerNow
 from node.host.state import UNSEEN, Line, Peer, Row, State, lanes_of
 from node.host.words import Tone, short
+from node.status import short_bytes
 from protocol.signed_manifest import fingerprint
 
 DAY = 86_400.0
@@ -128,8 +129,11 @@ def _link(state: State, peer: PeerNow) -> str:
     """By which path others reach it, and for how many it is the path. Ids that it claims are shown if we know them."""
     known = [short(carrier) for carrier in peer.carriers if carrier in state.peers]
     way = f"relay by {', '.join(known)}" if peer.reach == "relay" and known else peer.reach
-    carried = sum(peer.peer in other.now.carriers for other in state.peers.values() if other.gone is None)
-    return f"{way}, relays to {carried}" if carried else way
+    relayed = sum(peer.peer in other.now.carriers for other in state.peers.values() if other.gone is None)
+    services = [f"relays to {relayed}"] if relayed else []
+    if peer.carried:
+        services.append(f"carried {short_bytes(peer.carried)} for others")
+    return ", ".join([way, *services])
 
 
 def line_values(line: Line) -> Values:

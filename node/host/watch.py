@@ -19,7 +19,7 @@ from node.program import program_of
 from protocol.identity import PeerId
 from protocol.membership import directory
 from protocol.murmur_pb2 import PeerRecord
-from protocol.network.reach import RELAYED, carriers_of, is_public
+from protocol.network.reach import carriers_of, is_hidden
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,7 @@ def peer_now(peer: PeerId, record: PeerRecord, sending: float, now: float) -> Pe
         version=record.version,
         reach=_reach(record),
         carriers=carriers_of(record.addresses),
+        carried=_bounded(record.bytes_carried),
         round=_bounded(record.round),
         step=_bounded(record.step),
         tokens=_bounded(record.tokens),
@@ -200,8 +201,7 @@ def peer_now(peer: PeerId, record: PeerRecord, sending: float, now: float) -> Pe
 def _reach(record: PeerRecord) -> Reach:
     if not record.addresses:
         return "unknown"
-    relayed = any(RELAYED in address for address in record.addresses)
-    return "relay" if relayed and not any(map(is_public, record.addresses)) else "direct"
+    return "relay" if is_hidden(record.addresses) else "direct"
 
 
 def _bounded(count: int) -> int:

@@ -31,6 +31,11 @@ def relays_for(listen: Sequence[str], contacts: Sequence[str], outward: str) -> 
     return tuple(address for address in contacts if RELAYED not in address)[:MAX_RELAYS]
 
 
+def is_hidden(addresses: Sequence[str]) -> bool:
+    """Whether a peer with these multiaddresses can be called only through a relay."""
+    return any(RELAYED in address for address in addresses) and not any(map(is_public, addresses))
+
+
 def carriers_of(addresses: Sequence[str]) -> tuple[str, ...]:
     """Whom a peer with these multiaddresses has asked to relay to it, each once: ids as it wrote them, unchecked."""
     ways = [address.partition(RELAYED)[0].rpartition("/p2p/")[2] for address in addresses if RELAYED in address]

@@ -1,10 +1,12 @@
 """All kinds of statements about a round, and how to read one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
+from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError
 from protocol.manifest import RunId
 from protocol.records import open_signed
@@ -25,6 +27,14 @@ KINDS: dict[str, tuple[type[Message], Callable[..., Body]]] = {
 }
 
 
+class Named(NamedTuple):
+    """A blob, the part of the model that it holds, and the statement that names it."""
+
+    blob: Blob
+    part: int
+    statement: Statement[Body]
+
+
 def kind_of(body: Body) -> str:
     return type(body).__name__.lower()
 
@@ -36,3 +46,18 @@ def parse(signed: wire.Signed, run_id: RunId, terms: Terms) -> Statement[Body]:
     message, from_wire = KINDS[signed.kind]
     body = from_wire(open_signed(signed, run_id, signed.kind, message, MAX_STATEMENT_BYTES), run_id, terms)
     return Statement.of(signed, body)
+
+
+def named_blobs(statement: Statement[Body]) -> Iterator[Named]:
+    """Those that a statement, or one inside it, names."""
+    body = statement.body
+    match body:
+        case Contribution():
+            yield from (Named(blob, part, statement) for part, blob in enumerate(body.parts))
+        case Roster():
+            yield from (named for nested in body.contributions for named in named_blobs(nested))
+        case Commit():
+            yield from (Named(blob, part, statement) for part, blob in enumerate(body.parts))
+            yield from (named for nested in body.contributions for named in named_blobs(nested))
+        case Part():
+            yield Named(body.blob, body.part, statement)

@@ -29,6 +29,11 @@ class ScatteredPeer(PeerProcess):
         with self.laboratory.inside(self.node):
             super().start(peers)
 
+    def replace_program(self, code: str) -> None:
+        """It runs this instead of the module that `-m` named, with the same arguments."""
+        python, _, _, *words = self._command
+        self._command = (python, "-c", code, *words)
+
     def public(self) -> tuple[str, ...]:
         """Its addresses that others on the internet can use."""
         return tuple(address for address in self.addresses() if f"/ip4/{self.node.address}/" in address)

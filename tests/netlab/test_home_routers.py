@@ -1,38 +1,60 @@
 """Two peers at home, each behind a router that lets nobody in, and one that everybody can call."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from node.program import program_of
 from node.status import NodeStatus
 from protocol.network.reach import RELAYED
-from tests.netlab.laboratory import Laboratory, Link
-from tests.netlab.scattered import LISTEN, ScatteredPeer, scattered
+from tests.netlab.laboratory import Laboratory, Link, Node
+from tests.netlab.scattered import LISTEN, ScatteredFlock, ScatteredPeer, scattered
 from tests.swarm.flock import ENDLESS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
 
 ROUNDS = 8
 LINK = Link(up=20, down=50, delay=0.01)
+CIRCUIT_BYTES = 128 * 1024  # that a relay passes on
+DENSE: Mapping[str, Mapping[str, Any]] = {
+    "model": {"width": 64, "layers": 2, "hidden": 256},
+    "method": {"codec": {"kind": "none"}, "schedule": {"inner_steps": 10}},
+    "round": {"parts": 3, "exchange_timeout": 4.0},
+    "target": {"rounds": ENDLESS},
+}
+LONELY_ROUNDS = 3
+NOT_CARRIED = "from node.daemon import wishes; wishes.CARRIERS = 0; from node.cli import main; main()"
 
 
 def hidden(status: NodeStatus) -> bool:
     return any(RELAYED in address for address in status.addresses)
 
 
+def homes(laboratory: Laboratory) -> list[Node]:
+    """One that everybody can call, and two at home."""
+    return [laboratory.node(LINK), *(laboratory.node(behind=laboratory.router(LINK)) for _ in range(2))]
+
+
+def wait_until_taken(flock: ScatteredFlock, rounds: int, seconds: float) -> float:
+    """Until so many rounds more have taken the work of each."""
+    told = {status.peer_id: status.contributions_included for status in flock.look()}
+
+    def taken() -> bool:
+        return all(now.contributions_included >= told[now.peer_id] + rounds for now in flock.look())
+
+    return flock.wait(taken, f"the work of all is taken {rounds} times", seconds)
+
+
 def test_hidden_peers_train_together_through_one_that_is_not(laboratory: Laboratory, tmp_path: Path) -> None:
-    nodes = [laboratory.node(LINK), *(laboratory.node(behind=laboratory.router(LINK)) for _ in range(2))]
+    nodes = homes(laboratory)
     manifest = manifest_with(target={"rounds": ENDLESS}, method={"schedule": {"inner_steps": 20}})
     with scattered(tmp_path, manifest, laboratory, nodes) as flock:
         flock.start()
         flock.wait_for_round(1)
-        told = {status.peer_id: status.contributions_included for status in flock.look()}
-
-        def taken() -> bool:
-            return all(now.contributions_included >= told[now.peer_id] + ROUNDS for now in flock.look())
-
-        seconds = flock.wait(taken, f"the work of all is taken {ROUNDS} times", 40)
+        seconds = wait_until_taken(flock, ROUNDS, 40)
         flock.wait_for_agreement(after=max(status.round for status in flock.look()))
         print(f"the work of all was taken {ROUNDS} times in {seconds:.1f} s")
         at_home = flock.peers[1:]
@@ -42,6 +64,27 @@ def test_hidden_peers_train_together_through_one_that_is_not(laboratory: Laborat
             lambda: all(status.peers == 1 for status in flock.look(*at_home)),
             "the control: without the third they lose each other, too",
         )
+
+
+@pytest.mark.timeout(150)
+def test_what_one_hidden_peer_has_for_another_is_carried(laboratory: Laboratory, tmp_path: Path) -> None:
+    manifest, nodes = manifest_with(**DENSE), homes(laboratory)
+    assert program_of(manifest).max_part_bytes > 1.5 * CIRCUIT_BYTES
+    with scattered(tmp_path / "carried", manifest, laboratory, nodes) as flock:
+        flock.start()
+        flock.wait_for_round(1)
+        seconds = wait_until_taken(flock, ROUNDS, 40)
+        flock.wait_for_agreement(after=max(status.round for status in flock.look()))
+        carried = [status.bytes_carried for status in flock.look()]
+        print(f"the work of all was taken {ROUNDS} times in {seconds:.1f} s; carried: {carried}")
+        assert carried[0] > ROUNDS * CIRCUIT_BYTES and carried[1:] == [0, 0]
+    with scattered(tmp_path / "control", manifest, laboratory, nodes) as flock:
+        for peer in flock.scattered:
+            peer.replace_program(NOT_CARRIED)
+        flock.start()
+        flock.wait_for_round(LONELY_ROUNDS, flock.peers[0])
+        taken = [status.contributions_included for status in flock.look()]
+        assert taken[1:] == [0, 0], "the control: nobody carries, and no part arrives"
 
 
 def test_a_host_at_home_is_found_through_its_introducer(laboratory: Laboratory, tmp_path: Path) -> None:

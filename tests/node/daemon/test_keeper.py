@@ -48,8 +48,10 @@ class World:
         self.adopts = True
         self.waited: list[int] = []
         self.wanted: set[bytes] = set()
+        self.carried: set[bytes] = set()
         self.keeper = Keeper(
-            self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted, lambda: self.wanted
+            self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted, lambda: self.wanted,
+            lambda: self.carried,
         )
         self.replica: Replica = replica_in(self.store)
 
@@ -128,6 +130,13 @@ async def test_a_state_that_somebody_is_fetching_stays_while_rounds_go_on(world:
         states.append(world.replica.blob.digest)
         await world.pruned(Offers(PROGRAM), [commit.body])
     assert sum(world.store.has(digest) for digest in states) <= MAX_STATES, "a flood of fetches pins no more"
+
+
+async def test_what_is_carried_for_others_stays(world: World) -> None:
+    carried, other = world.store.put(b"carried"), world.store.put(b"other")
+    world.carried = {carried.digest}
+    await world.pruned(Offers(PROGRAM), [])
+    assert world.store.has(carried.digest) and not world.store.has(other.digest)
 
 
 async def test_prune_after_a_jump_over_many_rounds_keeps_the_newest(world: World) -> None:

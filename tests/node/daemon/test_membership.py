@@ -149,3 +149,24 @@ def test_the_other_trainers_are_without_ourselves_and_those_who_watch() -> None:
     directory = FakeDirectory()
     directory.records |= {"a": PeerRecord(role="trainer"), "b": PeerRecord(role="observer")}
     assert members_of(directory).other_trainers() == ["a"]
+
+
+def at(*addresses: str, role: str = "trainer") -> PeerRecord:
+    return PeerRecord(role=role, addresses=addresses)
+
+
+def test_hidden_peers_are_beyond_reach_of_one_another_while_somebody_can_be_called() -> None:
+    directory = FakeDirectory()
+    relayed = "/ip4/8.8.8.8/tcp/1/p2p/{}/p2p-circuit/p2p/x"
+    at_home = "/ip4/192.168.1.2/tcp/1/p2p/x"
+    directory.records = {"me": at(relayed.format("c")), "a": at(at_home, relayed.format("d")), "b": at(at_home)}
+    members = members_of(directory)
+    assert members.beyond() == {"me", "a"} and members.between("a") == ["b"]
+    directory.records |= {name: at("/ip4/8.8.8.8/tcp/1/p2p/x") for name in "cd"}
+    directory.records |= {"host": at("/ip4/8.8.8.8/tcp/1/p2p/x", role="observer"), "mute": at()}
+    assert members.between("a")[0] == "d" and set(members.between("a")) == {"b", "c", "d"}, "its relay first"
+    assert members.between("gone") != []
+    directory.records["me"] = at("/ip4/8.8.4.4/tcp/1/p2p/x")
+    assert members.beyond() == frozenset(), "we can be called: it can bring us anything"
+    directory.records = {"me": at(relayed.format("c")), "a": at(relayed.format("c"))}
+    assert members.beyond() == frozenset(), "nobody could carry"

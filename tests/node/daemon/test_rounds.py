@@ -254,5 +254,5 @@ def test_the_part_of_a_blob_is_known_from_any_statement(tables: list[Table], tmp
     commit = stated(PEERS[0], Commit(0, 0, HEAD.digest, (mine,), parts))
     driver = table[1].driver
     driver._heard[PEERS[0].peer_id, "commit", 0] = commit
-    assert [driver._part_of(blob.digest) for blob in parts] == [0, 1, 2]
-    assert [driver._part_of(blob.digest) for blob in mine.body.parts] == [0, 1, 2]
+    assert [driver._part_of(blob) for blob in parts] == [0, 1, 2]
+    assert [driver._part_of(blob) for blob in mine.body.parts] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Wishes are new once, their sources change under way, and everybody is asked where nobody is named."""
+"""Wishes are new once, their sources change under way, others are asked as well, and some are asked to carry."""
 
 import asyncio
 from pathlib import Path
@@ -6,10 +6,12 @@ from typing import Any, cast
 
 import pytest
 
-from node.daemon.wishes import PATIENCE, Wishes
+from node.daemon.wishes import PATIENCE, SMALL_BYTES, Porters, Wishes
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.errors import UnreachableError
+from protocol.errors import LimitError, UnreachableError
+from protocol.identity import PeerId
+from protocol.murmur_pb2 import Signed
 from tests.node.small_run import CopyingFetcher, store_in
 
 
@@ -45,7 +47,7 @@ async def test_who_is_named_has_a_while_before_all_others_are_asked(tmp_path: Pa
     _, mine, stores = wishes_in(tmp_path)
     fetcher: Any = CopyingFetcher(mine, stores)
     moment = 10.0
-    wishes = Wishes(cast(Any, fetcher), lambda: ["b"], lambda: moment)
+    wishes = Wishes(cast(Any, fetcher), lambda: ["b"], clock=lambda: moment)
     blob = stores["b"].put(b"x")
     wishes.want(blob, ["a"])
     moment += PATIENCE / 2
@@ -65,3 +67,62 @@ async def test_where_nobody_is_named_everybody_is_asked(tmp_path: Path) -> None:
         assert mine.has(blob.digest)
     with pytest.raises(UnreachableError):
         await wishes.get_from_anyone(stores["a"].put(b"z"), 0.02)
+
+
+LARGE = b"x" * (SMALL_BYTES + 1)
+OFFER = Signed(kind="contribution")
+
+
+class Streets:
+    """a and b are hidden as we are, c and d can be called; what is carried lies in the carrier's store."""
+
+    def __init__(self, folder: Path, carriers: str = "cd", willing: str = "cd") -> None:
+        self.mine, self.stores = store_in(folder / "mine"), {name: store_in(folder / name) for name in "abcd"}
+        self.carriers, self.willing = carriers, willing
+        self.asked: list[PeerId] = []
+        fetcher: Any = CopyingFetcher(self.mine, {name: self.stores[name] for name in "cd"})
+        porters = Porters(lambda: frozenset("ab" if carriers else ""), lambda owner: self.carriers, self.ask)
+        self.wishes = Wishes(fetcher, list, porters)
+        self.reached = fetcher.stores
+
+    async def ask(self, carrier: PeerId, offer: Signed, digest: bytes, seconds: float) -> None:
+        assert offer is OFFER
+        self.asked.append(carrier)
+        if carrier not in self.willing:
+            raise LimitError("it is too much")
+        self.stores[carrier].put(self.stores["a"].read(digest))
+
+    async def get(self, data: bytes, seconds: float = 5.0, sources: str = "a") -> None:
+        blob = self.stores["a"].put(data)
+        self.wishes.want(blob, list(sources))
+        await self.wishes.get(blob, seconds, lambda: OFFER)
+        assert self.mine.read(blob.digest) == data
+
+
+async def test_what_only_hidden_peers_have_is_carried_by_the_first_who_does(tmp_path: Path) -> None:
+    streets = Streets(tmp_path, willing="d")
+    await streets.get(LARGE)
+    assert streets.asked == ["c", "d"]
+
+
+async def test_nobody_is_asked_to_carry_what_is_small_or_what_somebody_in_reach_has(tmp_path: Path) -> None:
+    streets = Streets(tmp_path)
+    streets.reached["a"] = streets.stores["a"]
+    await streets.get(LARGE[1:])
+    streets.stores["c"].put(2 * LARGE)
+    await streets.get(2 * LARGE, sources="ac")
+    assert streets.asked == []
+
+
+@pytest.mark.parametrize(("carriers", "willing"), [("cd", ""), ("", "")])
+async def test_where_nobody_carries_the_owner_is_asked_after_all(tmp_path: Path, carriers: str, willing: str) -> None:
+    streets = Streets(tmp_path, carriers, willing)
+    streets.reached["a"] = streets.stores["a"]
+    await streets.get(LARGE)
+    assert streets.asked == list(carriers)
+
+
+async def test_without_carriers_it_does_not_come(tmp_path: Path) -> None:
+    """The control."""
+    with pytest.raises(UnreachableError):
+        await Streets(tmp_path, willing="").get(LARGE, 0.1)

@@ -5,7 +5,7 @@ import ipaddress
 import pytest
 
 from protocol.network.control import _encoded
-from protocol.network.reach import MAX_RELAYS, carriers_of, is_public, own_address, relays_for
+from protocol.network.reach import MAX_RELAYS, carriers_of, is_hidden, is_public, own_address, relays_for
 
 PEER = "12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"
 CONTACT = f"/ip4/8.8.8.8/tcp/4001/p2p/{PEER}"
@@ -14,6 +14,11 @@ EVERYWHERE = "/ip4/0.0.0.0/tcp/4001"
 
 def test_an_address_that_others_can_use_is_told() -> None:
     assert ipaddress.ip_address(own_address())
+
+
+def test_who_can_be_called_only_through_a_relay() -> None:
+    circuit = f"{CONTACT}/p2p-circuit/p2p/12D3KooWother"
+    assert is_hidden([EVERYWHERE, circuit]) and not is_hidden([CONTACT, circuit]) and not is_hidden([EVERYWHERE])
 
 
 def test_who_relays_to_a_peer() -> None:

@@ -1,0 +1,100 @@
+"""Store and forward: a peer that others can call fetches a blob for one that cannot get it itself, and holds it.
+
+Between two peers that are both hidden behind routers only small things pass (see `protocol.network.reach`). So the one
+that wants a blob asks a third, which both can call, to fetch it, and then fetches it there, checked by its hash as
+ever. What is carried is named by a statement that its owner signed for the round at hand: nobody has anything else
+brought here, and no more of it than a few messages' worth. With the round it is dropped.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from protocol.blobs.blob import Blob
+from protocol.blobs.burden import Burden
+from protocol.blobs.fetch import Fetcher
+from protocol.blobs.store import BlobStore
+from protocol.errors import MalformedError, PeerFault, StaleError, StorageError, UnreachableError
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.murmur_pb2 import CarryReply, CarryRequest
+from protocol.murmur_pb2_grpc import CarriersServicer
+from protocol.network.transport import caller
+from protocol.rounds.kinds import Body, named_blobs, parse
+from protocol.rounds.reports import Part
+from protocol.rounds.statements import Contribution, Statement, Terms
+
+logger = logging.getLogger(__name__)
+
+MESSAGES = 16  # of a peer: so much is carried at once for all others together,
+MESSAGES_EACH = 2  # and for one of them
+
+
+@dataclass
+class Surroundings:
+    """`round`: the one at hand. `is_member`: of the run, and live. `refused`: hears of what is not carried."""
+
+    round: Callable[[], int]
+    is_member: Callable[[PeerId], bool]
+    refused: Callable[[PeerId, PeerFault], None]
+
+
+class Carrying(CarriersServicer):
+    """`message_bytes`: what one peer sends in a round at most; `seconds`: that a fetch may take.
+
+    `bytes_carried` counts what was passed on at somebody's request.
+    """
+
+    def __init__(
+        self, run_id: RunId, terms: Terms, message_bytes: int, seconds: float, fetcher: Fetcher, store: BlobStore,
+        around: Surroundings,
+    ) -> None:  # fmt: skip
+        self._run_id, self._terms, self._seconds = run_id, terms, seconds
+        self._fetcher, self._store, self._around = fetcher, store, around
+        self._burden = Burden(MESSAGES * message_bytes, MESSAGES_EACH * message_bytes)
+        self.bytes_carried = 0
+
+    async def Carry(self, request: CarryRequest, context: Any) -> CarryReply:  # noqa: N802
+        peer = "somebody unknown"
+        try:
+            peer = caller(context)
+            await self._carry(peer, *self._admitted(peer, request))
+        except PeerFault as fault:
+            self._around.refused(peer, fault)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(fault))
+        except (UnreachableError, StorageError) as error:
+            logger.warning("a blob is not carried for %s: %s", peer, error)
+            # The reason stays here: it may name folders.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "it could not be fetched here either")
+        return CarryReply()
+
+    def held(self) -> set[bytes]:
+        """Digests of what is carried in the round at hand, and is to stay."""
+        self._burden.drop_before(self._around.round())
+        return self._burden.digests()
+
+    def _admitted(self, peer: PeerId, request: CarryRequest) -> tuple[Blob, Statement[Body]]:
+        """Raises PeerFault for what is not to be carried."""
+        if request.run.hex() != self._run_id:
+            raise StaleError(f"{peer} asks about another run")
+        statement, now = parse(request.statement, self._run_id, self._terms), self._around.round()
+        if statement.body.round not in (now, now + 1):  # whoever is a moment ahead is not refused
+            raise StaleError(f"{peer} has something of round {statement.body.round} carried, now is {now}")
+        for member in (peer, statement.sender):
+            if not self._around.is_member(member):
+                raise StaleError(f"{member} takes no part in the run")
+        named = named_blobs(statement) if isinstance(statement.body, Contribution | Part) else ()
+        blob = next((entry.blob for entry in named if entry.blob.digest == request.digest), None)
+        if blob is None:
+            raise MalformedError(f"{peer} has a blob carried that {statement.sender} has not named")
+        return blob, statement
+
+    async def _carry(self, peer: PeerId, blob: Blob, statement: Statement[Body]) -> None:
+        if not self._store.has(blob.digest):
+            self._burden.take(peer, blob, statement.body.round)
+            await self._fetcher.fetch(blob, lambda: (statement.sender,), self._seconds)
+        self.bytes_carried += blob.size
+        logger.debug("carried %s of %s for %s", blob.name[:12], statement.sender, peer)

@@ -1,0 +1,116 @@
+"""A blob is carried if its owner named it for the round at hand, a member asks, and it is not too much."""
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from node.daemon import carrying
+from node.daemon.calls import ask_to_carry
+from node.daemon.carrying import Carrying, Surroundings
+from protocol.blobs.blob import Blob
+from protocol.errors import LimitError, UnreachableError
+from protocol.identity import Identity, PeerId
+from protocol.murmur_pb2 import Signed
+from protocol.murmur_pb2_grpc import add_CarriersServicer_to_server
+from protocol.rounds.chain import Head
+from protocol.rounds.reports import Part
+from protocol.rounds.statements import Roster
+from tests.node.small_run import PEERS, RUN_ID, TERMS, CopyingFetcher, contribution_of, payload, stated, store_in
+
+CARRIER, ASKER, OWNER, STRANGER = (identity.peer_id for identity in PEERS[:4])
+ROUND = 5
+HEAD = Head(ROUND, bytes(32), 0)
+
+
+class Scene:
+    """What the owner has, and a carrier behind a real channel."""
+
+    def __init__(self, folder: Path, channel: grpc.aio.Channel) -> None:
+        self.owner, self.store = store_in(folder / "owner"), store_in(folder / "carrier")
+        self.fetcher = CopyingFetcher(self.store, {OWNER: self.owner})
+        self.refused: list[tuple[PeerId, str]] = []
+        self.round, self.channel = ROUND, channel
+        around = Surroundings(
+            round=lambda: self.round,
+            is_member=lambda peer: peer != STRANGER,
+            refused=lambda peer, fault: self.refused.append((peer, type(fault).__name__)),
+        )
+        size = len(payload(0))
+        self.carrying = Carrying(RUN_ID, TERMS, size, 0.3, cast(Any, self.fetcher), self.store, around)
+
+    def message(self, seed: int, by: Identity = PEERS[2], number: int = ROUND) -> tuple[Signed, Blob]:
+        blob = self.owner.put(payload(seed))
+        return stated(by, contribution_of(Head(number, bytes(32), 0), [blob])).signed, blob
+
+    async def ask(self, signed: Signed, blob: Blob, run_id: str = RUN_ID) -> None:
+        await ask_to_carry(run_id, lambda _: self.channel, CARRIER, signed, blob.digest, 5.0)
+
+
+@pytest.fixture
+async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+    monkeypatch.setattr(carrying, "caller", lambda context: ASKER)
+    server = grpc.aio.server()
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+        made = Scene(tmp_path, channel)
+        add_CarriersServicer_to_server(made.carrying, server)
+        server.add_insecure_port(f"unix:{tmp_path}/s")
+        await server.start()
+        yield made
+        await server.stop(None)
+
+
+async def test_what_the_owner_named_is_fetched_held_and_dropped_with_its_round(scene: Scene) -> None:
+    signed, blob = scene.message(1)
+    await scene.ask(signed, blob)
+    assert scene.store.read(blob.digest) == scene.owner.read(blob.digest)
+    assert scene.carrying.held() == {blob.digest} and scene.carrying.bytes_carried == blob.size
+    scene.round += 1
+    assert scene.carrying.held() == set()
+
+
+async def test_a_reduced_part_is_carried_too_and_one_that_is_there_costs_no_fetch(scene: Scene) -> None:
+    blob = scene.owner.put(payload(2))
+    part = stated(PEERS[2], Part(ROUND + 1, 0, bytes(32), 0, 0, blob)).signed
+    for _ in range(2):
+        await scene.ask(part, blob)
+    assert scene.fetcher.asked == [blob] and scene.carrying.bytes_carried == 2 * blob.size
+
+
+async def test_what_is_not_of_this_round_or_of_these_peers_is_refused(scene: Scene) -> None:
+    signed, blob = scene.message(1)
+    other = scene.owner.put(b"a film")
+    roster = stated(PEERS[2], Roster(ROUND, 0, bytes(32), (stated(PEERS[2], contribution_of(HEAD, [blob])),))).signed
+    forged = Signed(kind=signed.kind, peer=OWNER, body=signed.body, signature=bytes(64))
+    strange, far = scene.message(1, PEERS[3])[0], scene.message(1, number=ROUND + 2)[0]
+    old = scene.message(1, number=ROUND - 1)[0]
+    for asked in ((signed, other), (roster, blob), (forged, blob), (strange, blob), (old, blob), (far, blob)):
+        with pytest.raises(LimitError, match="failed_precondition"):
+            await scene.ask(*asked)
+    with pytest.raises(LimitError):
+        await scene.ask(signed, blob, run_id="cd" * 32)
+    assert len(scene.refused) == 7 and scene.fetcher.asked == []
+    assert {name for _, name in scene.refused} == {"MalformedError", "ForgedError", "StaleError"}
+    await scene.ask(signed, blob)  # the control: exactly that one is taken
+
+
+async def test_more_than_a_few_messages_for_one_peer_are_refused(scene: Scene) -> None:
+    taken = []
+    with pytest.raises(LimitError, match="carried already"):
+        for seed in range(10):
+            await scene.ask(*scene.message(seed))
+            taken.append(seed)
+    assert len(taken) == carrying.MESSAGES_EACH
+
+
+async def test_an_owner_that_does_not_answer_is_said_without_names_of_folders(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    signed, blob = scene.message(1)
+    scene.owner.discard(blob.digest)
+    with caplog.at_level(logging.WARNING), pytest.raises(UnreachableError, match="could not be fetched here either"):
+        await scene.ask(signed, blob)
+    assert f"not carried for {ASKER}" in caplog.text and scene.carrying.bytes_carried == 0
