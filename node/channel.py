@@ -23,7 +23,7 @@ WRITE_SECONDS = 30.0
 _LENGTH_BYTES = 4
 M = TypeVar("M")
 
-Fate = Literal["included", "excluded", "none"]
+Fate = Literal["included", "excluded", "lost", "none"]
 Activity = Literal["compute", "encode", "adopt", "wait", "evaluate", "snapshot", "pause"]
 
 
@@ -51,7 +51,11 @@ class Config(_Message):
 
 
 class Adopt(_Message):
-    """The anchor of `round` lies in the arena; `fate` is that of the outstanding message ("none": not decided)."""
+    """The anchor of `round` lies in the arena; `fate` is that of the outstanding message.
+
+    "excluded": no round has it, and none will. "lost": that is not known, so it is neither sent again nor given back.
+    "none": not decided.
+    """
 
     kind: Literal["adopt"] = "adopt"
     round: int = Field(ge=0)
@@ -109,10 +113,11 @@ class Progress(_Message):
 class Message(_Message):
     """The parts of the message for `round` lie one after the other in the outbox until an Adopt tells their fate.
 
-    Tokens, steps and mean loss count from the last message that was included.
+    Tokens, steps and mean loss count from the last message that was included. `serial` counts the trainer's messages.
     """
 
     kind: Literal["message"] = "message"
+    serial: int = Field(default=0, ge=0)
     round: int
     sizes: tuple[int, ...]
     tokens: int

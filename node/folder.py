@@ -5,6 +5,7 @@
     checkpoints/   saved states              peers.json    addresses that worked, for a start without a bootstrap peer
     blobs/         content-addressed files   status.json   the last status of a node that has ended
     tokenizer.json the run's, if it has one  vow.json      what it promised the others in the open round
+    offer.json     the last message of its trainer that others may have
 """
 
 import fcntl
@@ -29,6 +30,7 @@ class RunFolder:
         self.peers = path / "peers.json"
         self.key = path / "key"
         self.vow = path / "vow.json"
+        self.offer = path / "offer.json"
         self.blobs = path / "blobs"
         self.checkpoints = path / "checkpoints"
         self._lock: int | None = None

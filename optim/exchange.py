@@ -52,6 +52,15 @@ class Sender:
         plan.scatter(total, residual)
 
 
+def carried_by(plan: Plan, payloads: Sequence[Payload], numel: int) -> torch.Tensor:
+    """(numel,) bool: of which of a vector's values a message of that round says anything but zero."""
+    message, whole = torch.zeros(plan.numel), torch.zeros(numel)
+    for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
+        message[start:stop] = codec.decode(payload, stop - start)
+    plan.scatter(message, whole)
+    return whole != 0
+
+
 def _decay_and_add(total: Floats, decay: float, sent: Floats) -> None:
     """total <- decay * total + sent, each rounded, slab by slab: a second pass over the memory costs as much again."""
 

@@ -16,13 +16,14 @@ from node.config import NodeSettings, threads_each
 from node.daemon.calls import ask_to_carry, deliver
 from node.daemon.carrying import MESSAGES, Carrying, Surroundings
 from node.daemon.catch_up import Scout
-from node.daemon.keeper import Keeper, restore_inner, restored_offers
+from node.daemon.keeper import Keeper
 from node.daemon.membership import Members
 from node.daemon.metrics import Metrics
-from node.daemon.offers import Offers
+from node.daemon.offer_file import OfferFile
 from node.daemon.participant import Participant
 from node.daemon.post import Post
 from node.daemon.replica import OuterState, Replica, Work, Workshop, state_bytes
+from node.daemon.resumption import restore_inner, restored_offers
 from node.daemon.rounds import Hooks, RoundDriver
 from node.daemon.rounds_service import RoundsService
 from node.daemon.runs_service import RunsService
@@ -123,7 +124,8 @@ class Assembly:
         self.store = BlobStore(folder.blobs, room)
         self._workshop = Workshop(program, self.store, decay_of(manifest.train))
         saved = self._load()
-        self._offers = restored_offers(saved, program, self.arena, self.store) if saved else Offers(program)
+        self._sent = OfferFile(folder.offer)
+        self._offers = restored_offers(saved, program, self.arena, self.store, self._sent)
         self.replica = self._first_replica(method, saved)
         self.metrics = Metrics()
         self._rng = rng
@@ -194,8 +196,9 @@ class Assembly:
         process = TrainerProcess(self.arena, self._trainer_config)
         self._pacing = pacing_of(manifest, self._program)
         self.trainer = TrainerLink(
-            self.peer_id, process, self.arena, self.store, self._offers, work, self._heard, self._pacing.steps
-        )
+            self.peer_id, process, self.arena, self.store, self._offers, self._sent, work, self._heard,
+            self._pacing.steps,
+        )  # fmt: skip
         # Not in the worker thread: no round is to wait while a checkpoint is written.
         self.keeper = Keeper(
             self._folder, manifest, self._shapes, self.store, self.arena, asyncio.to_thread, self.trainer.has_adopted,

@@ -64,8 +64,11 @@ class Scout:
         self._run_id, self._terms, self._chain = run_id, terms, chain
         self._channel, self._state_bytes = channel, state_bytes
 
-    async def find_way(self, peer: PeerId, replay: bool) -> Way:
+    async def find_way(self, peer: PeerId, replay: bool, since: int) -> Way:
         """With `replay` by commits, if they continue our chain; otherwise by taking over the state.
+
+        `since`: the first round that our message was offered to. The other chain may have taken it in a round that we
+        know otherwise, so of a state its commits are asked for from there on.
 
         Raises UnreachableError when `peer` does not answer, PeerFault when its answer is no good.
         """
@@ -76,6 +79,11 @@ class Scout:
             return Way(self._chain.would_lead_to(commits), commits, None)
         if head.digest != mine.digest and not preferred(mine, head):
             raise StaleError(f"{peer} stands at round {head.round}, from which nothing is to be had")
+        if since < mine.round:
+            longer = await ask_chain(self._run_id, self._channel, peer, since)
+            if longer.commits:
+                reply, head = longer, _head(longer)
+                commits = _commits(longer, self._run_id, self._terms)
         return Way(head, _linked(commits, head), self._state(reply, peer))
 
     def _state(self, reply: ChainReply, peer: PeerId) -> Blob:

@@ -16,16 +16,14 @@ import torch
 from node.arena import Arena
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
-from node.daemon.offers import Offer, Offers
+from node.daemon.offers import Offers
 from node.daemon.replica import OuterState, Replica, Work
-from node.daemon.trainer_link import stored_parts
+from node.daemon.resumption import OUTBOX
 from node.folder import RunFolder
 from node.model import ShapeTable
-from node.trainer.inner_state import Counters
-from optim.program import Program
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.errors import CheckpointError, StorageError
+from protocol.errors import StorageError
 from protocol.manifest import Manifest
 from protocol.rounds.chain import Head
 from protocol.rounds.statements import Commit
@@ -34,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 KEPT_ROUNDS = 4  # whose blobs a peer that lags may still fetch
 MAX_STATES = 6  # with those that somebody is still fetching
-OUTBOX = "outbox"
 
 
 class Keeper:
@@ -65,7 +62,7 @@ class Keeper:
     def prune(self, offers: Offers, commits: Iterable[Commit]) -> None:
         """After a round (or a jump): drop the blobs that nobody should still ask for."""
         self._rounds.extend({blob.digest for blob in commit.blobs} for commit in commits)
-        offered = {part.digest for part in offers.current.parts} if offers.current else set()
+        offered = {part.digest for part in offers.last.parts} if offers.last else set()
         self._store.retain(set().union(*self._rounds, self._states, offered, self._carried()))
 
     async def _write_out(self, digest: bytes) -> None:
@@ -137,28 +134,3 @@ class _Moment:
     @classmethod
     def of(cls, replica: Replica, offers: Offers) -> "_Moment":
         return cls(replica.chain.head, replica.state, offers.to_json())
-
-
-def restore_inner(saved: Checkpoint, arena: Arena) -> None:
-    """Put the trainer's part of a checkpoint back where a trainer looks for it."""
-    if not saved.inner:
-        return
-    outbox = saved.inner[OUTBOX].numpy().tobytes()
-    arena.outbox[: len(outbox)] = outbox
-    vectors = {name: vector for name, vector in saved.inner.items() if name != OUTBOX}
-    if {name: vector.numel() for name, vector in vectors.items()} != dict(arena.contents.vectors):
-        raise CheckpointError("the checkpoint holds the state of another method; choose another folder or remove it")
-    arena.write_snapshot(vectors, saved.inner_meta)
-
-
-def restored_offers(saved: Checkpoint, program: Program, arena: Arena, store: BlobStore) -> Offers:
-    """The message that was on its way, too: a round may have taken it while we were away, which must not happen twice.
-
-    After `restore_inner`.
-    """
-    offers = Offers.from_json(program, saved.chain["offer"])
-    outstanding = Counters.model_validate(saved.inner_meta).outstanding
-    if outstanding is not None and offers.fate_of(outstanding.round) == "none":
-        message = outstanding.message()
-        offers.place(Offer(message, stored_parts(store, arena, message)))
-    return offers

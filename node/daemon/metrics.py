@@ -23,7 +23,7 @@ from starlette.routing import Route
 from node.status import NodeStatus
 from node.web import EVERYWHERE, host_and_port, listening, serving
 
-Outcome = Literal["included", "excluded", "missed", "failed"]
+Outcome = Literal["included", "excluded", "lost", "missed", "failed"]
 CatchUp = Literal["replayed", "skipped"]
 MAX_CONNECTIONS = 32
 
@@ -48,7 +48,8 @@ class Metrics(Collector):
         self._status = status
 
     def round_ended(self, outcome: Outcome) -> None:
-        """`missed`: a round was committed without an offer of ours; `failed`: it was given up by all."""
+        """`missed`: a round was committed without an offer of ours; `lost`: what became of it is not known; `failed`:
+        it was given up by all."""
         self.rounds[outcome] += 1
 
     def was_absent(self, reason: str, rounds: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from node.channel import Fate
 from node.daemon.catch_up import Scout, Way, ahead, best, is_time_to_go
 from node.daemon.keeper import KEPT_ROUNDS, Keeper
 from node.daemon.membership import Members
@@ -156,7 +157,7 @@ class Participant:
 
     async def _apply(self, commit: Statement[Commit]) -> None:
         await self.replica.apply(commit, await self._obtain(commit.body))
-        await self._settle([commit.body])
+        await self._settle([commit.body], self.trainer.settle([commit.body], self.replica.chain.round))
 
     async def _obtain(self, commit: Commit) -> Share:
         """What of a commit is for us, with its blobs in the store."""
@@ -174,10 +175,9 @@ class Participant:
                 logger.warning("round %d is applied here without %s: %s", commit.round, entry.sender, error)
         return tuple(held)
 
-    async def _settle(self, commits: list[Commit]) -> None:
+    async def _settle(self, commits: list[Commit], fate: Fate) -> None:
         """A new state is in place: tell the trainer, the others and the disk."""
         replica, self._ahead_since = self.replica, None
-        fate = self.trainer.settle(commits, replica.chain.round)
         self.standing.applied(replica.chain.head, replica.blob.digest, commits, fate)
         self.members.announce_head(replica.chain.head, replica.blob.digest)
         await self.trainer.adopt(replica.chain.round, self._shared())
@@ -236,7 +236,7 @@ class Participant:
         # The blobs of long ago are gone, and one state costs no more than many rounds.
         replay = not (replace or self._replay_failed) and head.round - self.replica.chain.round <= KEPT_ROUNDS
         try:
-            await self._follow(await self.scout.find_way(peers[0], replay))
+            await self._follow(await self.scout.find_way(peers[0], replay, self._offered_since()))
             self._replay_failed = False
         except (UnreachableError, PeerFault, MissingFileError) as error:
             logger.warning("cannot follow %s to round %d: %s", peers[0], head.round, error)
@@ -245,15 +245,22 @@ class Participant:
                 self._avoided[peers[0]] = asyncio.get_running_loop().time() + AVOID_SECONDS
             await self._look()
 
+    def _offered_since(self) -> int:
+        """The first round that may have taken the message that is on its way."""
+        offers, number = self.trainer.offers, self.replica.chain.round
+        return min(offers.since, number) if offers.current else number
+
     async def _follow(self, way: Way) -> None:
         """Replay the rounds that we missed, or take over another state."""
         if way.state is not None:
-            missed = max(0, way.head.round - self.replica.chain.round)
+            before = self.replica.chain.round
             self._tell_way(f"fetching the state of round {way.head.round} ({short_bytes(way.state.size)})")
             await self.wishes.get_from_anyone(way.state, STATE_SECONDS + way.state.size / SLOWEST_BYTES)
             await self.replica.take_over(way.head, way.state, way.commits)
-            self.standing.caught_up("skipped", missed)
-            await self._settle([commit.body for commit in way.commits])
+            self.standing.caught_up("skipped", max(0, way.head.round - before))
+            commits = [commit.body for commit in way.commits]
+            fate = self.trainer.jump(commits, way.head.round)
+            await self._settle([commit for commit in commits if commit.round >= before], fate)
         else:
             self._tell_way(f"replaying {len(way.commits)} rounds from round {self.replica.chain.round} on")
             for commit in way.commits:

@@ -70,7 +70,7 @@ class Standing:
             logger.info("round %d: %s, ours included, digest %s", head.round, went_in, mark)
         else:
             word, text = self._exclude(fate, len(commits))
-            ours = "excluded" if fate == "excluded" else "not among them"
+            ours = fate if fate != "none" else "not among them"
             logger.info("round %d: %s, ours %s (%s), digest %s", head.round, went_in, ours, word, mark)
             logger.debug("round %d went without us: %s", head.round, text)
         for _ in commits[fate != "none" :]:
@@ -88,6 +88,9 @@ class Standing:
             found = Absence("excluded", "our message came too late for several rounds; later ones carry its work")
             self._metrics.round_ended("excluded")
             self._set(contributions_excluded=self._status.contributions_excluded + 1)
+        elif fate == "lost":
+            found = Absence("lost", "rounds that are not known here may have taken our message; it is not sent again")
+            self._metrics.round_ended("lost")
         self._metrics.was_absent(found.word, rounds)
         self._set(absence=found.text)
         return found

@@ -9,7 +9,7 @@ that of the next message. So nothing is sent to a trainer between its death and 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,7 @@ from node.channel import (
     Progress,
     Ready,
 )
+from node.daemon.offer_file import OfferFile
 from node.daemon.offers import Offer, Offers
 from node.daemon.trainer_process import TrainerProcess
 from protocol.blobs.blob import Blob
@@ -46,11 +47,11 @@ class TrainerLink:
     `steps`: how many to make for a round by its number."""
 
     def __init__(
-        self, me: PeerId, process: TrainerProcess, arena: Arena, store: BlobStore, offers: Offers,
+        self, me: PeerId, process: TrainerProcess, arena: Arena, store: BlobStore, offers: Offers, sent: OfferFile,
         work: Callable[..., Awaitable[Any]], heard: Callable[[FromTrainer], None], steps: Callable[[int], int],
     ) -> None:  # fmt: skip
         self._me, self._process, self._arena, self._store = me, process, arena, store
-        self.offers = offers
+        self.offers, self._sent = offers, sent
         self._work, self._heard, self._steps = work, heard, steps
         self._round = 0
         self._started = asyncio.Event()
@@ -102,9 +103,13 @@ class TrainerLink:
             self._running = False
             self._changed.notify_all()
 
-    def settle(self, commits: Iterable[Commit], number: int) -> Fate:
+    def settle(self, commits: Sequence[Commit], number: int) -> Fate:
         """What these commits, in order, mean for the message that is on its way, and that we stand before `number`."""
         return self.offers.reach(self._me, commits, number)
+
+    def jump(self, commits: Sequence[Commit], number: int) -> Fate:
+        """The same where we took over the state before `number`. `commits`: what is known of that chain."""
+        return self.offers.jump(self._me, commits, number)
 
     async def adopt(self, round_number: int, shared: Sequence[Tensor]) -> None:
         """Hand the trainer a new anchor, and the fate of its message if that is decided."""
@@ -177,11 +182,16 @@ class TrainerLink:
             return
         self._outstanding = message.round
         async with self.placing:
-            # Not copied: the outbox stays as it is until the fate of this message is told.
-            self.offers.place(Offer(message, await self._work(stored_parts, self._store, self._arena, message)))
+            self.offers.place(await self._work(self._stored, message), self._round)
         # Made for a round that was decided meanwhile: the one that is open may be unable to take it.
         if self.offers.arrive(self._round) != "none" and self._process.deaths == self._greeted:
             await self._tell()
+
+    def _stored(self, message: Message) -> Offer:
+        # Not copied: the outbox stays as it is until the fate of this message is told.
+        offer = Offer(message, stored_parts(self._store, self._arena, message))
+        self._sent.save(offer)
+        return offer
 
 
 def stored_parts(store: BlobStore, arena: Arena, message: Message) -> tuple[Blob, ...]:

@@ -9,7 +9,7 @@ from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.rounds.statements import Commit, Digest
 
-End = Literal["under way", "included", "given back", "died"]
+End = Literal["under way", "included", "given back", "lost", "died"]
 Key = tuple[PeerId, int]  # who made it, in which round
 
 

@@ -243,15 +243,13 @@ class VirtualPeer:
         self._pending = None
         self.applied = self.swarm.vault.apply(self.applied, commit.body, share)
         self.chain.append(commit)
-        self._settle([commit.body])
+        self._settle(self.offers.current, self.offers.reach(self.name, [commit.body], self.chain.round))
 
-    def _settle(self, commits: Sequence[Commit]) -> None:
-        """A new state is in place."""
+    def _settle(self, offer: Offer | None, fate: Fate) -> None:
+        """A new state is in place; what became of the message that was on its way."""
         self._behind_since = None
-        offer = self.offers.current
-        fate = self.offers.reach(self.name, commits, self.chain.round)
         if offer is not None and fate != "none":
-            end: End = "included" if fate == "included" else "given back"
+            end: End = "given back" if fate == "excluded" else fate
             self.swarm.ledger.settle(self.name, offer.message.round, end)
         self.swarm.arrived(self)
         if self.learner is None:
@@ -327,7 +325,8 @@ class VirtualPeer:
             return  # whoever was further has died
         level = [peer for peer in swarm.peers.values() if peer.alive and peer.chain.head == best.chain.head]
         source = min(level, key=lambda peer: swarm.links.backlog(peer.slot))
-        head, applied, commits = source.chain.head, source.applied, source.chain.since(self.chain.round) or ()
+        since = min(self.chain.round, self.offers.since) if self.offers.current else self.chain.round
+        head, applied, commits = source.chain.head, source.applied, source.chain.since(since) or ()
         self._taking_over, self._machine = True, None
         self._inbox.clear()
         swarm.ledger.takeovers += 1
@@ -343,7 +342,8 @@ class VirtualPeer:
             return
         self.applied = self.swarm.vault.load(applied[1])
         self.chain.restart(head, commits)
-        self._settle([commit.body for commit in commits])
+        offer, bodies = self.offers.current, [commit.body for commit in commits]
+        self._settle(offer, self.offers.jump(self.name, bodies, head.round))
 
     def train(self) -> None:
         """What the trainer does next."""

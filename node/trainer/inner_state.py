@@ -53,13 +53,26 @@ class Work(_Record):
 class Outstanding(_Record):
     """A message whose fate is not known; its parts lie in the outbox. `work` counts from the last included one."""
 
+    serial: NonNegativeInt = 0
     round: NonNegativeInt
     sizes: tuple[NonNegativeInt, ...]
     work: Work
 
     def message(self) -> Message:
         work = self.work
-        return Message(round=self.round, sizes=self.sizes, tokens=work.tokens, steps=work.steps, loss=work.mean_loss)
+        return Message(
+            serial=self.serial,
+            round=self.round,
+            sizes=self.sizes,
+            tokens=work.tokens,
+            steps=work.steps,
+            loss=work.mean_loss,
+        )
+
+    @classmethod
+    def of(cls, message: Message) -> Self:
+        work = Work(tokens=message.tokens, steps=message.steps, loss=message.loss * message.steps)
+        return cls(serial=message.serial, round=message.round, sizes=message.sizes, work=work)
 
 
 class Counters(_Record):
@@ -73,6 +86,7 @@ class Counters(_Record):
     skipped: NonNegativeInt = 0
     since_message: Work = Work()
     unreported: Work = Work()  # of messages that were excluded
+    messages: NonNegativeInt = 0  # made so far
     outstanding: Outstanding | None = None
     seconds: dict[Activity, float] = {}
 
@@ -141,11 +155,12 @@ class InnerState:
         self._begin_anew(live)
         self._age(self.plan.steps - counters.since_message.steps)
         outstanding = Outstanding(
+            serial=counters.messages + 1,
             round=counters.round,
             sizes=tuple(len(part) for part in parts),
             work=counters.unreported + counters.since_message,
         )
-        self.update(outstanding=outstanding, since_message=Work(), unreported=Work())
+        self.update(messages=outstanding.serial, outstanding=outstanding, since_message=Work(), unreported=Work())
         return outstanding.message()
 
     def _progress(self, live: Tensor) -> Progress:

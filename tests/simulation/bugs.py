@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from node.daemon.offers import Offers
+from node.daemon.offers import Offer, Offers
 from protocol.rounds.election import Electorate
 from protocol.rounds.leadership import Leadership
 from protocol.rounds.round import Round, Sum
@@ -128,6 +128,15 @@ def takes_its_message_back_from_a_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Offers, "settle", settle)
 
 
+def forgets_what_it_sent(patch: pytest.MonkeyPatch) -> None:
+    resume = Offers.resume
+
+    def resumed(self: Offers, outstanding: Offer | None, made: int, sent: Offer, number: int) -> str:
+        return resume(self, outstanding, made, None, number)
+
+    patch.setattr(Offers, "resume", resumed)
+
+
 FORK, STUCK = "two commits", "stuck"
 RELAPSES = ("relapse",)
 BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it shows soon
@@ -143,6 +152,7 @@ BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it 
     (sums_what_came_late, "a sum of something else", FAULTS),
     (forgets_what_was_left_out, "work got lost", FAULTS),
     (takes_its_message_back_from_a_commit, "applied", FAULTS),
+    (forgets_what_it_sent, "applied", FAULTS),
 ]
 RARE_BUGS: list[tuple[Bug, str, int]] = [  # and a seed of very few that show it
     (asks_only_a_majority_of_the_rest, FORK, 6690),

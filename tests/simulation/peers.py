@@ -88,7 +88,7 @@ class Peer:
         self._life += 1
         disk, now = self.disk, self.network.now
         self.chain = Chain(disk.head, disk.commits)
-        self.progress.restore(disk.progress)
+        self.progress.restore(disk.progress, disk.head.round)
         self.vow = disk.last_vow()
         self._is_writing = False
         self.attendance = Attendance(self.network.scenario.settings().leader_timeout)
@@ -280,11 +280,11 @@ class Peer:
     def _append(self, commit: Statement[Commit]) -> None:
         self.swarm.ledger.append(self.chain.head, commit.body)
         self.chain.append(commit)
-        self._settle((commit,))
+        self._settle((commit,), jumped=False)
 
-    def _settle(self, commits: tuple[Statement[Commit], ...]) -> None:
+    def _settle(self, commits: tuple[Statement[Commit], ...], jumped: bool) -> None:
         """A new head: the fate of our message, a checkpoint, and the next round."""
-        self.progress.settle(commits, self.chain.round)
+        self.progress.settle(commits, self.chain.round, jumped)
         kept = self.chain.since(max(0, self.chain.round - KEPT_COMMITS)) or ()
         self.disk.head, self.disk.commits, self.disk.progress = self.chain.head, kept, self.progress.save()
         self.swarm.moved(self)
@@ -345,6 +345,8 @@ class Peer:
         if not preferred(self.chain.head, theirs.head):
             return
         self.network.say(self.name, f"takes over the chain at round {theirs.round}")
-        missed = theirs.since(self.chain.round) or ()
+        offers = self.progress.offers
+        since = min(self.chain.round, offers.since) if offers.current else self.chain.round
+        missed = theirs.since(since) or ()
         self.chain = Chain(theirs.head, theirs.since(max(0, theirs.round - KEPT_COMMITS)) or ())
-        self._settle(missed)
+        self._settle(missed, jumped=True)

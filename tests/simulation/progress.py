@@ -6,7 +6,7 @@ node itself (`node.daemon.offers`); here its verdicts are compared with what the
 
 import itertools
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from node.channel import Message
 from node.daemon.offers import Offer, Offers
@@ -67,13 +67,13 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a start after a kill goes on from.
+    """A checkpoint: the last fate, the trainer's residual and all that it has made, and its message on its way."""
 
-    The residual is not: a message that was made after the checkpoint may have carried it, and have been taken.
-    """
-
-    offer: Offer | None
+    decided: dict[str, Any] | None
     units: Units
+    residual: Units
+    made: int
+    outstanding: Offer | None
 
 
 class Progress:
@@ -84,6 +84,8 @@ class Progress:
         self._program = cast(Program, Plans(scenario.carries))
         self.offers = Offers(self._program)
         self.units = self.residual = NONE
+        self.made = 0  # messages
+        self.sent: Offer | None = None  # the last of them, which is on disk before anybody hears of it
 
     def train(self, number: int) -> None:
         """A new message for that round, unless the last one is still on its way."""
@@ -96,30 +98,44 @@ class Progress:
         ledger.contents[parts] = content
         for blob in parts:
             ledger.owners[blob.digest], ledger.made_for[blob.digest] = self._name, number
-        self.offers.place(Offer(Message(round=number, sizes=(1,), tokens=100, steps=10, loss=2.5), parts))
+        self.made += 1
+        message = Message(serial=self.made, round=number, sizes=(1,), tokens=100, steps=10, loss=2.5)
+        self.sent = Offer(message, parts)
+        self.offers.place(self.sent)
 
     def contribution(self, head: Head) -> Contribution | None:
         current = self.offers.current
         return None if current is None else current.contribution(head, self._scenario.terms())
 
-    def settle(self, commits: tuple[Statement[Commit], ...], number: int) -> None:
-        """What these commits mean for the message that is on its way."""
-        current = self.offers.current
-        fate = self.offers.reach(self._name, [commit.body for commit in commits], number)
-        if fate == "excluded" and current is not None:
+    def settle(self, commits: tuple[Statement[Commit], ...], number: int, jumped: bool) -> None:
+        """What these commits mean for the message that is on its way. `jumped`: they are of another chain, perhaps."""
+        current, reach = self.offers.current, self.offers.jump if jumped else self.offers.reach
+        fate = reach(self._name, [commit.body for commit in commits], number)
+        if current is not None and fate == "excluded":
             self.residual |= self._ledger.contents[current.parts]
+        elif current is not None and fate == "lost":
+            self.units -= self._ledger.contents[current.parts]
 
-    def check(self, chain: Chain) -> None:
-        """Once everything is settled. AssertionError: work is lost, or will be applied a second time."""
-        applied, current = self._ledger.applied[chain.digest], self.offers.current
-        pending = self.residual | (self._ledger.contents[current.parts] if current else NONE)
-        assert self.units <= applied | pending, "work got lost"
-        assert not applied & pending, "work is applied, and will be again"
+    def check_once(self, chain: Chain) -> None:
+        """Once everything is settled. AssertionError: work will be applied a second time."""
+        assert not self._ledger.applied[chain.digest] & self._pending, "work is applied, and will be again"
+
+    def check_kept(self, chain: Chain) -> None:
+        """Once everything is settled. AssertionError: work is lost."""
+        assert self.units <= self._ledger.applied[chain.digest] | self._pending, "work got lost"
+
+    @property
+    def _pending(self) -> Units:
+        current = self.offers.current
+        return self.residual | (self._ledger.contents[current.parts] if current else NONE)
 
     def save(self) -> Saved:
-        return Saved(self.offers.current, self.units - self.residual)
+        return Saved(self.offers.to_json(), self.units, self.residual, self.made, self.offers.current)
 
-    def restore(self, saved: Saved) -> None:
-        """What was made since then is lost with the memory, unless a round has taken it."""
-        self.offers = Offers(self._program)
-        self.offers.current, self.units, self.residual = saved.offer, saved.units, NONE
+    def restore(self, saved: Saved, number: int) -> None:
+        """What was made since then is lost with the memory, unless it is in the message that was on its way."""
+        self.offers, sent = Offers.from_json(self._program, saved.decided), self.sent
+        self.made, self.units, self.residual = saved.made, saved.units, saved.residual
+        if sent is not None and self.offers.resume(saved.outstanding, saved.made, sent, number) != "none":
+            content, self.made, self.residual = self._ledger.contents[sent.parts], sent.message.serial, NONE
+            self.units = self.units | content if self.offers.current else self.units - content

@@ -176,9 +176,10 @@ class Story:
             place = f"round {peer.chain.round}, view {peer.round.view}"
             assert peer.chain.round >= self.swarm.scenario.rounds, f"{peer.name[-4:]} is stuck in {place}"
         assert self.swarm.is_done(), "the chains differ"
-        if not self.isolating:
-            for peer in alive:
-                peer.progress.check(peer.chain)
+        for peer in alive:
+            if not self.isolating:
+                peer.progress.check_once(peer.chain)
+                peer.progress.check_kept(peer.chain)
 
     def print_trace(self) -> None:
         sys.stdout.write(f"seed {self.seed}: {self.swarm.scenario}\n")

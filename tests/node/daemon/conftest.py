@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.node.daemon.kept import World
 from tests.node.daemon.seats import Table
 
 
@@ -24,3 +25,12 @@ async def tables(tmp_path: Path) -> AsyncIterator[list[Table]]:
 def table(tables: list[Table], tmp_path: Path) -> Table:
     tables.append(Table(tmp_path, 3, "gather"))
     return tables[0]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.adopted.set()
+    await made.keeper.saved()
+    made.arena.close()

@@ -1,7 +1,7 @@
 """A peer's loop with plain stand-ins around a real replica."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -90,6 +90,10 @@ class FakeTrainer:
         self.offers.arrive(number)
         return self.fates[-1] if self.fates else "none"
 
+    def jump(self, commits: Sequence[Commit], number: int) -> str:
+        self.fates.append(self.offers.jump(ME, commits, number))
+        return self.fates[-1]
+
     async def adopt(self, round_number: int, anchor: object) -> None:
         self.adopted.append(round_number)
 
@@ -117,7 +121,7 @@ class FakeScout:
         self.faults: dict[PeerId, Exception] = {}
         self.asked: list[tuple[PeerId, bool]] = []
 
-    async def find_way(self, peer: PeerId, replay: bool) -> Way:
+    async def find_way(self, peer: PeerId, replay: bool, since: int) -> Way:
         self.asked.append((peer, replay))
         await asyncio.sleep(0)
         if peer in self.faults:

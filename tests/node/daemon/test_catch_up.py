@@ -13,6 +13,7 @@ from protocol.errors import ForgedError, LimitError, MalformedError, PeerFault, 
 from protocol.murmur_pb2 import ChainReply, ChainRequest, PeerRecord
 from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
 from protocol.rounds.chain import Chain, Head
+from protocol.rounds.statements import MAX_ROUND
 from tests.node.small_run import (
     PEERS,
     RUN_ID,
@@ -62,8 +63,8 @@ class World:
         fields |= {"state": self.theirs.blob.to_wire(), "commits": [commit.signed for commit in commits]}
         self.answer.reply = ChainReply(**(fields | changes))
 
-    async def way(self, replay: bool = True) -> Way:
-        return await self.scout().find_way(THEM, replay)
+    async def way(self, replay: bool = True, since: int = MAX_ROUND) -> Way:
+        return await self.scout().find_way(THEM, replay, since)
 
 
 @pytest.fixture

@@ -1,94 +1,20 @@
 """What is kept: the blobs that others may ask for, and on disk never less than the round before the last."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from node.arena import RESIDUAL, Arena, Contents
 from node.channel import Message
 from node.checkpoints import checkpoint
-from node.daemon.keeper import KEPT_ROUNDS, MAX_STATES, Keeper, restore_inner, restored_offers
+from node.daemon.keeper import KEPT_ROUNDS, MAX_STATES
 from node.daemon.offers import Offer, Offers
-from node.daemon.replica import Replica
-from node.folder import RunFolder
-from node.trainer.inner_state import Counters, Outstanding, Work
-from optim.recipes import compose
 from protocol.blobs.blob import Blob
-from protocol.errors import CheckpointError, StorageError
+from protocol.errors import StorageError
 from protocol.rounds.chain import Head
-from protocol.rounds.statements import Commit
-from tests.node.small_run import (
-    MANIFEST,
-    PEERS,
-    PROGRAM,
-    RUN_ID,
-    SHAPES,
-    at_once,
-    commit_of,
-    grown,
-    program_of,
-    replica_in,
-    store_in,
-    until,
-)
-
-OUTBOX = b"firstsecond"
-
-
-class World:
-    def __init__(self, folder: Path) -> None:
-        self.folder = RunFolder(folder)
-        self.store = store_in(self.folder.blobs)
-        self.arena = Arena.create(Contents.of(PROGRAM))
-        self.adopted = asyncio.Event()
-        self.adopts = True
-        self.waited: list[int] = []
-        self.wanted: set[bytes] = set()
-        self.carried: set[bytes] = set()
-        self.keeper = Keeper(
-            self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted, lambda: self.wanted,
-            lambda: self.carried,
-        )
-        self.replica: Replica = replica_in(self.store)
-
-    async def has_adopted(self, round_number: int) -> bool:
-        self.waited.append(round_number)
-        await self.adopted.wait()
-        return self.adopts
-
-    def snapshot(self, outstanding: int | None = None) -> None:
-        sizes, work = (5, 6), Work(tokens=100, steps=5, loss=15.0)
-        waiting = None if outstanding is None else Outstanding(round=outstanding, sizes=sizes, work=work)
-        held = self.arena.contents.vectors
-        vectors = {name: torch.full((size,), float(place)) for place, (name, size) in enumerate(held)}
-        self.arena.outbox[: len(OUTBOX)] = OUTBOX
-        self.arena.write_snapshot(vectors, Counters(round=3, outstanding=waiting).model_dump(mode="json"))
-
-    async def pruned(self, offers: Offers, commits: Sequence[Commit]) -> None:
-        await self.keeper.replace(self.replica.blob)
-        self.keeper.prune(offers, commits)
-
-    def saved(self) -> list[int]:
-        folder = self.folder.checkpoints
-        return sorted(int(path.name.split("-")[-1]) for path in folder.iterdir()) if folder.is_dir() else []
-
-    def loaded(self) -> checkpoint.Checkpoint:
-        found, skipped = checkpoint.load_newest(self.folder.checkpoints, RUN_ID, SHAPES)
-        assert found is not None and not skipped
-        return found
-
-
-@pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    made = World(tmp_path)
-    yield made
-    made.adopted.set()
-    await made.keeper.saved()
-    made.arena.close()
+from tests.node.daemon.kept import World
+from tests.node.small_run import PROGRAM, commit_of, grown, until
 
 
 def offer_of(*blobs: Blob) -> Offer:
@@ -109,6 +35,9 @@ async def test_prune_keeps_the_last_rounds_and_states_and_the_offer(world: World
     assert not any(store.has(digest) for digest in {*messages[:-KEPT_ROUNDS], *states[:-1]})
     assert offers.current is not None and all(store.has(part.digest) for part in offers.current.parts)
     offers.current = None
+    await world.pruned(offers, [])
+    assert store.has(Blob.of(b"ours, part 0").digest), "a start from an older checkpoint asks for it"
+    offers.place(offer_of(store.put(b"the next one")))
     await world.pruned(offers, [])
     assert not store.has(Blob.of(b"ours, part 0").digest)
 
@@ -208,52 +137,3 @@ async def test_a_fault_of_our_own_is_not_survived(world: World, monkeypatch: pyt
         with pytest.raises(ZeroDivisionError):
             await world.keeper.saved()
     world.keeper._saving = None
-
-
-async def test_trainer_and_message_come_back_from_disk(world: World, tmp_path: Path) -> None:
-    world.snapshot(outstanding=3)
-    await world.keeper.save_now(world.replica, Offers(PROGRAM, (2, "included")))
-    found, other = world.loaded(), World(tmp_path / "other")
-    restore_inner(found, other.arena)
-    snapshot = other.arena.read_snapshot()
-    place = [name for name, _ in world.arena.contents.vectors].index(RESIDUAL)
-    assert snapshot is not None and snapshot.vectors[RESIDUAL][0] == place
-    assert bytes(other.arena.outbox[: len(OUTBOX)]) == OUTBOX
-    offers = restored_offers(found, PROGRAM, other.arena, other.store)
-    assert offers.current is not None and offers.current.message.tokens == 100
-    assert [other.store.read(part.digest) for part in offers.current.parts] == [b"first", b"second"]
-    # A round has taken it while we were away: settled now, and not offered again.
-    commit = commit_of(Head(3, bytes(32), 0), {1: offers.current.parts}).body
-    assert offers.settle(PEERS[1].peer_id, commit) == "included"
-    assert offers.is_known(Message(round=3, sizes=(5, 6), tokens=100, steps=5, loss=3.0))
-    other.arena.close()
-
-
-async def test_a_state_of_another_method_is_refused(world: World) -> None:
-    world.snapshot()
-    await world.keeper.save_now(world.replica, Offers(PROGRAM))
-    found = world.loaded()
-    for recipe in ("data-parallel", "local-adam"):
-        arena = Arena.create(Contents.of(program_of(compose(recipe))))
-        with pytest.raises(CheckpointError, match="the state of another method"):
-            restore_inner(found, arena)
-        assert arena.read_snapshot() is None
-        arena.close()
-
-
-@pytest.mark.parametrize(("outstanding", "decided"), [(None, None), (2, (2, "excluded"))])
-async def test_what_is_decided_or_absent_does_not_come_back(
-    world: World, outstanding: int | None, decided: tuple[int, Any] | None
-) -> None:
-    world.snapshot(outstanding)
-    await world.keeper.save_now(world.replica, Offers(PROGRAM, decided))
-    offers = restored_offers(world.loaded(), PROGRAM, world.arena, world.store)
-    assert offers.current is None and offers.decided == decided
-
-
-async def test_a_checkpoint_without_a_trainer(world: World) -> None:
-    await world.keeper.save_now(world.replica, Offers(PROGRAM))
-    found = world.loaded()
-    restore_inner(found, world.arena)
-    assert world.arena.read_snapshot() is None
-    assert restored_offers(found, PROGRAM, world.arena, world.store).current is None

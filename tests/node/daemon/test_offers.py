@@ -17,12 +17,12 @@ from tests.optim.replicas import Tables
 ME = PEERS[1].peer_id
 
 
-def message(number: int) -> Message:
-    return Message(round=number, sizes=(4,), tokens=100, steps=5, loss=3.0)
+def message(number: int, serial: int = 0) -> Message:
+    return Message(serial=serial, round=number, sizes=(4,), tokens=100, steps=5, loss=3.0)
 
 
 def offer(number: int, identity: int = 0) -> Offer:
-    return Offer(message(number), (Blob.of(f"message {number} {identity}".encode()),))
+    return Offer(message(number, identity + 1), (Blob.of(f"message {number} {identity}".encode()),))
 
 
 def commit(head: Head, mine: Offer | None) -> Commit:
@@ -98,7 +98,43 @@ def test_only_what_means_the_same_in_the_next_round_is_offered_to_it(tables: Tab
 def test_on_a_chain_with_lower_rounds_a_message_is_given_back() -> None:
     offers = Offers(PROGRAM)
     offers.place(offer(7))
-    assert offers.arrive(5) == "excluded"
+    assert offers.arrive(6 - MAX_AGE) == "excluded"
+
+
+def test_on_a_chain_that_has_taken_it_before_a_message_is_not_offered_again() -> None:
+    """Two parts of a split network end round 0 otherwise; we make one round more, and then meet the better chain."""
+    ours, theirs, offers = genesis(RUN_ID), genesis(RUN_ID), Offers(PROGRAM)
+    offers.place(offer(0))
+    missed, taken = commit(ours, None), commit(theirs, offer(0))
+    assert offers.settle(ME, missed) == "none"
+    ours, theirs = after(ours, missed), after(theirs, taken)
+    assert offers.reach(ME, [commit(ours, None)], 2) == "none" and offers.since == 0
+    naive = Offers(PROGRAM)
+    naive.place(offer(0))
+    assert naive.reach(ME, [], 1) == "none" and naive.current == offer(0), "it would be offered to round 1 of theirs"
+    assert offers.jump(ME, [taken], 1) == "included"
+
+
+@pytest.mark.parametrize("known", [(), (1,), (0,)], ids=str)
+def test_where_it_is_not_known_who_took_it_a_message_is_lost(known: tuple[int, ...]) -> None:
+    head, chain, offers = genesis(RUN_ID), [], Offers(PROGRAM)
+    for _ in range(2):
+        chain.append(commit(head, None))
+        head = after(head, chain[-1])
+    offers.place(offer(0))
+    assert offers.jump(ME, [chain[number] for number in known], 2) == "lost" and offers.current is None
+    assert offers.fate_of(0) == "lost"
+    offers.place(offer(0))
+    assert offers.jump(ME, chain, 2) == "none" and offers.current == offer(0)
+
+
+def test_what_was_made_after_the_checkpoint_is_on_its_way() -> None:
+    offers = Offers(PROGRAM)
+    assert offers.resume(offer(0, 0), 1, offer(0, 0), 0) == "none" and offers.current == offer(0, 0)
+    assert offers.resume(None, 1, offer(1, 1), 1) == "one" and offers.current == offer(1, 1)
+    assert offers.resume(offer(0, 0), 1, offer(2, 2), 1) == "many" and offers.current == offer(2, 2)
+    assert offers.resume(None, 0, offer(9, 0), 9 - MAX_AGE - 1) == "one" and offers.current is None
+    assert offers.fate_of(9) == "lost"
 
 
 def test_the_same_bytes_of_somebody_else_are_not_ours() -> None:
@@ -123,7 +159,7 @@ class Snapshot:
 
     round: int = 0
     outstanding: Offer | None = None
-    residual: tuple[int, ...] = ()  # numbers of messages that were given back
+    made: int = 0  # messages
 
 
 @dataclass
@@ -137,6 +173,7 @@ class World:
     head: Head = field(default_factory=lambda: genesis(RUN_ID))
     trainer: Snapshot = field(default_factory=Snapshot)
     disk: tuple[Head, object, Snapshot] | None = None
+    sent: Offer | None = None  # on disk before it is offered
     commits: list[Commit] = field(default_factory=list)
     chain: Head = field(default_factory=lambda: genesis(RUN_ID))  # of the swarm
     made: int = 0
@@ -149,9 +186,13 @@ class World:
             made = offer(self.trainer.round, self.made)
             self.names[made.parts[0]] = self.made
             self.made += 1
-            self.trainer = replace(self.trainer, outstanding=made)
+            self.trainer = replace(self.trainer, outstanding=made, made=self.made)
             if self.rng.random() < 0.7:
-                self.offers.place(made)
+                self.place(made)
+
+    def place(self, made: Offer) -> None:
+        self.sent = made
+        self.offers.place(made)
 
     def restart_trainer(self) -> None:
         """It says Ready with what is outstanding, and sends it again; the daemon greets it with the fate if known."""
@@ -162,7 +203,7 @@ class World:
         if fate != "none":
             self.adopt(fate)
         elif not self.offers.is_known(waiting.message) or self.forgetful and self.offers.current is None:
-            self.offers.place(waiting)
+            self.place(waiting)
 
     def swarm_commits(self) -> None:
         """A round is decided; our message may be in it, whether or not we hear of it."""
@@ -189,7 +230,7 @@ class World:
             return
         number = self.names[waiting.parts[0]]
         self.settled.setdefault(number, []).append(fate)
-        self.trainer = Snapshot(self.head.round, None)
+        self.trainer = Snapshot(self.head.round, None, self.trainer.made)
 
     def save(self) -> None:
         self.disk = self.head, self.offers.to_json(), self.trainer
@@ -200,9 +241,10 @@ class World:
             return
         self.head, decided, self.trainer = self.disk
         self.offers = Offers.from_json(PROGRAM, decided)  # type: ignore[arg-type]
-        waiting = self.trainer.outstanding
-        if waiting and self.offers.fate_of(waiting.message.round) == "none" and not self.lost_at_restart:
-            self.offers.place(waiting)
+        if not self.lost_at_restart:
+            later = self.offers.resume(self.trainer.outstanding, self.trainer.made, self.sent, self.head.round)
+            if self.sent and later != "none":
+                self.trainer = replace(self.trainer, outstanding=self.offers.current, made=self.sent.message.serial)
         while self.lost_at_restart and self.head.round < self.chain.round:
             self.apply()
 

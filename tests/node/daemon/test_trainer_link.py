@@ -11,6 +11,7 @@ import torch
 from node.arena import Arena, Contents
 from node.channel import Adopt, Adopted, Evaluate, FromTrainer, Hurry, Message, Progress, Ready, ToTrainer
 from node.daemon import trainer_link
+from node.daemon.offer_file import OfferFile
 from node.daemon.offers import MAX_AGE, Offers
 from node.daemon.trainer_link import TrainerLink
 from optim.recipes import compose
@@ -64,13 +65,13 @@ class World:
         self.arena = Arena.create(Contents(NUMEL, (("weights", NUMEL),), 64))
         self.store = store_in(folder / "blobs")
         self.heard: list[FromTrainer] = []
-        self.offers = Offers(PROGRAM)
+        self.offers, self.sent = Offers(PROGRAM), OfferFile(folder / "offer.json")
         self.head = Head(0, bytes(32), 0)
         self.work: Callable[..., Awaitable[Any]] = at_once
         process: Any = self.process
         self.link = TrainerLink(
-            ME, process, self.arena, self.store, self.offers, lambda *call: self.work(*call), self.heard.append,
-            lambda number: 5,
+            ME, process, self.arena, self.store, self.offers, self.sent, lambda *call: self.work(*call),
+            self.heard.append, lambda number: 5,
         )  # fmt: skip
 
     async def begin(self, round_number: int = 0) -> None:
@@ -118,6 +119,7 @@ async def test_a_message_becomes_blobs_and_its_fate_goes_out_once(world: World) 
     await world.message(0)
     assert world.offers.current is not None
     assert [world.store.read(part.digest) for part in world.offers.current.parts] == [b"abcd", b"ef"]
+    assert world.sent.load() == world.offers.current, "before anybody hears of it"
     assert await world.decide(0, included=True) == "included"
     await world.say(Adopted(round=1))
     await world.decide(1, included=False)

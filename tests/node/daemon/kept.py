@@ -1,0 +1,63 @@
+"""A node's disk: what is kept of its state, its blobs and its message."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from node.arena import Arena, Contents
+from node.checkpoints import checkpoint
+from node.daemon.keeper import Keeper
+from node.daemon.offer_file import OfferFile
+from node.daemon.offers import Offers
+from node.daemon.replica import Replica
+from node.folder import RunFolder
+from node.trainer.inner_state import Counters, Outstanding, Work
+from protocol.rounds.statements import Commit
+from tests.node.small_run import MANIFEST, PROGRAM, RUN_ID, SHAPES, at_once, replica_in, store_in
+
+OUTBOX = b"firstsecond"
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.folder = RunFolder(folder)
+        self.store, self.sent = store_in(self.folder.blobs), OfferFile(self.folder.offer)
+        self.arena = Arena.create(Contents.of(PROGRAM))
+        self.adopted = asyncio.Event()
+        self.adopts = True
+        self.waited: list[int] = []
+        self.wanted: set[bytes] = set()
+        self.carried: set[bytes] = set()
+        self.keeper = Keeper(
+            self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted, lambda: self.wanted,
+            lambda: self.carried,
+        )  # fmt: skip
+        self.replica: Replica = replica_in(self.store)
+
+    async def has_adopted(self, round_number: int) -> bool:
+        self.waited.append(round_number)
+        await self.adopted.wait()
+        return self.adopts
+
+    def snapshot(self, outstanding: int | None = None) -> None:
+        sizes, work = (5, 6), Work(tokens=100, steps=5, loss=15.0)
+        waiting = None if outstanding is None else Outstanding(round=outstanding, sizes=sizes, work=work)
+        held = self.arena.contents.vectors
+        vectors = {name: torch.full((size,), float(place)) for place, (name, size) in enumerate(held)}
+        self.arena.outbox[: len(OUTBOX)] = OUTBOX
+        self.arena.write_snapshot(vectors, Counters(round=3, outstanding=waiting).model_dump(mode="json"))
+
+    async def pruned(self, offers: Offers, commits: Sequence[Commit]) -> None:
+        await self.keeper.replace(self.replica.blob)
+        self.keeper.prune(offers, commits)
+
+    def saved(self) -> list[int]:
+        folder = self.folder.checkpoints
+        return sorted(int(path.name.split("-")[-1]) for path in folder.iterdir()) if folder.is_dir() else []
+
+    def loaded(self) -> checkpoint.Checkpoint:
+        found, skipped = checkpoint.load_newest(self.folder.checkpoints, RUN_ID, SHAPES)
+        assert found is not None and not skipped
+        return found
