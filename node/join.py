@@ -1,18 +1,16 @@
-"""`murmur join`: one node of a run, in this process."""
+"""`murmur join`: one node of a run, in this process. What takes seconds to import is imported last."""
 
 import asyncio
 import logging
 from pathlib import Path
 
 from node.config import EVERYWHERE_LISTEN, node_settings
-from node.daemon.lifecycle import run_node
 from node.links import Invitation, accept
 from node.logs import configure_logs
 from node.pins import check_pin, keep_pin
 from node.places import joined_folder
 from node.quantities import parse_rate, parse_size
 from node.status import short_count
-from node.trainer.device import require_fit
 from protocol.errors import StorageError
 from protocol.manifest import load_manifest
 from protocol.signed_manifest import fingerprint
@@ -38,6 +36,9 @@ def join_run(
     direct: str = "0",
 ) -> None:
     """Until the run's target or Ctrl-C. Raises MurmurError."""
+    configure_logs(log_json)
+    if "://" in run:
+        logger.info("asking %s for the run", run.partition("@")[2] or run)
     invitation = accept(run, insecure)
     manifest = invitation.manifest
     own = (folder or joined_folder(manifest)).resolve()
@@ -58,9 +59,11 @@ def join_run(
         upload=parse_rate(upload, "--upload"),
         download=parse_rate(download, "--download"),
     )
-    require_fit(settings)
-    configure_logs(log_json)
     _meet(own, invitation)
+    from node.daemon.lifecycle import run_node
+    from node.trainer.device import require_fit
+
+    require_fit(settings)
     asyncio.run(run_node(settings))
 
 

@@ -22,17 +22,24 @@ from urllib.parse import SplitResult, urlsplit
 import grpc
 import httpx2
 
-from protocol.errors import MalformedError, ManifestError, OrganiserError, UnreachableError, UsageError
+from protocol.errors import (
+    MalformedError,
+    ManifestError,
+    MissingFileError,
+    OrganiserError,
+    UnreachableError,
+    UsageError,
+)
 from protocol.identity import PeerId
 from protocol.manifest import Manifest, load_manifest, parse_manifest
 from protocol.murmur_pb2 import ManifestReply, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsStub
-from protocol.network.transport import Transport
 from protocol.records import peer_of
 from protocol.signed_manifest import MAX_SIGNED_BYTES, SignedManifest, open_sealed
 
 DOWNLOAD_SECONDS = 20.0
 PEER_SECONDS = 30.0
+BARE_ADDRESS = re.compile(r"^([\w-]+\.[\w.-]+(:\d+)?|[\w-]+:\d+)/")
 LINK = re.compile(r"^murmur://(?P<run>[0-9a-f]{64})@(?P<address>/\S{1,400})$")
 
 
@@ -59,6 +66,8 @@ def accept(run: str, insecure: bool) -> Invitation:
 
 
 def _from_file(path: Path) -> Invitation:
+    if not path.exists() and BARE_ADDRESS.match(str(path)):
+        raise MissingFileError(f"there is no file {path}; if it is an address, begin it with https:// (or http://)")
     load_manifest(path)  # says what is wrong with a file, and where
     with path.open("rb") as file:
         signed = open_sealed(file.read(MAX_SIGNED_BYTES + 1), str(path))
@@ -95,7 +104,10 @@ def _download(url: str) -> bytes:
     try:
         return asyncio.run(fetch())
     except (TimeoutError, httpx2.HTTPError, httpx2.InvalidURL, ssl.SSLError) as error:
-        raise UnreachableError(f"cannot get {url}: {str(error) or 'no answer in time'}; check the address") from error
+        reason = str(error) or "no answer in time"
+        if "WRONG_VERSION_NUMBER" in reason:
+            reason = "what answers there does not speak https"
+        raise UnreachableError(f"cannot get {url}: {reason}; check the address and the network") from error
 
 
 async def _body(client: httpx2.AsyncClient, url: str) -> bytes:
@@ -106,6 +118,8 @@ async def _body(client: httpx2.AsyncClient, url: str) -> bytes:
             raise UsageError(f"{url} has moved to {place}; join that address")
         if response.status_code != 200:
             raise UnreachableError(f"{url} answers with {response.status_code}; check the address")
+        if response.headers.get("content-type", "").startswith("text/html"):
+            raise UsageError(f"{url} is a page for people; join the address of its run.toml, which stands on it")
         async for chunk in response.aiter_bytes():
             text += chunk
             if len(text) > MAX_SIGNED_BYTES:
@@ -147,6 +161,8 @@ async def _from_peer(link: str) -> Invitation:
 
 async def _ask_peer(run_id: str, address: str) -> bytes:
     """Under a key that is thrown away: nobody has joined anything yet."""
+    from protocol.network.transport import Transport  # takes seconds: not before a web address has turned out wrong
+
     with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
         transport = await Transport.start(Path(folder) / "key", Path(folder), [])
         try:

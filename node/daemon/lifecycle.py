@@ -68,7 +68,7 @@ class Daemon:
                 metrics_server(self._settings.metrics, node.metrics, node.standing.status)
             )
             self._folder.announce(node.peer_id, await node.transport.addresses(), port)
-            logger.info("%s in run %s", node.peer_id, self._settings.manifest.run.name)
+            logger.info("this node is %s in run %s", node.peer_id, self._settings.manifest.run.name)
             await stack.enter_async_context(self._beside(node))
             await self._take_part(node)
 

@@ -123,7 +123,8 @@ class Participant:
         while (present := len(self.members.trainers())) < needed:
             if self.replica.chain.round > 0 and loop.time() > patience_ends:
                 break
-            self.standing.enter("waiting for peers", f"{present} of {needed} peers are here; round 0 begins with all")
+            reason = f"{present} of {needed} peers are here; the run begins with {needed}"
+            self.standing.enter("waiting for peers", reason)
             if self._heads():
                 await self._catch_up()
             else:

@@ -48,6 +48,10 @@ class Door:
             raise UsageError(f"--public-url: {public_url!r} is no URL; write it like https://run.example.org")
         return cls(host, port, public_url.rstrip("/") if public_url else None)
 
+    @property
+    def is_this_machine_alone(self) -> bool:
+        return self.public_url is None and self.host in ("127.0.0.1", "localhost", "::1")
+
     def base(self, port: int) -> str:
         """How others reach what is served at that port, without a slash at the end."""
         host = own_address() if self.host in EVERYWHERE else self.host
@@ -123,7 +127,7 @@ async def hosting(window: Window, folder: RunFolder, door: Door) -> AsyncIterato
     try:
         async with serving(application(face), listener, MAX_CONNECTIONS) as port:
             base = door.base(port)
-            _say(facts, base)
+            _say(facts, base, door.is_this_machine_alone)
             yield Hosting(watch, recorder, f"{base}/")
     finally:
         watch.cancel()
@@ -131,10 +135,12 @@ async def hosting(window: Window, folder: RunFolder, door: Door) -> AsyncIterato
         recorder.close()
 
 
-def _say(facts: Facts, base: str) -> None:
+def _say(facts: Facts, base: str, alone: bool) -> None:
     print(f"page         {base}/", flush=True)
     print(f"to take part murmur join {base}/run.toml", flush=True)
     print(f"fingerprint  {fingerprint(facts.organiser)}", flush=True)
+    if alone:
+        print("open to      this machine alone; --http 0.0.0.0:PORT opens it to others", flush=True)
 
 
 def _ended(task: asyncio.Task[None]) -> None:

@@ -87,6 +87,11 @@ class Contacts:
         contact.next_attempt = now + wait
         return wait
 
+    def is_worth_a_word(self, peer: PeerId) -> bool:
+        """Whether a person should hear of this failure: of who once was here only the first."""
+        contact = self._contacts.get(peer)
+        return contact is not None and (contact.permanent or contact.failures == 1)
+
     def addresses(self) -> Mapping[PeerId, tuple[str, ...]]:
         return {peer: contact.addresses for peer, contact in self._contacts.items()}
 

@@ -279,7 +279,7 @@ class Directory(MembershipServicer):
         return [wanted for wanted in reply.wanted[:MAX_RECORDS] if wanted != self.peer_id]
 
     def _failed(self, peer: PeerId, error: Exception) -> None:
-        reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        reason = _in_words(error)
         self._failures[peer] += 1
         live = peer in self.live()
         if live and _silent(error) and self._failures[peer] >= FAILURES_UNTIL_SUSPECT:
@@ -290,7 +290,8 @@ class Directory(MembershipServicer):
             del self._failures[peer]
             wait = self._contacts.failed(peer, time.monotonic())
             tried = " ".join(self._contacts.addresses().get(peer, ()))
-            logger.warning("no answer from %s at %s (%s); trying again in %.0f s", peer, tried, reason, wait)
+            level = logging.WARNING if self._contacts.is_worth_a_word(peer) else logging.DEBUG
+            logger.log(level, "no answer from %s at %s (%s); trying again in %.0f s", peer, tried, reason, wait)
 
     def _absorb(self, records: Sequence[Signed], sender: PeerId) -> None:
         if len(records) > MAX_RECORDS:
@@ -368,6 +369,14 @@ class Directory(MembershipServicer):
         self._saved = time.monotonic()
         if self._addresses_file is not None:
             save_addresses(self._addresses_file, self._contacts.addresses())
+
+
+def _in_words(error: Exception) -> str:
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return str(error)
+    # What gRPC says of these is about sockets of ours.
+    ours = {grpc.StatusCode.UNAVAILABLE: "cannot be reached", grpc.StatusCode.DEADLINE_EXCEEDED: "nothing in time"}
+    return ours.get(error.code()) or str(error.details())
 
 
 def _silent(error: Exception) -> bool:

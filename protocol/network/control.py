@@ -21,6 +21,7 @@ from protocol.identity import PeerId, public_key
 
 BUFFER_BYTES = 256 * 1024  # what a reader holds at most is twice this
 ANSWER_SECONDS = 10.0  # p2pd answers what needs no network at once
+MAX_TROUBLE = 300  # characters
 MAX_ADDRESS_LENGTH = 512
 P2P_CODE = b"\xa5\x03"  # of a multiaddress's /p2p/ part
 HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
@@ -105,7 +106,7 @@ class Control:
                 await write_pbmsg(stream.writer, request)
                 await read_pbmsg_safe(stream.reader, answer)
             if answer.type == p2pd_pb2.Response.ERROR:
-                raise UnreachableError(" ".join(answer.error.msg.split())[:300])
+                raise UnreachableError(plain(answer.error.msg))
         except BaseException as error:
             if stream:
                 stream.writer.transport.abort()
@@ -125,6 +126,16 @@ async def accept(stream: Stream) -> PeerId:
     peer = base58.b58encode(information.peer).decode()
     public_key(peer)
     return peer
+
+
+def plain(trouble: str) -> str:
+    """What p2pd says, in one line; of dials that failed only what came of each."""
+    line = " ".join(trouble.split())
+    if "all dials failed" not in line:
+        return line[:MAX_TROUBLE]
+    reasons = dict.fromkeys(entry.rpartition(": ")[2].split(" * ")[0].strip() for entry in line.split("] ")[1:])
+    known = {"dial backoff": "nothing answered there a moment ago"}
+    return ", ".join(known.get(reason, reason) for reason in reasons if reason)[:MAX_TROUBLE] or line[:MAX_TROUBLE]
 
 
 def _encoded(address: str) -> bytes:

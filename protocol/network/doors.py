@@ -99,6 +99,7 @@ class Exit:
         self._path = path
         self._dial = dial
         self._tunnels = tunnels
+        self._trouble = ""  # that was told last: gRPC tries again and again
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(str(path))
         listening.listen(4)  # gRPC may connect before the loop comes round to accept
@@ -113,11 +114,18 @@ class Exit:
     async def _leave(self, near: Stream) -> None:
         try:
             far = await self._dial(self._peer)
+            self._trouble = ""
             await self._tunnels.carry_out(self._peer, near, far)
         except (UnreachableError, TransportError) as error:
-            logger.info("cannot reach %s: %s", self._peer, error)
+            self._tell(str(error))
         finally:
             near.writer.transport.abort()
+
+    def _tell(self, trouble: str) -> None:
+        """Once, until it has been reached."""
+        level = logging.DEBUG if self._trouble else logging.INFO
+        self._trouble = trouble
+        logger.log(level, "cannot reach %s: %s", self._peer, trouble)
 
     async def close(self) -> None:
         (await self._opening).close()

@@ -146,6 +146,8 @@ class P2pd:
             raise TransportError(f"p2pd cannot be started: {error}; install hivemind again") from error
         except (EOFError, P2PDaemonError, UnreachableError) as error:
             listen = ", ".join(self._listen)
+            if "address already in use" in str(error):
+                raise TransportError(f"another program has {listen}; give another --listen") from error
             raise TransportError(f"p2pd ended: {error}; can it listen on {listen}, and is the key whole?") from error
 
     async def _spawn(self) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from node import join
 from node.config import EVERYWHERE_LISTEN, NodeSettings
+from node.daemon import lifecycle
 from protocol.errors import MissingFileError
 from tests.node.small_run import MANIFEST
 
@@ -17,7 +18,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeSettings]:
     async def run_node(given: NodeSettings) -> None:
         settings.append(given)
 
-    monkeypatch.setattr(join, "run_node", run_node)
+    monkeypatch.setattr(lifecycle, "run_node", run_node)
     monkeypatch.setattr(join, "configure_logs", lambda as_json: None)
     return settings
 

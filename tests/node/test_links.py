@@ -72,6 +72,11 @@ def test_what_the_web_must_not_give_us(body: bytes, fault: type[MurmurError], te
 
 
 def test_answers_that_are_none() -> None:
+    html = {"content-type": "text/html; charset=utf-8"}
+    with answering(b"<html>", headers=html) as url, pytest.raises(UsageError, match="is a page for people"):
+        accept(url, False)
+    with answering(b"") as url, pytest.raises(UnreachableError, match="does not speak https"):
+        accept(url.replace("http:", "https:"), False)
     with answering(b"", 404) as url, pytest.raises(UnreachableError, match="answers with 404; check the address"):
         accept(url, False)
     with (
@@ -110,8 +115,14 @@ def test_a_file_is_the_persons_own_word(tmp_path: Path) -> None:
     path.write_bytes(seal(MANIFEST, ORGANISER).replace(b"small", b"other"))
     with pytest.raises(OrganiserError, match="remove the last two lines"):
         accept(str(path), False)
-    with pytest.raises(MissingFileError):
+    with pytest.raises(MissingFileError, match="cannot read the manifest"):
         accept(str(tmp_path / "none.toml"), False)
+
+
+@pytest.mark.parametrize("run", ["run.example.org/run.toml", "127.0.0.1:8080/run.toml", "localhost:80/run.toml"])
+def test_an_address_without_its_beginning_is_seen_for_one(run: str) -> None:
+    with pytest.raises(MissingFileError, match="if it is an address, begin it with https://"):
+        accept(run, False)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,17 @@ def test_a_bootstrap_peer_is_tried_for_ever_with_growing_intervals() -> None:
     assert now > 2 * MEMORY
 
 
+def test_of_who_once_was_here_only_the_first_failure_is_worth_a_word() -> None:
+    contacts = Contacts([address(PEERS[0])], random.Random(1))
+    contacts.remember(PEERS[1], [address(PEERS[1])], now=0.0)
+    told = []
+    for now in range(3):
+        for peer in PEERS[:2]:
+            contacts.failed(peer, now)
+        told.append([contacts.is_worth_a_word(peer) for peer in PEERS[:3]])
+    assert told == [[True, True, False], [True, False, False], [True, False, False]]
+
+
 def test_an_answer_ends_the_wait() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(2))
     for _ in range(10):

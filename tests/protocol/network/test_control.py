@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import MalformedError, TransportError, UnreachableError
 from protocol.identity import Identity
-from protocol.network.control import Control, split_address
+from protocol.network.control import Control, plain, split_address
 
 PEER = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32))).peer_id  # the same in every process that runs tests
 
@@ -70,3 +70,13 @@ async def test_a_request_given_up_leaves_nothing_open(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     assert _open_files() == before
     silent.close()
+
+
+def test_of_dials_that_failed_only_what_came_of_them_is_told() -> None:
+    one = "failed to dial: all dials failed * [/ip4/127.0.0.1/tcp/1] dial tcp4 127.0.0.1:1: connect: "
+    more = " * [/ip4/192.0.2.1/tcp/4] dial tcp4 192.0.2.1:4: i/o timeout * [/ip4/192.0.2.1/tcp/5] dial backoff"
+    assert plain(f"{one}connection refused") == "connection refused"
+    told = "connection refused, i/o timeout, nothing answered there a moment ago"
+    assert plain(f"{one}connection refused{more}") == told
+    assert plain("protocols not\n  supported") == "protocols not supported"
+    assert plain("all dials failed") == "all dials failed" and len(plain("x" * 999)) == 300

@@ -100,7 +100,7 @@ async def test_a_taken_port_and_a_missing_binary_are_one_line(tmp_path: Path, mo
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         listen = (f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",)
-        with pytest.raises(TransportError, match=f"can it listen on {listen[0]}") as refused:
+        with pytest.raises(TransportError, match=f"another program has {listen[0]}; give another --listen") as refused:
             await P2pd.start(Options(tmp_path / "key", listen), folder.path, {})
         assert "\n" not in str(refused.value)
     monkeypatch.setattr(p2pd, "BINARY", tmp_path / "missing")
