@@ -60,10 +60,11 @@ class Contents:
     @classmethod
     def of(cls, program: Program) -> Self:
         method, numel = program.method, program.numel
-        own = [(name, numel) for name in (WEIGHTS, *method.inner.vectors)]
+        inner = [(name, method.inner.size_of(name, numel)) for name in method.inner.vectors]
         residual = (RESIDUAL, numel * method.signal.width)
         reference = (REFERENCE, numel * len(carried(method)))
-        return cls(numel * len(method.signal.shares), (*own, residual, reference), program.max_message_bytes)
+        vectors = ((WEIGHTS, numel), *inner, residual, reference)
+        return cls(numel * len(method.signal.shares), vectors, program.max_message_bytes)
 
     @property
     def total_bytes(self) -> int:

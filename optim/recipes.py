@@ -11,9 +11,11 @@ from pydantic import ValidationError
 
 from optim.adoption import Adoption, Carry, Mix
 from optim.aggregate import Aggregate, Mean, SenderMean
-from optim.codecs.codec import Codec
+from optim.budget import budget
+from optim.codecs.codec import SAMPLE, Codec
 from optim.codecs.cosine_topk import CosineTopK
 from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
+from optim.codecs.direction import Direction
 from optim.codecs.integers import BlockInt4, BlockInt8
 from optim.codecs.low_rank import LowRank
 from optim.codecs.powers import PowersOfTwo
@@ -26,6 +28,7 @@ from optim.feedback import ErrorFeedback, Feedback, NoFeedback
 from optim.inner.accumulating import AccumulatingAdamW
 from optim.inner.adamw import AdamW
 from optim.inner.gathering import Gathering, GatheringAhead
+from optim.inner.growing_batch import GrowingBatch
 from optim.inner.inner import Inner
 from optim.inner.late_gradients import AdaptiveBraking, SpikeCompensation, WeightPrediction
 from optim.inner.quasi_hyperbolic import QuasiHyperbolic
@@ -56,7 +59,7 @@ from optim.updates import (
 Part = TypeVar("Part")
 
 _INNERS: Final[tuple[type[Inner], ...]] = (
-    *(AdamW, QuasiHyperbolic, AccumulatingAdamW, Gathering, GatheringAhead),
+    *(AdamW, QuasiHyperbolic, AccumulatingAdamW, GrowingBatch, Gathering, GatheringAhead),
     *(AdaptiveBraking, SpikeCompensation, WeightPrediction),
 )
 INNERS: Final[Mapping[str, type[Inner]]] = {inner.kind: inner for inner in _INNERS}
@@ -67,7 +70,7 @@ SIGNALS: Final[Mapping[str, type[Signal]]] = {signal.kind: signal for signal in 
 SCHEDULES: Final[Mapping[str, type[Schedule]]] = {"every-steps": EverySteps}
 _CODECS: Final[tuple[type[Codec], ...]] = (
     *(Uncompressed, HalfPrecision, BrainFloat, BlockInt8, BlockInt4, PowersOfTwo, BlockSign),
-    *(ChunkTopK, CosineTopK, RandomSubset, LowRank),
+    *(ChunkTopK, CosineTopK, RandomSubset, LowRank, Direction),
 )
 CODECS: Final[Mapping[str, type[Codec]]] = {codec.kind: codec for codec in _CODECS}
 FEEDBACKS: Final[Mapping[str, type[Feedback]]] = {"none": NoFeedback, "error": ErrorFeedback}
@@ -112,7 +115,7 @@ def compose(recipe: str, overrides: Tables = NOTHING) -> Method:
         if part not in PARTS:
             raise UnknownOption(f"a method has no part {part!r}; {_hint(part, PARTS)}")
     row = RECIPES[recipe]
-    tables = {part: _merged(row.tables[part], overrides.get(part, {})) for part in PARTS}
+    tables = _spending({part: _merged(row.tables[part], overrides.get(part, {})) for part in PARTS})
     knots = tuple(sorted({0, *_knots(tables)}))
     for number in _tried(knots):
         _compose(row, tables, number)  # every fault is found now
@@ -136,6 +139,21 @@ def _compose(row: Recipe, tables: Tables, round_number: int) -> Method:
     method = Method(name=row.name, paper=row.paper, **parts)
     check(method)
     return method
+
+
+def _spending(tables: Tables) -> Tables:
+    """With a course for schedule.inner_steps where a budget stands there."""
+    schedule, codec = tables["schedule"], tables["codec"]
+    granted = budget(schedule.get("inner_steps", 0))
+    if granted is None:
+        return tables
+    if any(ramp(value) for value in codec.values()):
+        raise UnknownOption("schedule.inner_steps: a budget takes a codec that does not change over the rounds")
+    built = _build("codec", CODECS, codec, 0)
+    bits = built.bits_per_parameter(SAMPLE) * _build("signal", SIGNALS, tables["signal"], 0).width
+    fragments = schedule.get("fragments", 1)
+    course = granted.course(bits, fragments if isinstance(fragments, int) else 1)
+    return {**tables, "schedule": {**schedule, "inner_steps": course}}
 
 
 def _merged(default: Table, override: Table) -> Table:

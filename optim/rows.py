@@ -98,6 +98,7 @@ SYNCHRONOUS: Final = (
         aggregate={"kind": "sender-mean", "clip": True},
     ),
     _recipe("averaging", "arXiv 1602.05629", {**INT8, **AVERAGE}, schedule=_every(30)),
+    _recipe("adloco", "arXiv 2508.18182", INT8, schedule=_every(100), inner={"kind": "growing-batch"}),
     _recipe(
         "edit",
         "arXiv 2412.07210",
@@ -172,7 +173,7 @@ OVERLAPPED: Final = (
         "dilocox",
         "arXiv 2506.21263",
         schedule=_overlapped("124 => 62 over 40"),
-        codec={"kind": "low-rank", "rank": "32 => 16 over 40", "values": "int4"},
+        codec={"kind": "low-rank", "rank": "32 => 16 over 40", "values": "int4", "energy": 0.95},
         feedback={"kind": "error"},
         topology={"kind": "gather"},
     ),
@@ -249,6 +250,15 @@ EVERY_STEP: Final = (
         codec={"kind": "subset", "density": 0.0625, "values": "fp16", "selection": "striding"},
     ),
     _recipe("detonation-full", "arXiv 2502.06728", FAST_MOMENTUM),
+    _recipe(
+        "spsa",
+        "arXiv 2306.10015",
+        EVERY_GRADIENT,
+        codec={"kind": "direction"},
+        topology={"kind": "gather"},
+        aggregate={**ALIKE, "clip": True},
+        update={"kind": "sgd", "learning_rate": 1e-5},
+    ),
 )
 GROUPS: Final = (
     _recipe(
@@ -295,6 +305,13 @@ ASYNCHRONOUS: Final = (
         AVERAGE,
         schedule=_every(50, ahead=50, quorum=0.5),
         aggregate={**ALIKE, "staleness": 0.5},
+    ),
+    _recipe(
+        "fedcompass",
+        "arXiv 2309.14675",
+        schedule=_every(100, least_steps=20, seconds=60.0),
+        aggregate={**ALIKE, "staleness": 0.5},
+        update={"kind": "sgd", "learning_rate": 0.9},
     ),
     _recipe(
         "anarchic",

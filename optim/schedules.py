@@ -20,6 +20,13 @@ class EverySteps:
     `ahead`: so many steps a peer trains on while its message travels, then it waits for its fate (0: at once).
     `delay`: so many steps after the message the result is applied at the earliest; then it is at the same step on every
     peer whose link is fast enough (a delay of `ahead` steps).
+    `seconds`: a message is also due once a peer has trained for so long and made `least_steps`; 0 for never. Everyone
+    is then done at the same time, each with as many steps as it makes: a common clock (A-EDiT, arXiv 2412.07210), steps
+    within bounds so that a group arrives together (FedCompass, arXiv 2309.14675), and with the time that the fastest
+    takes for `inner_steps` those in proportion to speed (dynamic local updates, arXiv 2401.09135):
+
+    K_i = min(inner_steps, max(least_steps, ceil(seconds / seconds of a step)))
+
     `quorum`: the share of the living peers whose messages close the roster of a round (1: all, within its grace).
     """
 
@@ -31,6 +38,8 @@ class EverySteps:
     fragments: int = Field(default=1, ge=1, le=1024)
     pattern: Pattern = "strided"
     quorum: float = Field(default=1.0, gt=0, le=1)
+    seconds: float = Field(default=0.0, ge=0, le=86_400)
+    least_steps: int = Field(default=1, ge=1, le=100_000)
 
     @model_validator(mode="after")
     def _fits(self) -> "EverySteps":
@@ -44,6 +53,10 @@ class EverySteps:
         """Local steps of that round: floor((r + 1) H / P) - floor(r H / P), so that P rounds make H."""
         before, after = ((round_number + more) % self.fragments * self.inner_steps // self.fragments for more in (0, 1))
         return after - before if after > before else self.inner_steps - before
+
+    def is_due(self, steps: int, seconds: float) -> bool:
+        """Whether time alone makes a message due, after so many steps and seconds of training for it."""
+        return 0 < self.seconds <= seconds and steps >= self.least_steps
 
     def spans(self, round_number: int, layout: Layout) -> tuple[Span, ...]:
         """Which values of a vector of that layout are sent in that round: block b of the model in fragment b mod P, or

@@ -9,7 +9,7 @@ from node.model import Llama
 from node.trainer.inner import InnerOptimizer
 from node.trainer.inner_state import InnerState
 from node.trainer.inner_step import accumulate_gradient
-from node.trainer.pace import Wanted, is_message_due, may_adopt, must_wait
+from node.trainer.pace import Stretch, Wanted, is_message_due, may_adopt, must_wait
 from optim.exchange import Sender
 from optim.program import Program
 from protocol.errors import MurmurError
@@ -31,7 +31,7 @@ class Learner:
         self._arena = Arena.create(Contents.of(program))
         self._arena.close()  # the memory stays; a thousand peers would use up the descriptors
         self._model = model
-        self.wanted = Wanted()
+        self.wanted, self._stretch = Wanted(), Stretch()
         self.state = InnerState(model, self._optimizer, program, sender, self._arena)
         self._arena.write_anchor(round_number, shared)
         self.state.start(round_number)
@@ -43,10 +43,12 @@ class Learner:
     def may_adopt(self) -> bool:
         return may_adopt(self.state.counters, self.state.plan)
 
-    def is_message_due(self, most_steps: int) -> bool:
+    def is_message_due(self, most_steps: int, now: float) -> bool:
         """`most_steps`: so many bring the run to its target."""
-        counters = self.state.counters
-        return is_message_due(counters, self.wanted.of(min(self.state.plan.steps, most_steps), counters.round))
+        counters, plan = self.state.counters, self.state.plan
+        seconds = self._stretch.seconds(counters.since_message.steps, now)
+        steps = self.wanted.of(min(plan.steps, most_steps), counters.round)
+        return is_message_due(counters, steps, plan.method.schedule, seconds)
 
     def step(self) -> None:
         step = self.state.counters.step

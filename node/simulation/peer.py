@@ -356,7 +356,7 @@ class VirtualPeer:
             self._adoption = None
         if self.is_done:
             return
-        if learner.is_message_due(self.swarm.steps_to_target(self.chain.tokens)):
+        if learner.is_message_due(self.swarm.steps_to_target(self.chain.tokens), self.swarm.clock.now):
             self._place(learner)
         if not learner.must_wait():
             self._busy = True

@@ -24,7 +24,8 @@ class InnerOptimizer:
         self._weights = model.flat.detach()
         self._layout = model.shapes.layout
         self.began = self.moments_began = 0
-        self.vectors = {name: torch.zeros_like(self._weights) for name in inner.vectors}
+        sizes = {name: inner.size_of(name, self._weights.numel()) for name in inner.vectors}
+        self.vectors = {name: self._weights.new_zeros(size) for name, size in sizes.items()}
 
     def look_ahead(self, step: int) -> Tensor | None:
         """Where the gradient of inner step `step` is to be taken; None: at the weights."""

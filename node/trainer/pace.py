@@ -1,14 +1,15 @@
 """When a trainer sends its message, when it goes over to a new anchor, and when it waits. PURE.
 
 A message is due after the plan's steps since the last one, or as many of them as the daemon has asked for (see
-`protocol.pacing`), at least one, once no other is on its way. While it travels a peer trains
-on for `ahead` further steps, and applies the result after `delay` of them at the earliest (`optim.schedules`).
+`protocol.pacing`), at least one, or after the schedule's time, once no other is on its way. While it travels a peer
+trains on for `ahead` further steps, and applies the result after `delay` of them at the earliest (`optim.schedules`).
 """
 
 from dataclasses import dataclass
 
 from node.trainer.inner_state import Counters
 from optim.program import Plan
+from optim.schedules import Schedule
 
 
 @dataclass
@@ -26,8 +27,22 @@ class Wanted:
         return full if self.steps is None or number != self.number else max(1, min(full, self.steps))
 
 
-def is_message_due(counters: Counters, steps: int) -> bool:
-    return counters.outstanding is None and counters.since_message.steps >= steps
+@dataclass
+class Stretch:
+    """How long a peer has trained for its next message. Told before every step, of the steps made and the time."""
+
+    began: float | None = None
+
+    def seconds(self, steps: int, now: float) -> float:
+        if self.began is None or not steps:
+            self.began = now
+        return now - self.began
+
+
+def is_message_due(counters: Counters, steps: int, schedule: Schedule, seconds: float) -> bool:
+    """`seconds`: of training for it."""
+    made = counters.since_message.steps
+    return counters.outstanding is None and (made >= steps or schedule.is_due(made, seconds))
 
 
 def may_adopt(counters: Counters, plan: Plan) -> bool:

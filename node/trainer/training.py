@@ -39,7 +39,7 @@ from node.trainer.device import choose_device, device_name, is_out_of_memory, ke
 from node.trainer.inner import InnerOptimizer
 from node.trainer.inner_state import InnerState, Work
 from node.trainer.inner_step import accumulate_gradient, validation_loss
-from node.trainer.pace import Wanted, is_message_due, may_adopt, must_wait
+from node.trainer.pace import Stretch, Wanted, is_message_due, may_adopt, must_wait
 from node.trainer.usage import meter_of
 from optim.exchange import Sender
 from optim.program import Program
@@ -81,7 +81,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._unshown, self._shown_at, self._saved_at = Work(), time.monotonic(), time.monotonic()
         self._new_anchor: Adopt | None = None
-        self._wanted = Wanted()
+        self._wanted, self._stretch = Wanted(), Stretch()
         self._stopping = False
 
     def run(self) -> None:
@@ -94,7 +94,7 @@ class Trainer:
             counters, plan = self._state.counters, self._state.plan
             if self._new_anchor is not None and may_adopt(counters, plan):
                 self._adopt(self._new_anchor)
-            elif is_message_due(counters, self._wanted.of(plan.steps, counters.round)):
+            elif self._is_message_due():
                 self._send_message()
             elif self._courtesy is not None and self._courtesy.paused:
                 self._wait("pause")
@@ -103,6 +103,11 @@ class Trainer:
             else:
                 self._train()
                 self._keep_up()
+
+    def _is_message_due(self) -> bool:
+        counters, plan = self._state.counters, self._state.plan
+        seconds = self._stretch.seconds(counters.since_message.steps, time.monotonic())
+        return is_message_due(counters, self._wanted.of(plan.steps, counters.round), plan.method.schedule, seconds)
 
     def _announce(self) -> None:
         counters = self._state.counters

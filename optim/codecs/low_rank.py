@@ -13,7 +13,12 @@ with r (a + b) > a b / 2, travel as 8-bit integers. A codec that is not bound to
 as square as possible, with less than a row left over. The decoded product is a sum of exact terms (subspace.py): the
 same bits on every machine.
 
-Payload: head; for each matrix in order the inner codec's payloads of P^T and of Q^T; one int8 payload of all the rest.
+With `energy` below 1 the rank adapts to what there is to send (2506.21263 goes by the effective rank of past means): of
+the r directions found, each member sends of each matrix the fewest that hold that share of their squared norm. Updates
+that lose rank over a run then cost less and less, and `rank` is only the most.
+
+Payload: head; with `energy` below 1 the rank of each matrix (uint16); for each matrix in order the inner codec's
+payloads of P^T and of Q^T; one int8 payload of all the rest.
 """
 
 import math
@@ -30,7 +35,17 @@ from optim.codecs.codec import Codec, Payload, two_dimensions
 from optim.codecs.dense import HalfPrecision, largest_magnitude
 from optim.codecs.integers import BlockInt4, BlockInt8
 from optim.codecs.noise import raw_words
-from optim.codecs.subspace import Doubles, Operand, basis, fitted, multiplied, precision, rounded
+from optim.codecs.subspace import (
+    Doubles,
+    Operand,
+    basis,
+    fitted,
+    multiplied,
+    precision,
+    product,
+    rounded,
+    strongest,
+)
 from optim.errors import CodecError
 from optim.layout import Layout, Span
 from optim.parts import STRICT
@@ -81,32 +96,37 @@ class LowRank(Codec):
 
     rank: int = Field(default=32, ge=1, le=1024)
     values: Inner = "int4"
+    energy: float = Field(default=1.0, gt=0, le=1, description="share of the found directions' energy that is sent")
 
     @property
     def alignment(self) -> int:
         return 1 << 62  # never cut: parts of a vector know nothing of its matrices
 
     def max_bytes(self, numel: int) -> int:
-        """Every payload has this length."""
+        """Every payload has this length if the rank is fixed."""
         matrices, rest = self._split(numel)
-        left = sum(stop - start for start, stop in rest)
-        factors = sum(sum(self._factor_bytes(matrix)) for matrix in matrices)
-        return 2 + factors + (REST.max_bytes(left) if left else 0)
+        return self._bytes(matrices, [self.rank] * len(matrices), _length(rest))
 
     def bits_per_parameter(self, numel: int) -> float:
-        return 8 * self.max_bytes(numel) / numel
+        return super().bits_per_parameter(numel) if self._adapts else 8 * self.max_bytes(numel) / numel
+
+    def _bytes(self, matrices: Sequence[Matrix], ranks: Sequence[int], left: int) -> int:
+        """Of a whole payload; `left`: values that are in no matrix."""
+        factors = sum(sum(self._factor_bytes(matrix, rank)) for matrix, rank in zip(matrices, ranks, strict=True))
+        return 2 + 2 * len(matrices) * self._adapts + factors + (REST.max_bytes(left) if left else 0)
 
     def write(self, values: Floats, subtract: bool) -> bytes:
         largest_magnitude(values)
         matrices, rest = self._split(values.size)
-        factors = [b""] * len(matrices)
+        factors, ranks = [b""] * len(matrices), np.zeros(len(matrices), "<u2")
 
         def factorize(index: int) -> None:
             matrix = matrices[index]
-            factors[index] = self._factors(values[matrix.start : matrix.stop].reshape(matrix.rows, -1), index)
+            whole = values[matrix.start : matrix.stop].reshape(matrix.rows, -1)
+            factors[index], ranks[index] = self._factors(whole, index)
 
         each(factorize, range(len(matrices)))
-        pieces = [self.head(), *factors]
+        pieces = [self.head(), ranks.tobytes() if self._adapts else b"", *factors]
         if rest:
             pieces.append(REST.write(np.concatenate([values[start:stop] for start, stop in rest]), subtract=False))
         payload = b"".join(pieces)
@@ -115,32 +135,40 @@ class LowRank(Codec):
         return payload
 
     def read(self, payload: Payload, numel: int) -> DenseVector:
-        if len(payload) != self.max_bytes(numel):
-            raise CodecError(f"payload of {len(payload)} bytes where there must be {self.max_bytes(numel)}")
         matrices, rest = self._split(numel)
-        remaining = self.open(payload, numel).rest()
-        factored = []
-        for matrix in matrices:
-            sizes = self._factor_bytes(matrix)
-            factored.append(self._read_factors(remaining[: sizes[0]], remaining[sizes[0] : sum(sizes)], matrix))
-            remaining = remaining[sum(sizes) :]
-        plain = REST.read(remaining, sum(stop - start for start, stop in rest)).dense() if rest else NOTHING
+        reader, left = self.open(payload, numel), _length(rest)
+        ranks = reader.take("u2", len(matrices)).tolist() if self._adapts else [self.rank] * len(matrices)
+        if not all(1 <= rank <= self.rank for rank in ranks):
+            raise CodecError(f"a rank that is not in 1 to {self.rank}")
+        if len(payload) != (expected := self._bytes(matrices, ranks, left)):
+            raise CodecError(f"payload of {len(payload)} bytes where there must be {expected}")
+        remaining, factored = reader.rest(), []
+        for matrix, rank in zip(matrices, ranks, strict=True):
+            first, second = self._factor_bytes(matrix, rank)
+            factored.append(self._read_factors(remaining[:first], remaining[first : first + second], matrix, rank))
+            remaining = remaining[first + second :]
+        plain = REST.read(remaining, left).dense() if rest else NOTHING
         return DenseVector(numel, Decoded(factored, rest, plain).restore)
 
-    def _factors(self, matrix: Floats, index: int) -> bytes:
+    def _factors(self, matrix: Floats, index: int) -> tuple[bytes, int]:
+        """The payloads of both, and their rank."""
         operand = Operand(matrix)
-        left = self._inner.write(_flat(basis(operand, self._start(matrix.shape[1], index))), subtract=False)
-        received = self._inner.read(left, self.rank * len(matrix)).dense().reshape(self.rank, -1).T
+        columns = basis(operand, self._start(matrix.shape[1], index))
+        if self._adapts:
+            columns = product(columns, strongest(operand.transposed_times(columns), self.energy))
+        rank = columns.shape[1]
+        left = self._inner.write(_flat(columns), subtract=False)
+        received = self._inner.read(left, rank * len(matrix)).dense().reshape(rank, -1).T
         right = self._inner.write(_flat(fitted(operand, received.astype(np.float64))), subtract=False)
-        return left + right
+        return left + right, rank
 
-    def _read_factors(self, left: Payload, right: Payload, matrix: Matrix) -> Factored:
-        rows = self._inner.read(left, self.rank * matrix.rows).dense()
+    def _read_factors(self, left: Payload, right: Payload, matrix: Matrix, rank: int) -> Factored:
+        rows = self._inner.read(left, rank * matrix.rows).dense()
         if max(rows.max(), -rows.min()) > LONGEST:
             raise CodecError("a basis is longer than one")
-        columns = self._inner.read(right, self.rank * matrix.columns).dense().reshape(self.rank, -1)
-        bits = precision(self.rank)
-        transposed = np.ascontiguousarray(rows.reshape(self.rank, -1).T, np.float64)
+        columns = self._inner.read(right, rank * matrix.columns).dense().reshape(rank, -1)
+        bits = precision(rank)
+        transposed = np.ascontiguousarray(rows.reshape(rank, -1).T, np.float64)
         return Factored(matrix, rounded(transposed, bits, axis=1), rounded(columns.astype(np.float64), bits, axis=0))
 
     def _start(self, columns: int, index: int) -> Doubles:
@@ -155,9 +183,13 @@ class LowRank(Codec):
     def _inner(self) -> Codec:
         return INNER[self.values]
 
-    def _factor_bytes(self, matrix: Matrix) -> tuple[int, int]:
+    @property
+    def _adapts(self) -> bool:
+        return self.energy < 1
+
+    def _factor_bytes(self, matrix: Matrix, rank: int) -> tuple[int, int]:
         inner = self._inner
-        return inner.max_bytes(self.rank * matrix.rows), inner.max_bytes(self.rank * matrix.columns)
+        return inner.max_bytes(rank * matrix.rows), inner.max_bytes(rank * matrix.columns)
 
     def _split(self, numel: int) -> tuple[list[Matrix], list[Span]]:
         """The matrices that are factored, and the spans of all other tensors."""
@@ -189,6 +221,11 @@ class Decoded:
                 place = taken + first - span[0]
                 out[first - part.start : last - part.start] = self._plain[place : place + last - first]
             taken += span[1] - span[0]
+
+
+def _length(spans: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
+
 
 def _common(span: Span, part: slice) -> Iterator[Span]:
     """What of the span lies in the part, if anything."""

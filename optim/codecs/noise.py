@@ -14,6 +14,19 @@ import numpy.typing as npt
 from optim.codecs.codec import Binding
 from optim.vectors import Floats
 
+SAMPLED = 1 << 16  # values that a seed is made from
+SEED = 8  # bytes of it
+
+
+def seed_of(values: Floats) -> bytes:
+    """That follows from the values, so that encoding is a function, and that another member hardly has."""
+    sample = np.ascontiguousarray(values[:: -(-values.size // SAMPLED)], "<f4")
+    return digest(sample.tobytes())
+
+
+def digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()[:SEED]
+
 
 def words(scales: Floats, place: int, shape: tuple[int, ...], binding: Binding | None) -> npt.NDArray[np.uint32]:
     """Evenly distributed 32-bit words for values of that `shape` in blocks with these `scales`."""

@@ -15,7 +15,6 @@ was left out in a later round.
 Payload: head, seed (u64, every one is valid) unless shared, payload of the inner codec.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -28,6 +27,7 @@ from pydantic.dataclasses import dataclass
 from optim.codecs.codec import SAMPLE, Codec, Payload
 from optim.codecs.dense import BrainFloat, HalfPrecision, largest_magnitude
 from optim.codecs.integers import BlockInt4, BlockInt8
+from optim.codecs.noise import SEED, digest, seed_of
 from optim.codecs.signs import BlockSign
 from optim.parts import STRICT
 from optim.vectors import Floats, Positions, SparseVector
@@ -36,8 +36,6 @@ Inner = Literal["bf16", "fp16", "int8", "int4", "sign"]
 INNER: Final[Mapping[Inner, Codec]] = MappingProxyType(
     {"bf16": BrainFloat(), "fp16": HalfPrecision(), "int8": BlockInt8(), "int4": BlockInt4(), "sign": BlockSign()}
 )
-SAMPLED = 1 << 16  # values that a seed is made from
-SEED = 8  # bytes of it
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -73,7 +71,7 @@ class RandomSubset(Codec):
 
     def write(self, values: Floats, subtract: bool) -> bytes:
         largest_magnitude(values)
-        seed = b"" if self.shared else _seed(values)
+        seed = b"" if self.shared else seed_of(values)
         positions = self._positions(seed, values.size)
         kept = values[positions]
         payload = self.head() + seed + self._inner.write(kept, subtract)
@@ -106,21 +104,12 @@ class RandomSubset(Codec):
         if self.selection == "striding":
             stride = self._stride(numel)
             return np.arange(self._round() % stride, numel, stride, dtype=np.int64)
-        return _draw(seed or _digest(f"murmur subset {self._round()}".encode()), numel, self._kept(numel))
+        return _draw(seed or digest(f"murmur subset {self._round()}".encode()), numel, self._kept(numel))
 
     def _round(self) -> int:
         if self.binding is None:
             raise ValueError("positions that all share go by the round's number: bind the codec to one first")
         return self.binding.round_number
-
-
-def _seed(values: Floats) -> bytes:
-    sample = np.ascontiguousarray(values[:: -(-values.size // SAMPLED)], "<f4")
-    return _digest(sample.tobytes())
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()[:SEED]
 
 
 def _draw(seed: bytes, numel: int, count: int) -> Positions:

@@ -92,6 +92,16 @@ def fitted(matrix: Operand, columns: Doubles) -> Doubles:
     return product(matrix.transposed_times(product(columns, whitening)), whitening.T)
 
 
+def strongest(weights: Doubles, energy: float) -> Doubles:
+    """(r, k) orthonormal: the fewest directions of the r columns' span that hold that share of all squares in
+    `weights` (b, r), the strongest first."""
+    strengths, directions = np.linalg.eigh(product(weights.T, weights))
+    shares = np.cumsum(np.maximum(strengths[::-1], 0))
+    count = 1 + int(np.searchsorted(shares, energy * shares[-1])) if shares[-1] else 1
+    chosen: Doubles = directions[:, ::-1][:, : min(count, len(strengths))]
+    return chosen
+
+
 def orthonormal(columns: Doubles) -> Doubles:
     """A basis of what the columns span, by Cholesky's way of Gram and Schmidt, twice for its loss of precision. A
     column that depends on those before becomes zero."""

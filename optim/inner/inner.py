@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -30,6 +30,10 @@ class Step:
     matrices: Sequence[Span]
     tensors: Sequence[Span] = ()
 
+    def at(self, count: int) -> "Step":
+        """The same for an optimizer that has made so many steps of its own."""
+        return replace(self, count=count)
+
     def decay(self, weights: Tensor) -> None:
         """theta <- theta * (1 - rate * weight_decay), matrices only."""
         for start, stop in self.matrices:
@@ -44,7 +48,7 @@ def advance_second_moment(second: Tensor, gradient: Tensor, step: Step) -> Tenso
 
 
 class Inner(ABC):
-    """`vectors` names its state: flat fp32 of the model's size, zero at the start, part of the trainer's snapshot."""
+    """`vectors` names its state: flat fp32, zero at the start, part of the trainer's snapshot."""
 
     kind: ClassVar[str]
     vectors: ClassVar[tuple[str, ...]] = ()
@@ -52,6 +56,10 @@ class Inner(ABC):
     @abstractmethod
     def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
         """Change `weights` and `vectors` in place. `gradient` is finite, clipped, and may be changed too."""
+
+    def size_of(self, name: str, numel: int) -> int:
+        """Values of that vector, for a model of `numel` parameters: as many, if nothing else is said."""
+        return numel
 
     def look_ahead(self, weights: Tensor, vectors: Mapping[str, Tensor], step: Step) -> Tensor | None:
         """Where the gradient of this step is to be taken, as a new vector; None: at the weights."""

@@ -71,6 +71,10 @@ class Bench:
             self.state.count_step(24, 3.0, self.state.counters.position + 2)
         return self.weights - before
 
+    def is_message_due(self) -> bool:
+        plan = self.state.plan
+        return is_message_due(self.state.counters, plan.steps, plan.method.schedule, 0.0)
+
     def payloads(self) -> list[bytes]:
         outstanding = self.state.counters.outstanding
         assert outstanding is not None
@@ -125,7 +129,7 @@ class Swarm:
             self.progress[index] += peer.train(1000 * self.step_number + index, steps=1)
 
     def _may_send(self) -> bool:
-        return all(is_message_due(peer.state.counters, peer.state.plan.steps) for peer in self.peers)
+        return all(peer.is_message_due() for peer in self.peers)
 
     def _adopt(self, index: int, peer: Bench) -> None:
         number = len(self.anchors) - 1

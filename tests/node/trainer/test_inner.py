@@ -115,7 +115,8 @@ def test_the_inner_part_gets_the_rate_of_the_step_and_a_clipped_gradient() -> No
 
 @pytest.mark.parametrize("kind", INNERS)
 def test_every_inner_part_keeps_its_vectors_on_the_models_device(kind: str) -> None:
-    model, optimizer = prepared(inner=INNERS[kind]())
+    inner = INNERS[kind]()
+    model, optimizer = prepared(inner=inner)
     assert tuple(optimizer.vectors) == INNERS[kind].vectors
     for step in range(4):
         place = optimizer.look_ahead(step)
@@ -123,7 +124,8 @@ def test_every_inner_part_keeps_its_vectors_on_the_models_device(kind: str) -> N
         set_gradient(model, step)
         assert optimizer.step(step)
         optimizer.clear_gradient()
-    assert all(vector.shape == model.flat.shape for vector in optimizer.vectors.values())
+    for name, vector in optimizer.vectors.items():
+        assert vector.numel() == inner.size_of(name, model.flat.numel()) and vector.device == model.flat.device
     assert torch.isfinite(model.flat).all() and model.flat.grad is None
 
 

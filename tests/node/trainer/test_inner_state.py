@@ -157,7 +157,7 @@ def test_two_messages_at_once_are_refused(make: Make) -> None:
 def test_a_snapshot_restores_every_bit_and_goes_on_the_same(make: Make, recipe: str) -> None:
     bench = make(recipe)
     for vector in bench.optimizer.vectors.values():
-        vector.copy_(torch.rand(NUMEL, generator=torch.Generator().manual_seed(7)) * 1e-3)
+        vector.copy_(torch.rand(vector.numel(), generator=torch.Generator().manual_seed(7)) * 1e-3)
     bench.train(1)
     bench.state.message()
     bench.train(2)

@@ -3,9 +3,10 @@
 import pytest
 
 from node.trainer.inner_state import Counters, Outstanding, Work
-from node.trainer.pace import Wanted, is_message_due, may_adopt, must_wait
+from node.trainer.pace import Stretch, Wanted, is_message_due, may_adopt, must_wait
 from optim.parts import Scalar
 from optim.program import Plan
+from optim.schedules import EverySteps
 from tests.optim.replicas import program_of
 
 
@@ -16,7 +17,22 @@ def counters(since: int, outstanding: bool) -> Counters:
 
 @pytest.mark.parametrize(("since", "outstanding", "due"), [(4, False, False), (5, False, True), (9, True, False)])
 def test_a_message_is_due_after_its_steps_once_no_other_is_on_its_way(since: int, outstanding: bool, due: bool) -> None:
-    assert is_message_due(counters(since, outstanding), 5) is due
+    assert is_message_due(counters(since, outstanding), 5, EverySteps(), 1e9) is due
+
+
+@pytest.mark.parametrize(
+    ("since", "seconds", "due"), [(1, 9.0, False), (1, 99.0, False), (2, 9.9, False), (2, 10.0, True), (5, 0.0, True)]
+)
+def test_time_makes_a_message_due_too_once_the_least_is_made(since: int, seconds: float, due: bool) -> None:
+    schedule = EverySteps(inner_steps=5, least_steps=2, seconds=10.0)
+    assert is_message_due(counters(since, False), 5, schedule, seconds) is due
+    assert not is_message_due(counters(since, True), 5, schedule, seconds), "one at a time"
+
+
+def test_the_time_counts_from_the_first_step() -> None:
+    stretch = Stretch()
+    assert [stretch.seconds(steps, now) for steps, now in ((3, 50.0), (4, 52.0))] == [0, 2], "after a restart"
+    assert [stretch.seconds(steps, now) for steps, now in ((0, 60.0), (0, 70.0), (1, 71.0), (2, 75.0))] == [0, 0, 1, 5]
 
 
 @pytest.mark.parametrize(

@@ -146,3 +146,34 @@ def test_every_matrix_library_gives_the_same_bits() -> None:
     assert len(payload) == len(decoded) == 1
     # The control: a sum that rounds tells the kernels apart.
     assert len(plain) > 1
+
+
+@pytest.mark.parametrize(("energy", "rank"), [(0.5, 1), (0.8, 2), (0.95, 3), (0.999, 4), (1.0, 12)])
+def test_the_rank_adapts_to_what_there_is_to_send(energy: float, rank: int) -> None:
+    """Strengths 4, 3, 2, 0.5: squares 16, 9, 4, 0.25 of 29.25, so 55 %, 85 %, 99 % and all."""
+    values = of_rank(200, 160, np.array([4, 3, 2, 0.5], np.float32))
+    layout = Layout(((200, 160),))
+    codec = LowRank(rank=12, values="fp16", energy=energy).bind(layout, 0)
+    fixed = LowRank(rank=rank, values="fp16").bind(layout, 0)
+    payload = codec.encode(values)
+    assert len(payload) == len(fixed.encode(values)) + (2 if energy < 1 else 0)
+    left = float((codec.decode(payload, values.numel()) - values).norm() / values.norm()) ** 2
+    assert left <= 1 - energy + 1e-4
+    assert len(payload) <= codec.max_bytes(values.numel())
+
+
+def test_a_rank_that_was_not_agreed_on_is_refused() -> None:
+    codec = LowRank(rank=4, energy=0.9).bind(Layout(((60, 60),)), 0)
+    payload = bytearray(codec.encode(draw(3600)))
+    for rank in (0, 5, 60_000):
+        payload[2:4] = rank.to_bytes(2, "little")
+        with pytest.raises(CodecError, match="rank"):
+            codec.read(bytes(payload), 3600)
+
+
+def test_feedback_brings_all_directions_in_time_at_any_energy() -> None:
+    layout, rest = Layout(((64, 64),)), draw(64 * 64)
+    start = rest.norm()
+    for number in range(40):
+        LowRank(rank=16, energy=0.7).bind(layout, number).extract(rest)
+    assert rest.norm() < 0.05 * start

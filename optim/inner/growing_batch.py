@@ -1,0 +1,85 @@
+"""Batches that grow by the norm test (AdLoCo, arXiv 2508.18182; the test: arXiv 1710.05782).
+
+A mean gradient is worth a step while its noise is small beside it. From the gradients g_j of the n local steps that are
+gathered for one step of the optimizer, with mean g:
+
+    S = sum_j |g_j - g|^2 / (n - 1);   wanted <- max(wanted, ceil(S / (theta^2 |g|^2)))
+
+Early in a run few gradients do, late it takes many: peers then move, and part, less between two messages. The batch
+follows in the paper's switch mode: up to `at_once` it is what is wanted, up to twice as many it stays there, and beyond
+that whole multiples are gathered. It is counted in local steps (batches of train.batch_tokens), each peer by its own.
+
+Of the paper's several models that are merged over the run there is one here: the anchor. (Its public text counts H in
+steps of the optimizer; here the schedule counts local steps, so that messages stay as far apart as the budget says.)
+"""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from optim.inner.adamw import AdamW
+from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step
+from optim.parts import STRICT
+
+ACCUMULATED = "accumulated"
+TALLY = "tally"  # gradients gathered, the sum of their squared norms, gradients wanted, steps of the optimizer
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GrowingBatch(Inner):
+    """G <- G + g_j for n local steps, then AdamW with the mean G / n, and
+    n <- max(n, ceil(sum_j |g_j - G / n|^2 / (n - 1) / (theta^2 |G / n|^2))), at most `most`
+    """
+
+    kind: ClassVar[str] = "growing-batch"
+    vectors: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT, ACCUMULATED, TALLY)
+
+    start: int = Field(default=2, ge=2, le=1000, description="local steps of the first batch; two show a variance")
+    theta: float = Field(default=0.8, gt=0, le=10, description="noise that a step bears, in units of its gradient")
+    at_once: int = Field(default=8, ge=1, le=1000, description="above it batches are whole multiples of it")
+    most: int = Field(default=64, ge=2, le=10_000, description="local steps of the largest batch")
+
+    @model_validator(mode="after")
+    def _starts_below_the_most(self) -> "GrowingBatch":
+        if self.start > self.most:
+            raise ValueError("start must not be above most")
+        return self
+
+    def size_of(self, name: str, numel: int) -> int:
+        return 4 if name == TALLY else numel
+
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
+        accumulated, tally = vectors[ACCUMULATED], vectors[TALLY]
+        accumulated += gradient
+        tally[0] += 1
+        tally[1] += gradient.square().sum()
+        count, squares, wanted, steps = tally.tolist()
+        if count < self.batch(wanted):
+            return
+        mean = accumulated / count
+        tally[2] = max(wanted, self.wanted(int(count), squares, float(mean.square().sum())))
+        AdamW().step(weights, mean, vectors, step.at(int(steps)))
+        accumulated.zero_()
+        tally[:2] = 0
+        tally[3] += 1
+
+    def wanted(self, count: int, squares: float, size: float) -> int:
+        """By the norm test. `squares`: the sum of the gradients' squared norms; `size`: the mean's."""
+        variance = max(0.0, squares - count * size) / max(1, count - 1)
+        if variance == 0:
+            return 0
+        share = variance / (self.theta**2 * size) if size else math.inf
+        return self.most if share > self.most else math.ceil(share)
+
+    def batch(self, wanted: float) -> int:
+        """Local steps that are gathered where the test wants so many."""
+        count = max(self.start, round(wanted))
+        if count > 2 * self.at_once:
+            count = -(-count // self.at_once) * self.at_once
+        elif count > self.at_once:
+            count = max(self.start, self.at_once)
+        return min(self.most, count)

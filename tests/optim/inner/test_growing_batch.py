@@ -1,0 +1,95 @@
+"""Batches that grow: the norm test by hand, the switch mode, and Adam on what was gathered."""
+
+import pytest
+import torch
+
+from optim.inner.adamw import AdamW
+from optim.inner.growing_batch import ACCUMULATED, TALLY, GrowingBatch
+from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step
+from optim.recipes import compose
+
+NUMEL = 30
+
+
+def step_at(count: int) -> Step:
+    return Step(count, 0.01, 0.9, 0.95, 0.1, ((0, 10),))
+
+
+def draw(seed: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+def fresh(inner: Inner) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(inner.size_of(name, NUMEL)) for name in inner.vectors}
+
+
+@pytest.mark.parametrize(("theta", "wanted"), [(1.0, 1), (0.5, 2), (0.25, 8), (0.05, 64)])
+def test_the_norm_test_by_hand(theta: float, wanted: int) -> None:
+    """Gradients (1, 0) and (3, 0): the mean is (2, 0), S = (1 + 1) / 1 = 2, and S / |mean|^2 a half."""
+    assert GrowingBatch(theta=theta).wanted(2, 1.0 + 9.0, 4.0) == wanted
+
+
+def test_alike_gradients_leave_the_batch_as_it_is_and_pure_noise_asks_for_all() -> None:
+    inner, vectors, weights = GrowingBatch(), {}, torch.ones(NUMEL)
+    vectors.update(fresh(inner))
+    for count in range(20):
+        inner.step(weights, torch.full((NUMEL,), 0.5), vectors, step_at(count))
+    assert vectors[TALLY].tolist()[2:] == [0, 10]
+    assert inner.wanted(2, 2.0, 0.0) == inner.most
+    assert inner.wanted(4, 0.0, 0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gathered"), [(0, 2), (3, 3), (8, 8), (9, 8), (16, 8), (17, 24), (24, 24), (25, 32), (999, 64)]
+)
+def test_the_switch_mode(wanted: int, gathered: int) -> None:
+    assert GrowingBatch(at_once=8, most=64).batch(wanted) == gathered
+
+
+def test_a_fixed_batch_is_adam_on_means() -> None:
+    """So with it the recipe is DiLoCo on batches as large."""
+    ours, theirs = GrowingBatch(start=3, most=3), AdamW()
+    mine, other = torch.ones(NUMEL), torch.ones(NUMEL)
+    vectors, others = fresh(ours), {name: torch.zeros(NUMEL) for name in theirs.vectors}
+    for count in range(12):
+        before = mine.clone()
+        ours.step(mine, draw(count), vectors, step_at(count))
+        if count % 3 < 2:
+            assert torch.equal(mine, before)
+            continue
+        mean = torch.stack([draw(number) for number in range(count - 2, count + 1)]).mean(0)
+        theirs.step(other, mean, others, step_at(count // 3))
+    assert torch.allclose(mine, other, atol=1e-6) and not vectors[ACCUMULATED].any()
+    for name in (FIRST_MOMENT, SECOND_MOMENT):
+        assert torch.allclose(vectors[name], others[name], atol=1e-6)
+
+
+def batches(noise: float, steps: int = 200) -> list[int]:
+    """Local steps between two of the optimizer's, under a constant gradient and noise upon it."""
+    inner = GrowingBatch(theta=0.5)
+    weights, vectors, moved = torch.zeros(NUMEL), fresh(inner), [0]
+    for count in range(steps):
+        before = weights.clone()
+        inner.step(weights, torch.ones(NUMEL) + noise * draw(count), vectors, step_at(count))
+        if not torch.equal(weights, before):
+            moved.append(count + 1)
+    return [later - earlier for earlier, later in zip(moved[:-1], moved[1:], strict=True)]
+
+
+def test_batches_grow_with_the_noise_and_never_shrink() -> None:
+    quiet, loud = batches(0.1), batches(1.5)
+    assert set(quiet) == {2}
+    assert loud == sorted(loud) and loud[0] == 2
+    # S = noise^2 * N, |g|^2 = N: noise^2 / theta^2 = 9, of which the switch mode makes 8, or one more step of it.
+    assert loud[-1] in (8, 24)
+
+
+def test_a_first_batch_above_the_most_is_refused() -> None:
+    with pytest.raises(ValueError, match="start must not be above most"):
+        GrowingBatch(start=9, most=8)
+
+
+def test_the_recipe() -> None:
+    method = compose("adloco")
+    assert method.inner == GrowingBatch() and method.update == compose("diloco").update
+    assert method.inner.size_of(TALLY, 1000) == 4 and method.inner.size_of(ACCUMULATED, 1000) == 1000
