@@ -3,7 +3,10 @@
 A delta that misses its round is still a delta: it joins the next one that exchanges the same values in the same code,
 up to MAX_AGE rounds late. After that it is given back to the trainer, whose residual takes it in. Exactly one of the
 two happens, and is remembered until the trainer's next message, so a trainer (or a whole node) that died in between
-hears of it afterwards. Where it cannot be known whether a round has taken it, neither happens: it is lost. PURE.
+hears of it afterwards. Where it cannot be known whether a round has taken it, neither happens: it is lost.
+
+One case is left: of a network that was split for longer than votes are remembered, one side gives a message back and
+the other has taken it. Whoever then goes over to that other chain sends its content a second time. PURE.
 """
 
 from collections.abc import Sequence

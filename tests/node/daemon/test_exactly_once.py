@@ -22,6 +22,7 @@ from node.daemon.resumption import OUTBOX, restore_inner, restored_offers
 from node.daemon.trainer_link import stored_parts
 from node.folder import RunFolder
 from node.model import shape_table
+from optim.parts import Scalar
 from optim.program import Program
 from optim.recipes import compose
 from protocol.rounds.chain import Head, after, genesis
@@ -32,9 +33,9 @@ from tests.optim.replicas import Tables
 
 ME = PEERS[1].peer_id
 STEPS = 5  # their digits fit into a value of sixteen bits
-KEEPS: Tables = {"feedback": {"kind": "error", "decay": 1.0}}
-SPARSE: Tables = {"codec": {"kind": "subset", "density": 0.5, "values": "fp16", "shared": False}} | KEEPS
-SPARSE_BY_ROUND: Tables = {"codec": {"kind": "subset", "density": 0.5, "values": "fp16"}} | KEEPS
+SUBSET: dict[str, Scalar] = {"kind": "subset", "density": 0.5, "values": "fp16"}
+SPARSE: Tables = {"codec": SUBSET | {"shared": False}, "feedback": {"kind": "error", "decay": 1.0}}
+SPARSE_BY_ROUND: Tables = {"codec": SUBSET, "feedback": {"kind": "error", "decay": 1.0}}
 WHOLE: Tables = {"codec": {"kind": "none"}, "feedback": {"kind": "none"}}
 
 
@@ -191,7 +192,6 @@ def story(folder: Path, tables: Tables, taken: str, every: int, victim: str, at:
     for _ in range(at):
         if next(work, node) is node:
             return None
-    work.close()
     node.kill(victim)
     for _ in node.work():
         pass
