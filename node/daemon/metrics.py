@@ -36,7 +36,7 @@ class Metrics(Collector):
         self.refusals: collections.Counter[str] = collections.Counter()
         self.absences: collections.Counter[str] = collections.Counter()
         self.catch_ups: collections.Counter[str] = collections.Counter()
-        self.pauses = 0
+        self.pauses = self.hurries = 0
         self.blobs = 0
         self.blob_bytes = 0
         self._status: Callable[[], NodeStatus] | None = None
@@ -64,6 +64,10 @@ class Metrics(Collector):
         """The trainer stands back for others who use its device."""
         self.pauses += 1
 
+    def hurried(self) -> None:
+        """The others waited for this node: its trainer was asked for what it had."""
+        self.hurries += 1
+
     def refused(self, reason: str) -> None:
         """Something of a peer was refused or timed out; `reason` is a fixed short word such as `forged`."""
         self.refusals[reason] += 1
@@ -74,6 +78,7 @@ class Metrics(Collector):
         yield _labelled("murmur_absences", "Rounds without this node's work, by why", "reason", self.absences)
         yield _labelled("murmur_catch_ups", "Rounds that others made meanwhile, by how", "how", self.catch_ups)
         yield CounterMetricFamily("murmur_pauses", "Times that training stood back for others", value=self.pauses)
+        yield CounterMetricFamily("murmur_hurries", "Times that the others waited for this node", value=self.hurries)
         yield GaugeMetricFamily("murmur_blobs", "Blobs held", value=self.blobs)
         yield GaugeMetricFamily("murmur_blob_bytes", "Bytes of blobs held", value=self.blob_bytes)
         if self._status is not None:

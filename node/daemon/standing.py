@@ -116,7 +116,7 @@ class Standing:
             self._set(pace=words)
 
     def hurried(self) -> None:
-        self._metrics.refused("hurried")
+        self._metrics.hurried()
         logger.info("the others wait: asking the trainer for what it has")
 
     def refused(self, peer: PeerId, fault: PeerFault) -> None:

@@ -118,6 +118,12 @@ class Electorate:
         """When each member was last known to live."""
         return {**self._vanished, **dict.fromkeys(self.live, self._now)}
 
+    @property
+    def remembered(self) -> dict[PeerId, float]:
+        """The same, with those that are forgotten, for a new electorate of this very round: it forgets them at once,
+        and counts their votes as we did."""
+        return {**dict.fromkeys(self._forgotten, self._now - 2 * self._memory), **self.seen}
+
     def is_elector(self, peer: PeerId) -> bool:
         return peer in self.electors
 

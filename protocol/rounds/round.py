@@ -116,8 +116,9 @@ class Round:
 
     @property
     def seen(self) -> dict[PeerId, float]:
-        """For the round after this one."""
-        return dict(self._state.electorate.seen)
+        """For the round after this one; while that is undecided, for this one again."""
+        electorate = self._state.electorate
+        return electorate.remembered if self.commit is None else electorate.seen
 
     @property
     def arrivals(self) -> list[float]:

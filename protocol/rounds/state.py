@@ -132,7 +132,11 @@ class RoundState:
         return Roster(self.number, self.view, self.base, ordered)
 
     def outvoting_view(self) -> int:
-        """The latest view that half of the living have reached, or so many that the others are no majority."""
+        """The latest view that half of the living have reached, or so many that the others are no majority.
+
+        Counted over the members, not the electors: a view that is left too late, or too early, costs time and nothing
+        else, for whoever is forgotten promises nothing any more.
+        """
         half, spare = (len(self.live) + 1) // 2, len(self.live) - len(self.electorate.members) // 2
         enough = min(half, spare) if spare > 0 else half
         moved = self.evidence.moved & self.live

@@ -98,6 +98,15 @@ async def test_otherwise_or_if_asked_for_the_state_is_taken_over(world: World) -
     assert (await world.way()).commits == ()
 
 
+async def test_another_chain_is_asked_from_where_our_message_was_first_offered(world: World) -> None:
+    await grown(world.mine, world.store, 2, peer=2)
+    world.say()
+    way = await world.way(since=1)
+    assert world.answer.asked == [2, 1] and way.state == world.theirs.blob and len(way.commits) == 3
+    world.answer.asked.clear()
+    assert (await world.way(since=2)).state and world.answer.asked == [2], "they said all that matters"
+
+
 async def test_the_first_of_many_commits_are_a_way_too(world: World) -> None:
     commits = world.theirs.chain.since(0)
     assert commits is not None

@@ -48,6 +48,7 @@ def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
 async def test_scrape_holds_the_counters_and_the_status_of_that_moment() -> None:
     metrics, current = Metrics(), [STATUS]
     metrics.round_ended("included")
+    metrics.hurried()
     metrics.round_ended("included")
     metrics.round_ended("missed")
     metrics.refused("forged")
@@ -62,6 +63,7 @@ async def test_scrape_holds_the_counters_and_the_status_of_that_moment() -> None
     assert values["murmur_rounds_total", ("included",)] == 2
     assert values["murmur_rounds_total", ("missed",)] == 1
     assert values["murmur_refusals_total", ("forged",)] == 1
+    assert values["murmur_hurries_total", ()] == 1
     assert values["murmur_blobs", ()] == 4
     assert values["murmur_blob_bytes", ()] == 4096
     assert values["murmur_tokens_total", ()] == 5000

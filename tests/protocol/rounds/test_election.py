@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from protocol.rounds.election import Electorate
+from protocol.rounds.events import Live
 from protocol.rounds.statements import Commit
 from tests.protocol.rounds.round_table import Table
 from tests.simulation.bugs import asks_only_a_majority_of_the_rest
@@ -86,6 +87,21 @@ def test_who_may_be_bound_by_a_forgotten_vote_is_asked() -> None:
     table.elapse(30)
     assert {commit.content for name in (bound, *others) if (commit := table.commit(name))} == {decided.content}
     assert len(table.included()) == 1
+
+
+@pytest.mark.parametrize("remembers", [True, False], ids=["remembers", "control"])
+def test_a_round_that_is_opened_again_waits_for_it_too(remembers: bool) -> None:
+    table, decided, bound, others = _half_decides()
+    for name in others:
+        machine = table.machines[name]
+        seen = machine.seen if remembers else machine._state.electorate.seen
+        table.machines[name] = table.machine(name, seen)
+        table.feed(name, Live(frozenset([bound, *others])))
+    table.offer(*others)
+    table.elapse(table.scenario.vote_memory + 30)
+    commits = [commit for name in others if (commit := table.commit(name))]
+    assert all(commit.content != decided.content for commit in commits)
+    assert bool(commits) is not remembers, "without the memory of the forgotten, a second commit of the round"
 
 
 def test_who_waits_for_a_bound_peer_goes_on_once_it_is_gone() -> None:
