@@ -1,4 +1,4 @@
-"""`murmur join`: one node of a run, in this process. What takes seconds to import is imported last."""
+"""`murmur join`: one node of a run, in this process. What takes seconds to import comes after the first word."""
 
 import asyncio
 import logging
@@ -59,11 +59,11 @@ def join_run(
         upload=parse_rate(upload, "--upload"),
         download=parse_rate(download, "--download"),
     )
-    _meet(own, invitation)
     from node.daemon.lifecycle import run_node
     from node.trainer.device import require_fit
 
     require_fit(settings)
+    _meet(own, invitation)
     asyncio.run(run_node(settings))
 
 
