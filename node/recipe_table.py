@@ -16,7 +16,7 @@ from node.arena import carried
 from node.model import shape_table
 from node.places import demo_manifest
 from optim.errors import OptimError
-from optim.method import Method
+from optim.method import MEMORY, Method
 from optim.program import Program
 from optim.recipes import PARTS, compose
 from optim.rows import RECIPES
@@ -70,7 +70,8 @@ def bits_of_a_cycle(program: Program) -> tuple[float, int]:
 
 def vectors(method: Method) -> int:
     """Of the model's size, beside the weights and the inner optimizer's: anchor, slots, references and residual."""
-    return 1 + len(method.slots) + len(carried(method)) + method.signal.width
+    slots = sum(name != MEMORY for name in method.slots)
+    return 1 + slots + len(carried(method)) + method.signal.width
 
 
 def needs(method: Method) -> list[str]:

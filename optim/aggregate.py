@@ -63,13 +63,18 @@ class Aggregate(ABC):
 
     kind: ClassVar[str]
 
+    @property
+    def memory(self) -> int:
+        """Numbers that all peers hold alike from round to round, zero at the start; 0: a round's messages say all."""
+        return 0
+
     def weight(self, tokens: int, age: int) -> float:
         """Of a member that trained on so many tokens and whose message is `age` rounds late."""
         return float(tokens)
 
     @abstractmethod
-    def combine(self, messages: Sequence[Message]) -> Floats:
-        """CodecError if a payload is malformed, OptimError if no message has a weight."""
+    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
+        """CodecError if a payload is malformed, OptimError if no message has a weight. `memory` changes in place."""
 
 
 def present(messages: Sequence[Message]) -> list[Message]:
@@ -116,7 +121,7 @@ class Mean(_Weighted):
 
     kind: ClassVar[str] = "mean"
 
-    def combine(self, messages: Sequence[Message]) -> Floats:
+    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         weights = self._weigh(messages)
         readers = readers_of(messages)
         total = zeros(messages[0].numel)
@@ -135,7 +140,7 @@ class SenderMean(_Weighted):
 
     kind: ClassVar[str] = "sender-mean"
 
-    def combine(self, messages: Sequence[Message]) -> Floats:
+    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         weights = self._weigh(messages)
         readers = readers_of(messages)
         total, present = zeros(messages[0].numel), zeros(messages[0].numel)

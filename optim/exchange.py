@@ -104,15 +104,18 @@ class Merger:
         plan = self._program.plan(round_number)
         return plan.codecs[part].encode(torch.from_numpy(_combine(plan, part, payloads, weights)))
 
-    def merge(self, round_number: int, payloads: Payloads, weights: Sequence[float]) -> torch.Tensor:
+    def merge(
+        self, round_number: int, payloads: Payloads, weights: Sequence[float], memory: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """What the round came to, as its plan lays it out.
 
-        Gather: the members' payloads with their weights, in the agreed order. Butterfly: the reduced payloads, part by
-        part; `weights` were used up in reducing and are ignored.
+        Gather: the members' payloads with their weights, in the agreed order, and `memory`, which changes in place, of
+        an aggregate that has one. Butterfly: the reduced payloads, part by part; `weights` were used up in reducing
+        and are ignored.
         """
         plan = self._program.plan(round_number)
         if plan.method.topology.kind != "butterfly":
-            return torch.from_numpy(_combine(plan, 0, payloads, weights))
+            return torch.from_numpy(_combine(plan, 0, payloads, weights, None if memory is None else memory.numpy()))
         if len(payloads) != len(plan.bounds):
             raise CodecError(f"{len(payloads)} reduced parts where there are {len(plan.bounds)}")
         merged = empty(plan.numel)
@@ -121,8 +124,10 @@ class Merger:
         return torch.from_numpy(merged)
 
 
-def _combine(plan: Plan, part: int, payloads: Payloads, weights: Sequence[float]) -> Floats:
+def _combine(
+    plan: Plan, part: int, payloads: Payloads, weights: Sequence[float], memory: Floats | None = None
+) -> Floats:
     codec, (start, stop) = plan.codecs[part], plan.bounds[part]
     members = zip(payloads, weights, strict=True)
     messages = [Message(codec, payload, stop - start, float(weight)) for payload, weight in members]
-    return plan.method.aggregate.combine(messages)
+    return plan.method.aggregate.combine(messages, memory)

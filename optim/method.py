@@ -13,6 +13,8 @@ from optim.signals import Signal
 from optim.topologies import Topology
 from optim.updates import Update
 
+MEMORY = "aggregate_memory"  # the slot of what the aggregate remembers
+
 
 @dataclass(frozen=True)
 class Method:
@@ -39,4 +41,9 @@ class Method:
     @property
     def slots(self) -> tuple[str, ...]:
         """The vectors beside the anchor that all peers hold alike, in ascending order; each zero at the start."""
-        return tuple(sorted({*self.update.slots, *self.signal.shares[1:]}))
+        remembered = (MEMORY,) if self.aggregate.memory else ()
+        return tuple(sorted({*self.update.slots, *self.signal.shares[1:], *remembered}))
+
+    def size_of(self, slot: str, numel: int) -> int:
+        """Values of that vector, for a model of `numel` parameters."""
+        return self.aggregate.memory if slot == MEMORY else numel

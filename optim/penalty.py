@@ -2,17 +2,20 @@
 all. It is applied to each block of the model by itself where messages travel whole, and to each part where they are
 reduced in parts.
 
-The paper compares a norm with the running mean and deviation of that replica's own norms. Here a norm is compared with
-those of the other members of the round, by their median and the median distance from it: members come and go, and what
-a round comes to then depends on its messages alone. (The public code's running statistics start at zero without
-correction, so that for hundreds of rounds nothing is found too large.) The paper's softmax is taken of the norms as
-they are, and ten times larger norms leave only the smallest a weight; here it is taken of norms over their median.
+The paper compares a norm with the running mean and deviation of that replica's own norms. Here a norm is by default
+compared with those of the other members of the round, by their median and the median distance from it: members come
+and go, and what a round comes to then depends on its messages alone. With `statistics = "running"` it is compared with
+the running mean and deviation of all members' norms, which are part of what all peers hold alike, three numbers a
+block; a member that was left out teaches them nothing. (The public code's running statistics start at zero without
+correction, so that for hundreds of rounds nothing is found too large: here they are plain averages until 1 / rate norms
+are known.) The paper's softmax is taken of the norms as they are, and ten times larger norms leave only the smallest a
+weight; here it is taken of norms over their median.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -27,6 +30,10 @@ from optim.vectors import Floats, norm
 
 DEVIATION = 1.4826  # of a normal distribution, in units of the median distance from the median
 SMALLEST_DEVIATION = 0.1  # in units of the median: among few members that agree closely nobody is far off
+SMALLEST_RUNNING = 0.01  # in units of the mean, of many rounds
+MOST_BLOCKS = 1024  # that have a memory
+MOST_COUNTED = 1 << 20  # norms; a rate is never below a millionth
+FEWEST_KNOWN = 20  # norms, before one is called too large
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -35,6 +42,11 @@ class Penalty(Aggregate):
 
     left out where (G_i - M) / s > limit;  w_i = softmax(-G_i / (temperature * M)) of the others
     x <- sum_i w_i x_i;  x <- x * min(1, clip / |x|)
+
+    With `statistics` = "running", mean and deviation of past norms stand for M and s; from each norm that is kept they
+    learn with a = max(rate, 1 / norms known):
+    mean <- mean + a * (G_i - mean);  variance <- (1 - a) * (variance + a * (G_i - mean before)^2)
+    Where all members are left out the block stays as it is, and then their norms are learnt from.
 
     The smallest norm has the largest weight, so a member that hardly trains is favoured; with `both_sides` one that is
     as far below the median is left out too. `tokens` = r (the public code: 0.5 for members at their own pace, whose
@@ -48,13 +60,21 @@ class Penalty(Aggregate):
     temperature: float = Field(default=1.0, gt=0)
     tokens: float = Field(default=0.0, ge=0, le=1, description="share of the weights that goes by tokens")
     clip: float = Field(default=10.0, gt=0, description="largest norm of a block's mean")
+    statistics: Literal["round", "running"] = "round"
+    rate: float = Field(default=0.02, gt=0, le=1, description="of the running statistics, a norm")
 
-    def combine(self, messages: Sequence[Message]) -> Floats:
+    @property
+    def memory(self) -> int:
+        return 3 * MOST_BLOCKS if self.statistics == "running" else 0
+
+    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         members = present(messages)
         spans = _blocks(members[0])
         tokens = [member.weight for member in members]
         norms = [_norms(member, spans) for member in members]  # one dense message at a time
-        weights = [self._weigh([row[place] for row in norms], tokens) for place in range(len(spans))]
+        blocks = [[row[place] for row in norms] for place in range(len(spans))]
+        known = [None] * len(spans) if memory is None or not self.memory else list(memory.reshape(-1, 3)[: len(spans)])
+        weights = [self._weigh(sizes, tokens, past) for sizes, past in zip(blocks, known, strict=True)]
         total = zeros(members[0].numel)
         for number, member in enumerate(members):
             values = member.read().dense()
@@ -66,27 +86,49 @@ class Penalty(Aggregate):
                 total[start:stop] *= np.float32(self.clip / size)
         return total
 
-    def _weigh(self, norms: Sequence[float], tokens: Sequence[float]) -> list[float]:
-        """Of each member, adding up to 1."""
+    def _weigh(self, norms: Sequence[float], tokens: Sequence[float], past: Floats | None = None) -> list[float]:
+        """Of each member, adding up to 1, or to 0 where all are left out."""
         if self.tokens:
             norms = [size / math.sqrt(count) for size, count in zip(norms, tokens, strict=True)]
         middle = statistics.median(norms)
         if not middle:
             return [1 / len(norms)] * len(norms)
-        deviation = DEVIATION * statistics.median(abs(size - middle) for size in norms)
-        far = self.limit * max(deviation, SMALLEST_DEVIATION * middle)
-        kept = [size - middle <= far and (not self.both_sides or middle - size <= far) for size in norms]
-        least = min(size for size, keep in zip(norms, kept, strict=True) if keep)
+        kept = self._kept(norms, middle) if past is None else self._kept_by(past, norms)
+        least = min((size for size, keep in zip(norms, kept, strict=True) if keep), default=0.0)
         steep = self.temperature * middle
         soft = [keep * exponential((least - size) / steep) for size, keep in zip(norms, kept, strict=True)]
         counts = [keep * count for count, keep in zip(tokens, kept, strict=True)]
         mixed = zip(_shares(soft), _shares(counts), strict=True)
         return [(1 - self.tokens) * by_norm + self.tokens * by_tokens for by_norm, by_tokens in mixed]
 
+    def _kept(self, norms: Sequence[float], middle: float) -> list[bool]:
+        """By the round's own norms."""
+        deviation = DEVIATION * statistics.median(abs(size - middle) for size in norms)
+        return self._near(norms, middle, max(deviation, SMALLEST_DEVIATION * middle))
+
+    def _kept_by(self, past: Floats, norms: Sequence[float]) -> list[bool]:
+        """By those known from past rounds: how many, their mean and variance."""
+        count, mean, variance = map(float, past)
+        kept = [True] * len(norms)
+        if count >= FEWEST_KNOWN:
+            kept = self._near(norms, mean, max(math.sqrt(variance), SMALLEST_RUNNING * mean))
+        for size, keep in zip(norms, kept, strict=True):
+            if keep or not any(kept):
+                count += 1
+                rate, far = max(self.rate, 1 / count), size - mean
+                mean += rate * far
+                variance = (1 - rate) * (variance + rate * far * far)
+        past[:] = min(count, float(MOST_COUNTED)), mean, variance
+        return kept
+
+    def _near(self, norms: Sequence[float], middle: float, deviation: float) -> list[bool]:
+        far = self.limit * deviation
+        return [size - middle <= far and (not self.both_sides or middle - size <= far) for size in norms]
+
 
 def _shares(values: Sequence[float]) -> list[float]:
     total = math.fsum(values)
-    return [value / total for value in values]
+    return [value / total if total else 0.0 for value in values]
 
 
 def _blocks(message: Message) -> Sequence[Span]:

@@ -12,6 +12,7 @@ from optim.codecs.codec import Codec
 from optim.errors import UnknownOption
 from optim.layout import Layout, Span, within
 from optim.method import Method
+from optim.penalty import MOST_BLOCKS
 from optim.updates import Moment
 
 KEPT_PLANS = 64
@@ -75,6 +76,8 @@ class Program:
 
     def __init__(self, method: Method, layout: Layout, parts: int) -> None:
         _check(method)
+        if method.aggregate.memory and len(layout.block_spans) > MOST_BLOCKS:
+            raise UnknownOption(f"aggregate.statistics: a model of more than {MOST_BLOCKS} blocks; set it to 'round'")
         self.method, self.layout, self._parts = method, layout, parts
         self.plan = lru_cache(maxsize=KEPT_PLANS)(self._plan)
 
@@ -201,6 +204,8 @@ def _check(method: Method) -> None:
         schedule = method.at(number).schedule
         if (schedule.fragments, schedule.pattern) != (first.fragments, first.pattern):
             raise UnknownOption("schedule.fragments and schedule.pattern must not change over the rounds")
+        if method.at(number).aggregate.memory != method.at(0).aggregate.memory:
+            raise UnknownOption("aggregate.statistics must not change over the rounds")
 
 
 def part_bounds(numel: int, parts: int, alignment: int) -> tuple[Span, ...]:

@@ -29,7 +29,7 @@ from optim.vectors import Floats, Vector, norm, slabs
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _ByCoordinate(Aggregate):
-    def combine(self, messages: Sequence[Message]) -> Floats:
+    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         vectors = _read(messages)
         cut = self._cut(len(vectors))
         combined = empty(vectors[0].numel)
@@ -82,7 +82,7 @@ class Krum(Aggregate):
     liars: float = Field(default=0.25, ge=0, lt=0.5, description="share of the members that may lie")
     several: bool = False
 
-    def combine(self, messages: Sequence[Message]) -> Floats:
+    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         vectors = _read(messages)
         chosen = self._chosen(vectors) if len(vectors) > 2 else vectors
         total = zeros(vectors[0].numel)
@@ -113,7 +113,7 @@ class CentredClip(Aggregate):
     radius: float = Field(default=1.0, gt=0, le=100)
     iterations: int = Field(default=5, ge=1, le=50)
 
-    def combine(self, messages: Sequence[Message]) -> Floats:
+    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         vectors = _read(messages)
         centre = zeros(vectors[0].numel)
         for _ in range(self.iterations):

@@ -104,7 +104,7 @@ SYNCHRONOUS: Final = (
         "arXiv 2412.07210",
         schedule=_every(128),
         topology={"kind": "gather"},
-        aggregate={"kind": "penalty"},
+        aggregate={"kind": "penalty", "statistics": "running"},
         update={"kind": "nesterov", "learning_rate": 0.7, "momentum": 0.8},
     ),
     _recipe(
@@ -296,7 +296,7 @@ ASYNCHRONOUS: Final = (
         "arXiv 2412.07210",
         schedule=_every(128, ahead=128, quorum=0.5),
         topology={"kind": "gather"},
-        aggregate={"kind": "penalty", "tokens": 0.5},
+        aggregate={"kind": "penalty", "statistics": "running", "tokens": 0.5},
         update={"kind": "nesterov", "learning_rate": 0.7, "momentum": 0.8},
     ),
     _recipe(

@@ -17,7 +17,7 @@ from optim.codecs.codec import Payload
 from optim.errors import OptimError
 from optim.exchange import Merger
 from optim.memory import copy
-from optim.method import Method
+from optim.method import MEMORY, Method
 from optim.program import Program
 from optim.vectors import SparseVector, Vector
 from protocol.blobs.blob import Blob, Bytes
@@ -44,14 +44,15 @@ Work = Callable[..., Awaitable[Any]]  # calls a function with arguments in the w
 
 @dataclass(frozen=True)
 class OuterState:
-    """Never changed in place. `slots` by name, each flat fp32 of the anchor's size."""
+    """Never changed in place. `slots` by name, each flat fp32, of the anchor's size but for the aggregate's memory."""
 
     anchor: Tensor
     slots: Mapping[str, Tensor]
 
     @classmethod
     def initial(cls, anchor: Tensor, method: Method) -> "OuterState":
-        return cls(anchor, {name: torch.zeros_like(anchor) for name in method.slots})
+        sizes = {name: method.size_of(name, anchor.numel()) for name in method.slots}
+        return cls(anchor, {name: torch.zeros(size) for name, size in sizes.items()})
 
     def shared(self, method: Method) -> list[Tensor]:
         """What a trainer adopts: the anchor and those of its own vectors that are agreed too."""
@@ -68,20 +69,19 @@ class OuterState:
         names = method.slots
         if len(raw) != state_bytes(numel, method):
             raise MalformedError(f"a state of {len(raw)} bytes, {state_bytes(numel, method)} are expected")
-        vectors = torch.split(torch.frombuffer(raw, dtype=torch.float32), numel)
+        sizes = [numel, *(method.size_of(name, numel) for name in names)]
+        vectors = torch.split(torch.frombuffer(raw, dtype=torch.float32), sizes)
         if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
             raise MalformedError("a state that is not finite")
         return cls(vectors[0], dict(zip(names, vectors[1:], strict=True)))
 
-    def updated(self, program: Program, round_number: int, merged: Tensor, decay: float) -> "OuterState":
-        anchor, slots = copy(self.anchor), {name: copy(slot) for name, slot in self.slots.items()}
-        program.apply(program.plan(round_number), anchor, slots, merged, decay)
-        return OuterState(anchor, slots)
+    def copied(self) -> "OuterState":
+        return OuterState(copy(self.anchor), {name: copy(slot) for name, slot in self.slots.items()})
 
 
 def state_bytes(numel: int, method: Method) -> int:
     """Size of the serialized state."""
-    return FLOAT_BYTES * numel * (1 + len(method.slots))
+    return FLOAT_BYTES * (numel + sum(method.size_of(name, numel) for name in method.slots))
 
 
 def blobs_of(commit: Commit, share: Share) -> tuple[Blob, ...]:
@@ -123,17 +123,18 @@ class Workshop:
         leaves the state as it is. Raises MalformedError."""
         if not share:
             return state, self.keep(state)
-        number, contributions = commit.round, [statement.body for statement in share]
+        number, contributions, after = commit.round, [statement.body for statement in share], state.copied()
         try:
             payloads = [
                 self._payload(blob, number, part if commit.parts else 0)
                 for part, blob in enumerate(blobs_of(commit, share))
             ]
-            merged = self._merger.merge(number, payloads, self._weights(number, contributions))
+            weights = self._weights(number, contributions)
+            merged = self._merger.merge(number, payloads, weights, after.slots.get(MEMORY))
         except OptimError as error:
             raise MalformedError(f"the commit of round {number} does not decode: {error}") from error
         decay = self._decay(self._program.steps_before(number))
-        after = state.updated(self._program, number, merged, decay)
+        self._program.apply(self._program.plan(number), after.anchor, after.slots, merged, decay)
         self._read.clear()
         return after, self.keep(after)
 

@@ -6,7 +6,7 @@ import torch
 
 from optim.exchange import Merger, Sender
 from optim.layout import Layout
-from optim.method import Method
+from optim.method import MEMORY, Method
 from optim.parts import Scalar
 from optim.program import Program
 from optim.recipes import compose
@@ -57,7 +57,7 @@ class Replica:
         self.program, method = program, program.method
         self.sender, self.merger = Sender(program), Merger(program)
         self.anchor, self.residual = torch.zeros(program.numel), torch.zeros(program.message_numel)
-        self.slots = {name: torch.zeros(program.numel) for name in method.slots}
+        self.slots = {name: torch.zeros(method.size_of(name, program.numel)) for name in method.slots}
 
     def message(self, number: int, seed: int) -> list[bytes]:
         return self.sender.message(number, draw(seed, self.program.message_numel), self.residual)
@@ -66,7 +66,7 @@ class Replica:
         """As a swarm would, whoever reduces which part."""
         plan = self.program.plan(number)
         if plan.method.topology.kind != "butterfly":
-            return self.merger.merge(number, [parts[0] for parts in messages], weights)
+            return self.merger.merge(number, [parts[0] for parts in messages], weights, self.slots.get(MEMORY))
         reduced = [
             self.merger.reduce_part(number, part, [parts[part] for parts in messages], weights)
             for part in range(len(plan.bounds))

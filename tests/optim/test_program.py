@@ -13,7 +13,9 @@ from pydantic.dataclasses import dataclass
 from optim.codecs.codec import Codec
 from optim.codecs.low_rank import LowRank
 from optim.errors import UnknownOption
+from optim.layout import Layout
 from optim.parts import STRICT
+from optim.penalty import MOST_BLOCKS
 from optim.program import Program, part_bounds
 from optim.recipes import CODECS, compose
 from optim.rows import RECIPES
@@ -73,7 +75,8 @@ def test_over_a_cycle_every_value_is_sent(recipe: str) -> None:
 
 @each_recipe
 def test_gathering_and_scattering_are_opposites_and_touch_what_is_sent_only(recipe: str) -> None:
-    program = program_of(recipe, FRAGMENTS if not compose(recipe).signal.is_whole else None)
+    method = compose(recipe)
+    program = program_of(recipe, None if method.signal.is_whole or method.aggregate.memory else FRAGMENTS)
     for number in program.cycle:
         plan, vector, other = program.plan(number), draw(1, program.message_numel), draw(2, program.message_numel)
         before, mask = other.clone(), sent(program, number).bool()
@@ -260,3 +263,15 @@ def test_codecs_are_bound_to_the_tensors_of_their_section_and_the_round() -> Non
         codec.layout_of(stop - start) for codec, (start, stop) in zip(butterfly.codecs, butterfly.bounds, strict=True)
     ]
     assert all(layout is not None and len(layout.shapes) == 1 for layout in layouts), "a part is cut across tensors"
+
+
+def test_more_blocks_than_can_be_remembered_are_refused() -> None:
+    blocks = Layout(((2,),) * (MOST_BLOCKS + 1), tuple(range(MOST_BLOCKS + 1)))
+    with pytest.raises(UnknownOption, match="blocks"):
+        Program(compose("edit"), blocks, 1)
+    Program(compose("edit", {"aggregate": {"statistics": "round"}}), blocks, 1)
+
+
+def test_what_is_remembered_does_not_change_over_the_rounds() -> None:
+    with pytest.raises(UnknownOption, match="must not change"):
+        program_of("edit", {"aggregate": {"statistics": "round until 5 then running"}})

@@ -13,6 +13,7 @@ from node.trainer.inner_state import InnerState
 from node.trainer.pace import is_message_due, may_adopt, must_wait
 from optim.exchange import Merger, Sender
 from optim.inner.inner import WEIGHTS
+from optim.method import MEMORY
 from optim.program import Program
 from optim.recipes import compose
 from protocol.manifest import Model, Train
@@ -104,7 +105,8 @@ class Swarm:
         self.peers = [Bench(recipe, tables) for _ in range(peers)]
         self.program = self.peers[0].program
         self.anchors = [initial_weights(MODEL, 0)]
-        self.slots = {name: torch.zeros(NUMEL) for name in self.program.method.slots}
+        method = self.program.method
+        self.slots = {name: torch.zeros(method.size_of(name, NUMEL)) for name in method.slots}
         self.sent = [torch.zeros(self.program.message_numel) for _ in self.peers]  # the sum of what was included
         self.progress = [torch.zeros(NUMEL) for _ in self.peers]
         self.dropped: set[tuple[int, int]] = set()  # round and peer whose message is left out
@@ -155,7 +157,7 @@ class Swarm:
         merger, weights = Merger(self.program), [1.0] * len(messages)
         plan = self.program.plan(number)
         if plan.method.topology.kind != "butterfly":
-            return merger.merge(number, [parts[0] for parts in messages], weights)
+            return merger.merge(number, [parts[0] for parts in messages], weights, self.slots.get(MEMORY))
         parts = range(len(plan.bounds))
         reduced = [merger.reduce_part(number, i, [m[i] for m in messages], weights) for i in parts]
         return merger.merge(number, reduced, ())
