@@ -27,7 +27,7 @@ def empty(numel: int) -> Floats:
     # Views hold this array, not the memory behind it, as numpy looks no deeper than to the last array: when it goes,
     # nobody has a view any more.
     array: Floats = np.frombuffer(memory, np.float32)
-    weakref.finalize(array, _free.append, memory)
+    weakref.finalize(array, _put_back, memory)
     return array
 
 
@@ -41,6 +41,13 @@ def zeros(numel: int) -> Floats:
 def copy(vector: torch.Tensor) -> torch.Tensor:
     """Of a flat fp32 tensor on the CPU."""
     return torch.from_numpy(empty(vector.numel())).copy_(vector)
+
+
+def _put_back(memory: mmap.mmap) -> None:
+    """Where other programs run short, the system takes its pages; until then they stay as they are."""
+    if hasattr(mmap, "MADV_FREE"):
+        memory.madvise(mmap.MADV_FREE)
+    _free.append(memory)
 
 
 def _of_size(size: int) -> mmap.mmap | None:
