@@ -74,9 +74,9 @@ def _tiles(values: Values) -> dict[str, object]:
         "speed": si(values["tokens_per_second"]),
         "active": values["active"],
         "coming": f"{values['joining']} joining · {values['left_today']} left today",
-        "sending": number(values["sending"] / size, 2),
+        "sending": f"{values['sending'] / size:.3g}",
         "sending_unit": f"{unit}B",
-        "saved": f"{si(saved)}x less than all-reduce" if saved else "of all peers together",
+        "saved": f"{saved:,.0f}\u00d7 below all-reduce" if saved else "of all peers together",
         "pace": number(pace, 1),
         "in_time": f"{values['in_time']} of {values['expected']} in time" if values["expected"] else "no round yet",
     }
@@ -158,25 +158,25 @@ def _rows(values: Values, join: str | None) -> str:
     present = [_row(peer, values["at"]) for peer in values["peers"] if peer["gone"] is None]
     if present:
         return "".join(present)
-    line = f"No peers yet. Run: {join}" if join else "No peers."
+    line = f"No peer is in sight. Run: {join}" if join else "No peers."
     return f'<tr><td class="empty" colspan="{COLUMNS}">{escape(line)}</td></tr>'
 
 
 def _row(peer: Values, now: float) -> str:
     cells = (
-        ("id", peer["short"]),
-        ("name", peer["name"]),
-        ("", peer["device"]),
-        (peer["tone"], peer["state"]),
-        ("n", peer["round"]),
-        ("n", si(peer["tokens_per_second"])),
-        ("spark needs-script", ""),
-        ("n", number(peer["loss"], 3)),
-        ("n", number(peer["sending"] / 1e3, 1)),
-        ("n", number(peer["bytes_sent"] / 1e6, 2)),
-        ("", peer["link"]),
-        ("n", peer["given"]),
-        ("n", f"{duration(now - peer['seen'])}"),
+        ("", "id", peer["short"]),
+        ("", "name", peer["name"]),
+        ("", "", peer["device"]),
+        ("", peer["tone"], peer["state"]),
+        ("round", "n", peer["round"]),
+        ("tokens/s", "n", si(peer["tokens_per_second"])),
+        ("", "spark needs-script", ""),
+        ("loss", "n", number(peer["loss"], 3)),
+        ("kB/s up", "n", number(peer["sending"] / 1e3, 1)),
+        ("MB sent", "n", number(peer["bytes_sent"] / 1e6, 2)),
+        ("", "link", peer["link"]),
+        ("given", "n", peer["given"]),
+        ("seen", "n", f"{duration(now - peer['seen'])}"),
     )
-    shown = "".join(f'<td class="{kind}">{escape(str(text))}</td>' for kind, text in cells)
+    shown = "".join(f'<td class="{kind}" data-label="{label}">{escape(str(text))}</td>' for label, kind, text in cells)
     return f'<tr data-peer="{escape(peer["peer"])}">{shown}</tr>'

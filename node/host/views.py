@@ -83,7 +83,8 @@ def status(state: State) -> tuple[str, Tone, str]:
     if state.lost is not None:
         return "out of sight", "bad", "the host sees no peer of the run; training may go on without it"
     if not present:
-        return ("looking", "busy", "for the peers of the run") if len(rows) else ("waiting", "warn", "no peers yet")
+        looking = "the host looks for the peers of the run"
+        return ("looking", "busy", looking) if len(rows) else ("waiting", "warn", "no peers yet")
     if facts and not len(rows) and present < facts.min_peers:
         return "waiting", "warn", f"{present} of {facts.min_peers} peers are here"
     if not len(rows):

@@ -68,9 +68,9 @@ function showSummary() {
   put("active", s.active);
   put("coming", `${s.joining} joining · ${s.left_today} left today`);
   const [size, letter] = unitOf(s.sending);
-  put("sending", digits(s.sending / size, 2));
+  put("sending", Number((s.sending / size).toPrecision(3)).toLocaleString("en-US"));
   put("sending-unit", `${letter}B`);
-  put("saved", s.saved ? `${si(s.saved)}x less than all-reduce` : "of all peers together");
+  put("saved", s.saved ? `${digits(s.saved, 0)}\u00d7 below all-reduce` : "of all peers together");
   put("pace", digits(s.round_seconds, 1));
   put("in_time", s.expected ? `${s.in_time} of ${s.expected} in time` : "no round yet");
   document.title = s.loss == null ? s.run : `${digits(s.loss, 3)} · ${s.run}`;
@@ -105,7 +105,7 @@ function makeCharts() {
     const row = drawn[index];
     if (!row || row.loss == null) return "";
     const sent = row.sent || row.message;
-    return `round ${row.round + 1} · ${digits(sent / unit[0], 1)} of ${digits(row.raw / unit[0], 0)} ${unit[1]}B${sent && row.raw ? ` · ${si(row.raw / sent)}x less` : ""}`;
+    return `round ${row.round + 1} · ${digits(sent / unit[0], 1)} of ${digits(row.raw / unit[0], 0)} ${unit[1]}B${sent && row.raw ? ` · ${digits(row.raw / sent, 0)}\u00d7 less` : ""}`;
   });
 }
 
@@ -173,20 +173,27 @@ const spark = (speeds) => {
   picture.append(draw("polyline", { points }));
   return picture;
 };
+// Class, words, and the label that stands before them where rows are stacked.
 const CELLS = [
-  ["id", (p) => p.short], ["name", (p) => p.name], ["", (p) => p.device], [(p) => p.tone, (p) => p.state],
-  ["n", (p) => p.round], ["n", (p) => si(p.tokens_per_second)], ["spark", null], ["n", (p) => digits(p.loss, 3)],
-  ["n", (p) => digits(p.sending / 1e3, 1)], ["n", (p) => digits(p.bytes_sent / 1e6, 2)], ["", (p) => p.link],
-  ["n", (p) => p.accepted == null || p.accepted > 0.999 ? p.given : `${p.given} (${Math.round(100 * p.accepted)}%)`],
-  ["n", (p) => duration(now() - p.seen)],
+  ["id", (p) => p.short, ""], ["name", (p) => p.name, ""], ["", (p) => p.device, ""], [(p) => p.tone, (p) => p.state, ""],
+  ["n", (p) => p.round, "round"], ["n", (p) => si(p.tokens_per_second), "tokens/s"], ["spark", null, ""],
+  ["n", (p) => digits(p.loss, 3), "loss"], ["n", (p) => digits(p.sending / 1e3, 1), "kB/s up"],
+  ["n", (p) => digits(p.bytes_sent / 1e6, 2), "MB sent"], ["link", (p) => p.link, ""],
+  ["n", (p) => p.accepted == null || p.accepted > 0.999 ? p.given : `${p.given} (${Math.round(100 * p.accepted)}%)`, "given"],
+  ["n", (p) => duration(now() - p.seen), "seen"],
 ];
+function cellOf([kind, , label]) {
+  const cell = make("td", typeof kind === "string" ? kind : "");
+  cell.dataset.label = label;
+  return cell;
+}
 const rowOf = new Map();
 function peerRow(peer) {
   let row = rowOf.get(peer.peer);
   if (!row) {
     row = make("tr");
     row.dataset.peer = peer.peer;
-    row.append(...CELLS.map(([kind]) => make("td", typeof kind === "string" ? kind : "")));
+    row.append(...CELLS.map(cellOf));
     row.cells[0].title = "show the full id; only this peer in the log";
     row.cells[0].tabIndex = 0;
     row.cells[0].onclick = () => choose(peer.peer);
@@ -235,7 +242,7 @@ function showPeers() {
   for (const name of [...rowOf.keys()]) if (!state.peers.has(name)) rowOf.delete(name);
   const body = $("peers"), wanted = shown.map(peerRow);
   if (!wanted.length) {
-    const line = $("join") ? `No peers yet. Run: ${$("join").textContent}` : "No peers.", empty = make("td", "empty", line);
+    const line = $("join") ? `No peer is in sight. Run: ${$("join").textContent}` : "No peers.", empty = make("td", "empty", line);
     empty.colSpan = CELLS.length;
     const row = make("tr");
     row.append(empty);
