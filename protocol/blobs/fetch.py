@@ -9,19 +9,18 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, cast
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 
-import grpc
-
-from protocol.blobs.blob import CHUNK_BYTES, DIGEST_BYTES, MAX_BLOB_BYTES, PIECE_BYTES, Blob, digest_of
+from protocol.blobs.blob import DIGEST_BYTES, MAX_BLOB_BYTES, Blob, digest_of
 from protocol.blobs.plan import Call, Failure, Pace, Plan, Sources
 from protocol.blobs.store import BlobStore, Partial
-from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError
+from protocol.blobs.window import Window
+from protocol.blobs.wire import CallFailedError, Carrier, UncertainError, Wire, failures
+from protocol.errors import MalformedError, UnreachableError
 from protocol.identity import PeerId
-from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
-from protocol.murmur_pb2_grpc import BlobsStub
+from protocol.murmur_pb2 import PiecesReply
 
 logger = logging.getLogger(__name__)
 
@@ -31,111 +30,43 @@ NAMED_TROUBLES = 8
 SourcesOf = Callable[[], Sequence[PeerId]]
 OnFault = Callable[[PeerId, str], None]
 Receive = Callable[[Plan, Call], Awaitable[None]]
-
-_FAILURES = {
-    grpc.StatusCode.NOT_FOUND: Failure.ABSENT,
-    # The size we were told may be wrong: no reason to blame the source.
-    grpc.StatusCode.OUT_OF_RANGE: Failure.ABSENT,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: Failure.BUSY,
-    grpc.StatusCode.DEADLINE_EXCEEDED: Failure.SLOW,
-}
+Share = Callable[["Errand | None"], None]
 
 
-class CallFailedError(Exception):
-    """A call that did not deliver, and why."""
+class Errand:
+    """A plan that is being carried out."""
 
-    def __init__(self, failure: Failure, trouble: str) -> None:
-        super().__init__(trouble)
-        self.failure = failure
-        self.trouble = trouble
+    def __init__(self, plan: Plan, receive: Receive) -> None:
+        self.plan = plan
+        self.running: dict[asyncio.Task[None], Call] = {}
+        self._receive = receive
+        self._ended = asyncio.Event()  # a call has, or more than one
 
+    def begin(self, elsewhere: Mapping[PeerId, int], now: float) -> bool:
+        """A call, if one makes sense. `elsewhere`: bytes that other errands await of each source."""
+        call = self.plan.next_call(now, elsewhere)
+        if call is None:
+            return False
+        task = asyncio.ensure_future(self._receive(self.plan, call))
+        task.add_done_callback(lambda _: self._ended.set())
+        self.running[task] = call
+        return True
 
-class UncertainError(Exception):
-    """A blob of one piece came out wrong: either its source or whoever told its size lied."""
-
-
-class Lease(Protocol):
-    """A channel for one call, and what its lender is to hear of the call."""
-
-    @property
-    def channel(self) -> grpc.aio.Channel: ...
-    def received(self, size: int) -> None: ...
-    def broken(self, reason: str) -> None: ...
-
-
-class Carrier(Protocol):
-    """What a fetch needs of the network: channels for its calls, and how many at once are of use to a peer's link."""
-
-    def lease(self, peer: PeerId) -> AbstractContextManager[Lease]: ...
-    def places(self, peer: PeerId) -> int: ...
-
-
-class Wire:
-    """The two calls, each with a deadline; at most `max_calls` at once."""
-
-    def __init__(self, carrier: Carrier, stall: float, max_calls: int) -> None:
-        self.bytes_received = 0
-        self._carrier = carrier
-        self._stall = stall
-        self._slots = asyncio.Semaphore(max_calls)
-
-    async def hashes(self, blob: Blob, plan: Plan, call: Call) -> PiecesReply:
-        """Unchecked."""
-        async with self._slots:
-            plan.began(call, time.monotonic())
-            with self._leased(call) as lease:
-                request = PiecesRequest(digest=blob.digest)
-                reply = await BlobsStub(lease.channel).Pieces(request, timeout=call.seconds)
-                lease.received(len(reply.pieces))
-            self.bytes_received += len(reply.pieces)
-            return cast(PiecesReply, reply)
-
-    async def piece(self, blob: Blob, plan: Plan, call: Call, keep: Callable[[bytearray], object]) -> None:
-        """`keep` checks the piece and writes it, in a thread; the piece takes up memory until it has."""
-        async with self._slots:
-            plan.began(call, time.monotonic())
-            with self._leased(call) as lease:
-                data = await self._stream(blob, plan, call, lease)
-            with _failures():
-                await asyncio.to_thread(keep, data)
-
-    async def _stream(self, blob: Blob, plan: Plan, call: Call, lease: Lease) -> bytearray:
-        data, received, clock = bytearray(blob.piece_length(call.piece)), 0, asyncio.get_running_loop().time
-        request = FetchRequest(digest=blob.digest, offset=call.piece * PIECE_BYTES, length=len(data))
-        end = clock() + call.seconds
-        stream = BlobsStub(lease.channel).Fetch(request, timeout=call.seconds)
-        try:
-            async with asyncio.timeout_at(min(end, clock() + self._stall)) as limit:
-                async for chunk in stream:
-                    received = _place(data, received, chunk)
-                    # Empty chunks are no progress.
-                    if chunk.data:
-                        limit.reschedule(min(end, clock() + self._stall))
-                        self.bytes_received += len(chunk.data)
-                        lease.received(len(chunk.data))
-                        plan.received(call, len(chunk.data))
-        finally:
-            stream.cancel()
-        if received != len(data):
-            raise MalformedError("fewer bytes than were asked for")
-        return data
-
-    @contextmanager
-    def _leased(self, call: Call) -> Iterator[Lease]:
-        with _failures(), self._carrier.lease(call.peer) as lease:
-            try:
-                with _failures():
-                    yield lease
-            except CallFailedError as error:
-                if error.failure in (Failure.LOST, Failure.SLOW):
-                    lease.broken(error.trouble)
-                raise
+    async def ended(self) -> list[asyncio.Task[None]]:
+        """Waits until a call has ended, or it is time to look round."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TICK):
+                await self._ended.wait()
+        self._ended.clear()
+        return [task for task in self.running if task.done()]
 
 
 class Download:
     """One blob being fetched, for all who wait for it."""
 
-    def __init__(self, blob: Blob, store: BlobStore, wire: Wire, sources: Sources, on_fault: OnFault) -> None:
+    def __init__(
+        self, blob: Blob, store: BlobStore, wire: Wire, sources: Sources, on_fault: OnFault, share: Share
+    ) -> None:
         self.wanted: list[SourcesOf] = []
         self.ending = False
         self._next_look = 0.0
@@ -144,6 +75,8 @@ class Download:
         self._wire = wire
         self._sources = sources
         self._on_fault = on_fault
+        self._share = share
+        self.errand: Errand | None = None
         self.task = asyncio.create_task(self._run(), name=f"fetch {blob.name[:12]}")
 
     def trouble(self) -> str:
@@ -180,9 +113,9 @@ class Download:
         found = [] if known is None else [known]
 
         async def receive(plan: Plan, call: Call) -> None:
-            reply = await self._wire.hashes(self.blob, plan, call)
+            reply = await self._wire.hashes(self.blob, call)
             _check_size(self.blob, reply)
-            with _failures():
+            with failures():
                 self.blob.check_hashes(reply.pieces)
             found.append(reply.pieces)
 
@@ -206,20 +139,19 @@ class Download:
 
     async def _work(self, plan: Plan, receive: Receive) -> None:
         """Carry out a plan to its end."""
-        tasks: dict[asyncio.Task[None], Call] = {}
+        self.errand = errand = Errand(plan, receive)
+        ended: Sequence[asyncio.Task[None]] = ()
         try:
             while not plan.done:
                 self._look_for_sources()
-                while (call := plan.next_call(time.monotonic())) is not None:
-                    tasks[asyncio.ensure_future(receive(plan, call))] = call
-                if not tasks:
-                    await asyncio.sleep(TICK)
-                    continue
-                finished, _ = await asyncio.wait(tasks, timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
-                for task in finished:
-                    self._settle(plan, tasks, task)
+                self._share(None if ended else errand)
+                ended = await errand.ended()
+                for task in ended:
+                    self._settle(errand, task)
         finally:
-            await _cancel(list(tasks))
+            self.errand = None
+            await _cancel(list(errand.running))
+            self._share(None)
 
     def _look_for_sources(self) -> None:
         now = time.monotonic()
@@ -227,8 +159,8 @@ class Download:
             self._next_look = now + TICK
             self._sources.offer(peer for sources in self.wanted for peer in sources())
 
-    def _settle(self, plan: Plan, tasks: dict[asyncio.Task[None], Call], task: asyncio.Task[None]) -> None:
-        call, now = tasks.pop(task), time.monotonic()
+    def _settle(self, errand: Errand, task: asyncio.Task[None]) -> None:
+        plan, call, now = errand.plan, errand.running.pop(task), time.monotonic()
         if not plan.runs(call):
             # Another source was faster; how this call ended no longer matters, but must be looked at.
             _ = task.cancelled() or task.exception()
@@ -236,7 +168,7 @@ class Download:
         failed = _failure_of(task)
         if failed is None:
             others = plan.succeeded(call, now)
-            for other in [other for other, its_call in tasks.items() if its_call in others]:
+            for other in [other for other, its_call in errand.running.items() if its_call in others]:
                 other.cancel()
             return
         plan.failed(call, failed.failure, failed.trouble, now)
@@ -265,7 +197,9 @@ class Fetcher:
         self._rng = rng
         self._pace = pace or Pace()
         self._carrier = carrier
-        self._wire = Wire(carrier, self._pace.stall, max_calls)
+        self._max_calls = max_calls
+        self._wire = Wire(carrier, self._pace.stall)
+        self._window = Window()
         self._downloads: dict[Blob, Download] = {}
 
     @property
@@ -307,11 +241,32 @@ class Fetcher:
             await asyncio.wait([download.task])
         if download is None:
             ledger = Sources(self._pace, self._rng, self._carrier.places)
-            download = Download(blob, self._store, self._wire, ledger, self._on_fault)
+            download = Download(blob, self._store, self._wire, ledger, self._on_fault, self._share)
             self._downloads[blob] = download
             download.task.add_done_callback(lambda _: self._downloads.pop(blob))
         download.wanted.append(sources)
         return download
+
+    def _share(self, asking: Errand | None) -> None:
+        """Has errands begin what calls they may, all of them or the one that asks: small blobs before large ones (by
+        powers of two, as a round does not wait for a state), and among equals that which was wanted first."""
+        now = time.monotonic()
+        downloads = sorted(self._downloads.values(), key=lambda download: download.blob.size.bit_length())
+        errands = [download.errand for download in downloads if download.errand]
+        awaited = Counter[PeerId]()
+        for errand in errands:
+            awaited.update(errand.plan.awaited(now))
+        self._window.observe(now, self.bytes_received, not awaited)
+        window = self._window.bytes(max((errand.plan.most_places for errand in errands), default=0))
+        running = sum(len(errand.running) for errand in errands)
+        for errand in [asking] if asking else errands:
+            own = errand.plan.awaited(now)
+            awaited.subtract(own)
+            while running < self._max_calls and awaited.total() + sum(own.values()) < window:
+                if not errand.begin(awaited, now):
+                    break
+                running, own = running + 1, errand.plan.awaited(now)
+            awaited.update(own)
 
     async def _leave(self, download: Download, sources: SourcesOf) -> None:
         """The last one to leave ends the download, and waits until its file is closed."""
@@ -319,22 +274,6 @@ class Fetcher:
         if not download.wanted and not download.task.done():
             download.ending = True
             await _cancel([download.task])
-
-
-@contextmanager
-def _failures() -> Iterator[None]:
-    """Turns what may go wrong with a source into a CallFailedError; a fault of our own disk passes."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        failure = _FAILURES.get(error.code(), Failure.LOST)
-        raise CallFailedError(failure, f"{failure} ({error.code().name})") from error
-    except TimeoutError as error:
-        raise CallFailedError(Failure.SLOW, "no bytes for too long") from error
-    except PeerFault as fault:
-        raise CallFailedError(Failure.LIED, str(fault)) from fault
-    except (TransportError, UnreachableError, grpc.aio.UsageError) as error:
-        raise CallFailedError(Failure.LOST, str(error)) from error
 
 
 def _failure_of(task: asyncio.Task[None]) -> CallFailedError | None:
@@ -351,15 +290,6 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _place(data: bytearray, received: int, chunk: Chunk) -> int:
-    """Behind the bytes received so far; how many there are then."""
-    stop = received + len(chunk.data)
-    if len(chunk.data) > CHUNK_BYTES or stop > len(data):
-        raise LimitError("more bytes than were asked for")
-    data[received:stop] = chunk.data
-    return stop
 
 
 def _check_size(blob: Blob, reply: PiecesReply) -> None:

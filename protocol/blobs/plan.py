@@ -3,6 +3,8 @@
 A plan knows the missing pieces, the sources and how each has done so far; clock and randomness are handed in.
 - At most 4 sources work at once, each on 2 pieces, or more where its link has use for them. The fastest go first; a
   source not tried yet counts as half as fast as the best one, so it is tried where it may well be an improvement.
+- What other plans have asked of a source and not got yet takes its places, too: blobs come one after the other, the
+  first ones soon, instead of all at the end.
 - A call that gets on too slowly is late: it goes on, but no longer fills its source's place, and once no piece is left
   to begin with, its piece is asked of another source as well. The first to deliver wins. A call is late only against
   the others' speed or below a floor: where our own link is the narrow one, asking twice would make it narrower.
@@ -14,8 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
 
+from protocol.blobs.blob import PIECE_BYTES
 from protocol.identity import PeerId
+
+NOWHERE: Final[Mapping[PeerId, int]] = MappingProxyType({})
 
 
 class Failure(StrEnum):
@@ -34,7 +41,7 @@ class Pace:
 
     sources: int = 4
     pieces_per_source: int = 2
-    stall: float = 5.0  # a call without a byte for so long has failed
+    stall: float = 5.0  # a call without a byte for so long has failed, if all of its source's are silent
     slowest: float = 8 * 1024  # a call below this speed is late, and in the end fails
     slack: float = 8.0  # a call may take so many times what its source took before
     shortest: float = 10.0  # no call has less time than this
@@ -147,14 +154,14 @@ class Plan:
     def done(self) -> bool:
         return not self._waiting and not self._running
 
-    def next_call(self, now: float) -> Call | None:
-        """A call to begin at once, if there is one; ask until there is none."""
+    def next_call(self, now: float, elsewhere: Mapping[PeerId, int] = NOWHERE) -> Call | None:
+        """A call to begin at once, if there is one; ask until there is none. `elsewhere`: what other plans await."""
         busy: dict[PeerId, list[Progress]] = {}
         for progress in self._calls():
             busy.setdefault(progress.call.peer, []).append(progress)
         if sum(map(len, busy.values())) >= self._most_calls():
             return None
-        for peer in self._ready(busy, now):
+        for peer in self._ready(busy, elsewhere, now):
             piece = self._piece_for(peer, now)
             if piece is not None:
                 return self._begin(peer, piece, now)
@@ -164,10 +171,13 @@ class Plan:
         """Whether anybody still waits for what this call brings."""
         return self._find(call) is not None
 
-    def began(self, call: Call, now: float) -> None:
-        """The call had to wait its turn and starts only now."""
-        if progress := self._find(call):
-            progress.began = now
+    def awaited(self, now: float) -> dict[PeerId, int]:
+        """Bytes of the calls that run, by source; for those that are late nobody waits."""
+        awaited: dict[PeerId, int] = {}
+        for progress in self._calls():
+            if not self._is_late(progress, now):
+                awaited[progress.call.peer] = awaited.get(progress.call.peer, 0) + progress.length
+        return awaited
 
     def received(self, call: Call, size: int) -> None:
         """Some bytes of a piece came."""
@@ -194,7 +204,9 @@ class Plan:
         if not running and self._running.pop(call.piece, None) is not None:
             self._waiting.appendleft(call.piece)
 
-    def _ready(self, busy: Mapping[PeerId, list[Progress]], now: float) -> list[PeerId]:
+    def _ready(
+        self, busy: Mapping[PeerId, list[Progress]], elsewhere: Mapping[PeerId, int], now: float
+    ) -> list[PeerId]:
         """Sources that may be given one more piece, the least busy first.
 
         Only the best few are: a slower one finishes what it has and then makes room.
@@ -207,13 +219,17 @@ class Plan:
                 places -= 1
             if places >= 0 or peer in busy:
                 ready.append(peer)
-        least_first = sorted(ready, key=lambda peer: len(busy.get(peer, ())))
-        return [peer for peer in least_first if len(busy.get(peer, ())) < self._places(peer)]
+        taken = {peer: len(busy.get(peer, ())) + elsewhere.get(peer, 0) / PIECE_BYTES for peer in ready}
+        return [peer for peer in sorted(ready, key=taken.__getitem__) if taken[peer] < self._places(peer)]
 
     def _most_calls(self) -> int:
         """Enough for all sources twice, as calls that are late fill no place, or for one that has use for more."""
-        wide = max(map(self._places, self._sources.present), default=0)
-        return max(2 * self._pace.sources * self._pace.pieces_per_source, wide)
+        return max(2 * self._pace.sources * self._pace.pieces_per_source, self.most_places)
+
+    @property
+    def most_places(self) -> int:
+        """Of any source: the pieces that its link has use for at once."""
+        return max(map(self._places, self._sources.present), default=0)
 
     def _places(self, peer: PeerId) -> int:
         return max(self._pace.pieces_per_source, self._sources.places(peer))

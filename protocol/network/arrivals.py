@@ -22,6 +22,11 @@ class Arrivals:
     shortest: int = 0
     disordered: int = 0
 
+    @property
+    def queued(self) -> bool:
+        """Whether packets wait somewhere on their way: then the link there is full."""
+        return self.round_trip > QUEUED * self.shortest
+
 
 def arrivals(connection: socket.socket) -> Arrivals:
     """Zeros where the kernel does not say, or the connection is closed."""
@@ -35,6 +40,6 @@ def arrivals(connection: socket.socket) -> Arrivals:
 
 def lost_on_the_way(before: Arrivals, after: Arrivals) -> int:
     """How many packets show, between two looks, that a bad link loses some, and not a queue that is full."""
-    if after.round_trip > QUEUED * after.shortest:
+    if after.queued or after.round_trip == 0:  # not known yet
         return 0
     return max(0, after.disordered - before.disordered)

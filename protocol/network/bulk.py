@@ -41,14 +41,12 @@ class Lane:
     exit: Exit = field(init=False)
     calls: int = 0
     connection: socket.socket | None = None  # once it stands
-    _seen: Arrivals = field(default_factory=Arrivals)
+    seen: Arrivals = field(default_factory=Arrivals)
 
-    def lost(self) -> int:
-        """Packets that show, since the last look, that the link loses some."""
-        if self.connection is None:
-            return 0
-        before, self._seen = self._seen, arrivals(self.connection)
-        return lost_on_the_way(before, self._seen)
+    def look(self) -> int:
+        """How many packets show, since the last look, that the link loses some."""
+        before, self.seen = self.seen, arrivals(self.connection) if self.connection else Arrivals()
+        return lost_on_the_way(before, self.seen)
 
 
 @dataclass(eq=False)
@@ -75,8 +73,9 @@ class Link:
 
     def observe(self, now: float, peer: int, total: int) -> None:
         """Bytes so far from this peer and from all."""
-        self.lost += sum(lane.lost() for lane in self.open)
-        self.lanes.observe(now, self.busy, Arrived(peer, total, self.lost))
+        self.lost += sum(lane.look() for lane in self.open)
+        queued = 2 * sum(lane.seen.queued for lane in self.open) > len(self.open)
+        self.lanes.observe(now, self.busy, Arrived(peer, total, self.lost, queued))
 
 
 class Lease:

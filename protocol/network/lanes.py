@@ -5,7 +5,8 @@ One TCP connection that halves its window at each loss carries about MSS / (RTT 
 So the number is found by climbing: measure for a second, take more, measure again, stay if that carried clearly more
 and go back if not; later and later try again, by turns half as many and more. More is four times as many, and not
 twice: on a link with losses a second's rate is off by a third by chance, and too few lanes cost more than too many.
-Where packets get lost on the way, theory says already that one connection is too few: all are taken at once.
+Where packets get lost on the way, theory says already that one connection is too few: all are taken at once. Where
+they queue, the link is full, and more connections would only take from others: no more are tried.
 What another peer's transfer lost is no gain: the sum over all peers must have grown too. Clock in seconds.
 """
 
@@ -26,11 +27,13 @@ LEAST_HOLD_OF_FEWER = 20.0  # that trial costs speed where it fails
 
 @dataclass(frozen=True)
 class Arrived:
-    """So far: bytes from this peer and from all; packets from this peer that tell of losses on the way."""
+    """So far: bytes from this peer and from all; packets from this peer that tell of losses on the way. `queued`:
+    whether packets from this peer wait somewhere now."""
 
     peer: int
     total: int
     lost: int = 0
+    queued: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Lanes:
         elif now - self._began[0] >= self._epoch(arrived.lost - self._began[1].lost):
             began, before = self._began
             seconds, lossy = now - began, arrived.lost - before.lost >= LOST
-            self._judge((arrived.peer - before.peer) / seconds, (arrived.total - before.total) / seconds, lossy, now)
+            more = 1 if arrived.queued else MOST if lossy else STEP
+            self._judge((arrived.peer - before.peer) / seconds, (arrived.total - before.total) / seconds, more, now)
             self._began = (now, arrived) if now >= self._quiet_until else None
 
     def _epoch(self, lost: int) -> float:
@@ -73,11 +77,12 @@ class Lanes:
         is_first = self._trial is None and self.width == 1
         return HASTY_SECONDS if is_first and lost >= LOST else EPOCH_SECONDS
 
-    def _judge(self, peer: float, total: float, lossy: bool, now: float) -> None:
+    def _judge(self, peer: float, total: float, more: int, now: float) -> None:
+        """`more`: times as many connections that are worth a trial."""
         trial, self._trial = self._trial, None
         if trial is None:
             if now >= self._hold_until:
-                self._try(peer, total, lossy, now)
+                self._try(peer, total, more, now)
         elif not self._is_better(trial, peer, total):
             self._move(trial.width, now)
             self._rest(now)
@@ -87,7 +92,7 @@ class Lanes:
             self._rest(now)
         else:
             self._hold = FIRST_HOLD
-            self._try(peer, total, lossy, now)
+            self._try(peer, total, more, now)
 
     def _rest(self, now: float) -> None:
         """This way there is nothing more to gain; the other is tried later."""
@@ -100,11 +105,13 @@ class Lanes:
         # Half of the gain may be what the others lost by chance.
         return peer >= GAIN * trial.peer and total - trial.total >= (peer - trial.peer) / 2
 
-    def _try(self, peer: float, total: float, lossy: bool, now: float) -> None:
+    def _try(self, peer: float, total: float, more: int, now: float) -> None:
         self._fewer = self.width == MOST or (self._fewer and self.width > 1)
+        width = self.width // 2 if self._fewer else min(more * self.width, MOST)
+        if width == self.width:
+            return self._rest(now)
         self._trial = Trial(self.width, peer, total)
-        more = MOST if lossy else min(STEP * self.width, MOST)
-        self._move(self.width // 2 if self._fewer else more, now)
+        self._move(width, now)
 
     def _move(self, width: int, now: float) -> None:
         self.width = width

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from protocol.blobs.blob import PIECE_BYTES
 from protocol.blobs.plan import Call, Failure, Pace, Plan, Sources
 
 PIECE = 1 << 20
@@ -217,15 +218,17 @@ def test_the_last_piece_is_asked_of_another_when_its_source_is_late() -> None:
     assert sources.troubles()[first.peer] == "slower than others"
 
 
-def test_a_call_that_waited_its_turn_is_not_late_for_it() -> None:
+def test_what_other_plans_await_takes_a_sources_places() -> None:
     sources = Sources(PACE, random.Random(8))
     sources.offer(["one", "two"])
-    plan = Plan(pieces(1), sources)
-    call = plan.next_call(0.0)
-    assert call is not None
-    plan.began(call, 50.0)
-    assert plan.next_call(50.5) is None
-    assert plan.next_call(51.0) is not None
+    plan = Plan(pieces(8), sources)
+    free = {"one": PACE.pieces_per_source * PIECE_BYTES}
+    calls = [call for _ in range(8) if (call := plan.next_call(0.0, free))]
+    assert {call.peer for call in calls} == {"two"} and len(calls) == PACE.pieces_per_source
+    assert plan.awaited(0.0) == {"two": PACE.pieces_per_source * PIECE}
+    assert plan.awaited(1e9) == {}, "for a call that is late nobody waits"
+    other = plan.next_call(0.0)
+    assert other is not None and other.peer == "one"
 
 
 def test_deadlines_follow_the_measured_speed_within_bounds() -> None:

@@ -17,13 +17,15 @@ def lossy(one: float, link: float) -> Rate:
     return lambda width, now: min(width * one, link)
 
 
-def climbed(rate: Rate, seconds: float, seed: int = 0, noise: float = 0.1, lost: int = 0) -> list[int]:
-    """The width at each tick; `lost`: packets a second, of every connection, that are seen to get lost on the way."""
+def climbed(
+    rate: Rate, seconds: float, seed: int = 0, noise: float = 0.1, lost: int = 0, queued: bool = False
+) -> list[int]:
+    """The width at each tick; `lost`: packets a tick that are seen to get lost on the way."""
     chance, lanes, received, widths = random.Random(seed), Lanes(), 0.0, []
     for tick in range(int(seconds / TICK)):
         now = tick * TICK
         received += rate(lanes.width, now) * chance.uniform(1 - noise, 1 + noise) * TICK
-        lanes.observe(now, lanes.width, Arrived(int(received), int(received), lost * tick))
+        lanes.observe(now, lanes.width, Arrived(int(received), int(received), lost * tick, queued))
         widths.append(lanes.width)
     return widths
 
@@ -93,6 +95,12 @@ def test_where_losses_show_all_lanes_are_taken_at_once(seed: int) -> None:
 def test_losses_of_a_full_link_give_no_lanes() -> None:
     widths = climbed(lossy(12.5e6, 12.5e6), 300.0, lost=LOST)
     assert widths.count(1) > 0.85 * len(widths), "tried now and then, given up as it carries no more"
+
+
+def test_where_packets_queue_no_more_are_tried() -> None:
+    """Even if they would get more, as they do from others' shares."""
+    assert set(climbed(lossy(0.9e6, 12.5e6), 100.0, lost=LOST, queued=True)) == {1}
+    assert max(climbed(lossy(0.9e6, 12.5e6), 100.0, lost=LOST)) == MOST, "the control"
 
 
 def test_what_lanes_that_were_given_up_still_carry_is_not_counted() -> None:

@@ -1,0 +1,36 @@
+"""PURE: how many bytes may have been asked for and not come yet, over all sources.
+
+What was asked for queues on its way: before our own link if that is the narrow one, before the sources' otherwise, and
+what is asked for later comes later, however urgent. So it is as much as lately came in two seconds, and never less than
+keeps a few calls running. Clock in seconds.
+"""
+
+from protocol.blobs.blob import PIECE_BYTES
+
+SECONDS = 2.0
+SAMPLE_SECONDS = 0.5
+KEPT = 0.9  # of a rate, from one sample to the next: it was one source that paused, or the link that changed
+LEAST_PIECES = 4
+
+
+class Window:
+    """`bytes`: that may be awaited now."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._since: tuple[float, int] | None = None
+
+    def observe(self, now: float, received: int, is_idle: bool) -> None:
+        """`received`: bytes so far; nothing is learned from a time in which nothing was asked for."""
+        if is_idle:
+            self._since = None
+        elif self._since is None:
+            self._since = now, received
+        elif now - self._since[0] >= SAMPLE_SECONDS:
+            rate = (received - self._since[1]) / (now - self._since[0])
+            self._rate = max(rate, KEPT * self._rate)
+            self._since = now, received
+
+    def bytes(self, calls: int) -> int:
+        """`calls`: those that the source with the most connections needs."""
+        return max(int(SECONDS * self._rate), max(calls, LEAST_PIECES) * PIECE_BYTES)

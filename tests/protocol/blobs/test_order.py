@@ -1,0 +1,108 @@
+"""What is fetched first where several blobs are wanted, and what is taken for silence where they share a connection."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
+from protocol.blobs.plan import Plan
+from protocol.blobs.wire import Wire
+from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
+from protocol.murmur_pb2_grpc import BlobsServicer
+from tests.protocol.blobs.sources import DATA, QUICK, Scripted, Swarm
+
+PARTS = [random.Random(number).randbytes(4 * PIECE_BYTES) for number in range(6)]
+
+
+class Shelf(BlobsServicer):
+    """A source of several blobs that takes its time; `asked` is of whom it was asked for a piece, in order."""
+
+    def __init__(self, *blobs: bytes) -> None:
+        self.blobs = {Blob.of(data).digest: data for data in blobs}
+        self.asked: list[int] = []
+
+    async def Pieces(self, request: PiecesRequest, context: Any) -> PiecesReply:  # noqa: N802
+        data = self.blobs[request.digest]
+        return PiecesReply(size=len(data), pieces=piece_hashes(data))
+
+    async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
+        self.asked.append(list(self.blobs).index(request.digest))
+        data = self.blobs[request.digest][request.offset : request.offset + request.length]
+        for start in range(0, len(data), CHUNK_BYTES):
+            await asyncio.sleep(0.01)
+            yield Chunk(data=data[start : start + CHUNK_BYTES])
+
+
+class Serial(Scripted):
+    """It answers one call after the other, as they come over one connection."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._line = asyncio.Lock()
+
+    async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
+        self.calls += 1
+        async with self._line:
+            for start in range(request.offset, request.offset + request.length, CHUNK_BYTES):
+                await asyncio.sleep(0.4 * QUICK.stall)
+                yield Chunk(data=self.data[start : min(start + CHUNK_BYTES, request.offset + request.length)])
+
+
+@pytest.mark.parametrize("others_count", [True, False])
+async def test_blobs_come_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others_count: bool
+) -> None:
+    if not others_count:
+        monkeypatch.setattr(Plan, "awaited", lambda *_: {})
+    swarm, shelf = Swarm(tmp_path), Shelf(*PARTS)
+    try:
+        await swarm.add("shelf", shelf)
+        await asyncio.gather(*(swarm.fetch(Blob.of(part)) for part in PARTS))
+    finally:
+        await swarm.stop()
+    last_of_first = len(shelf.asked) - 1 - shelf.asked[::-1].index(0)
+    first_of_last = shelf.asked.index(len(PARTS) - 1)
+    if others_count:
+        assert last_of_first < first_of_last, f"the first is here before the last is begun: {shelf.asked}"
+    else:
+        assert last_of_first > first_of_last, "the control: all at once, and none before the end"
+
+
+async def test_a_small_blob_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
+    swarm, shelf = Swarm(tmp_path), Shelf(DATA, PARTS[0])
+    try:
+        await swarm.add("shelf", shelf)
+        large = asyncio.create_task(swarm.fetch(Blob.of(DATA)))
+        async with asyncio.timeout(10):
+            while not shelf.asked:
+                await asyncio.sleep(0.01)
+        await swarm.fetch(Blob.of(PARTS[0]))
+        assert not large.done()
+        await large
+    finally:
+        await swarm.stop()
+
+
+@pytest.mark.parametrize("hears", [True, False])
+async def test_who_answers_another_call_first_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hears: bool
+) -> None:
+    data = DATA[: 2 * PIECE_BYTES]
+    if not hears:
+        monkeypatch.setattr(Wire, "_hear", lambda *_: None)
+    swarm, serial = Swarm(tmp_path), Serial(data)
+    try:
+        await swarm.add("serial", serial)
+        fetching = asyncio.create_task(swarm.fetch(Blob.of(data), deadline=30.0))
+        async with asyncio.timeout(20):
+            while not fetching.done() and serial.calls < 3:
+                await asyncio.sleep(0.01)
+        fetching.cancel()
+        await asyncio.wait([fetching])
+    finally:
+        await swarm.stop()
+    assert serial.calls == 2 if hears else serial.calls > 2, "the control asks again, and makes it worse"
