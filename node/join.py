@@ -7,11 +7,11 @@ from pathlib import Path
 from node.config import EVERYWHERE_LISTEN, node_settings
 from node.links import Invitation, accept
 from node.logs import configure_logs
-from node.pins import check_pin, keep_pin
+from node.pins import check_pin, keep_pin, remembered
 from node.places import joined_folder
 from node.quantities import parse_rate, parse_size
 from node.status import short_count
-from protocol.errors import StorageError
+from protocol.errors import StorageError, UnreachableError
 from protocol.manifest import load_manifest
 from protocol.signed_manifest import fingerprint
 
@@ -39,7 +39,7 @@ def join_run(
     configure_logs(log_json)
     if "://" in run:
         logger.info("asking %s for the run", run.partition("@")[2] or run)
-    invitation = accept(run, insecure)
+    invitation = _invitation(run, folder, insecure)
     manifest = invitation.manifest
     own = (folder or joined_folder(manifest)).resolve()
     settings = node_settings(
@@ -65,6 +65,18 @@ def join_run(
     require_fit(settings)
     _meet(own, invitation)
     asyncio.run(run_node(settings))
+
+
+def _invitation(run: str, folder: Path | None, insecure: bool) -> Invitation:
+    """A run goes on without its host: whoever has joined it before needs no answer from there."""
+    try:
+        return accept(run, insecure)
+    except UnreachableError as error:
+        known = remembered(run, folder)
+        if known is None:
+            raise
+        logger.warning("%s; going on with the run that was joined from there before", error)
+        return known
 
 
 def _meet(folder: Path, invitation: Invitation) -> None:

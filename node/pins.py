@@ -16,9 +16,11 @@ from node.links import Invitation
 from node.places import joined_home
 from protocol.errors import OrganiserError
 from protocol.identity import PeerId
+from protocol.manifest import load_manifest
 from protocol.signed_manifest import fingerprint
 
 NAME = "organiser.json"
+MANIFEST = "run.toml"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,16 @@ def check_pin(folder: Path, invitation: Invitation) -> bool:
         if pin is not None and pin.organiser != invitation.organiser:
             raise OrganiserError(_changed(pin, invitation.organiser))
     return own is None
+
+
+def remembered(source: str, folder: Path | None) -> Invitation | None:
+    """The run that was joined before from that address, in that folder or (None) in any; the one joined last."""
+    paths = [folder / NAME] if folder else joined_home().glob(f"*/{NAME}")
+    found = [pin for pin in _others(paths, source) if (pin.path.parent / MANIFEST).exists()]
+    if not found:
+        return None
+    pin = max(found, key=lambda pin: (pin.path.parent / MANIFEST).stat().st_mtime)
+    return Invitation(load_manifest(pin.path.parent / MANIFEST), pin.organiser, None, source)
 
 
 def keep_pin(folder: Path, invitation: Invitation) -> None:

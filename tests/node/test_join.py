@@ -7,7 +7,10 @@ import pytest
 from node import join
 from node.config import EVERYWHERE_LISTEN, NodeSettings
 from node.daemon import lifecycle
-from protocol.errors import MissingFileError
+from node.links import Invitation
+from node.pins import keep_pin
+from protocol.errors import MissingFileError, UnreachableError
+from protocol.identity import Identity
 from tests.node.small_run import MANIFEST
 
 
@@ -38,3 +41,21 @@ def test_a_run_that_is_not_there(started: list[NodeSettings], tmp_path: Path) ->
     with pytest.raises(MissingFileError):
         join.join_run(str(tmp_path / "none.toml"), None, (), "cpu", "", None, (), ":0", False)
     assert not started
+
+
+def test_a_host_that_is_gone_keeps_nobody_from_coming_back(
+    started: list[NodeSettings], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, folder = "http://127.0.0.1:9/run.toml", tmp_path / "node"
+
+    def join_again() -> None:
+        join.join_run(url, folder, (), "cpu", "", None, (), ":0", False)
+
+    with pytest.raises(UnreachableError):
+        join_again()
+    folder.mkdir()
+    (folder / "run.toml").write_text(MANIFEST.to_toml())
+    keep_pin(folder, Invitation(MANIFEST, Identity.create().peer_id, None, source=url))
+    join_again()
+    assert started[0].manifest == MANIFEST and started[0].folder == folder
+    assert "going on with the run that was joined from there before" in caplog.text

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from node.links import Invitation
-from node.pins import NAME, check_pin, keep_pin
+from node.pins import MANIFEST as KEPT
+from node.pins import NAME, check_pin, keep_pin, remembered
 from node.places import joined_home
 from protocol.errors import OrganiserError
 from protocol.identity import Identity
@@ -60,3 +61,11 @@ def test_a_broken_pin_is_not_taken_for_none(home: Path) -> None:
     (home / NAME).write_text("{")
     with pytest.raises(OrganiserError, match="cannot be read; restore it"):
         check_pin(home, INVITATION)
+
+
+def test_a_run_is_remembered_by_where_it_was_joined_from(home: Path, tmp_path: Path) -> None:
+    keep_pin(home, INVITATION)
+    assert remembered(URL, None) is None, "its manifest was never kept"
+    (home / KEPT).write_text(MANIFEST.to_toml())
+    assert remembered(URL, None) == remembered(URL, home) == INVITATION
+    assert remembered(URL, tmp_path / "elsewhere") is None and remembered(f"{URL}2", None) is None
