@@ -15,7 +15,7 @@ class Absence(NamedTuple):
 
 MISHAPS: dict[Reason, str] = {
     "late": "our message came after the round's roster was closed; it goes with the next one",
-    "left out": "too few peers got our message in time; see whether the upload is too slow",
+    "left out": "too few peers got our message in time: the upload is slow; it goes on, and joins the next round",
     "lost": "nobody could fetch our message in time; see whether the upload is too slow",
 }
 

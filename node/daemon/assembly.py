@@ -202,7 +202,7 @@ class Assembly:
         # Not in the worker thread: no round is to wait while a checkpoint is written.
         self.keeper = Keeper(
             self._folder, manifest, self._shapes, self.store, self.arena, asyncio.to_thread, self.trainer.has_adopted,
-            self.blobs.being_fetched, self.carrying.held,
+            self.blobs.being_fetched, lambda: [*self.carrying.held(), *self.driver.left_out],
         )  # fmt: skip
         self.standing = Standing(self._first_status(), self.metrics, self._traffic)
         self.standing.stands_at(self.replica.chain.head, self.replica.blob.digest)

@@ -36,7 +36,7 @@ MAX_STATES = 6  # with those that somebody is still fetching
 
 class Keeper:
     """`work` runs a function in a thread that may be busy for long; `adopted(round)` waits for the trainer; `wanted`
-    names the blobs that others are fetching, `carried` those that we hold for them."""
+    names the blobs that others are fetching, `carried` those that we hold for them, or may need in the next round."""
 
     def __init__(
         self, folder: RunFolder, manifest: Manifest, shapes: ShapeTable, store: BlobStore, arena: Arena,

@@ -96,6 +96,7 @@ class RoundDriver:
         self._number = -1
         self._base: Digest = b""
         self._seen: Mapping[PeerId, float] | None = None
+        self.left_out: frozenset[Digest] = frozenset()  # blobs of the last round that may be asked for in the next
         self._attendance = Attendance(self._settings.leader_timeout)
         self._heard: dict[Key, Statement[Any]] = {}  # of the open round
         self._tasks: set[asyncio.Task[None]] = set()
@@ -269,6 +270,7 @@ class RoundDriver:
     def _finish(self, commit: Statement[Commit]) -> None:
         assert self._machine is not None
         self._pacing.decided(self._machine.arrivals)
+        self.left_out = self._machine.left_out
         told = self._machine.seen if commit.sender == self._identity.peer_id else ()
         self._attendance.decide(self._number, self._machine.decision, told, _now())
         self._end()

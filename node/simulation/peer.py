@@ -340,7 +340,7 @@ class VirtualPeer:
         if not source.alive:
             self._catch_up()
             return
-        self.applied = self.swarm.vault.load(applied[1])
+        self.applied = applied  # who gives it out keeps it for as long as that takes
         self.chain.restart(head, commits)
         offer, bodies = self.offers.current, [commit.body for commit in commits]
         self._settle(offer, self.offers.jump(self.name, bodies, head.round))

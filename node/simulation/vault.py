@@ -80,9 +80,6 @@ class Vault:
             self._applied[key] = self._workshop.apply(before[0], commit, share)
         return self._applied[key]
 
-    def load(self, blob: Blob) -> Applied:
-        return self._workshop.load(blob), blob
-
     def enter(self, number: int) -> None:
         """A round begins somewhere: keep what the last few may still ask for."""
         if number > self._store.round:

@@ -40,6 +40,7 @@ class Leadership:
         self._evidence = evidence
         self._view = view
         self._stocked_since: float | None = None
+        self._mostly_since: float | None = None  # a majority holds more than half of what is to be had
         self._present: frozenset[PeerId] = electorate.live
 
     @property
@@ -106,11 +107,27 @@ class Leadership:
         wanted = self._obtainable()
         if wanted and self._is_stocked(promised, self._needs(wanted), now):
             common = self._held_by_groups(promised, wanted)
-        elif now >= self._forced_at:
+        elif now >= min(self._forced_at, self._straggling_at(promised, wanted, now)):
             common = self._common(promised, wanted)
         else:
             return None
+        if now < self._forced_at and 2 * len(common) <= len(wanted):
+            return None
         return (common, (), self._left_out(common)) if common else None
+
+    def _straggling_at(self, promised: set[PeerId], wanted: Contributions, now: float) -> float:
+        """From here on the few messages that a majority still lacks are left out: their senders' links are so thin that
+        they hold up all others. What has come of them stays, and joins the next round. Where all links are slow alike,
+        all messages come at about the same time, and are waited for as long again."""
+        if self._settings.exchange != "gather":  # sums have rules of their own, and a group waits for itself alone
+            return math.inf
+        if self._mostly_since is None:
+            blobs = frozenset(blob.digest for blob in blobs_of(wanted))
+            ahead = (peer for peer in promised if 2 * len(blobs & self._evidence.stock(peer)) > len(blobs))
+            if not self._electorate.is_quorum(ahead):
+                return math.inf
+            self._mostly_since = now
+        return self._mostly_since + self._settings.grace + (self._mostly_since - self._view.since)
 
     def _reduced(self, promised: set[PeerId], now: float) -> Proposal | None:
         parts = tuple(part.body.blob for part in self._view.parts())
@@ -256,4 +273,5 @@ class Leadership:
     def deadlines(self) -> list[float]:
         grace = self._settings.grace
         stocked = [] if self._stocked_since is None else [self._stocked_since + grace]
-        return [self._view.since + grace, self._forced_at, self.silent_at, *stocked]
+        mostly = [] if self._mostly_since is None else [2 * self._mostly_since - self._view.since + grace]
+        return [self._view.since + grace, self._forced_at, self.silent_at, *stocked, *mostly]

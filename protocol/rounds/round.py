@@ -57,7 +57,7 @@ from protocol.rounds.repetition import Message, asked_of_leader, repeated
 from protocol.rounds.reports import Acknowledgement, Decision, Inclusion, Part
 from protocol.rounds.state import MAX_VIEW, Fault, RoundState
 from protocol.rounds.statements import NO_ROSTER, Commit, Contribution, Digest, Statement
-from protocol.rounds.view import View
+from protocol.rounds.view import View, blobs_of
 
 Said = TypeVar("Said", bound=Body)
 Signer = Callable[[str, message.Message], wire.Signed]  # kind, body
@@ -124,6 +124,13 @@ class Round:
     def arrivals(self) -> list[float]:
         """When each whole contribution of others was first known of here."""
         return self._state.whole_arrivals
+
+    @property
+    def left_out(self) -> frozenset[Digest]:
+        """The blobs of contributions that are not in the commit: they may come again."""
+        included = {entry.sender for entry in self.commit.body.contributions} if self.commit else set()
+        missed = [entry for sender, entry in self._evidence.contributions.items() if sender not in included]
+        return frozenset(blob.digest for blob in blobs_of(missed))
 
     def has_elector(self, peer: PeerId) -> bool:
         return self._state.electorate.is_elector(peer)

@@ -1,13 +1,17 @@
 """A peer a quarter as fast as the others takes part in every round, and holds none of them."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from node.model import shape_table
 from node.simulation.peer import VirtualPeer
 from node.simulation.swarm import Swarm
 from protocol.identity import PeerId
+from protocol.manifest import Model
 from protocol.pacing import Pacing
+from protocol.rounds.leadership import Leadership
 from tests.node.simulation.virtual_swarm import BATCH, corpus, method, setting
 
 SPEEDS = (1.0, 1.0, 1.0, 0.25)
@@ -73,3 +77,30 @@ def test_a_pair_does_not_wear_each_other_down() -> None:
     pair = Watched((1.0, 0.3), steps=200)
     assert all(steps[0] == PERIOD for _, steps in pair.rounds[:8])
     assert all(5 <= steps[1] <= 8 for _, steps in pair.rounds[1:8])
+
+
+SECONDS = 0.5  # that one message takes on a usual link
+
+
+def thin(share: float) -> Watched:
+    """The last of four peers has that share of the others' bandwidth; all send all their progress to all."""
+    model = Model(vocabulary=32, width=32, layers=2, heads=2, hidden=64, context=16)
+    usual = 4 * shape_table(model).numel / SECONDS
+    given = replace(setting(4, STEPS, model=model), bandwidths=(usual, usual, usual, share * usual))
+    watched = Watched.__new__(Watched)
+    watched.rounds = []
+    whole = method("sparseloco", PERIOD, {"codec": {"kind": "none"}, "feedback": {"kind": "none"}})
+    watched.swarm = Swarm(given, whole, corpus(), watched._reached, lambda: None)
+    watched.swarm.run()
+    return watched
+
+
+def test_a_thin_link_sends_every_second_round_and_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its message is left out of one round, goes on travelling, and joins the next; the control waits for it."""
+    equal, slim = thin(1.0), thin(0.1)
+    assert all(0 not in steps for _, steps in equal.rounds)
+    assert [steps[3] > 0 for _, steps in slim.rounds[:4]] == [False, True, False, True]
+    assert slim.length(0, 4) < 1.15 * equal.length(0, 4)
+    assert slim.swarm.ledger.skips["left out"] > 0
+    monkeypatch.setattr(Leadership, "_straggling_at", lambda self, promised, wanted, now: math.inf)
+    assert thin(0.1).length(0, 4) > 1.4 * equal.length(0, 4)

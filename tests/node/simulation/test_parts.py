@@ -108,7 +108,6 @@ def test_equal_inputs_give_equal_states_and_others_do_not() -> None:
     assert applied(first, first.initial, commit_of(first, 2.0))[1] != after[1]
     assert applied(first, after, commit_of(first, 1.0))[1] != after[1]
     torch.testing.assert_close(after[0].anchor, -torch.linspace(-1, 1, NUMEL))
-    assert torch.equal(first.load(after[1])[0].anchor, after[0].anchor)
 
 
 def test_a_payload_that_does_not_decode_is_found() -> None:

@@ -1,6 +1,7 @@
 """Nobody is waited for who cannot help: each rule with the time that it saves, and what happens without it."""
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -110,6 +111,7 @@ def test_without_that_rule_the_whole_exchange_is_waited_for(
     exchange: Exchange, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Leadership, "_watch", lambda self, now: self.promised())
+    monkeypatch.setattr(Leadership, "_straggling_at", lambda self, promised, wanted, now: math.inf)
     table, _ = _with_a_contributor_that_died_unnoticed(exchange, parts)
     assert seconds_until(table, lambda: bool(table.included())) >= table.scenario.settings().exchange_timeout - 0.2
 
@@ -172,4 +174,40 @@ def test_a_leader_that_still_trains_is_not_missed() -> None:
     table.elapse(20)
     assert {table.machines[name].view for name in table.names} == {0}
     table.offer(table.names[0], *table.names[2:])
+    assert table.included() == {tuple(sorted(table.names))}
+
+
+def _with_a_thin_link() -> tuple[Table, PeerId]:
+    """Everything of one peer's comes to nobody in time; all else has come at once."""
+    table = Table(4, "gather")
+    thin = table.names[3]
+    slow = {blob.digest for blob in table.blobs(thin)}
+    table.is_slow = lambda peer, digest: digest in slow
+    table.offer(*table.names)
+    return table, thin
+
+
+def test_a_message_that_hardly_comes_holds_the_others_for_a_grace_and_may_come_again() -> None:
+    table, thin = _with_a_thin_link()
+    assert seconds_until(table, lambda: bool(table.included())) < 2 * table.scenario.settings().grace
+    assert table.included() == {tuple(sorted(table.names[:3]))}
+    assert (thin, "left out") in table.skips(table.names[0])
+    for name in table.names:
+        assert table.machines[name].left_out == {blob.digest for blob in table.blobs(thin)}
+
+
+def test_without_that_rule_it_holds_them_for_the_whole_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leadership, "_straggling_at", lambda self, promised, wanted, now: math.inf)
+    table, _ = _with_a_thin_link()
+    assert seconds_until(table, lambda: bool(table.included())) >= table.scenario.settings().exchange_timeout - 0.2
+
+
+def test_where_all_messages_take_long_none_is_left_out() -> None:
+    """They come one after the other, over more time than the grace."""
+    table = Table(4, "gather")
+    order = [blob.digest for name in table.names for blob in table.blobs(name)]
+    pause = 2.5 * table.scenario.settings().grace / len(order)
+    table.is_slow = lambda peer, digest: table.now < pause * order.index(digest)
+    table.offer(*table.names)
+    seconds_until(table, lambda: bool(table.included()))
     assert table.included() == {tuple(sorted(table.names))}

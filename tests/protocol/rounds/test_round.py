@@ -298,7 +298,7 @@ def test_what_only_its_owner_holds_is_left_out_in_the_end() -> None:
     digest = table.blobs(slow)[0].digest
     table.is_slow = lambda peer, wanted: wanted == digest
     table.offer(*table.names)
-    table.elapse(9.6)
+    table.elapse(table.scenario.settings().grace - 0.2)
     assert table.included() == set()
     table.elapse(1)
     assert table.included() == {tuple(sorted(table.names[:2]))}
