@@ -85,7 +85,7 @@ def _overtake(sent: Offer, is_next: bool, offers: Offers, program: Program, aren
 
 
 def _payloads(sent: Offer, store: BlobStore) -> list[bytes]:
-    """None where a part is gone."""
+    """None at all where a part is gone."""
     try:
         return [bytes(store.read(blob.digest)) for blob in sent.parts]
     except MissingFileError:
