@@ -43,8 +43,8 @@ class DirectLimits:
     """Of connections that have not proved who they are. `stall`: see TunnelLimits."""
 
     handshake: float = 5.0  # seconds for all of it, on either side
-    strangers: int = 64
-    strangers_per_host: int = 16
+    strangers: int = 128
+    strangers_per_host: int = 48  # all lanes of a peer at once, and some of a neighbour's
     stall: float = 30.0
 
 

@@ -12,7 +12,7 @@ What another peer's transfer lost is no gain: the sum over all peers must have g
 
 from dataclasses import dataclass
 
-MOST = 16
+MOST = 32
 STEP = 4
 SETTLE_SECONDS = 1.0  # after a change: handshakes and slow starts
 EPOCH_SECONDS = 1.0

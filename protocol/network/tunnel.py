@@ -31,7 +31,7 @@ class TunnelLimits:
     idle: float = 300.0  # without a byte in either direction
     linger: float = 2.0  # for the other direction, once one has ended
     tick: float = 1.0  # between two looks at the clock
-    incoming_per_peer: int = 24  # a peer's calls, and the lanes of what it fetches
+    incoming_per_peer: int = 40  # a peer's calls, and the lanes of what it fetches
     incoming: int = 512
     upload: float = math.inf
     download: float = math.inf

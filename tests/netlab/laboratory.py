@@ -122,6 +122,8 @@ class Laboratory:
         self._limit(node.namespace, "eth0", link.up)
         self._limit(self._exchange, node.name, link.down)
         self._delay(node, link)
+        if link.loss:  # or dozens of packets would be lost as one
+            run(f"ip -n {node.namespace} link set eth0 gso_max_segs 1")
         self._lose()
 
     def block(self, source: Node, target: Node) -> None:

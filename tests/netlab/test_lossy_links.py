@@ -62,4 +62,4 @@ def test_a_blob_fills_a_lossy_link(laboratory: Laboratory, tmp_path: Path) -> No
             if outcome["rate"] >= WANTED:
                 break
     assert outcome["whole"] and outcome["rate"] >= WANTED
-    assert max(slow) < WANTED, "the control: one connection does not fill the link, and libp2p has one"
+    assert max(slow) < WANTED / 2, "the control: one connection does not fill the link, and libp2p has one"
