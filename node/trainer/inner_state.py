@@ -265,7 +265,8 @@ class InnerState:
         }
 
     def _fill_outbox(self, parts: Sequence[bytes]) -> None:
-        payload = b"".join(parts)
-        if len(payload) > self._arena.outbox_bytes:
-            raise ValueError(f"a message of {len(payload)} bytes; the outbox holds {self._arena.outbox_bytes}")
-        self._arena.outbox[: len(payload)] = payload
+        sizes = [len(part) for part in parts]
+        if sum(sizes) > self._arena.outbox_bytes:
+            raise ValueError(f"a message of {sum(sizes)} bytes; the outbox holds {self._arena.outbox_bytes}")
+        for room, part in zip(self._arena.outbox_parts(sizes), parts, strict=True):
+            room[:] = part
