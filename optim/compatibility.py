@@ -17,6 +17,10 @@ def check(method: Method) -> None:
         )
     if isinstance(signal, Momentum) and isinstance(update, FrozenAdam) and signal.beta != update.beta1:
         raise UnknownOption(f"signal.beta = {signal.beta} and update.beta1 = {update.beta1} are one momentum; set both")
+    if method.feedback.keeps_error and not method.codec.shrinks:
+        raise UnknownOption(
+            f"what codec {method.codec.kind!r} leaves over only grows under error feedback; set feedback.kind = 'none'"
+        )
     if method.aggregate.memory and (method.topology.kind == "butterfly" or method.schedule.fragments > 1):
         raise UnknownOption(
             f"aggregate {method.aggregate.kind!r} remembers every block: set topology.kind = 'gather' and "

@@ -38,6 +38,7 @@ class Codec(ABC):
     kind: ClassVar[str]
     number: ClassVar[int]
     version: ClassVar[int]
+    shrinks: ClassVar[bool] = True  # what a message leaves over is shorter than what was to be sent
     binding: Binding | None = None
 
     @property

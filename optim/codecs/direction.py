@@ -3,7 +3,8 @@
     p_j = <x, z_j>, every z_j of -1 and 1 alone, drawn from a seed;   decoded = sum_j p_j z_j / d
 
 The mean of z z^T is the unit matrix, so the mean over many messages is x, but one message is sqrt(N / d) times as long
-as x: for fine-tuning with small steps, not for training from nothing. The paper measures p with two evaluations of the
+as x: for fine-tuning with small steps, not for training from nothing, and not with error feedback, whose residual would
+grow by as much in every round. The paper measures p with two evaluations of the
 loss, (L(theta + eps z) - L(theta - eps z)) / (2 eps), and no gradient; <x, z> with a gradient x is where that goes
 with eps. A newcomer that knows the messages needs no weights: they are the model's whole change.
 
@@ -45,6 +46,7 @@ class Direction(Codec):
     kind: ClassVar[str] = "direction"
     number: ClassVar[int] = 12
     version: ClassVar[int] = 1
+    shrinks: ClassVar[bool] = False
 
     directions: int = Field(default=1, ge=1, le=4096, description="d: bytes of a message")
 

@@ -6,7 +6,7 @@ import torch
 
 from optim.codecs.direction import LEVELS, Direction
 from optim.codecs.noise import seed_of
-from optim.errors import CodecError
+from optim.errors import CodecError, UnknownOption
 from optim.program import Program
 from optim.recipes import compose
 from tests.optim.replicas import LAYOUT, NUMEL, Replica
@@ -83,6 +83,16 @@ def test_a_signed_zero_and_another_length_are_refused() -> None:
         Direction().read(payload[:-1] + b"\x80", 100)
     with pytest.raises(CodecError, match="length"):
         Direction().read(payload, 101)
+
+
+def test_error_feedback_is_refused_as_its_residual_would_only_grow() -> None:
+    rest = draw(1000, 6)
+    before = float(rest.norm())
+    for _ in range(3):
+        Direction().extract(rest)
+    assert float(rest.norm()) > 100 * before
+    with pytest.raises(UnknownOption, match="feedback.kind = 'none'"):
+        compose("diloco", {"codec": {"kind": "direction"}})
 
 
 def test_a_newcomer_replays_the_log_to_the_same_bits() -> None:
