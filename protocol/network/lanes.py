@@ -18,7 +18,7 @@ SETTLE_SECONDS = 1.0  # after a change: handshakes and slow starts
 EPOCH_SECONDS = 1.0
 HASTY_SECONDS = 0.3  # of measurement before the first trial, where packets get lost
 LOST = 8  # packets within that time: more than a stray one
-GAIN = 1.3  # times as fast makes more lanes worth while
+GAIN = 0.55  # n times as many lanes are worth while if they carry n to this power: 2 carry 1.5, 4 2.1, 32 6.7 times
 KEPT = 0.9  # of the speed must be left with fewer
 FIRST_HOLD = 3.0  # seconds until another number is tried, for losses come by chance; doubles up to
 LONGEST_HOLD = 300.0
@@ -68,7 +68,7 @@ class Lanes:
         elif now - self._began[0] >= self._epoch(arrived.lost - self._began[1].lost):
             began, before = self._began
             seconds, lossy = now - began, arrived.lost - before.lost >= LOST
-            more = 1 if arrived.queued else MOST if lossy else STEP
+            more = 1 if arrived.queued else MOST if lossy and self._hold == FIRST_HOLD else STEP
             self._judge((arrived.peer - before.peer) / seconds, (arrived.total - before.total) / seconds, more, now)
             self._began = (now, arrived) if now >= self._quiet_until else None
 
@@ -102,8 +102,10 @@ class Lanes:
     def _is_better(self, trial: Trial, peer: float, total: float) -> bool:
         if self.width < trial.width:
             return peer >= KEPT * trial.peer
-        # Half of the gain may be what the others lost by chance.
-        return peer >= GAIN * trial.peer and total - trial.total >= (peer - trial.peer) / 2
+        # What the peer's other takers lost is not seen here: at its full link more lanes take from them, but not in
+        # proportion. Of what our other peers lost half may be chance.
+        enough = (self.width / trial.width) ** GAIN * trial.peer
+        return peer >= enough and total - trial.total >= (peer - trial.peer) / 2
 
     def _try(self, peer: float, total: float, more: int, now: float) -> None:
         self._fewer = self.width == MOST or (self._fewer and self.width > 1)
