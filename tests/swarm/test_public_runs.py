@@ -29,6 +29,7 @@ def test_a_run_is_listed_if_its_host_asks_for_it(tmp_path: Path, public: bool) -
         scene = Hosted(flock, *(["--public"] if public else []))
         try:
             scene.start()
+            flock.wait(lambda: bool(scene.host.addresses()), "where the host is")
             address = scene.host.addresses()[0]
             found = listed(address)
             if not public:
