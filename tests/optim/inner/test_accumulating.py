@@ -3,21 +3,8 @@ import torch
 
 from optim.inner.accumulating import ACCUMULATED, AccumulatingAdamW
 from optim.inner.adamw import AdamW
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step
-
-NUMEL = 30
-
-
-def step_at(count: int) -> Step:
-    return Step(count, 0.01, 0.9, 0.95, 0.1, ((0, 10),))
-
-
-def draw(seed: int) -> torch.Tensor:
-    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
-
-
-def fresh(inner: Inner) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(NUMEL) for name in inner.vectors}
+from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT
+from tests.optim.inner.small_steps import NUMEL, draw, fresh, step_at
 
 
 def test_of_every_step_it_is_adam() -> None:

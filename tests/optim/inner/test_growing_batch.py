@@ -5,22 +5,9 @@ import torch
 
 from optim.inner.adamw import AdamW
 from optim.inner.growing_batch import ACCUMULATED, TALLY, GrowingBatch
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step
+from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT
 from optim.recipes import compose
-
-NUMEL = 30
-
-
-def step_at(count: int) -> Step:
-    return Step(count, 0.01, 0.9, 0.95, 0.1, ((0, 10),))
-
-
-def draw(seed: int) -> torch.Tensor:
-    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
-
-
-def fresh(inner: Inner) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(inner.size_of(name, NUMEL)) for name in inner.vectors}
+from tests.optim.inner.small_steps import NUMEL, draw, fresh, step_at
 
 
 @pytest.mark.parametrize(("theta", "wanted"), [(1.0, 1), (0.5, 2), (0.25, 8), (0.05, 64)])
