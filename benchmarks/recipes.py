@@ -7,7 +7,7 @@ update where nothing moves between the rounds) in a run of a fifth of the length
 
     python benchmarks/recipes.py [--only NAME ...] [--seeds 3] [--settings scratch warm] [--grid] [--minutes M] [--json]
 
-All of it takes a day of two cores, and may be made in pieces: each run is added to benchmarks/results/recipes.json as
+All of it takes some six hours of two cores, and may be made in pieces: each run is added to benchmarks/results/recipes.json as
 soon as it is done, with the commit and the machine it was made on, and what stands there is not made again. Several of
 these commands may add to one file. `--minutes` begins no run after so many; `--report` begins none: it prints tables
 of what is there, draws the two plots in docs/, and says what is missing.
@@ -126,7 +126,7 @@ def setting_of(job: Job) -> Setting:
     manifest = given.model_copy(update={"train": train, "run": run})
     weights = warm_weights(manifest) if job.setting == "warm" else None
     speeds, bandwidths = (1.0,) * PEERS, (MEGABITS * BYTES_PER_MEGABIT,) * PEERS
-    return Setting(manifest, HOME, PEERS, steps, speeds, bandwidths, LATENCY, initial=weights)
+    return Setting(manifest, HOME, PEERS, steps, speeds, bandwidths, LATENCY, initial=weights, compiled=True)
 
 
 def inner_moves(row: Row) -> bool:
@@ -140,7 +140,7 @@ def warm_weights(manifest: Manifest) -> torch.Tensor:
         calm = manifest.train.model_copy(update={"decay_steps": 0})
         start = manifest.model_copy(update={"train": calm})
         links = (MEGABITS * BYTES_PER_MEGABIT,) * PEERS
-        setting = Setting(start, HOME, PEERS, WARM_STEPS, (1.0,) * PEERS, links, LATENCY)
+        setting = Setting(start, HOME, PEERS, WARM_STEPS, (1.0,) * PEERS, links, LATENCY, compiled=True)
         corpus = corpus_of(start)
         kept.parent.mkdir(exist_ok=True)
         last = Keeping(setting, corpus)

@@ -286,6 +286,7 @@ def sim(
     option: Annotated[list[str] | None, typer.Option("--set", metavar="PART.OPTION=VALUE", help="repeatable")] = None,
     as_json: JsonOption = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="loss against bytes and against time")] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="in bf16, by a C++ compiler: for long runs")] = False,
 ) -> None:
     """Compare methods: virtual peers, real gradients, a virtual network."""
     from node.simulation.command import Wish, simulate
@@ -293,7 +294,7 @@ def sim(
     simulate(
         Wish(
             tuple(recipe), peers, steps, tokens, speeds, bandwidth, latency, churn, liars, seeds, run,
-            tuple(option or ()), as_json, plot,
+            tuple(option or ()), as_json, plot, compiled,
         )
     )  # fmt: skip
 

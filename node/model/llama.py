@@ -79,8 +79,12 @@ class Llama(nn.Module):
         turned = rotate(split[:, :, : heads + groups], self.cosines[:length], self.sines[:length])
         query, key = torch.split(turned.transpose(1, 2), [heads, groups], dim=1)  # (B, N, T, D), (B, K, T, D)
         value = split[:, :, heads + groups :].transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups != heads)
-        return mixed.transpose(1, 2).reshape(batch, length, -1)
+        return self._mix(query, key, value).transpose(1, 2).reshape(batch, length, -1)
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention: `query` (B, N, T, D), `key` and `value` (B, K, T, D); the result (B, N, T, D)."""
+        grouped = key.shape[1] != query.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
 def normalise(stream: Tensor, gain: Tensor) -> Tensor:

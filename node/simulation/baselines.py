@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from node.data import Batches, Corpus
-from node.model import Llama
 from node.simulation.measure import Examiner, Outcome, Point, Recorder
 from node.simulation.setting import Setting
 from node.simulation.swarm import peer_name
@@ -28,7 +27,7 @@ class _Group:
 
     def __init__(self, setting: Setting, corpus: Corpus, slots: Sequence[int]) -> None:
         manifest = setting.manifest
-        self.model, self._train = Llama(manifest.model), manifest.train
+        self.model, self._train = setting.model(), manifest.train
         self.model.load_flat(setting.weights())
         self._optimizer = InnerOptimizer(self.model, manifest.train, AdamW())
         context, seed = manifest.model.context, manifest.run.seed

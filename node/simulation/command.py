@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from node.data import open_source
 from node.folder import write_atomically
+from node.model.compiled import has_compiler
 from node.simulation import plot, report
 from node.simulation.baselines import DATA_PARALLEL, LOCAL
 from node.simulation.comparison import compare, steps_in_all
@@ -50,6 +51,7 @@ class Wish:
     options: tuple[str, ...] = ()
     json: bool = False
     plot: Path | None = None
+    compiled: bool = False
 
 
 def simulate(wish: Wish) -> None:
@@ -75,6 +77,8 @@ def settle(wish: Wish) -> Setting:
     """Raises UsageError, or ManifestError for the --run."""
     if wish.steps is not None and wish.tokens is not None:
         raise UsageError("--steps and --tokens both say how long; give one of them")
+    if wish.compiled and not has_compiler():
+        raise UsageError("--compiled needs a C++ compiler (g++ or clang++); install one, or leave it out")
     given = load_manifest(wish.run) if wish.run else None
     batch = (given or default_manifest(USUAL_STEPS)).train.batch_tokens
     steps = wish.steps or USUAL_STEPS
@@ -91,6 +95,7 @@ def settle(wish: Wish) -> Setting:
         latency=wish.latency / 1000,
         churn=wish.churn,
         liars=_liars(wish.liars),
+        compiled=wish.compiled,
     )
 
 

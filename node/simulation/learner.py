@@ -21,12 +21,11 @@ class Learner:
     """Starts from `anchor`, the state after `round_number` rounds."""
 
     def __init__(
-        self, manifest: Manifest, program: Program, corpus: Corpus, sender: Sender, me: PeerId, shared: list[Tensor],
-        round_number: int,
+        self, model: Llama, manifest: Manifest, program: Program, corpus: Corpus, sender: Sender, me: PeerId,
+        shared: list[Tensor], round_number: int,
     ) -> None:  # fmt: skip
         self._train = manifest.train
         self._sequences = manifest.train.batch_tokens // manifest.model.context
-        model = Llama(manifest.model)
         self._optimizer = InnerOptimizer(model, manifest.train, program.method.inner)
         self._arena = Arena.create(Contents.of(program))
         self._arena.close()  # the memory stays; a thousand peers would use up the descriptors

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from node.data import Corpus, validation_batches
-from node.model import Llama
 from node.simulation.peer import VirtualPeer
 from node.simulation.setting import Setting
 from node.simulation.swarm import Swarm
@@ -51,9 +50,8 @@ class Examiner:
     """Measures weights on the held-out text."""
 
     def __init__(self, setting: Setting, corpus: Corpus) -> None:
-        model = setting.manifest.model
-        self._model = Llama(model)
-        self._batches = validation_batches(corpus, model.context, VALIDATION_TOKENS)
+        self._model = setting.model()
+        self._batches = validation_batches(corpus, setting.manifest.model.context, VALIDATION_TOKENS)
 
     def loss(self, flat: Tensor) -> float:
         return validation_loss(self._model, flat, self._batches)[0]

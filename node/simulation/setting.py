@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from node.model import initial_weights
+from node.model import CompiledLlama, Llama, initial_weights
 from node.simulation.liars import Liars
 from protocol.errors import UsageError
 from protocol.manifest import Data, Manifest, Method, Model, Round, Run, Train
@@ -30,6 +30,11 @@ class Setting:
     churn: float = 0.0
     liars: Liars | None = None
     initial: Tensor | None = None  # the weights that training starts from; None: those of the seed
+    compiled: bool = False  # bf16 products, and compiled: worth its start in long runs
+
+    def model(self) -> Llama:
+        """One that trains or is examined; its weights are zero yet."""
+        return CompiledLlama(self.manifest.model) if self.compiled else Llama(self.manifest.model)
 
     def weights(self) -> Tensor:
         """Flat fp32."""

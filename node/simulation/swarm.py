@@ -99,7 +99,7 @@ class Swarm:
     def new_learner(self, peer: VirtualPeer) -> Learner:
         sender = self._sender(peer.slot)
         return Learner(
-            self.setting.manifest, self.program, self._corpus, sender, peer.name,
+            self.setting.model(), self.setting.manifest, self.program, self._corpus, sender, peer.name,
             peer.applied[0].shared(self.method), peer.chain.round,
         )  # fmt: skip
 

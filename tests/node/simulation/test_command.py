@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from node.recipe_table import describe, show_recipes
+from node.simulation import command
 from node.simulation.command import Wish, compose_all, overrides, settle, simulate
 from node.simulation.liars import Liars
 from optim.rows import RECIPES
@@ -97,6 +98,14 @@ def test_a_wrong_wish_is_one_line(wrong: Callable[[], object], text: str) -> Non
     with pytest.raises(UsageError) as caught:
         wrong()
     assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "has_compiler", lambda: True)
+    assert settle(replace(WISH, compiled=True)).compiled and not settle(WISH).compiled
+    monkeypatch.setattr(command, "has_compiler", lambda: False)
+    with pytest.raises(UsageError, match="needs a C\\+\\+ compiler"):
+        settle(replace(WISH, compiled=True))
 
 
 def test_numbers_that_are_none_are_refused() -> None:
