@@ -8,6 +8,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass as plain_dataclass
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from optim.errors import OptimError
 from optim.exact import power
 from optim.memory import zeros
 from optim.parts import STRICT
-from optim.vectors import Floats, SparseVector, Vector, slabs
+from optim.vectors import Floats, PlainVector, SparseVector, Vector, slabs
 
 Reader = Callable[[], Vector]
 
@@ -36,6 +37,20 @@ class Message:
 
     def read(self) -> Vector:
         return self.payload if isinstance(self.payload, Vector) else self.codec.read(self.payload, self.numel)
+
+
+def sparse_of(messages: Sequence[Message]) -> list[SparseVector]:
+    """All of them decoded, where some are already and all have room side by side in the memory of a dense one."""
+    if not any(isinstance(message.payload, SparseVector) for message in messages):
+        return []
+    room, vectors = 4 * messages[0].numel, list[SparseVector]()
+    for message in messages:
+        vector = message.read()
+        if not isinstance(vector, SparseVector) or vector.nbytes > room:
+            return []
+        room -= vector.nbytes
+        vectors.append(vector)
+    return vectors
 
 
 def readers_of(messages: Sequence[Message]) -> list[Reader]:
@@ -75,6 +90,10 @@ class Aggregate(ABC):
     @abstractmethod
     def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         """CodecError if a payload is malformed, OptimError if no message has a weight. `memory` changes in place."""
+
+    def combined(self, messages: Sequence[Message], memory: Floats | None = None) -> Vector:
+        """The same bits, to be had span by span: where a rule can, it computes them when they are asked for."""
+        return PlainVector(self.combine(messages, memory))
 
 
 def present(messages: Sequence[Message]) -> list[Message]:
@@ -128,6 +147,35 @@ class Mean(_Weighted):
         for read, weight, factor in zip(readers, weights, self._shrink(readers, weights), strict=True):
             read().add_to(total, weight * factor)
         return _divide(total, np.float32(math.fsum(weights)))
+
+    def combined(self, messages: Sequence[Message], memory: Floats | None = None) -> Vector:
+        vectors = sparse_of(messages)
+        if not vectors:
+            return super().combined(messages, memory)
+        decoded = [replace(message, payload=vector) for message, vector in zip(messages, vectors, strict=True)]
+        weights = self._weigh(messages)
+        factors = self._shrink([message.read for message in decoded], weights)
+        scales = tuple(weight * factor for weight, factor in zip(weights, factors, strict=True))
+        return MeanVector(tuple(vectors), scales, np.float32(math.fsum(weights)))
+
+
+@plain_dataclass(frozen=True)
+class MeanVector(Vector):
+    """sum_i scale_i x_i / divisor"""
+
+    vectors: tuple[SparseVector, ...]
+    scales: tuple[float, ...]
+    divisor: np.float32
+
+    @property
+    def numel(self) -> int:  # type: ignore[override]
+        return self.vectors[0].numel
+
+    def restore(self, part: slice, out: Floats) -> None:
+        out.fill(0)
+        for vector, scale in zip(self.vectors, self.scales, strict=True):
+            vector.add_span(part, out, scale)
+        out /= self.divisor
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -9,10 +9,9 @@ from optim.aggregate import Message
 from optim.codecs.codec import Payload, as_array
 from optim.codecs.dense import largest_magnitude
 from optim.errors import CodecError
-from optim.memory import empty
 from optim.program import Plan, Program
 from optim.threads import each
-from optim.vectors import Floats, Vector, slabs
+from optim.vectors import Floats, JoinedVector, Vector, slabs
 
 Payloads = Sequence[Payload | Vector]  # as they came, or as `Merger.read` has read them
 
@@ -102,12 +101,13 @@ class Merger:
     def reduce_part(self, round_number: int, part: int, payloads: Payloads, weights: Sequence[float]) -> bytes:
         """Butterfly: the members' payloads of one part, in the agreed order, to the reduced one."""
         plan = self._program.plan(round_number)
-        return plan.codecs[part].encode(torch.from_numpy(_combine(plan, part, payloads, weights)))
+        combined = plan.method.aggregate.combine(_messages(plan, part, payloads, weights))
+        return plan.codecs[part].encode(torch.from_numpy(combined))
 
     def merge(
         self, round_number: int, payloads: Payloads, weights: Sequence[float], memory: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What the round came to, as its plan lays it out.
+    ) -> Vector:
+        """What the round came to, as its plan lays it out; much of it is computed when it is asked for.
 
         Gather: the members' payloads with their weights, in the agreed order, and `memory`, which changes in place, of
         an aggregate that has one. Butterfly: the reduced payloads, part by part; `weights` were used up in reducing
@@ -115,19 +115,16 @@ class Merger:
         """
         plan = self._program.plan(round_number)
         if plan.method.topology.kind != "butterfly":
-            return torch.from_numpy(_combine(plan, 0, payloads, weights, None if memory is None else memory.numpy()))
+            messages = _messages(plan, 0, payloads, weights)
+            return plan.method.aggregate.combined(messages, None if memory is None else memory.numpy())
         if len(payloads) != len(plan.bounds):
             raise CodecError(f"{len(payloads)} reduced parts where there are {len(plan.bounds)}")
-        merged = empty(plan.numel)
-        for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
-            Message(codec, payload, stop - start, 1.0).read().write_to(merged[start:stop])
-        return torch.from_numpy(merged)
+        reduced = zip(payloads, plan.parts, strict=True)
+        messages = [Message(codec, payload, stop - start, 1.0) for payload, (codec, (start, stop)) in reduced]
+        return JoinedVector(tuple(message.read() for message in messages))
 
 
-def _combine(
-    plan: Plan, part: int, payloads: Payloads, weights: Sequence[float], memory: Floats | None = None
-) -> Floats:
+def _messages(plan: Plan, part: int, payloads: Payloads, weights: Sequence[float]) -> list[Message]:
     codec, (start, stop) = plan.codecs[part], plan.bounds[part]
     members = zip(payloads, weights, strict=True)
-    messages = [Message(codec, payload, stop - start, float(weight)) for payload, weight in members]
-    return plan.method.aggregate.combine(messages, memory)
+    return [Message(codec, payload, stop - start, float(weight)) for payload, weight in members]

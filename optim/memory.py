@@ -7,6 +7,7 @@ the model's size and drops them again, that takes as long as the arithmetic on t
 import mmap
 import weakref
 from collections import deque
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ def empty(numel: int) -> Floats:
     """(numel,) fp32 with anything in it."""
     if numel < LEAST:
         return np.empty(numel, np.float32)
-    memory = _of_size(4 * numel) or mmap.mmap(-1, 4 * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _of_size(4 * numel) or _mapped(4 * numel)
     # Views hold this array, not the memory behind it, as numpy looks no deeper than to the last array: when it goes,
     # nobody has a view any more.
     array: Floats = np.frombuffer(memory, np.float32)
@@ -41,6 +42,15 @@ def zeros(numel: int) -> Floats:
 def copy(vector: torch.Tensor) -> torch.Tensor:
     """Of a flat fp32 tensor on the CPU."""
     return torch.from_numpy(empty(vector.numel())).copy_(vector)
+
+
+def _mapped(size: int) -> mmap.mmap:
+    """In large pages where the system has them: a pass over small ones takes a quarter longer."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _put_back(memory: mmap.mmap) -> None:

@@ -6,14 +6,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from optim.codecs.codec import Codec
 from optim.errors import UnknownOption
 from optim.layout import Layout, Span, within
+from optim.memory import copy, empty
 from optim.method import Method
 from optim.penalty import MOST_BLOCKS
+from optim.threads import each, scratch
 from optim.updates import Moment
+from optim.vectors import PlainVector, Vector, slabs
 
 KEPT_PLANS = 64
 
@@ -150,14 +154,44 @@ class Program:
         updates = round_number // self.method.schedule.fragments
         return Moment(updates, self.steps_before(round_number), decay, self.layout.matrices)
 
-    def apply(
+    def moved(
+        self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: Vector, decay: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """A new anchor and new slots, moved by what a round came to; flat fp32 on the CPU, `merged` as in the plan."""
+        signal, update = plan.method.signal, plan.method.update
+        is_whole = plan.numel == self.numel * signal.width and not signal.averaged
+        if is_whole and update.is_elementwise:
+            return self._move_in_slabs(plan, anchor, slots, merged, decay)
+        anchor, slots = copy(anchor), {name: copy(slot) for name, slot in slots.items()}
+        if is_whole:
+            update.apply(anchor, slots, _dense(merged), self.moment(plan.round, decay))
+        else:
+            self._move_spans(plan, anchor, slots, _dense(merged), decay)
+        return anchor, slots
+
+    def _move_in_slabs(
+        self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: Vector, decay: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Everything that is done to a slab while it is in the cache."""
+        update, moment = plan.method.update, self.moment(plan.round, decay)
+        old = [anchor, *slots.values()]
+        new = [torch.from_numpy(empty(self.numel)) for _ in old]
+
+        def move(part: slice) -> None:
+            delta = scratch("delta", np.float32, part.stop - part.start)
+            merged.restore(part, delta)
+            for before, after in zip(old, new, strict=True):
+                after[part] = before[part]
+            moving = {name: vector[part] for name, vector in zip(slots, new[1:], strict=True)}
+            update.apply(new[0][part], moving, torch.from_numpy(delta), moment)
+
+        each(move, slabs(self.numel))
+        return new[0], dict(zip(slots, new[1:], strict=True))
+
+    def _move_spans(
         self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: torch.Tensor, decay: float
     ) -> None:
-        """Move `anchor` and `slots` in place by what a round came to; flat fp32 on the CPU, `merged` as in the plan."""
-        signal, update, moment = plan.method.signal, plan.method.update, self.moment(plan.round, decay)
-        if plan.numel == self.numel * signal.width and not signal.averaged:
-            update.apply(anchor, slots, merged, moment)
-            return
+        update, moment = plan.method.update, self.moment(plan.round, decay)
         spans = within(plan.spans, 0, self.numel)
         moment = replace(moment, matrices=self.layout.section(spans).matrices)
         sent, averaged = torch.split(merged, [size := _size(spans), plan.numel - size])
@@ -175,6 +209,14 @@ class Program:
         for (start, stop), piece in zip(spans, torch.split(sent, [stop - start for start, stop in spans]), strict=True):
             first = start % numel
             slots[signal.averaged[start // numel]][first : first + stop - start] -= piece
+
+
+def _dense(merged: Vector) -> torch.Tensor:
+    if isinstance(merged, PlainVector):
+        return torch.from_numpy(merged.values)
+    whole = empty(merged.numel)
+    merged.write_to(whole)
+    return torch.from_numpy(whole)
 
 
 def _gather(vector: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:

@@ -5,8 +5,11 @@ nor the width of the processor's registers can change a bit.
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +114,48 @@ class DenseVector(Vector):
 
 
 @dataclass(frozen=True)
+class PlainVector(Vector):
+    """Values as they are."""
+
+    values: Floats
+
+    @property
+    def numel(self) -> int:  # type: ignore[override]
+        return self.values.size
+
+    def restore(self, part: slice, out: Floats) -> None:
+        np.copyto(out, self.values[part])
+
+    def dense(self) -> Floats:
+        """Not copied."""
+        return self.values
+
+
+@dataclass(frozen=True)
+class JoinedVector(Vector):
+    """Vectors one after the other, none of them empty."""
+
+    vectors: tuple[Vector, ...]
+
+    @cached_property
+    def numel(self) -> int:  # type: ignore[override]
+        return self._ends[-1]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(vector.numel for vector in self.vectors))
+
+    def restore(self, part: slice, out: Floats) -> None:
+        start = part.start
+        while start < part.stop:
+            place = bisect_right(self._ends, start)
+            vector, stop = self.vectors[place], min(self._ends[place], part.stop)
+            first = self._ends[place] - vector.numel
+            vector.restore(slice(start - first, stop - first), out[start - part.start : stop - part.start])
+            start = stop
+
+
+@dataclass(frozen=True)
 class SparseVector(Vector):
     """`positions` are strictly increasing and below `numel`."""
 
@@ -128,14 +173,15 @@ class SparseVector(Vector):
         out[self.positions[first:last] - part.start] = self.values[first:last]
 
     def add_to(self, total: Floats, weight: float) -> None:
-        positions, whole = torch.from_numpy(self.positions), torch.from_numpy(total)
+        each(lambda part: self.add_span(part, total[part], weight), self.pieces())
 
-        def add(part: slice) -> None:
-            weighted = torch.from_numpy(self.values[part] * np.float32(weight))
-            # No position comes twice, so the order is no matter; numpy needs five times as long.
-            whole.index_add_(0, positions[part], weighted)
-
-        each(add, slabs(self.values.size, AT_ONCE))
+    def add_span(self, part: slice, total: Floats, weight: float) -> None:
+        """As `add_to`, to a total of that span alone."""
+        first, last = np.searchsorted(self.positions, (part.start, part.stop))
+        places = torch.from_numpy(self.positions[first:last] - part.start)
+        weighted = torch.from_numpy(self.values[first:last] * np.float32(weight))
+        # No position comes twice, so the order is no matter; numpy needs five times as long.
+        torch.from_numpy(total).index_add_(0, places, weighted)
 
     def add_presence_to(self, total: Floats, weight: float) -> None:
         total[self.positions] += (self.values != 0) * np.float32(weight)

@@ -75,9 +75,6 @@ class OuterState:
             raise MalformedError("a state that is not finite")
         return cls(vectors[0], dict(zip(names, vectors[1:], strict=True)))
 
-    def copied(self) -> "OuterState":
-        return OuterState(copy(self.anchor), {name: copy(slot) for name, slot in self.slots.items()})
-
 
 def state_bytes(numel: int, method: Method) -> int:
     """Size of the serialized state."""
@@ -123,19 +120,22 @@ class Workshop:
         leaves the state as it is. Raises MalformedError."""
         if not share:
             return state, self.keep(state)
-        number, contributions, after = commit.round, [statement.body for statement in share], state.copied()
+        number, contributions = commit.round, [statement.body for statement in share]
+        memory = {MEMORY: copy(state.slots[MEMORY])} if MEMORY in state.slots else {}
         try:
             payloads = [
                 self._payload(blob, number, part if commit.parts else 0)
                 for part, blob in enumerate(blobs_of(commit, share))
             ]
             weights = self._weights(number, contributions)
-            merged = self._merger.merge(number, payloads, weights, after.slots.get(MEMORY))
+            merged = self._merger.merge(number, payloads, weights, memory.get(MEMORY))
         except OptimError as error:
             raise MalformedError(f"the commit of round {number} does not decode: {error}") from error
+        slots = {name: slot for name, slot in state.slots.items() if name != MEMORY}
         decay = self._decay(self._program.steps_before(number))
-        self._program.apply(self._program.plan(number), after.anchor, after.slots, merged, decay)
+        anchor, slots = self._program.moved(self._program.plan(number), state.anchor, slots, merged, decay)
         self._read.clear()
+        after = OuterState(anchor, slots | memory)
         return after, self.keep(after)
 
     def _payload(self, blob: Blob, round_number: int, part: int) -> Payload | Vector:

@@ -51,6 +51,7 @@ class GossipWeights(Update):
     """
 
     kind: ClassVar[str] = "gossip-weights"
+    is_elementwise: ClassVar[bool] = True
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
     signals: ClassVar[tuple[str, ...]] = ("weights",)
 
@@ -74,6 +75,7 @@ class Replace(Update):
     """phi <- what was merged: for the signal "weights" (gossip averaging, arXiv 2410.11998)."""
 
     kind: ClassVar[str] = "replace"
+    is_elementwise: ClassVar[bool] = True
     signals: ClassVar[tuple[str, ...]] = ("weights",)
 
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:

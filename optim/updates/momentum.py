@@ -16,18 +16,21 @@ class Sgd(Update):
     """phi <- phi - eta * delta. With eta = 1 and a mean this is plain parameter averaging (arXiv 1602.05629)."""
 
     kind: ClassVar[str] = "sgd"
+    is_elementwise: ClassVar[bool] = True
 
     learning_rate: float = Field(default=1.0, gt=0, le=10)
 
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
         for part in slabs_of(anchor):
-            anchor[part] -= delta[part] * self.learning_rate
+            # Times one is what it was, and a pass over the memory less.
+            anchor[part] -= delta[part] if self.learning_rate == 1 else delta[part] * self.learning_rate
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _Momentum(Update):
     """m <- mu * m + delta; what the step is made of beside m is the subclass's affair."""
 
+    is_elementwise: ClassVar[bool] = True
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
 
     learning_rate: float = Field(default=0.7, gt=0, le=10)
@@ -87,6 +90,7 @@ class DelayedNesterov(Update):
     """
 
     kind: ClassVar[str] = "delayed-nesterov"
+    is_elementwise: ClassVar[bool] = True
     slots: ClassVar[tuple[str, ...]] = ("gathered", "momentum")
 
     learning_rate: float = Field(default=0.7, gt=0, le=10)

@@ -39,6 +39,7 @@ class Update(ABC):
     kind: ClassVar[str]
     slots: ClassVar[tuple[str, ...]] = ()
     signals: ClassVar[tuple[str, ...]] = ("pseudo-gradient", "gradient", "inner-state")
+    is_elementwise: ClassVar[bool] = False  # stretch by stretch, in any order and beside one another, gives the same
 
     @abstractmethod
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:

@@ -10,6 +10,7 @@ from optim.method import MEMORY, Method
 from optim.parts import Scalar
 from optim.program import Program
 from optim.recipes import compose
+from optim.vectors import PlainVector, Vector
 
 PARTS = 3
 EMBEDDING, LAYER, LAYERS, NORM = (60, 50), ((20, 30), (50,)), 8, (800,)
@@ -25,6 +26,10 @@ LOSSLESS: Tables = {"codec": {"kind": "none"}}
 def program_of(recipe: str | Method, overrides: Tables | None = None, parts: int = PARTS) -> Program:
     method = compose(recipe, overrides or {}) if isinstance(recipe, str) else recipe
     return Program(method, LAYOUT, parts)
+
+
+def plain(values: torch.Tensor) -> PlainVector:
+    return PlainVector(values.numpy())
 
 
 def draw(seed: int, numel: int = NUMEL) -> torch.Tensor:
@@ -63,6 +68,9 @@ class Replica:
         return self.sender.message(number, draw(seed, self.program.message_numel), self.residual)
 
     def merged(self, number: int, messages: Sequence[Sequence[bytes]], weights: Sequence[float]) -> torch.Tensor:
+        return torch.from_numpy(self._merged(number, messages, weights).dense())
+
+    def _merged(self, number: int, messages: Sequence[Sequence[bytes]], weights: Sequence[float]) -> Vector:
         """As a swarm would, whoever reduces which part."""
         plan = self.program.plan(number)
         if plan.method.topology.kind != "butterfly":
@@ -74,9 +82,12 @@ class Replica:
         return self.merger.merge(number, reduced, ())
 
     def apply(self, number: int, messages: Sequence[Sequence[bytes]], weights: Sequence[float]) -> torch.Tensor:
-        merged = self.merged(number, messages, weights)
-        self.program.apply(self.program.plan(number), self.anchor, self.slots, merged, 1.0)
-        return merged
+        merged, memory = self._merged(number, messages, weights), self.slots.pop(MEMORY, None)
+        plan = self.program.plan(number)
+        self.anchor, self.slots = self.program.moved(plan, self.anchor, self.slots, merged, 1.0)
+        if memory is not None:
+            self.slots[MEMORY] = memory
+        return torch.from_numpy(merged.dense())
 
     @property
     def state(self) -> list[torch.Tensor]:

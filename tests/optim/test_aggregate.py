@@ -1,6 +1,7 @@
 """From messages to one vector: means, with and without a clip."""
 
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from optim.codecs.integers import BlockInt8
 from optim.codecs.signs import BlockSign
 from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError, OptimError
-from optim.vectors import Vector
+from optim.vectors import SLAB, PlainVector, SparseVector, Vector
 
 RULES: list[Aggregate] = [Mean(), Mean(clip=True), SenderMean(), SenderMean(clip=True)]
 each_rule = pytest.mark.parametrize("rule", RULES, ids=str)
@@ -140,3 +141,29 @@ def test_sparse_messages_are_decoded_once_where_there_is_room(
     clipped = Mean(clip=True).combine(members)
     assert decoded == times
     assert np.count_nonzero(clipped) == np.count_nonzero(expected)
+
+
+@each_rule
+@pytest.mark.parametrize("codec", [ChunkTopK(), BlockInt8()], ids=str)
+def test_span_by_span_a_rule_says_the_same_bits(rule: Aggregate, codec: Codec) -> None:
+    held = messages(draws(5, SLAB + 5_000), [1.0, 3.0, 0.0, 7.0, 2.0], codec)
+    read = [replace(message, payload=message.read()) for message in held]
+    for known in (held, read, [*read[:2], *held[2:]]):
+        combined = rule.combined(known)
+        assert combined.numel == SLAB + 5_000
+        assert combined.dense().tobytes() == rule.combine(held).tobytes()
+        part = slice(4_000, SLAB + 77)
+        assert combined.span(part).tobytes() == rule.combine(held)[part].tobytes()
+
+
+def test_only_sparse_messages_with_room_side_by_side_wait_to_be_summed() -> None:
+    """Each of these has a quarter of its values, in three times a value's bytes: there is room for one."""
+
+    def of(count: int) -> list[Message]:
+        held = messages(draws(count, 4096), [1.0] * count, ChunkTopK(k=1024))
+        return [replace(message, payload=message.read()) for message in held]
+
+    assert isinstance(of(1)[0].payload, SparseVector)
+    assert not isinstance(Mean().combined(of(1)), PlainVector)
+    assert isinstance(Mean().combined(of(2)), PlainVector), "the control: too many"
+    assert isinstance(Mean().combined(messages(draws(2), [1.0] * 2)), PlainVector), "the control: dense"

@@ -17,10 +17,11 @@ from optim.layout import Layout
 from optim.parts import STRICT
 from optim.penalty import MOST_BLOCKS
 from optim.program import Program, part_bounds
-from optim.recipes import CODECS, compose
+from optim.recipes import CODECS, UPDATES, compose
 from optim.rows import RECIPES
-from optim.updates import Gossip, Moment, Update
-from tests.optim.replicas import LAYOUT, LOSSLESS, NUMEL, PARTS, Tables, draw, program_of, sent
+from optim.updates import Adam, Gossip, Moment, Update
+from optim.vectors import SLAB
+from tests.optim.replicas import LAYOUT, LOSSLESS, NUMEL, PARTS, Tables, draw, plain, program_of, sent
 
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 FRAGMENTS: Tables = {"schedule": {"inner_steps": 30, "fragments": 3}}
@@ -191,13 +192,13 @@ class Watching(Update):
 def test_a_fragment_moves_its_own_values_and_no_others() -> None:
     Watching.seen.clear()
     program = program_of(replace(compose("averaging", FRAGMENTS), update=Watching()))
-    anchor, momentum = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    anchor, slots = torch.zeros(NUMEL), {"momentum": torch.zeros(NUMEL)}
     for number in range(6):
         plan, delta = program.plan(number), draw(number)
-        before, mask = anchor.clone(), sent(program, number).bool()
-        program.apply(plan, anchor, {"momentum": momentum}, plan.gather(delta), 0.5)
+        before, mask = anchor, sent(program, number).bool()
+        anchor, slots = program.moved(plan, anchor, slots, plain(plan.gather(delta)), 0.5)
         assert torch.equal(anchor[mask], before[mask] - delta[mask]) and torch.equal(anchor[~mask], before[~mask])
-    assert torch.equal(momentum, -anchor)
+    assert torch.equal(slots["momentum"], -anchor)
     assert [moment.round for _, moment in Watching.seen] == [0, 0, 0, 1, 1, 1], "updates of these values, not rounds"
     assert [moment.step for _, moment in Watching.seen] == [0, 10, 20, 30, 40, 50]
     assert sum(size for size, _ in Watching.seen) == 2 * NUMEL
@@ -211,9 +212,9 @@ def test_averaged_vectors_move_by_the_whole_mean_in_their_rounds() -> None:
     program = program_of("averaging", LOSSLESS | signal)
     anchor, slots = torch.zeros(NUMEL), {name: torch.ones(NUMEL) for name in program.method.slots}
     whole = draw(1, 3 * NUMEL)
-    program.apply(program.plan(0), anchor, slots, program.plan(0).gather(whole), 1.0)
+    anchor, slots = program.moved(program.plan(0), anchor, slots, plain(program.plan(0).gather(whole)), 1.0)
     assert torch.equal(anchor, -whole[:NUMEL]) and slots["first_moment"].eq(1).all()
-    program.apply(program.plan(1), anchor, slots, program.plan(1).gather(whole), 1.0)
+    anchor, slots = program.moved(program.plan(1), anchor, slots, plain(program.plan(1).gather(whole)), 1.0)
     assert torch.equal(slots["first_moment"], 1 - whole[NUMEL : 2 * NUMEL])
     assert torch.equal(slots["second_moment"], 1 - whole[2 * NUMEL :])
     assert torch.equal(anchor, -2 * whole[:NUMEL])
@@ -275,3 +276,28 @@ def test_more_blocks_than_can_be_remembered_are_refused() -> None:
 def test_what_is_remembered_does_not_change_over_the_rounds() -> None:
     with pytest.raises(UnknownOption, match="must not change"):
         program_of("edit", {"aggregate": {"statistics": "round until 5 then running"}})
+
+
+def moved_and_applied(update: Update) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The anchor and the slots after a whole round: as a program moves them, and as the update does all at once."""
+    method = replace(compose("averaging"), update=update)
+    program = Program(method, Layout(((SLAB + 1000,),)), PARTS)
+    start, delta, *slots = [draw(seed, SLAB + 1000).abs_() for seed in range(2 + len(update.slots))]
+    held = dict(zip(update.slots, slots, strict=True))
+    kept = [start.clone(), *(slot.clone() for slot in slots)]
+    anchor, after = program.moved(program.plan(3), start, held, plain(delta), 0.5)
+    assert all(map(torch.equal, [start, *slots], kept)), "what was before stays as it was"
+    update.apply(start, held, delta, program.moment(3, 0.5))
+    return [anchor, *after.values()], [start, *held.values()]
+
+
+@pytest.mark.parametrize("update", [kind() for kind in UPDATES.values() if kind.is_elementwise], ids=str)
+def test_an_elementwise_update_may_be_made_stretch_by_stretch(update: Update) -> None:
+    for moved, applied in zip(*moved_and_applied(update), strict=True):
+        assert torch.equal(moved, applied)
+
+
+def test_an_update_by_a_norm_is_made_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(map(torch.equal, *moved_and_applied(Adam(clip=0.1))))
+    monkeypatch.setattr(Adam, "is_elementwise", True)
+    assert not all(map(torch.equal, *moved_and_applied(Adam(clip=0.1)))), "the control"

@@ -140,7 +140,7 @@ def test_senders_mean_goes_farther_than_the_mean_over_all() -> None:
         program = program_of(name)
         for seeds in (tuple(range(8)), (1,) * 8):
             payloads = [Sender(program).message(0, draw(seed), torch.zeros(NUMEL))[0] for seed in seeds]
-            merged[name, len(set(seeds))] = Merger(program).merge(0, payloads, [1.0] * 8)
+            merged[name, len(set(seeds))] = torch.from_numpy(Merger(program).merge(0, payloads, [1.0] * 8).dense())
     ratio = float(merged["sparseloco-senders", 8].norm() / merged["sparseloco", 8].norm())
     assert 6 < ratio < 8
     assert torch.allclose(merged["sparseloco-senders", 1], merged["sparseloco", 1], atol=1e-7)

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from optim.vectors import SLAB, DenseVector, Floats, SparseVector, norm, slabs
+from optim.vectors import SLAB, DenseVector, Floats, JoinedVector, PlainVector, SparseVector, norm, slabs
 
 
 def sparse(numel: int, seed: int) -> SparseVector:
@@ -53,6 +53,23 @@ def test_presence_counts_what_is_not_zero() -> None:
 
 @pytest.mark.parametrize("part", [slice(0, 10_000), slice(0, 1), slice(9_990, 10_000), slice(123, 4_567)])
 def test_a_span_is_a_part_of_the_whole(part: slice) -> None:
-    for vector in (sparse(10_000, 3), dense(sparse(10_000, 3).dense())):
+    values = sparse(10_000, 3).dense()
+    joined = JoinedVector((PlainVector(values[:123]), sparse(4_000, 4), dense(values[:1]), dense(values[:5_876])))
+    for vector in (sparse(10_000, 3), dense(values), PlainVector(values), joined):
         assert np.array_equal(vector.span(part), vector.dense()[part])
         assert vector.norm() == pytest.approx(np.linalg.norm(vector.dense()), rel=1e-6)
+
+
+def test_joined_vectors_come_one_after_the_other() -> None:
+    parts = [sparse(size, size) for size in (SLAB - 7, 20, SLAB + 300)]
+    joined = JoinedVector(tuple(parts))
+    assert joined.numel == 2 * SLAB + 313
+    assert np.array_equal(joined.dense(), np.concatenate([part.dense() for part in parts]))
+
+
+def test_a_span_of_a_sparse_vector_adds_what_the_whole_does() -> None:
+    vector, totals = sparse(SLAB + 1000, 5), np.ones((2, SLAB + 1000), np.float32)
+    vector.add_to(totals[0], 0.3)
+    for part in slabs(vector.numel, 777):
+        vector.add_span(part, totals[1][part], 0.3)
+    assert np.array_equal(totals[0], totals[1]) and (totals[0] != 1).any()

@@ -16,6 +16,7 @@ from optim.inner.inner import WEIGHTS
 from optim.method import MEMORY
 from optim.program import Program
 from optim.recipes import compose
+from optim.vectors import Vector
 from protocol.manifest import Model, Train
 from tests.optim.replicas import Tables
 
@@ -147,13 +148,14 @@ class Swarm:
         self._fates = ["included" if index in kept else "excluded" for index in range(len(self.peers))]
         plan = self.program.plan(number)
         merged = self._merged(number, [self.peers[index].payloads() for index in kept])
-        anchor = self.anchors[-1].clone()
-        self.program.apply(plan, anchor, self.slots, merged, 1.0)
+        memory = {MEMORY: self.slots.pop(MEMORY)} if MEMORY in self.slots else {}
+        anchor, slots = self.program.moved(plan, self.anchors[-1], self.slots, merged, 1.0)
+        self.slots = slots | memory
         for index in kept:
             self.sent[index] += decoded(self.peers[index])
         self.anchors.append(anchor)
 
-    def _merged(self, number: int, messages: Sequence[Sequence[bytes]]) -> Tensor:
+    def _merged(self, number: int, messages: Sequence[Sequence[bytes]]) -> Vector:
         merger, weights = Merger(self.program), [1.0] * len(messages)
         plan = self.program.plan(number)
         if plan.method.topology.kind != "butterfly":
