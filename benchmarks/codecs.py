@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Final
 
-import numpy as np
 import torch
 
 from optim.codecs.codec import Codec
@@ -32,6 +31,7 @@ from optim.codecs.signs import BlockSign
 from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
 from optim.layout import Layout
+from optim.memory import zeros
 
 DENSE: Final[Mapping[str, Codec]] = MappingProxyType(
     {
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> None:
 def measure(name: str, values: torch.Tensor, comparison: Comparison, turns: int) -> Cost:
     numel = values.numel()
     codec = CODECS[name].bind(tensors(numel), 0)
-    total = np.zeros(numel, np.float32)
+    total = zeros(numel)
     payload = codec.encode(values)
     base = (comparison.copy, comparison.accumulate) if name in DENSE else (comparison.top, comparison.top)
     encode = alternate(lambda: codec.encode(values), base[0], turns)

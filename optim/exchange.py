@@ -22,7 +22,7 @@ class Sender:
     def __init__(self, program: Program) -> None:
         self._program = program
 
-    def message(self, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[bytes]:
+    def message(self, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
         """One payload a part. `delta` and `residual` are whole; of both only what that round sends is looked at, and
         there `residual` changes in place so that
 
@@ -71,9 +71,10 @@ def _decay_and_add(total: Floats, decay: float, sent: Floats) -> None:
     each(add, slabs(total.size))
 
 
-def _encode(plan: Plan, total: torch.Tensor) -> list[bytes]:
+def _encode(plan: Plan, total: torch.Tensor) -> list[Payload]:
     """The payloads; `total` is left with what they do not carry."""
-    feedback, payloads = plan.method.feedback, []
+    feedback = plan.method.feedback
+    payloads: list[Payload] = []
     for codec, (start, stop) in plan.parts:
         part = total[start:stop]
         if not feedback.keeps_error:
@@ -98,7 +99,7 @@ class Merger:
         start, stop = plan.bounds[part]
         return plan.codecs[part].read(payload, stop - start)
 
-    def reduce_part(self, round_number: int, part: int, payloads: Payloads, weights: Sequence[float]) -> bytes:
+    def reduce_part(self, round_number: int, part: int, payloads: Payloads, weights: Sequence[float]) -> Payload:
         """Butterfly: the members' payloads of one part, in the agreed order, to the reduced one."""
         plan = self._program.plan(round_number)
         combined = plan.method.aggregate.combine(_messages(plan, part, payloads, weights))

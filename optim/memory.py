@@ -10,26 +10,33 @@ from collections import deque
 from contextlib import suppress
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from optim.vectors import Floats
 
-LEAST = 1 << 16  # values; what is shorter comes from an allocator that keeps small memory itself
+LEAST = 1 << 18  # bytes; what is shorter comes from an allocator that keeps small memory itself
 KEPT = 4  # pieces of memory that nobody holds
 
+Bytes = npt.NDArray[np.uint8]
 _free: deque[mmap.mmap] = deque(maxlen=KEPT)
+
+
+def raw(size: int) -> Bytes:
+    """(size,) bytes with anything in them."""
+    if size < LEAST:
+        return np.empty(size, np.uint8)
+    memory = _of_size(size) or _mapped(size)
+    # Views hold this array, not the memory behind it, as numpy looks no deeper than to the last array: when it goes,
+    # nobody has a view any more.
+    array: Bytes = np.frombuffer(memory, np.uint8)
+    weakref.finalize(array, _put_back, memory)
+    return array
 
 
 def empty(numel: int) -> Floats:
     """(numel,) fp32 with anything in it."""
-    if numel < LEAST:
-        return np.empty(numel, np.float32)
-    memory = _of_size(4 * numel) or _mapped(4 * numel)
-    # Views hold this array, not the memory behind it, as numpy looks no deeper than to the last array: when it goes,
-    # nobody has a view any more.
-    array: Floats = np.frombuffer(memory, np.float32)
-    weakref.finalize(array, _put_back, memory)
-    return array
+    return raw(4 * numel).view(np.float32)
 
 
 def zeros(numel: int) -> Floats:

@@ -19,6 +19,7 @@ import torch
 Item = TypeVar("Item")
 MOST = 8  # more threads than that only wait for the memory
 NAME = "slabs"  # of the workers
+ALIGNMENT = 64  # bytes: a line of the cache, and the widest register; across two lines each store takes twice as long
 
 _starting = threading.Lock()
 _local = threading.local()
@@ -50,9 +51,21 @@ def scratch(name: str, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
     """An array of this thread's that keeps its memory, and loses its content at the next call with that name."""
     array: npt.NDArray[Any] | None = getattr(_local, name, None)
     if array is None or array.size < count or array.dtype != dtype:
-        array = np.empty(count, dtype)
+        array = _aligned(dtype, count)
         setattr(_local, name, array)
     return array[:count]
+
+
+def scratch_like(name: str, dtype: npt.DTypeLike, other: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same, in the shape of another array."""
+    return scratch(name, dtype, other.size).reshape(other.shape)
+
+
+def _aligned(dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
+    size = count * np.dtype(dtype).itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % ALIGNMENT
+    return memory[first : first + size].view(dtype)
 
 
 @cache

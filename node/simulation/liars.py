@@ -11,6 +11,7 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
+from optim.codecs.codec import Payload
 from optim.exchange import Sender
 from optim.program import Program
 
@@ -37,7 +38,7 @@ class LyingSender(Sender):
         self._generator = torch.Generator().manual_seed(seed)
         self._lie = self._lies()[kind]
 
-    def message(self, round_number: int, delta: Tensor, residual: Tensor) -> list[bytes]:
+    def message(self, round_number: int, delta: Tensor, residual: Tensor) -> list[Payload]:
         return super().message(round_number, self._lie(delta), residual)
 
     def _lies(self) -> dict[LieKind, Callable[[Tensor], Tensor]]:

@@ -22,6 +22,7 @@ from node.channel import Activity, Fate, Message
 from node.model import Llama
 from node.trainer.inner import InnerOptimizer
 from optim.adoption import Mix
+from optim.codecs.codec import Payload
 from optim.exchange import Sender
 from optim.inner.inner import WEIGHTS
 from optim.layout import Span, within
@@ -264,7 +265,7 @@ class InnerState:
             REFERENCE: self.reference,
         }
 
-    def _fill_outbox(self, parts: Sequence[bytes]) -> None:
+    def _fill_outbox(self, parts: Sequence[Payload]) -> None:
         sizes = [len(part) for part in parts]
         if sum(sizes) > self._arena.outbox_bytes:
             raise ValueError(f"a message of {sum(sizes)} bytes; the outbox holds {self._arena.outbox_bytes}")

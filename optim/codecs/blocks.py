@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.codec import Codec, Payload
+from optim.codecs.codec import Codec, Draft, Payload
 from optim.codecs.dense import LIMIT, largest_magnitude
 from optim.codecs.packing import Bytes, Packing, packing
 from optim.errors import CodecError
@@ -52,11 +52,12 @@ class BlockCodec(Codec):
     def max_bytes(self, numel: int) -> int:
         return 2 + 2 * self._blocks(numel) + self._packing(numel).size
 
-    def write(self, values: Floats, subtract: bool) -> bytes:
+    def write(self, values: Floats, subtract: bool) -> Payload:
         if subtract:
             largest_magnitude(values)  # before anything is changed
         layout = self._packing(values.size)
-        halves, packed = np.empty(self._blocks(values.size), "<u2"), np.empty(layout.size, np.uint8)
+        draft = Draft(self.head(), 2 * self._blocks(values.size) + layout.size)
+        halves, packed = draft.add("u2", self._blocks(values.size)), draft.add("u1", layout.size)
 
         def encode(part: slice) -> None:
             spans = layout.spans(part)
@@ -66,7 +67,7 @@ class BlockCodec(Codec):
             layout.join(packed, part, [out[: span.stop - span.start] for span, out in zip(spans, codes, strict=True)])
 
         each(encode, layout.parts(self.stretch))
-        return b"".join((self.head(), halves.data, packed.data))
+        return draft.payload
 
     def read(self, payload: Payload, numel: int) -> "BlockVector":
         reader = self.open(payload, numel)
@@ -103,7 +104,8 @@ class BlockCodec(Codec):
         scales = _widened(halves[first : first + len(rows)])
         self._quantize(rows, scales, first, codes.reshape(-1, self.block))
         if subtract:
-            multiples = codes.copy()
+            multiples = scratch("multiples", np.int8, padded)
+            multiples[:] = codes
             self.multiples(multiples)
             restored = scratch("floats", np.float32, padded)
             _multiply(multiples, scales, restored)

@@ -17,6 +17,8 @@ import torch
 
 from optim.errors import CodecError
 from optim.layout import Layout, Shape
+from optim.memory import raw
+from optim.threads import ALIGNMENT
 from optim.vectors import Floats, Vector
 
 Payload = bytes | bytearray | memoryview
@@ -56,11 +58,11 @@ class Codec(ABC):
         object.__setattr__(bound, "binding", Binding(layout, round_number))
         return bound
 
-    def encode(self, values: torch.Tensor) -> bytes:
+    def encode(self, values: torch.Tensor) -> Payload:
         """`values`: flat fp32 on the CPU, not empty. CodecError if one is not finite or beyond the format's range."""
         return self.write(as_array(values), subtract=False)
 
-    def extract(self, values: torch.Tensor) -> bytes:
+    def extract(self, values: torch.Tensor) -> Payload:
         """As `encode`, and subtract in place what the receiver will decode; `values` is untouched on an error."""
         return self.write(as_array(values), subtract=True)
 
@@ -78,7 +80,7 @@ class Codec(ABC):
         """No payload of `numel` values is longer."""
 
     @abstractmethod
-    def write(self, values: Floats, subtract: bool) -> bytes:
+    def write(self, values: Floats, subtract: bool) -> Payload:
         """`encode` or `extract` on an array."""
 
     @abstractmethod
@@ -107,6 +109,27 @@ class Codec(ABC):
         if (number, version) != (self.number, self.version):
             raise CodecError(f"codec {number} version {version} where {self.number} version {self.version} was agreed")
         return reader
+
+
+class Draft:
+    """A payload whose length is known before, `size` bytes behind its head: written in place, as joining arrays takes
+    as long as encoding them. Its memory is given out again once nobody holds the payload."""
+
+    def __init__(self, head: bytes, size: int) -> None:
+        before = -len(head) % ALIGNMENT  # what follows the head is aligned
+        self._whole = raw(before + len(head) + size)[before:]
+        self._whole[: len(head)] = np.frombuffer(head, np.uint8)
+        self._position = len(head)
+
+    def add(self, dtype: str, count: int) -> npt.NDArray[Any]:
+        """Room for `count` little-endian values."""
+        kind = np.dtype(dtype).newbyteorder("<")
+        first, self._position = self._position, self._position + count * kind.itemsize
+        return self._whole[first : self._position].view(kind)
+
+    @property
+    def payload(self) -> memoryview:
+        return self._whole.data.toreadonly()
 
 
 class Reader:

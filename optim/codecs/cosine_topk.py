@@ -90,7 +90,7 @@ class CosineTopK(Codec):
     def bits_per_parameter(self, numel: int) -> float:
         return 16 / numel + self._inner.bits_per_parameter(numel)
 
-    def write(self, values: Floats, subtract: bool) -> bytes:
+    def write(self, values: Floats, subtract: bool) -> Payload:
         largest_magnitude(values)
         tensors, count = self._tiled(values.size)
         coefficients = np.empty(count, np.float32)
@@ -101,7 +101,7 @@ class CosineTopK(Codec):
             coefficients[tiles.place + band.start : tiles.place + band.stop] = found
 
         each(transform, ((tiles, band) for tiles in tensors for band in tiles.bands()))
-        payload = self.head() + self._inner.write(coefficients, subtract=False)
+        payload = b"".join((self.head(), self._inner.write(coefficients, subtract=False)))
         if subtract:
             self.read(payload, values.size).subtract_from(values)
         return payload

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.codec import Codec, Payload
+from optim.codecs.codec import Codec, Draft, Payload
 from optim.codecs.scales import HALF_LIMIT, HIGHEST, TOP, power, read_exponent, shared_exponent
 from optim.errors import CodecError
 from optim.parts import STRICT
@@ -15,7 +15,7 @@ from optim.threads import each, scratch
 from optim.vectors import DenseVector, Floats, slabs
 
 LIMIT = 2.0 ** (HIGHEST + TOP)
-MAGNITUDE = np.uint16(0x7FFF)  # of an fp16 or a bfloat16; as integers, magnitudes sort as they do as numbers
+SIGN_BIT = 0x8000  # of an fp16 or a bfloat16
 Halves = npt.NDArray[np.uint16]
 BRAIN_LIMIT = np.float32(LIMIT).view(np.uint32) >> np.uint32(16)
 
@@ -31,12 +31,18 @@ class Uncompressed(Codec):
     def max_bytes(self, numel: int) -> int:
         return 2 + 4 * numel
 
-    def write(self, values: Floats, subtract: bool) -> bytes:
-        largest_magnitude(values)
-        payload = b"".join((self.head(), values.astype("<f4", copy=False).data))
+    def write(self, values: Floats, subtract: bool) -> Payload:
+        draft = Draft(self.head(), 4 * values.size)
+        room: Floats = draft.add("f4", values.size)
+
+        def copy(part: slice) -> None:
+            magnitude_of(values[part])
+            room[part] = values[part]
+
+        each(copy, slabs(values.size))
         if subtract:
             values[:] = 0
-        return payload
+        return draft.payload
 
     def read(self, payload: Payload, numel: int) -> DenseVector:
         reader = self.open(payload, numel)
@@ -57,18 +63,21 @@ class BrainFloat(Codec):
     def max_bytes(self, numel: int) -> int:
         return 2 + 2 * numel
 
-    def write(self, values: Floats, subtract: bool) -> bytes:
-        largest_magnitude(values)
-        halves = np.empty(values.size, np.int16)
-        rounded = torch.from_numpy(halves).view(torch.bfloat16)
+    def write(self, values: Floats, subtract: bool) -> Payload:
+        if subtract:
+            largest_magnitude(values)  # before anything is changed
+        draft = Draft(self.head(), 2 * values.size)
+        rounded = torch.from_numpy(draft.add("i2", values.size)).view(torch.bfloat16)
 
         def convert(part: slice) -> None:
+            if not subtract:
+                magnitude_of(values[part])
             rounded[part].copy_(torch.from_numpy(values[part]))
             if subtract:
-                values[part] -= rounded[part].float().numpy()
+                values[part] -= _widened(rounded[part])
 
         each(convert, slabs(values.size))
-        return b"".join((self.head(), halves.astype("<i2", copy=False).data))
+        return draft.payload
 
     def read(self, payload: Payload, numel: int) -> DenseVector:
         reader = self.open(payload, numel)
@@ -89,20 +98,22 @@ class HalfPrecision(Codec):
     def max_bytes(self, numel: int) -> int:
         return 3 + 2 * numel
 
-    def write(self, values: Floats, subtract: bool) -> bytes:
+    def write(self, values: Floats, subtract: bool) -> Payload:
         exponent = shared_exponent(largest_magnitude(values))
-        halves = np.empty(values.size, np.float16)
-        rounded = torch.from_numpy(halves)
+        draft = Draft(self.head() + np.int8(exponent).tobytes(), 2 * values.size)
+        rounded = torch.from_numpy(draft.add("f2", values.size))
 
         def convert(part: slice) -> None:
             scaled = scratch("scaled", np.float32, part.stop - part.start)
             np.multiply(values[part], power(-exponent), out=scaled)
             rounded[part].copy_(torch.from_numpy(scaled))
             if subtract:
-                values[part] -= rounded[part].float().numpy() * power(exponent)
+                restored = _widened(rounded[part])
+                restored *= power(exponent)
+                values[part] -= restored
 
         each(convert, slabs(values.size))
-        return b"".join((self.head(), np.int8(exponent).tobytes(), halves.astype("<f2", copy=False).data))
+        return draft.payload
 
     def read(self, payload: Payload, numel: int) -> DenseVector:
         reader = self.open(payload, numel)
@@ -115,13 +126,20 @@ class HalfPrecision(Codec):
 
 def _check(halves: Halves, limit: np.unsignedinteger[Any]) -> None:
     """CodecError where a magnitude is above the limit; as integers, magnitudes sort as they do as numbers."""
+    # Signed, the positive ones are the greatest; unsigned, those with a sign bit.
+    highest, lowest = int(limit), int(limit) + SIGN_BIT
 
     def check(part: slice) -> None:
-        magnitudes = np.bitwise_and(halves[part], MAGNITUDE, out=scratch("halves", np.uint16, part.stop - part.start))
-        if magnitudes.max() > limit:
+        if halves[part].view(np.int16).max() > highest or halves[part].max() > lowest:
             raise CodecError("a value is not finite or too large")
 
     each(check, slabs(halves.size))
+
+
+def _widened(rounded: torch.Tensor) -> Floats:
+    widened: Floats = scratch("widened", np.float32, rounded.numel())
+    torch.from_numpy(widened).copy_(rounded)
+    return widened
 
 
 def _restore(halves: Halves, dtype: torch.dtype, out: Floats) -> None:
@@ -133,14 +151,15 @@ def _restore(halves: Halves, dtype: torch.dtype, out: Floats) -> None:
 
 def largest_magnitude(values: Floats) -> float:
     """max |x|; CodecError where a value is not finite or too large to be summed safely."""
-    extremes: list[float] = []
+    found: list[float] = []
+    each(lambda part: found.append(magnitude_of(values[part])), slabs(values.size))
+    return max(found)
 
-    def find(part: slice) -> None:
-        # A NaN makes both extremes NaN, and every comparison with it false.
-        low, high = float(values[part].min()), float(values[part].max())
-        if not (low > -LIMIT and high < LIMIT):
-            raise CodecError("a value is not finite or too large")
-        extremes.append(max(-low, high))
 
-    each(find, slabs(values.size))
-    return max(extremes)
+def magnitude_of(values: Floats) -> float:
+    """The same, in this thread alone."""
+    # A NaN makes both extremes NaN, and every comparison with it false.
+    low, high = float(values.min()), float(values.max())
+    if not (low > -LIMIT and high < LIMIT):
+        raise CodecError("a value is not finite or too large")
+    return max(-low, high)

@@ -53,7 +53,7 @@ class Direction(Codec):
     def max_bytes(self, numel: int) -> int:
         return 2 + 4 + SEED + self.directions
 
-    def write(self, values: Floats, subtract: bool) -> bytes:
+    def write(self, values: Floats, subtract: bool) -> Payload:
         largest_magnitude(values)
         seed = seed_of(values)
         codes = bytes(self._code(values, seed, number) for number in range(self.directions))

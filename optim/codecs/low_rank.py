@@ -115,7 +115,7 @@ class LowRank(Codec):
         factors = sum(sum(self._factor_bytes(matrix, rank)) for matrix, rank in zip(matrices, ranks, strict=True))
         return 2 + 2 * len(matrices) * self._adapts + factors + (REST.max_bytes(left) if left else 0)
 
-    def write(self, values: Floats, subtract: bool) -> bytes:
+    def write(self, values: Floats, subtract: bool) -> Payload:
         largest_magnitude(values)
         matrices, rest = self._split(values.size)
         factors, ranks = [b""] * len(matrices), np.zeros(len(matrices), "<u2")
@@ -126,7 +126,7 @@ class LowRank(Codec):
             factors[index], ranks[index] = self._factors(whole, index)
 
         each(factorize, range(len(matrices)))
-        pieces = [self.head(), ranks.tobytes() if self._adapts else b"", *factors]
+        pieces: list[Payload] = [self.head(), ranks.tobytes() if self._adapts else b"", *factors]
         if rest:
             pieces.append(REST.write(np.concatenate([values[start:stop] for start, stop in rest]), subtract=False))
         payload = b"".join(pieces)
@@ -160,7 +160,7 @@ class LowRank(Codec):
         left = self._inner.write(_flat(columns), subtract=False)
         received = self._inner.read(left, rank * len(matrix)).dense().reshape(rank, -1).T
         right = self._inner.write(_flat(fitted(operand, received.astype(np.float64))), subtract=False)
-        return left + right, rank
+        return b"".join((left, right)), rank
 
     def _read_factors(self, left: Payload, right: Payload, matrix: Matrix, rank: int) -> Factored:
         rows = self._inner.read(left, rank * matrix.rows).dense()

@@ -34,7 +34,7 @@ class Packing(ABC):
 
     @abstractmethod
     def join(self, packed: Bytes, part: slice, codes: Sequence[Integers]) -> None:
-        """Write the codes of the part's spans to their bytes."""
+        """Write the codes of the part's spans, which are used up, to their bytes."""
 
     @abstractmethod
     def split(self, packed: Bytes, span: slice, codes: Integers) -> None:
@@ -72,7 +72,9 @@ class Nibbles(Packing):
     def join(self, packed: Bytes, part: slice, codes: Sequence[Integers]) -> None:
         np.bitwise_and(codes[0].view(np.uint8), 0x0F, out=packed[part])
         for above in codes[1:]:
-            packed[part.start : part.start + above.size] |= above.view(np.uint8) << np.uint8(4)
+            high = above.view(np.uint8)
+            high <<= np.uint8(4)
+            packed[part.start : part.start + above.size] |= high
 
     def split(self, packed: Bytes, span: slice, codes: Integers) -> None:
         out = codes.view(np.uint8)

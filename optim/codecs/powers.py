@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from optim.codecs.blocks import BlockCodec, Integers, inverses, largest_of_rows
 from optim.codecs.noise import words
 from optim.parts import STRICT
-from optim.threads import scratch
+from optim.threads import scratch, scratch_like
 from optim.vectors import Floats
 
 TOP = 64  # the largest level, in units of the smallest
@@ -43,37 +43,41 @@ class PowersOfTwo(BlockCodec):
     def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
         quotients = scratch("floats", np.float32, rows.numel()).reshape(rows.shape)
         torch.mul(rows, inverses(scales), out=torch.from_numpy(quotients))
-        negative = np.signbit(quotients)
+        negative = np.signbit(quotients, out=scratch_like("negative", np.bool_, quotients))
         if self.rounding == "nearest":
             _nearest(quotients, codes)
         else:
-            carry = words(scales, place, quotients.shape, self.binding) >> np.uint32(32 - MANTISSA_BITS)
+            carry = words(scales, place, quotients.shape, self.binding)
+            carry >>= np.uint32(32 - MANTISSA_BITS)
             _drawn(np.abs(quotients, out=quotients), carry.view(np.int32), codes)
-        negative &= codes > 0
-        codes |= negative.view(np.int8) << np.int8(3)
+        negative &= np.greater(codes, 0, out=scratch_like("more than zero", np.bool_, codes))
+        signs = negative.view(np.int8)
+        signs <<= np.int8(3)
+        codes |= signs
 
     def multiples(self, codes: Integers) -> None:
-        signs = np.right_shift(codes, 3)
+        signs = np.right_shift(codes, 3, out=scratch_like("signs", np.int8, codes))
         signs &= np.int8(1)
+        np.negative(signs, out=signs)
         codes &= np.int8(CODES)
         np.left_shift(np.int8(1), codes, out=codes)
         codes.view(np.uint8)[:] >>= np.uint8(1)  # 2^7 is the sign bit of an int8
         # -m = (m ^ -1) + 1
-        codes ^= -signs
-        codes += signs
+        codes ^= signs
+        codes -= signs
 
 
 def _nearest(quotients: Floats, codes: Integers) -> None:
     """0 to 7: from 0.5 on one more at 1.5, 3, 6 ..., where the mantissa's first bit carries into the exponent."""
-    fields = scratch("fields", np.uint32, quotients.size).reshape(quotients.shape)
+    fields = scratch_like("fields", np.uint32, quotients)
     np.right_shift(quotients.view(np.uint32), MANTISSA_BITS - 1, out=fields)
-    narrow = scratch("narrow", np.int16, quotients.size).reshape(quotients.shape)
+    narrow = scratch_like("narrow", np.int16, quotients)
     np.copyto(narrow, fields, casting="unsafe")
     narrow &= 0x1FF  # without the sign
     narrow -= HALF - 1
     np.clip(narrow, 0, 2 * CODES + 1, out=narrow)  # 1, 2: below 0.75, below 1; 3: up to 1.5; then two a level
     np.copyto(codes, narrow, casting="unsafe")
-    small = np.minimum(codes, 1)
+    small = np.minimum(codes, 1, out=scratch_like("small", np.int8, codes))
     codes >>= 1
     np.maximum(codes, small, out=codes)
 
@@ -84,6 +88,13 @@ def _drawn(magnitudes: Floats, carry: npt.NDArray[np.int32], codes: Integers) ->
     From 1 up the exponent field is the level's number; below it the way to zero is one linear step. The two agree which
     side is higher: there the step to the smallest level is never the later one.
     """
-    octaves = (magnitudes.view(np.int32) + carry >> MANTISSA_BITS) - (ONE - 1)
-    below = np.minimum(magnitudes, 1) * np.float32(2.0**MANTISSA_BITS)
-    codes[:] = np.clip(octaves, below.astype(np.int32) + carry >> MANTISSA_BITS, CODES)
+    octaves = np.add(magnitudes.view(np.int32), carry, out=scratch_like("octaves", np.int32, carry))
+    octaves >>= MANTISSA_BITS
+    octaves -= ONE - 1
+    below = np.minimum(magnitudes, 1, out=magnitudes)
+    below *= np.float32(2.0**MANTISSA_BITS)
+    lowest = scratch_like("lowest", np.int32, carry)
+    np.copyto(lowest, below, casting="unsafe")
+    lowest += carry
+    lowest >>= MANTISSA_BITS
+    np.copyto(codes, np.clip(octaves, lowest, CODES, out=octaves), casting="unsafe")

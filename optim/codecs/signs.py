@@ -15,8 +15,10 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.blocks import BlockCodec, Integers
 from optim.parts import STRICT
-from optim.threads import scratch
+from optim.threads import scratch_like
 from optim.vectors import Floats
+
+NARROW = 16
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -30,14 +32,11 @@ class BlockSign(BlockCodec):
     block: int = Field(default=1024, ge=16, le=65_536, multiple_of=8, description="values that share a scale")
 
     def _scale(self, rows: torch.Tensor, sizes: Floats) -> Floats:
-        # Folding halves sums in an order that never depends on the machine.
-        sums: Floats = scratch("floats", np.float32, rows.numel()).reshape(rows.shape)
+        sums: Floats = scratch_like("floats", np.float32, rows.numpy())
         np.abs(rows.numpy(), out=sums)
-        while (width := sums.shape[1]) > 1:
-            half = -(-width // 2)
-            sums[:, : width - half] += sums[:, half:]
-            sums = sums[:, :half]
-        return sums[:, 0] / sizes
+        narrow = np.ascontiguousarray(_folded(sums.T, NARROW))  # short rows take long
+        means: Floats = _folded(narrow, 1)[0] / sizes
+        return means
 
     def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
         np.less(rows.numpy(), 0, out=codes.view(np.bool_))
@@ -45,3 +44,13 @@ class BlockSign(BlockCodec):
     def multiples(self, codes: Integers) -> None:
         codes *= np.int8(-2)
         codes += np.int8(1)
+
+
+def _folded(sums: Floats, least: int) -> Floats:
+    """The second half of the rows is added to the first until `least` are left: an order that never depends on the
+    machine. Changes `sums`."""
+    while (count := len(sums)) > least:
+        half = -(-count // 2)
+        sums[: count - half] += sums[half:]
+        sums = sums[:half]
+    return sums

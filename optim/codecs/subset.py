@@ -69,12 +69,12 @@ class RandomSubset(Codec):
         head = 8 * (2 + self._seed_bytes) / sampled
         return head + kept * self._inner.bits_per_parameter(max(1, round(sampled * kept)))
 
-    def write(self, values: Floats, subtract: bool) -> bytes:
+    def write(self, values: Floats, subtract: bool) -> Payload:
         largest_magnitude(values)
         seed = b"" if self.shared else seed_of(values)
         positions = self._positions(seed, values.size)
         kept = values[positions]
-        payload = self.head() + seed + self._inner.write(kept, subtract)
+        payload = b"".join((self.head(), seed, self._inner.write(kept, subtract)))
         if subtract:
             values[positions] = kept
         return payload

@@ -111,7 +111,7 @@ class ChunkTopK(Codec):
         # At most one 16-bit word, 15 low bits, a sign and two magnitude bits a value: 34 bits.
         return 8 + table + 2 * layout.levels * layout.chunks + 4 * rans.lanes_for(layout.kept) + 5 * layout.kept
 
-    def write(self, values: Floats, subtract: bool) -> bytes:
+    def write(self, values: Floats, subtract: bool) -> Payload:
         layout = self._layout(values.size)
         codes, fitted = _select(values, layout)
         wire, levels = write_scales(fitted.ravel())

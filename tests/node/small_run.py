@@ -83,7 +83,7 @@ TERMS = terms_of()
 
 
 def payload(seed: int, numel: int = NUMEL) -> bytes:
-    return METHOD.codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(seed)))
+    return bytes(METHOD.codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(seed))))
 
 
 def contribution_of(head: Head, parts: Sequence[Blob]) -> Contribution:

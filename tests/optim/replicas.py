@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from optim.codecs.codec import Payload
 from optim.exchange import Merger, Sender
 from optim.layout import Layout
 from optim.method import MEMORY, Method
@@ -36,7 +37,7 @@ def draw(seed: int, numel: int = NUMEL) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 1e-3
 
 
-def decoded(program: Program, number: int, payloads: Sequence[bytes]) -> torch.Tensor:
+def decoded(program: Program, number: int, payloads: Sequence[Payload]) -> torch.Tensor:
     """A message as its receivers read it: as long as what is measured, zero where the round sends nothing."""
     plan, whole = program.plan(number), torch.zeros(program.message_numel)
     parts = [
@@ -64,13 +65,13 @@ class Replica:
         self.anchor, self.residual = torch.zeros(program.numel), torch.zeros(program.message_numel)
         self.slots = {name: torch.zeros(method.size_of(name, program.numel)) for name in method.slots}
 
-    def message(self, number: int, seed: int) -> list[bytes]:
+    def message(self, number: int, seed: int) -> list[Payload]:
         return self.sender.message(number, draw(seed, self.program.message_numel), self.residual)
 
-    def merged(self, number: int, messages: Sequence[Sequence[bytes]], weights: Sequence[float]) -> torch.Tensor:
+    def merged(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
         return torch.from_numpy(self._merged(number, messages, weights).dense())
 
-    def _merged(self, number: int, messages: Sequence[Sequence[bytes]], weights: Sequence[float]) -> Vector:
+    def _merged(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> Vector:
         """As a swarm would, whoever reduces which part."""
         plan = self.program.plan(number)
         if plan.method.topology.kind != "butterfly":
@@ -81,7 +82,7 @@ class Replica:
         ]
         return self.merger.merge(number, reduced, ())
 
-    def apply(self, number: int, messages: Sequence[Sequence[bytes]], weights: Sequence[float]) -> torch.Tensor:
+    def apply(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
         merged, memory = self._merged(number, messages, weights), self.slots.pop(MEMORY, None)
         plan = self.program.plan(number)
         self.anchor, self.slots = self.program.moved(plan, self.anchor, self.slots, merged, 1.0)

@@ -288,7 +288,7 @@ def test_payloads_are_checked_part_by_part(recipe: str, number: int) -> None:
         assert len(payload) <= plan.max_sizes[part]
         merger.read(number, payload, part)
         with pytest.raises(CodecError):
-            merger.read(number, payload + b"\0", part)
+            merger.read(number, bytes(payload) + b"\0", part)
 
 
 def test_a_payload_of_another_fragment_is_refused() -> None:

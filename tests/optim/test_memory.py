@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from optim import memory
-from optim.memory import KEPT, LEAST, copy, empty, zeros
+from optim.memory import KEPT, LEAST, copy, empty, raw, zeros
 from optim.vectors import Floats
 
 
@@ -77,6 +77,6 @@ def test_zeros_are_zero_and_a_copy_is_one() -> None:
 
 
 def test_short_vectors_are_left_to_the_allocator() -> None:
-    array = empty(LEAST - 1)
+    array = raw(LEAST - 1)
     del array
     assert not memory._free

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from optim.threads import each, scratch
+from optim.threads import ALIGNMENT, each, scratch, scratch_like
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -78,3 +78,10 @@ def test_scratch_is_kept_by_name_grows_and_belongs_to_its_thread() -> None:
     thread.start()
     thread.join(10)
     assert not np.shares_memory(mine, others[0])
+
+
+@pytest.mark.parametrize("count", [3, 1000, 70_001])
+def test_scratch_begins_where_a_line_of_the_cache_does(count: int) -> None:
+    wide, narrow = scratch("wide", np.float32, count), scratch_like("narrow", np.int8, np.zeros((2, count)))
+    assert wide.ctypes.data % ALIGNMENT == narrow.ctypes.data % ALIGNMENT == 0
+    assert narrow.shape == (2, count)

@@ -91,7 +91,8 @@ def vault(replicas: int = 1) -> Vault:
 
 
 def commit_of(stock: Vault, scale: float) -> Commit:
-    payload = Sender(PROGRAM).message(0, torch.linspace(-1, 1, NUMEL) * scale, torch.zeros(NUMEL))[0]
+    parts = Sender(PROGRAM).message(0, torch.linspace(-1, 1, NUMEL) * scale, torch.zeros(NUMEL))
+    payload = bytes(parts[0])
     stock.put(payload)
     return Commit(0, 0, b"b" * 32, (stated(Notary(RUN, TERMS), PEERS[0], contribution(payload)),), ())
 

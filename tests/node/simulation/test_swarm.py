@@ -16,6 +16,7 @@ from node.simulation.peer import VirtualPeer
 from node.simulation.setting import Setting
 from node.simulation.swarm import Swarm
 from node.trainer.inner_state import InnerState
+from optim.codecs.codec import Payload
 from optim.exchange import Sender
 from optim.layout import Layout
 from optim.method import Method
@@ -92,7 +93,7 @@ def test_bytes_are_those_of_the_encoded_messages(recipe: str, monkeypatch: pytes
     encoded: list[int] = []
     message = Sender.message
 
-    def count(self: Sender, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[bytes]:
+    def count(self: Sender, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
         parts = message(self, round_number, delta, residual)
         encoded.extend(len(part) for part in parts)
         return parts

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim.codecs.codec import Codec
+from optim.codecs.codec import Codec, Draft
 from optim.codecs.cosine_topk import CosineTopK
 from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
 from optim.codecs.direction import Direction
@@ -23,6 +23,8 @@ from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError
 from optim.layout import Layout
+from optim.memory import LEAST
+from optim.threads import ALIGNMENT
 
 CODECS: list[Codec] = [
     Uncompressed(),
@@ -117,9 +119,29 @@ def test_threads_change_no_bit(codec: Codec) -> None:
     payloads = set()
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        payloads.add(codec.encode(values))
+        payloads.add(bytes(codec.encode(values)))
     torch.set_num_threads(threads)
     assert len(payloads) == 1
+
+
+@each_codec
+def test_a_payload_stays_as_it_is_while_it_is_held(codec: Codec) -> None:
+    """Its memory is given to others once nobody holds it, and not before."""
+    payload = codec.encode(sample(300_000, 1))
+    before, others = bytes(payload), [codec.encode(sample(300_000, seed)) for seed in range(2, 8)]
+    assert payload == before and others[0] != before
+    with pytest.raises(TypeError):
+        payload[0] = 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("head", [b"ab", b"abc", b"a" * 70])
+def test_a_draft_is_written_in_place_behind_its_head(head: bytes) -> None:
+    count = LEAST
+    draft = Draft(head, 4 * count + 3)
+    numbers, rest = draft.add("f4", count), draft.add("u1", 3)
+    numbers[:], rest[:] = np.arange(count), (7, 8, 9)
+    assert numbers.ctypes.data % ALIGNMENT == 0
+    assert draft.payload == head + np.arange(count, dtype="<f4").tobytes() + bytes((7, 8, 9))
 
 
 @each_codec
@@ -136,7 +158,7 @@ def test_values_that_are_not_finite_are_refused_and_left_alone(codec: Codec, bad
 
 @each_codec
 def test_other_lengths_other_codecs_and_every_truncation_are_refused(codec: Codec) -> None:
-    payload = codec.encode(sample(5000, 3))
+    payload = bytes(codec.encode(sample(5000, 3)))
     wrong = [payload[:cut] for cut in range(0, len(payload), max(1, len(payload) // 97))]
     wrong += [payload + b"\0", payload + payload, b"", b"\xff" * len(payload), b"\0" * len(payload)]
     for bytes_ in wrong:
@@ -170,7 +192,7 @@ def mutations(draw: st.DrawFn, payload: bytes) -> bytes:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
 def test_hostile_bytes_are_refused_or_harmless(codec: Codec, data: st.DataObject) -> None:
-    payload = codec.encode(sample(1000, 4))
+    payload = bytes(codec.encode(sample(1000, 4)))
     hostile = data.draw(mutations(payload))
     try:
         decoded = codec.decode(hostile, 1000)
@@ -182,7 +204,7 @@ def test_hostile_bytes_are_refused_or_harmless(codec: Codec, data: st.DataObject
 
 @each_codec
 def test_the_wire_decides_no_allocation(codec: Codec) -> None:
-    head = codec.encode(sample(1000, 5))[:2]
+    head = bytes(codec.encode(sample(1000, 5))[:2])
     tracemalloc.start()
     for seed in range(200):
         hostile = head + np.random.default_rng(seed).bytes(600)

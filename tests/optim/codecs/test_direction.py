@@ -78,7 +78,7 @@ def test_members_with_other_gradients_take_other_directions() -> None:
 
 
 def test_a_signed_zero_and_another_length_are_refused() -> None:
-    payload = Direction().encode(draw(100, 4))
+    payload = bytes(Direction().encode(draw(100, 4)))
     with pytest.raises(CodecError, match="sign"):
         Direction().read(payload[:-1] + b"\x80", 100)
     with pytest.raises(CodecError, match="length"):
