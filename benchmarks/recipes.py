@@ -7,10 +7,10 @@ update where nothing moves between the rounds) in a run of a fifth of the length
 
     python benchmarks/recipes.py [--only NAME ...] [--seeds 3] [--settings scratch warm] [--grid] [--minutes M] [--json]
 
-All of it takes some six hours of two cores, and may be made in pieces: each run is added to benchmarks/results/recipes.json as
-soon as it is done, with the commit and the machine it was made on, and what stands there is not made again. Several of
-these commands may add to one file. `--minutes` begins no run after so many; `--report` begins none: it prints tables
-of what is there, draws the two plots in docs/, and says what is missing.
+All of it takes some six hours of two cores, and may be made in pieces: each run is added to
+benchmarks/results/recipes.json as soon as it is done, with the commit and the machine it was made on, and what stands
+there is not made again. Several of these commands may add to one file. `--minutes` begins no run after so many;
+`--report` begins none: it prints tables of what is there, draws the two plots in docs/, and says what is missing.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 It is one anonymous file (memfd, or an unlinked temporary file where there is none), inherited by its descriptor
 number. Nothing has a name, so nothing can be left behind: the memory goes with the last process that holds it.
 
-    page 0            magic, and a hash of the layout
+    page 0            magic, a hash of the layout, and how often the trainer's loop has turned
     meta 0, meta 1    generation, length, checksum, JSON (at most 64 KiB) of each snapshot
     anchor 0, 1       flat fp32; the shared vectors of round r, the weights first, lie in buffer r % 2
     snapshot 0, 1     flat fp32 vectors: the weights, those of the inner optimizer, residual and reference
@@ -42,8 +42,9 @@ RESIDUAL = "residual"
 REFERENCE = "reference"
 MAX_META_BYTES = 64 * 1024
 _PAGE = 4096
-_MAGIC = b"murmur\0\2"
+_MAGIC = b"murmur\0\3"
 _HEADER = struct.Struct("<8s32s")  # magic, layout
+_BEATS = struct.Struct("<Q")
 _SLOT = struct.Struct("<QII")  # generation (0: none), length of the JSON, checksum of generation and JSON
 _SLOT_BYTES = _PAGE + MAX_META_BYTES
 _COPY_ATTEMPTS = 8
@@ -129,6 +130,15 @@ class Arena:
         """Give the descriptor back; the memory itself goes with the last tensor that aliases it."""
         os.close(self.fd)
         self.fd = -1
+
+    @property
+    def beats(self) -> int:
+        """Turns of the trainer's loop, over all its lives."""
+        return int(_BEATS.unpack_from(self._map, _HEADER.size)[0])
+
+    def beat(self) -> None:
+        """The trainer's loop turns."""
+        _BEATS.pack_into(self._map, _HEADER.size, self.beats + 1)
 
     def anchor(self, round_number: int) -> Tensor:
         """The buffer of that round's shared vectors, one after the other, the weights first: flat fp32."""

@@ -1,7 +1,7 @@
 """The daemon's side of the trainer: spawn it, listen to it, start it again when it dies.
 
-A trainer that dies comes back from the arena, after a growing pause. It is given up, with its last words, when it
-says Failed itself or has died MAX_DEATHS times in a row without making progress.
+A trainer that dies comes back from the arena, after a growing pause; one that is stuck is killed first. It is given up,
+with its last words, when it says Failed itself or has died MAX_DEATHS times in a row without making progress.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from node.channel import (
     Stop,
     ToTrainer,
 )
+from node.daemon.watchdog import LOOK_SECONDS, Watchdog
 from protocol import errors
 from protocol.errors import MalformedError, MurmurError
 
@@ -129,11 +131,15 @@ class TrainerProcess:
     async def _supervise(self, life: "_Life") -> None:
         try:
             while True:
-                await self._listen(life)
+                watching = asyncio.create_task(self._watch(life), name="watchdog of the trainer")
+                try:
+                    await self._listen(life)
+                finally:
+                    watching.cancel()
                 code = await self._bury(life)
                 if self._stopping:
                     break
-                self._count_death(code)
+                self._count_death(_cause(code) if watching.cancelled() else "it no longer moved")
                 await asyncio.sleep(self._pause())
                 if self._stopping:
                     break
@@ -164,15 +170,28 @@ class TrainerProcess:
                 self.trouble = ""
             await self._queue.put(message)
 
-    def _count_death(self, code: int) -> None:
+    async def _watch(self, life: "_Life") -> None:
+        """Kills a trainer that has begun and no longer moves."""
+        watchdog: Watchdog | None = None
+        while not (watchdog and watchdog.is_stuck):
+            await asyncio.sleep(LOOK_SECONDS)
+            if self.trouble:
+                continue  # it is starting, which takes as long as its data takes
+            now, beats = time.monotonic(), self._arena.beats
+            watchdog = watchdog or Watchdog(beats, now)
+            watchdog.look(beats, now)
+        logger.error("the trainer has not moved for %.0f s; killing it", watchdog.silent_seconds)
+        life.kill()
+
+    def _count_death(self, cause: str) -> None:
         self.deaths += 1
         self._deaths_in_a_row += 1
         words = self._last_words[-1] if self._last_words else "no last words"
-        self.trouble = f"the trainer died ({_cause(code)}) and is started again"
-        logger.warning("the trainer died (%s), death %d: %s", _cause(code), self.deaths, words)
+        self.trouble = f"the trainer died ({cause}) and is started again"
+        logger.warning("the trainer died (%s), death %d: %s", cause, self.deaths, words)
         if self._deaths_in_a_row >= MAX_DEATHS:
             raise errors.DeviceError(
-                f"the trainer died {MAX_DEATHS} times in a row ({_cause(code)}), last: {words}; see the log"
+                f"the trainer died {MAX_DEATHS} times in a row ({cause}), last: {words}; see the log"
             )
 
     def _pause(self) -> float:

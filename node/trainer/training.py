@@ -87,6 +87,7 @@ class Trainer:
     def run(self) -> None:
         self._announce()
         while True:
+            self._arena.beat()
             self._obey(self._channel.receive())
             if self._stopping:
                 return

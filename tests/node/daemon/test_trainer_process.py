@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.channel import Adopt, Failed, FromTrainer, Ready, Stopped
-from node.daemon import trainer_process
+from node.channel import Adopt, Failed, FromTrainer, Progress, Ready, Stopped
+from node.daemon import trainer_process, watchdog
 from node.daemon.trainer_process import MAX_DEATHS, TrainerProcess
 from protocol.errors import DataError, DeviceError, MurmurError
 from tests.node.trainer.trainer_bench import Bench
@@ -98,6 +98,29 @@ async def test_garbage_on_the_channel_is_a_death(bench: Bench, scripted: Path) -
         await everything(bench.trainer)
 
 
+@pytest.mark.parametrize("watched", [True, False])
+async def test_a_trainer_that_no_longer_moves_is_started_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, watched: bool
+) -> None:
+    monkeypatch.setattr(trainer_process, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "LEAST_SECONDS", 5.0 if watched else 600.0)
+    await bench.trainer.start()
+    await bench.until(Ready)
+    await bench.until(Progress)
+    stuck = bench.trainer.pid
+    assert stuck is not None
+    os.kill(stuck, signal.SIGSTOP)  # as a driver that hangs: the process lives, and says nothing
+    if watched:
+        await bench.until(Ready)
+        assert bench.trainer.pid != stuck and (await bench.until(Progress)).step > 0
+        assert any("the trainer died (it no longer moved), death 1" in line for line in caplog.messages)
+    else:  # control: nobody else notices
+        with pytest.raises(TimeoutError):
+            await bench.until(Ready, deadline=8.0)
+        assert bench.trainer.pid == stuck
+        os.kill(stuck, signal.SIGCONT)
+
+
 async def test_a_flood_of_words_is_bounded(bench: Bench, scripted: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     scripted.write_text("import sys; sys.stderr.write('x' * 3_000_000); sys.exit(1)")
@@ -107,9 +130,7 @@ async def test_a_flood_of_words_is_bounded(bench: Bench, scripted: Path, caplog:
     assert max(len(line) for line in caplog.messages) < 2 * trainer_process.LINE_BYTES + 200
 
 
-async def test_one_that_does_not_stop_is_killed(
-    bench: Bench, scripted: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_one_that_does_not_stop_is_killed(bench: Bench, scripted: Path, caplog: pytest.LogCaptureFixture) -> None:
     scripted.write_text(SAY + READY + "time.sleep(600)")
     await bench.trainer.start()
     pid = bench.trainer.pid
