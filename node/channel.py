@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, Val
 from node.config import Device
 from protocol.errors import MalformedError
 
-MAX_MESSAGE_BYTES = 256 * 1024
+MAX_MESSAGE_BYTES = 2 * 1024 * 1024
 WRITE_SECONDS = 30.0
 _LENGTH_BYTES = 4
 M = TypeVar("M")
@@ -41,6 +41,7 @@ class Config(_Message):
     kind: Literal["config"] = "config"
     manifest: str = Field(description="TOML")
     base: str = Field(description="folder against which the manifest's data paths are resolved")
+    blobs: str = Field(default="", description="folder of the blob store, in which earlier messages lie")
     peer_id: str
     device: Device = "auto"
     threads: int = Field(default=1, ge=1)
@@ -48,6 +49,29 @@ class Config(_Message):
     pause_when_busy: bool = Field(default=False, description="stand back while others use the device")
     round: int = Field(ge=0, description="whose anchor a trainer without a snapshot starts from")
     validation_tokens: int = Field(default=65_536, ge=1, description="the most one evaluation reads")
+
+
+class Message(_Message):
+    """The parts of the message for `round` lie one after the other in the outbox until an Adopt tells their fate.
+
+    Tokens, steps and mean loss count from the last message that was included. `serial` counts the trainer's messages.
+    """
+
+    kind: Literal["message"] = "message"
+    serial: int = Field(default=0, ge=0)
+    round: int
+    sizes: tuple[int, ...]
+    tokens: int
+    steps: int
+    loss: FiniteFloat
+
+
+class Revised(_Message):
+    """An earlier message, of which another chain has another fate. `parts`: its blobs, as the store names them."""
+
+    message: Message
+    parts: tuple[str, ...]
+    fate: Fate
 
 
 class Adopt(_Message):
@@ -61,6 +85,7 @@ class Adopt(_Message):
     round: int = Field(ge=0)
     fate: Fate
     steps: int | None = Field(default=None, ge=1, description="to make for the round, where not all of the plan's")
+    revised: tuple[Revised, ...] = Field(default=(), description="said with every anchor; to be heeded once")
 
 
 class Hurry(_Message):
@@ -108,21 +133,6 @@ class Progress(_Message):
     tokens_per_second: FiniteFloat
     seconds: dict[Activity, FiniteFloat]
     skipped: int = Field(default=0, description="steps left out because the loss or the gradient was not finite")
-
-
-class Message(_Message):
-    """The parts of the message for `round` lie one after the other in the outbox until an Adopt tells their fate.
-
-    Tokens, steps and mean loss count from the last message that was included. `serial` counts the trainer's messages.
-    """
-
-    kind: Literal["message"] = "message"
-    serial: int = Field(default=0, ge=0)
-    round: int
-    sizes: tuple[int, ...]
-    tokens: int
-    steps: int
-    loss: FiniteFloat
 
 
 class Pausing(_Message):

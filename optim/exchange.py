@@ -39,15 +39,18 @@ class Sender:
         plan.scatter(total, residual)
         return payloads
 
-    def take_back(self, round_number: int, payloads: Sequence[Payload], residual: torch.Tensor) -> None:
-        """Add a message that was left out of its round to the residual again, so that the next one carries it."""
+    def take_back(
+        self, round_number: int, payloads: Sequence[Payload], residual: torch.Tensor, weight: float = 1.0
+    ) -> None:
+        """Add a message that was left out of its round to the residual again, so that the next one carries it; so many
+        times: a negative `weight` undoes that."""
         plan = self._program.plan(round_number)
         if not plan.method.signal.is_delta:
             return  # absolute values of that moment: the next message has newer ones
         total = plan.gather(residual)
         for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
             values = codec.read(payload, stop - start)
-            values.add_to(total[start:stop].numpy(), plan.method.feedback.share)
+            values.add_to(total[start:stop].numpy(), weight * plan.method.feedback.share)
         plan.scatter(total, residual)
 
 

@@ -314,6 +314,7 @@ class Assembly:
         return Config(
             manifest=settings.manifest.to_toml(),
             base=str(settings.base),
+            blobs=str(self._folder.blobs),
             peer_id=self.peer_id,
             device=settings.device,
             threads=settings.threads or threads_each(1),

@@ -62,7 +62,7 @@ class Keeper:
     def prune(self, offers: Offers, commits: Iterable[Commit]) -> None:
         """After a round (or a jump): drop the blobs that nobody should still ask for."""
         self._rounds.extend({blob.digest for blob in commit.blobs} for commit in commits)
-        offered = {part.digest for part in offers.last.parts} if offers.last else set()
+        offered = (part.digest for part in offers.parts)
         self._store.retain(set().union(*self._rounds, self._states, offered, self._carried()))
 
     async def _write_out(self, digest: bytes) -> None:

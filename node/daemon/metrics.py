@@ -35,6 +35,7 @@ class Metrics(Collector):
         self.rounds: collections.Counter[str] = collections.Counter()
         self.refusals: collections.Counter[str] = collections.Counter()
         self.absences: collections.Counter[str] = collections.Counter()
+        self.revisions: collections.Counter[str] = collections.Counter()
         self.catch_ups: collections.Counter[str] = collections.Counter()
         self.pauses = self.hurries = 0
         self.blobs = 0
@@ -57,6 +58,10 @@ class Metrics(Collector):
         if rounds:
             self.absences[reason] += rounds
 
+    def revised(self, fate: str) -> None:
+        """An earlier message has this fate on the chain that was taken over, and had another one before."""
+        self.revisions[fate] += 1
+
     def caught_up(self, how: CatchUp, rounds: int) -> None:
         self.catch_ups[how] += rounds
 
@@ -76,6 +81,7 @@ class Metrics(Collector):
         yield _labelled("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
         yield _labelled("murmur_refusals", "What peers sent and was refused, or timed out", "reason", self.refusals)
         yield _labelled("murmur_absences", "Rounds without this node's work, by why", "reason", self.absences)
+        yield _labelled("murmur_revisions", "Messages with another fate on another chain", "fate", self.revisions)
         yield _labelled("murmur_catch_ups", "Rounds that others made meanwhile, by how", "how", self.catch_ups)
         yield CounterMetricFamily("murmur_pauses", "Times that training stood back for others", value=self.pauses)
         yield CounterMetricFamily("murmur_hurries", "Times that the others waited for this node", value=self.hurries)

@@ -7,10 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from node.channel import Message
-from node.daemon.offers import Offer
+from node.daemon.offers import Offer, Past, Sent
 from node.folder import write_atomically
-from protocol.blobs.blob import Blob
 from protocol.errors import StorageError
 
 
@@ -20,16 +18,15 @@ class OfferFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def save(self, offer: Offer) -> None:
+    def save(self, sent: Sent) -> None:
         """On disk once this returns. Raises StorageError."""
-        parts = [{"digest": blob.digest.hex(), "size": blob.size} for blob in offer.parts]
-        values = {"message": offer.message.model_dump(mode="json"), "parts": parts}
+        values = {**sent.offer.to_json(), "past": [entry.to_json() for entry in sent.past]}
         write_atomically(self._path, json.dumps(values).encode())
 
-    def load(self) -> Offer | None:
+    def load(self) -> Sent | None:
         """None: nothing was ever sent. Raises StorageError for what `save` did not write."""
         try:
-            return _offer_of(json.loads(self._path.read_bytes()))
+            return _sent_of(json.loads(self._path.read_bytes()))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -46,6 +43,5 @@ class OfferFile:
             raise StorageError(f"cannot remove {self._path}: {error.strerror}; mend its folder") from error
 
 
-def _offer_of(values: dict[str, Any]) -> Offer:
-    parts = tuple(Blob(bytes.fromhex(part["digest"]), int(part["size"])) for part in values["parts"])
-    return Offer(Message.model_validate(values["message"]), parts)
+def _sent_of(values: dict[str, Any]) -> Sent:
+    return Sent(Offer.from_json(values), tuple(Past.from_json(entry) for entry in values["past"]))

@@ -247,21 +247,21 @@ class Participant:
             await self._look()
 
     def _offered_since(self) -> int:
-        """The first round that may have taken the message that is on its way."""
-        offers, number = self.trainer.offers, self.replica.chain.round
-        return min(offers.since, number) if offers.current else number
+        """The first round that may have taken one of our last messages."""
+        return self.trainer.offers.asks_since(self.replica.chain.round)
 
     async def _follow(self, way: Way) -> None:
         """Replay the rounds that we missed, or take over another state."""
         if way.state is not None:
-            before = self.replica.chain.round
+            before = self.replica.chain.head
             self._tell_way(f"fetching the state of round {way.head.round} ({short_bytes(way.state.size)})")
             await self.wishes.get_from_anyone(way.state, STATE_SECONDS + way.state.size / SLOWEST_BYTES)
             await self.replica.take_over(way.head, way.state, way.commits)
-            self.standing.caught_up("skipped", max(0, way.head.round - before))
+            self.standing.caught_up("skipped", max(0, way.head.round - before.round))
             commits = [commit.body for commit in way.commits]
-            fate = self.trainer.jump(commits, way.head.round)
-            await self._settle([commit for commit in commits if commit.round >= before], fate)
+            verdict = self.trainer.jump(commits, way.head.round, before)
+            self.standing.revised(verdict.revised)
+            await self._settle([commit for commit in commits if commit.round >= before.round], verdict.fate)
         else:
             self._tell_way(f"replaying {len(way.commits)} rounds from round {self.replica.chain.round} on")
             for commit in way.commits:

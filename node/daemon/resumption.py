@@ -16,9 +16,9 @@ from torch import Tensor
 from node.arena import REFERENCE, RESIDUAL, Arena, carried
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.offer_file import OfferFile
-from node.daemon.offers import Offer, Offers
+from node.daemon.offers import Offer, Offers, Sent
 from node.daemon.trainer_link import stored_parts
-from node.trainer.inner_state import Counters, Outstanding, Work
+from node.trainer.inner_state import Counters, Outstanding, Settled, Work
 from optim.exchange import carried_by
 from optim.program import Program
 from protocol.blobs.store import BlobStore
@@ -48,7 +48,7 @@ def restored_offers(
 
     After `restore_inner`. Raises StorageError.
     """
-    offers = Offers.from_json(program, saved.chain["offer"] if saved else None)
+    offers = Offers.from_json(program, saved.chain["offer"]) if saved else Offers(program)
     if saved is None or not saved.inner:
         sent.forget()
         return offers
@@ -61,13 +61,14 @@ def restored_offers(
         logger.info("a message was sent after the checkpoint; what it carries is not sent again")
         _overtake(last, later == "one", offers, program, arena, store)
     elif offers.current is not None:
-        sent.save(offers.current)
+        sent.save(Sent(offers.current, tuple(offers.past)))
     return offers
 
 
-def _overtake(sent: Offer, is_next: bool, offers: Offers, program: Program, arena: Arena, store: BlobStore) -> None:
+def _overtake(last: Sent, is_next: bool, offers: Offers, program: Program, arena: Arena, store: BlobStore) -> None:
     """`is_next`: it was the first message after the snapshot."""
-    snapshot, payloads = arena.read_snapshot(), _payloads(sent, store)
+    sent, snapshot = last.offer, arena.read_snapshot()
+    payloads = _payloads(sent, store)
     assert snapshot is not None
     if not payloads:
         logger.warning("the last message is not on the disk any more: it is not offered again")
@@ -79,7 +80,13 @@ def _overtake(sent: Offer, is_next: bool, offers: Offers, program: Program, aren
     if outstanding is not None:
         message = b"".join(payloads)
         arena.outbox[: len(message)] = message
-    said = {"messages": sent.message.serial, "outstanding": outstanding, "since_message": Work(), "unreported": Work()}
+    said = {
+        "messages": sent.message.serial,
+        "outstanding": outstanding,
+        "settled": tuple(Settled.of(entry.offer.message, entry.fate) for entry in last.past),
+        "since_message": Work(),
+        "unreported": Work(),
+    }
     counters = Counters.model_validate(snapshot.meta).model_copy(update=said)
     arena.write_snapshot(vectors, counters.model_dump(mode="json"))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from node.channel import Evaluated, Fate, FromTrainer, Message, Pausing, Progress, Ready
 from node.daemon.absence import MISHAPS, Absence, absence
 from node.daemon.metrics import CatchUp, Metrics
+from node.daemon.offers import Past
 from node.status import NodeStatus, Phase
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
@@ -15,6 +16,8 @@ from protocol.rounds.events import Reason
 from protocol.rounds.statements import Commit, Digest
 
 logger = logging.getLogger(__name__)
+
+WORDS = {"included": "applied already", "excluded": "not applied, and is given back", "lost": "lost: it is not known"}
 
 
 class Standing:
@@ -76,6 +79,12 @@ class Standing:
         for _ in commits[fate != "none" :]:
             self._metrics.round_ended("missed")
         self._offered, self._mishap = self._offered and fate == "none", None
+
+    def revised(self, past: Sequence[Past]) -> None:
+        """Another chain judges earlier messages of ours otherwise than the one that we left."""
+        for entry in past:
+            self._metrics.revised(entry.fate)
+            logger.info("the message of round %d is %s on this chain", entry.offer.message.round, WORDS[entry.fate])
 
     def _include(self, head: Head) -> None:
         self._metrics.round_ended("included")

@@ -27,13 +27,15 @@ from node.channel import (
     Pausing,
     Progress,
     Ready,
+    Revised,
 )
 from node.daemon.offer_file import OfferFile
-from node.daemon.offers import Offer, Offers
+from node.daemon.offers import Offer, Offers, Past, Sent, Verdict
 from node.daemon.trainer_process import TrainerProcess
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.identity import PeerId
+from protocol.rounds.chain import Head
 from protocol.rounds.statements import Commit
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ class TrainerLink:
         self._greeted = -1  # deaths before the life that said Ready last
         self._outstanding: int | None = None  # round of the message whose fate the living trainer waits for
         self._repeated: int | None = None  # the same, where it will send that message again
+        # Earlier fates have changed: until it has heard of that, it sends too much or too little, which is not offered.
+        self._revises, self._revision_told = bool(self._revised()), False
         self._listener: asyncio.Task[None] | None = None
         self.placing = asyncio.Lock()  # held while blobs are put that no offer names yet
 
@@ -107,9 +111,12 @@ class TrainerLink:
         """What these commits, in order, mean for the message that is on its way, and that we stand before `number`."""
         return self.offers.reach(self._me, commits, number)
 
-    def jump(self, commits: Sequence[Commit], number: int) -> Fate:
+    def jump(self, commits: Sequence[Commit], number: int, left: Head) -> Verdict:
         """The same where we took over the state before `number`. `commits`: what is known of that chain."""
-        return self.offers.jump(self._me, commits, number)
+        verdict = self.offers.jump(self._me, commits, number, left)
+        if verdict.revised:
+            self._revises, self._revision_told = True, False
+        return verdict
 
     async def adopt(self, round_number: int, shared: Sequence[Tensor]) -> None:
         """Hand the trainer a new anchor, and the fate of its message if that is decided."""
@@ -158,7 +165,7 @@ class TrainerLink:
     async def _greet(self, ready: Ready) -> None:
         """A trainer that (re)started may be behind, or wait for a fate that was decided meanwhile."""
         self._greeted, self._outstanding, self._repeated = self._process.deaths, ready.outstanding, ready.outstanding
-        if ready.round != self._round or self.offers.fate_of(ready.outstanding) != "none":
+        if ready.round != self._round or self.offers.fate_of(ready.outstanding) != "none" or self._revised():
             await self._tell()
         else:
             await self._note_adopted(ready.round)
@@ -167,9 +174,20 @@ class TrainerLink:
         fate = self.offers.fate_of(self._outstanding)
         if fate != "none":
             self._outstanding = None
-        await self._process.send(Adopt(round=self._round, fate=fate, steps=self._steps(self._round)))
+        self._revision_told = self._revises
+        steps = self._steps(self._round)
+        await self._process.send(Adopt(round=self._round, fate=fate, steps=steps, revised=self._revised()))
+
+    def _revised(self) -> tuple[Revised, ...]:
+        return tuple(
+            Revised(message=entry.offer.message, parts=tuple(blob.name for blob in entry.offer.parts), fate=entry.fate)
+            for entry in self.offers.past
+            if entry.was is not None
+        )
 
     async def _note_adopted(self, round_number: int) -> None:
+        if self._revision_told and round_number == self._round:
+            self._revises = self._revision_told = False
         if round_number <= self._round:  # a greater one is of the chain that we left
             async with self._changed:
                 self._adopted_round = max(self._adopted_round, round_number)
@@ -182,15 +200,23 @@ class TrainerLink:
             return
         self._outstanding = message.round
         async with self.placing:
-            self.offers.place(await self._work(self._stored, message), self._round)
+            past = None if self._revises else tuple(self.offers.past)
+            offer = await self._work(self._stored, message, past)
+            if self._revises:
+                logger.info("the message of round %d is of the chain that was left: it is given back", message.round)
+                self.offers.refuse(offer, self._round)
+            else:
+                self.offers.place(offer, self._round)
         # Made for a round that was decided meanwhile: the one that is open may be unable to take it.
-        if self.offers.arrive(self._round) != "none" and self._process.deaths == self._greeted:
+        self.offers.arrive(self._round)
+        if self.offers.current is None and self._process.deaths == self._greeted:
             await self._tell()
 
-    def _stored(self, message: Message) -> Offer:
-        # Not copied: the outbox stays as it is until the fate of this message is told.
+    def _stored(self, message: Message, past: tuple[Past, ...] | None) -> Offer:
+        """`past`: the messages before it; None: it is not to be offered."""
         offer = Offer(message, stored_parts(self._store, self._arena, message))
-        self._sent.save(offer)
+        if past is not None:
+            self._sent.save(Sent(offer, past))
         return offer
 
 

@@ -1,9 +1,13 @@
 """The trainer's side of a virtual peer: the same inner state, optimizer and sender as a trainer process has."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
+
 from torch import Tensor
 
 from node.arena import Arena, Contents
 from node.channel import Fate, Message
+from node.daemon.offers import Past
 from node.data import Batches, Corpus
 from node.model import Llama
 from node.trainer.inner import InnerOptimizer
@@ -63,6 +67,12 @@ class Learner:
         message = self.state.message()
         return message, [bytes(part) for part in self._arena.outbox_parts(message.sizes)]
 
-    def adopt(self, round_number: int, shared: list[Tensor], fate: Fate) -> None:
+    def adopt(
+        self, round_number: int, shared: list[Tensor], fate: Fate, revised: Iterable[Past],
+        payloads: Callable[[Past], list[bytes]],
+    ) -> None:  # fmt: skip
+        """`revised`: earlier messages, whose fate is another on the chain that was taken over."""
         self._arena.write_anchor(round_number, shared)
         self.state.adopt(round_number, fate)
+        for entry in revised:
+            self.state.revise(entry.offer.message, entry.fate, partial(payloads, entry))

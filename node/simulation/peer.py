@@ -325,7 +325,7 @@ class VirtualPeer:
             return  # whoever was further has died
         level = [peer for peer in swarm.peers.values() if peer.alive and peer.chain.head == best.chain.head]
         source = min(level, key=lambda peer: swarm.links.backlog(peer.slot))
-        since = min(self.chain.round, self.offers.since) if self.offers.current else self.chain.round
+        since = self.offers.asks_since(self.chain.round)
         head, applied, commits = source.chain.head, source.applied, source.chain.since(since) or ()
         self._taking_over, self._machine = True, None
         self._inbox.clear()
@@ -341,9 +341,9 @@ class VirtualPeer:
             self._catch_up()
             return
         self.applied = applied  # who gives it out keeps it for as long as that takes
+        offer, bodies, left = self.offers.current, [commit.body for commit in commits], self.chain.head
         self.chain.restart(head, commits)
-        offer, bodies = self.offers.current, [commit.body for commit in commits]
-        self._settle(offer, self.offers.jump(self.name, bodies, head.round))
+        self._settle(offer, self.offers.jump(self.name, bodies, head.round, left).fate)
 
     def train(self) -> None:
         """What the trainer does next."""
@@ -351,7 +351,11 @@ class VirtualPeer:
         if learner is None or self._busy or not self.alive:
             return
         if self._adoption is not None and learner.may_adopt():
-            learner.adopt(self.chain.round, self.applied[0].shared(self.swarm.method), self._adoption)
+            shared, vault = self.applied[0].shared(self.swarm.method), self.swarm.vault
+            revised = [entry for entry in self.offers.past if entry.was is not None]
+            learner.adopt(
+                self.chain.round, shared, self._adoption, revised, lambda entry: vault.payloads(entry.offer.parts)
+            )
             learner.wanted.ask(self.chain.round, self._pacing.steps(self.chain.round))
             self._adoption = None
         if self.is_done:

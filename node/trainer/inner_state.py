@@ -10,7 +10,9 @@ its round (arXiv 1901.09847): what is applied plus the residual plus (reference 
 Other signals measure something else, and share more vectors than the weights (`optim.signals`).
 """
 
-from collections.abc import Iterable, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 import torch
@@ -29,7 +31,9 @@ from optim.layout import Span, within
 from optim.program import Plan, Program
 from optim.signals import Progress
 
+logger = logging.getLogger(__name__)
 MAX_ROUNDS_BACK = 64
+KEPT_FATES = 8
 
 
 class _Record(BaseModel):
@@ -45,6 +49,14 @@ class Work(_Record):
 
     def __add__(self, other: Self) -> "Work":
         return Work(tokens=self.tokens + other.tokens, steps=self.steps + other.steps, loss=self.loss + other.loss)
+
+    def __sub__(self, other: Self) -> "Work":
+        tokens, steps, loss = self.tokens - other.tokens, self.steps - other.steps, self.loss - other.loss
+        return Work(tokens=max(0, tokens), steps=max(0, steps), loss=max(0.0, loss))
+
+    @classmethod
+    def of(cls, message: Message) -> Self:
+        return cls(tokens=message.tokens, steps=message.steps, loss=message.loss * message.steps)
 
     @property
     def mean_loss(self) -> float:
@@ -72,8 +84,19 @@ class Outstanding(_Record):
 
     @classmethod
     def of(cls, message: Message) -> Self:
-        work = Work(tokens=message.tokens, steps=message.steps, loss=message.loss * message.steps)
-        return cls(serial=message.serial, round=message.round, sizes=message.sizes, work=work)
+        return cls(serial=message.serial, round=message.round, sizes=message.sizes, work=Work.of(message))
+
+
+class Settled(_Record):
+    """A message whose fate this state has taken up."""
+
+    serial: NonNegativeInt
+    round: NonNegativeInt
+    fate: Fate
+
+    @classmethod
+    def of(cls, message: Message, fate: Fate) -> Self:
+        return cls(serial=message.serial, round=message.round, fate=fate)
 
 
 class Counters(_Record):
@@ -89,6 +112,7 @@ class Counters(_Record):
     unreported: Work = Work()  # of messages that were excluded
     messages: NonNegativeInt = 0  # made so far
     outstanding: Outstanding | None = None
+    settled: tuple[Settled, ...] = ()  # the last messages before that
     seconds: dict[Activity, float] = {}
 
 
@@ -186,19 +210,55 @@ class InnerState:
     def adopt(self, round_number: int, fate: Fate) -> None:
         """Go over to the anchor of that round, taking along what was trained since the reference."""
         before, outstanding = self.counters.round, self.counters.outstanding
-        decided = outstanding is not None and fate != "none"
         if round_number == before and outstanding is None:
             return  # said twice, around a restart; x + (y - x) would only add rounding errors
         if outstanding is not None and fate == "excluded":
             self._take_back(outstanding, round_number)
         self._go_over(self._agreed(round_number), self._exchanged(before, round_number))
-        self.update(round=round_number, outstanding=None if decided else outstanding)
+        self.update(round=round_number)
+        if outstanding is not None and fate != "none":
+            self._settle(outstanding.message(), fate)
+            self.update(outstanding=None)
+
+    def _settle(self, message: Message, fate: Fate) -> None:
+        others = (entry for entry in self.counters.settled if entry.serial != message.serial)
+        settled = sorted([*others, Settled.of(message, fate)], key=lambda entry: entry.serial)
+        self.update(settled=tuple(settled[-KEPT_FATES:]))
+
+    def revise(self, message: Message, fate: Fate, payloads: Callable[[], Sequence[bytes]]) -> None:
+        """A message whose fate we know may have another one on the chain that we went over to: give it back after all,
+        or take out again what was given back. Where its payloads are not to be had any more (none at all), nothing is
+        given back, or all that was to be sent is dropped."""
+        known = next((entry.fate for entry in self.counters.settled if entry.serial == message.serial), fate)
+        if known == fate:
+            return
+        self._settle(message, fate)
+        if "excluded" in (known, fate):
+            self._add_again(message, payloads(), -1 if known == "excluded" else 1)
+
+    def _add_again(self, message: Message, payloads: Sequence[bytes], times: int) -> None:
+        unreported, work = self.counters.unreported, Work.of(message)
+        if payloads:
+            self._sender.take_back(message.round, payloads, self.residual, times * self._weight(message))
+            self.update(unreported=unreported + work if times > 0 else unreported - work)
+        elif times < 0:
+            logger.warning("the message of round %d is gone: all that was still to be sent is dropped", message.round)
+            self.residual.zero_()
+            self.update(unreported=Work())
+
+    def _weight(self, message: Message) -> float:
+        """What the later messages of the same values have left of a residual that it was added to."""
+        plan, outstanding = self._program.plan, self.counters.outstanding
+        later = [plan(entry.round) for entry in self.counters.settled if entry.serial > message.serial]
+        later += [] if outstanding is None else [plan(outstanding.round)]
+        spans = plan(message.round).spans
+        return math.prod(each.method.feedback.decay for each in later if each.spans == spans)
 
     def _take_back(self, outstanding: Outstanding, round_number: int) -> None:
         """A delta goes into the residual. What is not one (the weights themselves) cannot be sent later: its progress
         lives on here, measured from the anchor that it began at, where that is still in its buffer."""
         self._sender.take_back(outstanding.round, self._arena.outbox_parts(outstanding.sizes), self.residual)
-        self.update(unreported=outstanding.work)
+        self.update(unreported=self.counters.unreported + outstanding.work)
         before = self.counters.round
         if not self._signal.is_delta and round_number == before + 1:
             self.reference.copy_(self._agreed(before))

@@ -7,6 +7,7 @@ adoption: whatever the daemon knows of survives this process.
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from node.channel import (
     Pausing,
     Progress,
     Ready,
+    Revised,
     Snapshotted,
     Stop,
     Stopped,
@@ -43,6 +45,7 @@ from node.trainer.pace import Stretch, Wanted, is_message_due, may_adopt, must_w
 from node.trainer.usage import meter_of
 from optim.exchange import Sender
 from optim.program import Program
+from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError, MurmurError
 from protocol.manifest import Manifest
 
@@ -158,8 +161,21 @@ class Trainer:
         self._new_anchor = None
         with self._watch.spend("adopt"):
             self._state.adopt(command.round, command.fate)
+            for entry in command.revised:
+                self._state.revise(entry.message, entry.fate, partial(self._payloads, entry))
         self._save()
         self._channel.send(Adopted(round=command.round))
+
+    def _payloads(self, revised: Revised) -> list[bytes]:
+        """None at all where one of them is gone or damaged."""
+        folder = Path(self._config.blobs)
+        try:
+            payloads = [(folder / name).read_bytes() for name in revised.parts]
+        except OSError as error:
+            logger.warning("cannot read an earlier message: %s", error)
+            return []
+        whole = all(Blob.of(data).name == name for data, name in zip(payloads, revised.parts, strict=True))
+        return payloads if whole else []
 
     def _look_around(self) -> None:
         """Stand back where others use the device, or go on; the daemon is told."""

@@ -280,11 +280,11 @@ class Peer:
     def _append(self, commit: Statement[Commit]) -> None:
         self.swarm.ledger.append(self.chain.head, commit.body)
         self.chain.append(commit)
-        self._settle((commit,), jumped=False)
+        self._settle((commit,), None)
 
-    def _settle(self, commits: tuple[Statement[Commit], ...], jumped: bool) -> None:
+    def _settle(self, commits: tuple[Statement[Commit], ...], left: Head | None) -> None:
         """A new head: the fate of our message, a checkpoint, and the next round."""
-        self.progress.settle(commits, self.chain.round, jumped)
+        self.progress.settle(commits, self.chain.round, left)
         kept = self.chain.since(max(0, self.chain.round - KEPT_COMMITS)) or ()
         self.disk.head, self.disk.commits, self.disk.progress = self.chain.head, kept, self.progress.save()
         self.swarm.moved(self)
@@ -345,8 +345,7 @@ class Peer:
         if not preferred(self.chain.head, theirs.head):
             return
         self.network.say(self.name, f"takes over the chain at round {theirs.round}")
-        offers = self.progress.offers
-        since = min(self.chain.round, offers.since) if offers.current else self.chain.round
-        missed = theirs.since(since) or ()
+        missed = theirs.since(self.progress.offers.asks_since(self.chain.round)) or ()
+        left = self.chain.head
         self.chain = Chain(theirs.head, theirs.since(max(0, theirs.round - KEPT_COMMITS)) or ())
-        self._settle(missed, jumped=True)
+        self._settle(missed, left)

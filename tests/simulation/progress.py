@@ -8,8 +8,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, cast
 
-from node.channel import Message
-from node.daemon.offers import Offer, Offers
+from node.channel import Fate, Message
+from node.daemon.offers import Offer, Offers, Past, Sent
 from optim.program import Program
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
@@ -69,7 +69,7 @@ class Ledger:
 class Saved:
     """A checkpoint: the last fate, the trainer's residual and all that it has made, and its message on its way."""
 
-    decided: dict[str, Any] | None
+    decided: dict[str, Any]
     units: Units
     residual: Units
     made: int
@@ -85,7 +85,7 @@ class Progress:
         self.offers = Offers(self._program)
         self.units = self.residual = NONE
         self.made = 0  # messages
-        self.sent: Offer | None = None  # the last of them, which is on disk before anybody hears of it
+        self.sent: Sent | None = None  # the last of them, which is on disk before anybody hears of it
 
     def train(self, number: int) -> None:
         """A new message for that round, unless the last one is still on its way."""
@@ -100,21 +100,32 @@ class Progress:
             ledger.owners[blob.digest], ledger.made_for[blob.digest] = self._name, number
         self.made += 1
         message = Message(serial=self.made, round=number, sizes=(1,), tokens=100, steps=10, loss=2.5)
-        self.sent = Offer(message, parts)
-        self.offers.place(self.sent)
+        offer = Offer(message, parts)
+        self.sent = Sent(offer, tuple(self.offers.past))
+        self.offers.place(offer)
 
     def contribution(self, head: Head) -> Contribution | None:
         current = self.offers.current
         return None if current is None else current.contribution(head, self._scenario.terms())
 
-    def settle(self, commits: tuple[Statement[Commit], ...], number: int, jumped: bool) -> None:
-        """What these commits mean for the message that is on its way. `jumped`: they are of another chain, perhaps."""
-        current, reach = self.offers.current, self.offers.jump if jumped else self.offers.reach
-        fate = reach(self._name, [commit.body for commit in commits], number)
-        if current is not None and fate == "excluded":
-            self.residual |= self._ledger.contents[current.parts]
-        elif current is not None and fate == "lost":
-            self.units -= self._ledger.contents[current.parts]
+    def settle(self, commits: tuple[Statement[Commit], ...], number: int, left: Head | None) -> None:
+        """What these commits mean for our messages. `left`: where we stood, if they are of another chain, perhaps."""
+        current, bodies = self.offers.current, [commit.body for commit in commits]
+        revised: tuple[Past, ...] = ()
+        if left is not None:
+            fate, revised = self.offers.jump(self._name, bodies, number, left)
+        else:
+            fate = self.offers.reach(self._name, bodies, number)
+        if current is not None and fate in ("excluded", "lost"):
+            self._end(current.parts, fate)
+        for entry in revised:  # from the newest on: what it carried of an earlier one is taken out after that
+            self._end(entry.offer.parts, entry.fate)
+
+    def _end(self, parts: Parts, fate: Fate) -> None:
+        content = self._ledger.contents[parts]
+        self.residual = self.residual | content if fate == "excluded" else self.residual - content
+        if fate == "lost":
+            self.units -= content
 
     def check_once(self, chain: Chain) -> None:
         """Once everything is settled. AssertionError: work will be applied a second time."""
@@ -137,5 +148,6 @@ class Progress:
         self.offers, sent = Offers.from_json(self._program, saved.decided), self.sent
         self.made, self.units, self.residual = saved.made, saved.units, saved.residual
         if sent is not None and self.offers.resume(saved.outstanding, saved.made, sent, number) != "none":
-            content, self.made, self.residual = self._ledger.contents[sent.parts], sent.message.serial, NONE
+            content, self.made = self._ledger.contents[sent.offer.parts], sent.offer.message.serial
+            self.residual = NONE
             self.units = self.units | content if self.offers.current else self.units - content

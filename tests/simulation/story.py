@@ -177,9 +177,8 @@ class Story:
             assert peer.chain.round >= self.swarm.scenario.rounds, f"{peer.name[-4:]} is stuck in {place}"
         assert self.swarm.is_done(), "the chains differ"
         for peer in alive:
-            if not self.isolating:
-                peer.progress.check_once(peer.chain)
-                peer.progress.check_kept(peer.chain)
+            peer.progress.check_once(peer.chain)
+            peer.progress.check_kept(peer.chain)
 
     def print_trace(self) -> None:
         sys.stdout.write(f"seed {self.seed}: {self.swarm.scenario}\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from node.daemon.catch_up import Way
-from node.daemon.offers import Offers
+from node.daemon.offers import Offers, Past, Verdict
 from node.daemon.participant import Participant
 from node.daemon.replica import Replica
 from node.daemon.wishes import Wishes
@@ -90,9 +90,10 @@ class FakeTrainer:
         self.offers.arrive(number)
         return self.fates[-1] if self.fates else "none"
 
-    def jump(self, commits: Sequence[Commit], number: int) -> str:
-        self.fates.append(self.offers.jump(ME, commits, number))
-        return self.fates[-1]
+    def jump(self, commits: Sequence[Commit], number: int, left: Head) -> Verdict:
+        verdict = self.offers.jump(ME, commits, number, left)
+        self.fates.append(verdict.fate)
+        return verdict
 
     async def adopt(self, round_number: int, anchor: object) -> None:
         self.adopted.append(round_number)
@@ -138,6 +139,9 @@ class FakeStanding:
         self.phases: list[str] = []
         self.failures: list[str] = []
         self.catch_ups: list[tuple[str, int]] = []
+
+    def revised(self, past: Sequence[Past]) -> None:
+        pass
 
     def caught_up(self, how: str, rounds: int) -> None:
         self.catch_ups.append((how, rounds))

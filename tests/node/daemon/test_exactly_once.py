@@ -17,7 +17,7 @@ from node.channel import Fate
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.offer_file import OfferFile
-from node.daemon.offers import Offer
+from node.daemon.offers import Offer, Sent
 from node.daemon.resumption import OUTBOX, restore_inner, restored_offers
 from node.daemon.trainer_link import stored_parts
 from node.folder import RunFolder
@@ -76,7 +76,7 @@ class Node:
         self.arena.close()
         found, _ = checkpoint.load_newest(self.folder.checkpoints, RUN_ID, shape_table(MODEL))
         last = self.sent.load()
-        if found is not None and (last is None or last.message.serial <= found.inner_meta["messages"] + 1):
+        if found is not None and (last is None or last.offer.message.serial <= found.inner_meta["messages"] + 1):
             self.kept = range(found.inner_meta["position"])
         self.start(found)
 
@@ -120,7 +120,7 @@ class Node:
         assert outstanding is not None
         message = outstanding.message()
         offer = Offer(message, stored_parts(self.store, self.arena, message))
-        self.sent.save(offer)
+        self.sent.save(Sent(offer, tuple(self.offers.past)))
         self.offers.place(offer, self.number)
 
     def _greet(self) -> Iterator[None]:

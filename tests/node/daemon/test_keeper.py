@@ -9,7 +9,7 @@ import torch
 from node.channel import Message
 from node.checkpoints import checkpoint
 from node.daemon.keeper import KEPT_ROUNDS, MAX_STATES
-from node.daemon.offers import Offer, Offers
+from node.daemon.offers import KEPT_MESSAGES, MAX_AGE, Offer, Offers
 from protocol.blobs.blob import Blob
 from protocol.errors import StorageError
 from protocol.rounds.chain import Head
@@ -34,10 +34,13 @@ async def test_prune_keeps_the_last_rounds_and_states_and_the_offer(world: World
         assert all(store.has(digest) for digest in fresh)
     assert not any(store.has(digest) for digest in {*messages[:-KEPT_ROUNDS], *states[:-1]})
     assert offers.current is not None and all(store.has(part.digest) for part in offers.current.parts)
-    offers.current = None
-    await world.pruned(offers, [])
-    assert store.has(Blob.of(b"ours, part 0").digest), "a start from an older checkpoint asks for it"
-    offers.place(offer_of(store.put(b"the next one")))
+    for number in range(KEPT_MESSAGES):
+        offers.arrive(MAX_AGE + 1)
+        assert offers.current is None
+        await world.pruned(offers, [])
+        assert store.has(Blob.of(b"ours, part 0").digest), "an older checkpoint or another chain may ask for it"
+        offers.place(offer_of(store.put(f"the next one, {number}".encode())))
+    offers.arrive(MAX_AGE + 1)
     await world.pruned(offers, [])
     assert not store.has(Blob.of(b"ours, part 0").digest)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from node.channel import Fate, Message
-from node.daemon.offers import MAX_AGE, Offer, Offers
+from node.daemon.offers import KEPT_MESSAGES, KNOWN_MESSAGES, MAX_AGE, Offer, Offers, Past, Sent, Verdict
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.rounds.chain import Head, after, genesis
@@ -15,6 +15,7 @@ from tests.node.small_run import PEERS, PROGRAM, RUN_ID, TERMS, commit_of, progr
 from tests.optim.replicas import Tables
 
 ME = PEERS[1].peer_id
+NOWHERE = Head(9, bytes(32), 0)  # of a chain that nobody else knows
 
 
 def message(number: int, serial: int = 0) -> Message:
@@ -112,7 +113,7 @@ def test_on_a_chain_that_has_taken_it_before_a_message_is_not_offered_again() ->
     naive = Offers(PROGRAM)
     naive.place(offer(0))
     assert naive.reach(ME, [], 1) == "none" and naive.current == offer(0), "it would be offered to round 1 of theirs"
-    assert offers.jump(ME, [taken], 1) == "included"
+    assert offers.jump(ME, [taken], 1, ours) == Verdict("included")
 
 
 @pytest.mark.parametrize("known", [(), (1,), (0,)], ids=str)
@@ -122,18 +123,92 @@ def test_where_it_is_not_known_who_took_it_a_message_is_lost(known: tuple[int, .
         chain.append(commit(head, None))
         head = after(head, chain[-1])
     offers.place(offer(0))
-    assert offers.jump(ME, [chain[number] for number in known], 2) == "lost" and offers.current is None
+    assert offers.jump(ME, [chain[number] for number in known], 2, NOWHERE).fate == "lost" and offers.current is None
     assert offers.fate_of(0) == "lost"
     offers.place(offer(0))
-    assert offers.jump(ME, chain, 2) == "none" and offers.current == offer(0)
+    assert offers.jump(ME, chain, 2, NOWHERE).fate == "none" and offers.current == offer(0)
+
+
+class Fork:
+    """Our messages to a chain of ours; `taken` says of each which of two chains takes it: o(urs), t(heirs) or none."""
+
+    def __init__(self, taken: str) -> None:
+        self.offers = Offers(program_of(compose("averaging", {"schedule": {"fragments": 2}})))
+        self.ours, self.theirs, self.chain = genesis(RUN_ID), genesis(RUN_ID), list[Commit]()
+        self.made = [offer(number, number) for number in range(len(taken))]
+        for number, taker in enumerate(taken):
+            self.offers.place(self.made[number])
+            mine = commit(self.ours, self.made[number] if taker == "o" else None)
+            self.chain.append(commit(self.theirs, self.made[number] if taker == "t" else None))
+            self.offers.reach(ME, [mine], number + 1)
+            self.ours, self.theirs = after(self.ours, mine), after(self.theirs, self.chain[-1])
+
+    def meet(self, known_since: int = 0) -> Verdict:
+        return self.offers.jump(ME, self.chain[known_since:], len(self.chain), self.ours)
+
+    def fates(self, verdict: Verdict) -> dict[int, tuple[Fate | None, Fate]]:
+        return {self.made.index(entry.offer): (entry.was, entry.fate) for entry in verdict.revised}
+
+
+def test_what_only_the_chain_that_was_left_has_taken_is_given_back() -> None:
+    fork = Fork("oo")
+    assert fork.fates(fork.meet()) == {0: ("included", "excluded"), 1: ("included", "excluded")}
+    assert fork.meet().revised == (), "once"
+
+
+def test_what_was_given_back_and_is_on_the_other_chain_is_taken_out_again() -> None:
+    fork = Fork("t-")
+    verdict = fork.meet()
+    assert fork.fates(verdict) == {0: ("excluded", "included")} and verdict.withdraws
+    kept = Fork("--").meet()
+    assert kept.revised == () and not kept.withdraws, "the control: it stays what is to be sent"
+
+
+def test_a_message_that_carries_what_is_taken_out_is_given_back_first() -> None:
+    fork = Fork("t")
+    fork.offers.place(offer(1, 1))
+    assert fork.meet() == Verdict("excluded", (Past(fork.made[0], 0, "included", "excluded"),))
+    clean = Fork("o")
+    clean.offers.place(offer(1, 1))
+    assert clean.meet().fate == "none", "what is given back now is not in it"
+
+
+def test_what_a_chain_has_taken_inside_of_a_later_message_is_taken_out_with_that() -> None:
+    """The first was given back and went into the second, which ours took: that alone comes back, less the first."""
+    fork = Fork("to")
+    assert fork.fates(fork.meet()) == {1: ("included", "excluded"), 0: ("excluded", "included")}
+
+
+def test_where_it_is_not_known_what_the_other_chain_took_nothing_is_sent_twice() -> None:
+    assert Fork("o-").fates(Fork("o-").meet(1)) == {0: ("included", "lost")}
+    fork = Fork("-o")
+    assert fork.fates(fork.meet(1)) == {1: ("included", "excluded"), 0: ("excluded", "lost")}
+    assert fork.offers.asks_since(2) == 0
+
+
+def test_further_on_our_own_chain_all_stays_as_it_was() -> None:
+    fork = Fork("o-")
+    further = commit(fork.ours, None)
+    assert fork.offers.jump(ME, [further], 3, fork.ours) == Verdict("none")
+    assert Fork("o-").offers.jump(ME, [further], 3, NOWHERE).revised, "the control: as if it were another one"
+
+
+def test_only_so_many_are_remembered_and_fewer_are_kept() -> None:
+    fork = Fork("o" * 20)
+    fates = fork.fates(fork.meet())
+    assert len(fates) == KNOWN_MESSAGES + 1 and len(fork.offers.parts) == KEPT_MESSAGES
+    assert [number for number, (_, fate) in fates.items() if fate == "excluded"] == [19, 18, 17]
+    again = Offers.from_json(PROGRAM, fork.offers.to_json())
+    assert (again.past, again.decided) == (fork.offers.past, fork.offers.decided)
+    assert again.asks_since(200) == 200, "no chain remembers that"
 
 
 def test_what_was_made_after_the_checkpoint_is_on_its_way() -> None:
     offers = Offers(PROGRAM)
-    assert offers.resume(offer(0, 0), 1, offer(0, 0), 0) == "none" and offers.current == offer(0, 0)
-    assert offers.resume(None, 1, offer(1, 1), 1) == "one" and offers.current == offer(1, 1)
-    assert offers.resume(offer(0, 0), 1, offer(2, 2), 1) == "many" and offers.current == offer(2, 2)
-    assert offers.resume(None, 0, offer(9, 0), 9 - MAX_AGE - 1) == "one" and offers.current is None
+    assert offers.resume(offer(0, 0), 1, Sent(offer(0, 0)), 0) == "none" and offers.current == offer(0, 0)
+    assert offers.resume(None, 1, Sent(offer(1, 1)), 1) == "one" and offers.current == offer(1, 1)
+    assert offers.resume(offer(0, 0), 1, Sent(offer(2, 2)), 1) == "many" and offers.current == offer(2, 2)
+    assert offers.resume(None, 0, Sent(offer(9, 0)), 9 - MAX_AGE - 1) == "one" and offers.current is None
     assert offers.fate_of(9) == "lost"
 
 
@@ -173,7 +248,7 @@ class World:
     head: Head = field(default_factory=lambda: genesis(RUN_ID))
     trainer: Snapshot = field(default_factory=Snapshot)
     disk: tuple[Head, object, Snapshot] | None = None
-    sent: Offer | None = None  # on disk before it is offered
+    sent: Sent | None = None  # on disk before it is offered
     commits: list[Commit] = field(default_factory=list)
     chain: Head = field(default_factory=lambda: genesis(RUN_ID))  # of the swarm
     made: int = 0
@@ -191,7 +266,7 @@ class World:
                 self.place(made)
 
     def place(self, made: Offer) -> None:
-        self.sent = made
+        self.sent = Sent(made, tuple(self.offers.past))
         self.offers.place(made)
 
     def restart_trainer(self) -> None:
@@ -244,7 +319,9 @@ class World:
         if not self.lost_at_restart:
             later = self.offers.resume(self.trainer.outstanding, self.trainer.made, self.sent, self.head.round)
             if self.sent and later != "none":
-                self.trainer = replace(self.trainer, outstanding=self.offers.current, made=self.sent.message.serial)
+                self.trainer = replace(
+                    self.trainer, outstanding=self.offers.current, made=self.sent.offer.message.serial
+                )
         while self.lost_at_restart and self.head.round < self.chain.round:
             self.apply()
 

@@ -9,7 +9,7 @@ from node.arena import RESIDUAL, Arena, Contents
 from node.channel import Message
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.offer_file import OfferFile
-from node.daemon.offers import Offer, Offers
+from node.daemon.offers import Offer, Offers, Past, Sent
 from node.daemon.resumption import restore_inner, restored_offers
 from optim.recipes import compose
 from protocol.errors import CheckpointError, StorageError
@@ -74,9 +74,10 @@ async def test_a_checkpoint_without_a_trainer(world: World) -> None:
 def test_the_last_message_is_found_again(tmp_path: Path) -> None:
     world = World(tmp_path)
     offer = Offer(Message(serial=4, round=7, sizes=(5, 6), tokens=1, steps=1, loss=1.5), (world.store.put(b"part"),))
+    sent = Sent(offer, (Past(offer, 6, "included", "excluded"), Past(offer, 7, "excluded", carrier=4)))
     assert world.sent.load() is None
-    world.sent.save(offer)
-    assert OfferFile(world.folder.offer).load() == offer
+    world.sent.save(sent)
+    assert OfferFile(world.folder.offer).load() == sent
     world.folder.offer.write_text(world.folder.offer.read_text()[:-9])
     with pytest.raises(StorageError, match="damaged"):
         world.sent.load()

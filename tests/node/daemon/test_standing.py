@@ -6,6 +6,7 @@ import pytest
 
 from node.channel import Evaluated, Message, Pausing, Progress, Ready
 from node.daemon.metrics import Metrics
+from node.daemon.offers import Offer, Past
 from node.daemon.standing import Standing
 from node.status import NodeStatus
 from protocol.blobs.blob import Blob
@@ -143,6 +144,16 @@ def test_what_was_caught_up_is_counted(standing: Standing) -> None:
     standing.caught_up("replayed", 1)
     standing.caught_up("skipped", 30)
     assert standing._metrics.catch_ups == {"replayed": 2, "skipped": 30}
+
+
+def test_another_fate_on_another_chain_is_counted_and_said(
+    standing: Standing, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    message = Message(round=7, sizes=(4,), tokens=100, steps=5, loss=3.0)
+    standing.revised([Past(Offer(message, ()), 7, "excluded", "included")])
+    assert standing._metrics.revisions == {"excluded": 1}
+    assert "the message of round 7 is not applied, and is given back on this chain" in caplog.text
 
 
 def test_refusals_are_counted_and_said(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:

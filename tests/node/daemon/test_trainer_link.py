@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from node.arena import Arena, Contents
-from node.channel import Adopt, Adopted, Evaluate, FromTrainer, Hurry, Message, Progress, Ready, ToTrainer
+from node.channel import Adopt, Adopted, Evaluate, FromTrainer, Hurry, Message, Progress, Ready, Revised, ToTrainer
 from node.daemon import trainer_link
 from node.daemon.offer_file import OfferFile
-from node.daemon.offers import MAX_AGE, Offers
+from node.daemon.offers import MAX_AGE, Offers, Sent
 from node.daemon.trainer_link import TrainerLink
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
@@ -119,7 +119,7 @@ async def test_a_message_becomes_blobs_and_its_fate_goes_out_once(world: World) 
     await world.message(0)
     assert world.offers.current is not None
     assert [world.store.read(part.digest) for part in world.offers.current.parts] == [b"abcd", b"ef"]
-    assert world.sent.load() == world.offers.current, "before anybody hears of it"
+    assert world.sent.load() == Sent(world.offers.current), "before anybody hears of it"
     assert await world.decide(0, included=True) == "included"
     await world.say(Adopted(round=1))
     await world.decide(1, included=False)
@@ -220,7 +220,7 @@ async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_bac
     work = world.work
 
     async def slowly(function: Callable[..., Any], *arguments: Any) -> Any:
-        if len(arguments) == 2:  # the copy of an anchor, not of a message
+        if isinstance(arguments[0], int):  # the copy of an anchor, not of a message
             await copying.wait()
         return await work(function, *arguments)
 
@@ -253,6 +253,34 @@ async def test_a_new_message_of_a_round_that_was_decided_on_another_chain_is_off
     assert await world.link.has_adopted(7, 0.01)
     await world.message(7, b"another")
     assert world.offers.current is not None
+
+
+async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_of_it(world: World) -> None:
+    """What it gave back was taken there: a message that is made before it hears of that carries it once more."""
+    await world.begin()
+    await world.say(ready(0))
+    await world.message(0)
+    first = world.offers.current
+    assert first is not None and world.link.settle([], MAX_AGE + 1) == "excluded"
+    await world.link.adopt(MAX_AGE + 1, [torch.zeros(NUMEL)])
+    await world.say(Adopted(round=MAX_AGE + 1))
+    taken = commit_of(Head(0, bytes(32), 0), {1: first.parts}).body
+    assert world.link.jump([taken], 1, Head(MAX_AGE + 1, b"ours".ljust(32), 0)).withdraws
+    await world.message(MAX_AGE + 1, b"on its way already")
+    assert world.offers.current is None, "it was offered"
+    last = world.sent.load()
+    assert last is not None and last.offer == first, "nor would a start from the disk offer it"
+    adopt = world.process.heard[-1]
+    assert isinstance(adopt, Adopt) and (adopt.round, adopt.fate) == (MAX_AGE + 1, "excluded")
+    parts = tuple(blob.name for blob in first.parts)
+    assert adopt.revised == (Revised(message=first.message, parts=parts, fate="included"),)
+    await world.link.adopt(1, [torch.zeros(NUMEL)])
+    await world.say(Adopted(round=1))
+    await world.message(1, b"clean")
+    assert world.offers.current is not None
+    world.process.deaths = 1
+    await world.say(ready(1, outstanding=1))
+    assert world.process.heard[-1] == adopt.model_copy(update={"round": 1, "fate": "none"}), "a life that may not have heard of it"
 
 
 async def test_no_anchor_is_written_before_the_last_one_is_adopted(world: World) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from node.channel import Fate, Message
 from node.model import initial_weights
 from node.trainer.inner_state import Work
 from optim.inner.inner import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT
@@ -94,6 +95,59 @@ def test_excluded_takes_the_message_back(make: Make, recipe: str) -> None:
     assert (again.tokens, again.steps, again.round) == (96, 4, 1)
     total = decoded(bench) + bench.state.residual
     torch.testing.assert_close(total, decay * first_delta + second_delta, atol=1e-6, rtol=1e-5)
+
+
+def settled(bench: Bench, fate: Fate) -> tuple[Message, list[bytes]]:
+    """A message of two steps, and its fate."""
+    bench.train(1)
+    message, payloads = bench.state.message(), bench.payloads()
+    bench.share(1, initial_weights(MODEL, 1))
+    bench.state.adopt(1, fate)
+    return message, payloads
+
+
+@each_synchronous
+@pytest.mark.parametrize("is_another_on_its_way", [False, True])
+@pytest.mark.parametrize(("first", "second"), [("included", "excluded"), ("excluded", "included")])
+def test_another_chain_has_another_fate(
+    make: Make, recipe: str, is_another_on_its_way: bool, first: Fate, second: Fate
+) -> None:
+    """Told so afterwards, what is to be sent is the same as if that had been its fate from the beginning."""
+    late, early = make(recipe), make(recipe)
+    message, payloads = settled(late, first)
+    settled(early, second)
+    if is_another_on_its_way:
+        for bench in (late, early):
+            bench.train(2)
+            bench.state.message()
+    naive = to_be_sent(late)
+    for _ in range(2):  # said twice
+        late.state.revise(message, second, lambda: payloads)
+    torch.testing.assert_close(to_be_sent(late), to_be_sent(early), atol=1e-6, rtol=1e-5)
+    assert float((naive - to_be_sent(early)).norm()) > 1e-3
+    assert late.state.counters.unreported.tokens == (48 if second == "excluded" else 0)
+    late.state.revise(replaced(message, 9), first, lambda: payloads)
+    torch.testing.assert_close(to_be_sent(late), to_be_sent(early), atol=1e-6, rtol=1e-5)
+
+
+def to_be_sent(bench: Bench) -> Tensor:
+    on_its_way = decoded(bench) if bench.state.counters.outstanding else 0.0
+    return bench.state.residual + on_its_way
+
+
+def replaced(message: Message, serial: int) -> Message:
+    """One that this state has never made."""
+    return message.model_copy(update={"serial": serial})
+
+
+def test_where_a_message_is_gone_it_is_not_given_back_and_nothing_is_sent_twice(make: Make) -> None:
+    bench = make("sparseloco")
+    message, _ = settled(bench, "included")
+    left = bench.state.residual.clone()
+    bench.state.revise(message, "excluded", list)
+    assert torch.equal(bench.state.residual, left) and float(left.norm()) > 0
+    bench.state.revise(message, "lost", list)
+    assert float(bench.state.residual.norm()) == 0 and bench.state.counters.unreported == Work()
 
 
 def test_adoption_without_a_message_carries_progress_over(make: Make) -> None:

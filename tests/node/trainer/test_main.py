@@ -22,11 +22,13 @@ from node.channel import (
     Message,
     Progress,
     Ready,
+    Revised,
     Snapshotted,
     TakeSnapshot,
 )
 from node.trainer.inner_state import Counters
 from optim.recipes import compose
+from protocol.blobs.blob import Blob
 from protocol.errors import DataError, MurmurError
 from tests.node.trainer.trainer_bench import DEADLINE, Bench
 
@@ -138,6 +140,28 @@ async def test_excluded_message_is_in_the_residual_again_and_counts_again(make: 
     total = decoded(bench, again) + after.vectors["residual"]
     torch.testing.assert_close(total, decay * (before["residual"] + sent) + progress, atol=1e-6, rtol=1e-5)
     assert counters.outstanding is not None and counters.outstanding.round == 1
+
+
+async def test_a_message_that_another_chain_has_is_taken_out_again(make: Make, tmp_path: Path) -> None:
+    bench = make(inner_steps=10, ahead=0, blobs=str(tmp_path))
+    await bench.trainer.start()
+    message = await bench.until(Message)
+    payload, vectors = bytes(bench.arena.outbox[: sum(message.sizes)]), snapshot(bench)[0].vectors
+    name = Blob.of(payload).name
+    (tmp_path / name).write_bytes(payload)
+    included = Revised(message=message, parts=(name,), fate="included")
+    await bench.trainer.send(Adopt(round=1, fate="excluded", revised=(included,)))
+    await bench.until(Adopted)
+    torch.testing.assert_close(snapshot(bench)[0].vectors["residual"], vectors["residual"], atol=1e-7, rtol=1e-5)
+    again = await bench.until(Message)
+    (tmp_path / name).write_bytes(bytes(len(payload)))
+    await bench.trainer.send(Adopt(round=2, fate="included", revised=(included.model_copy(update={"fate": "lost"}),)))
+    await bench.until(Adopted)
+    before = snapshot(bench)[0].vectors["residual"]
+    await bench.trainer.send(Adopt(round=3, fate="none", revised=(included.model_copy(update={"fate": "excluded"}),)))
+    await bench.until(Adopted)
+    assert torch.equal(snapshot(bench)[0].vectors["residual"], before), "nothing is taken from a damaged file"
+    assert again.steps == 10, "and what it had counted counts no more"
 
 
 async def test_a_killed_trainer_comes_back_from_memory(make: Make) -> None:
