@@ -2,7 +2,7 @@
 
     <folder>/0000000007.round-12/       the 7th save, of round 12
         anchor.safetensors              the agreed weights, by Hugging Face parameter name
-        outer.<slot>.safetensors        one file a vector of the outer optimizer
+        outer.<slot>.safetensors        one file a vector of the outer optimizer, or values of another length
         inner.safetensors               this peer's own vectors, as <vector>/<parameter name>, and raw bytes or values
         manifest.json                   everything else, with the hash and size of each file, and a hash of itself
 
@@ -55,7 +55,7 @@ class Checkpoint:
     digest: bytes  # of the chain of commits that led to the anchor
     chain: Json  # JSON values under text keys, as is inner_meta
     anchor: Tensor
-    outer: dict[str, Tensor]  # slot of the outer optimizer to its vector
+    outer: dict[str, Tensor]  # slot to its vector; the memory of an aggregate has a length of its own
     inner: dict[str, Tensor]  # vectors, or raw fp32 or uint8 of any other length
     inner_meta: Json
 
@@ -130,18 +130,22 @@ def _publish(target: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
 
 def _write(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
     files = {ANCHOR: shapes.views(checkpoint.anchor), INNER: _named_inner(checkpoint.inner, shapes)}
-    files |= {_outer_file(slot): shapes.views(vector) for slot, vector in checkpoint.outer.items()}
+    files |= {_outer_file(slot): _named(slot, vector, shapes) for slot, vector in checkpoint.outer.items()}
     seals = {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
     write_file(folder / MANIFEST, [_encode_manifest(_body(checkpoint, seals))])
 
 
+def _named(name: str, vector: Tensor, shapes: ShapeTable) -> dict[str, Tensor]:
+    """By parameter; what is no vector of the model's size goes whole, by its own name."""
+    whole = vector.dtype == torch.uint8 or vector.numel() != shapes.numel
+    return {name: vector} if whole else shapes.views(vector)
+
+
 def _named_inner(inner: Mapping[str, Tensor], shapes: ShapeTable) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
-    for vector, tensor in inner.items():
-        if tensor.dtype == torch.uint8 or tensor.numel() != shapes.numel:
-            named[vector] = tensor
-        else:
-            named |= {f"{vector}/{name}": view for name, view in shapes.views(tensor).items()}
+    for name, vector in inner.items():
+        parts = _named(name, vector, shapes)
+        named |= parts if name in parts else {f"{name}/{part}": view for part, view in parts.items()}
     return named
 
 
@@ -212,7 +216,7 @@ def _read(folder: Path, body: Json, shapes: ShapeTable) -> Checkpoint:
         digest=bytes.fromhex(body["digest"]),
         chain=body["chain"],
         anchor=_read_vector(folder, ANCHOR, body, shapes),
-        outer={slot: _read_vector(folder, _outer_file(slot), body, shapes) for slot in body["outer"]},
+        outer={slot: _read_outer(folder, slot, body, shapes) for slot in body["outer"]},
         inner=_read_inner(folder, body, shapes),
         inner_meta=body["inner_meta"],
     )
@@ -220,6 +224,11 @@ def _read(folder: Path, body: Json, shapes: ShapeTable) -> Checkpoint:
 
 def _read_vector(folder: Path, file: str, body: Json, shapes: ShapeTable) -> Tensor:
     return _flattened(_tensors(folder, file, body), shapes)
+
+
+def _read_outer(folder: Path, slot: str, body: Json, shapes: ShapeTable) -> Tensor:
+    named = _tensors(folder, _outer_file(slot), body)
+    return named[slot] if slot in named else _flattened(named, shapes)
 
 
 def _read_inner(folder: Path, body: Json, shapes: ShapeTable) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ def example(round_number: int, run_id: str = RUN_ID) -> Checkpoint:
         digest=bytes([round_number]) * 32,
         chain={"tokens": 2**40, "roster": ["a", "b"], "share": 0.1},
         anchor=vector(round_number),
-        outer={"momentum": vector(-round_number)},
+        outer={"momentum": vector(-round_number), "memory": torch.arange(9.0) + round_number},
         inner=inner,
         inner_meta={"step": 7 * round_number, "outstanding": None},
     )
@@ -86,6 +86,7 @@ def test_files_are_private_and_bear_parameter_names(tmp_path: Path) -> None:
         "anchor.safetensors",
         "inner.safetensors",
         "manifest.json",
+        "outer.memory.safetensors",
         "outer.momentum.safetensors",
     ]
     anchor = safetensors.torch.load_file(path / "anchor.safetensors")
