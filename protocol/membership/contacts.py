@@ -1,8 +1,8 @@
 """Whom to try when the live are few: bootstrap peers, and peers that once were here.
 
 PURE: the caller passes the time (seconds, monotonic) and the randomness. A peer that the DHT and the table have
-forgotten stays here for an hour. Each is tried again and again with growing, jittered intervals; a bootstrap peer for
-ever.
+forgotten stays here for an hour. Each is tried again and again with growing, jittered intervals, short ones while
+nobody is there at all; a bootstrap peer for ever.
 """
 
 import json
@@ -24,6 +24,9 @@ MAX_FILE_BYTES = 4 * 1024 * 1024
 MEMORY = 3600.0  # seconds
 SHORTEST_WAIT = 1.0  # seconds
 LONGEST_WAIT = 60.0  # seconds
+LONGEST_WAIT_ALONE = 5.0  # seconds
+SAVE_SECONDS = 30.0
+FEW_PEERS = 8  # on disk: each one more is worth a write of its own
 
 
 @dataclass(slots=True)
@@ -35,7 +38,11 @@ class Contact:
     seen: float
     permanent: bool = False
     failures: int = 0
+    last_attempt: float = float("-inf")
     next_attempt: float = field(default=float("-inf"))
+
+    def is_due(self, now: float, is_alone: bool) -> bool:
+        return self.next_attempt <= now or (is_alone and now >= self.last_attempt + LONGEST_WAIT_ALONE)
 
 
 class Contacts:
@@ -61,13 +68,13 @@ class Contacts:
         self._contacts[peer] = contact
         self._prune(now)
 
-    def due(self, now: float, present: Container[PeerId], count: int) -> list[Contact]:
-        """Up to `count` of those who are not present and whose wait is over, at random."""
+    def due(self, now: float, present: Container[PeerId], count: int, is_alone: bool = False) -> list[Contact]:
+        """Up to `count` of those who are not present and whose wait is over, at random. `is_alone`: nobody is there."""
         self._prune(now)
         waiting = [
             contact
             for peer, contact in self._contacts.items()
-            if peer not in present and contact.addresses and contact.next_attempt <= now
+            if peer not in present and contact.addresses and contact.is_due(now, is_alone)
         ]
         return self._rng.sample(waiting, min(count, len(waiting)))
 
@@ -84,7 +91,7 @@ class Contacts:
         # The exponent is bounded too: 2.0 ** failures overflows after a week of trying.
         wait = min(SHORTEST_WAIT * 2.0 ** min(contact.failures, 16), LONGEST_WAIT) * self._rng.uniform(0.7, 1.3)
         contact.failures += 1
-        contact.next_attempt = now + wait
+        contact.last_attempt, contact.next_attempt = now, now + wait
         return wait
 
     def is_worth_a_word(self, peer: PeerId) -> bool:
@@ -103,6 +110,30 @@ class Contacts:
             crowded = len(self._contacts) > self._max_contacts
             if not contact.permanent and (crowded or now - contact.seen > MEMORY):
                 del self._contacts[peer]
+
+
+class AddressFile:
+    """Where the addresses of peers outlive a restart; without a path they do not. Times: seconds, monotonic."""
+
+    def __init__(self, path: Path | None, now: float) -> None:
+        self._path, self._saved_at = path, now
+        self._saved: frozenset[PeerId] = frozenset()
+
+    def load(self) -> Mapping[PeerId, tuple[str, ...]]:
+        """What an earlier life has left."""
+        return {} if self._path is None else load_addresses(self._path)
+
+    def keep(self, addresses: Mapping[PeerId, Sequence[str]], now: float) -> None:
+        """Save now and then. Whoever knows but a few is killed at any moment and comes back with nobody else to ask:
+        then a new one is saved at once."""
+        is_new = len(self._saved) < FEW_PEERS and not self._saved.issuperset(addresses)
+        if is_new or now - self._saved_at > SAVE_SECONDS:
+            self.save(addresses, now)
+
+    def save(self, addresses: Mapping[PeerId, Sequence[str]], now: float) -> None:
+        self._saved_at, self._saved = now, frozenset(addresses)
+        if self._path is not None:
+            save_addresses(self._path, addresses)
 
 
 def save_addresses(path: Path, addresses: Mapping[PeerId, Sequence[str]]) -> None:

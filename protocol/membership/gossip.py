@@ -23,7 +23,7 @@ from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
 from protocol.membership.allowance import Allowance
 from protocol.membership.clock import Clock
-from protocol.membership.contacts import Contacts, load_addresses, save_addresses
+from protocol.membership.contacts import AddressFile, Contacts
 from protocol.membership.directory import (
     KIND,
     MAX_PEERS,
@@ -51,7 +51,6 @@ FAILURES_UNTIL_SUSPECT = 2
 SHORTEST_DEADLINE = 2.0  # seconds
 LEAVE_SECONDS = 2.0
 REUNION_SHARE = 0.2  # of heartbeats that try somebody who is not live although others are
-SAVE_SECONDS = 30.0
 CALLS_PER_HEARTBEAT = 8
 CALL_BURST = 32
 
@@ -94,8 +93,9 @@ class Directory(MembershipServicer):
         self._exchanges: dict[PeerId, asyncio.Task[None]] = {}
         self._again: set[PeerId] = set()
         self._subscribers: list[Callable[[Event], None]] = []
-        self._addresses_file, self._saved = addresses_file, time.monotonic()
-        self._recall()
+        self._address_file = AddressFile(addresses_file, time.monotonic())
+        for peer, addresses in self._address_file.load().items():
+            self.remember(peer, addresses)
         self._own.renew(self._table)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -153,7 +153,7 @@ class Directory(MembershipServicer):
         if self._exchanges:
             await asyncio.wait(self._exchanges.values(), timeout=LEAVE_SECONDS)
         await self._stop_exchanges()
-        self._save()
+        self._address_file.save(self._contacts.addresses(), time.monotonic())
 
     async def Gossip(self, request: GossipRequest, context: Any) -> GossipReply:  # noqa: N802
         try:
@@ -190,8 +190,7 @@ class Directory(MembershipServicer):
             self._start(peer)
         if not others or self._rng.random() < REUNION_SHARE:
             self._try_contacts(1 if others else PARTNERS)
-        if time.monotonic() - self._saved > SAVE_SECONDS:
-            self._save()
+        self._address_file.keep(self._contacts.addresses(), time.monotonic())
 
     def _expire(self, caller_now: PeerId | None = None) -> None:
         for peer in self._table.expire(self._clock.now()):
@@ -219,7 +218,7 @@ class Directory(MembershipServicer):
 
     def _try_contacts(self, count: int) -> None:
         present = {*self._others(), self.peer_id, *self._exchanges}
-        for contact in self._contacts.due(time.monotonic(), present, count):
+        for contact in self._contacts.due(time.monotonic(), present, count, is_alone=not self._others()):
             try:
                 self._transport.introduce(contact.peer, contact.addresses)
             except MalformedError as error:
@@ -359,16 +358,6 @@ class Directory(MembershipServicer):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=LEAVE_SECONDS)
-
-    def _recall(self) -> None:
-        if self._addresses_file is not None:
-            for peer, addresses in load_addresses(self._addresses_file).items():
-                self.remember(peer, addresses)
-
-    def _save(self) -> None:
-        self._saved = time.monotonic()
-        if self._addresses_file is not None:
-            save_addresses(self._addresses_file, self._contacts.addresses())
 
 
 def _in_words(error: Exception) -> str:

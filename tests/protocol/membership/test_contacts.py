@@ -6,7 +6,18 @@ import pytest
 
 from protocol.errors import ManifestError
 from protocol.identity import Identity
-from protocol.membership.contacts import LONGEST_WAIT, MAX_ADDRESSES, MEMORY, Contacts, load_addresses, save_addresses
+from protocol.membership.contacts import (
+    FEW_PEERS,
+    LONGEST_WAIT,
+    LONGEST_WAIT_ALONE,
+    MAX_ADDRESSES,
+    MEMORY,
+    SAVE_SECONDS,
+    AddressFile,
+    Contacts,
+    load_addresses,
+    save_addresses,
+)
 
 PEERS = [Identity.create().peer_id for _ in range(5)]
 
@@ -41,6 +52,16 @@ def test_of_who_once_was_here_only_the_first_failure_is_worth_a_word() -> None:
             contacts.failed(peer, now)
         told.append([contacts.is_worth_a_word(peer) for peer in PEERS[:3]])
     assert told == [[True, True, False], [True, False, False], [True, False, False]]
+
+
+def test_who_is_alone_waits_less() -> None:
+    contacts = Contacts([address(PEERS[0])], random.Random(2))
+    for _ in range(10):
+        contacts.failed(PEERS[0], 0.0)
+    now = LONGEST_WAIT_ALONE
+    assert [contact.peer for contact in contacts.due(now, (), 1, is_alone=True)] == [PEERS[0]]
+    assert due(contacts, now) == set(), "the control: while others are there"
+    assert contacts.due(now - 0.1, (), 1, is_alone=True) == []
 
 
 def test_an_answer_ends_the_wait() -> None:
@@ -113,3 +134,19 @@ def test_a_broken_file_is_named_and_skipped(tmp_path: Path, text: str, caplog: p
 def test_a_disk_that_refuses_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_addresses(tmp_path / "missing" / "addresses.json", {})
     assert "cannot keep the addresses" in caplog.text
+
+
+def test_of_the_first_peers_each_is_on_disk_at_once_and_later_ones_soon(tmp_path: Path) -> None:
+    names = [Identity.create().peer_id for _ in range(FEW_PEERS + 1)]
+    known = {name: (address(name),) for name in names}
+    file = AddressFile(tmp_path / "addresses.json", 0.0)
+    for count in range(1, FEW_PEERS + 1):
+        some = {name: known[name] for name in names[:count]}
+        file.keep(some, 0.1)
+        assert AddressFile(tmp_path / "addresses.json", 0.0).load() == some
+    file.keep(known, 0.2)
+    assert len(file.load()) == FEW_PEERS
+    file.keep(known, SAVE_SECONDS + 0.3)
+    assert file.load() == known
+    AddressFile(None, 0.0).save(known, 1.0)
+    assert AddressFile(None, 0.0).load() == {}

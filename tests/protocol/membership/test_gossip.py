@@ -227,6 +227,17 @@ async def test_addresses_survive_a_restart_of_all(swarm: Swarm, tmp_path: Path) 
     await until(lambda: all_see([again, peers[1]], [again, peers[1]]))
 
 
+async def test_who_is_killed_a_moment_after_it_met_the_others_finds_them_again(swarm: Swarm, tmp_path: Path) -> None:
+    """Nobody was named to the first of a swarm: when it comes back, it has nothing but its file."""
+    first = swarm.add(addresses_file=tmp_path / "addresses.json")
+    other = swarm.add(bootstrap=[f"/memory/1/p2p/{first.peer_id}"])
+    await until(lambda: all_see([first, other], [first, other]))
+    await until(lambda: other.peer_id in load_addresses(tmp_path / "addresses.json"), 5.0)
+    swarm.kill(first)
+    again = swarm.add(addresses_file=tmp_path / "addresses.json")
+    await until(lambda: all_see([again, other], [again, other]))
+
+
 async def test_own_addresses_may_be_unreadable_for_a_while(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:
     peers = chain(swarm, 2)
     await until(lambda: all_see(peers, peers))
