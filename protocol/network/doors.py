@@ -108,6 +108,11 @@ class Exit:
         )
         self.channel = grpc.aio.insecure_channel(f"unix:{path}", options=options)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether gRPC pauses after attempts that failed: seconds, in which calls fail unasked."""
+        return self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._tunnels.spawn(self._leave(Stream(reader, writer)))
 
@@ -127,7 +132,8 @@ class Exit:
         self._trouble = trouble
         logger.log(level, "cannot reach %s: %s", self._peer, trouble)
 
-    async def close(self) -> None:
+    async def close(self, grace: float | None = None) -> None:
+        """Calls that are open end as cancelled, but for what ends within `grace` seconds."""
         (await self._opening).close()
         self._path.unlink(missing_ok=True)
-        await self.channel.close()
+        await self.channel.close(grace)

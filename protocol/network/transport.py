@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import grpc
 
@@ -35,6 +35,7 @@ MAX_MESSAGE_BYTES = 1024 * 1024 + 64 * 1024
 MAX_PEERS = 8192  # whose addresses are remembered
 MAX_ADDRESSES = 8  # of one peer
 STOP_SECONDS = 10.0
+FAILING_SECONDS = 1.0  # for calls that are failing already to say so
 
 COMMON_OPTIONS = {
     "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
@@ -203,6 +204,7 @@ class Transport:
 
     def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None:
         """Remember how `peer` is reached, instead of what was known; dials nothing. MalformedError: an address is none.
+        Who is heard of may have come back: what failed a moment ago is tried again by the next call.
 
         Addresses are multiaddresses that end in /p2p/<peer id>; at their hosts it takes direct connections, if at all.
         """
@@ -216,6 +218,9 @@ class Transport:
         self._addresses.move_to_end(peer)
         if len(self._addresses) > MAX_PEERS:
             self._addresses.popitem(last=False)
+        for key in [(peer, use) for use in get_args(Use)]:
+            if key in self._exits and self._exits[key].has_failed:
+                self._tunnels.spawn(self._exits.pop(key).close(FAILING_SECONDS))
 
     def forget(self, peer: PeerId) -> None:
         """Drop its addresses and cut everything between us; it may come again. Its channel is closed."""

@@ -280,7 +280,8 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     assert world.offers.current is not None
     world.process.deaths = 1
     await world.say(ready(1, outstanding=1))
-    assert world.process.heard[-1] == adopt.model_copy(update={"round": 1, "fate": "none"}), "a life that may not have heard of it"
+    told = adopt.model_copy(update={"round": 1, "fate": "none"})
+    assert world.process.heard[-1] == told, "a life that may not have heard of it"
 
 
 async def test_no_anchor_is_written_before_the_last_one_is_adopted(world: World) -> None:

@@ -15,6 +15,7 @@ from protocol.errors import IdentityError, MalformedError, UnreachableError
 from protocol.identity import Identity
 from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
+from protocol.network import transport as transports
 from protocol.network.transport import MAX_MESSAGE_BYTES, Transport, caller
 from protocol.network.tunnel import TunnelLimits
 from tests.protocol.conftest import StartPeer, StartTransport
@@ -96,6 +97,24 @@ async def test_dead_addresses_neither_prevent_nor_delay_anything(start_transport
     assert loop.time() - began < 3
     with pytest.raises(Call, match="DEADLINE_EXCEEDED|UNAVAILABLE"):
         await waiting
+
+
+async def test_who_has_come_back_is_reached_at_once(
+    start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC pauses after a dial that failed, for longer and longer; news of the peer end that."""
+    monkeypatch.setitem(transports.CHANNEL_OPTIONS, "grpc.initial_reconnect_backoff_ms", 60_000)
+    monkeypatch.setitem(transports.CHANNEL_OPTIONS, "grpc.max_reconnect_backoff_ms", 60_000)
+    node, other = await start_transport("node"), await start_transport("other", [SampleBlobs().add])
+    node.introduce(other.peer_id, [f"/ip4/127.0.0.1/tcp/1/p2p/{other.peer_id}"])
+    with pytest.raises(Call, match="UNAVAILABLE"):
+        await ask(node, other.peer_id)
+    (address,) = await node.addresses()
+    await other.connect(address, deadline=5)
+    with pytest.raises(Call, match="UNAVAILABLE"):  # the control: it is connected, and not asked
+        await ask(node, other.peer_id)
+    await meet(node, other)
+    assert (await ask(node, other.peer_id)).pieces.decode() == node.peer_id
 
 
 async def test_one_known_address_suffices(start_transport: StartTransport) -> None:
