@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from node.status import NodeStatus
 from node.web import EVERYWHERE, host_and_port, listening, serving
+from protocol.rounds.entries import Entries
 
 Outcome = Literal["included", "excluded", "lost", "missed", "failed"]
 CatchUp = Literal["replayed", "skipped"]
@@ -35,6 +36,7 @@ class Metrics(Collector):
         self.rounds: collections.Counter[str] = collections.Counter()
         self.refusals: collections.Counter[str] = collections.Counter()
         self.absences: collections.Counter[str] = collections.Counter()
+        self.entries: collections.Counter[str] = collections.Counter()
         self.revisions: collections.Counter[str] = collections.Counter()
         self.catch_ups: collections.Counter[str] = collections.Counter()
         self.pauses = self.hurries = 0
@@ -52,6 +54,10 @@ class Metrics(Collector):
         """`missed`: a round was committed without an offer of ours; `lost`: what became of it is not known; `failed`:
         it was given up by all."""
         self.rounds[outcome] += 1
+
+    def entered(self, entries: Entries) -> None:
+        """What went into this node's state with one more round."""
+        self.entries.update(contributions=len(entries.peers), parts=entries.parts, bytes=entries.size)
 
     def was_absent(self, reason: str, rounds: int) -> None:
         """So many rounds went without this node's work; `reason` is a fixed short word such as `late`."""
@@ -81,6 +87,7 @@ class Metrics(Collector):
         yield _labelled("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
         yield _labelled("murmur_refusals", "What peers sent and was refused, or timed out", "reason", self.refusals)
         yield _labelled("murmur_absences", "Rounds without this node's work, by why", "reason", self.absences)
+        yield _labelled("murmur_entered", "What went into this node's state, round by round", "what", self.entries)
         yield _labelled("murmur_revisions", "Messages with another fate on another chain", "fate", self.revisions)
         yield _labelled("murmur_catch_ups", "Rounds that others made meanwhile, by how", "how", self.catch_ups)
         yield CounterMetricFamily("murmur_pauses", "Times that training stood back for others", value=self.pauses)

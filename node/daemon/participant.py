@@ -28,6 +28,7 @@ from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.pacing import Pacing
 from protocol.rounds.chain import Head, disagrees
+from protocol.rounds.entries import Entries
 from protocol.rounds.statements import Commit, Statement, Terms
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,9 @@ class Participant:
             await self._look()
 
     async def _apply(self, commit: Statement[Commit]) -> None:
-        await self.replica.apply(commit, await self._obtain(commit.body))
+        share = await self._obtain(commit.body)
+        await self.replica.apply(commit, share)
+        self.standing.entered(Entries.of(share))
         await self._settle([commit.body], self.trainer.settle([commit.body], self.replica.chain.round))
 
     async def _obtain(self, commit: Commit) -> Share:

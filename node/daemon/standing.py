@@ -8,10 +8,11 @@ from node.channel import Evaluated, Fate, FromTrainer, Message, Pausing, Progres
 from node.daemon.absence import MISHAPS, Absence, absence
 from node.daemon.metrics import CatchUp, Metrics
 from node.daemon.offers import Past
-from node.status import NodeStatus, Phase
+from node.status import NodeStatus, Phase, short_bytes
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.rounds.chain import Head
+from protocol.rounds.entries import Entries
 from protocol.rounds.events import Reason
 from protocol.rounds.statements import Commit, Digest
 
@@ -61,6 +62,12 @@ class Standing:
 
     def stands_at(self, head: Head, state: Digest) -> None:
         self._set(round=head.round, chain_tokens=head.tokens, digest=head.digest.hex(), state_digest=state.hex())
+
+    def entered(self, entries: Entries) -> None:
+        """What went into our state with a round."""
+        self._metrics.entered(entries)
+        size = short_bytes(entries.size)
+        logger.info("%d contributions went in, %d parts of %s", len(entries.peers), entries.parts, size)
 
     def applied(self, head: Head, state: Digest, commits: Sequence[Commit], fate: Fate) -> None:
         """New rounds are in place, and what became of our message in them."""

@@ -6,11 +6,13 @@ import pytest
 
 from node.daemon.offers import Offer, Offers
 from protocol.rounds.election import Electorate
+from protocol.rounds.entries import Entries
 from protocol.rounds.leadership import Leadership
 from protocol.rounds.round import Round, Sum
 from protocol.rounds.state import RoundState
 from protocol.rounds.statements import Commit, Contribution, Statement
-from protocol.rounds.view import View
+from protocol.rounds.view import View, blobs_of
+from tests.simulation import peers
 from tests.simulation.peers import Disk
 from tests.simulation.story import FAULTS
 
@@ -137,6 +139,18 @@ def forgets_what_it_sent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Offers, "resume", resumed)
 
 
+def tells_of_messages_instead_of_parts(patch: pytest.MonkeyPatch) -> None:
+    def of(share: Sequence[Statement[Contribution]]) -> Entries:
+        senders = tuple(entry.sender for entry in share)
+        return Entries(senders, len(share), sum(blob.size for blob in blobs_of(share)))
+
+    patch.setattr(Entries, "of", of)
+
+
+def tells_of_all_groups(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(peers, "group_of", lambda commit, me, settings: commit.contributions)
+
+
 FORK, STUCK = "two commits", "stuck"
 RELAPSES = ("relapse",)
 BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it shows soon
@@ -153,6 +167,8 @@ BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it 
     (forgets_what_was_left_out, "work got lost", FAULTS),
     (takes_its_message_back_from_a_commit, "applied", FAULTS),
     (forgets_what_it_sent, "applied", FAULTS),
+    (tells_of_messages_instead_of_parts, "is told, but", FAULTS),
+    (tells_of_all_groups, "is told, but", FAULTS),
 ]
 RARE_BUGS: list[tuple[Bug, str, int]] = [  # and a seed of very few that show it
     (asks_only_a_majority_of_the_rest, FORK, 6690),

@@ -15,6 +15,7 @@ from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.rounds.attendance import Attendance
 from protocol.rounds.chain import Chain, Head, preferred
+from protocol.rounds.entries import Entries
 from protocol.rounds.events import (
     Action,
     Event,
@@ -31,6 +32,7 @@ from protocol.rounds.events import (
     Tick,
     Vow,
 )
+from protocol.rounds.grouping import group_of
 from protocol.rounds.round import Round
 from protocol.rounds.statements import Commit, Contribution, Digest, Statement
 from tests.simulation.network import RUN_ID, Network, signer_of, sum_of
@@ -204,6 +206,7 @@ class Peer:
         self, machine: Round, part: int, attempt: int, contributions: tuple[Statement[Contribution], ...]
     ) -> None:
         blob = sum_of(part, contributions)
+        self.swarm.ledger.sums[blob.digest] = [entry.body.parts[part] for entry in contributions]
         self.disk.store.add(blob.digest)
         if machine is self.round:
             self.feed(Reduced(part, attempt, blob))
@@ -279,6 +282,9 @@ class Peer:
 
     def _append(self, commit: Statement[Commit]) -> None:
         self.swarm.ledger.append(self.chain.head, commit.body)
+        share = group_of(commit.body, self.name, self.network.scenario.settings())
+        held = [entry for entry in share if commit.body.parts or entry.body.parts[0].digest in self.disk.store]
+        self.swarm.check_told(self.name, commit.body, Entries.of(held), self.disk.store)
         self.chain.append(commit)
         self._settle((commit,), None)
 

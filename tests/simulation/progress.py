@@ -5,6 +5,7 @@ node itself (`node.daemon.offers`); here its verdicts are compared with what the
 """
 
 import itertools
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from optim.program import Program
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.rounds.chain import Chain, Head, after
+from protocol.rounds.entries import Entries
 from protocol.rounds.statements import Commit, Contribution, Digest, Statement
 from tests.simulation.network import Scenario
 
@@ -47,6 +49,7 @@ class Ledger:
     def __init__(self, genesis: Head) -> None:
         self.contents: dict[Parts, Units] = {}
         self.owners: dict[Digest, PeerId] = {}  # by blob
+        self.sums: dict[Digest, list[Blob]] = {}  # by their blob, what went into them
         self.made_for: dict[Digest, int] = {}
         self.applied: dict[Digest, Units] = {genesis.digest: NONE}  # by the digest of the head
         self._serials = itertools.count()
@@ -63,6 +66,17 @@ class Ledger:
             assert not content & units, "a contribution is applied twice"
             units |= content
         self.applied[after(head, commit).digest] = units
+
+    def check_told(self, told: Entries, commit: Commit, group: Collection[PeerId], store: Set[Digest]) -> None:
+        """AssertionError: a peer tells of other contributions than those whose bytes it has applied. `group`: with whom
+        it exchanged."""
+        summed = [blob for part in commit.parts for blob in self.sums[part.digest]]
+        named = [blob for entry in commit.contributions for blob in entry.body.parts]
+        fetched = [blob for blob in named if blob.digest in store and self.owners[blob.digest] in group]
+        blobs = summed if commit.parts else fetched
+        peers = sorted({self.owners[blob.digest] for blob in blobs})
+        real = Entries(tuple(peers), len(blobs), sum(blob.size for blob in blobs))
+        assert told == real, f"{told} is told, but {real} was applied"
 
 
 @dataclass(frozen=True)

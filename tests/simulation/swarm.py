@@ -1,10 +1,11 @@
 """All peers of a virtual network, what may befall them, and what must hold whatever befalls them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.rounds.chain import genesis
+from protocol.rounds.entries import Entries
 from protocol.rounds.events import Action, Fetch, Finish, Send
 from protocol.rounds.grouping import drawn, group_of
 from protocol.rounds.statements import Commit, Digest, Statement
@@ -94,6 +95,11 @@ class Swarm:
         if self.scenario.exchange == "butterfly":
             sums = tuple(sum_of(part, body.contributions) for part in range(self.scenario.parts))
             assert body.parts == sums, "a sum of something else, or in another order"
+
+    def check_told(self, peer: PeerId, commit: Commit, told: Entries, store: Set[Digest]) -> None:
+        """What a peer tells of a round that it has applied is what went into its state."""
+        group = {entry.sender for entry in group_of(commit, peer, self.scenario.settings())}
+        self.ledger.check_told(told, commit, group, store)
 
     def given_up(self, peer: PeerId, commit: Commit) -> None:
         """It could not have what that decision takes, and goes by it no more."""

@@ -16,6 +16,7 @@ from protocol.manifest import Manifest
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pacing import Pacing
 from protocol.rounds.chain import Head
+from protocol.rounds.entries import Entries
 from protocol.rounds.statements import Commit, Contribution, Statement
 from tests.node.small_run import (
     METHOD,
@@ -138,7 +139,11 @@ class FakeStanding:
     def __init__(self) -> None:
         self.phases: list[str] = []
         self.failures: list[str] = []
+        self.entries: list[Entries] = []
         self.catch_ups: list[tuple[str, int]] = []
+
+    def entered(self, entries: Entries) -> None:
+        self.entries.append(entries)
 
     def revised(self, past: Sequence[Past]) -> None:
         pass

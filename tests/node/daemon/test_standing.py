@@ -12,6 +12,7 @@ from node.status import NodeStatus
 from protocol.blobs.blob import Blob
 from protocol.errors import ForgedError
 from protocol.rounds.chain import Head
+from protocol.rounds.entries import Entries
 from protocol.rounds.statements import Commit
 from tests.node.small_run import commit_of
 
@@ -154,6 +155,15 @@ def test_another_fate_on_another_chain_is_counted_and_said(
     standing.revised([Past(Offer(message, ()), 7, "excluded", "included")])
     assert standing._metrics.revisions == {"excluded": 1}
     assert "the message of round 7 is not applied, and is given back on this chain" in caplog.text
+
+
+def test_what_went_in_is_counted_and_said(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    parts = (Blob.of(b"four"), Blob.of(b"of six"))
+    for entries in (Entries.of(commit_of(HEAD, {0: parts, 1: parts[:1]}).body.contributions), Entries.of(())):
+        standing.entered(entries)
+    assert standing._metrics.entries == {"contributions": 2, "parts": 3, "bytes": 14}
+    assert "2 contributions went in, 3 parts of 14 B" in caplog.text
 
 
 def test_refusals_are_counted_and_said(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:
