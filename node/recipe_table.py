@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from node.places import demo_manifest
 from optim.errors import OptimError
 from optim.method import MEMORY, Method
 from optim.program import Program
+from optim.ramps import ramp
 from optim.recipes import PARTS, compose
 from optim.rows import RECIPES
 from protocol.errors import UsageError
@@ -26,6 +28,11 @@ from protocol.manifest import load_manifest
 FLOAT_BYTES = 4
 WIDTH = 240
 USUAL_PARTS = {"inner": "adamw", "signal": "pseudo-gradient", "aggregate": "mean", "adoption": "carry"}
+NEEDS = {
+    "anchor": "all peers hold the same weights between rounds",
+    "partner": "each peer has weights of its own and meets a few others a round",
+    "fates": "a sender is told whether its message counted, and sends again what did not",
+}
 COLUMNS = ("name", "message", "topology", "aggregate", "update", "besides", "bits", "bytes", "needs", "paper")
 
 
@@ -38,8 +45,7 @@ def show_recipes(name: str | None, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
     elif name:
-        for line in lines(compose(name)):
-            sys.stdout.write(line + "\n")
+        sys.stdout.write("\n".join(lines(rows[0])) + "\n")
     else:
         Console(width=WIDTH).print(table(rows))
 
@@ -52,7 +58,7 @@ def describe(recipe: str) -> dict[str, Any]:
     return {
         "name": method.name,
         "paper": method.paper,
-        **{part: _kind(method, part) for part in PARTS},
+        **{part: str(_written(method, part, "kind")) for part in PARTS},
         "bits_per_parameter_sync": bits,
         "bits_per_parameter_step": bits / steps,
         "memory_per_parameter": FLOAT_BYTES * vectors(method),
@@ -86,35 +92,53 @@ def needs(method: Method) -> list[str]:
 
 
 def options(method: Method, part: str) -> Mapping[str, Any]:
-    """Every option of that part as this method has it."""
-    built = _part(method, part)
-    return {field.name: getattr(built, field.name) for field in dataclasses.fields(built)}
+    """Every option of that part as this method has it; one that changes over the rounds as its course."""
+    return {name: _written(method, part, name) for one in kinds(method, part) for name in _names(one)}
 
 
-def lines(method: Method) -> list[str]:
-    """Composition, options and formulas, for a person."""
-    shown = [f"{method.name}   {method.paper}", f"needs: {', '.join(needs(method))}"]
+def kinds(method: Method, part: str) -> list[Any]:
+    """The part as it is at first, and each of another kind that takes its place later."""
+    found = {now.kind: now for now in (getattr(method.at(number), part) for number in reversed(method.knots))}
+    return list(reversed(found.values()))
+
+
+def lines(row: Mapping[str, Any]) -> list[str]:
+    """Composition, options and formulas of what `describe` says, for a person."""
+    method = compose(row["name"])
+    shown = [
+        f"{method.name}   {method.paper}",
+        f"bits a parameter: {row['bits_per_parameter_sync']:.3g} each time it is sent, "
+        f"{row['bits_per_parameter_step']:.3g} a step; measured on the demo's model",
+        f"bytes a parameter, beside weights and moments: {row['memory_per_parameter']}",
+        *(f"needs: {need} ({_explained(need)})" for need in row["needs"]),
+    ]
     for part in PARTS:
-        built = _part(method, part)
-        shown += ["", f"{part} = {_kind(method, part)}"]
-        usual = type(built)()
-        for option, value in options(method, part).items():
-            default = getattr(usual, option)
-            shown.append(f"    {option} = {value}" + ("" if value == default else f"   (default {default})"))
-        shown += [f"    {line}".rstrip() for line in formula(built)]
+        shown += ["", f"{part} = {row[part]}"]
+        for built in kinds(method, part):
+            usual = type(built)()
+            for option in _names(built):
+                value, default = row["options"][part][option], getattr(usual, option)
+                shown.append(f"    {option} = {value}" + ("" if value == default else f"   (default {default})"))
+            shown += [f"    {line}".rstrip() for line in formula(built)]
     return shown
 
 
 def formula(part: object) -> list[str]:
-    """What the part's own documentation says of it: there the formula stands, beside the code."""
-    documented = inspect.cleandoc(type(part).__doc__ or "")
-    return [] if documented.startswith(f"{type(part).__name__}(") else documented.splitlines()
+    """What the part's own documentation, or its file's, says of it but for the bytes of a payload: there the formula
+    stands, beside the code."""
+    documented = inspect.cleandoc(type(part).__doc__ or sys.modules[type(part).__module__].__doc__ or "")
+    return "\n\n".join(text for text in documented.split("\n\n") if not text.startswith("Payload")).splitlines()
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One line a recipe; a part that is the usual one is left out."""
     usual = ", ".join(USUAL_PARTS.values())
-    said = f"bits a parameter and step; bytes a parameter beside weights and moments; left out: {usual}"
+    said = "\n".join(
+        (
+            f"bits a parameter and step; bytes a parameter beside weights and moments; left out: {usual}",
+            *(f"{need}: {meaning}" for need, meaning in NEEDS.items()),
+        )
+    )
     drawn = Table(box=SIMPLE_HEAD, caption=said, caption_justify="left", padding=(0, 1), pad_edge=False)
     for column in COLUMNS:
         drawn.add_column(column, no_wrap=True, justify="right" if column in ("bits", "bytes") else "left")
@@ -125,18 +149,25 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     unusual = {part: "" if row[part] == kind else row[part] for part, kind in USUAL_PARTS.items()}
-    message = " ".join(
-        filter(None, (unusual["signal"], row["codec"], "+ residual" if row["feedback"] == "error" else ""))
-    )
+    codec = re.sub(r" until \d+ then ", " then ", row["codec"])
+    message = " ".join(filter(None, (unusual["signal"], codec, "+ residual" if row["feedback"] == "error" else "")))
     besides = ", ".join(filter(None, (unusual["inner"], unusual["adoption"])))
     figures = (f"{row['bits_per_parameter_step']:.3g}", str(row["memory_per_parameter"]))
     parts = (row["topology"], unusual["aggregate"], row["update"], besides)
     return (row["name"], message, *parts, *figures, ", ".join(row["needs"]), row["paper"])
 
 
-def _part(method: Method, part: str) -> Any:
-    return getattr(method, part)
+def _explained(need: str) -> str:
+    return NEEDS.get(need, "a round's result is applied when peers have trained on")
 
 
-def _kind(method: Method, part: str) -> str:
-    return str(_part(method, part).kind)
+def _names(part: object) -> list[str]:
+    return [field.name for field in dataclasses.fields(part)]  # type: ignore[arg-type]
+
+
+def _written(method: Method, part: str, name: str) -> Any:
+    """An option's, or the kind's, course over the rounds, or its value."""
+    course = RECIPES[method.name].tables[part].get(name)
+    if isinstance(course, str) and ramp(course):
+        return course
+    return next(getattr(one, name) for one in kinds(method, part) if name == "kind" or name in _names(one))

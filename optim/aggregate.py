@@ -9,10 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Payload
@@ -136,9 +136,25 @@ class _Weighted(Aggregate):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Mean(_Weighted):
-    """sum_i w_i x_i / sum_i w_i over all members of the round."""
+    """sum_i w_i x_i / sum_i w_i over all n members of the round; with `over` = "members" and equal weights it is
+    sum_i w_i x_i / n, so that a step of messages that are late is also shorter (arXiv 2106.06639)."""
 
     kind: ClassVar[str] = "mean"
+
+    over: Literal["weights", "members"] = "weights"
+
+    @model_validator(mode="after")
+    def _counts_members_alike(self) -> Self:
+        if self.over == "members" and self.weights != "equal":
+            raise ValueError("over = 'members' takes weights = 'equal'")
+        return self
+
+    def _divisor(self, messages: Sequence[Message], weights: Sequence[float]) -> np.float32:
+        """Of the sum whose weights are `weights`."""
+        if self.over == "weights":
+            return np.float32(math.fsum(weights))
+        members = present(messages)
+        return np.float32(len(members) / max(member.weight for member in members))
 
     def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         weights = self._weigh(messages)
@@ -146,7 +162,7 @@ class Mean(_Weighted):
         total = zeros(messages[0].numel)
         for read, weight, factor in zip(readers, weights, self._shrink(readers, weights), strict=True):
             read().add_to(total, weight * factor)
-        return _divide(total, np.float32(math.fsum(weights)))
+        return _divide(total, self._divisor(messages, weights))
 
     def combined(self, messages: Sequence[Message], memory: Floats | None = None) -> Vector:
         vectors = sparse_of(messages)
@@ -156,7 +172,7 @@ class Mean(_Weighted):
         weights = self._weigh(messages)
         factors = self._shrink([message.read for message in decoded], weights)
         scales = tuple(weight * factor for weight, factor in zip(weights, factors, strict=True))
-        return MeanVector(tuple(vectors), scales, np.float32(math.fsum(weights)))
+        return MeanVector(tuple(vectors), scales, self._divisor(messages, weights))
 
 
 @plain_dataclass(frozen=True)
@@ -183,7 +199,8 @@ class SenderMean(_Weighted):
     """As `Mean`, but each coordinate is divided by the weight of those members that sent something for it.
 
     This is what the public codes of arXiv 2508.15706 do where its text has the mean over all members; with sparse
-    messages it moves several times farther, so learning rates do not carry over from one rule to the other.
+    messages it moves several times farther, so learning rates do not carry over from one rule to the other. A
+    coordinate is what was sent: with a codec that transforms values it is a coefficient (arXiv 2411.19870).
     """
 
     kind: ClassVar[str] = "sender-mean"
@@ -191,13 +208,14 @@ class SenderMean(_Weighted):
     def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         weights = self._weigh(messages)
         readers = readers_of(messages)
-        total, present = zeros(messages[0].numel), zeros(messages[0].numel)
+        first = readers[0]()
+        total, senders = zeros(first.sent.numel), zeros(first.sent.numel)
         for read, weight, factor in zip(readers, weights, self._shrink(readers, weights), strict=True):
-            vector = read()
-            vector.add_to(total, weight * factor)
-            vector.add_presence_to(present, weight)
-        present[present == 0] = 1
-        return _divide(total, present)
+            sent = read().sent
+            sent.add_to(total, weight * factor)
+            sent.add_presence_to(senders, weight)
+        senders[senders == 0] = 1
+        return first.decoded(PlainVector(_divide(total, senders))).dense()
 
 
 def _divide(total: Floats, divisor: Floats | np.float32) -> Floats:

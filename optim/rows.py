@@ -35,6 +35,7 @@ USUAL: Final[Tables] = types.MappingProxyType(
 INT8: Final[Mapping[str, Table]] = types.MappingProxyType({"codec": {"kind": "int8"}, "feedback": {"kind": "error"}})
 AVERAGE: Final[Mapping[str, Table]] = types.MappingProxyType({"update": {"kind": "sgd", "learning_rate": 1.0}})
 ALIKE: Final[Table] = types.MappingProxyType({"kind": "mean", "weights": "equal"})
+BY_AGE: Final[Table] = types.MappingProxyType({**ALIKE, "staleness": 0.5, "over": "members"})
 # Every step's gradient is exchanged, and only the update moves the weights.
 EVERY_GRADIENT: Final[Mapping[str, Table]] = types.MappingProxyType(
     {
@@ -225,7 +226,6 @@ EVERY_STEP: Final = (
         FAST_MOMENTUM,
         codec={"kind": "dct-topk", "k": 32, "bits": 3},
         topology={"kind": "gather"},
-        aggregate={"kind": "sender-mean"},
     ),
     _recipe(
         "distro",
@@ -304,13 +304,13 @@ ASYNCHRONOUS: Final = (
         "arXiv 2106.06639",
         AVERAGE,
         schedule=_every(50, ahead=50, quorum=0.5),
-        aggregate={**ALIKE, "staleness": 0.5},
+        aggregate=BY_AGE,
     ),
     _recipe(
         "fedcompass",
         "arXiv 2309.14675",
         schedule=_every(100, least_steps=20, seconds=60.0),
-        aggregate={**ALIKE, "staleness": 0.5},
+        aggregate=BY_AGE,
         update={"kind": "sgd", "learning_rate": 0.9},
     ),
     _recipe(

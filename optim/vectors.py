@@ -38,6 +38,15 @@ class Vector(ABC):
         self.restore(part, out)
         return out
 
+    @property
+    def sent(self) -> "Vector":
+        """As it was sent, before any transform that the receiver undoes."""
+        return self
+
+    def decoded(self, sent: "Vector") -> "Vector":
+        """What it would be had that been sent."""
+        return sent
+
     def pieces(self) -> Iterable[slice]:
         """All spans one after the other, as they are cheapest to restore."""
         return slabs(self.numel)

@@ -138,6 +138,13 @@ class TiledVector(Vector):
     tensors: list[Tiles]
     kept: Vector
 
+    @property
+    def sent(self) -> Vector:
+        return self.kept
+
+    def decoded(self, sent: Vector) -> "TiledVector":
+        return TiledVector(self.numel, self.tensors, sent)
+
     def pieces(self) -> Iterator[slice]:
         for tiles in self.tensors:
             for band in tiles.bands():

@@ -42,7 +42,7 @@ class _BlockIntegers(BlockCodec):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BlockInt8(_BlockIntegers):
-    """One byte a value, in two's complement."""
+    """One byte a value, in two's complement: scale = max |x| / 127 of a block;  decoded = round(x / scale) * scale"""
 
     kind: ClassVar[str] = "int8"
     number: ClassVar[int] = 3
@@ -56,7 +56,7 @@ class BlockInt8(_BlockIntegers):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BlockInt4(_BlockIntegers):
-    """Two values a byte, in two's complement."""
+    """Two values a byte, in two's complement: scale = max |x| / 7 of a block;  decoded = round(x / scale) * scale"""
 
     kind: ClassVar[str] = "int4"
     number: ClassVar[int] = 6

@@ -6,9 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from optim.aggregate import Aggregate, Mean, Message, SenderMean
 from optim.codecs.codec import Codec, Payload
+from optim.codecs.cosine import SIDE, inverse
+from optim.codecs.cosine_topk import TILE, CosineTopK
 from optim.codecs.dense import HalfPrecision, Uncompressed
 from optim.codecs.integers import BlockInt8
 from optim.codecs.signs import BlockSign
@@ -16,7 +19,10 @@ from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError, OptimError
 from optim.vectors import SLAB, PlainVector, SparseVector, Vector
 
-RULES: list[Aggregate] = [Mean(), Mean(clip=True), SenderMean(), SenderMean(clip=True)]
+RULES: list[Aggregate] = [
+    *(Mean(), Mean(clip=True), Mean(weights="equal", over="members")),
+    *(SenderMean(), SenderMean(clip=True)),
+]
 each_rule = pytest.mark.parametrize("rule", RULES, ids=str)
 
 
@@ -49,6 +55,31 @@ def test_sender_mean_divides_by_those_who_sent() -> None:
     values = [torch.tensor([1.0, 0.0, 0.0]), torch.tensor([4.0, 2.0, 0.0])]
     assert SenderMean().combine(messages(values, [1, 1])).tolist() == [2.5, 2.0, 0.0]
     assert Mean().combine(messages(values, [1, 1])).tolist() == [2.5, 1.0, 0.0]
+
+
+def test_sender_mean_of_coefficients_divides_by_those_who_sent_each() -> None:
+    """Of transformed values hardly one is zero: who sent what is told by the coefficients."""
+    codec, values = CosineTopK(k=40), draws(3, 2 * TILE)
+    members = messages(values, [1, 2, 1], codec)
+    kept = [codec.read(codec.encode(value), value.numel()).sent.dense() for value in values]
+    weights = np.array([1, 2, 1], np.float32)[:, None]
+    senders = np.sum(weights * (np.stack(kept) != 0), axis=0)
+    mean = np.sum(weights * np.stack(kept), axis=0) / np.maximum(senders, 1)
+    found = SenderMean().combine(members)
+    assert np.allclose(found, inverse(mean.reshape(-1, SIDE, SIDE)).ravel(), atol=1e-5)
+    assert np.linalg.norm(found) > 1.5 * np.linalg.norm(Mean().combine(members)), "the control: the mean over all"
+
+
+def test_over_members_what_is_late_makes_the_step_shorter() -> None:
+    values = [torch.tensor([1.0, 0.0]), torch.tensor([3.0, 2.0])]
+    buffered = Mean(weights="equal", staleness=0.5, over="members")
+    assert buffered.combine(messages(values, [0.5, 0.5])).tolist() == [1.0, 0.5]
+    assert buffered.combine(messages(values, [1, 0.5])).tolist() == [1.25, 0.5]
+    assert buffered.combine(messages([*values, values[0]], [1, 0.5, 0])).tolist() == [1.25, 0.5], "absent, no member"
+    # The control: over the weights, messages that are all late count as if they were not.
+    assert Mean(weights="equal", staleness=0.5).combine(messages(values, [0.5, 0.5])).tolist() == [2.0, 1.0]
+    with pytest.raises(ValidationError, match="takes weights = 'equal'"):
+        Mean(over="members")
 
 
 @pytest.mark.parametrize("codec", [Uncompressed(), ChunkTopK(k=8, chunk=64)], ids=str)

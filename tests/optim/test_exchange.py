@@ -20,7 +20,7 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 each_delta = pytest.mark.parametrize("recipe", DELTAS)
 each_round = pytest.mark.parametrize(("recipe", "number"), ROUNDS)
 FEEDBACKS: Tables = {"error": {"kind": "error", "decay": 1.0}, "none": {"kind": "none"}}
-UNCLIPPED: Tables = {"aggregate": {"kind": "mean", "weights": "equal"}}
+UNCLIPPED: Tables = {"aggregate": {"kind": "mean", "weights": "equal", "over": "weights"}}
 
 
 @each_round

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from optim.aggregate import Mean
 from optim.codecs.subset import RandomSubset
 from optim.exchange import Merger, Sender
 from optim.inner.inner import GRADIENT_SUM, WEIGHTS
@@ -79,6 +80,19 @@ def test_demo_may_take_off_a_share_of_what_was_sent(share: float) -> None:
     payloads = Sender(program).message(0, draw(2), residual)
     momentum = 0.999 * before + draw(2)
     assert torch.allclose(residual, momentum - share * decoded(program, 0, payloads), atol=1e-6)
+
+
+def test_demo_takes_the_mean_over_all_as_its_paper_and_distro_over_senders_as_its_code() -> None:
+    for name, rule in (("demo", "mean"), ("distro", "sender-mean")):
+        program = program_of(name)
+        assert program.method.aggregate.kind == rule
+        payloads = [Sender(program).message(0, draw(seed), torch.zeros(NUMEL))[0] for seed in range(8)]
+        merged = torch.from_numpy(Merger(program).merge(0, payloads, [1.0] * 8).dense())
+        mean = torch.stack([program.plan(0).codecs[0].decode(payload, NUMEL) for payload in payloads]).mean(0)
+        if rule == "mean":
+            torch.testing.assert_close(merged, mean, rtol=1e-5, atol=1e-9)
+        else:  # hardly two of eight sent the same coefficient: that is not divided by eight
+            assert 6 < float(merged.norm() / mean.norm()) < 8
 
 
 @pytest.mark.parametrize("recipe", ["demo", "distro", *SUBSETS, "detonation-full"])
@@ -194,6 +208,7 @@ def test_backup_workers_wait_for_more_and_more() -> None:
 def test_fedbuff_discounts_what_is_late() -> None:
     """As published; with the public example's exponent of +0.5 what is late would count more."""
     rule = compose("fedbuff").aggregate
+    assert isinstance(rule, Mean) and rule.over == "members", "the paper divides by how many came, not by their weights"
     assert [rule.weight(500, age) for age in range(4)] == pytest.approx([1 / math.sqrt(1 + age) for age in range(4)])
 
 

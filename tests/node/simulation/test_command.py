@@ -1,6 +1,7 @@
 """`murmur sim` and `murmur recipes`, from their words to what they print."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from node.recipe_table import describe, show_recipes
 from node.simulation import command
 from node.simulation.command import Wish, compose_all, overrides, settle, simulate
 from node.simulation.liars import Liars
+from optim.recipes import PARTS
 from optim.rows import RECIPES
 from protocol.errors import MurmurError, UsageError
 from tests.node.simulation.virtual_swarm import setting
@@ -135,3 +137,27 @@ def test_one_recipe_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["bits_per_parameter_step"] == pytest.approx(row["bits_per_parameter_sync"] / 100)
     assert row["options"]["update"] == {"learning_rate": 0.7, "momentum": 0.9}
     assert "fates" in row["needs"]
+
+
+OPTION = r"    \w+ = [-=>.\w ]+(   \(default .*\))?"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_part_of_a_recipe_says_what_it_does(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show_recipes(recipe, False)
+    parts = re.split(r"\n\n(?=\w+ = )", capsys.readouterr().out)
+    assert len(parts) == 1 + len(PARTS)
+    for part in parts[1:]:
+        said = [line for line in part.splitlines()[1:] if line and not re.fullmatch(OPTION, line)]
+        assert said, f"only options: {part}"
+
+
+def test_what_changes_over_the_rounds_is_shown_as_its_course(capsys: pytest.CaptureFixture[str]) -> None:
+    show_recipes("sparseloco-warm", False)
+    text = capsys.readouterr().out
+    assert "codec = int8 until 50 then topk" in text
+    assert "k = 256 until 50 then 256 => 64 over 30   (default 64)" in text
+    assert "    block = 256\n" in text and "    bits = 2\n" in text, "the options of both kinds"
+    assert "round(x / scale)" in text and "The k largest of each chunk" in text, "and what both do"
+    assert describe("sparseloco-warm")["codec"] == "int8 until 50 then topk"
+    assert describe("dilocox")["options"]["schedule"]["inner_steps"] == "124 => 62 over 40"
