@@ -11,7 +11,7 @@ from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob
 from protocol.blobs.plan import Call, Failure, Plan
 from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError
 from protocol.identity import PeerId
-from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
+from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
 
 _FAILURES = {
@@ -40,7 +40,7 @@ class Lease(Protocol):
     """A channel for one call, and what its lender is to hear of the call."""
 
     @property
-    def channel(self) -> grpc.aio.Channel: ...
+    def channel(self) -> object: ...  # of gRPC's kind
     def received(self, size: int) -> None: ...
     def broken(self, reason: str) -> None: ...
 
@@ -84,13 +84,14 @@ class Wire:
         try:
             async with self._deadline(call):
                 async for chunk in stream:
-                    received = _place(data, received, chunk)
+                    came = chunk.data  # a copy at each look
+                    received = _place(data, received, came)
                     # Empty chunks are no progress.
-                    if chunk.data:
+                    if came:
                         self._hear(call.peer)
-                        self.bytes_received += len(chunk.data)
-                        lease.received(len(chunk.data))
-                        plan.received(call, len(chunk.data))
+                        self.bytes_received += len(came)
+                        lease.received(len(came))
+                        plan.received(call, len(came))
         finally:
             stream.cancel()
         if received != len(data):
@@ -146,10 +147,10 @@ def failures() -> Iterator[None]:
         raise CallFailedError(Failure.LOST, str(error)) from error
 
 
-def _place(data: bytearray, received: int, chunk: Chunk) -> int:
+def _place(data: bytearray, received: int, came: bytes) -> int:
     """Behind the bytes received so far; how many there are then."""
-    stop = received + len(chunk.data)
-    if len(chunk.data) > CHUNK_BYTES or stop > len(data):
+    stop = received + len(came)
+    if len(came) > CHUNK_BYTES or stop > len(data):
         raise LimitError("more bytes than were asked for")
-    data[received:stop] = chunk.data
+    data[received:stop] = came
     return stop

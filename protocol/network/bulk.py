@@ -21,8 +21,8 @@ from protocol.identity import PeerId
 from protocol.network.arrivals import Arrivals, arrivals, lost_on_the_way
 from protocol.network.control import Stream
 from protocol.network.direct import DirectDialer, Place
-from protocol.network.doors import Dial, Exit
 from protocol.network.lanes import Arrived, Lanes
+from protocol.network.line import LineChannel
 from protocol.network.paths import Choice, Path
 from protocol.network.tunnel import Tunnels
 
@@ -38,7 +38,7 @@ MAX_LINKS = 256  # peers to whom bulk went lately
 class Lane:
     """One connection of its own."""
 
-    exit: Exit = field(init=False)
+    channel: LineChannel = field(init=False)
     calls: int = 0
     connection: socket.socket | None = None  # once it stands
     seen: Arrivals = field(default_factory=Arrivals)
@@ -81,7 +81,9 @@ class Link:
 class Lease:
     """A channel for one call; enter it for as long as the call runs."""
 
-    def __init__(self, bulk: "Bulk", link: Link, path: Path, channel: grpc.aio.Channel, lane: Lane | None) -> None:
+    def __init__(
+        self, bulk: "Bulk", link: Link, path: Path, channel: grpc.aio.Channel | LineChannel, lane: Lane | None
+    ) -> None:
         self.channel = channel
         self._bulk, self._link, self._path, self._lane = bulk, link, path, lane
         self._broken = False
@@ -113,17 +115,11 @@ class Lease:
 
 
 class Bulk:
-    """`usual` gives the channel by libp2p, `new_exit` makes a way out by a dial of ours."""
+    """`usual` gives the channel by libp2p."""
 
-    def __init__(
-        self,
-        dialer: DirectDialer,
-        tunnels: Tunnels,
-        new_exit: Callable[[PeerId, Dial], Exit],
-        usual: Callable[[PeerId], grpc.aio.Channel],
-    ) -> None:
+    def __init__(self, dialer: DirectDialer, tunnels: Tunnels, usual: Callable[[PeerId], grpc.aio.Channel]) -> None:
         self.bytes_received: Counter[Path] = Counter()  # payload of calls
-        self._dialer, self._tunnels, self._new_exit, self._usual = dialer, tunnels, new_exit, usual
+        self._dialer, self._tunnels, self._usual = dialer, tunnels, usual
         self._places: OrderedDict[PeerId, Place] = OrderedDict()
         self._links: OrderedDict[PeerId, Link] = OrderedDict()
         self._lanes: set[Lane] = set()
@@ -157,7 +153,7 @@ class Bulk:
         if path is Path.LIBP2P:
             return Lease(self, link, path, self._usual(peer), None)
         lane = self._lane(peer, link)
-        return Lease(self, link, path, lane.exit.channel, lane)
+        return Lease(self, link, path, lane.channel, lane)
 
     def places(self, peer: PeerId) -> int:
         """How many calls to `peer` may well run at once."""
@@ -181,7 +177,7 @@ class Bulk:
     async def close(self) -> None:
         lanes, self._lanes = self._lanes, set()
         for lane in lanes:
-            await lane.exit.close()
+            await lane.channel.close()
 
     def leave_direct(self, link: Link, reason: str) -> None:
         """Calls that begin from now on go by libp2p."""
@@ -214,7 +210,7 @@ class Bulk:
         if least and (least.calls == 0 or len(link.open) >= link.lanes.width):
             return least
         lane = Lane()
-        lane.exit = self._new_exit(peer, lambda peer: self._dial(peer, link, lane))
+        lane.channel = LineChannel(peer, lambda peer: self._dial(peer, link, lane), self._tunnels)
         link.open.append(lane)
         self._lanes.add(lane)
         return lane
@@ -260,7 +256,7 @@ class Bulk:
         if lane.calls == 0 and lane in self._lanes:
             link.retired.discard(lane)
             self._lanes.discard(lane)
-            self._tunnels.spawn(lane.exit.close())
+            self._tunnels.spawn(lane.channel.close())
 
 
 def _now() -> float:

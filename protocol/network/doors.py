@@ -60,12 +60,12 @@ class Entrance:
         except (OSError, EOFError) as error:
             logger.warning("an incoming stream was lost: %s", error or type(error).__name__)
         else:
-            await self.welcome(peer, far)
+            await self._welcome(peer, far)
         finally:
             far.writer.transport.abort()
 
-    async def welcome(self, peer: PeerId, far: Stream, greeting: bytes = b"") -> None:
-        """Carry a stream of a peer who has proved its identity, as long as it lasts; `greeting` is sent first."""
+    async def _welcome(self, peer: PeerId, far: Stream) -> None:
+        """Carry a stream of a peer who has proved its identity, as long as it lasts."""
         try:
             near = await self._connect(peer)
         except OSError as error:
@@ -73,7 +73,6 @@ class Entrance:
             return
         try:
             if self._tunnels.admits(peer):
-                far.writer.write(greeting)
                 await self._tunnels.carry_in(peer, near, far)
         finally:
             near.writer.transport.abort()

@@ -1,7 +1,7 @@
 """PURE: by which of two paths bulk goes to a peer; clock in seconds, rates in bytes a second.
 
 libp2p reaches everybody and is what there is until a direct connection has been made. From then on the direct path is
-taken: it costs two thirds of the processor time and may use several connections. Measurement may overrule that: a path
+taken: it costs a third of the processor time and may use several connections. Measurement may overrule that: a path
 that carries twice as much as the other is taken, and the other is tried again with a single call now and then, which
 shares the link with what else runs and so is measured too low; hence twice. A direct path that fails is left at once,
 and proved anew before it is used again, after a pause that doubles with each failure that follows.

@@ -19,8 +19,10 @@ from protocol.errors import MalformedError, MurmurError, TransportError, Unreach
 from protocol.identity import Identity, PeerId, public_key
 from protocol.network.bulk import Bulk
 from protocol.network.control import Stream, split_address
+from protocol.network.desk import Desk
 from protocol.network.direct import DirectDialer, DirectDoor, DirectLimits, Place
 from protocol.network.doors import Dial, Entrance, Exit, caller
+from protocol.network.line import MAX_MESSAGE_BYTES
 from protocol.network.p2pd import Options, P2pd
 from protocol.network.reach import RELAYED
 from protocol.network.sockets import SocketFolder
@@ -31,7 +33,6 @@ __all__ = ["Transport", "caller"]
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/murmur/grpc/1"
-MAX_MESSAGE_BYTES = 1024 * 1024 + 64 * 1024
 MAX_PEERS = 8192  # whose addresses are remembered
 MAX_ADDRESSES = 8  # of one peer
 STOP_SECONDS = 10.0
@@ -60,7 +61,7 @@ SERVER_OPTIONS = COMMON_OPTIONS | {
     "grpc.so_reuseport": 0,
 }
 
-Service = Callable[[grpc.aio.Server], None]
+Service = Callable[[Any], None]  # adds a servicer to a server
 Use = Literal["words", "bulk"]
 
 
@@ -76,7 +77,7 @@ class Transport:
         self._stack = AsyncExitStack()
         self._tunnels = Tunnels(limits, self.traffic)
         dialer = DirectDialer(identity, self._direct_limits)
-        self.bulk = Bulk(dialer, self._tunnels, self._new_exit, self.bulk_channel)
+        self.bulk = Bulk(dialer, self._tunnels, self.bulk_channel)
         self._addresses: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
         self._exits: dict[tuple[PeerId, Use], Exit] = {}
         self._exits_made = 0
@@ -135,12 +136,15 @@ class Transport:
         await entrance.open()
         self._stack.callback(entrance.close)
         if direct is not None:
-            self._open_door(entrance, _hosts(options.listen), direct)
+            self._open_door(services, _hosts(options.listen), direct)
         self._started = await P2pd.start(options, self._folder, {PROTOCOL: entrance_path})
         self._stack.push_async_callback(self._started.stop)
 
-    def _open_door(self, entrance: Entrance, hosts: Sequence[str], port: int) -> None:
-        self.door = DirectDoor(self._identity, entrance.welcome, self._direct_limits)
+    def _open_door(self, services: Sequence[Service], hosts: Sequence[str], port: int) -> None:
+        desk = Desk(self._tunnels)
+        for service in services:
+            service(desk)
+        self.door = DirectDoor(self._identity, desk.welcome, self._direct_limits)
         self._stack.push_async_callback(self.door.close)
         self.door.open(hosts, port)
 

@@ -13,7 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from protocol.identity import PeerId
 from protocol.network.control import BUFFER_BYTES, Stream
@@ -201,19 +201,31 @@ async def _ended(pumps: set[asyncio.Task[None]]) -> None:
             raise error
 
 
+class Carried(Protocol):
+    """What the clock looks at: a tunnel, or a line."""
+
+    peer: PeerId
+
+    @property
+    def moved_at(self) -> float: ...
+    async def run(self) -> None: ...
+    def cut(self) -> None: ...
+    def fault(self, now: float) -> str | None: ...
+
+
 class Tunnels:
-    """All tunnels of a node, and the clock over them."""
+    """All tunnels and lines of a node, and the clock over them."""
 
     def __init__(self, limits: TunnelLimits, traffic: Traffic) -> None:
         self.limits = limits
         self.traffic = traffic
-        self._gates = Gates(*(Gate(rate) if rate < math.inf else None for rate in (limits.upload, limits.download)))
+        self.gates = Gates(*(Gate(rate) if rate < math.inf else None for rate in (limits.upload, limits.download)))
         for way, rate in (("upload", limits.upload), ("download", limits.download)):
             if rate < math.inf:
                 logger.info("%s of all connections together: at most %.0f kB a second", way, rate / 1000)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._incoming: set[Tunnel] = set()
-        self._outgoing: set[Tunnel] = set()
+        self._incoming: set[Carried] = set()
+        self._outgoing: set[Carried] = set()
         self._refused: set[PeerId] = set()
         self._watcher = asyncio.create_task(self._watch(), name="tunnel watcher")
 
@@ -227,17 +239,25 @@ class Tunnels:
         task.add_done_callback(self._tasks.discard)
 
     async def carry_out(self, peer: PeerId, near: Stream, far: Stream) -> None:
-        await self._carry(Tunnel(peer, near, far, self.traffic, self.limits, self._gates), self._outgoing)
+        await self.keep_out(Tunnel(peer, near, far, self.traffic, self.limits, self.gates))
 
     async def carry_in(self, peer: PeerId, near: Stream, far: Stream) -> None:
-        await self._carry(Tunnel(peer, near, far, self.traffic, self.limits, self._gates), self._incoming)
+        await self.keep_in(Tunnel(peer, near, far, self.traffic, self.limits, self.gates))
 
-    async def _carry(self, tunnel: Tunnel, group: set[Tunnel]) -> None:
-        group.add(tunnel)
+    async def keep_out(self, carried: Carried) -> None:
+        """Under the clock for as long as it lasts."""
+        await self._keep(carried, self._outgoing)
+
+    async def keep_in(self, carried: Carried) -> None:
+        """The same, for what a peer has opened."""
+        await self._keep(carried, self._incoming)
+
+    async def _keep(self, carried: Carried, group: set[Carried]) -> None:
+        group.add(carried)
         try:
-            await tunnel.run()
+            await carried.run()
         finally:
-            group.discard(tunnel)
+            group.discard(carried)
 
     def admits(self, peer: PeerId) -> bool:
         """Whether `peer` may open one more; where all places are taken, the tunnel that moved least lately yields."""
@@ -275,6 +295,6 @@ class Tunnels:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        for gate in self._gates:
+        for gate in self.gates:
             if gate:
                 gate.close()

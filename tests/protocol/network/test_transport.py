@@ -16,7 +16,8 @@ from protocol.identity import Identity
 from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.network import transport as transports
-from protocol.network.transport import MAX_MESSAGE_BYTES, Transport, caller
+from protocol.network.line import MAX_MESSAGE_BYTES
+from protocol.network.transport import Transport, caller
 from protocol.network.tunnel import TunnelLimits
 from tests.protocol.conftest import StartPeer, StartTransport
 from tests.protocol.network.sample_peer import SampleBlobs

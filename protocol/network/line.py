@@ -1,0 +1,298 @@
+"""A direct connection as a line: the services of gRPC, call after call, without gRPC.
+
+gRPC wants a socket of its own beside the connection's, and frames every byte on both: that takes twice the processor
+time of a line, which is all that a fast link leaves to save. Stubs and servicers are those of gRPC.
+
+    frame = length of the body (4 bytes, big-endian), kind (1 byte), body
+    CALL   the method's name, a zero byte, the request     from who dialled
+    REPLY  a message of the answer                         from the other end
+    END    gRPC's number of a status (1 byte), a reason    the same
+
+Calls may be sent one after the other without waiting, and are answered in that order. What comes for a call that was
+given up is skipped; where that is much, the line is cut. Rates, counts and the clock over it are those of the tunnels.
+"""
+
+import asyncio
+import logging
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+
+from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError
+from protocol.identity import PeerId
+from protocol.network.control import BUFFER_BYTES, Stream
+from protocol.network.rates import Flow, Gate
+from protocol.network.tunnel import Progress, Tunnels
+
+logger = logging.getLogger(__name__)
+
+HEAD: Final = struct.Struct(">IB")
+CALL, REPLY, END = 1, 2, 3
+MAX_MESSAGE_BYTES = 1024 * 1024 + 64 * 1024
+MAX_SKIPPED_BYTES = 2 * MAX_MESSAGE_BYTES
+IDLE_SECONDS = 60.0  # without a call: sooner than a home router forgets a connection
+CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+Dial = Callable[[PeerId], Awaitable[Stream]]
+
+
+class Line:
+    """Frames over one stream, and what `Tunnels` wants to know of it."""
+
+    def __init__(self, peer: PeerId, stream: Stream, tunnels: Tunnels, idle: float) -> None:
+        self.peer = peer
+        self._reader, self._writer = stream
+        self._limits, self._idle, self._traffic = tunnels.limits, idle, tunnels.traffic
+        self._upload, self._download = tunnels.gates
+        self._flows = Flow(), Flow()
+        self._sending = asyncio.Lock()
+        self._sent = 0
+        self._head: tuple[int, int] | None = None  # of the frame that is coming
+        self._body: list[bytes] = []
+        self._progress = Progress(asyncio.get_running_loop().time())
+        self.moved_at = self._progress.moved_at
+
+    async def run(self) -> None:
+        """Until it is closed, by either end."""
+        try:
+            with suppress(OSError):
+                await self._writer.wait_closed()
+        finally:
+            self.cut()
+
+    def cut(self) -> None:
+        self._writer.transport.abort()
+
+    @property
+    def is_cut(self) -> bool:
+        return self._writer.is_closing() or self._reader.at_eof()
+
+    def fault(self, now: float) -> str | None:
+        """Why it must end, if it must."""
+        pending = self._writer.transport.get_write_buffer_size()
+        self._progress.observe(self._sent - pending, pending, now)
+        self.moved_at = max(self.moved_at, self._progress.moved_at)
+        if self._progress.stalled_for(now) > self._limits.stall:
+            return f"nothing was taken for {self._progress.stalled_for(now):.0f} s"
+        if now - self.moved_at > self._idle:
+            return f"idle for {now - self.moved_at:.0f} s"
+        return None
+
+    async def send(self, kind: int, body: bytes) -> None:
+        """ConnectionError: it is cut. Who is cancelled in the middle of a frame cuts it."""
+        frame = memoryview(b"".join((HEAD.pack(len(body), kind), body)))
+        async with self._sending:
+            sent = self._sent
+            try:
+                for start in range(0, len(frame), step := _step(self._upload)):
+                    await self._write(frame[start : start + step])
+            except BaseException:
+                if self._sent > sent:
+                    self.cut()
+                raise
+
+    async def _write(self, data: memoryview) -> None:
+        if self._upload:
+            await self._upload.pass_through(self._flows[0], len(data))
+        self._sent += len(data)
+        self._traffic.add_sent(self.peer, len(data))
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def receive(self) -> tuple[int, bytes]:
+        """The next frame; who comes after one that was cancelled goes on where that was. EOFError, OSError: it has
+        ended. LimitError: it is too long."""
+        if self._head is None:
+            self._head = HEAD.unpack(await self._reader.readexactly(HEAD.size))
+            self._count(HEAD.size)
+        length, kind = self._head
+        if length > MAX_MESSAGE_BYTES:
+            raise LimitError(f"a frame of {length} bytes")
+        while (missing := length - sum(map(len, self._body))) > 0:
+            data = await self._reader.readexactly(min(missing, _step(self._download)))
+            self._body.append(data)
+            self._count(len(data))
+            if self._download:
+                await self._download.pass_through(self._flows[1], len(data))
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._head, self._body = None, []
+        return kind, body
+
+    def _count(self, size: int) -> None:
+        self._traffic.add_received(self.peer, size)
+        self.moved_at = asyncio.get_running_loop().time()
+
+
+def _step(gate: Gate | None) -> int:
+    return gate.grant_bytes if gate else BUFFER_BYTES
+
+
+@dataclass(eq=False)
+class Turn:
+    """A call that was sent. `come` once those before it are answered, or cannot be any more."""
+
+    line: Line
+    queue: "deque[Turn]"
+    come: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def receive(self) -> tuple[int, bytes]:
+        """The next frame of the answer; with the last one it is the next call's turn."""
+        await self.come.wait()
+        try:
+            kind, body = await self.line.receive()
+            if kind != REPLY and (kind != END or not body):
+                raise MalformedError(f"a frame of kind {kind} and {len(body)} bytes where an answer is expected")
+        except (OSError, EOFError, PeerFault):
+            self.line.cut()
+            while self.queue:
+                self.queue.popleft().come.set()
+            raise
+        if kind == END:
+            self.queue.popleft()
+            self._look()
+        return kind, body
+
+    def _look(self) -> None:
+        if self.queue:
+            self.queue[0].come.set()
+
+    def wait(self) -> None:
+        """Behind those that were sent before."""
+        self.queue.append(self)
+        self._look()
+
+
+class LineChannel:
+    """Dials when there is something to call, and again when the line is gone. For a stub it is gRPC's channel."""
+
+    def __init__(self, peer: PeerId, dial: Dial, tunnels: Tunnels) -> None:
+        self._peer, self._dial, self._tunnels = peer, dial, tunnels
+        self._sending = asyncio.Lock()  # calls are answered in the order in which they were sent
+        self._line: Line | None = None
+        self._turns: deque[Turn] = deque()  # of that line
+
+    def unary_unary(
+        self, name: str, request_serializer: Callable[[Any], bytes], response_deserializer: Callable[[bytes], Any],
+        **_: object,
+    ) -> Callable[..., Awaitable[Any]]:  # fmt: skip
+        async def call(request: Any, timeout: float) -> Any:
+            replies = Replies(self, _called(name, request_serializer(request)), response_deserializer, timeout)
+            reply = await replies.read()
+            if reply is grpc.aio.EOF or await replies.read() is not grpc.aio.EOF:
+                replies.cancel()
+                raise _error(grpc.StatusCode.INTERNAL, "not one reply")
+            return reply
+
+        return call
+
+    def unary_stream(
+        self, name: str, request_serializer: Callable[[Any], bytes], response_deserializer: Callable[[bytes], Any],
+        **_: object,
+    ) -> "Callable[..., Replies]":  # fmt: skip
+        def call(request: Any, timeout: float) -> Replies:
+            return Replies(self, _called(name, request_serializer(request)), response_deserializer, timeout)
+
+        return call
+
+    async def close(self) -> None:
+        if self._line:
+            self._line.cut()
+
+    async def send(self, body: bytes) -> Turn:
+        async with self._sending:
+            if self._line is None or self._line.is_cut:
+                await self._open()
+            assert self._line
+            await self._line.send(CALL, body)
+            turn = Turn(self._line, self._turns)
+            turn.wait()
+            return turn
+
+    async def _open(self) -> None:
+        stream = await self._dial(self._peer)
+        self._line, self._turns = Line(self._peer, stream, self._tunnels, IDLE_SECONDS), deque()
+        self._tunnels.spawn(self._tunnels.keep_out(self._line))
+
+    def skip(self, turn: Turn) -> None:
+        """Nobody waits for its answer any more."""
+        if not turn.line.is_cut:
+            self._tunnels.spawn(_skip(turn))
+
+
+class Replies:
+    """The answer to one call. AioRpcError: as gRPC says it."""
+
+    def __init__(self, channel: LineChannel, body: bytes, deserialize: Callable[[bytes], Any], seconds: float) -> None:
+        self._channel, self._body, self._deserialize = channel, body, deserialize
+        self._ends = asyncio.get_running_loop().time() + seconds
+        self._turn: Turn | None = None
+        self._ended = False
+
+    def __aiter__(self) -> "Replies":
+        return self
+
+    async def __anext__(self) -> Any:
+        reply = await self.read()
+        if reply is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return reply
+
+    async def read(self) -> Any:
+        """A message, or EOF."""
+        if self._ended:
+            return grpc.aio.EOF
+        try:
+            async with asyncio.timeout_at(self._ends):
+                frame = await self._next()
+            return grpc.aio.EOF if frame is None else self._deserialize(frame)
+        except TimeoutError as error:
+            raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time") from error
+        except (UnreachableError, TransportError, OSError, EOFError, PeerFault) as error:
+            raise _error(grpc.StatusCode.UNAVAILABLE, str(error) or type(error).__name__) from error
+
+    async def _next(self) -> bytes | None:
+        try:
+            return await self._frame()
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def _frame(self) -> bytes | None:
+        if self._turn is None:
+            self._turn = await self._channel.send(self._body)
+        kind, body = await self._turn.receive()
+        if kind == REPLY:
+            return body
+        self._ended = True
+        if status := body[0]:
+            raise _error(CODES.get(status, grpc.StatusCode.UNKNOWN), body[1:].decode(errors="replace"))
+        return None
+
+    def cancel(self) -> None:
+        if self._turn and not self._ended:
+            self._channel.skip(self._turn)
+        self._ended = True
+
+
+async def _skip(turn: Turn) -> None:
+    kind, skipped = REPLY, 0
+    with suppress(OSError, EOFError, PeerFault):
+        while kind != END:
+            kind, body = await turn.receive()
+            skipped += HEAD.size + len(body)
+            if skipped > MAX_SKIPPED_BYTES:
+                logger.info("cutting a line to %s: what nobody waits for any more does not end", turn.line.peer)
+                turn.line.cut()
+
+
+def _called(name: str, request: bytes) -> bytes:
+    return b"\0".join((name.encode(), request))
+
+
+def _error(code: grpc.StatusCode, reason: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=reason)

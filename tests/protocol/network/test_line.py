@@ -1,0 +1,272 @@
+"""Calls over lines between two ends on loopback."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from protocol.identity import Identity, PeerId
+from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
+from protocol.murmur_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
+from protocol.network import line
+from protocol.network.control import BUFFER_BYTES, Stream
+from protocol.network.desk import Desk
+from protocol.network.doors import caller
+from protocol.network.line import CALL, END, HEAD, MAX_MESSAGE_BYTES, REPLY, LineChannel
+from protocol.network.proof import ServerProof, client_context
+from protocol.network.tunnel import Traffic, TunnelLimits, Tunnels
+
+CALLER = Identity.create().peer_id
+CHUNK = 1 << 18
+BROKEN, REFUSED, SLOW = b"broken", b"refused", b"slow"
+Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+
+
+class Servicer(BlobsServicer):
+    """`Pieces` says who calls and repeats what was asked; `Fetch` yields `length` bytes in chunks."""
+
+    def __init__(self) -> None:
+        self.given_up = 0
+
+    async def Pieces(self, request: PiecesRequest, context: Any) -> PiecesReply:  # noqa: N802
+        if request.digest == BROKEN:
+            raise RuntimeError("it breaks")
+        if request.digest == REFUSED:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "not here")
+        if request.digest == SLOW:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.given_up += 1
+        return PiecesReply(pieces=caller(context).encode() + request.digest)
+
+    async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
+        for _ in range(request.length // CHUNK):
+            yield Chunk(data=bytes(CHUNK))
+
+
+class Ends:
+    """A caller of `channel`, and who answers."""
+
+    def __init__(self) -> None:
+        self.servicer, self.dials = Servicer(), 0
+        self._servers: list[asyncio.Server] = []
+        self._all: list[Tunnels] = []
+
+    async def open(self, here: TunnelLimits | None = None, there: TunnelLimits | None = None) -> None:
+        self.there = self._tunnels(there)
+        desk = Desk(self.there)
+        add_BlobsServicer_to_server(self.servicer, desk)
+
+        async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await desk.welcome(CALLER, Stream(reader, writer), b"")
+            writer.transport.abort()  # as the door does
+
+        await self.open_to(welcome, here)
+
+    async def open_to(self, peer: Peer, here: TunnelLimits | None = None) -> None:
+        context = ServerProof(Identity.create()).context
+        self._servers.append(await asyncio.start_server(peer, "127.0.0.1", 0, limit=BUFFER_BYTES, ssl=context))
+        self.address = self._servers[-1].sockets[0].getsockname()
+        self.here = self._tunnels(here)
+        self.channel = LineChannel(CALLER, self._dial, self.here)
+        self.stub = BlobsStub(self.channel)
+
+    def _tunnels(self, limits: TunnelLimits | None) -> Tunnels:
+        self._all.append(Tunnels(limits or TunnelLimits(), Traffic()))
+        return self._all[-1]
+
+    async def _dial(self, peer: PeerId) -> Stream:
+        self.dials += 1
+        context = client_context()
+        return Stream(
+            *await asyncio.open_connection(*self.address, limit=BUFFER_BYTES, ssl=context, server_hostname="")
+        )
+
+    async def ask(self, words: bytes, seconds: float = 10.0) -> bytes:
+        reply: PiecesReply = await self.stub.Pieces(PiecesRequest(digest=words), timeout=seconds)
+        return reply.pieces
+
+    def fetch(self, chunks: int, seconds: float = 10.0) -> Any:
+        return self.stub.Fetch(FetchRequest(length=chunks * CHUNK), timeout=seconds)
+
+    async def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for tunnels in self._all:
+            for carried in (*tunnels._incoming, *tunnels._outgoing):
+                carried.cut()
+        async with asyncio.timeout(10):
+            while any(map(len, self._all)):
+                await asyncio.sleep(0.005)
+        for tunnels in self._all:
+            await tunnels.stop()
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    made = Ends()
+    yield made
+    await made.close()
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def status_of(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    code: grpc.StatusCode = caught.value.code()
+    return code
+
+
+async def received(replies: Any) -> int:
+    return sum([len(chunk.data) async for chunk in replies])
+
+
+async def test_calls_that_follow_one_another_are_answered_in_order(ends: Ends) -> None:
+    await ends.open()
+    calls = [ends.ask(bytes([number])) for number in range(20)]
+    streams = [received(ends.fetch(number)) for number in (7, 0, 1)]
+    answers = await asyncio.gather(*calls, *streams)
+    assert answers == [CALLER.encode() + bytes([number]) for number in range(20)] + [7 * CHUNK, 0, CHUNK]
+    assert ends.dials == 1
+    sent, came = ends.there.traffic.total, ends.here.traffic.of(CALLER)
+    assert sent.sent == came.received > 8 * CHUNK and sent.received == came.sent > 0
+
+
+async def test_a_call_that_is_given_up_holds_up_nobody(ends: Ends) -> None:
+    await ends.open()
+    first, second = ends.fetch(3), asyncio.create_task(received(ends.fetch(2)))
+    await first.read()
+    third = asyncio.create_task(ends.ask(b"third"))
+    await asyncio.sleep(0)
+    second.cancel()
+    first.cancel()
+    assert await third == CALLER.encode() + b"third"
+    assert await first.read() is grpc.aio.EOF
+    assert ends.dials == 1 and len(ends.channel._turns) == 0
+
+
+async def test_without_skipping_the_others_would_wait_for_ever(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(LineChannel, "skip", lambda *_: None)
+    await ends.open()
+    first = ends.fetch(3)
+    await first.read()
+    first.cancel()
+    assert await status_of(ends.ask(b"third", 0.3)) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_much_that_nobody_waits_for_is_not_read_to_its_end(ends: Ends) -> None:
+    await ends.open()
+    first = ends.fetch(1 << 20)
+    await first.read()
+    first.cancel()
+    assert await status_of(ends.ask(b"behind it")) is grpc.StatusCode.UNAVAILABLE
+    assert ends.here.traffic.total.received < 64 * CHUNK
+    assert await ends.ask(b"again") == CALLER.encode() + b"again"
+    assert ends.dials == 2
+
+
+async def test_what_a_servicer_refuses_and_how_it_breaks(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    await ends.open()
+    assert await status_of(ends.ask(REFUSED)) is grpc.StatusCode.NOT_FOUND
+    assert await status_of(ends.ask(BROKEN)) is grpc.StatusCode.UNKNOWN
+    assert f"a call of {CALLER} broke" in caplog.text and "it breaks" in caplog.text
+    strange = ends.channel.unary_unary("/none", bytes, bytes)
+    assert await status_of(strange(b"?", timeout=5)) is grpc.StatusCode.UNIMPLEMENTED
+    garbled = ends.channel.unary_unary("/murmur.v1.Blobs/Pieces", bytes, bytes)
+    assert await status_of(garbled(b"\xff\xff", timeout=5)) is grpc.StatusCode.INVALID_ARGUMENT
+    assert await ends.ask(b"well") == CALLER.encode() + b"well"
+    assert ends.dials == 1
+
+
+async def test_no_answer_in_time(ends: Ends) -> None:
+    await ends.open()
+    assert await status_of(ends.ask(SLOW, 0.1)) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_who_hangs_up_is_worked_for_no_more(ends: Ends) -> None:
+    await ends.open()
+    asking = asyncio.create_task(ends.ask(SLOW))
+    await until(lambda: ends.there.traffic.total.received)
+    await ends.channel.close()
+    assert await status_of(asking) is grpc.StatusCode.UNAVAILABLE
+    await until(lambda: ends.servicer.given_up == 1)
+    await until(lambda: len(ends.there) == len(ends.here) == 0)
+
+
+@pytest.mark.parametrize(
+    "frame", [HEAD.pack(MAX_MESSAGE_BYTES + 1, CALL), HEAD.pack(0, REPLY), HEAD.pack(1, 77) + b"x"]
+)
+async def test_a_caller_that_sends_nonsense_is_cut(ends: Ends, frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    await ends.open()
+    stream = await ends._dial(CALLER)
+    stream.writer.write(frame)
+    with pytest.raises((EOFError, ConnectionError)):
+        await asyncio.wait_for(stream.reader.readexactly(1), 5)
+    stream.writer.transport.abort()
+    assert f"cutting a line of {CALLER}" in caplog.text
+    assert await ends.ask(b"honest") == CALLER.encode() + b"honest"
+
+
+@pytest.mark.parametrize(
+    "answer", [HEAD.pack(MAX_MESSAGE_BYTES + 1, REPLY), HEAD.pack(0, END), HEAD.pack(1, CALL) + b"x", b"half", b""]
+)
+async def test_an_answer_that_is_none_ends_the_line(ends: Ends, answer: bytes) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(answer)
+        writer.close()
+
+    await ends.open_to(peer)
+    for dials in (1, 2):
+        assert await status_of(ends.ask(b"?")) is grpc.StatusCode.UNAVAILABLE
+        assert ends.dials == dials
+
+
+async def test_a_caller_that_takes_nothing_is_cut_by_the_clock(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    await ends.open(there=TunnelLimits(stall=0.3, tick=0.05))
+    lazy = ends.fetch(1 << 20, 60)
+    await lazy.read()
+    await until(lambda: "nothing was taken for" in caplog.text)
+    await until(lambda: len(ends.there) == 0)
+    assert ends.there.traffic.total.sent < 256 * CHUNK, "and nothing piled up for it"
+
+
+async def test_a_line_without_calls_is_closed_and_opened_again(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "IDLE_SECONDS", 0.2)
+    await ends.open(here=TunnelLimits(tick=0.05))
+    assert await ends.ask(b"one") == CALLER.encode() + b"one"
+    await until(lambda: len(ends.here) == len(ends.there) == 0)
+    assert await ends.ask(b"two") == CALLER.encode() + b"two"
+    assert ends.dials == 2
+
+
+@pytest.mark.parametrize("limited", ["upload", "download", ""])
+async def test_rates_hold_for_lines(ends: Ends, limited: str) -> None:
+    rate = 2_000_000.0
+    here = TunnelLimits(download=rate) if limited == "download" else None
+    await ends.open(here, TunnelLimits(upload=rate) if limited == "upload" else None)
+    began = time.monotonic()
+    assert await received(ends.fetch(4)) == 4 * CHUNK
+    seconds = time.monotonic() - began
+    least = (4 * CHUNK - 0.3 * rate) / rate
+    assert seconds >= least if limited else seconds < least, "the control: without a limit it is faster"
+
+
+async def test_one_peer_has_so_many_lines_and_no_more(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    await ends.open(there=TunnelLimits(incoming_per_peer=1))
+    assert await ends.ask(b"one")
+    more = BlobsStub(LineChannel(CALLER, ends._dial, ends.here))
+    assert await status_of(more.Pieces(PiecesRequest(), timeout=5)) is grpc.StatusCode.UNAVAILABLE
+    assert f"refusing {CALLER}: it holds 1 tunnels" in caplog.text
+    assert await ends.ask(b"two")
