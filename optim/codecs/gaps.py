@@ -20,6 +20,7 @@ from optim.vectors import AT_ONCE, slabs
 
 Gaps = npt.NDArray[np.uint16]
 Bits = npt.NDArray[np.uint8]  # one bit an element
+Ends = npt.NDArray[np.int64]
 
 DIRECT = 8  # gaps that are their own class
 OCTAVE = 4  # classes in each octave above
@@ -64,28 +65,30 @@ def plain_bits(gaps: Gaps, classes: Symbols, span: int) -> Bits:
     return bits
 
 
-def count_plain_bits(classes: Symbols, span: int) -> int:
-    widths = class_table(span)[1]
-    return int(np.bincount(classes, minlength=widths.size) @ widths.astype(np.int64))
+def plain_ends(classes: Symbols, span: int) -> Ends:
+    """Of each gap's low bits, where they stop."""
+    widths = class_table(span)[1].astype(np.int64)
+    ends = widths.take(classes, mode="clip")
+    return np.cumsum(ends, out=ends)
 
 
-def from_classes(classes: Symbols, packed: npt.NDArray[np.uint8], first: int, span: int) -> Gaps:
-    """The gaps; the low bits stand in `packed` bytes from bit `first` on, as many as `count_plain_bits` says."""
+def from_classes(classes: Symbols, ends: Ends, packed: npt.NDArray[np.uint8], first: int, span: int) -> Gaps:
+    """The gaps; the low bits stand in `packed` bytes from bit `first` on, until their `plain_ends`."""
     lowest, widths = class_table(span)
-    width = widths.take(classes, mode="clip")
-    stop = np.cumsum(width, dtype=np.int64)
-    stop += first
     # The 24 bits from each byte on: a gap has at most 13 low bits, which end less than a byte before the window does.
     padded = np.concatenate([np.zeros(2, np.uint8), packed, np.zeros(1, np.uint8)]).astype(np.uint32)
     windows = padded[:-2] << np.uint32(16)
     windows |= padded[1:-1] << np.uint32(8)
     windows |= padded[2:]
+    masks = (np.uint32(1) << widths.astype(np.uint32)) - np.uint32(1)
     gaps = np.empty(classes.size, np.uint16)
 
     def decode(part: slice) -> None:
-        low = windows.take(stop[part] >> 3, mode="clip")
-        low >>= np.uint32(8) - (stop[part] & 7).astype(np.uint32)
-        low &= (np.uint32(1) << width[part].astype(np.uint32)) - np.uint32(1)
+        stop = ends[part] + first
+        low = windows.take(stop >> 3, mode="clip")
+        stop &= 7
+        low >>= np.uint32(8) - stop.astype(np.uint32)
+        low &= masks.take(classes[part], mode="clip")
         np.add(lowest.take(classes[part], mode="clip"), low, out=gaps[part], casting="unsafe")
 
     each(decode, slabs(classes.size, AT_ONCE))

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.blocks import BlockCodec, Integers
 from optim.parts import STRICT
-from optim.threads import scratch_like
+from optim.threads import scratch
 from optim.vectors import Floats
 
 NARROW = 16
@@ -32,10 +32,10 @@ class BlockSign(BlockCodec):
     block: int = Field(default=1024, ge=16, le=65_536, multiple_of=8, description="values that share a scale")
 
     def _scale(self, rows: torch.Tensor, sizes: Floats) -> Floats:
-        sums: Floats = scratch_like("floats", np.float32, rows.numpy())
-        np.abs(rows.numpy(), out=sums)
-        narrow = np.ascontiguousarray(_folded(sums.T, NARROW))  # short rows take long
-        means: Floats = _folded(narrow, 1)[0] / sizes
+        sums = torch.from_numpy(scratch("floats", np.float32, rows.numel())).view(rows.shape)
+        torch.abs(rows, out=sums)
+        narrow = _folded(sums.T, NARROW).contiguous()  # short rows take long
+        means: Floats = _folded(narrow, 1)[0].numpy() / sizes
         return means
 
     def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
@@ -46,10 +46,10 @@ class BlockSign(BlockCodec):
         codes += np.int8(1)
 
 
-def _folded(sums: Floats, least: int) -> Floats:
+def _folded(sums: torch.Tensor, least: int) -> torch.Tensor:
     """The second half of the rows is added to the first until `least` are left: an order that never depends on the
     machine. Changes `sums`."""
-    while (count := len(sums)) > least:
+    while (count := sums.shape[0]) > least:
         half = -(-count // 2)
         sums[: count - half] += sums[half:]
         sums = sums[:half]

@@ -79,10 +79,15 @@ class Layout:
         """All gaps are below it."""
         return self.span if self.full else self.rest
 
-    def spread(self, per_chunk: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """Repeat each chunk's entry for each value kept of it."""
-        whole = np.repeat(per_chunk[: self.full], self.keep)
-        return np.concatenate([whole, np.repeat(per_chunk[self.full :], self.rest_keep)]) if self.rest else whole
+    def runs(self) -> list[slice]:
+        """All chunks, a few at a time; a short last one by itself."""
+        return [*slabs(self.full, max(1, AT_ONCE // self.keep)), *([slice(self.full, self.chunks)] * (self.rest > 0))]
+
+    def kept_of(self, chunks: slice) -> tuple[slice, int]:
+        """The place of what is kept of such a run, and how much of each chunk."""
+        keep = self.keep if chunks.start < self.full else self.rest_keep
+        first = chunks.start * self.keep
+        return slice(first, first + (chunks.stop - chunks.start) * keep), keep
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -184,8 +189,9 @@ def _unpack(reader: Reader, layout: Layout) -> SparseVector:
     words = reader.take("u2", word_count)
     classes, carried = rans.decode(layout.kept, frequencies, lanes, words)
     flag_count = layout.bits * layout.kept
-    packed = _read_plain(reader, carried, flag_count + gaps.count_plain_bits(classes, layout.reach))
-    indices = _indices(gaps.from_classes(classes, packed, flag_count, layout.reach), layout)
+    ends = gaps.plain_ends(classes, layout.reach)
+    packed = _read_plain(reader, carried, flag_count + int(ends[-1]))
+    indices = _indices(gaps.from_classes(classes, ends, packed, flag_count, layout.reach), layout)
     negative, *planes = np.unpackbits(packed, count=flag_count).reshape(layout.bits, -1)
     level = np.zeros_like(negative)
     for plane, bit in enumerate(planes):
@@ -249,15 +255,17 @@ def _vector(
     levels: Floats,
 ) -> SparseVector:
     positions, values = np.empty(layout.kept, np.int64), np.empty(layout.kept, np.float32)
-    flat, chunk = levels.ravel(), layout.spread(np.arange(layout.chunks, dtype=np.uint32))
+    flat = levels.ravel()
 
-    def restore(part: slice) -> None:
-        np.multiply(chunk[part], np.int64(layout.span), out=positions[part])
-        positions[part] += indices[part]
-        place = chunk[part] * np.uint32(layout.levels)
-        place += level[part]
-        flat.take(place, out=values[part], mode="clip")
-        values[part].view(np.uint32)[:] |= negative[part].astype(np.uint32) << np.uint32(31)
+    def restore(chunks: slice) -> None:
+        part, keep = layout.kept_of(chunks)
+        chunk = np.arange(chunks.start, chunks.stop)[:, None]
+        np.add(indices[part].reshape(-1, keep), chunk * layout.span, out=positions[part].reshape(-1, keep))
+        place = level[part].reshape(-1, keep) + chunk * layout.levels
+        flat.take(place.ravel(), out=values[part], mode="clip")
+        signs = negative[part].astype(np.uint32)
+        signs <<= np.uint32(31)
+        values[part].view(np.uint32)[:] |= signs
 
-    each(restore, slabs(layout.kept, AT_ONCE))
+    each(restore, layout.runs())
     return SparseVector(positions, values, layout.numel)
