@@ -35,8 +35,8 @@ class BlockSign(BlockCodec):
         sums = torch.from_numpy(scratch("floats", np.float32, rows.numel())).view(rows.shape)
         torch.abs(rows, out=sums)
         narrow = _folded(sums.T, NARROW).contiguous()  # short rows take long
-        means: Floats = _folded(narrow, 1)[0].numpy() / sizes
-        return means
+        totals: Floats = _folded(narrow, 1)[0].numpy()
+        return totals / sizes
 
     def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
         np.less(rows.numpy(), 0, out=codes.view(np.bool_))
