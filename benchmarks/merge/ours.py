@@ -34,7 +34,7 @@ from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.blobs.fetch import Fetcher
 from protocol.blobs.service import BlobService
-from protocol.blobs.store import BlobStore
+from protocol.blobs.store import HELD_BYTES, BlobStore
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Round
 from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server, add_RoundsServicer_to_server
@@ -59,7 +59,7 @@ class Peer:
         self.identity = Identity.load_or_create(folder / "key")
         self._own, self._residual = vector(words.rank, words.numel), torch.zeros(words.numel)
         self._terms = Terms(words.recipe, SHAPES, self.program.max_parts, 1 << 40, self.program.max_part_bytes)
-        self._store = BlobStore(folder / "blobs", STORE_BYTES)
+        self._store = BlobStore(folder / "blobs", STORE_BYTES, HELD_BYTES)
         self._workshop = Workshop(self.program, self._store, lambda step: 1.0)
         self._replica = Replica(Chain.begin(RUN_ID), self._zero(), self._workshop, self._work)
         self.transport = Transport.create(folder / "key", folder)

@@ -40,7 +40,7 @@ from optim.method import Method
 from optim.program import Program
 from protocol.blobs.fetch import Fetcher
 from protocol.blobs.service import BlobService, CallerLimits
-from protocol.blobs.store import BlobStore
+from protocol.blobs.store import HELD_BYTES, BlobStore
 from protocol.identity import Identity, PeerId
 from protocol.membership.clock import Clock
 from protocol.membership.directory import MAX_TEXT_CHARACTERS, Event, Left
@@ -121,7 +121,7 @@ class Assembly:
         )
         self.arena = Arena.create(Contents.of(program))
         room = STORE_STATES * state_bytes(numel, method) + MESSAGES * program.max_message_bytes + STORE_EXTRA_BYTES
-        self.store = BlobStore(folder.blobs, room)
+        self.store = BlobStore(folder.blobs, room, HELD_BYTES)
         self._workshop = Workshop(program, self.store, decay_of(manifest.train))
         saved = self._load()
         self._sent = OfferFile(folder.offer)

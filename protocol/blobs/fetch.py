@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
 from protocol.blobs.blob import DIGEST_BYTES, MAX_BLOB_BYTES, Blob, digest_of
+from protocol.blobs.partial import Partial
 from protocol.blobs.plan import Call, Failure, Pace, Plan, Sources
-from protocol.blobs.store import BlobStore, Partial
+from protocol.blobs.store import BlobStore
 from protocol.blobs.window import Window
 from protocol.blobs.wire import CallFailedError, Carrier, UncertainError, Wire, failures
 from protocol.errors import MalformedError, UnreachableError
@@ -127,7 +128,7 @@ class Download:
         def keep(data: bytearray) -> None:
             if Blob.of(memoryview(data)) != self.blob:
                 raise UncertainError
-            self._store.put(memoryview(data))
+            self._store.hold(memoryview(data))
 
         await self._wire.piece(self.blob, plan, call, keep)
 

@@ -8,7 +8,8 @@
 Nothing is fsynced: a blob can be fetched again, and is hashed again before it is trusted, but for what this process
 itself hashed and wrote a moment ago: such a file bears a time that any later writer changes. A complete blob appears by
 a rename, so it is never seen half-written. What its owner has in memory for as long as it is wanted can be lent instead
-of written. Every method may be called from any thread.
+of written. Small ones that are fetched stay in memory while there is room: they are there to be decoded at once and to
+be passed on for a few rounds, and can be fetched again. Every method may be called from any thread.
 """
 
 import contextlib
@@ -23,25 +24,31 @@ from pathlib import Path
 from typing import IO
 
 from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, hash_of, piece_hashes, size_of
-from protocol.blobs.files import copy, disk_errors, has_data, hash_piece, read_at, write_at
+from protocol.blobs.files import copy, disk_errors, hash_piece, read_at
 from protocol.blobs.lent import Lent, lent
-from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError
+from protocol.blobs.partial import FilePartial, HeldPartial, Partial
+from protocol.errors import MissingFileError, PeerFault, StorageError
 
 logger = logging.getLogger(__name__)
 
+HELD_BYTES = 1 << 28  # for all that a node keeps in memory of what it fetches
+MAX_HELD_BYTES = 8 * PIECE_BYTES  # of one blob in memory: more is worth taking up again after a restart
 FRESH_SECONDS = 60.0  # so long after it was written a blob is taken to be as it was hashed
 _OURS = re.compile(r"([0-9a-f]{64})(\.part|\.pieces)?")
 
 
 class BlobStore:
-    """`max_bytes` bounds the lengths of all complete and partial blobs together, but for those that are lent."""
+    """`max_bytes` bounds the lengths of all complete and partial blobs on disk together, `memory_bytes` those of the
+    fetched ones that stay in memory."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, memory_bytes: int = 0) -> None:
         self._folder = folder
-        self._max_bytes = max_bytes
+        self._max_bytes, self._memory_bytes = max_bytes, memory_bytes
         self._lock = threading.Lock()
         self._complete: dict[bytes, int] = {}
         self._lent: dict[bytes, Lent] = {}
+        self._growing: dict[bytes, HeldPartial] = {}
+        self._held: dict[bytes, int] = {}  # sizes of those in memory that nobody has lent, growing or whole
         self._partial: dict[bytes, int] = {}
         self._open: set[bytes] = set()
         self._fresh: dict[bytes, tuple[int, float]] = {}  # time on the file in nanoseconds, and when it was written
@@ -78,6 +85,16 @@ class BlobStore:
             raise MissingFileError(f"no blob {digest.hex()} in {self._folder}; fetch it first")
         return Blob(digest, size)
 
+    def hold(self, data: Bytes) -> Blob:
+        """As `put`, in memory where there is room for it: it must not change."""
+        hashes = piece_hashes(data)
+        blob = Blob.from_hashes(hashes, size_of((data,)))
+        with self._lock:
+            if not self.has(blob.digest) and self._has_room(blob):
+                self._held[blob.digest] = blob.size
+                self._lent[blob.digest] = lent(blob, hashes, (data,))
+        return blob if self.has(blob.digest) else self.put(data)
+
     def put(self, *data: Bytes) -> Blob:
         """All of them, one after the other, as one blob."""
         hashes = piece_hashes(*data)
@@ -102,7 +119,9 @@ class BlobStore:
             with self._new_file(held.blob.size) as file:
                 file.writelines(held.views)
                 self._adopt(file, held.blob, held.hashes)
-            self._lent.pop(digest, None)
+            with self._lock:
+                self._lent.pop(digest, None)
+                self._held.pop(digest, None)
 
     def put_file(self, path: Path) -> Blob:
         """Copy a file of any size into the store."""
@@ -160,7 +179,8 @@ class BlobStore:
         with self._lock:
             if digest not in self._open:
                 self._complete.pop(digest, None)
-                self._lent.pop(digest, None)
+                for known in (self._lent, self._held, self._growing):
+                    known.pop(digest, None)
                 self._partial.pop(digest, None)
                 self._fresh.pop(digest, None)
                 self._remove(digest, "", ".part", ".pieces")
@@ -168,26 +188,32 @@ class BlobStore:
     def retain(self, digests: Collection[bytes]) -> None:
         """Remove every blob, complete or partial, that is neither named nor being fetched."""
         keep = set(digests)
-        for digest in [*self._complete, *self._partial, *self._lent]:
+        for digest in [*self._complete, *self._partial, *self._lent, *self._growing]:
             if digest not in keep:
                 self.discard(digest)
 
     def partial_hashes(self, blob: Blob) -> bytes | None:
         """The piece hashes of a fetch that was begun, if there was one."""
+        if growing := self._growing.get(blob.digest):
+            return growing.hashes
         return self._read_hashes(blob) if blob.digest in self._partial else None
 
-    def open_partial(self, blob: Blob, hashes: bytes) -> "Partial":
+    def open_partial(self, blob: Blob, hashes: bytes) -> Partial:
         """Begin or take up a fetch; one at a time for each blob. What lies there counts once `recheck` has read it."""
         blob.check_hashes(hashes)
         with self._lock:
             if blob.digest in self._open:
                 raise ValueError(f"blob {blob.name} is being fetched already")
-            self._make_room(blob.size - self._partial.get(blob.digest, 0))
-            self._partial[blob.digest] = blob.size
+            growing = self._growing_partial(blob, hashes)
+            if growing is None:
+                self._make_room(blob.size - self._partial.get(blob.digest, 0))
+                self._partial[blob.digest] = blob.size
             self._open.add(blob.digest)
+        if growing is not None:
+            return growing
         try:
             self._write_hashes(blob, hashes)
-            return Partial(self, blob, hashes, self._folder / f"{blob.name}.part")
+            return FilePartial(self, blob, hashes, self._folder / f"{blob.name}.part")
         except BaseException:
             self.close_partial(blob)
             raise
@@ -196,6 +222,23 @@ class BlobStore:
         """For Partial."""
         with self._lock:
             self._open.discard(blob.digest)
+
+    def complete_held(self, blob: Blob, hashes: bytes, pieces: tuple[bytes | bytearray, ...]) -> None:
+        """For Partial: every piece is there and checked."""
+        with self._lock:
+            self._lent[blob.digest] = lent(blob, hashes, pieces)
+            self._growing.pop(blob.digest, None)
+
+    def _growing_partial(self, blob: Blob, hashes: bytes) -> HeldPartial | None:
+        """None: it goes to the disk, or lies there already."""
+        known = self._growing.get(blob.digest)
+        if known is None and blob.digest not in self._partial and self._has_room(blob):
+            known = self._growing[blob.digest] = HeldPartial(self, blob, hashes)
+            self._held[blob.digest] = blob.size
+        return known
+
+    def _has_room(self, blob: Blob) -> bool:
+        return blob.size <= min(MAX_HELD_BYTES, self._memory_bytes - sum(self._held.values()))
 
     def complete_partial(self, blob: Blob) -> None:
         """For Partial: every piece is there and checked."""
@@ -310,59 +353,3 @@ class BlobStore:
         logger.warning("blob %s in %s is damaged and is removed", digest.hex(), self._folder)
         self.discard(digest)
         return MissingFileError(f"blob {digest.hex()} in {self._folder} was damaged and is removed; fetch it again")
-
-
-class Partial:
-    """A blob on its way. `missing` holds the pieces that are not there or not yet checked."""
-
-    def __init__(self, store: BlobStore, blob: Blob, hashes: bytes, path: Path) -> None:
-        self.blob = blob
-        self._store = store
-        self._hashes = hashes
-        self._path = path
-        # A thread may still be writing when its task is cancelled: the descriptor must not be closed, and given to
-        # another file, under its hands.
-        self._lock = threading.Lock()
-        self.missing = set(range(blob.pieces))
-        with disk_errors(path):
-            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            os.ftruncate(self._descriptor, blob.size)
-
-    def recheck(self) -> None:
-        """Hash what an earlier fetch left; takes seconds for gigabytes, and ends early when closed."""
-        for piece in range(self.blob.pieces):
-            with self._lock, disk_errors(self._path):
-                if self._descriptor is None:
-                    return
-                if self._holds(self._descriptor, piece):
-                    self.missing.discard(piece)
-
-    def write(self, piece: int, data: bytes | bytearray) -> None:
-        """Check and keep a piece; raises MalformedError where it is not the one that was asked for."""
-        if len(data) != self.blob.piece_length(piece) or hash_of(data) != self._hash_of(piece):
-            raise MalformedError("a piece does not match its hash")
-        with self._lock, disk_errors(self._path):
-            if self._descriptor is not None:
-                write_at(self._descriptor, data, piece * PIECE_BYTES)
-                self.missing.discard(piece)
-
-    def finish(self) -> None:
-        """Make the blob a complete one."""
-        if self.missing:
-            raise ValueError(f"blob {self.blob.name} lacks {len(self.missing)} pieces")
-        self._store.complete_partial(self.blob)
-
-    def close(self) -> None:
-        """Stop writing; what is there is kept for the next time."""
-        with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
-                self._store.close_partial(self.blob)
-
-    def _hash_of(self, piece: int) -> bytes:
-        return self._hashes[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]
-
-    def _holds(self, descriptor: int, piece: int) -> bool:
-        start = piece * PIECE_BYTES
-        return has_data(descriptor, start) and hash_piece(descriptor, start) == self._hash_of(piece)

@@ -12,9 +12,10 @@ import grpc
 import pytest
 
 from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
+from protocol.blobs.partial import FilePartial
 from protocol.blobs.plan import Pace
 from protocol.blobs.service import BlobService, CallerLimits
-from protocol.blobs.store import BlobStore, Partial
+from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError, StorageError, UnreachableError
 from protocol.murmur_pb2 import Chunk, FetchRequest
 from tests.protocol.blobs.sources import BLOB, DATA, QUICK, ROOM, SMALL, Scripted, Swarm, flipped
@@ -86,7 +87,7 @@ async def test_a_cut_fetch_is_taken_up_where_it_was(swarm: Swarm, restart: bool)
     assert second.total_bytes_served <= len(DATA) - 5 * PIECE_BYTES
 
 
-def keep_unchecked(partial: Partial, piece: int, data: bytes) -> None:
+def keep_unchecked(partial: FilePartial, piece: int, data: bytes) -> None:
     """A naive `Partial.write`: looks at the length only."""
     assert len(data) == partial.blob.piece_length(piece)
     assert partial._descriptor is not None
@@ -116,7 +117,7 @@ async def test_looking_at_lengths_only_lets_the_lie_in(swarm: Swarm, monkeypatch
     liar.tamper = flipped
     await swarm.add("liar", liar)
     with monkeypatch.context() as patch:
-        patch.setattr(Partial, "write", keep_unchecked)
+        patch.setattr(FilePartial, "write", keep_unchecked)
         await swarm.fetch()
     assert swarm.store.has(BLOB.digest)
     assert swarm.faults == []

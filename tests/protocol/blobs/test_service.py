@@ -210,7 +210,8 @@ import grpc
 from protocol.blobs.fetch import Fetcher
 from protocol.blobs.fetch import Fetcher
 from protocol.blobs.service import BlobService
-from protocol.blobs.store import BlobStore, Partial
+from protocol.blobs.partial import FilePartial
+from protocol.blobs.store import BlobStore
 from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server
 from tests.protocol.blobs.plain import PlainCarrier
 

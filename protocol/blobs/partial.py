@@ -1,0 +1,125 @@
+"""Blobs on their way, piece by piece: large ones on disk, where a fetch can be taken up after a restart, small ones in
+memory where there is room for them."""
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Protocol
+
+from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, hash_of
+from protocol.blobs.files import disk_errors, has_data, hash_piece, write_at
+from protocol.errors import MalformedError
+
+
+class Home(Protocol):
+    """Whose blobs they become."""
+
+    def complete_partial(self, blob: Blob) -> None: ...
+    def complete_held(self, blob: Blob, hashes: bytes, pieces: tuple[bytes | bytearray, ...]) -> None: ...
+    def close_partial(self, blob: Blob) -> None: ...
+
+
+class Partial(ABC):
+    """`missing` holds the pieces that are not there or not yet checked."""
+
+    def __init__(self, home: Home, blob: Blob, hashes: bytes) -> None:
+        self.blob, self.hashes = blob, hashes
+        self.missing = set(range(blob.pieces))
+        self._home = home
+
+    @abstractmethod
+    def recheck(self) -> None:
+        """Look at what an earlier fetch left."""
+
+    @abstractmethod
+    def write(self, piece: int, data: bytes | bytearray) -> None:
+        """Check and keep a piece, which must not change; MalformedError where it is not the one that was asked for."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Make the blob a complete one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop writing; what is there is kept for the next time."""
+
+    def _check(self, piece: int, data: bytes | bytearray) -> None:
+        if len(data) != self.blob.piece_length(piece) or hash_of(data) != self._hash_of(piece):
+            raise MalformedError("a piece does not match its hash")
+
+    def _require_all(self) -> None:
+        if self.missing:
+            raise ValueError(f"blob {self.blob.name} lacks {len(self.missing)} pieces")
+
+    def _hash_of(self, piece: int) -> bytes:
+        return self.hashes[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]
+
+
+class HeldPartial(Partial):
+    """In memory, as it came: nothing is copied."""
+
+    def __init__(self, home: Home, blob: Blob, hashes: bytes) -> None:
+        super().__init__(home, blob, hashes)
+        self._pieces: dict[int, bytes | bytearray] = {}
+
+    def recheck(self) -> None:
+        """What is here was checked."""
+
+    def write(self, piece: int, data: bytes | bytearray) -> None:
+        self._check(piece, data)
+        self._pieces[piece] = data
+        self.missing.discard(piece)
+
+    def finish(self) -> None:
+        self._require_all()
+        pieces = tuple(self._pieces[piece] for piece in range(self.blob.pieces))
+        self._home.complete_held(self.blob, self.hashes, pieces)
+
+    def close(self) -> None:
+        self._home.close_partial(self.blob)
+
+
+class FilePartial(Partial):
+    """On disk."""
+
+    def __init__(self, home: Home, blob: Blob, hashes: bytes, path: Path) -> None:
+        super().__init__(home, blob, hashes)
+        self._path = path
+        # A thread may still be writing when its task is cancelled: the descriptor must not be closed, and given to
+        # another file, under its hands.
+        self._lock = threading.Lock()
+        with disk_errors(path):
+            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            os.ftruncate(self._descriptor, blob.size)
+
+    def recheck(self) -> None:
+        """Takes seconds for gigabytes, and ends early when closed."""
+        for piece in range(self.blob.pieces):
+            with self._lock, disk_errors(self._path):
+                if self._descriptor is None:
+                    return
+                if self._holds(self._descriptor, piece):
+                    self.missing.discard(piece)
+
+    def write(self, piece: int, data: bytes | bytearray) -> None:
+        self._check(piece, data)
+        with self._lock, disk_errors(self._path):
+            if self._descriptor is not None:
+                write_at(self._descriptor, data, piece * PIECE_BYTES)
+                self.missing.discard(piece)
+
+    def finish(self) -> None:
+        self._require_all()
+        self._home.complete_partial(self.blob)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+                self._home.close_partial(self.blob)
+
+    def _holds(self, descriptor: int, piece: int) -> bool:
+        start = piece * PIECE_BYTES
+        return has_data(descriptor, start) and hash_piece(descriptor, start) == self._hash_of(piece)

@@ -1,0 +1,123 @@
+"""What is fetched stays in memory if it is small and there is room: read, served, taken up and dropped as on disk."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
+from protocol.blobs.partial import FilePartial, HeldPartial, Partial
+from protocol.blobs.store import MAX_HELD_BYTES, BlobStore
+from protocol.errors import MalformedError
+
+ROOM = 4 * PIECE_BYTES
+SIZES = [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 77]
+
+
+def some_bytes(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def piece_of(data: bytes, piece: int) -> bytes:
+    return data[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
+
+
+def opened(store: BlobStore, data: bytes) -> Partial:
+    return store.open_partial(Blob.of(data), piece_hashes(data))
+
+
+def fetched(store: BlobStore, data: bytes) -> Blob:
+    partial = opened(store, data)
+    for piece in sorted(partial.missing, reverse=True):
+        partial.write(piece, piece_of(data, piece))
+    partial.finish()
+    partial.close()
+    return partial.blob
+
+
+def lying(folder: Path) -> int:
+    return len(list(folder.iterdir()))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path, 1 << 30, ROOM)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("way", ["pieces", "whole"])
+def test_it_is_a_blob_like_any_other_without_a_file(store: BlobStore, tmp_path: Path, size: int, way: str) -> None:
+    data = some_bytes(size)
+    blob = fetched(store, data) if way == "pieces" else store.hold(data)
+    assert blob == Blob.of(data) == store.blob(blob.digest) and store.has(blob.digest)
+    assert store.read(blob.digest) == data and store.hashes(blob.digest) == piece_hashes(data)
+    assert b"".join(store.read_piece(blob.digest, piece) for piece in range(blob.pieces)) == data
+    assert store.hold(data) == store.put(data) == blob and len(store) == 1
+    assert store.size == 0 and lying(tmp_path) == 0
+
+
+@pytest.mark.parametrize("kind", [HeldPartial, FilePartial])
+def test_only_the_right_pieces_are_taken(tmp_path: Path, kind: type[Partial]) -> None:
+    store = BlobStore(tmp_path, 1 << 30, ROOM if kind is HeldPartial else 0)
+    data = some_bytes(2 * PIECE_BYTES + 10)
+    partial = opened(store, data)
+    assert isinstance(partial, kind)
+    for wrong in (piece_of(data, 0), bytes(PIECE_BYTES), piece_of(data, 1)[:-1], b""):
+        with pytest.raises(MalformedError):
+            partial.write(1, wrong)
+    for piece in (2, 0):
+        partial.write(piece, piece_of(data, piece))
+    assert partial.missing == {1} and not store.has(partial.blob.digest)
+    with pytest.raises(ValueError, match="lacks 1"):
+        partial.finish()
+    with pytest.raises(ValueError, match="already"):
+        opened(store, data)
+    partial.close()
+
+
+def test_a_fetch_that_was_given_up_goes_on_where_it_was(store: BlobStore) -> None:
+    data = some_bytes(3 * PIECE_BYTES)
+    partial = opened(store, data)
+    partial.write(1, piece_of(data, 1))
+    partial.close()
+    assert store.partial_hashes(partial.blob) == piece_hashes(data)
+    again = opened(store, data)
+    again.recheck()
+    assert again.missing == {0, 2}
+    again.close()
+    store.retain(())
+    assert store.partial_hashes(partial.blob) is None, "unless nobody wants it any more"
+    assert opened(store, data).missing == {0, 1, 2}
+
+
+def test_what_finds_no_room_in_memory_goes_to_the_disk(store: BlobStore, tmp_path: Path) -> None:
+    first, second, third = (some_bytes(3 * PIECE_BYTES, seed) for seed in range(3))
+    kept = fetched(store, first)
+    assert store.size == 0
+    assert isinstance(opened(store, second), FilePartial), "the first one takes three of four pieces"
+    assert store.hold(some_bytes(2 * PIECE_BYTES)) and store.size == 5 * PIECE_BYTES
+    small = store.hold(some_bytes(PIECE_BYTES, 9))
+    assert store.size == 5 * PIECE_BYTES
+    store.retain({small.digest})
+    assert not store.has(kept.digest) and store.has(small.digest)
+    assert isinstance(opened(store, third), HeldPartial), "what was dropped gave its room back"
+
+
+def test_what_grows_takes_its_whole_room_from_the_start(store: BlobStore) -> None:
+    growing = opened(store, some_bytes(3 * PIECE_BYTES))
+    assert isinstance(growing, HeldPartial)
+    assert isinstance(opened(store, some_bytes(2 * PIECE_BYTES, 1)), FilePartial)
+
+
+def test_a_large_one_goes_to_the_disk_however_much_room_there_is(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, 1 << 30, 1 << 30)
+    assert isinstance(opened(store, bytes(MAX_HELD_BYTES)), HeldPartial)
+    assert isinstance(opened(store, bytes(MAX_HELD_BYTES + 1)), FilePartial)
+
+
+def test_written_out_it_outlives_the_process_and_frees_its_memory(store: BlobStore, tmp_path: Path) -> None:
+    data = some_bytes(ROOM)
+    blob = fetched(store, data)
+    store.write_out(blob.digest)
+    assert BlobStore(tmp_path, 1 << 30).read(blob.digest) == data
+    assert isinstance(opened(store, some_bytes(ROOM, 1)), HeldPartial)
