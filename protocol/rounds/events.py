@@ -119,6 +119,8 @@ Reason = Literal[
     "poorer roster",  # of another leader, who knows of fewer contributions than the one that we follow
     "leader left",
     "leader silent",
+    "leader moved on",  # to a later view, where something keeps it from leading on in this one
+    "not followed",  # a view of our own that no majority has joined
     "exchange stalled",
     "outvoted",  # so many are in a later view that the others decide nothing
     "reducer left",

@@ -64,6 +64,10 @@ class Leadership:
             and (not holding.body.lock or holding.body.lock in self._evidence.proposals)
         }
 
+    def is_joined(self) -> bool:
+        """Whether a majority has joined this view."""
+        return self._electorate.is_quorum(self.promised())
+
     def locked(self) -> Statement[Commit] | None:
         """The proposal of the highest ballot before this one that any member of this view acknowledged."""
         promised = self.promised()

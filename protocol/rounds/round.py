@@ -12,8 +12,8 @@ A pure state machine: events and the time go in, actions come out; the daemon an
     acknowledgement -> leader         of the proposal, by whoever holds all that it takes to apply it
     decision       <-  leader         the acknowledgements of a majority: the proposal is decided
 
-A leader that is dead, silent or makes no progress is followed by that of the next view, which proposes again whatever
-may have been decided (see `leadership`). The view change needs no messages of its own: a member in a later view says
+A leader that is dead, silent, not joined by a majority or makes no progress is followed by that of the next view, or of
+the latest that anybody is known to be in; it proposes again whatever may have been decided (see `leadership`). The view change needs no messages of its own: a member in a later view says
 so by a holding without a roster. Everything is repeated until it is answered, so lost messages cost time only.
 
 What a peer promises binds it beyond the life of its process (see `Vow`).
@@ -234,7 +234,7 @@ class Round:
         self._skip(state.leader, fault)
         if fault == "leader silent" and state.leader is not None:
             state.silent.add(state.leader)
-        state.view, state.view_since = max(outvoting, state.view + 1), now
+        state.view, state.view_since = state.next_view(), now
         state.followed = state.leadership = None
         holding = self._sign(state.holding())
         self._evidence.learn_holding(holding)

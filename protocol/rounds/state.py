@@ -17,6 +17,8 @@ from protocol.rounds.view import View, blobs_of
 # Within one timeout a leader is heard three times, so that one lost message deposes nobody.
 REPEATS_PER_TIMEOUT = 3
 LONGEST_PATIENCE = 8
+JOINING = 2  # patiences for a majority to join a leader's view
+FARTHEST = 8  # views at once
 MAX_VIEW = 2**31
 Fault = tuple[PeerId, Reason]
 ROUNDING = 1e-9  # of a share times a count
@@ -162,12 +164,26 @@ class RoundState:
             return self._absence_of_leader(now)
         if view.leader not in self.live:
             return "leader left"
+        if self._view_of(view.leader) > self.view:
+            return "leader moved on"
         if self.leadership is None and now >= view.heard + self._patience:
             return "leader silent"
         if self.leadership and self.leadership.is_hopeless():
             return "exchange stalled"
+        if self.leadership and now >= view.since + JOINING * self._patience and not self.leadership.is_joined():
+            return "not followed"
         ends_at = view.since + self.settings.whole_exchange + self.settings.leader_timeout
         return "exchange stalled" if now >= ends_at else None
+
+    def _view_of(self, peer: PeerId) -> int:
+        """Where another peer is, as far as it told us."""
+        known = self.evidence.holdings.get(peer) if peer in self.evidence.moved else None
+        return known.body.view if known else 0
+
+    def next_view(self) -> int:
+        """When we leave ours: where others have gone already, so that all meet. Nobody can take us far alone."""
+        latest = max((self._view_of(peer) for peer in self.evidence.moved & self.live), default=0)
+        return min(max(self.view + 1, self.outvoting_view(), min(latest, self.view + FARTHEST)), MAX_VIEW)
 
     def _absence_of_leader(self, now: float) -> Reason | None:
         """It owes a roster when one is due, and until then a word to whoever contributed."""

@@ -171,6 +171,6 @@ BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it 
     (tells_of_all_groups, "is told, but", FAULTS),
 ]
 RARE_BUGS: list[tuple[Bug, str, int]] = [  # and a seed of very few that show it
-    (asks_only_a_majority_of_the_rest, FORK, 6690),
+    (asks_only_a_majority_of_the_rest, FORK, 833),
     (asks_all_even_in_groups, STUCK, 3030),
 ]

@@ -8,6 +8,7 @@ import pytest
 
 from protocol.identity import PeerId
 from protocol.rounds import repetition
+from protocol.rounds import state as state_module
 from protocol.rounds.election import Election
 from protocol.rounds.events import Exchange, Live, Reason, Received
 from protocol.rounds.kinds import kind_of
@@ -49,8 +50,48 @@ def test_if_it_gave_signs_of_life_to_those_it_does_not_hear_all_would_wait(monke
         return [(state.others, view.roster), (state.others, holding)]
 
     monkeypatch.setattr(repetition, "_of_leader", to_everybody)
+    monkeypatch.setattr(state_module, "JOINING", math.inf)
     table = _with_a_deaf_leader()
     assert seconds_until(table, lambda: bool(table.included())) > table.scenario.settings().exchange_timeout
+
+
+def _with_one_survivor(exchange: Exchange, parts: int, place: int) -> tuple[Table, list[PeerId]]:
+    """Seven of eight die in the middle of a round, and four come back: with the one that stayed a majority, but it is
+    in a view that they know nothing of, and which somebody else leads as they see it."""
+    table = Table(8, exchange, parts)
+    names, survivor = table.names, table.names[place]
+    table.is_slow = lambda peer, digest: True
+    table.offer(*names)
+    table.kill(*(name for name in names if name != survivor))
+    table.is_slow = lambda peer, digest: False
+    table.elapse(4.0)
+    returning = [name for name in table.machines if name not in (survivor, names[0])][:4]
+    table.dead -= {*returning}
+    for name in returning:
+        table.machines[name] = table.machine(name, dict.fromkeys(names, table.now))
+    table.live(survivor, *returning)
+    table.offer(*returning)
+    return table, [survivor, *returning]
+
+
+@BOTH
+@pytest.mark.parametrize("place", range(1, 8))
+def test_who_comes_back_meets_who_stayed_in_one_view(exchange: Exchange, parts: int, place: int) -> None:
+    table, present = _with_one_survivor(exchange, parts, place)
+    settings = table.scenario.settings()
+    spent = seconds_until(table, lambda: all(table.commit(name) for name in present))
+    assert spent <= 4 * settings.leader_timeout < settings.exchange_timeout, f"{spent:.1f} s"
+
+
+@BOTH
+def test_if_a_leader_waited_for_its_exchange_to_end_before_anybody_joins_they_would_miss_each_other(
+    exchange: Exchange, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "JOINING", math.inf)
+    monkeypatch.setattr(state_module, "FARTHEST", 0)
+    table, present = _with_one_survivor(exchange, parts, 7)
+    spent = seconds_until(table, lambda: all(table.commit(name) for name in present))
+    assert spent > 4 * table.scenario.settings().leader_timeout
 
 
 def test_a_second_leader_of_a_view_takes_over_with_no_poorer_roster() -> None:
