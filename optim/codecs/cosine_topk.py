@@ -24,6 +24,7 @@ from optim.codecs.cosine import SIDE, forward, inverse
 from optim.codecs.dense import largest_magnitude
 from optim.codecs.topk import ChunkTopK
 from optim.layout import Layout
+from optim.memory import empty
 from optim.parts import STRICT
 from optim.threads import each
 from optim.vectors import Floats, Vector, slabs
@@ -93,7 +94,7 @@ class CosineTopK(Codec):
     def write(self, values: Floats, subtract: bool) -> Payload:
         largest_magnitude(values)
         tensors, count = self._tiled(values.size)
-        coefficients = np.empty(count, np.float32)
+        coefficients = empty(count)
 
         def transform(job: tuple[Tiles, slice]) -> None:
             tiles, band = job
