@@ -196,7 +196,7 @@ class SparseVector(Vector):
         total[self.positions] += (self.values != 0) * np.float32(weight)
 
     def subtract_from(self, values: Floats) -> None:
-        values[self.positions] -= self.values
+        self.add_to(values, -1.0)  # times minus one is exact
 
     def norm(self) -> float:
         return norm([self.values[part] for part in slabs(self.values.size)])

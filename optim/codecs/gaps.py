@@ -55,14 +55,18 @@ def uniform_frequencies(span: int, keep: int) -> Frequencies:
 
 def plain_bits(gaps: Gaps, classes: Symbols, span: int) -> Bits:
     """The low bits of all gaps, one gap after the other, most significant bit first."""
-    widths = class_table(span)[1][classes].astype(np.int64)
-    end = np.cumsum(widths)
-    bits = np.empty(end[-1], np.uint8)
-    for plane in range(int(class_table(span)[1][-1])):
-        gaps, end = gaps[widths > plane], end[widths > plane]
-        widths = widths[widths > plane]
-        bits[end - 1 - plane] = gaps >> plane & 1
-    return bits
+    widths = class_table(span)[1].astype(np.uint32).take(classes, mode="clip")
+    ends = plain_ends(classes, span)
+    starts = ends - widths
+    # A gap has at most 13 low bits: they lie in the 24 from their first byte on. No two gaps share a bit, so that the
+    # sum of all windows which begin with a byte has the bits of each.
+    low = gaps & (np.uint32(1) << widths) - np.uint32(1)
+    windows = low << np.uint32(24) - (starts & 7).astype(np.uint32) - widths
+    sums = np.bincount(starts >> 3, weights=windows, minlength=-(-int(ends[-1]) // 8) + 2).astype(np.uint32)
+    packed = (sums >> np.uint32(16)).astype(np.uint8)
+    packed[1:] |= (sums[:-1] >> np.uint32(8)).astype(np.uint8)
+    packed[2:] |= sums[:-2].astype(np.uint8)
+    return np.unpackbits(packed, count=int(ends[-1]))
 
 
 def plain_ends(classes: Symbols, span: int) -> Ends:

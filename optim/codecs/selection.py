@@ -25,7 +25,7 @@ def largest(chunks: Floats, keep: int) -> tuple[npt.NDArray[np.uint32], Floats]:
     """
     magnitudes = chunks.view(np.uint32) & MAGNITUDE
     floor = _floor(magnitudes, keep)
-    position = np.flatnonzero(magnitudes >= floor[:, None])
+    position = _places(magnitudes >= floor[:, None])
     chunk, index = np.divmod(position.astype(np.uint64), np.uint64(chunks.shape[1]))
     # Sorting these keys sorts by chunk, then by falling magnitude, then by index.
     inverse = (MAGNITUDE - magnitudes.ravel()[position]).astype(np.uint64)
@@ -35,6 +35,17 @@ def largest(chunks: Floats, keep: int) -> tuple[npt.NDArray[np.uint32], Floats]:
     kept = keys[first[:, None] + np.arange(keep)]
     indices = (kept & np.uint64(0xFFFF)).astype(np.uint32)
     return indices, (MAGNITUDE - (kept >> INDEX_BITS).astype(np.uint32) & MAGNITUDE).view(np.float32)
+
+
+def _places(marked: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """As `flatnonzero`: first which eights have any mark, as few have."""
+    if marked.size % 8:
+        return np.flatnonzero(marked)
+    words = marked.ravel().view(np.uint64)
+    eights = np.flatnonzero(words != 0)
+    found = np.flatnonzero(words.take(eights).view(np.bool_))
+    places: npt.NDArray[np.int64] = eights[found >> 3] * 8 + (found & 7)
+    return places
 
 
 def _floor(magnitudes: npt.NDArray[np.uint32], keep: int) -> npt.NDArray[np.uint32]:

@@ -124,7 +124,7 @@ class ChunkTopK(Codec):
         if subtract:
             negative, level = codes >> np.uint32(2) & np.uint32(1), codes & np.uint32(3)
             kept = _vector(layout, codes >> np.uint32(3), negative, level, levels)
-            values[kept.positions] -= kept.values
+            kept.subtract_from(values)
         return payload
 
     def read(self, payload: Payload, numel: int) -> SparseVector:
@@ -137,27 +137,27 @@ class ChunkTopK(Codec):
 
 def _select(values: Floats, layout: Layout) -> tuple[Codes, Floats]:
     """The codes of all kept values in chunk order, ascending by index, and (chunks, levels) levels."""
-    codes = np.empty(layout.kept, np.uint32)
-    levels = np.empty((layout.chunks, layout.levels), np.float32)
     whole = layout.full * layout.span
-    count = max(1, SLAB // layout.span)
-    for first in range(0, layout.full, count):
-        last = min(first + count, layout.full)
-        chunks = values[first * layout.span : last * layout.span].reshape(-1, layout.span)
-        kept = slice(first * layout.keep, last * layout.keep)
-        codes[kept], levels[first:last] = _encode_chunks(chunks, layout.keep, layout.levels)
+    found = [_encode_chunks(values[:whole].reshape(-1, layout.span), layout.keep, layout.levels)] if whole else []
     if layout.rest:
-        chunks = values[whole:].reshape(1, -1)
-        codes[layout.full * layout.keep :], levels[-1] = _encode_chunks(chunks, layout.rest_keep, layout.levels)
-    return codes, levels
+        found.append(_encode_chunks(values[whole:].reshape(1, -1), layout.rest_keep, layout.levels))
+    codes, levels = zip(*found, strict=True)
+    return np.concatenate(codes), np.concatenate(levels)
 
 
 def _encode_chunks(chunks: Floats, keep: int, count: int) -> tuple[Codes, Floats]:
     """(rows * keep,) codes and (rows, count) levels of (rows, span) values."""
-    indices, magnitudes = largest(chunks, keep)
-    level, levels = fit(magnitudes, count)
-    negative = np.signbit(np.take_along_axis(chunks, indices.astype(np.int64), axis=1))
-    codes: Codes = indices << np.uint32(3) | negative.astype(np.uint32) << np.uint32(2) | level
+    rows, span = chunks.shape
+    codes, magnitudes = np.empty((rows, keep), np.uint32), np.empty((rows, keep), np.float32)
+    for part in slabs(rows, max(1, SLAB // span)):
+        indices, magnitudes[part] = largest(chunks[part], keep)
+        places = indices + np.arange(len(indices), dtype=np.uint32)[:, None] * np.uint32(span)
+        negative = chunks[part].view(np.uint32).ravel().take(places, mode="clip") >> np.uint32(31)
+        codes[part] = indices << np.uint32(3) | negative << np.uint32(2)
+    levels = np.empty((rows, count), np.float32)
+    for part in slabs(rows, max(1, AT_ONCE // keep)):
+        level, levels[part] = fit(magnitudes[part], count)
+        codes[part] |= level
     codes.sort(axis=1)
     return codes.ravel(), levels
 
