@@ -76,6 +76,7 @@ class Peer:
             lambda peer, statements: self._ignore(self._driver.take(peer, statements)),
             self._failed,
             self._broken,
+            self._failed,
         )
         hooks = Hooks(
             send=post.send,
@@ -84,6 +85,7 @@ class Peer:
             trains=lambda peer: peer in self._others,
             refused=lambda peer, fault: self._failed(peer, str(fault)),
             skipped=lambda peer, reason: self._failed(peer or "", reason),
+            set_back=self._failed,
             decided=lambda commit: self._decided.set_result(commit),
             hurry=lambda: None,
             broken=self._broken,

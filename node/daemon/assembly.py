@@ -170,6 +170,7 @@ class Assembly:
             lambda peer, statements: self._take(peer, statements),
             self.directory.suspect,
             lambda error: self.participant.broken(error),
+            lambda reason, line: self.standing.set_back(reason, line),
         )
         self.blobs = BlobService(self.store, caller, CallerLimits.at_rate(settings.upload))
         self._fetcher = Fetcher(self.store, self.transport.bulk, self._lied, self._rng)
@@ -188,6 +189,7 @@ class Assembly:
                 round=lambda: self.replica.chain.round,
                 is_member=self._members.is_trainer,
                 refused=lambda peer, fault: self.standing.refused(peer, fault),
+                set_back=lambda reason, line: self.standing.set_back(reason, line),
             ),
         )  # fmt: skip
 
@@ -203,6 +205,7 @@ class Assembly:
         self.keeper = Keeper(
             self._folder, manifest, self._shapes, self.store, self.arena, asyncio.to_thread, self.trainer.has_adopted,
             self.blobs.being_fetched, lambda: [*self.carrying.held(), *self.driver.left_out],
+            lambda reason, line: self.standing.set_back(reason, line),
         )  # fmt: skip
         self.standing = Standing(self._first_status(), self.metrics, self._traffic)
         self.standing.stands_at(self.replica.chain.head, self.replica.blob.digest)
@@ -214,6 +217,7 @@ class Assembly:
             trains=self._members.is_trainer,
             refused=self.standing.refused,
             skipped=self.standing.skipped,
+            set_back=self.standing.set_back,
             decided=lambda commit: self.participant.decided(commit),
             hurry=self._hurry,
             broken=lambda error: self.participant.broken(error),

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from node.daemon.metrics import Setback
 from protocol.blobs.blob import Blob
 from protocol.blobs.burden import Burden
 from protocol.blobs.fetch import Fetcher
@@ -40,6 +41,7 @@ class Surroundings:
     round: Callable[[], int]
     is_member: Callable[[PeerId], bool]
     refused: Callable[[PeerId, PeerFault], None]
+    set_back: Callable[[Setback, str], None]
 
 
 class Carrying(CarriersServicer):
@@ -66,7 +68,7 @@ class Carrying(CarriersServicer):
             self._around.refused(peer, fault)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(fault))
         except (UnreachableError, StorageError) as error:
-            logger.warning("a blob is not carried for %s: %s", peer, error)
+            self._around.set_back("not carried", f"for {peer}: {error}")
             # The reason stays here: it may name folders.
             await context.abort(grpc.StatusCode.UNAVAILABLE, "it could not be fetched here either")
         return CarryReply()

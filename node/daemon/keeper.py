@@ -16,6 +16,7 @@ import torch
 from node.arena import Arena
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
+from node.daemon.metrics import Setback
 from node.daemon.offers import Offers
 from node.daemon.replica import OuterState, Replica, Work
 from node.daemon.resumption import OUTBOX
@@ -41,10 +42,11 @@ class Keeper:
     def __init__(
         self, folder: RunFolder, manifest: Manifest, shapes: ShapeTable, store: BlobStore, arena: Arena,
         work: Work, adopted: Callable[[int], Awaitable[bool]], wanted: Callable[[], Collection[bytes]],
-        carried: Callable[[], Collection[bytes]],
+        carried: Callable[[], Collection[bytes]], set_back: Callable[[Setback, str], None],
     ) -> None:  # fmt: skip
         self._folder, self._manifest, self._shapes, self._store = folder, manifest, shapes, store
         self._arena, self._work, self._adopted, self._wanted, self._carried = arena, work, adopted, wanted, carried
+        self._set_back = set_back
         self._rounds: deque[set[bytes]] = deque(maxlen=KEPT_ROUNDS)
         self._states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
@@ -94,7 +96,7 @@ class Keeper:
             await self._write(moment)
         else:
             self.trouble = f"the trainer has not adopted round {moment.head.round} in time"
-            logger.warning("round %d is not saved: %s", moment.head.round, self.trouble)
+            self._set_back("not saved", self.trouble)
 
     async def _write(self, moment: "_Moment") -> None:
         try:
@@ -102,7 +104,7 @@ class Keeper:
             self.trouble = ""
         except StorageError as error:
             self.trouble = str(error)
-            logger.error("%s", error)
+            self._set_back("not saved", self.trouble)
 
     def _write_files(self, moment: "_Moment") -> None:
         copied = self._arena.copy_snapshot()

@@ -24,6 +24,17 @@ from node.status import NodeStatus
 from node.web import EVERYWHERE, host_and_port, listening, serving
 from protocol.rounds.entries import Entries
 
+# What went wrong and was gone round: each with one line in the log.
+Setback = Literal[
+    "not delivered",  # statements, to a peer that does not answer
+    "not accepted",  # statements, by a peer that refuses them
+    "blob missing",  # or damaged: a round goes on here without it
+    "not reduced",  # a part of the sum that was ours
+    "partner lost",  # a group's message that died with its owner
+    "way lost",  # to where the others are: the peer that was asked could not show it
+    "not saved",  # a checkpoint
+    "not carried",  # a blob between two others
+]
 Outcome = Literal["included", "excluded", "lost", "missed", "failed"]
 CatchUp = Literal["replayed", "skipped"]
 MAX_CONNECTIONS = 32
@@ -36,6 +47,7 @@ class Metrics(Collector):
         self.rounds: collections.Counter[str] = collections.Counter()
         self.refusals: collections.Counter[str] = collections.Counter()
         self.absences: collections.Counter[str] = collections.Counter()
+        self.setbacks: collections.Counter[str] = collections.Counter()
         self.entries: collections.Counter[str] = collections.Counter()
         self.revisions: collections.Counter[str] = collections.Counter()
         self.catch_ups: collections.Counter[str] = collections.Counter()
@@ -58,6 +70,9 @@ class Metrics(Collector):
     def entered(self, entries: Entries) -> None:
         """What went into this node's state with one more round."""
         self.entries.update(contributions=len(entries.peers), parts=entries.parts, bytes=entries.size)
+
+    def set_back(self, reason: Setback) -> None:
+        self.setbacks[reason] += 1
 
     def was_absent(self, reason: str, rounds: int) -> None:
         """So many rounds went without this node's work; `reason` is a fixed short word such as `late`."""
@@ -87,6 +102,7 @@ class Metrics(Collector):
         yield _labelled("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
         yield _labelled("murmur_refusals", "What peers sent and was refused, or timed out", "reason", self.refusals)
         yield _labelled("murmur_absences", "Rounds without this node's work, by why", "reason", self.absences)
+        yield _labelled("murmur_setbacks", "What went wrong and was gone round", "reason", self.setbacks)
         yield _labelled("murmur_entered", "What went into this node's state, round by round", "what", self.entries)
         yield _labelled("murmur_revisions", "Messages with another fate on another chain", "fate", self.revisions)
         yield _labelled("murmur_catch_ups", "Rounds that others made meanwhile, by how", "how", self.catch_ups)

@@ -176,7 +176,8 @@ class Participant:
                 await self.wishes.get_from_anyone(entry.body.parts[0], seconds)
                 held.append(entry)
             except (UnreachableError, MissingFileError) as error:  # it may have died with its owner, our partner
-                logger.warning("round %d is applied here without %s: %s", commit.round, entry.sender, error)
+                line = f"round {commit.round} is applied here without {entry.sender}: {error}"
+                self.standing.set_back("partner lost", line)
         return tuple(held)
 
     async def _settle(self, commits: list[Commit], fate: Fate) -> None:
@@ -243,7 +244,7 @@ class Participant:
             await self._follow(await self.scout.find_way(peers[0], replay, self._offered_since()))
             self._replay_failed = False
         except (UnreachableError, PeerFault, MissingFileError) as error:
-            logger.warning("cannot follow %s to round %d: %s", peers[0], head.round, error)
+            self.standing.set_back("way lost", f"cannot follow {peers[0]} to round {head.round}: {error}")
             self._replay_failed = replay
             if not replay:
                 self._avoided[peers[0]] = asyncio.get_running_loop().time() + AVOID_SECONDS

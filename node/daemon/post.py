@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from node.daemon.metrics import Setback
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
@@ -29,7 +30,7 @@ Deliver = Callable[[PeerId, Sequence[Signed], float], Awaitable[Iterable[Signed]
 class Post:
     """`deliver(peer, statements, deadline in seconds)` makes the call: UnreachableError where it does not arrive,
     PeerFault where it is refused. `unreachable(peer, reason)` hears of peers that were given up, `broken(error)` of a
-    fault in our own code.
+    fault in our own code; `set_back` of all that does not arrive.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class Post:
         received: Callable[[PeerId, Iterable[Signed]], None],
         unreachable: Callable[[PeerId, str], None],
         broken: Callable[[BaseException], None],
+        set_back: Callable[[Setback, str], None],
     ) -> None:
         self._deliver = deliver
         self._received = received
         self._unreachable = unreachable
-        self._broken = broken
+        self._broken, self._set_back = broken, set_back
         self._waiting: dict[PeerId, deque[Signed]] = {}
         self._workers: dict[PeerId, asyncio.Task[None]] = {}
 
@@ -102,7 +104,7 @@ class Post:
             except UnreachableError as error:
                 fault = str(error)
             except PeerFault as refusal:
-                logger.warning("%s refused %d statements: %s", peer, len(batch), refusal)
+                self._set_back("not accepted", f"{peer} refused {len(batch)} statements: {refusal}")
                 return
             if pause is not None:
                 await asyncio.sleep(pause)
@@ -110,7 +112,7 @@ class Post:
 
     def _give_up(self, peer: PeerId, reason: str) -> None:
         dropped = self._waiting.get(peer, ())
-        logger.info("gave up %d statements for %s: %s", len(dropped), peer, reason)
+        self._set_back("not delivered", f"gave up {len(dropped)} statements for {peer}: {reason}")
         self.forget(peer)
         self._unreachable(peer, reason)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import Any
 
+from node.daemon.metrics import Setback
 from node.daemon.replica import Work, Workshop
 from node.daemon.vows import VowFile
 from node.daemon.wishes import Wishes
@@ -71,6 +72,7 @@ class Hooks:
     trains: Callable[[PeerId], bool]
     refused: Callable[[PeerId, PeerFault], None]
     skipped: Callable[[PeerId | None, Reason], None]
+    set_back: Callable[[Setback, str], None]
     decided: Callable[[Statement[Commit]], None]
     hurry: Callable[[], None]
     broken: Callable[[BaseException], None]
@@ -244,7 +246,8 @@ class RoundDriver:
                 logger.info("round %d still wants blob %s", number, blob.name[:12])
                 await asyncio.sleep(RETRY_SECONDS)
         except (PeerFault, StorageError) as error:
-            logger.warning("round %d goes on here without blob %s: %s", number, blob.name[:12], error)
+            line = f"round {number} goes on here without blob {blob.name[:12]}: {error}"
+            self._hooks.set_back("blob missing", line)
             self._wishes.drop(blob)
             return
         self._wishes.drop(blob)
@@ -263,7 +266,8 @@ class RoundDriver:
         try:
             blob = await self._hooks.work(self._workshop.reduce, self._number, order.part, contributions)
         except (PeerFault, MissingFileError, StorageError) as error:
-            logger.warning("part %d of round %d cannot be reduced here: %s", order.part, self._number, error)
+            line = f"part {order.part} of round {self._number} cannot be reduced here: {error}"
+            self._hooks.set_back("not reduced", line)
             return
         self._feed(Reduced(order.part, order.attempt, blob))
 

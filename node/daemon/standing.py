@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from node.channel import Evaluated, Fate, FromTrainer, Message, Pausing, Progress, Ready
 from node.daemon.absence import MISHAPS, Absence, absence
-from node.daemon.metrics import CatchUp, Metrics
+from node.daemon.metrics import CatchUp, Metrics, Setback
 from node.daemon.offers import Past
 from node.status import NodeStatus, Phase, short_bytes
 from protocol.errors import PeerFault
@@ -62,6 +62,12 @@ class Standing:
 
     def stands_at(self, head: Head, state: Digest) -> None:
         self._set(round=head.round, chain_tokens=head.tokens, digest=head.digest.hex(), state_digest=state.hex())
+
+    def set_back(self, reason: Setback, line: str) -> None:
+        """Something went wrong that a person need not mend: the line goes to the log."""
+        self._metrics.set_back(reason)
+        # A peer that does not answer is told of once, by the directory.
+        logger.log(logging.INFO if reason == "not delivered" else logging.WARNING, "%s: %s", reason, line)
 
     def entered(self, entries: Entries) -> None:
         """What went into our state with a round."""

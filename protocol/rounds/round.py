@@ -13,8 +13,9 @@ A pure state machine: events and the time go in, actions come out; the daemon an
     decision       <-  leader         the acknowledgements of a majority: the proposal is decided
 
 A leader that is dead, silent, not joined by a majority or makes no progress is followed by that of the next view, or of
-the latest that anybody is known to be in; it proposes again whatever may have been decided (see `leadership`). The view change needs no messages of its own: a member in a later view says
-so by a holding without a roster. Everything is repeated until it is answered, so lost messages cost time only.
+the latest that anybody is known to be in; it proposes again whatever may have been decided (see `leadership`). The view
+change needs no messages of its own: a member in a later view says so by a holding without a roster. Everything is
+repeated until it is answered, so lost messages cost time only.
 
 What a peer promises binds it beyond the life of its process (see `Vow`).
 

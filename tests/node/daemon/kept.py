@@ -28,11 +28,12 @@ class World:
         self.adopted = asyncio.Event()
         self.adopts = True
         self.waited: list[int] = []
+        self.setbacks: list[str] = []
         self.wanted: set[bytes] = set()
         self.carried: set[bytes] = set()
         self.keeper = Keeper(
             self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted, lambda: self.wanted,
-            lambda: self.carried,
+            lambda: self.carried, lambda reason, line: self.setbacks.append(reason),
         )  # fmt: skip
         self.replica: Replica = replica_in(self.store)
 

@@ -140,7 +140,11 @@ class FakeStanding:
         self.phases: list[str] = []
         self.failures: list[str] = []
         self.entries: list[Entries] = []
+        self.setbacks: list[str] = []
         self.catch_ups: list[tuple[str, int]] = []
+
+    def set_back(self, reason: str, line: str) -> None:
+        self.setbacks.append(reason)
 
     def entered(self, entries: Entries) -> None:
         self.entries.append(entries)

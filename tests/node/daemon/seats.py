@@ -89,6 +89,7 @@ class Seat:
         self.hurried: list[float] = []
         self.refused: list[PeerFault] = []
         self.skipped: list[tuple[PeerId | None, str]] = []
+        self.setbacks: list[tuple[str, str]] = []
         self.broken: list[BaseException] = []
         hooks = Hooks(
             send=self.send,
@@ -97,6 +98,7 @@ class Seat:
             trains=lambda peer: peer in table.seats,
             refused=lambda _, fault: self.refused.append(fault),
             skipped=lambda peer, reason: self.skipped.append((peer, reason)),
+            set_back=lambda reason, line: self.setbacks.append((reason, line)),
             decided=self.decided.append,
             hurry=lambda: self.hurried.append(table.settings.grace),
             broken=self.broken.append,

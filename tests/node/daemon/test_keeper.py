@@ -107,17 +107,15 @@ async def test_what_is_saved_is_that_moment_though_the_replica_moves_on(world: W
     assert Offers.from_json(PROGRAM, found.chain["offer"]).fate_of(0) == "included"
 
 
-async def test_what_is_not_adopted_in_time_is_not_saved(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_not_adopted_in_time_is_not_saved(world: World) -> None:
     world.adopts = False
     world.adopted.set()
     await world.keeper.keep(world.replica, Offers(PROGRAM))
     await world.keeper.saved()
-    assert world.saved() == [] and "not saved" in caplog.text and "not adopted" in world.keeper.trouble
+    assert world.saved() == [] and world.setbacks == ["not saved"] and "not adopted" in world.keeper.trouble
 
 
-async def test_a_full_disk_is_said_and_survived(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_full_disk_is_said_and_survived(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise StorageError("no space; free some")
 
@@ -127,7 +125,7 @@ async def test_a_full_disk_is_said_and_survived(
         await world.keeper.keep(world.replica, Offers(PROGRAM))
         await world.keeper.saved()
         await world.keeper.save_now(world.replica, Offers(PROGRAM))
-    assert caplog.text.count("no space; free some") == 2 and world.keeper.trouble == "no space; free some"
+    assert world.setbacks == ["not saved"] * 2 and world.keeper.trouble == "no space; free some"
     await world.keeper.save_now(world.replica, Offers(PROGRAM))
     assert world.saved() == [0] and world.keeper.trouble == ""
 

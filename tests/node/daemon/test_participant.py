@@ -127,6 +127,7 @@ async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(
     world.run()
     await world.until_round(3)
     assert world.scout.asked == [(FRIEND, True), (FRIEND, False)] and world.replica.blob == theirs.blob
+    assert world.standing.setbacks == ["way lost"]
 
 
 async def test_one_round_behind_it_waits_a_little_for_the_commit_to_come_by_itself(

@@ -21,11 +21,15 @@ class Receiver:
         self.answers: list[tuple[PeerId, list[Signed]]] = []
         self.given_up: list[tuple[PeerId, str]] = []
         self.faults: list[BaseException] = []
+        self.setbacks: list[str] = []
         self.attempts = 0
         self.open = asyncio.Event()
         self.open.set()
         self.fault: Callable[[], BaseException | None] = lambda: None
-        self.post = Post(self.deliver, self.receive, self.unreachable, self.faults.append)
+        self.post = Post(self.deliver, self.receive, self.unreachable, self.faults.append, self.set_back)
+
+    def set_back(self, reason: str, line: str) -> None:
+        self.setbacks.append(reason)
 
     async def deliver(self, peer: PeerId, statements: Sequence[Signed], seconds: float) -> Iterable[Signed]:
         self.attempts += 1
@@ -89,7 +93,7 @@ async def test_who_cannot_be_reached_is_given_up_once_with_all_that_waits(receiv
     for number in range(50):
         receiver.post.send(["a"], Signed(kind=str(number)))
     await until(lambda: not receiver.workers)
-    assert receiver.given_up == [("a", "no route")]
+    assert receiver.given_up == [("a", "no route")] and receiver.setbacks == ["not delivered"]
     assert receiver.attempts == 1 + len(post.PAUSES)
     receiver.fault = lambda: None
     receiver.post.send(["a"], Signed(kind="later"))
@@ -104,6 +108,7 @@ async def test_who_refuses_is_there(receiver: Receiver) -> None:
     receiver.post.send(["a"], Signed(kind="taken"))
     await until(lambda: not receiver.workers)
     assert not receiver.given_up and receiver.batches == [("a", ["taken"])]
+    assert receiver.setbacks == ["not accepted"]
 
 
 async def test_a_frozen_peer_holds_up_nobody_and_its_queue_ends(receiver: Receiver) -> None:

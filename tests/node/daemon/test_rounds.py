@@ -46,7 +46,7 @@ async def test_a_silent_peer_is_left_out(table: Table) -> None:
     assert len(table[0].decided[0].body.contributions) == 2
 
 
-async def test_what_does_not_decode_is_never_held(table: Table, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_does_not_decode_is_never_held(table: Table) -> None:
     table.begin()
     bad = table[2].store.put(b"\0" * len(payload(0)))
     table[2].offer(parts=[bad])
@@ -57,7 +57,8 @@ async def test_what_does_not_decode_is_never_held(table: Table, caplog: pytest.L
     )
     held = [signed for seat in (table[0], table[1]) for signed in seat.sent if signed.kind == "holding"]
     assert held and not any(bad.digest in signed.body for signed in held)
-    assert "goes on here without blob" in caplog.text
+    assert {reason for reason, _ in table[0].setbacks} == {"blob missing"}
+    assert "goes on here without blob" in table[0].setbacks[0][1]
 
 
 async def test_who_comes_late_is_told_the_decision(table: Table) -> None:
@@ -177,9 +178,7 @@ async def test_a_blob_that_is_damaged_on_our_disk_is_fetched_again(
     assert table[0].store.read(blob.digest)
 
 
-async def test_a_full_disk_ends_the_fetch_and_not_the_round(
-    table: Table, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_full_disk_ends_the_fetch_and_not_the_round(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(*_: Any) -> None:
         raise StorageError("no space left; free some")
 
@@ -187,7 +186,8 @@ async def test_a_full_disk_ends_the_fetch_and_not_the_round(
     table.begin()
     table.offer(0, 1, 2)
     await table.all_decided(1, 2)
-    assert "no space left" in caplog.text and not table[0].broken
+    assert all("no space left" in line for _, line in table[0].setbacks) and not table[0].broken
+    assert table[0].setbacks[0][0] == "blob missing"
 
 
 async def test_a_fault_of_our_own_is_told(

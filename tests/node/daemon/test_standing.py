@@ -166,6 +166,16 @@ def test_what_went_in_is_counted_and_said(standing: Standing, caplog: pytest.Log
     assert "2 contributions went in, 3 parts of 14 B" in caplog.text
 
 
+def test_setbacks_are_counted_and_said(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    standing.set_back("not delivered", "gave up 3 statements")
+    standing.set_back("blob missing", "round 3 goes on")
+    assert standing._metrics.setbacks == {"not delivered": 1, "blob missing": 1}
+    told = [(record.levelno, record.getMessage()) for record in caplog.records]
+    lines = "not delivered: gave up 3 statements", "blob missing: round 3 goes on"
+    assert told == [(logging.INFO, lines[0]), (logging.WARNING, lines[1])]
+
+
 def test_refusals_are_counted_and_said(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     standing.refused("them", ForgedError("not theirs"))
