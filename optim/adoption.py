@@ -15,18 +15,25 @@ from optim.parts import STRICT
 class Carry:
     """What was trained since the message lives on:
 
-    live <- phi + keep * (live - reference);  reference <- phi
+    base = phi - unsent * residual
+    live <- base + keep * (live - reference);  reference <- base
 
     With keep below 1 the whole of (reference - live) goes into the residual instead, so the next message carries all of
     it and nothing is lost, and reference <- live: the part that was kept is a loan until its merge comes, not progress.
     keep = 1: synchronous methods, where there is nothing to carry, and overlap. keep = 0: CO2 (arXiv 2401.16265) starts
     again from the anchor. keep = 1 / peers: eager updates (arXiv 2502.12996): the own share of the next merge is taken
     at once.
+
+    With `unsent` above 0 a peer trains on from where that part of what the codec left out would have brought it, and so
+    makes no gradient for what it knows already. As progress is measured from `reference`, it still counts once, when
+    it is sent. 0: SparseLoCo (arXiv 2508.15706). 1: every peer has its own progress whole, as with error reset
+    (arXiv 2007.13221), and peers drift apart with it.
     """
 
     kind: ClassVar[str] = "carry"
 
     keep: float = Field(default=1.0, ge=0, le=1)
+    unsent: float = Field(default=0.0, ge=0, le=1)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -39,6 +46,7 @@ class Mix:
     """
 
     kind: ClassVar[str] = "mix"
+    unsent: ClassVar[float] = 0.0
 
     alpha: float = Field(default=0.5, ge=0, le=1)
 

@@ -3,7 +3,7 @@
     delta     = reference - weights                 local progress since `reference`; points uphill
     message:    x = residual * decay + delta;  send C(x);  residual <- x - D(C(x));  reference <- weights
     adoption:   residual <- residual + D(message)   only when the outstanding message was excluded
-                weights <- anchor + (weights - reference);  reference <- anchor
+                weights <- anchor + (weights - reference);  reference <- anchor     (or as `optim.adoption` says)
 
 So what was trained after the message was sent lives on across the adoption, and nothing is lost when a message misses
 its round (arXiv 1901.09847): what is applied plus the residual plus (reference - weights) adds up to all progress.
@@ -267,14 +267,15 @@ class InnerState:
         """See `optim.adoption`."""
         live, adoption = self._live(), self._program.method.adoption
         own = live - self.reference
-        after, reference = agreed + own, agreed.clone()
+        reference = agreed - adoption.unsent * self.residual if adoption.unsent else agreed.clone()
+        after = reference + own
         for start, stop in exchanged:
             place = slice(start, stop)
             if isinstance(adoption, Mix):
                 after[place] = adoption.alpha * live[place] + (1 - adoption.alpha) * agreed[place]
             elif adoption.keep < 1:
                 self.residual[place] -= own[place]
-                after[place] = agreed[place] + adoption.keep * own[place]
+                after[place] = reference[place] + adoption.keep * own[place]
                 reference[place] = after[place]
         self._set_live(after)
         self.reference.copy_(reference)

@@ -19,6 +19,7 @@ REFUSED: list[tuple[str, Tables, str]] = [
     ("one-bit-adam", {"update": {"kind": "adam"}}, "'adam' makes no step of signal 'momentum'"),
     ("diloco", {"topology": {"kind": "groups"}}, "set update.kind to gossip"),
     ("noloco-weights", {"update": {"beta": 1.9}}, "lower update.beta"),
+    ("edit", {"adoption": {"unsent": 0.5}}, "set feedback.kind = 'error', or adoption.unsent = 0"),
     ("noloco", {"update": {"gamma": 0.0}}, "raise update.gamma above 0"),
 ]
 

@@ -159,6 +159,22 @@ def test_adoption_without_a_message_carries_progress_over(make: Make) -> None:
     assert bench.state.message().tokens == 48
 
 
+def test_a_part_of_what_is_unsent_is_trained_from_and_counts_once(make: Make) -> None:
+    """The weights begin nearer to the own progress; what is sent and left over stays what it was without."""
+    usual, ahead = make("sparseloco"), make("sparseloco", {"adoption": {"unsent": 0.5}})
+    for bench in (usual, ahead):
+        settled(bench, "included")
+    residual = ahead.state.residual.clone()
+    assert torch.equal(residual, usual.state.residual) and float(residual.norm()) > 0
+    torch.testing.assert_close(usual.weights - ahead.weights, 0.5 * residual, atol=1e-6, rtol=1e-5)
+    loan = ahead.anchor - ahead.weights  # control: measured from the anchor, this would be sent as progress
+    assert float(loan.norm()) > 0.1 * float(residual.norm())
+    decay = ahead.program.method.feedback.decay
+    for bench in (usual, ahead):
+        bench.state.message()  # nothing was trained: what was left, and no more
+        torch.testing.assert_close(decoded(bench) + bench.state.residual, decay * residual, atol=1e-6, rtol=1e-5)
+
+
 def test_an_undecided_message_stays_on_its_way(make: Make) -> None:
     bench = make("diloco")
     bench.train(1)
