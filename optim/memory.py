@@ -16,10 +16,11 @@ import torch
 from optim.vectors import Floats
 
 LEAST = 1 << 18  # bytes; what is shorter comes from an allocator that keeps small memory itself
-KEPT = 4  # pieces of memory that nobody holds
+KEPT = 4  # pieces of memory that nobody holds, of each size
+SIZES = 32  # those that were asked for last: a message's many small parts must not drive out the few large vectors
 
 Bytes = npt.NDArray[np.uint8]
-_free: deque[mmap.mmap] = deque(maxlen=KEPT)
+_free: dict[int, deque[mmap.mmap]] = {}  # by size, that which was asked for last at the end
 
 
 def raw(size: int) -> Bytes:
@@ -64,17 +65,19 @@ def _put_back(memory: mmap.mmap) -> None:
     """Where other programs run short, the system takes its pages; until then they stay as they are."""
     if hasattr(mmap, "MADV_FREE"):
         memory.madvise(mmap.MADV_FREE)
-    _free.append(memory)
+    _free.setdefault(len(memory), deque(maxlen=KEPT)).append(memory)
+    if len(_free) > SIZES:
+        _free.pop(list(_free)[0], None)
 
 
 def _of_size(size: int) -> mmap.mmap | None:
-    """Each call of the deque is atomic: vectors come and go in any thread."""
-    for _ in range(len(_free)):
-        try:
-            memory = _free.popleft()
-        except IndexError:
-            return None
-        if len(memory) == size:
-            return memory
-        _free.append(memory)
-    return None
+    """Vectors come and go in any thread, and in the middle of this: each step is atomic, and what two threads do at
+    once may lose a piece of memory to the system, no more."""
+    waiting = _free.pop(size, None)
+    if waiting is None:
+        return None
+    _free[size] = waiting
+    try:
+        return waiting.pop()
+    except IndexError:
+        return None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from optim import memory
-from optim.memory import KEPT, LEAST, copy, empty, raw, zeros
+from optim.memory import KEPT, LEAST, SIZES, copy, empty, raw, zeros
 from optim.vectors import Floats
 
 
@@ -62,7 +62,29 @@ def test_only_memory_of_the_same_size_is_taken() -> None:
 def test_no_more_than_a_few_are_kept() -> None:
     arrays = [empty(LEAST) for _ in range(3 * KEPT)]
     del arrays
-    assert len(memory._free) == KEPT
+    assert [len(waiting) for waiting in memory._free.values()] == [KEPT]
+
+
+def test_many_small_parts_do_not_drive_out_a_large_vector() -> None:
+    large = empty(4 * LEAST)
+    before = place(large)
+    del large
+    parts = [empty(LEAST) for _ in range(3 * KEPT)]
+    del parts
+    assert place(empty(4 * LEAST)) == before
+
+
+def test_of_many_sizes_those_asked_for_last_are_kept() -> None:
+    first = empty(LEAST)
+    before = place(first)
+    del first
+    for number in range(2 * SIZES):
+        empty(LEAST + 1 + number)
+        assert place(empty(LEAST)) == before
+    assert len(memory._free) == SIZES
+    for number in range(SIZES):
+        empty(3 * LEAST + number)
+    assert 4 * LEAST not in memory._free
 
 
 def test_zeros_are_zero_and_a_copy_is_one() -> None:
