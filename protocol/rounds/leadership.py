@@ -123,15 +123,24 @@ class Leadership:
         """From here on the few messages that a majority still lacks are left out: their senders' links are so thin that
         they hold up all others. What has come of them stays, and joins the next round. Where all links are slow alike,
         all messages come at about the same time, and are waited for as long again."""
-        if self._settings.exchange != "gather":  # sums have rules of their own, and a group waits for itself alone
+        if self._settings.exchange == "groups":  # a group waits for itself alone
             return math.inf
         if self._mostly_since is None:
-            blobs = frozenset(blob.digest for blob in blobs_of(wanted))
-            ahead = (peer for peer in promised if 2 * len(blobs & self._evidence.stock(peer)) > len(blobs))
-            if not self._electorate.is_quorum(ahead):
+            if not self._is_mostly_there(promised, wanted):
                 return math.inf
             self._mostly_since = now
         return self._mostly_since + self._settings.grace + (self._mostly_since - self._view.since)
+
+    def _is_mostly_there(self, promised: set[PeerId], wanted: Contributions) -> bool:
+        """Whether most have more than half of what they wait for."""
+        if self._settings.exchange == "butterfly":
+            appointed = self._able().intersection(self._view.reducers)
+            ahead = {reducer for reducer in appointed if 2 * len(self._ready(reducer, wanted)) > len(wanted)}
+            return 2 * len(ahead) > len(appointed)
+        blobs = frozenset(blob.digest for blob in blobs_of(wanted))
+        return self._electorate.is_quorum(
+            peer for peer in promised if 2 * len(blobs & self._evidence.stock(peer)) > len(blobs)
+        )
 
     def _reduced(self, promised: set[PeerId], now: float) -> Proposal | None:
         parts = tuple(part.body.blob for part in self._view.parts())
@@ -206,7 +215,8 @@ class Leadership:
             return None
         appointed = able.intersection(view.reducers)  # the others have nothing to fetch
         if any(len(self._ready(reducer, wanted)) < len(wanted) for reducer in appointed):
-            return self._forced(wanted, able) if now >= self._forced_at else None
+            due = min(self._forced_at, self._straggling_at(promised, wanted, now))
+            return self._forced(wanted, able) if now >= due else None
         reducers = self._reassigned(able)
         if (wanted, reducers) != (view.included, view.reducers):
             return wanted, reducers

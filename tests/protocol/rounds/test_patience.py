@@ -218,9 +218,9 @@ def test_a_leader_that_still_trains_is_not_missed() -> None:
     assert table.included() == {tuple(sorted(table.names))}
 
 
-def _with_a_thin_link() -> tuple[Table, PeerId]:
+def _with_a_thin_link(exchange: Exchange, parts: int) -> tuple[Table, PeerId]:
     """Everything of one peer's comes to nobody in time; all else has come at once."""
-    table = Table(4, "gather")
+    table = Table(4, exchange, parts)
     thin = table.names[3]
     slow = {blob.digest for blob in table.blobs(thin)}
     table.is_slow = lambda peer, digest: digest in slow
@@ -228,8 +228,11 @@ def _with_a_thin_link() -> tuple[Table, PeerId]:
     return table, thin
 
 
-def test_a_message_that_hardly_comes_holds_the_others_for_a_grace_and_may_come_again() -> None:
-    table, thin = _with_a_thin_link()
+@BOTH
+def test_a_message_that_hardly_comes_holds_the_others_for_a_grace_and_may_come_again(
+    exchange: Exchange, parts: int
+) -> None:
+    table, thin = _with_a_thin_link(exchange, parts)
     assert seconds_until(table, lambda: bool(table.included())) < 2 * table.scenario.settings().grace
     assert table.included() == {tuple(sorted(table.names[:3]))}
     assert (thin, "left out") in table.skips(table.names[0])
@@ -237,18 +240,22 @@ def test_a_message_that_hardly_comes_holds_the_others_for_a_grace_and_may_come_a
         assert table.machines[name].left_out == {blob.digest for blob in table.blobs(thin)}
 
 
-def test_without_that_rule_it_holds_them_for_the_whole_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_without_that_rule_it_holds_them_for_the_whole_exchange(
+    exchange: Exchange, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Leadership, "_straggling_at", lambda self, promised, wanted, now: math.inf)
-    table, _ = _with_a_thin_link()
+    table, _ = _with_a_thin_link(exchange, parts)
     assert seconds_until(table, lambda: bool(table.included())) >= table.scenario.settings().exchange_timeout - 0.2
 
 
-def test_where_all_messages_take_long_none_is_left_out() -> None:
+@BOTH
+def test_where_all_messages_take_long_none_is_left_out(exchange: Exchange, parts: int) -> None:
     """They come one after the other, over more time than the grace."""
-    table = Table(4, "gather")
+    table = Table(4, exchange, parts)
     order = [blob.digest for name in table.names for blob in table.blobs(name)]
     pause = 2.5 * table.scenario.settings().grace / len(order)
-    table.is_slow = lambda peer, digest: table.now < pause * order.index(digest)
+    table.is_slow = lambda peer, digest: digest in order and table.now < pause * order.index(digest)
     table.offer(*table.names)
     seconds_until(table, lambda: bool(table.included()))
     assert table.included() == {tuple(sorted(table.names))}
