@@ -74,7 +74,7 @@ class BrainFloat(Codec):
                 magnitude_of(values[part])
             rounded[part].copy_(torch.from_numpy(values[part]))
             if subtract:
-                values[part] -= _widened(rounded[part])
+                values[part] -= _floats_of(rounded[part])
 
         each(convert, slabs(values.size))
         return draft.payload
@@ -108,7 +108,7 @@ class HalfPrecision(Codec):
             np.multiply(values[part], power(-exponent), out=scaled)
             rounded[part].copy_(torch.from_numpy(scaled))
             if subtract:
-                restored = _widened(rounded[part])
+                restored = _floats_of(rounded[part])
                 restored *= power(exponent)
                 values[part] -= restored
 
@@ -136,7 +136,7 @@ def _check(halves: Halves, limit: np.unsignedinteger[Any]) -> None:
     each(check, slabs(halves.size))
 
 
-def _widened(rounded: torch.Tensor) -> Floats:
+def _floats_of(rounded: torch.Tensor) -> Floats:
     widened: Floats = scratch("widened", np.float32, rounded.numel())
     torch.from_numpy(widened).copy_(rounded)
     return widened

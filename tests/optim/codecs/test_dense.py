@@ -59,9 +59,18 @@ def test_bfloat16_rounds_ties_to_even() -> None:
     assert BrainFloat().decode(BrainFloat().encode(ties), 3).tolist() == [1, 1 + 2**-6, -1]
 
 
-@pytest.mark.parametrize("pattern", [0x7FC0, 0x7F80, 0xFF80, 0x5800, 0xD780])
-def test_bfloat16_from_the_wire_must_be_finite_and_bounded(pattern: int) -> None:
-    payload = bytearray(BrainFloat().encode(torch.ones(10)))
+@pytest.mark.parametrize("pattern", [0x7FC0, 0x7F80, 0xFF80, 0x5800, 0xD780, 0x5701, 0xD701])
+@pytest.mark.parametrize("others", [1.0, -1.0, 0.0])
+def test_bfloat16_from_the_wire_must_be_finite_and_bounded(pattern: int, others: float) -> None:
+    payload = bytearray(BrainFloat().encode(torch.full((10,), others)))
     struct.pack_into("<H", payload, 9 * 2, pattern)
     with pytest.raises(CodecError):
         BrainFloat().read(bytes(payload), 10)
+
+
+@pytest.mark.parametrize("pattern", [0x5700, 0xD700, 0x0000, 0x8000])
+@pytest.mark.parametrize("others", [1.0, -1.0])
+def test_bfloat16_up_to_the_bound_is_read(pattern: int, others: float) -> None:
+    payload = bytearray(BrainFloat().encode(torch.full((10,), others)))
+    struct.pack_into("<H", payload, 9 * 2, pattern)
+    assert abs(float(BrainFloat().decode(bytes(payload), 10)[8])) in (0.0, 2.0**47)
