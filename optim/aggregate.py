@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
+from itertools import chain
 from typing import ClassVar, Literal, Self
 
 import numpy as np
@@ -159,10 +160,13 @@ class Mean(_Weighted):
     def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         weights = self._weigh(messages)
         readers = readers_of(messages)
-        total = zeros(messages[0].numel)
-        for read, weight, factor in zip(readers, weights, self._shrink(readers, weights), strict=True):
-            read().add_to(total, weight * factor)
-        return _divide(total, self._divisor(messages, weights))
+        factors, vectors = self._shrink(readers, weights), (read() for read in readers)
+        first = next(vectors)
+        total = zeros(first.sent.numel)
+        for vector, weight, factor in zip(chain((first,), vectors), weights, factors, strict=True):
+            vector.sent.add_to(total, weight * factor)
+        # What transforms values is linear: it is undone once.
+        return first.decoded(PlainVector(_divide(total, self._divisor(messages, weights)))).dense()
 
     def combined(self, messages: Sequence[Message], memory: Floats | None = None) -> Vector:
         vectors = sparse_of(messages)
@@ -208,12 +212,12 @@ class SenderMean(_Weighted):
     def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         weights = self._weigh(messages)
         readers = readers_of(messages)
-        first = readers[0]()
+        factors, vectors = self._shrink(readers, weights), (read() for read in readers)
+        first = next(vectors)
         total, senders = zeros(first.sent.numel), zeros(first.sent.numel)
-        for read, weight, factor in zip(readers, weights, self._shrink(readers, weights), strict=True):
-            sent = read().sent
-            sent.add_to(total, weight * factor)
-            sent.add_presence_to(senders, weight)
+        for vector, weight, factor in zip(chain((first,), vectors), weights, factors, strict=True):
+            vector.sent.add_to(total, weight * factor)
+            vector.sent.add_presence_to(senders, weight)
         senders[senders == 0] = 1
         return first.decoded(PlainVector(_divide(total, senders))).dense()
 

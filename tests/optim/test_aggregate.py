@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from optim.aggregate import Aggregate, Mean, Message, SenderMean
+from optim.codecs import cosine_topk
 from optim.codecs.codec import Codec, Payload
 from optim.codecs.cosine import SIDE, inverse
 from optim.codecs.cosine_topk import TILE, CosineTopK
@@ -17,7 +18,7 @@ from optim.codecs.integers import BlockInt8
 from optim.codecs.signs import BlockSign
 from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError, OptimError
-from optim.vectors import SLAB, PlainVector, SparseVector, Vector
+from optim.vectors import SLAB, Floats, PlainVector, SparseVector, Vector
 
 RULES: list[Aggregate] = [
     *(Mean(), Mean(clip=True), Mean(weights="equal", over="members")),
@@ -68,6 +69,24 @@ def test_sender_mean_of_coefficients_divides_by_those_who_sent_each() -> None:
     found = SenderMean().combine(members)
     assert np.allclose(found, inverse(mean.reshape(-1, SIDE, SIDE)).ravel(), atol=1e-5)
     assert np.linalg.norm(found) > 1.5 * np.linalg.norm(Mean().combine(members)), "the control: the mean over all"
+
+
+def test_a_transform_is_undone_once_however_many_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, values = CosineTopK(k=40), draws(5, 2 * TILE)
+    members, undone = messages(values, [1] * 5, codec), list[int]()
+    apart = np.mean([codec.decode(codec.encode(value), 2 * TILE).numpy() for value in values], axis=0)
+
+    def counted(tiles: Floats) -> Floats:
+        undone.append(len(tiles))
+        return inverse(tiles)
+
+    monkeypatch.setattr(cosine_topk, "inverse", counted)
+    for rule in (Mean(), SenderMean()):
+        undone.clear()
+        found = rule.combine(members)
+        assert sum(undone) == 2, "two tiles in all"
+    assert np.allclose(Mean().combine(members), apart, atol=1e-5)
+    assert not np.allclose(found, apart, atol=1e-5), "the control: the mean over senders is another"
 
 
 def test_over_members_what_is_late_makes_the_step_shorter() -> None:
