@@ -89,7 +89,9 @@ def for_short_runs(name: str) -> Tables:
 def thousandth() -> list[Row]:
     """At most 0.016 bits a parameter and step."""
     quick: Tables = {"feedback": {"decay": 0.8}}
+    often = {"inner_steps": 5, "ahead": 5}
     return [
+        _row("frugal 5", "frugal", schedule=often, codec={"k": 33}, feedback={"decay": 0.9}),
         _row("sparse 10", "sparseloco", schedule={"inner_steps": 10}),
         _row("senders 10", "sparseloco-senders", schedule={"inner_steps": 10}),
         _row("senders 10, decay 0.8", "sparseloco-senders", **quick, schedule={"inner_steps": 10}),

@@ -26,10 +26,9 @@ def check(method: Method) -> None:
             f"aggregate {method.aggregate.kind!r} remembers every block: set topology.kind = 'gather' and "
             "schedule.fragments = 1, or aggregate.statistics = 'round'"
         )
-    if method.adoption.unsent and not (signal.kind == "pseudo-gradient" and method.feedback.keeps_error):
+    if method.adoption.unsent and signal.kind != "pseudo-gradient":
         raise UnknownOption(
-            "adoption.unsent is of the pseudo-gradients that error feedback keeps; set feedback.kind = 'error', "
-            "or adoption.unsent = 0"
+            f"what is left of signal {signal.kind!r} is no progress to train on from; set adoption.unsent = 0"
         )
     if isinstance(method.topology, Groups):
         _check_consensus(update, method.topology.size)

@@ -97,6 +97,7 @@ SYNCHRONOUS: Final = (
         codec={"kind": "topk", "k": 64, "bits": 1},
         feedback={"kind": "error", "decay": 0.8},
         aggregate={"kind": "sender-mean", "clip": True},
+        adoption={"kind": "carry", "unsent": 0.3},
     ),
     _recipe("averaging", "arXiv 1602.05629", {**INT8, **AVERAGE}, schedule=_every(30)),
     _recipe("adloco", "arXiv 2508.18182", INT8, schedule=_every(100), inner={"kind": "growing-batch"}),

@@ -19,7 +19,7 @@ REFUSED: list[tuple[str, Tables, str]] = [
     ("one-bit-adam", {"update": {"kind": "adam"}}, "'adam' makes no step of signal 'momentum'"),
     ("diloco", {"topology": {"kind": "groups"}}, "set update.kind to gossip"),
     ("noloco-weights", {"update": {"beta": 1.9}}, "lower update.beta"),
-    ("edit", {"adoption": {"unsent": 0.5}}, "set feedback.kind = 'error', or adoption.unsent = 0"),
+    ("des-loc", {"adoption": {"unsent": 0.5}}, "what is left of signal 'inner-state' is no progress"),
     ("noloco", {"update": {"gamma": 0.0}}, "raise update.gamma above 0"),
 ]
 
