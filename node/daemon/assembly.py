@@ -316,17 +316,11 @@ class Assembly:
     def _trainer_config(self) -> Config:
         settings = self._settings
         return Config(
-            manifest=settings.manifest.to_toml(),
-            base=str(settings.base),
-            blobs=str(self._folder.blobs),
-            peer_id=self.peer_id,
-            device=settings.device,
-            threads=settings.threads or threads_each(1),
-            memory=settings.memory,
-            pause_when_busy=settings.pause_when_busy,
-            round=self.trainer.round,
+            manifest=settings.manifest.to_toml(), base=str(settings.base), blobs=str(self._folder.blobs),
+            peer_id=self.peer_id, device=settings.device, threads=settings.threads or threads_each(1),
+            memory=settings.memory, pause_when_busy=settings.pause_when_busy, round=self.trainer.round,
             validation_tokens=VALIDATION_TOKENS,
-        )
+        )  # fmt: skip
 
     def _heard(self, message: FromTrainer) -> None:
         self.standing.heard(message)

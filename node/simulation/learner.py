@@ -1,6 +1,6 @@
 """The trainer's side of a virtual peer: the same inner state, optimizer and sender as a trainer process has."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from node.trainer.inner_step import accumulate_gradient
 from node.trainer.pace import Stretch, Wanted, is_message_due, may_adopt, must_wait
 from optim.exchange import Sender
 from optim.program import Program
+from protocol.blobs.blob import Blob
 from protocol.errors import MurmurError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
@@ -69,10 +70,10 @@ class Learner:
 
     def adopt(
         self, round_number: int, shared: list[Tensor], fate: Fate, revised: Iterable[Past],
-        payloads: Callable[[Past], list[bytes]],
+        payloads: Callable[[Sequence[Blob]], list[bytes]],
     ) -> None:  # fmt: skip
         """`revised`: earlier messages, whose fate is another on the chain that was taken over."""
         self._arena.write_anchor(round_number, shared)
         self.state.adopt(round_number, fate)
         for entry in revised:
-            self.state.revise(entry.offer.message, entry.fate, partial(payloads, entry))
+            self.state.revise(entry.offer.message, entry.fate, partial(payloads, entry.offer.parts))

@@ -351,11 +351,9 @@ class VirtualPeer:
         if learner is None or self._busy or not self.alive:
             return
         if self._adoption is not None and learner.may_adopt():
-            shared, vault = self.applied[0].shared(self.swarm.method), self.swarm.vault
+            shared, payloads = self.applied[0].shared(self.swarm.method), self.swarm.vault.payloads
             revised = [entry for entry in self.offers.past if entry.was is not None]
-            learner.adopt(
-                self.chain.round, shared, self._adoption, revised, lambda entry: vault.payloads(entry.offer.parts)
-            )
+            learner.adopt(self.chain.round, shared, self._adoption, revised, payloads)
             learner.wanted.ask(self.chain.round, self._pacing.steps(self.chain.round))
             self._adoption = None
         if self.is_done:
