@@ -27,9 +27,9 @@ def test_without_a_new_verdict_work_of_the_chain_that_was_left_gets_lost(monkeyp
     assert any("work got lost" in story.fault for story in broken(0, SEEDS_PER_BATCH, isolating=True))
 
 
-@pytest.mark.parametrize("seed", [512, 893, 1019])
+@pytest.mark.parametrize("seed", [893])
 def test_what_both_chains_have_is_taken_out_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of taking out: seeds under which the same work would be sent to a chain that has it."""
+    """The control of taking out: a seed of few under which the same work would be sent to a chain that has it."""
     judge = Offers.jump
 
     def forgetful(self: Offers, me: str, commits: Sequence[Commit], number: int, left: Head) -> Verdict:
