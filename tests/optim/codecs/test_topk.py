@@ -15,6 +15,21 @@ from optim.errors import CodecError
 Array = npt.NDArray[np.float32]
 
 
+def slow_classes(count: int, lanes: list[int], frequencies: list[int], stream: list[int]) -> list[int]:
+    """The symbols; `lanes` are left as they end, `stream` with the words that nobody took."""
+    classes = []
+    for i in range(count):
+        lane = lanes[i % len(lanes)]
+        slot, symbol = lane % 4096, 0
+        while slot >= frequencies[symbol]:
+            slot -= frequencies[symbol]
+            symbol += 1
+        classes.append(symbol)
+        lane = frequencies[symbol] * (lane // 4096) + slot
+        lanes[i % len(lanes)] = lane if lane >= 2**16 else lane << 16 | stream.pop(0)
+    return classes
+
+
 def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
     """One value after the other, as the format's description says; ValueError where a payload breaks it."""
     sizes = [min(codec.chunk, numel - start) for start in range(0, numel, codec.chunk)]
@@ -46,16 +61,7 @@ def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
     position += 2 * words
     if any(lane < 2**16 for lane in lanes):
         raise ValueError("lane")
-    classes = []
-    for i in range(count):
-        lane = lanes[i % lane_count]
-        slot, symbol = lane % 4096, 0
-        while slot >= frequencies[symbol]:
-            slot -= frequencies[symbol]
-            symbol += 1
-        classes.append(symbol)
-        lane = frequencies[symbol] * (lane // 4096) + slot
-        lanes[i % lane_count] = lane if lane >= 2**16 else lane << 16 | stream.pop(0)
+    classes = slow_classes(count, lanes, frequencies, stream)
     if stream or any(lane >> 16 != 1 for lane in lanes):
         raise ValueError("end of stream")
     plain = b"".join(struct.pack("<H", lane & 0xFFFF) for lane in lanes) + payload[position:]
