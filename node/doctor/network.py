@@ -54,6 +54,7 @@ MAX_DIALLED = 8
 MAX_ASKED = 2  # peers to be dialled back by, and to fetch from
 FETCH_BYTES = 8 << 20
 FETCH_SECONDS = 6.0
+ATTEMPTS = 3
 GRACES = 10  # a state that takes more than so many graces of a round to fetch makes a slow start
 Connect = Callable[[str, float], Coroutine[Any, Any, str]]
 
@@ -141,7 +142,9 @@ class Probe:
     async def _speed(self) -> Finding | None:
         """Fetch the beginning of the state that a newcomer needs anyway; None where nobody has it."""
         trainers = [peer for peer, record in self.records.items() if record.role == "trainer" and peer in self.reached]
-        for peer in random.sample(trainers, min(MAX_ASKED, len(trainers))):
+        finding = None
+        # Asked again, as a newcomer does: a state that is named may be gone with the next round, before it is fetched.
+        for peer in ATTEMPTS * random.sample(trainers, min(MAX_ASKED, len(trainers))):
             try:
                 chain = await RoundsStub(self.transport.channel(peer)).Chain(
                     ChainRequest(run=self._run, after_round=2**63), timeout=CALL_SECONDS
@@ -150,9 +153,11 @@ class Probe:
             except (grpc.aio.AioRpcError, PeerFault) as error:
                 logger.info("%s does not name its state: %s", peer, error)
                 continue
-            patience = GRACES * self.invitation.manifest.round.grace
-            return judged_speed(*await self._fetch(peer, state), state.size, patience)
-        return None
+            count, seconds = await self._fetch(peer, state)
+            finding = judged_speed(count, seconds, state.size, GRACES * self.invitation.manifest.round.grace)
+            if count or seconds >= FETCH_SECONDS:
+                break
+        return finding
 
     async def _fetch(self, peer: PeerId, state: Blob) -> tuple[int, float]:
         """Bytes and seconds."""
