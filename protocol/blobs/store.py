@@ -87,28 +87,25 @@ class BlobStore:
 
     def hold(self, data: Bytes) -> Blob:
         """As `put`, in memory where there is room for it: it must not change."""
-        hashes = piece_hashes(data)
-        blob = Blob.from_hashes(hashes, size_of((data,)))
+        blob, hashes = _named(data)
         with self._lock:
             if not self.has(blob.digest) and self._has_room(blob):
                 self._held[blob.digest] = blob.size
                 self._lent[blob.digest] = lent(blob, hashes, (data,))
-        return blob if self.has(blob.digest) else self.put(data)
+        if not self.has(blob.digest):
+            self._write(blob, hashes, data)
+        return blob
 
     def put(self, *data: Bytes) -> Blob:
         """All of them, one after the other, as one blob."""
-        hashes = piece_hashes(*data)
-        blob = Blob.from_hashes(hashes, size_of(data))
+        blob, hashes = _named(*data)
         if not self.has(blob.digest):
-            with self._new_file(blob.size) as file:
-                file.writelines(data)
-                self._adopt(file, blob, hashes)
+            self._write(blob, hashes, *data)
         return blob
 
     def lend(self, *data: Bytes) -> Blob:
         """As `put`, but nothing is copied: the memory must stay as it is until the blob is discarded."""
-        hashes = piece_hashes(*data)
-        blob = Blob.from_hashes(hashes, size_of(data))
+        blob, hashes = _named(*data)
         if not self.has(blob.digest):
             self._lent[blob.digest] = lent(blob, hashes, data)
         return blob
@@ -116,9 +113,7 @@ class BlobStore:
     def write_out(self, digest: bytes) -> None:
         """Put a blob that is lent on disk; its memory is free then."""
         if held := self._lent.get(digest):
-            with self._new_file(held.blob.size) as file:
-                file.writelines(held.views)
-                self._adopt(file, held.blob, held.hashes)
+            self._write(held.blob, held.hashes, *held.views)
             with self._lock:
                 self._lent.pop(digest, None)
                 self._held.pop(digest, None)
@@ -273,6 +268,11 @@ class BlobStore:
         if self._total() + size > self._max_bytes:
             raise StorageError(f"{self._folder} may hold {self._max_bytes} bytes and is full; allow it more")
 
+    def _write(self, blob: Blob, hashes: bytes, *data: Bytes) -> None:
+        with self._new_file(blob.size) as file:
+            file.writelines(data)
+            self._adopt(file, blob, hashes)
+
     @contextlib.contextmanager
     def _new_file(self, size: int) -> Iterator[IO[bytes]]:
         """A file for `size` bytes that disappears unless it is adopted."""
@@ -353,3 +353,9 @@ class BlobStore:
         logger.warning("blob %s in %s is damaged and is removed", digest.hex(), self._folder)
         self.discard(digest)
         return MissingFileError(f"blob {digest.hex()} in {self._folder} was damaged and is removed; fetch it again")
+
+
+def _named(*data: Bytes) -> tuple[Blob, bytes]:
+    """The name of all of them, one after the other, and the hashes of its pieces."""
+    hashes = piece_hashes(*data)
+    return Blob.from_hashes(hashes, size_of(data)), hashes

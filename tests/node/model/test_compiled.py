@@ -12,6 +12,7 @@ from protocol.manifest import Model
 
 SHAPE = Model(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, hidden=24, context=12)
 ROUNDING = 0.02
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 
 
 def windows_of(seed: int) -> torch.Tensor:
@@ -32,7 +33,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(found - wanted) / torch.linalg.vector_norm(wanted))
 
 
-@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+@needs_compiler
 def test_the_compiled_model_is_the_plain_one_up_to_rounding() -> None:
     windows = windows_of(0)
     expected, wanted = gradient_of(Llama(SHAPE), windows)
@@ -44,7 +45,7 @@ def test_the_compiled_model_is_the_plain_one_up_to_rounding() -> None:
     assert distance(gradient_of(seeing, windows)[1], wanted) > ROUNDING
 
 
-@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+@needs_compiler
 def test_a_second_model_of_the_shape_is_not_compiled_anew() -> None:
     gradient_of(CompiledLlama(SHAPE), windows_of(0))
     with torch.compiler.set_stance("fail_on_recompile"):
