@@ -13,6 +13,7 @@
     ├── DeviceError                 11   the accelerator asked for is not there
     ├── DataError                   12   the training text is missing or malformed
     ├── TransportError              13   p2pd cannot be started or kept alive
+    │   └── PortTakenError               a port that was asked for is another program's
     ├── OrganiserError              14   a manifest from elsewhere that its organiser has not signed
     └── PeerFault                    -   a peer sent something wrong; never leaves the daemon
         ├── MalformedError               bytes that do not parse, or parse to nonsense
@@ -74,6 +75,10 @@ class DataError(MurmurError):
 
 class TransportError(MurmurError):
     exit_code = 13
+
+
+class PortTakenError(TransportError):
+    pass
 
 
 class OrganiserError(MurmurError):

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import random
-import socket
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
 from importlib.metadata import version
 from typing import Any
@@ -30,6 +29,7 @@ from node.daemon.runs_service import RunsService
 from node.daemon.standing import Standing
 from node.daemon.trainer_link import TrainerLink
 from node.daemon.trainer_process import TrainerProcess
+from node.daemon.usual_port import usual_listen
 from node.daemon.vows import VowFile
 from node.daemon.wishes import Porters, Wishes
 from node.folder import RunFolder
@@ -70,26 +70,8 @@ STORE_EXTRA_BYTES = 1 << 30
 MAX_TOKENS = 1 << 40  # of one contribution
 
 
-def usual_listen(folder: RunFolder, listen: Sequence[str]) -> tuple[str, ...]:
-    """A port left to chance is the one of the last start, where that is still free: links stay true."""
-    port = folder.usual_port()
-    if not port or not port_is_free(port):
-        return tuple(listen)
-    return tuple(address.replace("/tcp/0", f"/tcp/{port}") for address in listen)
-
-
 def spent(seconds: Mapping[str, float], *activities: str) -> float:
     return sum(seconds.get(activity, 0.0) for activity in activities)
-
-
-def port_is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-    return True
 
 
 class Assembly:
@@ -257,7 +239,7 @@ class Assembly:
                 lambda server: add_RoundsServicer_to_server(rounds, server),
                 lambda server: add_RunsServicer_to_server(runs, server),
             ],
-            listen=usual_listen(self._folder, settings.listen),
+            listen=await usual_listen(self._folder, settings.listen),
             direct=settings.direct,
             relays=relays_for(settings.listen, self._contacts, own_address()),
         )

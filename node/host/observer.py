@@ -7,8 +7,8 @@ import random
 from collections.abc import AsyncIterator
 
 from node.config import NodeSettings
-from node.daemon.assembly import usual_listen
 from node.daemon.runs_service import RunsService
+from node.daemon.usual_port import usual_listen
 from node.folder import RunFolder
 from node.host.window import Window
 from protocol.identity import Identity
@@ -47,7 +47,7 @@ async def watching(settings: NodeSettings, folder: RunFolder, version: str) -> A
     try:
         await transport.open(
             [directory.register, lambda server: add_RunsServicer_to_server(runs, server)],
-            listen=usual_listen(folder, settings.listen),
+            listen=await usual_listen(folder, settings.listen),
             relays=relays_for(settings.listen, contacts, own_address()),
         )
         directory.publish(role="observer", name=settings.name, version=version)

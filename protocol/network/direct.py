@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from protocol.errors import ForgedError, PeerFault, TransportError, UnreachableError
+from protocol.errors import ForgedError, PeerFault, PortTakenError, TransportError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.network.control import BUFFER_BYTES, Stream
 from protocol.network.proof import (
@@ -71,18 +71,26 @@ class DirectDoor:
         self._carried: set[asyncio.Task[None]] = set()
 
     def open(self, hosts: Sequence[str], port: int) -> None:
-        """Listen at `port` (0: a free one) of each of these addresses. TransportError: it is taken."""
+        """Listen at `port` (0: a free one) of each of these addresses, or of none.
+
+        PortTakenError: somebody has it. TransportError: it cannot be had at all.
+        """
+        found: list[socket.socket] = []
         for host in hosts:
             try:
-                listening = _listen(host, self.port or port)
+                found.append(_listen(host, found[0].getsockname()[1] if found else port))
             except OSError as error:
-                raise TransportError(
+                for listening in found:
+                    listening.close()
+                kind = PortTakenError if error.errno == errno.EADDRINUSE else TransportError
+                raise kind(
                     f"cannot listen for direct connections on {host} port {port}: {error.strerror}; "
                     "choose another --direct, or `--direct off`"
                 ) from error
+        for listening in found:
             self.port = listening.getsockname()[1]
             self._listening.append(listening)
-            self._accepting.add(asyncio.create_task(self._accept(listening), name=f"direct door {host}"))
+            self._accepting.add(asyncio.create_task(self._accept(listening), name=f"direct door at {self.port}"))
 
     async def close(self) -> None:
         """Ends what is under way, too."""

@@ -23,9 +23,10 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
-from protocol.errors import TransportError, UnreachableError
+from protocol.errors import PortTakenError, TransportError, UnreachableError
 from protocol.identity import PeerId
 from protocol.network.control import Control
+from protocol.network.ports import patiently
 
 logger = logging.getLogger(__name__)
 use_hivemind_log_handler("nowhere")  # its records go where ours go
@@ -81,11 +82,12 @@ class P2pd:
     async def start(cls, options: Options, folder: Path, streams: Mapping[str, Path]) -> Self:
         """`streams`: where p2pd shall connect to for incoming streams, by protocol name.
 
-        `folder` is private and its path short. TransportError: p2pd cannot be started, and its last words.
+        `folder` is private and its path short. PortTakenError: after some seconds
+        its port is still another's. TransportError: p2pd cannot be started, and its last words.
         """
         self = cls(options, folder, streams)
         try:
-            await self._launch()
+            await patiently(self._launch_whole)
         except BaseException:
             await self.stop()
             raise
@@ -126,13 +128,20 @@ class P2pd:
     async def _relaunched(self, delay: float) -> bool:
         await asyncio.sleep(delay)
         try:
-            await self._launch()
+            await self._launch_whole()
         except TransportError as error:
             logger.warning("%s; next attempt in %.1f s", error, min(2 * delay, LONGEST_DELAY))
-            await self._end_process()
             self._listen = self._options.listen  # the port that was ours may be another's by now
             return False
         return True
+
+    async def _launch_whole(self) -> None:
+        """Or nothing is left of the attempt."""
+        try:
+            await self._launch()
+        except TransportError:
+            await self._end_process()
+            raise
 
     async def _launch(self) -> None:
         (self._folder / "p2pd.sock").unlink(missing_ok=True)  # a killed p2pd leaves it
@@ -147,7 +156,7 @@ class P2pd:
         except (EOFError, P2PDaemonError, UnreachableError) as error:
             listen = ", ".join(self._listen)
             if "address already in use" in str(error):
-                raise TransportError(f"another program has {listen}; give another --listen") from error
+                raise PortTakenError(f"another program has {listen}; give another --listen") from error
             raise TransportError(f"p2pd ended: {error}; can it listen on {listen}, and is the key whole?") from error
 
     async def _spawn(self) -> None:

@@ -24,6 +24,7 @@ from protocol.network.direct import DirectDialer, DirectDoor, DirectLimits, Plac
 from protocol.network.doors import Dial, Entrance, Exit, caller
 from protocol.network.line import MAX_MESSAGE_BYTES
 from protocol.network.p2pd import Options, P2pd
+from protocol.network.ports import patiently
 from protocol.network.reach import RELAYED
 from protocol.network.sockets import SocketFolder
 from protocol.network.tunnel import Count, Traffic, TunnelLimits, Tunnels
@@ -136,17 +137,21 @@ class Transport:
         await entrance.open()
         self._stack.callback(entrance.close)
         if direct is not None:
-            self._open_door(services, _hosts(options.listen), direct)
+            await self._open_door(services, _hosts(options.listen), direct)
         self._started = await P2pd.start(options, self._folder, {PROTOCOL: entrance_path})
         self._stack.push_async_callback(self._started.stop)
 
-    def _open_door(self, services: Sequence[Service], hosts: Sequence[str], port: int) -> None:
+    async def _open_door(self, services: Sequence[Service], hosts: Sequence[str], port: int) -> None:
         desk = Desk(self._tunnels)
         for service in services:
             service(desk)
-        self.door = DirectDoor(self._identity, desk.welcome, self._direct_limits)
-        self._stack.push_async_callback(self.door.close)
-        self.door.open(hosts, port)
+        self.door = door = DirectDoor(self._identity, desk.welcome, self._direct_limits)
+        self._stack.push_async_callback(door.close)
+
+        async def claim() -> None:
+            door.open(hosts, port)
+
+        await patiently(claim)
 
     async def stop(self) -> None:
         """Within STOP_SECONDS; a second call does nothing."""

@@ -17,7 +17,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from protocol.errors import TransportError
 from protocol.identity import Identity
-from protocol.network import p2pd
+from protocol.network import p2pd, ports
 from protocol.network.p2pd import LAUNCHER, Options, P2pd, arguments, keep_ports
 from protocol.network.sockets import SocketFolder
 
@@ -93,7 +93,29 @@ async def test_its_death_is_noticed_and_mended(
     folder.remove()
 
 
+async def test_a_port_that_is_let_go_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Identity.load_or_create(tmp_path / "key")
+    folder = SocketFolder.create(tmp_path)
+    monkeypatch.setattr(ports, "PATIENCE", 60.0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        listen = (f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}",)
+        starting = asyncio.create_task(P2pd.start(Options(tmp_path / "key", listen), folder.path, {}))
+        async with asyncio.timeout(30):
+            while "it is tried again" not in caplog.text:
+                await asyncio.sleep(0.05)
+    daemon = await asyncio.wait_for(starting, 60)
+    assert (await daemon.control.identify())[1] == listen
+    assert caplog.text.count("it is tried again") == 1
+    await daemon.stop()
+    folder.remove()
+
+
 async def test_a_taken_port_and_a_missing_binary_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "PATIENCE", 0.5)
     Identity.load_or_create(tmp_path / "key")
     folder = SocketFolder.create(tmp_path)
     with socket.socket() as taken:

@@ -1,0 +1,34 @@
+"""A port of ours that another program has for a moment: an outgoing connection of its own, or a process that is dying.
+
+It is tried for some seconds more: others know us by it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from protocol.errors import PortTakenError
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 10.0
+PAUSE = 0.25
+
+Claimed = TypeVar("Claimed")
+
+
+async def patiently(claim: Callable[[], Awaitable[Claimed]]) -> Claimed:
+    """What `claim` returns. While it raises PortTakenError it is called again, until PATIENCE seconds have passed."""
+    loop = asyncio.get_running_loop()
+    until, said = loop.time() + PATIENCE, False
+    while True:
+        try:
+            return await claim()
+        except PortTakenError as error:
+            if loop.time() >= until:
+                raise
+            if not said:
+                logger.warning("%s; it is tried again for %g s", error, PATIENCE)
+            said = True
+        await asyncio.sleep(PAUSE)

@@ -1,0 +1,59 @@
+"""Which port a node takes that was given none: that of its last start, as long as it can be had."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node.daemon.usual_port import usual_listen
+from node.folder import RunFolder
+from protocol.network import ports
+
+LISTEN = ("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1")
+
+
+@pytest.fixture
+def held() -> Iterator[socket.socket]:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        yield other
+
+
+def resumed(folder: Path, port: int) -> RunFolder:
+    node = RunFolder(folder)
+    node.announce("me", (f"/ip4/127.0.0.1/tcp/{port}/p2p/me",), 99)
+    return node
+
+
+async def test_the_first_start_takes_any(tmp_path: Path) -> None:
+    assert await usual_listen(RunFolder(tmp_path), LISTEN) == LISTEN
+
+
+async def test_a_port_that_was_asked_for_is_left_alone(tmp_path: Path, held: socket.socket) -> None:
+    asked = ("/ip4/127.0.0.1/tcp/4001",)
+    async with asyncio.timeout(ports.PATIENCE / 2):
+        assert await usual_listen(resumed(tmp_path, held.getsockname()[1]), asked) == asked
+
+
+async def test_a_port_that_is_let_go_is_waited_for(
+    tmp_path: Path, held: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports, "PATIENCE", 60.0)
+    port = held.getsockname()[1]
+    asking = asyncio.create_task(usual_listen(resumed(tmp_path, port), LISTEN))
+    async with asyncio.timeout(30):
+        while "which was ours; it is tried again" not in caplog.text:
+            await asyncio.sleep(0.02)
+    held.close()
+    assert await asyncio.wait_for(asking, 30) == (f"/ip4/127.0.0.1/tcp/{port}", LISTEN[1])
+
+
+async def test_another_port_is_taken_where_it_stays_taken(
+    tmp_path: Path, held: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports, "PATIENCE", 0.3)
+    assert await usual_listen(resumed(tmp_path, held.getsockname()[1]), LISTEN) == LISTEN
+    assert "links to this node change" in caplog.text
