@@ -1,5 +1,6 @@
 """Which parts go together: what can be told before a run that its method cannot do."""
 
+from optim.codecs.signs import BlockSign
 from optim.errors import UnknownOption
 from optim.method import Method
 from optim.signals import Momentum
@@ -7,8 +8,8 @@ from optim.topologies import Groups
 from optim.updates import FrozenAdam, Gossip, GossipWeights, Replace, consensus_factor
 
 
-def check(method: Method) -> None:
-    """UnknownOption, one line that says what to choose instead."""
+def check(method: Method, round_number: int) -> None:
+    """UnknownOption, one line that says what to choose instead. `method`: with the options of that round."""
     signal, update = method.signal, method.update
     if signal.kind not in update.signals:
         raise UnknownOption(
@@ -17,6 +18,12 @@ def check(method: Method) -> None:
         )
     if isinstance(signal, Momentum) and isinstance(update, FrozenAdam) and signal.beta != update.beta1:
         raise UnknownOption(f"signal.beta = {signal.beta} and update.beta1 = {update.beta1} are one momentum; set both")
+    if isinstance(update, FrozenAdam) and round_number < update.warm_rounds and isinstance(method.codec, BlockSign):
+        warm = update.warm_rounds
+        raise UnknownOption(
+            f"in update.warm_rounds = {warm} squares of gradients are learned, of which signs tell nothing; "
+            f"set codec.kind = 'none until {warm} then sign'"
+        )
     if method.feedback.keeps_error and not method.codec.shrinks:
         raise UnknownOption(
             f"what codec {method.codec.kind!r} leaves over only grows under error feedback; set feedback.kind = 'none'"

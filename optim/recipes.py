@@ -137,7 +137,7 @@ def _tried(knots: tuple[int, ...]) -> Iterable[int]:
 def _compose(row: Recipe, tables: Tables, round_number: int) -> Method:
     parts = {part: _build(part, KINDS[part], tables[part], round_number) for part in PARTS}
     method = Method(name=row.name, paper=row.paper, **parts)
-    check(method)
+    check(method, round_number)
     return method
 
 

@@ -17,6 +17,8 @@ REFUSED: list[tuple[str, Tables, str]] = [
     ("gossip-adam", {"update": {"kind": "sgd"}}, "'sgd' makes no step of signal 'weights'"),
     ("one-bit-adam", {"signal": {"beta": 0.8}}, "update.beta1 = 0.9 are one momentum"),
     ("one-bit-adam", {"update": {"kind": "adam"}}, "'adam' makes no step of signal 'momentum'"),
+    ("one-bit-adam", {"codec": {"kind": "sign"}}, "set codec.kind = 'none until 100 then sign'"),
+    ("one-bit-adam", {"update": {"warm_rounds": 200}}, "set codec.kind = 'none until 200 then sign'"),
     ("diloco", {"topology": {"kind": "groups"}}, "set update.kind to gossip"),
     ("noloco-weights", {"update": {"beta": 1.9}}, "lower update.beta"),
     ("des-loc", {"adoption": {"unsent": 0.5}}, "what is left of signal 'inner-state' is no progress"),
