@@ -169,9 +169,12 @@ def corpus_of(manifest: Manifest) -> Corpus:
 
 
 def run(job: Job) -> Outcome:
+    return outcome_of(job, setting_of(job))
+
+
+def outcome_of(job: Job, setting: Setting) -> Outcome:
     """In a process of its own, on one thread."""
     torch.set_num_threads(1)
-    setting = setting_of(job)
     corpus = corpus_of(setting.manifest)
     examiner = Examiner(setting, corpus)
     if job.row.name == DATA_PARALLEL:
