@@ -73,11 +73,7 @@ class Vector(ABC):
 
     def subtract_from(self, values: Floats) -> None:
         """values <- values - self"""
-
-        def subtract(part: slice) -> None:
-            values[part] -= self.span(part)
-
-        each(subtract, self.pieces())
+        self.add_to(values, -1.0)  # times minus one is exact
 
     def dense(self) -> Floats:
         """A writable array of the whole length."""
@@ -96,30 +92,13 @@ class Vector(ABC):
 
 @dataclass(frozen=True)
 class DenseVector(Vector):
-    """`restorer` decodes a span on demand, in any thread: beside the payload no more than slabs are in memory. What it
-    writes is to be multiplied by `unit`, a power of two; no product is below fp32's normal numbers."""
+    """`restorer` decodes a span on demand, in any thread: beside the payload no more than slabs are in memory."""
 
     numel: int
     restorer: Callable[[slice, Floats], None]
-    unit: np.float32 = np.float32(1)
 
     def restore(self, part: slice, out: Floats) -> None:
         self.restorer(part, out)
-        if self.unit != 1:
-            out *= self.unit
-
-    def add_to(self, total: Floats, weight: float) -> None:
-        factor = self.unit * np.float32(weight)
-
-        def add(part: slice) -> None:
-            values = scratch("vector", np.float32, part.stop - part.start)
-            self.restorer(part, values)
-            if weight != 1:
-                values *= factor
-            # The product with a power of two is exact: one rounding, fused or not.
-            torch.from_numpy(total[part]).add_(torch.from_numpy(values), alpha=float(factor) if weight == 1 else 1)
-
-        each(add, self.pieces())
 
 
 @dataclass(frozen=True)
@@ -194,9 +173,6 @@ class SparseVector(Vector):
 
     def add_presence_to(self, total: Floats, weight: float) -> None:
         total[self.positions] += (self.values != 0) * np.float32(weight)
-
-    def subtract_from(self, values: Floats) -> None:
-        self.add_to(values, -1.0)  # times minus one is exact
 
     def norm(self) -> float:
         return norm([self.values[part] for part in slabs(self.values.size)])

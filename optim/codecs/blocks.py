@@ -18,13 +18,13 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Draft, Payload
-from optim.codecs.dense import LIMIT, largest_magnitude
+from optim.codecs.dense import LIMIT
 from optim.codecs.packing import Bytes, Packing, packing
+from optim.compiled import MAGNITUDE, compiled
 from optim.errors import CodecError
 from optim.parts import STRICT
 from optim.threads import each, scratch
@@ -38,8 +38,6 @@ Integers = npt.NDArray[np.int8]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BlockCodec(Codec):
-    """`rows` below are (blocks, block) values, a last short block filled up with zeros."""
-
     bits: ClassVar[int]  # of one value
     round_up: ClassVar[int] = 0xFFFF  # added to an fp32 scale before its lower half is cut off
 
@@ -53,20 +51,20 @@ class BlockCodec(Codec):
         return 2 + 2 * self._blocks(numel) + self._packing(numel).size
 
     def write(self, values: Floats, subtract: bool) -> Payload:
-        if subtract:
-            largest_magnitude(values)  # before anything is changed
         layout = self._packing(values.size)
         draft = Draft(self.head(), 2 * self._blocks(values.size) + layout.size)
         halves, packed = draft.add("u2", self._blocks(values.size)), draft.add("u1", layout.size)
 
         def encode(part: slice) -> None:
             spans = layout.spans(part)
-            codes = [scratch(f"codes {i}", np.int8, self._padded(span)) for i, span in enumerate(spans)]
+            codes = [scratch(f"codes {i}", np.int8, span.stop - span.start) for i, span in enumerate(spans)]
             for span, out in zip(spans, codes, strict=True):
-                self._code(values, halves, span, out, subtract)
-            layout.join(packed, part, [out[: span.stop - span.start] for span, out in zip(spans, codes, strict=True)])
+                self._code(values[span], halves, span.start // self.block, out)
+            layout.join(packed, part, codes)
 
         each(encode, layout.parts(self.stretch))
+        if subtract:
+            BlockVector(values.size, self, layout, packed, _widened(halves)).subtract_from(values)
         return draft.payload
 
     def read(self, payload: Payload, numel: int) -> "BlockVector":
@@ -82,34 +80,24 @@ class BlockCodec(Codec):
         return BlockVector(numel, self, layout, packed, _widened(halves))
 
     @abstractmethod
-    def _scale(self, rows: torch.Tensor, sizes: Floats) -> Floats:
-        """Of each row; not finite where a value is not. `sizes`: how many values a row really has."""
+    def measure(self, values: Floats, scales: Floats) -> None:
+        """The scale of each block, to (blocks,); not finite where a value is not. The last block may be short."""
 
     @abstractmethod
-    def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
-        """The values' codes, zero where the scale is, to (blocks, block) codes. `place`: the first block's number."""
+    def quantize(self, values: Floats, scales: Floats, place: int, codes: Integers) -> None:
+        """The values' codes, zero where the scale is. `place`: the first block's number."""
 
     @abstractmethod
     def multiples(self, codes: Integers) -> None:
         """From codes, in place, to what the scale is multiplied with."""
 
-    def _code(self, values: Floats, halves: Halves, span: slice, codes: Integers, subtract: bool) -> None:
-        """Encode a span of whole blocks: scales to `halves`, codes to `codes`."""
-        size, padded = span.stop - span.start, codes.size
-        rows = torch.from_numpy(_padded(values[span], padded)).view(-1, self.block)
-        sizes = np.full(len(rows), self.block, np.float32)
-        sizes[-1] -= padded - size
-        first = span.start // self.block
-        halves[first : first + len(rows)] = self._half(self._scale(rows, sizes))
-        scales = _widened(halves[first : first + len(rows)])
-        self._quantize(rows, scales, first, codes.reshape(-1, self.block))
-        if subtract:
-            multiples = scratch("multiples", np.int8, padded)
-            multiples[:] = codes
-            self.multiples(multiples)
-            restored = scratch("floats", np.float32, padded)
-            _multiply(multiples, scales, restored)
-            values[span] -= restored[:size]
+    def _code(self, values: Floats, halves: Halves, place: int, codes: Integers) -> None:
+        """Encode whole blocks from number `place` on: scales to `halves`, codes to `codes`."""
+        scales = scratch("scales", np.float32, self._blocks(values.size))
+        self.measure(values, scales)
+        rounded = self._half(scales)
+        halves[place : place + scales.size] = rounded
+        self.quantize(values, _widened(rounded), place, codes)
 
     def _half(self, scales: Floats) -> Halves:
         if not (scales < LIMIT).all():
@@ -117,9 +105,6 @@ class BlockCodec(Codec):
         halves = (scales.view(np.uint32) + np.uint32(self.round_up) >> np.uint32(16)).astype(np.uint16)
         halves[halves < LOWEST_HALF] = 0
         return halves
-
-    def _padded(self, span: slice) -> int:
-        return self._blocks(span.stop - span.start) * self.block
 
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block)
@@ -145,69 +130,63 @@ class BlockVector(Vector):
         return slabs(self.numel, self.codec.stretch)
 
     def restore(self, part: slice, out: Floats) -> None:
-        self._restore(part, self.scales, out)
-
-    def _restore(self, part: slice, scales: Floats, out: Floats) -> None:
         block = self.codec.block
-        start, stop = part.start // block * block, -(-part.stop // block) * block
-        multiples = scratch("multiples", np.int8, stop - start)
-        self._multiples(slice(start, min(stop, self.numel)), multiples)
-        exact = start == part.start and stop == part.stop
-        values = out if exact else scratch("floats", np.float32, stop - start)
-        _multiply(multiples, scales[start // block : stop // block], values)
-        if not exact:
-            out[:] = values[part.start - start : part.stop - start]
+        first = part.start // block
+        whole = slice(first * block, min(-(-part.stop // block) * block, self.numel))
+        values = out if whole == part else scratch("floats", np.float32, whole.stop - whole.start)
+        _write_products(self._multiples(whole), self.scales[first:], block, values)
+        if whole != part:
+            out[:] = values[part.start - whole.start : part.stop - whole.start]
 
     def add_to(self, total: Floats, weight: float) -> None:
         """total <- total + m * (weight * s), rounded at each step; with weight 1 only the sum is."""
-        block, scales = self.codec.block, self.scales * np.float32(weight)
+        block, factors = self.codec.block, self.scales * np.float32(weight)
 
         def add(part: slice) -> None:
-            whole = part.start + (part.stop - part.start) // block * block
-            multiples = scratch("multiples", np.int8, whole - part.start)
-            self._multiples(slice(part.start, whole), multiples)
-            floats = torch.from_numpy(scratch("floats", np.float32, multiples.size))
-            floats.copy_(torch.from_numpy(multiples))
-            factors = torch.from_numpy(scales[part.start // block : whole // block, None])
-            torch.from_numpy(total[part.start : whole]).view(-1, block).addcmul_(floats.view(-1, block), factors)
-            if whole < part.stop:
-                total[whole : part.stop] += self.span(slice(whole, part.stop))
+            _add_products(self._multiples(part), factors[part.start // block :], block, total[part])
 
-        def add_rounded(part: slice) -> None:
-            values = scratch("vector", np.float32, part.stop - part.start)
-            self._restore(part, scales, values)
-            total[part] += values
+        each(add, self.pieces())
 
-        each(add if weight == 1 else add_rounded, self.pieces())
-
-    def _multiples(self, span: slice, out: Integers) -> None:
-        """Of a span of whole blocks; what of `out` is beyond it becomes zero."""
-        size = span.stop - span.start
-        self.packing.split(self.packed, span, out[:size])
-        self.codec.multiples(out[:size])
-        out[size:] = 0
+    def _multiples(self, span: slice) -> Integers:
+        """Of a span of whole blocks."""
+        multiples: Integers = scratch("multiples", np.int8, span.stop - span.start)
+        self.packing.split(self.packed, span, multiples)
+        self.codec.multiples(multiples)
+        return multiples
 
 
-def _multiply(multiples: Integers, scales: Floats, out: Floats) -> None:
-    floats = torch.from_numpy(out)
-    floats.copy_(torch.from_numpy(multiples))
-    rows = floats.view(scales.size, -1)
-    rows *= torch.from_numpy(scales)[:, None]
+@compiled
+def _add_products(multiples: Integers, scales: Floats, block: int, total: Floats) -> None:
+    for place in range(-(-total.size // block)):
+        row, scale = multiples[place * block : (place + 1) * block], scales[place]
+        out = total[place * block : (place + 1) * block]
+        for i in range(row.size):
+            out[i] += np.float32(row[i]) * scale
 
 
-def inverses(scales: Floats) -> torch.Tensor:
-    """1 / scale in a column; zero where the scale is."""
-    return torch.from_numpy(np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0))[:, None]
+@compiled
+def _write_products(multiples: Integers, scales: Floats, block: int, values: Floats) -> None:
+    for place in range(-(-values.size // block)):
+        row, scale = multiples[place * block : (place + 1) * block], scales[place]
+        out = values[place * block : (place + 1) * block]
+        for i in range(row.size):
+            out[i] = np.float32(row[i]) * scale
 
 
-def largest_of_rows(rows: torch.Tensor) -> Floats:
-    """max |x| of each row, or a NaN."""
-    largest: Floats = torch.maximum(torch.amax(rows, 1).abs_(), torch.amin(rows, 1).abs_()).numpy()
-    return largest
+@compiled
+def largest_of_blocks(values: Floats, block: int, largest: Floats) -> None:
+    """max |x| of each block, to (blocks,); a NaN or an infinity where there is one."""
+    bits, tops = values.view(np.uint32), largest.view(np.uint32)
+    for place in range(tops.size):
+        row, top = bits[place * block : (place + 1) * block], np.uint32(0)
+        for i in range(row.size):
+            top = max(top, np.uint32(row[i] & MAGNITUDE))  # integers: machines compare several at once
+        tops[place] = top
 
 
-def _padded(values: Floats, size: int) -> Floats:
-    return np.pad(values, (0, size - values.size)) if values.size < size else values
+def inverses(scales: Floats) -> Floats:
+    """1 / scale; zero where the scale is."""
+    return np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
 
 
 def _widened(halves: Halves) -> Floats:

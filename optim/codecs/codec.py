@@ -144,11 +144,12 @@ class Reader:
         return len(self._payload) - self._position
 
     def take(self, dtype: str, count: int) -> npt.NDArray[Any]:
-        """`count` little-endian values of `dtype`, not copied."""
+        """`count` little-endian values of `dtype`, not copied, to be read only."""
         kind = np.dtype(dtype).newbyteorder("<")
         if self.remaining < count * kind.itemsize:
             raise CodecError(f"payload ends {count * kind.itemsize - self.remaining} bytes early")
         values = np.frombuffer(self._payload, kind, count, self._position)
+        values.flags.writeable = False  # whoever sent them: compiled loops know writable arrays as another type
         self._position += count * kind.itemsize
         return values
 

@@ -1,23 +1,28 @@
 """Codecs that carry every value as a float: fp32 as it is, bfloat16, and fp16 under one shared power of two."""
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass as plain_dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Draft, Payload
+from optim.codecs.packing import Bytes
 from optim.codecs.scales import HALF_LIMIT, HIGHEST, TOP, power, read_exponent, shared_exponent
+from optim.compiled import MAGNITUDE, bits_of, compiled, float_of
 from optim.errors import CodecError
 from optim.parts import STRICT
-from optim.threads import each, scratch
-from optim.vectors import DenseVector, Floats, slabs
+from optim.threads import each
+from optim.vectors import Floats, Vector, slabs
 
 LIMIT = 2.0 ** (HIGHEST + TOP)
-SIGN_BIT = 0x8000  # of an fp16 or a bfloat16
+LIMIT_BITS = int(np.float32(LIMIT).view(np.uint32))
+BRAIN_LIMIT = LIMIT_BITS >> 16
+# Of fp32: what its exponents are more than those of fp16, fp16's least normal number, and a half.
+HALF_BIAS, LEAST_NORMAL, HALF = np.uint32(112 << 23), np.uint32(113 << 23), np.uint32(126 << 23)
 Halves = npt.NDArray[np.uint16]
-BRAIN_LIMIT = np.float32(LIMIT).view(np.uint32) >> np.uint32(16)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -35,21 +40,17 @@ class Uncompressed(Codec):
         draft = Draft(self.head(), 4 * values.size)
         room: Floats = draft.add("f4", values.size)
 
-        def copy(part: slice) -> None:
-            magnitude_of(values[part])
-            room[part] = values[part]
-
-        each(copy, slabs(values.size))
+        each(lambda part: _check(_copy(values[part], room[part]), LIMIT_BITS - 1), slabs(values.size))
         if subtract:
             values[:] = 0
         return draft.payload
 
-    def read(self, payload: Payload, numel: int) -> DenseVector:
+    def read(self, payload: Payload, numel: int) -> Vector:
         reader = self.open(payload, numel)
-        values = reader.take("f4", numel)
+        vector = _Sent(numel, reader.take("u1", 4 * numel), 4, np.float32(1), _write_words, _add_words)
         reader.end()
-        largest_magnitude(values)
-        return DenseVector(numel, lambda part, out: np.copyto(out, values[part]))
+        vector.check(_largest_of_words, LIMIT_BITS - 1)
+        return vector
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -64,27 +65,19 @@ class BrainFloat(Codec):
         return 2 + 2 * numel
 
     def write(self, values: Floats, subtract: bool) -> Payload:
-        if subtract:
-            largest_magnitude(values)  # before anything is changed
         draft = Draft(self.head(), 2 * values.size)
-        rounded = torch.from_numpy(draft.add("i2", values.size)).view(torch.bfloat16)
-
-        def convert(part: slice) -> None:
-            if not subtract:
-                magnitude_of(values[part])
-            rounded[part].copy_(torch.from_numpy(values[part]))
-            if subtract:
-                values[part] -= _floats_of(rounded[part])
-
-        each(convert, slabs(values.size))
+        halves: Halves = draft.add("u2", values.size)
+        each(lambda part: _check(_to_brain_floats(values[part], halves[part]), LIMIT_BITS - 1), slabs(values.size))
+        if subtract:
+            _brain_floats(halves.view(np.uint8)).subtract_from(values)
         return draft.payload
 
-    def read(self, payload: Payload, numel: int) -> DenseVector:
+    def read(self, payload: Payload, numel: int) -> Vector:
         reader = self.open(payload, numel)
-        halves = reader.take("u2", numel)
+        vector = _brain_floats(reader.take("u1", 2 * numel))
         reader.end()
-        _check(halves, BRAIN_LIMIT)
-        return DenseVector(numel, lambda part, out: _restore(halves[part], torch.bfloat16, out))
+        vector.check(_largest_of_halves, BRAIN_LIMIT)
+        return vector
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -101,65 +94,187 @@ class HalfPrecision(Codec):
     def write(self, values: Floats, subtract: bool) -> Payload:
         exponent = shared_exponent(largest_magnitude(values))
         draft = Draft(self.head() + np.int8(exponent).tobytes(), 2 * values.size)
-        rounded = torch.from_numpy(draft.add("f2", values.size))
-
-        def convert(part: slice) -> None:
-            scaled = scratch("scaled", np.float32, part.stop - part.start)
-            np.multiply(values[part], power(-exponent), out=scaled)
-            rounded[part].copy_(torch.from_numpy(scaled))
-            if subtract:
-                restored = _floats_of(rounded[part])
-                restored *= power(exponent)
-                values[part] -= restored
-
-        each(convert, slabs(values.size))
+        halves: Halves = draft.add("u2", values.size)
+        each(lambda part: _to_halves(values[part], power(-exponent), halves[part]), slabs(values.size))
+        if subtract:
+            _halves(halves.view(np.uint8), exponent).subtract_from(values)
         return draft.payload
 
-    def read(self, payload: Payload, numel: int) -> DenseVector:
+    def read(self, payload: Payload, numel: int) -> Vector:
         reader = self.open(payload, numel)
         exponent = read_exponent(reader)
-        halves = reader.take("u2", numel)
+        vector = _halves(reader.take("u1", 2 * numel), exponent)
         reader.end()
-        _check(halves, HALF_LIMIT)
-        return DenseVector(numel, lambda part, out: _restore(halves[part], torch.float16, out), power(exponent))
+        vector.check(_largest_of_halves, int(HALF_LIMIT))
+        return vector
 
 
-def _check(halves: Halves, limit: np.unsignedinteger[Any]) -> None:
-    """CodecError where a magnitude is above the limit; as integers, magnitudes sort as they do as numbers."""
-    # Signed, the positive ones are the greatest; unsigned, those with a sign bit.
-    highest, lowest = int(limit), int(limit) + SIGN_BIT
+@plain_dataclass(frozen=True)
+class _Sent(Vector):
+    """Numbers of `width` bytes as they stand in the payload, each to be multiplied by `unit`, a power of two, with no
+    product below fp32's normal numbers. `write(codes, factor, out)` and `add(codes, factor, total)` decode them."""
 
-    def check(part: slice) -> None:
-        if halves[part].view(np.int16).max() > highest or halves[part].max() > lowest:
-            raise CodecError("a value is not finite or too large")
+    numel: int
+    codes: Bytes
+    width: int
+    unit: np.float32
+    write: Callable[[Bytes, np.float32, Floats], None]
+    add: Callable[[Bytes, np.float32, Floats], None]
 
-    each(check, slabs(halves.size))
+    def check(self, largest: Callable[[Bytes], int], limit: int) -> None:
+        """CodecError where a magnitude is above the limit; as integers, magnitudes sort as they do as numbers."""
+        each(lambda part: _check(largest(self._of(part)), limit), self.pieces())
+
+    def restore(self, part: slice, out: Floats) -> None:
+        self.write(self._of(part), self.unit, out)
+
+    def add_to(self, total: Floats, weight: float) -> None:
+        # Where the weight is one the product is exact.
+        factor = self.unit * np.float32(weight)
+        each(lambda part: self.add(self._of(part), factor, total[part]), self.pieces())
+
+    def _of(self, part: slice) -> Bytes:
+        return self.codes[self.width * part.start : self.width * part.stop]
 
 
-def _floats_of(rounded: torch.Tensor) -> Floats:
-    widened: Floats = scratch("widened", np.float32, rounded.numel())
-    torch.from_numpy(widened).copy_(rounded)
-    return widened
+def _brain_floats(codes: Bytes) -> _Sent:
+    return _Sent(codes.size // 2, codes, 2, np.float32(1), _write_brain_floats, _add_brain_floats)
 
 
-def _restore(halves: Halves, dtype: torch.dtype, out: Floats) -> None:
-    """From numbers of that 16-bit type. Copied first: torch takes neither read-only memory nor odd addresses."""
-    copied = scratch("halves", np.uint16, halves.size)
-    copied[:] = halves
-    torch.from_numpy(out).copy_(torch.from_numpy(copied).view(dtype))
+def _halves(codes: Bytes, exponent: int) -> _Sent:
+    return _Sent(codes.size // 2, codes, 2, power(exponent), _write_halves, _add_halves)
 
 
 def largest_magnitude(values: Floats) -> float:
     """max |x|; CodecError where a value is not finite or too large to be summed safely."""
-    found: list[float] = []
-    each(lambda part: found.append(magnitude_of(values[part])), slabs(values.size))
-    return max(found)
+    found: list[int] = []
+    each(lambda part: found.append(_largest(values[part])), slabs(values.size))
+    _check(max(found), LIMIT_BITS - 1)
+    return float(np.uint32(max(found)).view(np.float32))
 
 
-def magnitude_of(values: Floats) -> float:
-    """The same, in this thread alone."""
-    # A NaN makes both extremes NaN, and every comparison with it false.
-    low, high = float(values.min()), float(values.max())
-    if not (low > -LIMIT and high < LIMIT):
+def _check(largest: int, limit: int) -> None:
+    if largest > limit:
         raise CodecError("a value is not finite or too large")
-    return max(-low, high)
+
+
+@compiled
+def _largest(values: Floats) -> int:
+    """The bits of the largest magnitude; those of infinities and NaN are above all numbers'."""
+    bits, top = values.view(np.uint32), np.uint32(0)
+    for i in range(bits.size):
+        top = max(top, np.uint32(bits[i] & MAGNITUDE))
+    return int(top)
+
+
+@compiled
+def _copy(values: Floats, out: Floats) -> int:
+    """And what `_largest` says."""
+    bits, room, top = values.view(np.uint32), out.view(np.uint32), np.uint32(0)
+    for i in range(bits.size):
+        room[i] = bits[i]
+        top = max(top, np.uint32(bits[i] & MAGNITUDE))
+    return int(top)
+
+
+@compiled
+def _to_brain_floats(values: Floats, halves: Halves) -> int:
+    """And what `_largest` says, of the values."""
+    bits, top = values.view(np.uint32), np.uint32(0)
+    for i in range(bits.size):
+        odd = np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1)
+        halves[i] = np.uint16(np.uint32(bits[i] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        top = max(top, np.uint32(bits[i] & MAGNITUDE))
+    return int(top)
+
+
+@compiled
+def _to_halves(values: Floats, factor: np.float32, halves: Halves) -> None:
+    """Products below 2^16. Those below fp16's normal numbers are rounded where 0.5 has a last bit of 2^-24."""
+    for i in range(values.size):
+        product = values[i] * factor
+        bits = np.uint32(bits_of(product) & MAGNITUDE)
+        odd = np.uint32(bits >> np.uint32(13)) & np.uint32(1)
+        normal = np.uint32(np.uint32(bits - HALF_BIAS + np.uint32(0xFFF) + odd) >> np.uint32(13))
+        below = np.uint32(bits_of(abs(product) + np.float32(0.5)) - HALF)
+        sign = np.uint32(bits_of(product) >> np.uint32(16)) & np.uint32(0x8000)
+        halves[i] = np.uint16((normal if bits >= LEAST_NORMAL else below) | sign)
+
+
+@compiled
+def _word(codes: Bytes, i: int) -> np.float32:
+    low = np.uint32(codes[4 * i]) | np.uint32(codes[4 * i + 1]) << np.uint32(8)
+    high = np.uint32(codes[4 * i + 2]) | np.uint32(codes[4 * i + 3]) << np.uint32(8)
+    return float_of(np.uint32(low | high << np.uint32(16)))
+
+
+@compiled
+def _bits_of_half(codes: Bytes, i: int) -> np.uint32:
+    return np.uint32(np.uint32(codes[2 * i]) | np.uint32(codes[2 * i + 1]) << np.uint32(8))
+
+
+@compiled
+def _brain_float(codes: Bytes, i: int) -> np.float32:
+    return float_of(np.uint32(_bits_of_half(codes, i) << np.uint32(16)))
+
+
+@compiled
+def _half(codes: Bytes, i: int) -> np.float32:
+    bits = _bits_of_half(codes, i)
+    magnitude = np.uint32(bits & np.uint32(0x7FFF))
+    normal = float_of(np.uint32(np.uint32(magnitude << np.uint32(13)) + HALF_BIAS))
+    below = np.float32(np.int32(magnitude)) * np.float32(2.0**-24)
+    value = normal if magnitude >= np.uint32(0x400) else below
+    return -value if bits > np.uint32(0x7FFF) else value
+
+
+@compiled
+def _largest_of_words(codes: Bytes) -> int:
+    top = np.uint32(0)
+    for i in range(codes.size // 4):
+        top = max(top, np.uint32(bits_of(_word(codes, i)) & MAGNITUDE))
+    return int(top)
+
+
+@compiled
+def _largest_of_halves(codes: Bytes) -> int:
+    top = np.uint32(0)
+    for i in range(codes.size // 2):
+        top = max(top, np.uint32(_bits_of_half(codes, i) & np.uint32(0x7FFF)))
+    return int(top)
+
+
+@compiled
+def _write_words(codes: Bytes, factor: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = _word(codes, i) * factor
+
+
+@compiled
+def _add_words(codes: Bytes, factor: np.float32, total: Floats) -> None:
+    for i in range(total.size):
+        total[i] += _word(codes, i) * factor
+
+
+@compiled
+def _write_brain_floats(codes: Bytes, factor: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = _brain_float(codes, i) * factor
+
+
+@compiled
+def _add_brain_floats(codes: Bytes, factor: np.float32, total: Floats) -> None:
+    for i in range(total.size):
+        total[i] += _brain_float(codes, i) * factor
+
+
+@compiled
+def _write_halves(codes: Bytes, factor: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = _half(codes, i) * factor
+
+
+@compiled
+def _add_halves(codes: Bytes, factor: np.float32, total: Floats) -> None:
+    for i in range(total.size):
+        total[i] += _half(codes, i) * factor

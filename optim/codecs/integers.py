@@ -10,13 +10,12 @@ With blocks of 256 these are 8.06 and 4.06 bits a parameter, and on normally dis
 from typing import ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import BlockCodec, Integers, inverses, largest_of_rows
-from optim.codecs.noise import fractions
+from optim.codecs.blocks import BlockCodec, Integers, inverses, largest_of_blocks
+from optim.codecs.noise import FRACTION, Words, words
+from optim.compiled import compiled
 from optim.parts import STRICT
-from optim.threads import scratch
 from optim.vectors import Floats
 
 
@@ -26,18 +25,16 @@ class _BlockIntegers(BlockCodec):
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
-    def _scale(self, rows: torch.Tensor, sizes: Floats) -> Floats:
-        return largest_of_rows(rows) / np.float32(self.levels)
+    def measure(self, values: Floats, scales: Floats) -> None:
+        largest_of_blocks(values, self.block, scales)
+        scales /= np.float32(self.levels)
 
-    def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
-        quotients = torch.from_numpy(scratch("floats", np.float32, rows.numel())).view(rows.shape)
-        torch.mul(rows, inverses(scales), out=quotients)
-        if self.rounding == "stochastic":
-            quotients += torch.from_numpy(fractions(scales, place, tuple(rows.shape), self.binding))
-            quotients.floor_().clamp_(-self.levels, self.levels)
+    def quantize(self, values: Floats, scales: Floats, place: int, codes: Integers) -> None:
+        if self.rounding == "nearest":
+            _nearest(values, inverses(scales), self.block, codes)
         else:
-            quotients.round_()
-        torch.from_numpy(codes).copy_(quotients)
+            noise = words(scales, place, values.size, self.binding)
+            _drawn(values, inverses(scales), noise, self.block, self.levels, codes)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -65,6 +62,33 @@ class BlockInt4(_BlockIntegers):
     levels: ClassVar[int] = 7
 
     def multiples(self, codes: Integers) -> None:
-        codes &= np.int8(0x0F)
-        codes ^= np.int8(0x08)
-        codes -= np.int8(0x08)
+        _signed(codes)
+
+
+@compiled
+def _nearest(values: Floats, inverses: Floats, block: int, codes: Integers) -> None:
+    for place in range(inverses.size):
+        row, inverse = values[place * block : (place + 1) * block], inverses[place]
+        out = codes[place * block : (place + 1) * block]
+        for i in range(row.size):
+            out[i] = np.int8(np.rint(row[i] * inverse))
+
+
+@compiled
+def _drawn(values: Floats, inverses: Floats, noise: Words, block: int, levels: int, codes: Integers) -> None:
+    """Rounded down after a fraction in [0, 1) is added, a multiple of 2^-24."""
+    highest = np.float32(levels)
+    for place in range(inverses.size):
+        row, inverse = values[place * block : (place + 1) * block], inverses[place]
+        drawn, out = noise[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
+        for i in range(row.size):
+            fraction = np.float32(drawn[i] >> np.uint32(8)) * FRACTION
+            rounded = np.floor(row[i] * inverse + fraction)
+            out[i] = np.int8(min(max(rounded, -highest), highest))
+
+
+@compiled
+def _signed(codes: Integers) -> None:
+    """Two's complement of the lowest four bits."""
+    for i in range(codes.size):
+        codes[i] = np.int8((codes[i] & 0x0F) ^ 0x08) - np.int8(0x08)

@@ -6,7 +6,6 @@ nor another message nor another part of it sees the same noise.
 """
 
 import hashlib
-import math
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,8 @@ from optim.vectors import Floats
 
 SAMPLED = 1 << 16  # values that a seed is made from
 SEED = 8  # bytes of it
+FRACTION = np.float32(2.0**-24)  # of the upper 24 bits of a word: to [0, 1)
+Words = npt.NDArray[np.uint32]
 
 
 def seed_of(values: Floats) -> bytes:
@@ -28,21 +29,15 @@ def digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()[:SEED]
 
 
-def words(scales: Floats, place: int, shape: tuple[int, ...], binding: Binding | None) -> npt.NDArray[np.uint32]:
-    """Evenly distributed 32-bit words for values of that `shape` in blocks with these `scales`."""
+def words(scales: Floats, place: int, count: int, binding: Binding | None) -> Words:
+    """Evenly distributed 32-bit words for `count` values in blocks with these `scales`."""
     round_number = -1 if binding is None else binding.round_number
     text = f"murmur noise {round_number} {place}\0".encode() + scales.astype("<f4", copy=False).tobytes()
-    count = math.prod(shape)
-    drawn = raw_words(text, -(-count // 2)).view("<u4")
-    return drawn[:count].reshape(shape)
+    drawn: Words = raw_words(text, -(-count // 2)).view("<u4")
+    return drawn[:count]
 
 
 def raw_words(text: bytes, count: int) -> npt.NDArray[np.uint64]:
     """64-bit words that follow from `text` alone."""
     key = np.frombuffer(hashlib.sha256(text).digest()[:16], "<u8")
     return np.random.Philox(key=key).random_raw(count).astype("<u8", copy=False)
-
-
-def fractions(scales: Floats, place: int, shape: tuple[int, ...], binding: Binding | None) -> Floats:
-    """In [0, 1), multiples of 2^-24."""
-    return (words(scales, place, shape, binding) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)

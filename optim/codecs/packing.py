@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from optim.compiled import compiled
 from optim.errors import CodecError
 from optim.vectors import slabs
 
@@ -34,7 +35,7 @@ class Packing(ABC):
 
     @abstractmethod
     def join(self, packed: Bytes, part: slice, codes: Sequence[Integers]) -> None:
-        """Write the codes of the part's spans, which are used up, to their bytes."""
+        """Write the codes of the part's spans to their bytes."""
 
     @abstractmethod
     def split(self, packed: Bytes, span: slice, codes: Integers) -> None:
@@ -70,19 +71,12 @@ class Nibbles(Packing):
         return [part, above] if above.start < above.stop else [part]
 
     def join(self, packed: Bytes, part: slice, codes: Sequence[Integers]) -> None:
-        np.bitwise_and(codes[0].view(np.uint8), 0x0F, out=packed[part])
-        for above in codes[1:]:
-            high = above.view(np.uint8)
-            high <<= np.uint8(4)
-            packed[part.start : part.start + above.size] |= high
+        _join_nibbles(codes[0], codes[1] if len(codes) > 1 else codes[0][:0], packed[part])
 
     def split(self, packed: Bytes, span: slice, codes: Integers) -> None:
-        out = codes.view(np.uint8)
         below = max(0, min(span.stop, self.half) - span.start)
-        np.bitwise_and(packed[span.start : span.start + below], 0x0F, out=out[:below])
-        if below < out.size:
-            first = span.start + below - self.half
-            np.right_shift(packed[first : first + out.size - below], 4, out=out[below:])
+        _split_nibbles(packed[span.start :], 0, codes[:below])
+        _split_nibbles(packed[max(0, span.start - self.half) :], 4, codes[below:])
 
     def check_padding(self, packed: Bytes) -> None:
         if packed.size and packed[max(0, self.numel - self.half) :].max(initial=0) > 0x0F:
@@ -95,11 +89,10 @@ class Ones(Packing):
         return -(-self.numel // 8)
 
     def join(self, packed: Bytes, part: slice, codes: Sequence[Integers]) -> None:
-        packed[part.start // 8 : -(-part.stop // 8)] = np.packbits(codes[0].view(np.uint8), bitorder="little")
+        _join_bits(codes[0], packed[part.start // 8 : -(-part.stop // 8)])
 
     def split(self, packed: Bytes, span: slice, codes: Integers) -> None:
-        whole = packed[span.start // 8 : -(-span.stop // 8)]
-        codes.view(np.uint8)[:] = np.unpackbits(whole, count=codes.size, bitorder="little")
+        _split_bits(packed[span.start // 8 :], codes)
 
     def check_padding(self, packed: Bytes) -> None:
         if int(packed[-1]) >> (self.numel - 1) % 8 + 1:
@@ -110,3 +103,41 @@ def packing(bits: int, numel: int, block: int) -> Packing:
     kinds: dict[int, type[Ones | Nibbles | Eights]] = {1: Ones, 4: Nibbles, 8: Eights}
     blocks = -(-numel // block)
     return kinds[bits](numel, -(-blocks // 2) * block if bits == 4 else blocks * block)
+
+
+@compiled
+def _join_nibbles(low: Integers, high: Integers, packed: Bytes) -> None:
+    for i in range(high.size):
+        packed[i] = np.uint8(low[i] & 0x0F | high[i] << 4)
+    for i in range(high.size, low.size):
+        packed[i] = np.uint8(low[i] & 0x0F)
+
+
+@compiled
+def _split_nibbles(packed: Bytes, shift: int, codes: Integers) -> None:
+    for i in range(codes.size):
+        codes[i] = np.int8(packed[i] >> shift & 0x0F)
+
+
+@compiled
+def _join_bits(codes: Integers, packed: Bytes) -> None:
+    whole = codes.size // 8
+    for i in range(whole):
+        byte = np.uint8(0)
+        for j in range(8):
+            byte |= np.uint8(codes[8 * i + j] << j)
+        packed[i] = byte
+    if whole < packed.size:
+        packed[whole] = 0
+        for i in range(8 * whole, codes.size):
+            packed[whole] |= np.uint8(codes[i] << (i - 8 * whole))
+
+
+@compiled
+def _split_bits(packed: Bytes, codes: Integers) -> None:
+    whole = codes.size // 8
+    for i in range(whole):
+        for j in range(8):
+            codes[8 * i + j] = np.int8(packed[i] >> j & 1)
+    for i in range(8 * whole, codes.size):
+        codes[i] = np.int8(packed[whole] >> (i - 8 * whole) & 1)

@@ -11,21 +11,25 @@ integers have less, but heavy tails favour the powers. The scale that is sent is
 from typing import ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import BlockCodec, Integers, inverses, largest_of_rows
-from optim.codecs.noise import words
+from optim.codecs.blocks import BlockCodec, Integers, inverses, largest_of_blocks
+from optim.codecs.noise import Words, words
+from optim.compiled import MAGNITUDE, bits_of, compiled
 from optim.parts import STRICT
-from optim.threads import scratch, scratch_like
 from optim.vectors import Floats
 
 TOP = 64  # the largest level, in units of the smallest
 CODES = 7
 MANTISSA_BITS = 23
 ONE = 127  # the exponent field of 1.0
-HALF = 2 * ONE - 2  # exponent field and first bit of the mantissa of 0.5
+# Of fp32: exponent field and first bit of the mantissa; what they are just below 0.5.
+FIELD, BELOW_HALF = np.uint32(MANTISSA_BITS - 1), np.int32(2 * ONE - 3)
+STEPS = np.int32(2 * CODES + 1)
+NONE, SMALLEST, LARGEST = np.int32(0), np.int32(1), np.int32(CODES)
+TO_SIGN, NEGATIVE = np.uint32(28), np.uint32(8)  # from the sign of an fp32 to that of a code
+UNUSED = np.uint32(32 - MANTISSA_BITS)  # bits of a word of noise
+UNITS = np.float32(2.0**MANTISSA_BITS)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -37,64 +41,61 @@ class PowersOfTwo(BlockCodec):
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
-    def _scale(self, rows: torch.Tensor, sizes: Floats) -> Floats:
-        return largest_of_rows(rows) / np.float32(TOP)
+    def measure(self, values: Floats, scales: Floats) -> None:
+        largest_of_blocks(values, self.block, scales)
+        scales /= np.float32(TOP)
 
-    def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
-        quotients = scratch("floats", np.float32, rows.numel()).reshape(rows.shape)
-        torch.mul(rows, inverses(scales), out=torch.from_numpy(quotients))
-        negative = np.signbit(quotients, out=scratch_like("negative", np.bool_, quotients))
+    def quantize(self, values: Floats, scales: Floats, place: int, codes: Integers) -> None:
         if self.rounding == "nearest":
-            _nearest(quotients, codes)
+            _nearest(values, inverses(scales), self.block, codes)
         else:
-            carry = words(scales, place, quotients.shape, self.binding)
-            carry >>= np.uint32(32 - MANTISSA_BITS)
-            _drawn(np.abs(quotients, out=quotients), carry.view(np.int32), codes)
-        negative &= np.greater(codes, 0, out=scratch_like("more than zero", np.bool_, codes))
-        signs = negative.view(np.int8)
-        signs <<= np.int8(3)
-        codes |= signs
+            _drawn(values, inverses(scales), words(scales, place, values.size, self.binding), self.block, codes)
 
     def multiples(self, codes: Integers) -> None:
-        signs = np.right_shift(codes, 3, out=scratch_like("signs", np.int8, codes))
-        signs &= np.int8(1)
-        np.negative(signs, out=signs)
-        codes &= np.int8(CODES)
-        np.left_shift(np.int8(1), codes, out=codes)
-        codes.view(np.uint8)[:] >>= np.uint8(1)  # 2^7 is the sign bit of an int8
-        # -m = (m ^ -1) + 1
-        codes ^= signs
-        codes -= signs
+        _multiples(codes)
 
 
-def _nearest(quotients: Floats, codes: Integers) -> None:
-    """0 to 7: from 0.5 on one more at 1.5, 3, 6 ..., where the mantissa's first bit carries into the exponent."""
-    fields = scratch_like("fields", np.uint32, quotients)
-    np.right_shift(quotients.view(np.uint32), MANTISSA_BITS - 1, out=fields)
-    narrow = scratch_like("narrow", np.int16, quotients)
-    np.copyto(narrow, fields, casting="unsafe")
-    narrow &= 0x1FF  # without the sign
-    narrow -= HALF - 1
-    np.clip(narrow, 0, 2 * CODES + 1, out=narrow)  # 1, 2: below 0.75, below 1; 3: up to 1.5; then two a level
-    np.copyto(codes, narrow, casting="unsafe")
-    small = np.minimum(codes, 1, out=scratch_like("small", np.int8, codes))
-    codes >>= 1
-    np.maximum(codes, small, out=codes)
+@compiled
+def _nearest(values: Floats, inverses: Floats, block: int, codes: Integers) -> None:
+    """From 0.5 on one more at 1.5, 3, 6 ..., where the mantissa's first bit carries into the exponent."""
+    for place in range(inverses.size):
+        row, inverse = values[place * block : (place + 1) * block], inverses[place]
+        out = codes[place * block : (place + 1) * block]
+        for i in range(row.size):
+            bits = bits_of(row[i] * inverse)
+            # 1, 2: below 0.75, below 1; 3: up to 1.5; then two a level.
+            steps = np.int32(np.int32((bits & MAGNITUDE) >> FIELD) - BELOW_HALF)
+            steps = min(max(steps, NONE), STEPS)
+            out[i] = _code(max(np.int32(steps >> SMALLEST), min(steps, SMALLEST)), bits)
 
 
-def _drawn(magnitudes: Floats, carry: npt.NDArray[np.int32], codes: Integers) -> None:
-    """0 to 7. `carry` in [0, 2^23) is added to the mantissa: what overflows it goes to the next level.
+@compiled
+def _drawn(values: Floats, inverses: Floats, noise: Words, block: int, codes: Integers) -> None:
+    """Noise in [0, 2^23) is added to the mantissa: what overflows it goes to the next level.
 
     From 1 up the exponent field is the level's number; below it the way to zero is one linear step. The two agree which
     side is higher: there the step to the smallest level is never the later one.
     """
-    octaves = np.add(magnitudes.view(np.int32), carry, out=scratch_like("octaves", np.int32, carry))
-    octaves >>= MANTISSA_BITS
-    octaves -= ONE - 1
-    below = np.minimum(magnitudes, 1, out=magnitudes)
-    below *= np.float32(2.0**MANTISSA_BITS)
-    lowest = scratch_like("lowest", np.int32, carry)
-    np.copyto(lowest, below, casting="unsafe")
-    lowest += carry
-    lowest >>= MANTISSA_BITS
-    np.copyto(codes, np.clip(octaves, lowest, CODES, out=octaves), casting="unsafe")
+    for place in range(inverses.size):
+        row, inverse = values[place * block : (place + 1) * block], inverses[place]
+        drawn, out = noise[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
+        for i in range(row.size):
+            quotient = row[i] * inverse
+            bits, carry = bits_of(quotient), np.int32(drawn[i] >> UNUSED)
+            octave = np.int32(((np.int32(bits & MAGNITUDE) + carry) >> MANTISSA_BITS) - (ONE - 1))
+            below = np.int32(min(abs(quotient), np.float32(1)) * UNITS)
+            lowest = np.int32((below + carry) >> MANTISSA_BITS)
+            out[i] = _code(min(max(octave, lowest), LARGEST), bits)
+
+
+@compiled
+def _code(level: np.int32, bits: np.uint32) -> np.int8:
+    """With the sign of an fp32 with these `bits`; zero has none."""
+    return np.int8(np.uint32(level) | (bits >> TO_SIGN & NEGATIVE)) if level else np.int8(0)
+
+
+@compiled
+def _multiples(codes: Integers) -> None:
+    for i in range(codes.size):
+        magnitude = (1 << (codes[i] & CODES)) >> 1
+        codes[i] = -magnitude if codes[i] & 8 else magnitude

@@ -9,16 +9,13 @@ bits a parameter; on normally distributed values the relative error is 0.60, so 
 from typing import ClassVar
 
 import numpy as np
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.blocks import BlockCodec, Integers
+from optim.compiled import compiled
 from optim.parts import STRICT
-from optim.threads import scratch
 from optim.vectors import Floats
-
-NARROW = 16
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -31,26 +28,43 @@ class BlockSign(BlockCodec):
 
     block: int = Field(default=1024, ge=16, le=65_536, multiple_of=8, description="values that share a scale")
 
-    def _scale(self, rows: torch.Tensor, sizes: Floats) -> Floats:
-        sums = torch.from_numpy(scratch("floats", np.float32, rows.numel())).view(rows.shape)
-        torch.abs(rows, out=sums)
-        narrow = _folded(sums.T, NARROW).contiguous()  # short rows take long
-        totals: Floats = _folded(narrow, 1)[0].numpy()
-        return totals / sizes
+    def measure(self, values: Floats, scales: Floats) -> None:
+        _means(values, self.block, scales)
 
-    def _quantize(self, rows: torch.Tensor, scales: Floats, place: int, codes: Integers) -> None:
-        np.less(rows.numpy(), 0, out=codes.view(np.bool_))
+    def quantize(self, values: Floats, scales: Floats, place: int, codes: Integers) -> None:
+        _negative(values, codes)
 
     def multiples(self, codes: Integers) -> None:
-        codes *= np.int8(-2)
-        codes += np.int8(1)
+        _signs(codes)
 
 
-def _folded(sums: torch.Tensor, least: int) -> torch.Tensor:
-    """The second half of the rows is added to the first until `least` are left: an order that never depends on the
-    machine. Changes `sums`."""
-    while (count := sums.shape[0]) > least:
-        half = -(-count // 2)
-        sums[: count - half] += sums[half:]
-        sums = sums[:half]
-    return sums
+@compiled
+def _means(values: Floats, block: int, means: Floats) -> None:
+    """Of each block's magnitudes. The second half is added to the first until one is left, a short block filled up with
+    zeros: an order that never depends on the machine."""
+    sums = np.empty(block, np.float32)
+    for place in range(means.size):
+        row = values[place * block : (place + 1) * block]
+        sums[:] = np.float32(0)
+        for i in range(row.size):
+            sums[i] = abs(row[i])
+        count = block
+        while count > 1:
+            half = (count + 1) // 2
+            above = sums[half:count]
+            for i in range(above.size):
+                sums[i] += above[i]
+            count = half
+        means[place] = sums[0] / np.float32(row.size)
+
+
+@compiled
+def _negative(values: Floats, codes: Integers) -> None:
+    for i in range(values.size):
+        codes[i] = np.int8(values[i] < 0)
+
+
+@compiled
+def _signs(codes: Integers) -> None:
+    for i in range(codes.size):
+        codes[i] = np.int8(1) - (codes[i] << np.int8(1))
