@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.codecs.rans import TOTAL, Frequencies, Symbols, normalized
+from optim.compiled import compiled
 from optim.errors import CodecError
-from optim.threads import each
-from optim.vectors import AT_ONCE, slabs
 
 Gaps = npt.NDArray[np.uint16]
-Bits = npt.NDArray[np.uint8]  # one bit an element
-Ends = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.uint32]
+Counts = npt.NDArray[np.int64]
 
 DIRECT = 8  # gaps that are their own class
 OCTAVE = 4  # classes in each octave above
@@ -53,50 +52,23 @@ def uniform_frequencies(span: int, keep: int) -> Frequencies:
     return normalized(scaled)
 
 
-def plain_bits(gaps: Gaps, classes: Symbols, span: int) -> Bits:
-    """The low bits of all gaps, one gap after the other, most significant bit first."""
-    widths = class_table(span)[1].astype(np.uint32).take(classes, mode="clip")
-    ends = plain_ends(classes, span)
-    starts = ends - widths
-    # A gap has at most 13 low bits: they lie in the 24 from their first byte on. No two gaps share a bit, so that the
-    # sum of all windows which begin with a byte has the bits of each.
-    low = gaps & (np.uint32(1) << widths) - np.uint32(1)
-    windows = low << np.uint32(24) - (starts & 7).astype(np.uint32) - widths
-    sums = np.bincount(starts >> 3, weights=windows, minlength=-(-int(ends[-1]) // 8) + 2).astype(np.uint32)
-    packed = (sums >> np.uint32(16)).astype(np.uint8)
-    packed[1:] |= (sums[:-1] >> np.uint32(8)).astype(np.uint8)
-    packed[2:] |= sums[:-2].astype(np.uint8)
-    return np.unpackbits(packed, count=int(ends[-1]))
+@lru_cache(maxsize=16)
+def classes_below(span: int) -> Symbols:
+    """The class of each gap below `span`."""
+    return class_of(np.arange(span, dtype=np.uint16))
 
 
-def plain_ends(classes: Symbols, span: int) -> Ends:
-    """Of each gap's low bits, where they stop."""
-    widths = class_table(span)[1].astype(np.int64)
-    ends = widths.take(classes, mode="clip")
-    return np.cumsum(ends, out=ends)
-
-
-def from_classes(classes: Symbols, ends: Ends, packed: npt.NDArray[np.uint8], first: int, span: int) -> Gaps:
-    """The gaps; the low bits stand in `packed` bytes from bit `first` on, until their `plain_ends`."""
-    lowest, widths = class_table(span)
-    # The 24 bits from each byte on: a gap has at most 13 low bits, which end less than a byte before the window does.
-    padded = np.concatenate([np.zeros(2, np.uint8), packed, np.zeros(1, np.uint8)]).astype(np.uint32)
-    windows = padded[:-2] << np.uint32(16)
-    windows |= padded[1:-1] << np.uint32(8)
-    windows |= padded[2:]
-    masks = (np.uint32(1) << widths.astype(np.uint32)) - np.uint32(1)
-    gaps = np.empty(classes.size, np.uint16)
-
-    def decode(part: slice) -> None:
-        stop = ends[part] + first
-        low = windows.take(stop >> 3, mode="clip")
-        stop &= 7
-        low >>= np.uint32(8) - stop.astype(np.uint32)
-        low &= masks.take(classes[part], mode="clip")
-        np.add(lowest.take(classes[part], mode="clip"), low, out=gaps[part], casting="unsafe")
-
-    each(decode, slabs(classes.size, AT_ONCE))
-    return gaps
+@compiled
+def between(indices: Indices, keep: int, class_of_gap: Symbols, gaps: Gaps, classes: Symbols, counts: Counts) -> None:
+    """Of chunks with `keep` ascending indices each, the last may have fewer: write how many positions lie between each
+    and the one before it in its chunk, and its class, and count the classes."""
+    for first in range(0, indices.size, keep):
+        next_place = np.uint32(0)
+        for place in range(first, min(first + keep, indices.size)):
+            gap = indices[place] - next_place
+            next_place = indices[place] + np.uint32(1)
+            gaps[place], classes[place] = gap, class_of_gap[gap]
+            counts[classes[place]] += 1
 
 
 def check_frequencies(frequencies: Frequencies) -> None:

@@ -1,47 +1,95 @@
 """A chunk's kept magnitudes as one, two or four levels.
 
-The magnitudes are split in two where that leaves the least squared error, and for four levels each half is split again
-in the same way; each group is sent as its mean.
+The magnitudes, from the largest on, are split in two where that leaves the least squared error, and for four levels
+each half is split again in the same way; each group is sent as its mean.
 """
 
 import numpy as np
 import numpy.typing as npt
 
+from optim.codecs.selection import MAGNITUDE, Bits
+from optim.compiled import compiled
 from optim.vectors import Floats
 
 Doubles = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
+Ranks = npt.NDArray[np.int32]
+FEW = 256  # are ranked by comparing each with each, in many lanes of a register
 
 
-def fit(magnitudes: Floats, count: int) -> tuple[npt.NDArray[np.uint32], Floats]:
-    """For rows of descending magnitudes: each one's level (0: the smallest), and (rows, count) ascending levels."""
-    rows, keep = magnitudes.shape
-    sums = np.zeros((rows, keep + 1))
-    np.cumsum(magnitudes, axis=1, dtype=np.float64, out=sums[:, 1:])
-    edges = [np.zeros(rows, np.int64), np.full(rows, keep)]
-    while len(edges) <= count:
-        middles = [_split(sums, first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
-        edges = [edge for pair in zip(edges[:-1], middles, strict=True) for edge in pair] + edges[-1:]
-    at_edges = np.take_along_axis(sums, np.stack(edges, axis=1), axis=1)
-    sizes = np.diff(np.stack(edges, axis=1), axis=1)
-    means = np.maximum(np.diff(at_edges, axis=1) / np.maximum(sizes, 1), 0)
-    # A group without members counts as the next smaller one's equal, so that levels always ascend.
-    ascending = np.maximum.accumulate(means[:, ::-1], axis=1).astype(np.float32)
-    place = np.arange(keep)
-    level = sum((place < edge[:, None] for edge in edges[1:-1]), np.zeros((rows, keep), np.uint32))
-    return level.astype(np.uint32), ascending
+@compiled
+def fit(magnitudes: Bits, numbers: Bits, levels: Floats) -> None:
+    """Write `levels.size` ascending levels, and of each magnitude (at most 2^16) the number of its level."""
+    ranks = ranked(magnitudes)
+    sums = _sums(magnitudes.view(np.float32), ranks)
+    edges = np.zeros(levels.size + 1, np.int64)
+    _cut(sums, edges)
+    for place in range(magnitudes.size):
+        numbers[place] = 0
+        for edge in edges[1:-1]:
+            numbers[place] += np.uint32(ranks[place] < edge)
+    mean = 0.0
+    for number in range(levels.size):
+        first, last = edges[levels.size - 1 - number], edges[levels.size - number]
+        # A group without members counts as the next smaller one's equal, so that levels always ascend.
+        mean = max(mean, (sums[last] - sums[first]) / max(last - first, 1))
+        levels[number] = mean
 
 
-def _split(sums: Doubles, first: Counts, last: Counts) -> Counts:
+@compiled
+def ranked(magnitudes: Bits) -> Ranks:
+    """How many come before each, if the largest comes first and of equals the earlier."""
+    ranks = np.empty(magnitudes.size, np.int32)
+    if magnitudes.size > FEW:
+        keys = (MAGNITUDE - magnitudes).astype(np.uint64) << np.uint64(16) | np.arange(magnitudes.size).astype(
+            np.uint64
+        )
+        keys.sort()
+        for rank in range(keys.size):
+            ranks[keys[rank] & np.uint64(0xFFFF)] = rank
+        return ranks
+    for place in range(magnitudes.size):
+        magnitude, before = magnitudes[place], np.int32(0)
+        for other in range(place):
+            before += np.int32(magnitudes[other] >= magnitude)
+        for other in range(place + 1, magnitudes.size):
+            before += np.int32(magnitudes[other] > magnitude)
+        ranks[place] = before
+    return ranks
+
+
+@compiled
+def _sums(magnitudes: Floats, ranks: Ranks) -> Doubles:
+    """(size + 1,) of the so many largest."""
+    sums = np.zeros(magnitudes.size + 1)
+    for place in range(magnitudes.size):
+        sums[ranks[place] + 1] = magnitudes[place]
+    for place in range(magnitudes.size):
+        sums[place + 1] += sums[place]
+    return sums
+
+
+@compiled
+def _cut(sums: Doubles, edges: npt.NDArray[np.int64]) -> None:
+    """The edges of the groups from the largest magnitudes on: halves of halves."""
+    groups = edges.size - 1
+    edges[groups] = sums.size - 1
+    step = groups // 2
+    while step:
+        for group in range(step, groups, 2 * step):
+            edges[group] = _split(sums, edges[group - step], edges[group + step])
+        step //= 2
+
+
+@compiled
+def _split(sums: Doubles, first: int, last: int) -> int:
     """Where to cut [first, last) in two, the upper group not empty unless all is.
 
-    The least sum of squared errors comes with the largest sum_g (sum of g)^2 / |g|. `sums[:, i]`: of the i first.
+    The least sum of squared errors comes with the largest sum_g (sum of g)^2 / |g|. `sums[i]`: of the i first.
     """
-    rows, count = np.arange(len(sums)), sums.shape[1]
-    cut = np.arange(count)
-    above, below = cut - first[:, None], last[:, None] - cut
-    start, stop = sums[rows, first][:, None], sums[rows, last][:, None]
-    explained = (sums - start) ** 2 / np.maximum(above, 1) + (stop - sums) ** 2 / np.maximum(below, 1)
-    explained[(above < 1) | (below < 0)] = -1
-    cuts: Counts = np.maximum(explained.argmax(axis=1), first)
-    return cuts
+    best, cut = -1.0, first
+    for place in range(first + 1, last + 1):
+        above, below = sums[place] - sums[first], sums[last] - sums[place]
+        explained = above * above / (place - first) + below * below / max(last - place, 1)
+        if explained > best:
+            best, cut = explained, place
+    return cut

@@ -10,15 +10,16 @@ words of all lanes share one stream, in the order in which the decoder asks for 
 other data ("carried") in place of a constant, so lanes cost nothing.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
+from optim.compiled import compiled
 from optim.errors import CodecError
 
 PRECISION = 12
 TOTAL = 1 << PRECISION
+WORD, LOW = np.uint32(16), np.uint32(0xFFFF)
+SHARE, SPARE = np.uint32(PRECISION), np.uint32(32 - PRECISION)
 SYMBOLS_PER_LANE = 96  # fewer lanes are slower, more would not find 16 bits each to carry
 
 Symbols = npt.NDArray[np.uint8]
@@ -33,19 +34,27 @@ def lanes_for(count: int) -> int:
 
 def encode(symbols: Symbols, frequencies: Frequencies, carried: Words) -> tuple[States, Words]:
     """The lanes and the stream of words. `carried`: one word a lane. Every symbol has a frequency above zero."""
-    frequency = frequencies.astype(np.uint64)
-    start = _starts(frequencies).astype(np.uint64)
-    lanes = carried.astype(np.uint64) | np.uint64(1 << 16)
-    emitted = []
-    for step in reversed(list(_steps(symbols.size, lanes.size))):
-        symbol = symbols[step]
-        share, lane = frequency[symbol], lanes[: symbol.size]
-        full = np.flatnonzero(lane >= share << np.uint64(32 - PRECISION))
-        emitted.append(lane[full].astype(np.uint16))
-        lane[full] >>= np.uint64(16)
-        quotient = lane // share
-        lane[:] = (quotient << np.uint64(PRECISION)) + (lane - quotient * share) + start[symbol]
-    return lanes.astype(np.uint32), np.concatenate(emitted[::-1])
+    lanes = carried.astype(np.uint32) | np.uint32(1 << 16)
+    words = np.empty(symbols.size, np.uint16)
+    first = _push(symbols, frequencies, _starts(frequencies), lanes, words)
+    return lanes, words[first:]
+
+
+@compiled
+def _push(symbols: Symbols, frequencies: Frequencies, starts: Frequencies, lanes: States, words: Words) -> int:
+    """From the last symbol to the first, at most a word each. Where the words, written from the end on, begin."""
+    position = words.size
+    for first in range((symbols.size - 1) // lanes.size * lanes.size, -1, -lanes.size):
+        for lane in range(min(lanes.size, symbols.size - first) - 1, -1, -1):
+            symbol, state = symbols[first + lane], lanes[lane]
+            frequency = frequencies[symbol]
+            if state >= frequency << SPARE:
+                position -= 1
+                words[position] = state & LOW
+                state >>= WORD
+            quotient = state // frequency
+            lanes[lane] = (quotient << SHARE) + (state - quotient * frequency) + starts[symbol]
+    return position
 
 
 def decode(count: int, frequencies: Frequencies, lanes: States, words: Words) -> tuple[Symbols, Words]:
@@ -54,25 +63,36 @@ def decode(count: int, frequencies: Frequencies, lanes: States, words: Words) ->
         raise CodecError("an entropy coder's lane is out of range")
     kinds = np.arange(frequencies.size, dtype=np.uint8)
     symbol_at = np.repeat(kinds, frequencies)
-    share_at = frequencies[symbol_at]
     offset_at = np.arange(TOTAL, dtype=np.uint32) - _starts(frequencies)[symbol_at]
     symbols = np.empty(count, np.uint8)
-    lanes, position = lanes.astype(np.uint32), 0
-    for step in _steps(count, lanes.size):
-        lane = lanes[: step.stop - step.start]
-        slot = lane & np.uint32(TOTAL - 1)
-        symbols[step] = symbol_at[slot]
-        lane >>= np.uint32(PRECISION)
-        lane *= share_at[slot]
-        lane += offset_at[slot]
-        low = np.flatnonzero(lane < 1 << 16)
-        if position + low.size > words.size:
-            raise CodecError("the entropy-coded stream is too short")
-        lane[low] = lane[low] << np.uint32(16) | words[position : position + low.size]
-        position += low.size
-    if position != words.size or (lanes >> np.uint32(16) != 1).any():
+    lanes, words = lanes.astype(np.uint32), words.astype(np.uint16)
+    read = _pop(lanes, words, symbol_at, frequencies[symbol_at], offset_at, symbols)
+    if read > words.size:
+        raise CodecError("the entropy-coded stream is too short")
+    if read < words.size or (lanes >> np.uint32(16) != 1).any():
         raise CodecError("the entropy-coded stream does not end where it should")
     return symbols, lanes.astype(np.uint16)
+
+
+@compiled
+def _pop(
+    lanes: States, words: Words, symbol_at: Symbols, share_at: Frequencies, offset_at: Frequencies, symbols: Symbols
+) -> int:
+    """How many words it took; one more than there are where they do not suffice."""
+    position = 0
+    for first in range(0, symbols.size, lanes.size):
+        for lane in range(min(lanes.size, symbols.size - first)):
+            state = lanes[lane]
+            slot = state & np.uint32(TOTAL - 1)
+            symbols[first + lane] = symbol_at[slot]
+            state = (state >> SHARE) * share_at[slot] + offset_at[slot]
+            if state <= LOW:
+                if position == words.size:
+                    return position + 1
+                state = state << WORD | words[position]
+                position += 1
+            lanes[lane] = state
+    return position
 
 
 def normalized(counts: npt.NDArray[np.int64]) -> Frequencies:
@@ -85,7 +105,3 @@ def normalized(counts: npt.NDArray[np.int64]) -> Frequencies:
 
 def _starts(frequencies: Frequencies) -> Frequencies:
     return (np.cumsum(frequencies) - frequencies).astype(np.uint32)
-
-
-def _steps(count: int, lanes: int) -> Iterator[slice]:
-    return (slice(first, min(first + lanes, count)) for first in range(0, count, lanes))

@@ -1,62 +1,94 @@
-"""The largest magnitudes of each chunk, exactly, in little more than two passes over memory.
+"""The largest magnitudes of a chunk, exactly, in one pass through memory.
 
 Of the maxima of groups, the keep-th largest is a floor: at least `keep` values reach it. With four times as many groups
-as are kept, few more do, and only those are sorted. Of equal magnitudes the earlier is kept, so the choice is the same
-everywhere.
+as are kept, few more do, and only among those is searched. Of equal magnitudes the earlier is kept, so the choice is
+the same everywhere. Magnitudes are compared as integers, which sort as the numbers do and in many lanes of a register.
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from optim.errors import CodecError
-from optim.vectors import Floats
+from optim.compiled import compiled
 
-MAGNITUDE = np.uint32(0x7FFFFFFF)  # of an fp32; as integers, magnitudes sort as they do as numbers
+Bits = npt.NDArray[np.uint32]  # of fp32, or of its magnitude
+
+MAGNITUDE = np.uint32(0x7FFFFFFF)
 INFINITY = np.uint32(0x7F800000)
-INDEX_BITS = np.uint64(16)
-CHUNK_SHIFT = np.uint64(47)
 GROUPS_PER_KEPT = 4
+NEAR = 8  # a floor that one value in so many more than needed reach is as good as the highest
 
 
-def largest(chunks: Floats, keep: int) -> tuple[npt.NDArray[np.uint32], Floats]:
-    """The indices within each chunk and the magnitudes, both (count, keep), magnitudes descending.
-
-    `chunks` is (count, span), span at most 2^16, count below 2^16. CodecError if a value is not finite.
-    """
-    magnitudes = chunks.view(np.uint32) & MAGNITUDE
-    floor = _floor(magnitudes, keep)
-    position = _places(magnitudes >= floor[:, None])
-    chunk, index = np.divmod(position.astype(np.uint64), np.uint64(chunks.shape[1]))
-    # Sorting these keys sorts by chunk, then by falling magnitude, then by index.
-    inverse = (MAGNITUDE - magnitudes.ravel()[position]).astype(np.uint64)
-    keys = chunk << CHUNK_SHIFT | inverse << INDEX_BITS | index
-    keys.sort()
-    first = np.searchsorted(keys, np.arange(len(chunks), dtype=np.uint64) << CHUNK_SHIFT)
-    kept = keys[first[:, None] + np.arange(keep)]
-    indices = (kept & np.uint64(0xFFFF)).astype(np.uint32)
-    return indices, (MAGNITUDE - (kept >> INDEX_BITS).astype(np.uint32) & MAGNITUDE).view(np.float32)
-
-
-def _places(marked: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """As `flatnonzero`: first which eights have any mark, as few have."""
-    if marked.size % 8:
-        return np.flatnonzero(marked)
-    words = marked.ravel().view(np.uint64)
-    eights = np.flatnonzero(words != 0)
-    found = np.flatnonzero(words.take(eights).view(np.bool_))
-    places: npt.NDArray[np.int64] = eights[found >> 3] * 8 + (found & 7)
-    return places
+@compiled
+def largest(chunk: Bits, keep: int, places: Bits, magnitudes: Bits) -> bool:
+    """Write the places of the `keep` largest magnitudes, ascending, and those to the front of both arrays, which are as
+    long as the chunk. False if a value is not finite."""
+    maxima = _maxima(chunk, _groups(chunk.size, keep))
+    if _reaching(maxima, INFINITY):
+        return False
+    floor = _floor(maxima, keep, np.uint32(0), keep // NEAR)
+    found = 0
+    for place in range(chunk.size):
+        magnitude = chunk[place] & MAGNITUDE
+        if magnitude >= floor:
+            places[found], magnitudes[found] = place, magnitude
+            found += 1
+    _narrow(keep, floor, places[:found], magnitudes[:found])
+    return True
 
 
-def _floor(magnitudes: npt.NDArray[np.uint32], keep: int) -> npt.NDArray[np.uint32]:
-    """A magnitude that at least `keep` values of each chunk reach."""
-    count, span = magnitudes.shape
+@compiled
+def _groups(span: int, keep: int) -> int:
     groups = span
     while groups % 2 == 0 and groups // 2 >= GROUPS_PER_KEPT * keep:
         groups //= 2
-    # A group is every groups-th value: the maximum then runs along memory, and neighbours fall into different groups.
-    maxima = magnitudes.reshape(count, span // groups, groups).max(axis=1)
-    if maxima.max() >= INFINITY:
-        raise CodecError("values to encode are not finite")
-    floor: npt.NDArray[np.uint32] = np.partition(maxima, groups - keep, axis=1)[:, groups - keep]
-    return floor
+    return groups
+
+
+@compiled
+def _maxima(chunk: Bits, groups: int) -> Bits:
+    """A group is every groups-th value: the maximum runs along memory, and neighbours fall into different groups."""
+    maxima = np.zeros(groups, np.uint32)
+    for first in range(0, chunk.size, groups):
+        row = chunk[first : first + groups]
+        for group in range(groups):
+            maxima[group] = max(maxima[group], row[group] & MAGNITUDE)
+    return maxima
+
+
+@compiled
+def _reaching(magnitudes: Bits, floor: np.uint32) -> int:
+    count = np.int32(0)
+    for place in range(magnitudes.size):
+        count += np.int32(magnitudes[place] >= floor)
+    return int(count)
+
+
+@compiled
+def _floor(magnitudes: Bits, keep: int, low: np.uint32, spare: int) -> np.uint32:
+    """From `low` on, which at least `keep` reach, to one that at most `spare` more do; to the highest if none is."""
+    high = INFINITY
+    while low + np.uint32(1) < high:
+        middle = low + (high - low) // np.uint32(2)
+        count = _reaching(magnitudes, middle)
+        if count < keep:
+            high = middle
+            continue
+        low = middle
+        if count <= keep + spare:
+            break
+    return low
+
+
+@compiled
+def _narrow(keep: int, floor: np.uint32, places: Bits, magnitudes: Bits) -> None:
+    """Move the `keep` largest to the front."""
+    floor = _floor(magnitudes, keep, floor, 0)
+    equals = keep - _reaching(magnitudes, floor + np.uint32(1))
+    kept = 0
+    for place in range(magnitudes.size):
+        magnitude = magnitudes[place]
+        if magnitude < floor or magnitude == floor and not equals:
+            continue
+        equals -= magnitude == floor
+        places[kept], magnitudes[kept] = places[place], magnitude
+        kept += 1

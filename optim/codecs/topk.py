@@ -11,7 +11,6 @@ negative), all low and then all high bits of the levels' numbers and the low bit
 """
 
 import struct
-from dataclasses import dataclass as plain_dataclass
 from typing import ClassVar, Self
 
 import numpy as np
@@ -19,75 +18,15 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from optim.codecs import gaps, rans
+from optim.codecs import gaps, plain, rans
 from optim.codecs.codec import Codec, Payload, Reader
-from optim.codecs.levels import fit
+from optim.codecs.kept import INDEX, Codes, Layout, select, vector
 from optim.codecs.scales import read_scales, write_scales
-from optim.codecs.selection import largest
 from optim.errors import CodecError
 from optim.parts import STRICT
-from optim.threads import each
-from optim.vectors import AT_ONCE, SLAB, Floats, SparseVector, slabs
+from optim.vectors import Floats, SparseVector
 
 UNIFORM, COUNTED = 0, 1  # models of the gaps
-Codes = npt.NDArray[np.uint32]  # index << 3 | negative << 2 | level
-
-
-@plain_dataclass(frozen=True)
-class Layout:
-    """How many values of which chunk are kept. `span`, `keep`: of a full chunk. `bits`: of a kept value."""
-
-    numel: int
-    span: int
-    keep: int
-    bits: int
-
-    @property
-    def levels(self) -> int:
-        return 1 << self.bits - 1
-
-    @property
-    def full(self) -> int:
-        return self.numel // self.span
-
-    @property
-    def rest(self) -> int:
-        """Values in the short last chunk; 0 if there is none."""
-        return self.numel % self.span
-
-    @property
-    def rest_keep(self) -> int:
-        return -(-self.keep * self.rest // self.span)
-
-    @property
-    def chunks(self) -> int:
-        return self.full + (self.rest > 0)
-
-    @property
-    def kept(self) -> int:
-        return self.full * self.keep + self.rest_keep
-
-    @property
-    def frequencies(self) -> rans.Frequencies:
-        """Of the gaps' classes, were positions uniform."""
-        if self.full:
-            return gaps.uniform_frequencies(self.span, self.keep)
-        return gaps.uniform_frequencies(self.rest, self.rest_keep)
-
-    @property
-    def reach(self) -> int:
-        """All gaps are below it."""
-        return self.span if self.full else self.rest
-
-    def runs(self) -> list[slice]:
-        """All chunks, a few at a time; a short last one by itself."""
-        return [*slabs(self.full, max(1, AT_ONCE // self.keep)), *([slice(self.full, self.chunks)] * (self.rest > 0))]
-
-    def kept_of(self, chunks: slice) -> tuple[slice, int]:
-        """The place of what is kept of such a run, and how much of each chunk."""
-        keep = self.keep if chunks.start < self.full else self.rest_keep
-        first = chunks.start * self.keep
-        return slice(first, first + (chunks.stop - chunks.start) * keep), keep
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -118,13 +57,11 @@ class ChunkTopK(Codec):
 
     def write(self, values: Floats, subtract: bool) -> Payload:
         layout = self._layout(values.size)
-        codes, fitted = _select(values, layout)
+        codes, fitted = select(values, layout)
         wire, levels = write_scales(fitted.ravel())
         payload = self.head() + _pack(codes, layout, wire)
         if subtract:
-            negative, level = codes >> np.uint32(2) & np.uint32(1), codes & np.uint32(3)
-            kept = _vector(layout, codes >> np.uint32(3), negative, level, levels)
-            kept.subtract_from(values)
+            vector(codes, levels.reshape(fitted.shape), layout).subtract_from(values)
         return payload
 
     def read(self, payload: Payload, numel: int) -> SparseVector:
@@ -135,46 +72,19 @@ class ChunkTopK(Codec):
         return Layout(numel, self.chunk, self.k, self.bits)
 
 
-def _select(values: Floats, layout: Layout) -> tuple[Codes, Floats]:
-    """The codes of all kept values in chunk order, ascending by index, and (chunks, levels) levels."""
-    whole = layout.full * layout.span
-    found = [_encode_chunks(values[:whole].reshape(-1, layout.span), layout.keep, layout.levels)] if whole else []
-    if layout.rest:
-        found.append(_encode_chunks(values[whole:].reshape(1, -1), layout.rest_keep, layout.levels))
-    codes, levels = zip(*found, strict=True)
-    return np.concatenate(codes), np.concatenate(levels)
-
-
-def _encode_chunks(chunks: Floats, keep: int, count: int) -> tuple[Codes, Floats]:
-    """(rows * keep,) codes and (rows, count) levels of (rows, span) values."""
-    rows, span = chunks.shape
-    codes, magnitudes = np.empty((rows, keep), np.uint32), np.empty((rows, keep), np.float32)
-    for part in slabs(rows, max(1, SLAB // span)):
-        indices, magnitudes[part] = largest(chunks[part], keep)
-        places = indices + np.arange(len(indices), dtype=np.uint32)[:, None] * np.uint32(span)
-        negative = chunks[part].view(np.uint32).ravel().take(places, mode="clip") >> np.uint32(31)
-        codes[part] = indices << np.uint32(3) | negative << np.uint32(2)
-    levels = np.empty((rows, count), np.float32)
-    for part in slabs(rows, max(1, AT_ONCE // keep)):
-        level, levels[part] = fit(magnitudes[part], count)
-        codes[part] |= level
-    codes.sort(axis=1)
-    return codes.ravel(), levels
-
-
 def _pack(codes: Codes, layout: Layout, levels: bytes) -> bytes:
-    distances = _gaps(codes >> np.uint32(3), layout)
-    classes = gaps.class_of(distances)
-    model, frequencies, table = _choose_model(classes, layout)
-    planes = (2, 0, 1)[: layout.bits]  # the sign's, the level's low and the level's high bit
-    flags = [(codes >> plane & 1).astype(np.uint8) for plane in planes]
-    plain = np.packbits(np.concatenate([*flags, gaps.plain_bits(distances, classes, layout.reach)])).tobytes()
-    carried = 2 * rans.lanes_for(layout.kept)
-    plain = plain.ljust(carried, b"\0")
-    lanes, words = rans.encode(classes, frequencies, np.frombuffer(plain[:carried], "<u2"))
+    lowest, widths = gaps.class_table(layout.reach)
+    distances, classes = np.empty(codes.size, np.uint16), np.empty(codes.size, np.uint8)
+    counts = np.zeros(len(lowest), np.int64)
+    gaps.between(codes >> INDEX, layout.keep, gaps.classes_below(layout.reach), distances, classes, counts)
+    model, frequencies, table = _choose_model(counts, layout)
+    bits = layout.bits * codes.size + int(counts @ widths)
+    packed = np.zeros(max(-(-bits // 8), 2 * rans.lanes_for(codes.size)), np.uint8)
+    plain.write(codes, layout.bits, distances, classes, widths, packed)
+    carried, rest = np.split(packed, [2 * rans.lanes_for(codes.size)])
+    lanes, words = rans.encode(classes, frequencies, carried.view("<u2"))
     head = struct.pack("<BI", model, words.size)
-    body = (lanes.astype("<u4").tobytes(), words.astype("<u2").tobytes(), plain[carried:])
-    return b"".join((head, table, levels, *body))
+    return b"".join((head, table, levels, lanes.astype("<u4").tobytes(), words.astype("<u2").tobytes(), rest.tobytes()))
 
 
 def _unpack(reader: Reader, layout: Layout) -> SparseVector:
@@ -188,20 +98,17 @@ def _unpack(reader: Reader, layout: Layout) -> SparseVector:
     lanes = reader.take("u4", rans.lanes_for(layout.kept))
     words = reader.take("u2", word_count)
     classes, carried = rans.decode(layout.kept, frequencies, lanes, words)
-    flag_count = layout.bits * layout.kept
-    ends = gaps.plain_ends(classes, layout.reach)
-    packed = _read_plain(reader, carried, flag_count + int(ends[-1]))
-    indices = _indices(gaps.from_classes(classes, ends, packed, flag_count, layout.reach), layout)
-    negative, *planes = np.unpackbits(packed, count=flag_count).reshape(layout.bits, -1)
-    level = np.zeros_like(negative)
-    for plane, bit in enumerate(planes):
-        level |= bit << np.uint8(plane)
-    return _vector(layout, indices, negative, level, levels)
+    lowest, widths = gaps.class_table(layout.reach)
+    packed = _read_plain(reader, carried, layout.bits * layout.kept + plain.count(classes, widths))
+    codes = np.empty(layout.kept, np.uint32)
+    last = plain.read(packed, layout.bits, classes, lowest, widths, layout.span, layout.keep, codes)
+    if not 0 <= last < (layout.rest or layout.span):
+        raise CodecError("an index is beyond its chunk")
+    return vector(codes, levels, layout)
 
 
-def _choose_model(classes: rans.Symbols, layout: Layout) -> tuple[int, rans.Frequencies, bytes]:
+def _choose_model(counts: gaps.Counts, layout: Layout) -> tuple[int, rans.Frequencies, bytes]:
     """Counted frequencies where they save more than their table costs."""
-    counts = np.bincount(classes, minlength=len(gaps.class_table(layout.reach)[0]))
     uniform, counted = layout.frequencies, rans.normalized(counts)
     occurring = counts > 0
     if (uniform[occurring] > 0).all():
@@ -218,54 +125,13 @@ def _read_frequencies(reader: Reader, layout: Layout) -> rans.Frequencies:
 
 
 def _read_plain(reader: Reader, carried: rans.Words, count: int) -> npt.NDArray[np.uint8]:
-    """The bytes of `count` plain bits: those in the lanes first, then all that is left of the payload."""
-    length = -(-count // 8)
-    missing = max(0, length - 2 * carried.size)
-    joined = carried.astype("<u2").tobytes() + reader.take("u1", missing).tobytes()
+    """The bytes of `count` plain bits: those in the lanes first, then all that is left of the payload; and zeros."""
+    length, first = -(-count // 8), 2 * carried.size
+    packed = np.zeros(max(length, first) + plain.BEHIND, np.uint8)
+    packed[:first] = carried.astype("<u2").view(np.uint8)
+    rest = reader.take("u1", max(0, length - first))
+    packed[first : first + rest.size] = rest
     reader.end()
-    packed = np.frombuffer(joined, np.uint8)
     if packed[length:].any() or packed[length - 1] & (1 << (8 * length - count)) - 1:
         raise CodecError("padding is not zero")
-    return packed[:length]
-
-
-def _gaps(indices: npt.NDArray[np.uint32], layout: Layout) -> gaps.Gaps:
-    """How many positions lie between each kept value and the one before it in its chunk."""
-    distances = np.diff(indices.astype(np.int32), prepend=-1) - 1
-    distances[0 :: layout.keep] = indices[0 :: layout.keep]
-    return distances.astype(np.uint16)
-
-
-def _indices(distances: gaps.Gaps, layout: Layout) -> npt.NDArray[np.uint32]:
-    """Undo `_gaps`: strictly increasing by construction; CodecError where one leaves its chunk."""
-    steps = distances.astype(np.int32) + 1
-    whole = layout.full * layout.keep
-    rows = steps[:whole].reshape(-1, layout.keep).cumsum(axis=1, dtype=np.int32) - 1
-    last = steps[whole:].cumsum(dtype=np.int32) - 1
-    if (rows[:, -1] >= layout.span).any() or (last[-1:] >= layout.rest).any():
-        raise CodecError("an index is beyond its chunk")
-    return np.concatenate([rows.ravel(), last]).view(np.uint32)
-
-
-def _vector(
-    layout: Layout,
-    indices: npt.NDArray[np.uint32],
-    negative: npt.NDArray[np.unsignedinteger],
-    level: npt.NDArray[np.unsignedinteger],
-    levels: Floats,
-) -> SparseVector:
-    positions, values = np.empty(layout.kept, np.int64), np.empty(layout.kept, np.float32)
-    flat = levels.ravel()
-
-    def restore(chunks: slice) -> None:
-        part, keep = layout.kept_of(chunks)
-        chunk = np.arange(chunks.start, chunks.stop)[:, None]
-        np.add(indices[part].reshape(-1, keep), chunk * layout.span, out=positions[part].reshape(-1, keep))
-        place = level[part].reshape(-1, keep) + chunk * layout.levels
-        flat.take(place.ravel(), out=values[part], mode="clip")
-        signs = negative[part].astype(np.uint32)
-        signs <<= np.uint32(31)
-        values[part].view(np.uint32)[:] |= signs
-
-    each(restore, layout.runs())
-    return SparseVector(positions, values, layout.numel)
+    return packed

@@ -3,20 +3,31 @@ from math import comb
 import numpy as np
 import pytest
 
-from optim.codecs.gaps import class_of, class_table, from_classes, plain_bits, plain_ends, uniform_frequencies
+from optim.codecs.gaps import between, class_of, class_table, classes_below, uniform_frequencies
 
 
 @pytest.mark.parametrize("span", [1, 2, 8, 9, 64, 100, 4096, 65_536])
-def test_every_gap_comes_back(span: int) -> None:
-    gaps = np.arange(span, dtype=np.uint16)
-    classes = class_of(gaps)
-    assert classes.max() < len(class_table(span)[0])
-    bits = plain_bits(gaps, classes, span)
-    ends = plain_ends(classes, span)
-    assert bits.size == ends[-1]
-    for first in (0, 3, 8):
-        packed = np.packbits(np.concatenate([np.ones(first, np.uint8), bits]))
-        assert np.array_equal(from_classes(classes, ends, packed, first, span), gaps)
+def test_every_gap_is_the_lowest_of_its_class_and_what_its_bits_say(span: int) -> None:
+    gaps = np.arange(span)
+    classes = classes_below(span)
+    lowest, widths = class_table(span)
+    assert classes.max() < len(lowest)
+    assert (gaps >= lowest[classes]).all() and (gaps - lowest[classes] < 1 << widths[classes].astype(np.int64)).all()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "span", "keep", "rest"), [(1, 1, 1, 0), (5, 100, 7, 3), (3, 64, 64, 5), (1, 9, 2, 0)]
+)
+def test_gaps_lie_between_the_indices_of_a_chunk(chunks: int, span: int, keep: int, rest: int) -> None:
+    generator = np.random.default_rng(span)
+    rows = [np.sort(generator.choice(span, kept, replace=False)) for kept in [keep] * chunks + [rest] * (rest > 0)]
+    indices = np.concatenate(rows).astype(np.uint32)
+    gaps, classes, counts = np.empty(indices.size, np.uint16), np.empty(indices.size, np.uint8), np.zeros(60, np.int64)
+    between(indices, keep, classes_below(span), gaps, classes, counts)
+    expected = np.concatenate([np.diff(row, prepend=-1) - 1 for row in rows])
+    assert np.array_equal(gaps, expected)
+    assert np.array_equal(classes, class_of(expected.astype(np.uint16)))
+    assert np.array_equal(counts, np.bincount(classes, minlength=60))
 
 
 @pytest.mark.parametrize(("span", "keep"), [(4096, 64), (4096, 4096), (4096, 1), (1000, 300), (7, 3), (1, 1)])

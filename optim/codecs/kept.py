@@ -1,0 +1,137 @@
+"""What is kept of a vector's chunks: a code for each value, and the levels that the codes of a chunk name.
+
+A code holds a value's index in its chunk, whether it is negative, and the number of its level.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from optim.codecs import gaps, rans
+from optim.codecs.levels import fit
+from optim.codecs.selection import Bits, largest
+from optim.compiled import compiled
+from optim.errors import CodecError
+from optim.threads import each
+from optim.vectors import AT_ONCE, Floats, Positions, SparseVector, slabs
+
+Codes = npt.NDArray[np.uint32]  # index << 3 | negative << 2 | level
+
+INDEX, NEGATIVE = np.uint32(3), np.uint32(2)  # where they begin
+LEVEL = np.uint32(3)  # its bits
+SIGN = np.uint32(31)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many values of which chunk are kept. `span`, `keep`: of a full chunk. `bits`: of a kept value."""
+
+    numel: int
+    span: int
+    keep: int
+    bits: int
+
+    @property
+    def levels(self) -> int:
+        return 1 << self.bits - 1
+
+    @property
+    def full(self) -> int:
+        return self.numel // self.span
+
+    @property
+    def rest(self) -> int:
+        """Values in the short last chunk; 0 if there is none."""
+        return self.numel % self.span
+
+    @property
+    def rest_keep(self) -> int:
+        return -(-self.keep * self.rest // self.span)
+
+    @property
+    def chunks(self) -> int:
+        return self.full + (self.rest > 0)
+
+    @property
+    def kept(self) -> int:
+        return self.full * self.keep + self.rest_keep
+
+    @property
+    def frequencies(self) -> rans.Frequencies:
+        """Of the gaps' classes, were positions uniform."""
+        if self.full:
+            return gaps.uniform_frequencies(self.span, self.keep)
+        return gaps.uniform_frequencies(self.rest, self.rest_keep)
+
+    @property
+    def reach(self) -> int:
+        """All gaps are below it."""
+        return self.span if self.full else self.rest
+
+    def runs(self) -> list[slice]:
+        """All chunks, a few at a time; a short last one by itself."""
+        return [*slabs(self.full, max(1, AT_ONCE // self.keep)), *([slice(self.full, self.chunks)] * (self.rest > 0))]
+
+    def kept_of(self, chunks: slice) -> tuple[slice, int]:
+        """The place of what is kept of such a run, and how much of each chunk."""
+        keep = self.keep if chunks.start < self.full else self.rest_keep
+        first = chunks.start * self.keep
+        return slice(first, first + (chunks.stop - chunks.start) * keep), keep
+
+
+def select(values: Floats, layout: Layout) -> tuple[Codes, Floats]:
+    """The codes of all kept values in chunk order, ascending by index, and (chunks, levels) levels. CodecError if a
+    value is not finite."""
+    codes, levels = np.empty(layout.kept, np.uint32), np.empty((layout.chunks, layout.levels), np.float32)
+    bits = values.view(np.uint32)
+
+    def choose(chunks: slice) -> None:
+        part, keep = layout.kept_of(chunks)
+        run = bits[chunks.start * layout.span : chunks.stop * layout.span]
+        if not _select(run.reshape(chunks.stop - chunks.start, -1), codes[part].reshape(-1, keep), levels[chunks]):
+            raise CodecError("values to encode are not finite")
+
+    each(choose, layout.runs())
+    return codes, levels
+
+
+@compiled
+def _select(chunks: Bits, codes: Codes, levels: Floats) -> bool:
+    """(rows, span) values, (rows, keep) codes and (rows, count) levels. False if a value is not finite."""
+    rows, span = chunks.shape
+    keep = codes.shape[1]
+    places, magnitudes, numbers = np.empty(span, np.uint32), np.empty(span, np.uint32), np.empty(keep, np.uint32)
+    for row in range(rows):
+        chunk = chunks[row]
+        if not largest(chunk, keep, places, magnitudes):
+            return False
+        fit(magnitudes[:keep], numbers, levels[row])
+        for kept in range(keep):
+            place = places[kept]
+            codes[row, kept] = place << INDEX | chunk[place] >> SIGN << NEGATIVE | numbers[kept]
+    return True
+
+
+def vector(codes: Codes, levels: Floats, layout: Layout) -> SparseVector:
+    positions, values = np.empty(layout.kept, np.int64), np.empty(layout.kept, np.float32)
+
+    def restore(chunks: slice) -> None:
+        part, keep = layout.kept_of(chunks)
+        run = codes[part].reshape(-1, keep)
+        _restore(run, levels[chunks], chunks.start * layout.span, layout.span, positions[part], values[part])
+
+    each(restore, layout.runs())
+    return SparseVector(positions, values, layout.numel)
+
+
+@compiled
+def _restore(codes: Codes, levels: Floats, first: int, span: int, positions: Positions, values: Floats) -> None:
+    """(rows, keep) codes of chunks from position `first` on."""
+    rows, keep = codes.shape
+    for row in range(rows):
+        for kept in range(keep):
+            code = codes[row, kept]
+            level = levels[row, code & LEVEL]
+            positions[row * keep + kept] = first + row * span + (code >> INDEX)
+            values[row * keep + kept] = -level if code >> NEGATIVE & np.uint32(1) else level
