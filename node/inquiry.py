@@ -15,7 +15,8 @@ STATUS_DEADLINE = 5.0
 
 
 def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[str]:
-    """One line a node, or one JSON object: node folder to status, null for a node that does not run.
+    """A line for each node, and below it the reasons that it counted; or one JSON object: node folder to status, null
+    for a node that does not run.
 
     UnreachableError where `check` is asked for and none of them runs.
     """
@@ -29,10 +30,13 @@ def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[
             for folder, status in zip(folders, statuses, strict=True)
         }
         return [json.dumps(shown)]
-    return [
-        f"{folder.name}: {status.summary() if status else _absent(folder)}"
-        for folder, status in zip(folders, statuses, strict=True)
-    ]
+    return [line for told in zip(folders, statuses, strict=True) for line in _lines(*told)]
+
+
+def _lines(folder: Path, status: NodeStatus | None) -> list[str]:
+    if status is None:
+        return [f"{folder.name}: {_absent(folder)}"]
+    return [f"{folder.name}: {status.summary()}", *(f"    {reason}" for reason in status.reasons())]
 
 
 def key_line(folder: Path) -> str:

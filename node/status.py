@@ -1,6 +1,7 @@
 """What a node is doing: the object it serves at /status, the line a person reads, and how to ask for it."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -55,6 +56,9 @@ class NodeStatus(BaseModel):
     direct_port: int = Field(default=0, description="where direct connections are taken; 0: nowhere")
     paths: dict[str, str] = Field(default={}, description="how bulk goes to each peer that lately had some")
     bytes_fetched_by_path: dict[str, int] = Field(default={}, description="of blobs: libp2p, direct")
+    absences: dict[str, int] = Field(default={}, description="rounds without our work, by why")
+    setbacks: dict[str, int] = Field(default={}, description="what went wrong and was gone round, by reason")
+    refusals: dict[str, int] = Field(default={}, description="what others sent and was refused, or timed out")
     direct_refusals: dict[str, int] = Field(default={}, description="direct connections not taken, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
     trainer_restarts: int = 0
@@ -110,6 +114,16 @@ class NodeStatus(BaseModel):
             )
         )
 
+    def reasons(self) -> tuple[str, ...]:
+        """Lines of what was skipped, late, excluded or refused since the start, with how often; the most first."""
+        told = (
+            ("rounds without its work", self.absences),
+            ("gone round", self.setbacks),
+            ("refused", self.refusals),
+            ("direct connections not taken", self.direct_refusals),
+        )
+        return tuple(f"{what}: {_counted(counts)}" for what, counts in told if counts)
+
     def _watched(self) -> str:
         there = f"{self.peers} {'peer' if self.peers == 1 else 'peers'} there"
         moved = f"sent {short_bytes(self.bytes_sent)}"
@@ -126,6 +140,12 @@ class NodeStatus(BaseModel):
 
     def round_of_target(self) -> str:
         return f"round {self.round}" + (f"/{self.target_rounds}" if self.target_rounds else "")
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    """`late 3, slow 1`"""
+    ordered = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
+    return ", ".join(f"{reason} {count}" for reason, count in ordered)
 
 
 def short_count(number: float) -> str:

@@ -88,6 +88,11 @@ class OrganiserError(MurmurError):
 class PeerFault(MurmurError):  # noqa: N818
     """What a peer did wrong; caught, counted and logged where its bytes enter."""
 
+    @property
+    def word(self) -> str:
+        """By which it is counted: malformed, forged, stale, limit."""
+        return type(self).__name__.removesuffix("Error").lower()
+
 
 class MalformedError(PeerFault):
     pass

@@ -96,7 +96,7 @@ class Peer:
         )  # fmt: skip
 
     async def open(self, conversation: Conversation) -> None:
-        rounds = RoundsService(RUN_ID, self._driver, self._replica)
+        rounds = RoundsService(RUN_ID, self._driver, self._replica, lambda peer, fault: self._failed(peer, str(fault)))
         services = [
             lambda server: add_BlobsServicer_to_server(self._blobs, server),
             lambda server: add_RoundsServicer_to_server(rounds, server),

@@ -105,11 +105,14 @@ class Assembly:
         room = STORE_STATES * state_bytes(numel, method) + MESSAGES * program.max_message_bytes + STORE_EXTRA_BYTES
         self.store = BlobStore(folder.blobs, room, HELD_BYTES)
         self._workshop = Workshop(program, self.store, decay_of(manifest.train))
+        self.metrics = Metrics()
+        self.standing = Standing(self._first_status(), self.metrics, self._traffic)
         saved = self._load()
         self._sent = OfferFile(folder.offer)
-        self._offers = restored_offers(saved, program, self.arena, self.store, self._sent)
+        self._offers = restored_offers(
+            saved, program, self.arena, self.store, self._sent, self.standing.set_back
+        )
         self.replica = self._first_replica(method, saved)
-        self.metrics = Metrics()
         self._rng = rng
         self._build_network()
         self._build_round(method)
@@ -117,7 +120,7 @@ class Assembly:
     def _load(self) -> Checkpoint | None:
         saved, skipped = load_newest(self._folder.checkpoints, self._settings.run_id, self._shapes)
         for line in skipped:
-            logger.warning("skipped a checkpoint: %s", line)
+            self.standing.set_back("checkpoint skipped", line)
         if saved is not None:
             logger.info("resuming from the checkpoint of round %d", saved.round)
             restore_inner(saved, self.arena)
@@ -152,7 +155,7 @@ class Assembly:
             lambda peer, statements: self._take(peer, statements),
             self.directory.suspect,
             lambda error: self.participant.broken(error),
-            lambda reason, line: self.standing.set_back(reason, line),
+            self.standing.set_back,
         )
         self.blobs = BlobService(self.store, caller, CallerLimits.at_rate(settings.upload))
         self._fetcher = Fetcher(self.store, self.transport.bulk, self._lied, self._rng)
@@ -162,6 +165,7 @@ class Assembly:
                 self._members.beyond,
                 self._members.between,
                 lambda *asked: ask_to_carry(manifest.run_id, self.transport.channel, *asked),
+                self.standing.set_back,
             ),
         )  # fmt: skip
         self.carrying = Carrying(
@@ -170,8 +174,8 @@ class Assembly:
             Surroundings(
                 round=lambda: self.replica.chain.round,
                 is_member=self._members.is_trainer,
-                refused=lambda peer, fault: self.standing.refused(peer, fault),
-                set_back=lambda reason, line: self.standing.set_back(reason, line),
+                refused=self.standing.refused,
+                set_back=self.standing.set_back,
             ),
         )  # fmt: skip
 
@@ -181,15 +185,14 @@ class Assembly:
         self._pacing = pacing_of(manifest, self._program)
         self.trainer = TrainerLink(
             self.peer_id, process, self.arena, self.store, self._offers, self._sent, work, self._heard,
-            self._pacing.steps,
+            self._pacing.steps, self.standing.set_back,
         )  # fmt: skip
         # Not in the worker thread: no round is to wait while a checkpoint is written.
         self.keeper = Keeper(
             self._folder, manifest, self._shapes, self.store, self.arena, asyncio.to_thread, self.trainer.has_adopted,
             self.blobs.being_fetched, lambda: [*self.carrying.held(), *self.driver.left_out],
-            lambda reason, line: self.standing.set_back(reason, line),
+            self.standing.set_back,
         )  # fmt: skip
-        self.standing = Standing(self._first_status(), self.metrics, self._traffic)
         self.standing.stands_at(self.replica.chain.head, self.replica.blob.digest)
         driver_settings = round_settings(manifest, self._program)
         hooks = Hooks(
@@ -229,8 +232,9 @@ class Assembly:
     async def open(self) -> None:
         """Go on the network and say where we stand."""
         settings = self._settings
-        rounds = RoundsService(settings.run_id, self.driver, self.replica)
-        runs = RunsService(settings.manifest, DialBack(self.transport.remote_addresses))
+        rounds = RoundsService(settings.run_id, self.driver, self.replica, self.standing.refused)
+        dial_back = DialBack(self.transport.remote_addresses)
+        runs = RunsService(settings.manifest, dial_back, self.standing.refused)
         await self.transport.open(
             [
                 self.directory.register,
@@ -247,6 +251,9 @@ class Assembly:
             self._identity, self._settings.run_id, self.transport, self._clock, self.directory.neighbours,
             self.directory.remember, self._rng,
         )  # fmt: skip
+        self.metrics.add_refusals(
+            lambda: (self.directory.refusals, self.blobs.refusals, {"dht": self.rendezvous.refused})
+        )
         self.directory.publish(
             role="trainer", name=self._settings.name, version=version("murmuration"),
             direct_port=self.transport.direct_port,

@@ -23,7 +23,7 @@ from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import CarryReply, CarryRequest
 from protocol.murmur_pb2_grpc import CarriersServicer
-from protocol.network.transport import caller
+from protocol.network.transport import SOMEBODY, caller
 from protocol.rounds.kinds import Body, named_blobs, parse
 from protocol.rounds.reports import Part
 from protocol.rounds.statements import Contribution, Statement, Terms
@@ -60,7 +60,7 @@ class Carrying(CarriersServicer):
         self.bytes_carried = 0
 
     async def Carry(self, request: CarryRequest, context: Any) -> CarryReply:  # noqa: N802
-        peer = "somebody unknown"
+        peer = SOMEBODY
         try:
             peer = caller(context)
             await self._carry(peer, *self._admitted(peer, request))

@@ -6,7 +6,7 @@ What the status already says is read from it at the moment of the scrape, so the
 
 import collections
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 from prometheus_client import CollectorRegistry
@@ -34,6 +34,13 @@ Setback = Literal[
     "way lost",  # to where the others are: the peer that was asked could not show it
     "not saved",  # a checkpoint
     "not carried",  # a blob between two others
+    "no carrier",  # for a blob that we cannot fetch ourselves
+    "blob late",  # it has not come in a round's time, and is asked for again
+    "not applied",  # a round that is decided: its state is fetched later
+    "not adopted",  # by the trainer, in time
+    "given back",  # a message of the chain that was left
+    "message gone",  # from the disk: it is not offered again
+    "checkpoint skipped",
 ]
 Outcome = Literal["included", "excluded", "lost", "missed", "failed"]
 CatchUp = Literal["replayed", "skipped"]
@@ -45,7 +52,8 @@ class Metrics(Collector):
 
     def __init__(self) -> None:
         self.rounds: collections.Counter[str] = collections.Counter()
-        self.refusals: collections.Counter[str] = collections.Counter()
+        self._refusals: collections.Counter[str] = collections.Counter()
+        self._counted_elsewhere: Callable[[], Iterable[Mapping[str, int]]] = tuple
         self.absences: collections.Counter[str] = collections.Counter()
         self.setbacks: collections.Counter[str] = collections.Counter()
         self.entries: collections.Counter[str] = collections.Counter()
@@ -96,7 +104,15 @@ class Metrics(Collector):
 
     def refused(self, reason: str) -> None:
         """Something of a peer was refused or timed out; `reason` is a fixed short word such as `forged`."""
-        self.refusals[reason] += 1
+        self._refusals[reason] += 1
+
+    def add_refusals(self, counted: Callable[[], Iterable[Mapping[str, int]]]) -> None:
+        """What the parts that know no daemon have counted themselves, by the same words."""
+        self._counted_elsewhere = counted
+
+    @property
+    def refusals(self) -> collections.Counter[str]:
+        return sum(map(collections.Counter, self._counted_elsewhere()), self._refusals)
 
     def collect(self) -> Iterator[Metric]:
         yield _labelled("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)

@@ -153,7 +153,8 @@ class Participant:
         try:
             await self._apply(commit)
         except (UnreachableError, PeerFault, MissingFileError) as error:
-            logger.warning("round %d is decided but cannot be applied here: %s", commit.body.round, error)
+            line = f"round {commit.body.round} is decided but cannot be applied here: {error}"
+            self.standing.set_back("not applied", line)
             self.standing.round_failed(str(error))
             await self._look()
 

@@ -51,8 +51,8 @@ class Post:
     def send(self, peers: Iterable[PeerId], statement: Signed) -> None:
         size = statement.ByteSize()
         if size > MAX_BATCH_BYTES:
-            logger.error("a %s statement of %d bytes is not sent: no call takes it", statement.kind, size)
-            return
+            line = f"a {statement.kind} statement of {size} bytes is not sent: no call takes it"
+            return self._set_back("not delivered", line)
         for peer in peers:
             waiting = self._waiting.setdefault(peer, deque())
             if len(waiting) >= MAX_WAITING:

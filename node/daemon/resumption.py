@@ -8,13 +8,14 @@ messages were made since, the earlier ones are not known any more, and all that 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from node.arena import REFERENCE, RESIDUAL, Arena, carried
 from node.checkpoints.checkpoint import Checkpoint
+from node.daemon.metrics import Setback
 from node.daemon.offer_file import OfferFile
 from node.daemon.offers import Offer, Offers, Sent
 from node.daemon.trainer_link import stored_parts
@@ -42,8 +43,9 @@ def restore_inner(saved: Checkpoint, arena: Arena) -> None:
 
 
 def restored_offers(
-    saved: Checkpoint | None, program: Program, arena: Arena, store: BlobStore, sent: OfferFile
-) -> Offers:
+    saved: Checkpoint | None, program: Program, arena: Arena, store: BlobStore, sent: OfferFile,
+    set_back: Callable[[Setback, str], None],
+) -> Offers:  # fmt: skip
     """The message that is on its way: a round may have taken it while we were away, which must not happen twice.
 
     After `restore_inner`. Raises StorageError.
@@ -59,20 +61,22 @@ def restored_offers(
     later = offers.resume(offer, counters.messages, last, saved.round)
     if last is not None and later != "none":
         logger.info("a message was sent after the checkpoint; what it carries is not sent again")
-        _overtake(last, later == "one", offers, program, arena, store)
+        payloads = _payloads(last.offer, store)
+        if not payloads:
+            set_back("message gone", "the last message is not on the disk any more: it is not offered again")
+            offers.current = None
+        _overtake(last, payloads, later == "one", offers, program, arena)
     elif offers.current is not None:
         sent.save(Sent(offers.current, tuple(offers.past)))
     return offers
 
 
-def _overtake(last: Sent, is_next: bool, offers: Offers, program: Program, arena: Arena, store: BlobStore) -> None:
+def _overtake(
+    last: Sent, payloads: Sequence[bytes], is_next: bool, offers: Offers, program: Program, arena: Arena
+) -> None:
     """`is_next`: it was the first message after the snapshot."""
     sent, snapshot = last.offer, arena.read_snapshot()
-    payloads = _payloads(sent, store)
     assert snapshot is not None
-    if not payloads:
-        logger.warning("the last message is not on the disk any more: it is not offered again")
-        offers.current = None
     changed = (RESIDUAL, REFERENCE, *program.method.signal.consumes)
     vectors = {**snapshot.vectors, **{name: snapshot.vectors[name].clone() for name in changed}}
     forget(program, vectors, sent.message.round, payloads if is_next else [])

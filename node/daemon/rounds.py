@@ -243,7 +243,7 @@ class RoundDriver:
         """Until it is here and good, or the round is over (which cancels this)."""
         try:
             while not await self._arrived(blob):
-                logger.info("round %d still wants blob %s", number, blob.name[:12])
+                self._hooks.set_back("blob late", f"round {number} still wants blob {blob.name[:12]}")
                 await asyncio.sleep(RETRY_SECONDS)
         except (PeerFault, StorageError) as error:
             line = f"round {number} goes on here without blob {blob.name[:12]}: {error}"

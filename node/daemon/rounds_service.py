@@ -1,6 +1,6 @@
 """The Rounds service of a node."""
 
-import logging
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -12,17 +12,19 @@ from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
 from protocol.murmur_pb2_grpc import RoundsServicer
-from protocol.network.transport import caller
-
-logger = logging.getLogger(__name__)
+from protocol.network.transport import SOMEBODY, caller
 
 MAX_STATEMENTS = 64  # of one call
 MAX_REPLY_BYTES = 512 * 1024  # of commits in one answer
 
 
 class RoundsService(RoundsServicer):
-    def __init__(self, run_id: RunId, driver: RoundDriver, replica: Replica) -> None:
-        self._run_id, self._driver, self._replica = run_id, driver, replica
+    """`refused` hears of the calls that are not answered."""
+
+    def __init__(
+        self, run_id: RunId, driver: RoundDriver, replica: Replica, refused: Callable[[PeerId, PeerFault], None]
+    ) -> None:
+        self._run_id, self._driver, self._replica, self._refused = run_id, driver, replica, refused
 
     async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
         peer = await self._admit(request, context, len(request.statements))
@@ -41,6 +43,7 @@ class RoundsService(RoundsServicer):
         )
 
     async def _admit(self, request: DeliverRequest | ChainRequest, context: Any, statements: int) -> PeerId:
+        peer = SOMEBODY
         try:
             peer = caller(context)
             if request.run.hex() != self._run_id:
@@ -48,7 +51,7 @@ class RoundsService(RoundsServicer):
             if statements > MAX_STATEMENTS:
                 raise LimitError(f"{peer} delivers {statements} statements at once")
         except PeerFault as fault:
-            logger.warning("a call was refused: %s", fault)
+            self._refused(peer, fault)
             return await _abort(context, fault)
         return peer
 

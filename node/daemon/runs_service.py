@@ -3,46 +3,53 @@
 The manifest goes to whoever knows the run's id, which is its hash.
 """
 
-import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from protocol.errors import LimitError, PeerFault, TransportError, UnreachableError
+from protocol.errors import LimitError, PeerFault, StaleError, TransportError, UnreachableError
+from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.murmur_pb2 import DialBackReply, DialBackRequest, ManifestReply, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsServicer
 from protocol.network.dial_back import DialBack
-from protocol.network.transport import caller
-
-logger = logging.getLogger(__name__)
+from protocol.network.transport import SOMEBODY, caller
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class RunsService(RunsServicer):
-    def __init__(self, manifest: Manifest, dial_back: DialBack) -> None:
-        self._run_id, self._dial_back = manifest.run_id, dial_back
+    """`refused` hears of the calls that are not answered."""
+
+    def __init__(self, manifest: Manifest, dial_back: DialBack, refused: Callable[[PeerId, PeerFault], None]) -> None:
+        self._run_id, self._dial_back, self._refused = manifest.run_id, dial_back, refused
         self._text = manifest.to_toml().encode()
 
     async def Manifest(self, request: ManifestRequest, context: Any) -> ManifestReply:  # noqa: N802
-        await self._require_run(request.run, context)
+        await self._admit(request.run, context)
         return ManifestReply(toml=self._text)
 
     async def DialBack(self, request: DialBackRequest, context: Any) -> DialBackReply:  # noqa: N802
-        await self._require_run(request.run, context)
+        peer = await self._admit(request.run, context)
         try:
-            return await self._dial_back.answer(caller(context), request.ports, time.monotonic())
+            return await self._dial_back.answer(peer, request.ports, time.monotonic())
         except PeerFault as fault:
-            logger.warning("a call to dial back was refused: %s", fault)
+            self._refused(peer, fault)
             status = grpc.StatusCode.RESOURCE_EXHAUSTED if isinstance(fault, LimitError) else INVALID
             await context.abort(status, str(fault))
         except (TransportError, UnreachableError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         raise AssertionError("abort raises")
 
-    async def _require_run(self, run: bytes, context: Any) -> None:
-        if run.hex() != self._run_id:
-            logger.warning("a call was refused: it asks about another run")
-            await context.abort(INVALID, "this node takes part in another run")
+    async def _admit(self, run: bytes, context: Any) -> PeerId:
+        peer = SOMEBODY
+        try:
+            peer = caller(context)
+            if run.hex() != self._run_id:
+                raise StaleError("this node takes part in another run")
+        except PeerFault as fault:
+            self._refused(peer, fault)
+            await context.abort(INVALID, str(fault))
+        return peer

@@ -18,6 +18,8 @@ from protocol.rounds.statements import Commit, Digest
 
 logger = logging.getLogger(__name__)
 
+# A peer that does not answer is told of once, by the directory; the others mend themselves.
+QUIET: tuple[Setback, ...] = ("not delivered", "blob late", "given back")
 WORDS = {"included": "applied already", "excluded": "not applied, and is given back", "lost": "lost: it is not known"}
 
 
@@ -32,7 +34,11 @@ class Standing:
         self._mishap: Reason | None = None  # what the open round has done to it
 
     def status(self) -> NodeStatus:
-        return self._status.model_copy(update=self._traffic())
+        metrics = self._metrics
+        reasons = {
+            "absences": dict(metrics.absences), "setbacks": dict(metrics.setbacks), "refusals": dict(metrics.refusals)
+        }  # fmt: skip
+        return self._status.model_copy(update=reasons | self._traffic())
 
     def enter(self, phase: Phase, reason: str = "") -> None:
         if phase != self._status.phase:
@@ -66,8 +72,7 @@ class Standing:
     def set_back(self, reason: Setback, line: str) -> None:
         """Something went wrong that a person need not mend: the line goes to the log."""
         self._metrics.set_back(reason)
-        # A peer that does not answer is told of once, by the directory.
-        logger.log(logging.INFO if reason == "not delivered" else logging.WARNING, "%s: %s", reason, line)
+        logger.log(logging.INFO if reason in QUIET else logging.WARNING, "%s: %s", reason, line)
 
     def entered(self, entries: Entries) -> None:
         """What went into our state with a round."""
@@ -142,9 +147,8 @@ class Standing:
         logger.info("the others wait: asking the trainer for what it has")
 
     def refused(self, peer: PeerId, fault: PeerFault) -> None:
-        reason = type(fault).__name__.removesuffix("Error").lower()
-        self._metrics.refused(reason)
-        logger.warning("refused what %s sent (%s): %s", peer, reason, fault)
+        self._metrics.refused(fault.word)
+        logger.warning("refused what %s sent (%s): %s", peer, fault.word, fault)
 
     def skipped(self, peer: PeerId | None, reason: Reason) -> None:
         self._metrics.refused(reason)

@@ -8,7 +8,6 @@ that of the next message. So nothing is sent to a trainer between its death and 
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from node.channel import (
     Ready,
     Revised,
 )
+from node.daemon.metrics import Setback
 from node.daemon.offer_file import OfferFile
 from node.daemon.offers import Offer, Offers, Past, Sent, Verdict
 from node.daemon.trainer_process import TrainerProcess
@@ -37,8 +37,6 @@ from protocol.blobs.store import BlobStore
 from protocol.identity import PeerId
 from protocol.rounds.chain import Head
 from protocol.rounds.statements import Commit
-
-logger = logging.getLogger(__name__)
 
 ADOPTION_SECONDS = 60.0
 LAST_ADOPTION_SECONDS = 5.0
@@ -51,10 +49,11 @@ class TrainerLink:
     def __init__(
         self, me: PeerId, process: TrainerProcess, arena: Arena, store: BlobStore, offers: Offers, sent: OfferFile,
         work: Callable[..., Awaitable[Any]], heard: Callable[[FromTrainer], None], steps: Callable[[int], int],
+        set_back: Callable[[Setback, str], None],
     ) -> None:  # fmt: skip
         self._me, self._process, self._arena, self._store = me, process, arena, store
         self.offers, self._sent = offers, sent
-        self._work, self._heard, self._steps = work, heard, steps
+        self._work, self._heard, self._steps, self._set_back = work, heard, steps, set_back
         self._round = 0
         self._started = asyncio.Event()
         self._changed = asyncio.Condition()  # of the two below
@@ -99,7 +98,7 @@ class TrainerLink:
     async def stop(self, round_number: int) -> None:
         """The trainer adopts that round, writes a last snapshot and ends; nothing of it is left."""
         if not await self.has_adopted(round_number, LAST_ADOPTION_SECONDS):
-            logger.warning("the trainer stops before it has adopted round %d", round_number)
+            self._set_back("not adopted", f"the trainer stops before it has adopted round {round_number}")
         await self._process.stop()
         if self._listener is not None:
             await asyncio.wait({self._listener}, timeout=LAST_ADOPTION_SECONDS)
@@ -122,8 +121,9 @@ class TrainerLink:
         """Hand the trainer a new anchor, and the fate of its message if that is decided."""
         if not self._running:
             return
-        if not await self.has_adopted(self._round):
-            logger.warning("the trainer has not adopted round %d for %g s", self._round, ADOPTION_SECONDS)
+        if not await self.has_adopted(self._round, ADOPTION_SECONDS):
+            line = f"the trainer has not adopted round {self._round} for {ADOPTION_SECONDS:g} s"
+            self._set_back("not adopted", line)
         await self._work(self._arena.write_anchor, round_number, shared)
         self._round = round_number
         self.offers.arrive(round_number)  # a message may have come while the copy was under way
@@ -203,7 +203,7 @@ class TrainerLink:
             past = None if self._revises else tuple(self.offers.past)
             offer = await self._work(self._stored, message, past)
             if self._revises:
-                logger.info("the message of round %d is of the chain that was left: it is given back", message.round)
+                self._set_back("given back", f"the message of round {message.round} is of the chain that was left")
                 self.offers.refuse(offer, self._round)
             else:
                 self.offers.place(offer, self._round)

@@ -6,20 +6,18 @@ have, one that can be called is asked to fetch it first, and then gives it to us
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from node.daemon.metrics import Setback
 from protocol.blobs.blob import Blob
 from protocol.blobs.fetch import Fetcher
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.rounds.statements import Digest
-
-logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0  # seconds for those who are named, before others are asked as well
 OTHERS = 8
@@ -31,18 +29,20 @@ CARRIERS = 3  # are asked, one after the other
 class Porters:
     """`beyond`: peers that are out of our reach for all but small things, while there are some who can carry.
     `between`: who may carry from that peer to us, best first. `ask(carrier, its owner's offer, digest, seconds)`
-    returns when the carrier has the blob; UnreachableError or PeerFault where it does not get it."""
+    returns when the carrier has the blob; UnreachableError or PeerFault where it does not get it. `set_back` hears
+    where nobody gets it."""
 
     beyond: Callable[[], frozenset[PeerId]]
     between: Callable[[PeerId], Sequence[PeerId]]
     ask: Callable[[PeerId, Signed, Digest, float], Awaitable[None]]
+    set_back: Callable[[Setback, str], None]
 
 
 async def _ask_nobody(carrier: PeerId, *_: object) -> None:
     raise UnreachableError(f"{carrier} is not to be asked")
 
 
-NOBODY = Porters(frozenset, lambda owner: (), _ask_nobody)
+NOBODY = Porters(frozenset, lambda owner: (), _ask_nobody, lambda reason, line: None)
 
 
 @dataclass
@@ -116,15 +116,16 @@ class Wishes:
             asking.cancel()
 
     async def _ask(self, blob: Blob, wish: _Wish, offer: Signed | None, seconds: float) -> None:
-        owner = wish.sources[0]
+        owner, faults = wish.sources[0], list[str]()
         for carrier in self._porters.between(owner)[:CARRIERS]:
             if offer is None:
                 break
             try:
                 await self._porters.ask(carrier, offer, blob.digest, seconds)
             except (UnreachableError, PeerFault) as error:
-                logger.info("%s does not carry blob %s of %s to us: %s", carrier, blob.name[:12], owner, error)
+                faults.append(f"{carrier}: {error}")
             else:
                 return wish.carriers.append(carrier)
-        logger.warning("nobody carries blob %s of %s to us; asking there", blob.name[:12], owner)
+        tried = "; ".join(faults) or "there is nobody to ask"
+        self._porters.set_back("no carrier", f"of blob {blob.name[:12]} of {owner}, which is asked now ({tried})")
         wish.beyond = frozenset()

@@ -43,7 +43,7 @@ async def watching(settings: NodeSettings, folder: RunFolder, version: str) -> A
         identity, manifest.run_id, transport, clock, manifest.membership.heartbeat, manifest.membership.expiry, rng,
         contacts, folder.peers,
     )  # fmt: skip
-    runs = RunsService(manifest, DialBack(transport.remote_addresses))
+    runs = RunsService(manifest, DialBack(transport.remote_addresses), directory.refuse)
     try:
         await transport.open(
             [directory.register, lambda server: add_RunsServicer_to_server(runs, server)],

@@ -32,6 +32,7 @@ def watching_status(window: Window, shown: Hosting) -> Callable[[], NodeStatus]:
             "peers": len(state.trainers),
             "bytes_sent": transport.bytes_sent,
             "bytes_received": transport.bytes_received,
+            "refusals": dict(window.directory.refusals),
             "addresses": tuple(own.addresses) if own else (),
         }
         return beginning.model_copy(update=seen)

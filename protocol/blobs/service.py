@@ -8,7 +8,7 @@ Limits are for each caller.
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ class RangeError(MurmurError):
     """The blob does not reach so far."""
 
 
-_STATUS: dict[type[Exception], grpc.StatusCode] = {
-    MissingFileError: grpc.StatusCode.NOT_FOUND,
-    RangeError: grpc.StatusCode.OUT_OF_RANGE,
-    MalformedError: grpc.StatusCode.INVALID_ARGUMENT,
-    LimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    StorageError: grpc.StatusCode.UNAVAILABLE,
-    TimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
+_STATUS: dict[type[Exception], tuple[grpc.StatusCode, str]] = {  # and the word by which it is counted
+    MissingFileError: (grpc.StatusCode.NOT_FOUND, "blob not here"),
+    RangeError: (grpc.StatusCode.OUT_OF_RANGE, "malformed"),
+    MalformedError: (grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
+    LimitError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "limit"),
+    StorageError: (grpc.StatusCode.UNAVAILABLE, "disk"),
+    TimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, "slow reader"),
 }
 
 
@@ -72,12 +72,14 @@ class Load:
 class BlobService(BlobsServicer):
     """`caller` tells who makes a call, and raises MalformedError where that is unknown.
 
-    `bytes_served` counts by peer, for the last 1024 peers served; `total_bytes_served` for all.
+    `bytes_served` counts by peer, for the last 1024 peers served; `total_bytes_served` for all; `refusals` the calls
+    that were not answered, by reason.
     """
 
     def __init__(self, store: BlobStore, caller: Callable[[Any], PeerId], limits: CallerLimits | None = None) -> None:
         self.bytes_served: OrderedDict[PeerId, int] = OrderedDict()
         self.total_bytes_served = 0
+        self.refusals: Counter[str] = Counter()
         self._store = store
         self._caller = caller
         self._limits = limits or CallerLimits()
@@ -127,7 +129,8 @@ class BlobService(BlobsServicer):
             peer = self._caller(context)
             yield peer
         except tuple(_STATUS) as error:
-            status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
+            status, word = next(answer for kind, answer in _STATUS.items() if isinstance(error, kind))
+            self.refusals[word] += 1
             reason = str(error) or "the caller does not read"
             logger.info("blob call of %s refused: %s: %s", peer, status.name, reason)
             # The reason stays here: it names folders.

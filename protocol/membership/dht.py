@@ -57,13 +57,13 @@ class Dht:
     def __init__(self, transport: Host, clock: Clock, boards: Iterable[Board], asks_only: bool = False) -> None:
         kept, self._asks_only = tuple(boards), asks_only
         self._transport, self._clock = transport, clock
-        self._check, self._shelf = AnnouncementCheck(kept), Shelf(kept, clock)
+        self._check, self._shelf, self._door = AnnouncementCheck(kept), Shelf(kept, clock), Door()
         self._node: Any = None
 
     @property
     def refused(self) -> int:
-        """Values that were forged, of another run or malformed."""
-        return self._check.refused
+        """Values that were forged, of another run or malformed, and requests that were too large."""
+        return self._check.refused + self._door.refused
 
     async def open(self) -> None:
         """Where it is not open already."""
@@ -95,7 +95,7 @@ class Dht:
             cache_refresh_before_expiry=0,
             reuse_get_requests=False,
             record_validator=self._check,
-            authorizer=Door(),
+            authorizer=self._door,
         )
         protocol = node.protocol
         protocol.storage = protocol.cache = self._shelf

@@ -39,7 +39,7 @@ from protocol.membership.directory import (
 from protocol.membership.own_record import FieldValue, OwnRecord
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord, Signed
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
-from protocol.network.transport import caller
+from protocol.network.transport import SOMEBODY, caller
 from protocol.records import open_signed
 
 logger = logging.getLogger(__name__)
@@ -156,13 +156,18 @@ class Directory(MembershipServicer):
         self._address_file.save(self._contacts.addresses(), time.monotonic())
 
     async def Gossip(self, request: GossipRequest, context: Any) -> GossipReply:  # noqa: N802
+        peer = SOMEBODY
         try:
             peer = caller(context)
             return self._answer(peer, request)
         except PeerFault as fault:
-            self.refusals[type(fault).__name__] += 1
-            logger.warning("a gossip call was refused: %s", fault)
+            self.refuse(peer, fault)
             return await _abort(context, fault)
+
+    def refuse(self, peer: PeerId, fault: PeerFault) -> None:
+        """Count and log a call that is not answered."""
+        self.refusals[fault.word] += 1
+        logger.warning("a call of %s was refused: %s", peer, fault)
 
     def _answer(self, peer: PeerId, request: GossipRequest) -> GossipReply:
         if request.run.hex() != self._run_id:
@@ -297,7 +302,7 @@ class Directory(MembershipServicer):
             raise LimitError(f"{sender} sent {len(records)} records at once, of at most {MAX_RECORDS}")
         self._expire(sender)
         faults = [fault for signed in records if (fault := self._merge(signed)) is not None]
-        self.refusals.update(type(fault).__name__ for fault in faults)
+        self.refusals.update(fault.word for fault in faults)
         if faults:
             logger.warning("%d records from %s were refused; the first: %s", len(faults), sender, faults[0])
         self._announce()

@@ -58,12 +58,13 @@ class Rendezvous:
         self._advertisement: Advertisement | None = None
         self._doors: Mapping[PeerId, Sequence[str]] = {}
         self._restarted, self._wake = False, asyncio.Event()
+        self._unreadable = 0  # announcements that others hold
         transport.on_restart(self._note_restart)
 
     @property
     def refused(self) -> int:
-        """Values that were forged, of another run or malformed."""
-        return self._dht.refused
+        """Values that were forged, of another run or malformed, and requests that were too large."""
+        return self._dht.refused + self._unreadable
 
     def advertise(self, advertisement: Advertisement, doors: Mapping[PeerId, Sequence[str]]) -> None:
         """From now on announce the run itself as well, also at peers of other runs: `doors`, with their addresses."""
@@ -119,6 +120,7 @@ class Rendezvous:
         try:
             peer, record = read_announcement(value, self._run_id)
         except errors.PeerFault as fault:
+            self._unreadable += 1
             logger.warning("an announcement in the DHT was refused: %s", fault)
             return
         if peer != self._identity.peer_id:

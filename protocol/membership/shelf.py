@@ -160,10 +160,15 @@ class Neighbourhood(RoutingTable):  # type: ignore[misc]
 class Door(AuthorizerBase):  # type: ignore[misc]
     """hivemind asks it before it serves a request."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = 0
+
     async def validate_request(self, request: Any) -> bool:
         keys = len(request.keys) if isinstance(request, dht_pb2.StoreRequest | dht_pb2.FindRequest) else 0
         small = keys <= MAX_REQUEST_KEYS and request.ByteSize() <= MAX_REQUEST_BYTES
         if not small:
+            self.refused += 1
             logger.warning("a DHT request with %d keys and %d bytes was refused", keys, request.ByteSize())
         return small
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "murmur"
 Dial = Callable[[PeerId], Awaitable[Stream]]
+SOMEBODY = "somebody unknown"  # stands for a caller without an identity, in logs
 
 
 def caller(context: grpc.aio.ServicerContext) -> PeerId:

@@ -21,7 +21,7 @@ from protocol.network.bulk import Bulk
 from protocol.network.control import Stream, split_address
 from protocol.network.desk import Desk
 from protocol.network.direct import DirectDialer, DirectDoor, DirectLimits, Place
-from protocol.network.doors import Dial, Entrance, Exit, caller
+from protocol.network.doors import SOMEBODY, Dial, Entrance, Exit, caller
 from protocol.network.line import MAX_MESSAGE_BYTES
 from protocol.network.p2pd import Options, P2pd
 from protocol.network.ports import patiently
@@ -29,7 +29,7 @@ from protocol.network.reach import RELAYED
 from protocol.network.sockets import SocketFolder
 from protocol.network.tunnel import Count, Traffic, TunnelLimits, Tunnels
 
-__all__ = ["Transport", "caller"]
+__all__ = ["SOMEBODY", "Transport", "caller"]
 
 logger = logging.getLogger(__name__)
 

@@ -127,3 +127,19 @@ async def test_fetch_from_a_stranger(answer: bytes) -> None:
     async with server:
         with pytest.raises(UnreachableError):
             await fetch_status(port, 5.0)
+
+
+def test_reasons_with_their_counts_the_most_frequent_first() -> None:
+    assert WORKING.reasons() == ()
+    counted = WORKING.model_copy(
+        update={
+            "absences": {"late": 1, "slow": 3},
+            "setbacks": {"not delivered": 2, "blob late": 2},
+            "direct_refusals": {"forged": 1},
+        }
+    )
+    assert counted.reasons() == (
+        "rounds without its work: slow 3, late 1",
+        "gone round: blob late 2, not delivered 2",
+        "direct connections not taken: forged 1",
+    )

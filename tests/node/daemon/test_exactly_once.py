@@ -59,7 +59,7 @@ class Node:
         self.arena = Arena.create(Contents.of(self.program))
         if saved is not None:
             restore_inner(saved, self.arena)
-        self.offers = restored_offers(saved, self.program, self.arena, self.store, self.sent)
+        self.offers = restored_offers(saved, self.program, self.arena, self.store, self.sent, lambda *_: None)
         self.number = 0 if saved is None else saved.round
         self.start_trainer()
 

@@ -1,5 +1,6 @@
 """What a start finds on its disk: the trainer's own state, and the message that was on its way."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from node.arena import RESIDUAL, Arena, Contents
 from node.channel import Message
 from node.checkpoints.checkpoint import Checkpoint
+from node.daemon.metrics import Setback
 from node.daemon.offer_file import OfferFile
 from node.daemon.offers import Offer, Offers, Past, Sent
 from node.daemon.resumption import restore_inner, restored_offers
@@ -18,8 +20,9 @@ from tests.node.daemon.kept import OUTBOX, World
 from tests.node.small_run import PEERS, PROGRAM, commit_of, program_of
 
 
-def restored(saved: Checkpoint | None, world: World) -> Offers:
-    return restored_offers(saved, PROGRAM, world.arena, world.store, world.sent)
+def restored(saved: Checkpoint | None, world: World, setbacks: list[Setback] | None = None) -> Offers:
+    said: list[Setback] = [] if setbacks is None else setbacks
+    return restored_offers(saved, PROGRAM, world.arena, world.store, world.sent, lambda reason, _: said.append(reason))
 
 
 async def test_trainer_and_message_come_back_from_disk(world: World, tmp_path: Path) -> None:
@@ -69,6 +72,21 @@ async def test_a_checkpoint_without_a_trainer(world: World) -> None:
     restore_inner(found, world.arena)
     assert world.arena.read_snapshot() is None
     assert restored(found, world).current is None
+
+
+def test_a_last_message_whose_bytes_are_gone_is_not_offered_and_said(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.snapshot()
+    asyncio.run(world.keeper.save_now(world.replica, Offers(PROGRAM)))
+    found, setbacks = world.loaded(), list[Setback]()
+    restore_inner(found, world.arena)
+    parts = (world.store.put(b"first"), world.store.put(b"second"))
+    message = Message(serial=1, round=found.round, sizes=(5, 6), tokens=1, steps=1, loss=1.5)
+    world.sent.save(Sent(Offer(message, parts), ()))
+    world.store.discard(parts[1].digest)
+    assert restored(found, world, setbacks).current is None
+    assert setbacks == ["message gone"]
+    world.arena.close()
 
 
 def test_the_last_message_is_found_again(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from node.daemon import calls, rounds_service
 from node.daemon.calls import ask_chain, deliver
 from node.daemon.replica import Replica
 from node.daemon.rounds_service import MAX_STATEMENTS, RoundsService
-from protocol.errors import LimitError, MalformedError, UnreachableError
+from protocol.errors import LimitError, MalformedError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import ChainReply, ChainRequest, Signed
 from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
@@ -26,6 +26,10 @@ class FakeDriver:
     def __init__(self) -> None:
         self.taken: list[tuple[PeerId, int]] = []
         self.answers = [Signed(kind="answer")]
+        self.refused: list[tuple[PeerId, str]] = []
+
+    def refuse(self, peer: PeerId, fault: PeerFault) -> None:
+        self.refused.append((peer, fault.word))
 
     def take(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
         self.taken.append((sender, len(list(envelopes))))
@@ -49,7 +53,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     store = store_in(tmp_path / "blobs")
     replica, driver, server = replica_in(store), FakeDriver(), grpc.aio.server()
     await grown(replica, store, 3)
-    add_RoundsServicer_to_server(RoundsService(RUN_ID, cast(Any, driver), replica), server)
+    add_RoundsServicer_to_server(RoundsService(RUN_ID, cast(Any, driver), replica, driver.refuse), server)
     server.add_insecure_port(f"unix:{tmp_path}/s")
     await server.start()
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
@@ -78,6 +82,8 @@ async def test_too_many_another_run_and_no_identity_are_refused(world: World, mo
     with pytest.raises(LimitError, match="without an identity"):
         await ask_chain(RUN_ID, world.to_them, THEM, 0)
     assert len(world.driver.taken) == 1
+    nameless = [("somebody unknown", "malformed")] * 2
+    assert world.driver.refused == [(CALLER, "limit"), (CALLER, "stale"), *nameless]
 
 
 async def test_the_chain_with_its_head_and_state(world: World) -> None:

@@ -170,7 +170,7 @@ def test_setbacks_are_counted_and_said(standing: Standing, caplog: pytest.LogCap
     caplog.set_level(logging.INFO)
     standing.set_back("not delivered", "gave up 3 statements")
     standing.set_back("blob missing", "round 3 goes on")
-    assert standing._metrics.setbacks == {"not delivered": 1, "blob missing": 1}
+    assert standing.status().setbacks == {"not delivered": 1, "blob missing": 1}
     told = [(record.levelno, record.getMessage()) for record in caplog.records]
     lines = "not delivered: gave up 3 statements", "blob missing: round 3 goes on"
     assert told == [(logging.INFO, lines[0]), (logging.WARNING, lines[1])]
@@ -181,7 +181,8 @@ def test_refusals_are_counted_and_said(standing: Standing, caplog: pytest.LogCap
     standing.refused("them", ForgedError("not theirs"))
     standing.skipped("them", "late")
     standing.skipped(None, "leader silent")
-    assert standing._metrics.refusals == {"forged": 1, "late": 1, "leader silent": 1}
+    standing._metrics.add_refusals(lambda: ({"forged": 2}, {"dht": 0}))
+    assert standing.status().refusals == {"forged": 3, "late": 1, "leader silent": 1}
     assert caplog.messages == [
         "refused what them sent (forged): not theirs", "late: them", "leader silent: this round"
     ]  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from node.arena import Arena, Contents
 from node.channel import Adopt, Adopted, Evaluate, FromTrainer, Hurry, Message, Progress, Ready, Revised, ToTrainer
 from node.daemon import trainer_link
+from node.daemon.metrics import Setback
 from node.daemon.offer_file import OfferFile
 from node.daemon.offers import MAX_AGE, Offers, Sent
 from node.daemon.trainer_link import TrainerLink
@@ -65,13 +66,14 @@ class World:
         self.arena = Arena.create(Contents(NUMEL, (("weights", NUMEL),), 64))
         self.store = store_in(folder / "blobs")
         self.heard: list[FromTrainer] = []
+        self.setbacks: list[Setback] = []
         self.offers, self.sent = Offers(PROGRAM), OfferFile(folder / "offer.json")
         self.head = Head(0, bytes(32), 0)
         self.work: Callable[..., Awaitable[Any]] = at_once
         process: Any = self.process
         self.link = TrainerLink(
             ME, process, self.arena, self.store, self.offers, self.sent, lambda *call: self.work(*call),
-            self.heard.append, lambda number: 5,
+            self.heard.append, lambda number: 5, lambda reason, line: self.setbacks.append(reason),
         )  # fmt: skip
 
     async def begin(self, round_number: int = 0) -> None:
@@ -268,6 +270,7 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     assert world.link.jump([taken], 1, Head(MAX_AGE + 1, b"ours".ljust(32), 0)).withdraws
     await world.message(MAX_AGE + 1, b"on its way already")
     assert world.offers.current is None, "it was offered"
+    assert world.setbacks == ["given back"]
     last = world.sent.load()
     assert last is not None and last.offer == first, "nor would a start from the disk offer it"
     adopt = world.process.heard[-1]
@@ -317,6 +320,19 @@ async def test_where_no_trainer_runs_nobody_waits_for_it(world: World, monkeypat
     await world.link.stop(6)
     assert await asyncio.wait_for(waiting, 1.0), "a save would have waited for a trainer that is gone"
     assert world.process.stopped
+    assert world.setbacks == ["not adopted"]
+
+
+async def test_an_anchor_that_is_not_adopted_in_time_is_written_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_link, "ADOPTION_SECONDS", 0.02)
+    await world.begin()
+    await world.say(ready(0))
+    await world.link.adopt(1, [torch.ones(NUMEL)])
+    assert world.setbacks == []
+    await world.link.adopt(2, [torch.ones(NUMEL)])
+    assert world.setbacks == ["not adopted"]
 
 
 async def test_what_made_the_trainer_fail_is_raised(world: World) -> None:

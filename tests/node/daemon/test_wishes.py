@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from node.daemon.metrics import Setback
 from node.daemon.wishes import PATIENCE, SMALL_BYTES, Porters, Wishes
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
@@ -80,10 +81,15 @@ class Streets:
         self.mine, self.stores = store_in(folder / "mine"), {name: store_in(folder / name) for name in "abcd"}
         self.carriers, self.willing = carriers, willing
         self.asked: list[PeerId] = []
+        self.setbacks: list[tuple[Setback, str]] = []
         fetcher: Any = CopyingFetcher(self.mine, {name: self.stores[name] for name in "cd"})
-        porters = Porters(lambda: frozenset("ab" if carriers else ""), lambda owner: self.carriers, self.ask)
+        beyond = frozenset("ab" if carriers else "")
+        porters = Porters(lambda: beyond, lambda owner: self.carriers, self.ask, self.set_back)
         self.wishes = Wishes(fetcher, list, porters)
         self.reached = fetcher.stores
+
+    def set_back(self, reason: Setback, line: str) -> None:
+        self.setbacks.append((reason, line))
 
     async def ask(self, carrier: PeerId, offer: Signed, digest: bytes, seconds: float) -> None:
         assert offer is OFFER
@@ -102,7 +108,7 @@ class Streets:
 async def test_what_only_hidden_peers_have_is_carried_by_the_first_who_does(tmp_path: Path) -> None:
     streets = Streets(tmp_path, willing="d")
     await streets.get(LARGE)
-    assert streets.asked == ["c", "d"]
+    assert streets.asked == ["c", "d"] and not streets.setbacks
 
 
 async def test_nobody_is_asked_to_carry_what_is_small_or_what_somebody_in_reach_has(tmp_path: Path) -> None:
@@ -120,6 +126,9 @@ async def test_where_nobody_carries_the_owner_is_asked_after_all(tmp_path: Path,
     streets.reached["a"] = streets.stores["a"]
     await streets.get(LARGE)
     assert streets.asked == list(carriers)
+    assert [reason for reason, _ in streets.setbacks] == ["no carrier"] * bool(carriers)
+    tried = "which is asked now (c: it is too much; d: it is too much)"
+    assert all(tried in line for _, line in streets.setbacks)
 
 
 async def test_without_carriers_it_does_not_come(tmp_path: Path) -> None:

@@ -148,9 +148,10 @@ async def test_a_blob_that_rotted_is_removed_instead_of_served(serve: Serve, sto
 
 
 async def test_more_bytes_than_allowed_are_refused(serve: Serve) -> None:
-    _, stub = await serve(CallerLimits(bytes_asked=PIECE_BYTES))
+    service, stub = await serve(CallerLimits(bytes_asked=PIECE_BYTES))
     status = await refusal(fetch(stub, BLOB.digest, 0, PIECE_BYTES + 1))
     assert status == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert service.refusals == {"limit": 1}
     assert len(await fetch(stub, BLOB.digest, 0, PIECE_BYTES)) == PIECE_BYTES // CHUNK_BYTES
 
 
