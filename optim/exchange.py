@@ -8,6 +8,7 @@ import torch
 from optim.aggregate import Message
 from optim.codecs.codec import Payload, as_array
 from optim.codecs.dense import largest_magnitude
+from optim.compiled import compiled
 from optim.errors import CodecError
 from optim.program import Plan, Program
 from optim.threads import each
@@ -64,14 +65,14 @@ def carried_by(plan: Plan, payloads: Sequence[Payload], numel: int) -> torch.Ten
 
 
 def _decay_and_add(total: Floats, decay: float, sent: Floats) -> None:
-    """total <- decay * total + sent, each rounded, slab by slab: a second pass over the memory costs as much again."""
+    """total <- decay * total + sent, each rounded."""
+    each(lambda part: _move_on(total[part], np.float32(decay), sent[part]), slabs(total.size))
 
-    def add(part: slice) -> None:
-        if decay != 1:
-            total[part] *= np.float32(decay)
-        total[part] += sent[part]
 
-    each(add, slabs(total.size))
+@compiled
+def _move_on(total: Floats, decay: np.float32, sent: Floats) -> None:
+    for place in range(total.size):
+        total[place] = total[place] * decay + sent[place]
 
 
 def _encode(plan: Plan, total: torch.Tensor) -> list[Payload]:

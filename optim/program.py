@@ -20,6 +20,7 @@ from optim.updates import Moment
 from optim.vectors import PlainVector, Vector, slabs
 
 KEPT_PLANS = 64
+MOVED = 1 << 16  # values at a time: a few vectors' stay in the cache of one core
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Program:
             moving = {name: vector[part] for name, vector in zip(slots, new[1:], strict=True)}
             update.apply(new[0][part], moving, torch.from_numpy(delta), moment)
 
-        each(move, slabs(self.numel))
+        each(move, slabs(self.numel, MOVED))
         return new[0], dict(zip(slots, new[1:], strict=True))
 
     def _move_spans(

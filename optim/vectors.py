@@ -13,8 +13,8 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from optim.compiled import compiled
 from optim.threads import each, scratch
 
 Floats = npt.NDArray[np.float32]
@@ -156,26 +156,38 @@ class SparseVector(Vector):
         return self.positions.nbytes + self.values.nbytes
 
     def restore(self, part: slice, out: Floats) -> None:
-        first, last = np.searchsorted(self.positions, (part.start, part.stop))
         out.fill(0)
-        out[self.positions[first:last] - part.start] = self.values[first:last]
+        self.add_span(part, out, 1.0)
 
     def add_to(self, total: Floats, weight: float) -> None:
         each(lambda part: self.add_span(part, total[part], weight), self.pieces())
 
     def add_span(self, part: slice, total: Floats, weight: float) -> None:
         """As `add_to`, to a total of that span alone."""
-        first, last = np.searchsorted(self.positions, (part.start, part.stop))
-        places = torch.from_numpy(self.positions[first:last] - part.start)
-        weighted = torch.from_numpy(self.values[first:last] * np.float32(weight))
-        # No position comes twice, so the order is no matter; numpy needs five times as long.
-        torch.from_numpy(total).index_add_(0, places, weighted)
+        _add(self.positions, self.values, part.start, np.float32(weight), total)
 
     def add_presence_to(self, total: Floats, weight: float) -> None:
-        total[self.positions] += (self.values != 0) * np.float32(weight)
+        present = (self.values != 0).astype(np.float32)
+        _add(self.positions, present, 0, np.float32(weight), total)
 
     def norm(self) -> float:
         return norm([self.values[part] for part in slabs(self.values.size)])
+
+
+@compiled
+def _add(positions: Positions, values: Floats, start: int, weight: np.float32, total: Floats) -> None:
+    """Of those in the span of `total` from `start` on."""
+    first = np.searchsorted(positions, start)
+    last = np.searchsorted(positions, start + total.size)
+    for place in range(first, last):
+        total[positions[place] - start] += values[place] * weight
+
+
+@compiled
+def _add_squares(values: Floats, sums: npt.NDArray[np.float64]) -> None:
+    for place in range(values.size):
+        value = np.float64(values[place])
+        sums[place] += value * value
 
 
 def slabs(numel: int, size: int = SLAB) -> Iterator[slice]:
@@ -190,8 +202,7 @@ def norm(pieces: Iterable[Floats]) -> float:
     sums = np.zeros(SLAB, np.float64)
     for piece in pieces:
         for part in slabs(piece.size):
-            values = piece[part].astype(np.float64)
-            sums[: values.size] += values * values
+            _add_squares(piece[part], sums)
     while sums.size > 1:
         half = sums.size // 2
         sums = sums[:half] + sums[half:]

@@ -23,9 +23,9 @@ def fit(magnitudes: Bits, numbers: Bits, levels: Floats) -> None:
     sums = _sums(magnitudes.view(np.float32), ranks)
     edges = np.zeros(levels.size + 1, np.int64)
     _cut(sums, edges)
-    for place in range(magnitudes.size):
-        numbers[place] = 0
-        for edge in edges[1:-1]:
+    numbers[:] = 0
+    for edge in edges[1:-1]:
+        for place in range(magnitudes.size):
             numbers[place] += np.uint32(ranks[place] < edge)
     mean = 0.0
     for number in range(levels.size):
@@ -47,14 +47,23 @@ def ranked(magnitudes: Bits) -> Ranks:
         for rank in range(keys.size):
             ranks[keys[rank] & np.uint64(0xFFFF)] = rank
         return ranks
+    total = 0
     for place in range(magnitudes.size):
-        magnitude, before = magnitudes[place], np.int32(0)
-        for other in range(place):
-            before += np.int32(magnitudes[other] >= magnitude)
-        for other in range(place + 1, magnitudes.size):
-            before += np.int32(magnitudes[other] > magnitude)
-        ranks[place] = before
+        magnitude, larger = magnitudes[place], np.int32(0)
+        for other in range(magnitudes.size):
+            larger += np.int32(magnitudes[other] > magnitude)
+        ranks[place] = larger
+        total += larger
+    if total < magnitudes.size * (magnitudes.size - 1) // 2:  # as they were, if no two were equal
+        _part_equals(magnitudes, ranks)
     return ranks
+
+
+@compiled
+def _part_equals(magnitudes: Bits, ranks: Ranks) -> None:
+    for place in range(magnitudes.size):
+        for other in range(place):
+            ranks[place] += np.int32(magnitudes[other] == magnitudes[place])
 
 
 @compiled

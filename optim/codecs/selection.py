@@ -15,6 +15,7 @@ Bits = npt.NDArray[np.uint32]  # of fp32, or of its magnitude
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 INFINITY = np.uint32(0x7F800000)
 GROUPS_PER_KEPT = 4
+LANES = 32  # what is not a multiple of so many is compared one by one
 NEAR = 8  # a floor that one value in so many more than needed reach is as good as the highest
 
 
@@ -26,13 +27,8 @@ def largest(chunk: Bits, keep: int, places: Bits, magnitudes: Bits) -> bool:
     if _reaching(maxima, INFINITY):
         return False
     floor = _floor(maxima, keep, np.uint32(0), keep // NEAR)
-    found = 0
-    for place in range(chunk.size):
-        magnitude = chunk[place] & MAGNITUDE
-        if magnitude >= floor:
-            places[found], magnitudes[found] = place, magnitude
-            found += 1
-    _narrow(keep, floor, places[:found], magnitudes[:found])
+    found = _gather(chunk, maxima, floor, places, magnitudes)
+    _narrow(keep, floor, found, places, magnitudes)
     return True
 
 
@@ -80,15 +76,34 @@ def _floor(magnitudes: Bits, keep: int, low: np.uint32, spare: int) -> np.uint32
 
 
 @compiled
-def _narrow(keep: int, floor: np.uint32, places: Bits, magnitudes: Bits) -> None:
-    """Move the `keep` largest to the front."""
-    floor = _floor(magnitudes, keep, floor, 0)
-    equals = keep - _reaching(magnitudes, floor + np.uint32(1))
+def _gather(chunk: Bits, maxima: Bits, floor: np.uint32, places: Bits, magnitudes: Bits) -> int:
+    """Write what reaches the floor to the front of both arrays; how many do. No branches: none could be foretold."""
+    groups, count = np.empty(maxima.size, np.uint32), 0
+    for group in range(maxima.size):
+        groups[count] = group
+        count += maxima[group] >= floor
+    found = 0
+    for first in range(0, chunk.size, maxima.size):
+        for group in groups[:count]:
+            magnitude = chunk[first + group] & MAGNITUDE
+            places[found], magnitudes[found] = first + group, magnitude
+            found += magnitude >= floor
+    return found
+
+
+@compiled
+def _narrow(keep: int, floor: np.uint32, found: int, places: Bits, magnitudes: Bits) -> None:
+    """Move the `keep` largest of those `found` to the front."""
+    whole = min(-(-found // LANES) * LANES, magnitudes.size)
+    magnitudes[found:whole] = 0
+    floor = _floor(magnitudes[:whole], keep, floor, 0)
+    equals = keep - _reaching(magnitudes[:whole], floor + np.uint32(1))
     kept = 0
-    for place in range(magnitudes.size):
+    for place in range(found):
         magnitude = magnitudes[place]
-        if magnitude < floor or magnitude == floor and not equals:
-            continue
-        equals -= magnitude == floor
         places[kept], magnitudes[kept] = places[place], magnitude
-        kept += 1
+        equal = magnitude == floor and equals > 0
+        equals -= equal
+        kept += magnitude > floor or equal
+        if kept == keep:
+            break

@@ -41,6 +41,16 @@ def test_message_and_residual_hold_all_that_there_was(recipe: str, number: int) 
     assert (message[~mask] == 0).all()
 
 
+def test_what_is_left_decays_before_progress_is_added() -> None:
+    """Bit for bit: each operation is rounded. What the codec cannot send is all that is left."""
+    program = program_of("sparseloco", {"feedback": {"kind": "error", "decay": 0.9}})
+    residual, delta = draw(0, program.message_numel), draw(1, program.message_numel)
+    expected = residual * 0.9
+    expected += delta
+    message = decoded(program, 0, Sender(program).message(0, delta, residual))
+    assert torch.equal(residual, expected - message) and message.any()
+
+
 @each_delta
 @pytest.mark.parametrize("feedback", FEEDBACKS)
 def test_an_excluded_message_is_sent_again(recipe: str, feedback: str) -> None:

@@ -37,6 +37,16 @@ def test_each_product_is_rounded_before_it_is_added() -> None:
     assert (fused.astype(np.float32) != total).any()
 
 
+def test_what_a_sparse_vector_adds_is_rounded_before() -> None:
+    vector, total = sparse(10_000, 6), np.ones(10_000, np.float32)
+    vector.add_to(total, 0.1)
+    expected = np.ones(10_000, np.float32)
+    expected[vector.positions] += vector.values * np.float32(0.1)
+    assert np.array_equal(total, expected)
+    fused = np.float32(1.0 + np.float64(np.float32(0.1)) * vector.values.astype(np.float64))
+    assert (fused.astype(np.float32) != total[vector.positions]).any()  # the control
+
+
 @pytest.mark.parametrize("numel", [1, 2, 3, 1000, SLAB, SLAB + 1])
 def test_norm(numel: int) -> None:
     values = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
