@@ -19,7 +19,7 @@ import grpc
 from protocol.errors import UnreachableError
 from protocol.identity import PeerId
 from protocol.network.arrivals import Arrivals, arrivals, lost_on_the_way
-from protocol.network.control import Stream
+from protocol.network.connection import Connection
 from protocol.network.direct import DirectDialer, Place
 from protocol.network.lanes import Arrived, Lanes
 from protocol.network.line import LineChannel
@@ -215,21 +215,21 @@ class Bulk:
         self._lanes.add(lane)
         return lane
 
-    async def _dial(self, peer: PeerId, link: Link, lane: Lane) -> Stream:
+    async def _dial(self, peer: PeerId, link: Link, lane: Lane) -> Connection:
         if not link.place:
             raise UnreachableError("it takes no direct connections any more")
-        stream, _ = await self._dialer.dial(peer, Place((link.host,), link.place.port))
-        lane.connection = stream.writer.get_extra_info("socket")
-        return stream
+        connection, _ = await self._dialer.dial(peer, Place((link.host,), link.place.port))
+        lane.connection = connection.socket
+        return connection
 
     async def _prove(self, peer: PeerId, link: Link, place: Place) -> None:
         try:
-            stream, host = await self._dialer.dial(peer, place)
+            connection, host = await self._dialer.dial(peer, place)
         except UnreachableError as error:
             link.choice.failed(_now())
             logger.info("%s is reached by libp2p: %s", peer, error)
         else:
-            stream.writer.transport.abort()
+            connection.abort()
             if link.place == place:
                 link.host = host
                 link.choice.proved(_now())

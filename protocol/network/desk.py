@@ -13,7 +13,7 @@ import grpc
 
 from protocol.errors import LimitError, PeerFault
 from protocol.identity import PeerId
-from protocol.network.control import Stream
+from protocol.network.connection import Connection
 from protocol.network.doors import NAME
 from protocol.network.line import CALL, END, REPLY, Line
 from protocol.network.tunnel import Tunnels
@@ -61,12 +61,12 @@ class Desk:
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         self._handlers |= {f"/{service}/{name}".encode(): handler for name, handler in handlers.items()}
 
-    async def welcome(self, peer: PeerId, stream: Stream, greeting: bytes) -> None:
+    async def welcome(self, peer: PeerId, connection: Connection, greeting: bytes) -> None:
         """Answer the calls of a peer who has proved its identity, as long as it stays; `greeting` is sent first."""
         if not self._tunnels.admits(peer):
             return
-        stream.writer.write(greeting)
-        line = Line(peer, stream, self._tunnels, self._tunnels.limits.idle)
+        connection.write(greeting)
+        line = Line(peer, connection, self._tunnels, self._tunnels.limits.idle)
         answering = asyncio.create_task(self._answer_all(line))
         try:
             await self._tunnels.keep_in(line)
@@ -89,9 +89,9 @@ class Desk:
         finally:
             line.cut()
 
-    async def _answer(self, line: Line, body: bytes) -> None:
+    async def _answer(self, line: Line, body: bytearray) -> None:
         code, reason = grpc.StatusCode.OK, ""
-        name, _, request = body.partition(b"\0")
+        name, _, request = bytes(body).partition(b"\0")
         try:
             await self._serve(line, name, request)
         except RefusedError as refusal:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from protocol.errors import ForgedError, PeerFault, PortTakenError, TransportError, UnreachableError
 from protocol.identity import Identity, PeerId
-from protocol.network.control import BUFFER_BYTES, Stream
+from protocol.network.connection import Connection
 from protocol.network.proof import (
     NONCE_BYTES,
     PROOF_BYTES,
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 WELCOME = b"\x01"
 BACKLOG = 64
 BREATH_SECONDS = 0.2  # before the next attempt to accept, where the machine has no socket left
-Welcome = Callable[[PeerId, Stream, bytes], Awaitable[None]]
+Welcome = Callable[[PeerId, Connection, bytes], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ class DirectDoor:
         self._carried.discard(task)
         connection.close()  # asyncio has it by now, unless the task was cancelled before it began
 
-    async def _admit(self, connection: socket.socket, host: str) -> None:
-        stream: Stream | None = None
+    async def _admit(self, accepted: socket.socket, host: str) -> None:
+        connection: Connection | None = None
         try:
             async with asyncio.timeout(self._limits.handshake):
-                stream = await self._secured(connection)
-                peer = await self._identified(stream)
+                connection = await self._secured(accepted)
+                peer = await self._identified(connection)
         except (OSError, EOFError, PeerFault) as error:
             self._refuse(_reason(error), host, error)
         else:
@@ -145,25 +145,23 @@ class DirectDoor:
             assert task
             self._strangers.pop(task, None)
             self._carried.add(task)
-            await self._welcome(peer, stream, WELCOME)
+            await self._welcome(peer, connection, WELCOME)
         finally:
-            if stream:
-                stream.writer.transport.abort()
+            if connection:
+                connection.abort()
 
-    async def _secured(self, connection: socket.socket) -> Stream:
-        connection.setblocking(False)
-        _prepare(connection, self._limits.stall)
-        reader, loop = asyncio.StreamReader(BUFFER_BYTES), asyncio.get_running_loop()
-        protocol = asyncio.StreamReaderProtocol(reader)
+    async def _secured(self, accepted: socket.socket) -> Connection:
+        accepted.setblocking(False)
+        _prepare(accepted, self._limits.stall)
         # From here on the descriptor is asyncio's, which closes it with the transport, however that ends.
-        owned = socket.socket(fileno=connection.detach())
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, owned, ssl=self._proof.context)
-        return Stream(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+        owned, loop = socket.socket(fileno=accepted.detach()), asyncio.get_running_loop()
+        _, connection = await loop.connect_accepted_socket(Connection, owned, ssl=self._proof.context)
+        return connection
 
-    async def _identified(self, stream: Stream) -> PeerId:
+    async def _identified(self, connection: Connection) -> PeerId:
         nonce = os.urandom(NONCE_BYTES)
-        stream.writer.write(nonce)
-        return self._proof.check(await stream.reader.readexactly(PROOF_BYTES), nonce)
+        connection.write(nonce)
+        return self._proof.check(await connection.read(PROOF_BYTES), nonce)
 
     def _refuse(self, reason: str, host: str, error: Exception | None) -> None:
         self.refusals[reason] += 1
@@ -178,8 +176,8 @@ class DirectDialer:
         self._limits = limits or DirectLimits()
         self._context = client_context()
 
-    async def dial(self, peer: PeerId, place: Place) -> tuple[Stream, str]:
-        """A stream to `peer`, and the host of the place at which it answered first. UnreachableError: none."""
+    async def dial(self, peer: PeerId, place: Place) -> tuple[Connection, str]:
+        """A connection to `peer`, and the host of the place at which it answered first. UnreachableError: none."""
         attempts = {asyncio.create_task(self._attempt(peer, host, place.port)): host for host in place.hosts}
         reasons = ["it names no host"] if not attempts else []
         waiting = set(attempts)
@@ -195,39 +193,38 @@ class DirectDialer:
             await _abandon(attempts)
         raise UnreachableError(f"no direct connection: {'; '.join(dict.fromkeys(reasons))}"[:300])
 
-    async def _attempt(self, peer: PeerId, host: str, port: int) -> Stream:
-        stream: Stream | None = None
+    async def _attempt(self, peer: PeerId, host: str, port: int) -> Connection:
+        connection: Connection | None = None
         try:
             async with asyncio.timeout(self._limits.handshake):
-                stream = await self._connected(host, port)
-                await self._introduce(peer, stream)
+                connection = await self._connected(host, port)
+                await self._introduce(peer, connection)
         except BaseException as error:
-            if stream:
-                stream.writer.transport.abort()
+            if connection:
+                connection.abort()
             # A name that is none is a UnicodeError.
             if isinstance(error, OSError | EOFError | UnicodeError | PeerFault):
                 raise UnreachableError(f"{host} port {port}: {_reason(error)}") from error
             raise
-        return stream
+        return connection
 
-    async def _connected(self, host: str, port: int) -> Stream:
+    async def _connected(self, host: str, port: int) -> Connection:
         # Without a server name: what TLS would make of it is not asked for, and the wire would show it.
-        stream = Stream(
-            *await asyncio.open_connection(host, port, ssl=self._context, server_hostname="", limit=BUFFER_BYTES)
-        )
-        _prepare(stream.writer.get_extra_info("socket"), self._limits.stall)
-        return stream
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, host, port, ssl=self._context, server_hostname="")
+        _prepare(connection.socket, self._limits.stall)
+        return connection
 
-    async def _introduce(self, peer: PeerId, stream: Stream) -> None:
-        certificate = stream.writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    async def _introduce(self, peer: PeerId, connection: Connection) -> None:
+        certificate = connection.certificate()
         check_certificate(peer, certificate)
-        nonce = await stream.reader.readexactly(NONCE_BYTES)
-        stream.writer.write(prove(self._identity, peer, certificate, nonce))
-        if await stream.reader.readexactly(len(WELCOME)) != WELCOME:
+        nonce = await connection.read(NONCE_BYTES)
+        connection.write(prove(self._identity, peer, certificate, nonce))
+        if await connection.read(len(WELCOME)) != WELCOME:
             raise ForgedError("it answers in another protocol")
 
 
-async def _abandon(attempts: dict[asyncio.Task[Stream], str]) -> None:
+async def _abandon(attempts: dict[asyncio.Task[Connection], str]) -> None:
     """Of attempts whose outcome is no longer wanted, none may be left half open."""
     for attempt in attempts:
         attempt.cancel()
@@ -235,7 +232,7 @@ async def _abandon(attempts: dict[asyncio.Task[Stream], str]) -> None:
         await asyncio.wait(attempts)
     for attempt in attempts:
         if not attempt.cancelled() and attempt.exception() is None:
-            attempt.result().writer.transport.abort()
+            attempt.result().abort()
 
 
 def _reason(error: BaseException) -> str:

@@ -25,8 +25,9 @@ import grpc
 
 from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError
 from protocol.identity import PeerId
-from protocol.network.control import BUFFER_BYTES, Stream
-from protocol.network.rates import Flow, Gate
+from protocol.network.connection import Connection
+from protocol.network.control import BUFFER_BYTES
+from protocol.network.rates import Flow
 from protocol.network.tunnel import Progress, Tunnels
 
 logger = logging.getLogger(__name__)
@@ -38,43 +39,44 @@ MAX_SKIPPED_BYTES = 2 * MAX_MESSAGE_BYTES
 IDLE_SECONDS = 60.0  # without a call: sooner than a home router forgets a connection
 CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
-Dial = Callable[[PeerId], Awaitable[Stream]]
+Dial = Callable[[PeerId], Awaitable[Connection]]
+Deserialize = Callable[[bytes | bytearray], Any]
 
 
 class Line:
-    """Frames over one stream, and what `Tunnels` wants to know of it."""
+    """Frames over one connection, and what `Tunnels` wants to know of it."""
 
-    def __init__(self, peer: PeerId, stream: Stream, tunnels: Tunnels, idle: float) -> None:
+    def __init__(self, peer: PeerId, connection: Connection, tunnels: Tunnels, idle: float) -> None:
         self.peer = peer
-        self._reader, self._writer = stream
+        self._connection = connection
         self._limits, self._idle, self._traffic = tunnels.limits, idle, tunnels.traffic
         self._upload, self._download = tunnels.gates
         self._flows = Flow(), Flow()
         self._sending = asyncio.Lock()
         self._sent = 0
-        self._head: tuple[int, int] | None = None  # of the frame that is coming
-        self._body: list[bytes] = []
+        self._head, self._body = bytearray(HEAD.size), bytearray()  # of the frame that is coming
+        self._came = 0  # bytes of it
         self._progress = Progress(asyncio.get_running_loop().time())
         self.moved_at = self._progress.moved_at
 
     async def run(self) -> None:
         """Until it is closed, by either end."""
         try:
-            with suppress(OSError):
-                await self._writer.wait_closed()
+            await self._connection.wait_closed()
         finally:
             self.cut()
 
     def cut(self) -> None:
-        self._writer.transport.abort()
+        self._connection.abort()
 
     @property
     def is_cut(self) -> bool:
-        return self._writer.is_closing() or self._reader.at_eof()
+        return self._connection.has_ended
 
     def fault(self, now: float) -> str | None:
         """Why it must end, if it must."""
-        pending = self._writer.transport.get_write_buffer_size()
+        self._connection.look()
+        pending = self._connection.pending
         self._progress.observe(self._sent - pending, pending, now)
         self.moved_at = max(self.moved_at, self._progress.moved_at)
         if self._progress.stalled_for(now) > self._limits.stall:
@@ -86,10 +88,11 @@ class Line:
     async def send(self, kind: int, body: bytes) -> None:
         """ConnectionError: it is cut. Who is cancelled in the middle of a frame cuts it."""
         frame = memoryview(b"".join((HEAD.pack(len(body), kind), body)))
+        step = self._upload.grant_bytes if self._upload else len(frame)
         async with self._sending:
             sent = self._sent
             try:
-                for start in range(0, len(frame), step := _step(self._upload)):
+                for start in range(0, len(frame), step):
                     await self._write(frame[start : start + step])
             except BaseException:
                 if self._sent > sent:
@@ -101,35 +104,37 @@ class Line:
             await self._upload.pass_through(self._flows[0], len(data))
         self._sent += len(data)
         self._traffic.add_sent(self.peer, len(data))
-        self._writer.write(data)
-        await self._writer.drain()
+        self._connection.write(data)
+        await self._connection.drain()
 
-    async def receive(self) -> tuple[int, bytes]:
+    async def receive(self) -> tuple[int, bytearray]:
         """The next frame; who comes after one that was cancelled goes on where that was. EOFError, OSError: it has
         ended. LimitError: it is too long."""
-        if self._head is None:
-            self._head = HEAD.unpack(await self._reader.readexactly(HEAD.size))
-            self._count(HEAD.size)
-        length, kind = self._head
+        await self._fill(self._head, 0)
+        length, kind = HEAD.unpack(self._head)
         if length > MAX_MESSAGE_BYTES:
             raise LimitError(f"a frame of {length} bytes")
-        while (missing := length - sum(map(len, self._body))) > 0:
-            data = await self._reader.readexactly(min(missing, _step(self._download)))
-            self._body.append(data)
-            self._count(len(data))
-            if self._download:
-                await self._download.pass_through(self._flows[1], len(data))
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._head, self._body = None, []
+        if len(self._body) != length:
+            self._body = bytearray(length)
+        await self._fill(self._body, HEAD.size)
+        body, self._body, self._came = self._body, bytearray(), 0
         return kind, body
 
+    async def _fill(self, data: bytearray, before: int) -> None:
+        """All of it that has not come yet; `before`: bytes of the frame ahead of it."""
+        step = self._download.grant_bytes if self._download else BUFFER_BYTES
+        while (start := self._came - before) < len(data):
+            try:
+                await self._connection.fill(memoryview(data)[start : start + step])
+            finally:
+                self._count(self._connection.placed)
+            if self._download:
+                await self._download.pass_through(self._flows[1], self._connection.placed)
+
     def _count(self, size: int) -> None:
+        self._came += size
         self._traffic.add_received(self.peer, size)
         self.moved_at = asyncio.get_running_loop().time()
-
-
-def _step(gate: Gate | None) -> int:
-    return gate.grant_bytes if gate else BUFFER_BYTES
 
 
 @dataclass(eq=False)
@@ -140,7 +145,7 @@ class Turn:
     queue: "deque[Turn]"
     come: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def receive(self) -> tuple[int, bytes]:
+    async def receive(self) -> tuple[int, bytearray]:
         """The next frame of the answer; with the last one it is the next call's turn."""
         await self.come.wait()
         try:
@@ -177,7 +182,7 @@ class LineChannel:
         self._turns: deque[Turn] = deque()  # of that line
 
     def unary_unary(
-        self, name: str, request_serializer: Callable[[Any], bytes], response_deserializer: Callable[[bytes], Any],
+        self, name: str, request_serializer: Callable[[Any], bytes], response_deserializer: Deserialize,
         **_: object,
     ) -> Callable[..., Awaitable[Any]]:  # fmt: skip
         async def call(request: Any, timeout: float) -> Any:
@@ -191,7 +196,7 @@ class LineChannel:
         return call
 
     def unary_stream(
-        self, name: str, request_serializer: Callable[[Any], bytes], response_deserializer: Callable[[bytes], Any],
+        self, name: str, request_serializer: Callable[[Any], bytes], response_deserializer: Deserialize,
         **_: object,
     ) -> "Callable[..., Replies]":  # fmt: skip
         def call(request: Any, timeout: float) -> Replies:
@@ -214,8 +219,8 @@ class LineChannel:
             return turn
 
     async def _open(self) -> None:
-        stream = await self._dial(self._peer)
-        self._line, self._turns = Line(self._peer, stream, self._tunnels, IDLE_SECONDS), deque()
+        connection = await self._dial(self._peer)
+        self._line, self._turns = Line(self._peer, connection, self._tunnels, IDLE_SECONDS), deque()
         self._tunnels.spawn(self._tunnels.keep_out(self._line))
 
     def skip(self, turn: Turn) -> None:
@@ -227,7 +232,7 @@ class LineChannel:
 class Replies:
     """The answer to one call. AioRpcError: as gRPC says it."""
 
-    def __init__(self, channel: LineChannel, body: bytes, deserialize: Callable[[bytes], Any], seconds: float) -> None:
+    def __init__(self, channel: LineChannel, body: bytes, deserialize: Deserialize, seconds: float) -> None:
         self._channel, self._body, self._deserialize = channel, body, deserialize
         self._ends = asyncio.get_running_loop().time() + seconds
         self._turn: Turn | None = None
@@ -255,14 +260,14 @@ class Replies:
         except (UnreachableError, TransportError, OSError, EOFError, PeerFault) as error:
             raise _error(grpc.StatusCode.UNAVAILABLE, str(error) or type(error).__name__) from error
 
-    async def _next(self) -> bytes | None:
+    async def _next(self) -> bytearray | None:
         try:
             return await self._frame()
         except BaseException:
             self.cancel()
             raise
 
-    async def _frame(self) -> bytes | None:
+    async def _frame(self) -> bytearray | None:
         if self._turn is None:
             self._turn = await self._channel.send(self._body)
         kind, body = await self._turn.receive()

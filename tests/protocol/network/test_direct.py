@@ -5,13 +5,15 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from protocol.errors import ForgedError, TransportError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.network import direct
-from protocol.network.control import BUFFER_BYTES, Stream
+from protocol.network.connection import Connection
 from protocol.network.direct import WELCOME, DirectDialer, DirectDoor, DirectLimits, Place
 from protocol.network.proof import NONCE_BYTES, PROOF_BYTES, client_context, prove
 
@@ -33,12 +35,14 @@ class House:
     def place(self) -> Place:
         return Place((LOOPBACK,), self.door.port)
 
-    async def _welcome(self, peer: PeerId, stream: Stream, greeting: bytes) -> None:
+    async def _welcome(self, peer: PeerId, connection: Connection, greeting: bytes) -> None:
         self.guests.append(peer)
-        stream.writer.write(greeting)
-        while data := await stream.reader.read(BUFFER_BYTES):
-            stream.writer.write(data)
-            await stream.writer.drain()
+        connection.write(greeting)
+        with suppress(EOFError):
+            while True:
+                size = int.from_bytes(await connection.read(4), "big")
+                connection.write(await connection.read(size))
+                await connection.drain()
 
     async def refused(self, reason: str, times: int = 1) -> None:
         async with asyncio.timeout(10):
@@ -62,46 +66,53 @@ async def build() -> AsyncIterator[Build]:
         await house.door.close()
 
 
-async def dial(house: House, caller: Identity, peer: PeerId | None = None) -> Stream:
-    stream, host = await DirectDialer(caller, QUICK).dial(peer or house.peer_id, house.place)
+async def dial(house: House, caller: Identity, peer: PeerId | None = None) -> Connection:
+    connection, host = await DirectDialer(caller, QUICK).dial(peer or house.peer_id, house.place)
     assert host == LOOPBACK
-    return stream
+    return connection
 
 
-async def secured(house: House) -> tuple[Stream, bytes, bytes]:
-    """TLS without a proof: the stream, the certificate and the nonce."""
-    stream = Stream(*await asyncio.open_connection(LOOPBACK, house.door.port, ssl=client_context(), server_hostname=""))
-    certificate = stream.writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    return stream, certificate, await stream.reader.readexactly(NONCE_BYTES)
+async def connected(house: House, **security: Any) -> Connection:
+    """Without a proof."""
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(Connection, LOOPBACK, house.door.port, **security)
+    return connection
 
 
-async def is_cut(stream: Stream) -> bool:
+async def secured(house: House) -> tuple[Connection, bytes, bytes]:
+    """TLS without a proof: the connection, the certificate and the nonce."""
+    connection = await connected(house, ssl=client_context(), server_hostname="")
+    return connection, connection.certificate(), await connection.read(NONCE_BYTES)
+
+
+async def is_cut(connection: Connection) -> bool:
     """Whether the other side ends it, without another byte."""
     try:
-        return await asyncio.wait_for(stream.reader.read(1), 5) == b""
-    except ConnectionError:
+        await asyncio.wait_for(connection.read(1), 5)
+    except (EOFError, ConnectionError):
         return True
+    return False
 
 
-async def echoes(stream: Stream, data: bytes = b"hello") -> bool:
-    stream.writer.write(data)
-    return await asyncio.wait_for(stream.reader.readexactly(len(data)), 5) == data
+async def echoes(connection: Connection, data: bytes = b"hello") -> bool:
+    connection.write(len(data).to_bytes(4, "big") + data)
+    return await asyncio.wait_for(connection.read(len(data)), 5) == data
 
 
-def close(*streams: Stream) -> None:
-    for stream in streams:
-        stream.writer.transport.abort()
+def close(*connections: Connection) -> None:
+    for connection in connections:
+        connection.abort()
 
 
 async def test_both_ends_know_each_other(build: Build) -> None:
     house, callers = build(), [Identity.create() for _ in range(3)]
-    streams = [await dial(house, caller) for caller in callers]
+    connections = [await dial(house, caller) for caller in callers]
     assert house.guests == [caller.peer_id for caller in callers]
-    for stream in streams:
-        assert await echoes(stream, os.urandom(1 << 20))
-        assert stream.writer.get_extra_info("ssl_object").version() == "TLSv1.3"
+    for connection in connections:
+        assert await echoes(connection, os.urandom(1 << 20))
+        assert connection.transport.get_extra_info("ssl_object").version() == "TLSv1.3"
     assert not house.door.refusals
-    close(*streams)
+    close(*connections)
 
 
 async def test_a_server_with_another_key_gets_no_proof(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,49 +131,49 @@ async def test_a_server_with_another_key_gets_no_proof(build: Build, monkeypatch
 async def test_a_man_in_the_middle_cannot_pass_anything_on(build: Build) -> None:
     """He connects to the server himself, and gives its nonce to a client that dials him."""
     house, middle, victim = build(), Identity.create(), Identity.create()
-    stream, certificate, nonce = await secured(house)
-    stream.writer.write(prove(victim, middle.peer_id, certificate, nonce))
-    assert await is_cut(stream)
+    connection, certificate, nonce = await secured(house)
+    connection.write(prove(victim, middle.peer_id, certificate, nonce))
+    assert await is_cut(connection)
     await house.refused("forged")
     assert not house.guests
-    close(stream)
+    close(connection)
 
 
 async def test_a_replayed_proof_is_refused(build: Build) -> None:
     house, caller = build(), Identity.create()
-    stream, certificate, nonce = await secured(house)
+    connection, certificate, nonce = await secured(house)
     proof = prove(caller, house.peer_id, certificate, nonce)
-    stream.writer.write(proof)
-    assert await stream.reader.readexactly(1) == WELCOME, "the control: the first time it is good"
+    connection.write(proof)
+    assert await connection.read(1) == WELCOME, "the control: the first time it is good"
     again, _, _ = await secured(house)
-    again.writer.write(proof)
+    again.write(proof)
     assert await is_cut(again)
     await house.refused("forged")
     assert house.guests == [caller.peer_id]
-    close(stream, again)
+    close(connection, again)
 
 
 async def test_another_peers_name_is_refused(build: Build) -> None:
     house, thief, victim = build(), Identity.create(), Identity.create()
-    stream, certificate, nonce = await secured(house)
-    stream.writer.write(victim.peer_id.encode() + prove(thief, house.peer_id, certificate, nonce)[-64:])
-    assert await is_cut(stream)
+    connection, certificate, nonce = await secured(house)
+    connection.write(victim.peer_id.encode() + prove(thief, house.peer_id, certificate, nonce)[-64:])
+    assert await is_cut(connection)
     assert not house.guests
-    close(stream)
+    close(connection)
 
 
 @pytest.mark.parametrize("sent", [b"", bytes(10), bytes(PROOF_BYTES - 1)])
 async def test_without_a_proof_the_time_is_short(build: Build, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     house = build()
-    stream, _, _ = await secured(house)
-    stream.writer.write(sent)
-    assert await is_cut(stream)
+    connection, _, _ = await secured(house)
+    connection.write(sent)
+    assert await is_cut(connection)
     await house.refused("too slow")
     assert caplog.text.count("refusing a direct connection from 127.0.0.1: too slow") == 1
     honest = await dial(house, Identity.create())
     assert await echoes(honest)
-    close(stream, honest)
+    close(connection, honest)
 
 
 @pytest.mark.parametrize(
@@ -170,22 +181,22 @@ async def test_without_a_proof_the_time_is_short(build: Build, sent: bytes, capl
 )
 async def test_garbage_is_refused(build: Build, garbage: bytes) -> None:
     house = build()
-    reader, writer = await asyncio.open_connection(LOOPBACK, house.door.port)
-    writer.write(garbage)
+    connection = await connected(house)
+    connection.write(garbage)
     async with asyncio.timeout(5):
         while not house.door.refusals:
             await asyncio.sleep(0.005)
     assert not house.guests
-    close(Stream(reader, writer))
+    close(connection)
 
 
 async def test_bytes_in_place_of_a_proof_are_refused_and_not_kept(build: Build) -> None:
     house = build()
-    stream, _, _ = await secured(house)
-    stream.writer.write(os.urandom(64 << 20))
-    assert await is_cut(stream)
+    connection, _, _ = await secured(house)
+    connection.write(os.urandom(64 << 20))
+    assert await is_cut(connection)
     assert house.door.refusals.total() == 1
-    close(stream)
+    close(connection)
 
 
 async def test_an_older_tls_is_refused(build: Build) -> None:
@@ -200,9 +211,9 @@ async def test_an_older_tls_is_refused(build: Build) -> None:
 async def test_those_who_say_nothing_keep_nobody_out(build: Build) -> None:
     """More silent connections than places: the oldest give way, and an honest peer is let in at once."""
     house = build(DirectLimits(handshake=30.0, strangers=4, strangers_per_host=100))
-    silent = [Stream(*await asyncio.open_connection(LOOPBACK, house.door.port)) for _ in range(10)]
+    silent = [await connected(house) for _ in range(10)]
     await house.refused("gave way", 6)
-    assert [await is_cut(stream) for stream in silent[:6]] == [True] * 6
+    assert [await is_cut(connection) for connection in silent[:6]] == [True] * 6
     honest = await asyncio.wait_for(dial(house, Identity.create()), 2)
     assert await echoes(honest)
     close(honest, *silent)
@@ -210,7 +221,7 @@ async def test_those_who_say_nothing_keep_nobody_out(build: Build) -> None:
 
 async def test_one_host_has_few_places(build: Build) -> None:
     house = build(DirectLimits(handshake=30.0, strangers=64, strangers_per_host=3))
-    silent = [Stream(*await asyncio.open_connection(LOOPBACK, house.door.port)) for _ in range(5)]
+    silent = [await connected(house) for _ in range(5)]
     await house.refused("too many from one host", 2)
     assert await is_cut(silent[-1])
     close(*silent)
@@ -230,9 +241,9 @@ async def _gets_in(house: House) -> bool:
 async def test_many_at_once_get_in(build: Build) -> None:
     house = build(DirectLimits())
     callers = [Identity.create() for _ in range(12)]
-    streams = await asyncio.gather(*(dial(house, caller) for caller in callers))
+    connections = await asyncio.gather(*(dial(house, caller) for caller in callers))
     assert sorted(house.guests) == sorted(caller.peer_id for caller in callers)
-    close(*streams)
+    close(*connections)
 
 
 async def frozen_server() -> tuple[socket.socket, Place]:
@@ -254,10 +265,10 @@ async def test_of_several_hosts_the_first_to_answer_is_taken(build: Build) -> No
     house = build()
     place = Place(("192.0.2.1", "no such host", "x" * 300, "::1", LOOPBACK), house.door.port)
     began = asyncio.get_running_loop().time()
-    stream, host = await DirectDialer(Identity.create(), DirectLimits()).dial(house.peer_id, place)
-    assert host == LOOPBACK and await echoes(stream)
+    connection, host = await DirectDialer(Identity.create(), DirectLimits()).dial(house.peer_id, place)
+    assert host == LOOPBACK and await echoes(connection)
     assert asyncio.get_running_loop().time() - began < 3, "the silent one is not waited for"
-    close(stream)
+    close(connection)
     for hosts in ((), ("x" * 300,)):
         with pytest.raises(UnreachableError, match="no direct connection: "):
             await DirectDialer(Identity.create(), QUICK).dial(house.peer_id, Place(hosts, house.door.port))
@@ -265,11 +276,11 @@ async def test_of_several_hosts_the_first_to_answer_is_taken(build: Build) -> No
 
 async def test_a_cut_in_the_middle_is_noticed_by_the_other_end(build: Build) -> None:
     house = build()
-    stream = await dial(house, Identity.create())
-    assert await echoes(stream)
+    connection = await dial(house, Identity.create())
+    assert await echoes(connection)
     await house.door.close()
-    assert await is_cut(stream)
-    close(stream)
+    assert await is_cut(connection)
+    close(connection)
 
 
 async def test_a_taken_port_is_said(build: Build) -> None:
@@ -279,14 +290,14 @@ async def test_a_taken_port_is_said(build: Build) -> None:
     await other.close()
 
 
-async def _never(peer: PeerId, stream: Stream, greeting: bytes) -> None:
+async def _never(peer: PeerId, connection: Connection, greeting: bytes) -> None:
     raise AssertionError(peer)
 
 
 async def test_closing_leaves_nothing(build: Build) -> None:
     house = build(DirectLimits(handshake=30.0))
     guest, silent = await dial(house, Identity.create()), await secured(house)
-    raw = Stream(*await asyncio.open_connection(LOOPBACK, house.door.port))
+    raw = await connected(house)
     await house.door.close()
     assert await is_cut(guest) and await is_cut(silent[0]) and await is_cut(raw)
     close(guest, silent[0], raw)
@@ -303,10 +314,10 @@ async def test_the_proof_is_what_keeps_strangers_out(build: Build, monkeypatch: 
         pass
 
     async def try_it() -> bool:
-        stream, certificate, nonce = await secured(house)
-        stream.writer.write(victim.peer_id.encode() + prove(thief, house.peer_id, certificate, nonce)[-64:])
-        cut = await is_cut(stream)
-        close(stream)
+        connection, certificate, nonce = await secured(house)
+        connection.write(victim.peer_id.encode() + prove(thief, house.peer_id, certificate, nonce)[-64:])
+        cut = await is_cut(connection)
+        close(connection)
         return not cut
 
     assert not await try_it()

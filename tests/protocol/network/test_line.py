@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -12,7 +12,7 @@ from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
 from protocol.network import line
-from protocol.network.control import BUFFER_BYTES, Stream
+from protocol.network.connection import Connection
 from protocol.network.desk import Desk
 from protocol.network.doors import caller
 from protocol.network.line import CALL, END, HEAD, MAX_MESSAGE_BYTES, REPLY, LineChannel
@@ -22,7 +22,7 @@ from protocol.network.tunnel import Traffic, TunnelLimits, Tunnels
 CALLER = Identity.create().peer_id
 CHUNK = 1 << 18
 BROKEN, REFUSED, SLOW = b"broken", b"refused", b"slow"
-Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+Peer = Callable[[Connection], Coroutine[None, None, None]]
 
 
 class Servicer(BlobsServicer):
@@ -61,15 +61,21 @@ class Ends:
         desk = Desk(self.there)
         add_BlobsServicer_to_server(self.servicer, desk)
 
-        async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await desk.welcome(CALLER, Stream(reader, writer), b"")
-            writer.transport.abort()  # as the door does
+        async def welcome(connection: Connection) -> None:
+            await desk.welcome(CALLER, connection, b"")
+            connection.abort()  # as the door does
 
         await self.open_to(welcome, here)
 
     async def open_to(self, peer: Peer, here: TunnelLimits | None = None) -> None:
-        context = ServerProof(Identity.create()).context
-        self._servers.append(await asyncio.start_server(peer, "127.0.0.1", 0, limit=BUFFER_BYTES, ssl=context))
+        class Accepted(Connection):
+            def connection_made(accepted, transport: asyncio.BaseTransport) -> None:  # noqa: N805
+                super().connection_made(transport)
+                tunnels.spawn(peer(accepted))
+
+        tunnels, context = self._tunnels(None), ServerProof(Identity.create()).context
+        server = await asyncio.get_running_loop().create_server(Accepted, "127.0.0.1", 0, ssl=context)
+        self._servers.append(server)
         self.address = self._servers[-1].sockets[0].getsockname()
         self.here = self._tunnels(here)
         self.channel = LineChannel(CALLER, self._dial, self.here)
@@ -79,12 +85,11 @@ class Ends:
         self._all.append(Tunnels(limits or TunnelLimits(), Traffic()))
         return self._all[-1]
 
-    async def _dial(self, peer: PeerId) -> Stream:
+    async def _dial(self, peer: PeerId) -> Connection:
         self.dials += 1
-        context = client_context()
-        return Stream(
-            *await asyncio.open_connection(*self.address, limit=BUFFER_BYTES, ssl=context, server_hostname="")
-        )
+        loop, context = asyncio.get_running_loop(), client_context()
+        _, connection = await loop.create_connection(Connection, *self.address, ssl=context, server_hostname="")
+        return connection
 
     async def ask(self, words: bytes, seconds: float = 10.0) -> bytes:
         reply: PiecesReply = await self.stub.Pieces(PiecesRequest(digest=words), timeout=seconds)
@@ -208,11 +213,11 @@ async def test_who_hangs_up_is_worked_for_no_more(ends: Ends) -> None:
 )
 async def test_a_caller_that_sends_nonsense_is_cut(ends: Ends, frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
     await ends.open()
-    stream = await ends._dial(CALLER)
-    stream.writer.write(frame)
+    connection = await ends._dial(CALLER)
+    connection.write(frame)
     with pytest.raises((EOFError, ConnectionError)):
-        await asyncio.wait_for(stream.reader.readexactly(1), 5)
-    stream.writer.transport.abort()
+        await asyncio.wait_for(connection.read(1), 5)
+    connection.abort()
     assert f"cutting a line of {CALLER}" in caplog.text
     assert await ends.ask(b"honest") == CALLER.encode() + b"honest"
 
@@ -221,10 +226,10 @@ async def test_a_caller_that_sends_nonsense_is_cut(ends: Ends, frame: bytes, cap
     "answer", [HEAD.pack(MAX_MESSAGE_BYTES + 1, REPLY), HEAD.pack(0, END), HEAD.pack(1, CALL) + b"x", b"half", b""]
 )
 async def test_an_answer_that_is_none_ends_the_line(ends: Ends, answer: bytes) -> None:
-    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        writer.write(answer)
-        writer.close()
+    async def peer(connection: Connection) -> None:
+        await connection.read(1)
+        connection.write(answer)
+        connection.transport.close()
 
     await ends.open_to(peer)
     for dials in (1, 2):

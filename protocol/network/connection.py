@@ -1,0 +1,194 @@
+"""A direct connection's bytes: what comes is decrypted into the memory that waits for it, and wakes us seldom.
+
+A limited link delivers a few kilobytes at a time, and an event loop that wakes for each of them spends more on waking
+than on all else. Who waits for much says so to the kernel (SO_RCVLOWAT): it keeps quiet until there is as much as
+lately came in a hundredth of a second, or all that is missing. TCP goes on meanwhile: it acknowledges and widens its
+window as if we read. Of the last TLS record a part may have come before, so its bytes are waited for one by one.
+"""
+
+import asyncio
+import socket
+import sys
+from contextlib import suppress
+from typing import Final
+
+SPILL_BYTES = 64 * 1024  # that come while nobody waits; then the sender is paused
+RECORD_BYTES = 16 * 1024 + 512  # of TLS: what may lie in its buffers, not yet decrypted
+QUIET_SECONDS = 0.01  # in which what comes wakes nobody
+MEASURED_SECONDS = 0.1
+SILENT_SECONDS = 0.5  # then the next byte counts again
+MOST_QUIET_BYTES = 128 * 1024  # the kernel must have room for twice that
+CAN_BE_QUIET: Final = sys.platform == "linux"  # elsewhere, what lies there wakes nobody once less is waited for
+
+
+class Quiet:
+    """PURE: how many bytes need not wake anybody, from how fast they come."""
+
+    def __init__(self, now: float) -> None:
+        self.bytes = 1
+        self._since, self._heard, self._came = now, now, 0
+
+    def came(self, size: int, now: float) -> None:
+        self._came += size
+        self._heard = now
+        seconds = now - self._since
+        if seconds >= MEASURED_SECONDS:
+            self.bytes = max(1, min(MOST_QUIET_BYTES, int(self._came / seconds * QUIET_SECONDS)))
+            self._since, self._came = now, 0
+
+    def look(self, now: float) -> None:
+        """Called now and then: what came fast may come slowly, or not at all."""
+        if now - self._heard >= SILENT_SECONDS:
+            self.bytes = 1
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Both directions. One task at a time may read."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._spill = bytearray(SPILL_BYTES)
+        self._start = self._stop = 0  # of what lies in it
+        self._wanted = memoryview(b"")  # what is still to be filled
+        self._waiter: asyncio.Future[None] | None = None
+        self.placed = 0  # bytes that the last `fill` brought, also where it was cancelled or failed
+        self._quiet = Quiet(self._loop.time())
+        self._low_water = 1
+        self._ended: Exception | None = None
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._closed = self._loop.create_future()
+
+    # What a reader and a writer see.
+
+    async def fill(self, view: memoryview) -> None:
+        """All of it. EOFError, OSError: the connection has ended before."""
+        self.placed = 0
+        self._wanted = view
+        self._take_spilt()
+        try:
+            while self._wanted:
+                if self._ended:
+                    raise self._ended
+                self._waiter = self._loop.create_future()
+                self._hush()
+                await self._waiter
+        finally:
+            self._waiter, self._wanted = None, memoryview(b"")
+
+    async def read(self, size: int) -> bytes:
+        """So many bytes; errors as of `fill`."""
+        data = bytearray(size)
+        await self.fill(memoryview(data))
+        return bytes(data)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.transport.write(data)
+
+    async def drain(self) -> None:
+        """Until there is room for more. ConnectionError: it has ended."""
+        if self.transport.is_closing():
+            await asyncio.sleep(0)  # so that it can be told to those who only write
+        await self._has_room.wait()
+        if self._closed.done():
+            raise ConnectionResetError("the connection is lost")
+
+    async def wait_closed(self) -> None:
+        await asyncio.shield(self._closed)
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None or self.transport.is_closing()
+
+    @property
+    def pending(self) -> int:
+        """Bytes written that the kernel has not taken yet."""
+        return self.transport.get_write_buffer_size()
+
+    @property
+    def socket(self) -> socket.socket:
+        connection: socket.socket = self.transport.get_extra_info("socket")
+        return connection
+
+    def certificate(self) -> bytes:
+        """The other end's, in DER."""
+        certificate: bytes = self.transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        return certificate
+
+    def look(self) -> None:
+        """To be called about once a second: where nothing has come for long, the next byte is heard."""
+        self._quiet.look(self._loop.time())
+        if self._waiter:
+            self._hush()
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._wanted or memoryview(self._spill)[self._stop :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._quiet.came(nbytes, self._loop.time())
+        if not self._wanted:
+            self._stop += nbytes
+            if self._stop == SPILL_BYTES:
+                self.transport.pause_reading()
+            return
+        self._advance(nbytes)
+        if not self._wanted:
+            self._wake()
+        else:
+            self._hush()
+
+    def eof_received(self) -> None:
+        self._end(EOFError("the connection was closed"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(exc or EOFError("the connection was closed"))
+        self._has_room.set()
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._has_room.clear()
+
+    def resume_writing(self) -> None:
+        self._has_room.set()
+
+    def _advance(self, size: int) -> None:
+        self._wanted = self._wanted[size:]
+        self.placed += size
+
+    def _take_spilt(self) -> None:
+        """What came before anybody waited for it."""
+        size = min(len(self._wanted), self._stop - self._start)
+        self._wanted[:size] = memoryview(self._spill)[self._start : self._start + size]
+        self._start += size
+        self._advance(size)
+        if self._start == self._stop:
+            was_full, self._start, self._stop = self._stop == SPILL_BYTES, 0, 0
+            if was_full and not self.transport.is_closing():
+                self.transport.resume_reading()
+
+    def _end(self, reason: Exception) -> None:
+        if self._ended is None:
+            self._ended = reason
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _hush(self) -> None:
+        """Have the kernel wake us for no less than is worth while."""
+        least = max(1, min(self._quiet.bytes, len(self._wanted) - RECORD_BYTES)) if CAN_BE_QUIET else 1
+        if least != self._low_water:
+            self._low_water = least
+            with suppress(OSError):  # closed by now
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
