@@ -2,7 +2,7 @@
 
 A limited link delivers a few kilobytes at a time, and an event loop that wakes for each of them spends more on waking
 than on all else. Who waits for much says so to the kernel (SO_RCVLOWAT): it keeps quiet until there is as much as
-lately came in a hundredth of a second, or all that is missing. TCP goes on meanwhile: it acknowledges and widens its
+lately came in a twentieth of a second, or all that is missing. TCP goes on meanwhile: it acknowledges and widens its
 window as if we read. Of the last TLS record a part may have come before, so its bytes are waited for one by one.
 """
 
@@ -14,10 +14,10 @@ from typing import Final
 
 SPILL_BYTES = 64 * 1024  # that come while nobody waits; then the sender is paused
 RECORD_BYTES = 16 * 1024 + 512  # of TLS: what may lie in its buffers, not yet decrypted
-QUIET_SECONDS = 0.01  # in which what comes wakes nobody
+QUIET_SECONDS = 0.05  # in which what comes wakes nobody
 MEASURED_SECONDS = 0.1
 SILENT_SECONDS = 0.5  # then the next byte counts again
-MOST_QUIET_BYTES = 128 * 1024  # the kernel must have room for twice that
+MOST_QUIET_BYTES = 256 * 1024  # the kernel must have room for twice that
 CAN_BE_QUIET: Final = sys.platform == "linux"  # elsewhere, what lies there wakes nobody once less is waited for
 
 
