@@ -30,9 +30,9 @@ Share = tuple[Statement[Contribution], ...]
 
 
 class Store(Protocol):
-    """Where blobs lie: on disk, or in the simulator's memory."""
+    """Where blobs lie: on disk or in memory, or in the simulator's."""
 
-    def put(self, *data: Bytes) -> Blob: ...
+    def hold(self, data: Bytes) -> Blob: ...
 
     def lend(self, *data: Bytes) -> Blob: ...
 
@@ -113,7 +113,7 @@ class Workshop:
             reduced = self._merger.reduce_part(round_number, part, payloads, self._weights(round_number, contributions))
         except OptimError as error:
             raise MalformedError(f"a contribution does not decode: {error}") from error
-        return self._store.put(reduced)
+        return self._store.hold(reduced)
 
     def apply(self, state: OuterState, commit: Commit, share: Share) -> tuple[OuterState, Blob]:
         """The state after a commit, and its blob. `share`: what of it is applied here, its blobs all in the store; none

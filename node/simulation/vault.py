@@ -30,6 +30,9 @@ class MemoryStore:
         self._rounds[blob.digest] = self.round
         return blob
 
+    def hold(self, data: Bytes) -> Blob:
+        return self.put(data)
+
     def lend(self, *data: Bytes) -> Blob:
         return self.put(*data)
 

@@ -249,18 +249,26 @@ class Fetcher:
         return download
 
     def _share(self, asking: Errand | None) -> None:
-        """Has errands begin what calls they may, all of them or the one that asks: small blobs before large ones (by
-        powers of two, as a round does not wait for a state), and among equals that which was wanted first."""
+        """Has errands begin what calls they may, all of them or the one that asks: lists of hashes first, small blobs
+        before large ones (by powers of two, as a round does not wait for a state), and among equals that which was
+        wanted first."""
         now = time.monotonic()
         downloads = sorted(self._downloads.values(), key=lambda download: download.blob.size.bit_length())
         errands = [download.errand for download in downloads if download.errand]
+        errands.sort(key=lambda errand: not errand.plan.is_small)
         awaited = Counter[PeerId]()
         for errand in errands:
             awaited.update(errand.plan.awaited(now))
         self._window.observe(now, self.bytes_received, not awaited)
-        window = self._window.bytes(max((errand.plan.most_places for errand in errands), default=0))
-        running = sum(len(errand.running) for errand in errands)
-        for errand in [asking] if asking else errands:
+        able = [errand for errand in ([asking] if asking else errands) if errand.plan.may_begin(now)]
+        if able:
+            self._begin(able, awaited, max(errand.plan.most_places for errand in errands), now)
+
+    def _begin(self, able: Sequence[Errand], awaited: Counter[PeerId], places: int, now: float) -> None:
+        """`awaited`: bytes of all errands by source; `places`: calls that the source with the most of them needs."""
+        running = sum(len(download.errand.running) for download in self._downloads.values() if download.errand)
+        window = self._window.bytes(places)
+        for errand in able:
             own = errand.plan.awaited(now)
             awaited.subtract(own)
             while running < self._max_calls and awaited.total() + sum(own.values()) < window:

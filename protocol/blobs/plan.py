@@ -4,7 +4,8 @@ A plan knows the missing pieces, the sources and how each has done so far; clock
 - At most 4 sources work at once, each on 2 pieces, or more where its link has use for them. The fastest go first; a
   source not tried yet counts as half as fast as the best one, so it is tried where it may well be an improvement.
 - What other plans have asked of a source and not got yet takes its places, too: blobs come one after the other, the
-  first ones soon, instead of all at the end.
+  first ones soon, instead of all at the end. A list of hashes waits for no place: it is there when its blob's turn
+  comes, and the source's link does not stand idle until then.
 - A call that gets on too slowly is late: it goes on, but no longer fills its source's place, and once no piece is left
   to begin with, its piece is asked of another source as well. The first to deliver wins. A call is late only against
   the others' speed or below a floor: where our own link is the narrow one, asking twice would make it narrower.
@@ -22,6 +23,7 @@ from typing import Final
 from protocol.blobs.blob import PIECE_BYTES
 from protocol.identity import PeerId
 
+SMALL_BYTES = 32 * 1024  # of all of a plan: it holds up nobody
 NOWHERE: Final[Mapping[PeerId, int]] = MappingProxyType({})
 
 
@@ -149,6 +151,7 @@ class Plan:
         self._pace = sources.pace
         self._waiting = deque(sorted(lengths))
         self._running: dict[int, dict[PeerId, Progress]] = {}
+        self.is_small = sum(lengths.values()) <= SMALL_BYTES
 
     @property
     def done(self) -> bool:
@@ -166,6 +169,10 @@ class Plan:
             if piece is not None:
                 return self._begin(peer, piece, now)
         return None
+
+    def may_begin(self, now: float) -> bool:
+        """Whether there is a piece that anybody could be asked for now."""
+        return bool(self._waiting) or any(self._is_late(progress, now) for progress in self._calls())
 
     def runs(self, call: Call) -> bool:
         """Whether anybody still waits for what this call brings."""
@@ -219,8 +226,10 @@ class Plan:
                 places -= 1
             if places >= 0 or peer in busy:
                 ready.append(peer)
-        taken = {peer: len(busy.get(peer, ())) + elsewhere.get(peer, 0) / PIECE_BYTES for peer in ready}
-        return [peer for peer in sorted(ready, key=taken.__getitem__) if taken[peer] < self._places(peer)]
+        own = {peer: float(len(busy.get(peer, ()))) for peer in ready}
+        taken = {peer: calls + elsewhere.get(peer, 0) / PIECE_BYTES for peer, calls in own.items()}
+        counted = own if self.is_small else taken
+        return [peer for peer in sorted(ready, key=taken.__getitem__) if counted[peer] < self._places(peer)]
 
     def _most_calls(self) -> int:
         """Enough for all sources twice, as calls that are late fill no place, or for one that has use for more."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from protocol.blobs.blob import PIECE_BYTES
-from protocol.blobs.plan import Call, Failure, Pace, Plan, Sources
+from protocol.blobs.plan import SMALL_BYTES, Call, Failure, Pace, Plan, Sources
 
 PIECE = 1 << 20
 PACE = Pace()
@@ -229,6 +229,19 @@ def test_what_other_plans_await_takes_a_sources_places() -> None:
     assert plan.awaited(1e9) == {}, "for a call that is late nobody waits"
     other = plan.next_call(0.0)
     assert other is not None and other.peer == "one"
+
+
+@pytest.mark.parametrize("size", [SMALL_BYTES, SMALL_BYTES + 1])
+def test_a_list_of_hashes_waits_for_no_place_but_of_its_own(size: int) -> None:
+    sources = Sources(PACE, random.Random(8))
+    sources.offer(["one"])
+    plan = Plan({0: size}, sources)
+    full = {"one": PACE.pieces_per_source * PIECE_BYTES}
+    assert plan.may_begin(0.0)
+    call = plan.next_call(0.0, full)
+    assert (call is not None) == (size <= SMALL_BYTES), "the control: a byte more has to wait"
+    assert plan.may_begin(0.0) == (call is None)
+    assert plan.may_begin(1e9), "late by now"
 
 
 def test_deadlines_follow_the_measured_speed_within_bounds() -> None:
