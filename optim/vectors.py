@@ -177,10 +177,21 @@ class SparseVector(Vector):
 @compiled
 def _add(positions: Positions, values: Floats, start: int, weight: np.float32, total: Floats) -> None:
     """Of those in the span of `total` from `start` on."""
-    first = np.searchsorted(positions, start)
-    last = np.searchsorted(positions, start + total.size)
-    for place in range(first, last):
+    for place in range(_below(positions, start), _below(positions, start + total.size)):
         total[positions[place] - start] += values[place] * weight
+
+
+@compiled
+def _below(positions: Positions, bound: int) -> int:
+    """How many there are, by bisection."""
+    low, high = 0, positions.size
+    while low < high:
+        middle = (low + high) // 2
+        if positions[middle] < bound:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @compiled

@@ -40,12 +40,7 @@ def ranked(magnitudes: Bits) -> Ranks:
     """How many come before each, if the largest comes first and of equals the earlier."""
     ranks = np.empty(magnitudes.size, np.int32)
     if magnitudes.size > FEW:
-        keys = (MAGNITUDE - magnitudes).astype(np.uint64) << np.uint64(16) | np.arange(magnitudes.size).astype(
-            np.uint64
-        )
-        keys.sort()
-        for rank in range(keys.size):
-            ranks[keys[rank] & np.uint64(0xFFFF)] = rank
+        _rank_by_digits(magnitudes, ranks)
         return ranks
     total = 0
     for place in range(magnitudes.size):
@@ -53,7 +48,7 @@ def ranked(magnitudes: Bits) -> Ranks:
         for other in range(magnitudes.size):
             larger += np.int32(magnitudes[other] > magnitude)
         ranks[place] = larger
-        total += larger
+        total += int(larger)
     if total < magnitudes.size * (magnitudes.size - 1) // 2:  # as they were, if no two were equal
         _part_equals(magnitudes, ranks)
     return ranks
@@ -64,6 +59,25 @@ def _part_equals(magnitudes: Bits, ranks: Ranks) -> None:
     for place in range(magnitudes.size):
         for other in range(place):
             ranks[place] += np.int32(magnitudes[other] == magnitudes[place])
+
+
+@compiled
+def _rank_by_digits(magnitudes: Bits, ranks: Ranks) -> None:
+    """Sorted by one digit after the other, the lowest first; what is equal in one stays in order."""
+    order, after = np.arange(magnitudes.size).astype(np.int32), np.empty(magnitudes.size, np.int32)
+    for shift in range(0, 32, 8):
+        places = np.zeros(257, np.int32)
+        for magnitude in magnitudes:
+            places[((MAGNITUDE - magnitude) >> shift & 255) + 1] += 1
+        for digit in range(256):
+            places[digit + 1] += places[digit]
+        for number in order:
+            digit = (MAGNITUDE - magnitudes[number]) >> shift & 255
+            after[places[digit]] = number
+            places[digit] += 1
+        order, after = after, order
+    for rank in range(order.size):
+        ranks[order[rank]] = rank
 
 
 @compiled
