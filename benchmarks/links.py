@@ -1,6 +1,7 @@
 """How much of a real link is used: a merge, a newcomer's download, and training, on limited links between namespaces.
 
-    python benchmarks/links.py [--settings 100 20] [--numel 25000000] [--turns 3] [--rounds 12] [--json]
+    python benchmarks/links.py [--settings 100 20] [--numel 25000000] [--turns 3] [--rounds 12]
+        [--only merge download hivemind gloo compute lossy] [--json]
 
 Four peers, each behind a link of 100 Mbit/s, or of 20 Mbit/s with 80 ms round trip. By setting:
 
@@ -46,6 +47,7 @@ SETTINGS: Final[Mapping[str, Link]] = MappingProxyType(
 LOSSY = Link(up=100, down=100, delay=0.025, loss=0.005)
 TARGETS: Final[Mapping[str, float]] = MappingProxyType({"100": 0.88, "20": 0.82})
 HALF_BYTES, FLOAT_BYTES = 2, 4
+MEASURES = ("merge", "download", "hivemind", "gloo", "compute", "lossy")
 PARALLEL_STEPS = 8
 ATTEMPTS = 3
 RUN_SECONDS = 1200.0
@@ -83,31 +85,41 @@ def main() -> int:
     parser.add_argument("--numel", type=int, default=25_000_000)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=12, help="of the demo's run")
+    parser.add_argument("--only", nargs="*", default=MEASURES, choices=MEASURES)
     parser.add_argument("--json", action="store_true")
     words = parser.parse_args()
     reason = hindrance()
     if reason is not None:
         parser.error(reason)
-    figures = {name: measure(name, words.numel, words.turns, words.rounds) for name in words.settings}
-    lossy = lossy_mbit(words.numel)
+    figures = {name: measure(name, words) for name in words.settings}
+    lossy = lossy_mbit(words.numel) if "lossy" in words.only else None
     print(json.dumps({**figures, "lossy_mbit": lossy}) if words.json else table(figures, lossy))
     return int(not all(reached(figures)))
 
 
-def measure(name: str, numel: int, turns: int, rounds: int) -> Figures:
+def measure(name: str, words: argparse.Namespace) -> Figures:
     figures: Figures = {}
     with Laboratory() as laboratory:
         place = Place(laboratory, [laboratory.node(SETTINGS[name]) for _ in range(PEERS)], SETTINGS[name].up)
-        with place.team("benchmarks.merge.ours", numel=numel, recipe="averaging", codec="fp16") as team:
-            note(figures, name, "merge_line_share", merge_share(place, team, numel, turns))
-            note(figures, name, "download_line_share", download_share(place, team, numel, turns))
-        note(figures, name, "hivemind_line_share", hivemind_share(place, numel, turns))
-        options = {"manifest": DEMO, "steps": PARALLEL_STEPS, "device": "eth0", "port": GLOO_PORT}
-        with place.team("benchmarks.merge.parallel", **options) as team:
-            shares = [answer["compute_share"] for answer in team.order(RUN_SECONDS, go=True)]
-            note(figures, name, "gloo_compute_share", statistics.fmean(shares))
-        note(figures, name, "compute_share", demo_share(place, rounds))
+        if {"merge", "download"} & set(words.only):
+            with place.team("benchmarks.merge.ours", numel=words.numel, recipe="averaging", codec="fp16") as team:
+                # The download is of what a merge came to.
+                note(figures, name, "merge_line_share", merge_share(place, team, words.numel, words.turns))
+                if "download" in words.only:
+                    note(figures, name, "download_line_share", download_share(place, team, words.numel, words.turns))
+        if "hivemind" in words.only:
+            note(figures, name, "hivemind_line_share", hivemind_share(place, words.numel, words.turns))
+        if "gloo" in words.only:
+            note(figures, name, "gloo_compute_share", gloo_share(place))
+        if "compute" in words.only:
+            note(figures, name, "compute_share", demo_share(place, words.rounds))
     return figures
+
+
+def gloo_share(place: Place) -> float:
+    options = {"manifest": DEMO, "steps": PARALLEL_STEPS, "device": "eth0", "port": GLOO_PORT}
+    with place.team("benchmarks.merge.parallel", **options) as team:
+        return statistics.fmean(answer["compute_share"] for answer in team.order(RUN_SECONDS, go=True))
 
 
 def note(figures: Figures, setting: str, name: str, value: float) -> None:
@@ -175,14 +187,16 @@ def lossy_mbit(numel: int) -> float:
 
 def reached(figures: Mapping[str, Figures]) -> list[bool]:
     shares = ("merge_line_share", "download_line_share")
-    return [figures[name][share] >= TARGETS[name] for name in figures for share in shares]
+    return [figures[name][share] >= TARGETS[name] for name in figures for share in shares if share in figures[name]]
 
 
-def table(figures: Mapping[str, Figures], lossy: float) -> str:
+def table(figures: Mapping[str, Figures], lossy: float | None) -> str:
     rows = ["| | " + " | ".join(f"{name} Mbit/s" for name in figures) + " |", "|---" * (len(figures) + 1) + "|"]
     for share in next(iter(figures.values()), {}):
         rows.append(f"| {share.replace('_', ' ')} | " + " | ".join(f"{f[share]:.2f}" for f in figures.values()) + " |")
-    return "\n".join([*rows, "", f"with 50 ms and 0.5 % loss: {lossy:.0f} of 100 Mbit/s"])
+    if lossy is not None:
+        rows += ["", f"with 50 ms and 0.5 % loss: {lossy:.0f} of 100 Mbit/s"]
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":
