@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from node.daemon.replica import OuterState, Share, Workshop, blobs_of
 from optim.program import Program
 from protocol.blobs.blob import Blob, Bytes
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, MissingFileError
 from protocol.rounds.statements import Commit, Contribution, Digest
 
 KEPT_ROUNDS = 6
@@ -37,7 +37,11 @@ class MemoryStore:
         return self.put(*data)
 
     def read(self, digest: Digest) -> bytes:
-        return self._blobs[digest]
+        """MissingFileError where it is forgotten."""
+        try:
+            return self._blobs[digest]
+        except KeyError as error:
+            raise MissingFileError(f"blob {digest.hex()} is not kept any more") from error
 
     def forget_before(self, number: int) -> None:
         """Drop what was put before that round."""
@@ -67,7 +71,7 @@ class Vault:
         """Of a message; none at all where it is forgotten."""
         try:
             return [self.read(blob) for blob in parts]
-        except KeyError:
+        except MissingFileError:
             return []
 
     def is_well_formed(self, blob: Blob, round_number: int, part: int) -> bool:
@@ -76,7 +80,7 @@ class Vault:
             try:
                 self._workshop.check(blob, round_number, part)
                 self._checked[key] = True
-            except MalformedError:
+            except (MalformedError, MissingFileError):  # or it has travelled for longer than anybody wants it
                 self._checked[key] = False
         return self._checked[key]
 

@@ -1,10 +1,13 @@
 """The virtual clock, the links and the directory."""
 
+import random
+from functools import partial
+
 import pytest
 
 from node.simulation.clock import VirtualClock
 from node.simulation.directory import Directory
-from node.simulation.links import Links
+from node.simulation.links import End, Links
 from protocol.rounds.chain import Head
 
 
@@ -46,17 +49,60 @@ def test_a_blob_takes_the_narrower_link_and_the_latency() -> None:
     assert links.blob_bytes == [100, 0]
 
 
-def test_an_uplink_sends_one_after_the_other() -> None:
-    times, links = arrivals((100.0, 100.0, 100.0), (0, 1, 100), (0, 2, 100))
-    assert times == pytest.approx([1.1, 2.1])
-    assert links.backlog(0) == pytest.approx(2.0)
+def test_an_uplink_is_shared_equally_by_what_it_sends() -> None:
+    times, links = arrivals((100.0,) * 4, (0, 1, 100), (0, 2, 100), (0, 3, 50))
+    assert times == pytest.approx([1.6, 2.6, 2.6])
+    assert links.backlog(0) == pytest.approx(0.0)
 
 
-def test_a_downlink_takes_one_after_the_other() -> None:
-    times, _ = arrivals((100.0, 100.0, 100.0), (0, 2, 100), (1, 2, 100))
-    assert times == pytest.approx([1.1, 2.1])
+def test_a_downlink_is_shared_equally_by_what_it_takes() -> None:
+    times, _ = arrivals((100.0,) * 3, (0, 2, 100), (1, 2, 50))
+    assert times == pytest.approx([1.1, 1.6])
     independent, _ = arrivals((100.0,) * 4, (0, 2, 100), (1, 3, 100))
     assert independent == pytest.approx([1.1, 1.1])
+
+
+def test_a_thin_sender_holds_up_only_its_own() -> None:
+    """Taken one after the other, they would come after 10.1, 11.1 and 12.1 s."""
+    times, _ = arrivals((10.0, 100.0, 100.0, 100.0), (0, 3, 100), (1, 3, 100), (2, 3, 100))
+    assert times == pytest.approx([3.1, 3.1, 10.1])
+
+
+def test_what_begins_later_takes_its_share_from_then_on() -> None:
+    clock, times = VirtualClock(), dict[str, float]()
+    links = Links(clock, (100.0,) * 3, latency=0.0)
+
+    def send(word: str, receiver: int, size: int) -> None:
+        links.carry(0, receiver, size, lambda: times.update({word: clock.now}))
+
+    send("long", 1, 300)
+    clock.after(1.0, lambda: send("short", 2, 50))
+    clock.after(1.5, lambda: times.update(backlog=links.backlog(0)))
+    clock.run(lambda: False)
+    assert times == pytest.approx({"short": 2.0, "backlog": 2.0, "long": 3.5})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shares_are_those_of_a_simulation_in_small_steps(seed: int) -> None:
+    """One end alone, against an integration that knows nothing of heaps; late starts and rounding included."""
+    chance = random.Random(seed)
+    begun = sorted(1e4 + 3 * chance.random() for _ in range(20))
+    sizes = [chance.randrange(1, 1_000_000) for _ in begun]
+    clock, found = VirtualClock(), dict[int, float]()
+    end = End(clock, 1e7)
+    for number, (time, size) in enumerate(zip(begun, sizes, strict=True)):
+        clock.after(time, partial(end.begin, size, partial(lambda done: found.update({done: clock.now}), number)))
+    clock.run(lambda: False)
+    left, step, now, expected = dict(enumerate(map(float, sizes))), 1e-4, begun[0], dict[int, float]()
+    while left:
+        active = [number for number in left if begun[number] <= now]
+        now += step
+        for number in active:
+            left[number] -= 1e7 * step / len(active)
+        for number in [number for number in active if left[number] <= 0]:
+            del left[number]
+            expected[number] = now
+    assert found == pytest.approx(expected, abs=5e-3)
 
 
 def test_statements_pass_beside_blobs_and_are_counted() -> None:

@@ -20,6 +20,7 @@ from optim.layout import Layout
 from optim.program import Program
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
+from protocol.errors import MissingFileError
 from protocol.identity import Identity
 from protocol.records import sign
 from protocol.rounds.events import Action, Event
@@ -126,8 +127,9 @@ def test_the_vault_keeps_the_last_rounds_only() -> None:
     assert stock.read(old) == b"old"
     stock.enter(KEPT_ROUNDS + 1)
     assert stock.read(recent) == b"recent"
-    with pytest.raises(KeyError):
+    with pytest.raises(MissingFileError, match="not kept any more"):
         stock.read(old)
+    assert stock.payloads([recent, old]) == [] and not stock.is_well_formed(old, KEPT_ROUNDS + 1, 0)
 
 
 def message(number: int) -> Message:
