@@ -23,6 +23,7 @@ check: .venv/installed-for-tests
 	$(BIN)/mypy
 
 modules: .venv/installed-for-tests
+	$(BIN)/python -m optim.rehearsal  # once, and not in each of the tests' processes
 	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab and not seeds"
 
 processes: .venv/installed-for-tests

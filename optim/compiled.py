@@ -1,11 +1,13 @@
 """Loops over values as machine code: one pass through memory where operations on whole arrays take several.
 
-A compiled function is plain Python over numpy arrays and numbers. It is compiled at its first call, by numba, kept on
-disk for the processes after, and lets go of the interpreter while it runs, so that threads.py can spread it. It rounds
-where the source says so, at every operation, and never multiplies and adds in one step: the same bits on every machine.
+A compiled function is plain Python over numpy arrays and numbers. It is compiled at its first call with arguments of
+some types, by numba, kept on disk for the processes after (machine_code.py), and lets go of the interpreter while it
+runs, so that threads.py can spread it. It rounds where the source says so, at every operation, and never multiplies and
+adds in one step: the same bits on every machine.
 """
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
@@ -14,15 +16,22 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from optim.machine_code import Kept, choose_processor
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 MAGNITUDE = np.uint32(0x7FFF_FFFF)  # of an fp32's bits, all but the sign; sorted, they are as the numbers are
+LOOPS: list[Any] = []  # all compiled functions of the modules that are loaded
+
+choose_processor()
 
 
 def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """The same function, faster. Division by zero gives what IEEE 754 says; indices are not checked."""
-    decorate: Any = numba.njit(nogil=True, cache=True, error_model="numpy")
-    return cast(Callable[Parameters, Result], decorate(function))
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher._cache = Kept(cast(FunctionType, function))  # numba's own forgets what a loop calls in other files
+    LOOPS.append(dispatcher)
+    return cast(Callable[Parameters, Result], dispatcher)
 
 
 def _reinterpreted(source: Any, target: Any, word: ir.Type) -> Any:

@@ -64,7 +64,7 @@ class BlockCodec(Codec):
 
         each(encode, layout.parts(self.stretch))
         if subtract:
-            BlockVector(values.size, self, layout, packed, _widened(halves)).subtract_from(values)
+            self.read(draft.payload, values.size).subtract_from(values)
         return draft.payload
 
     def read(self, payload: Payload, numel: int) -> "BlockVector":

@@ -69,12 +69,13 @@ class BrainFloat(Codec):
         halves: Halves = draft.add("u2", values.size)
         each(lambda part: _check(_to_brain_floats(values[part], halves[part]), LIMIT_BITS - 1), slabs(values.size))
         if subtract:
-            _brain_floats(halves.view(np.uint8)).subtract_from(values)
+            self.read(draft.payload, values.size).subtract_from(values)
         return draft.payload
 
     def read(self, payload: Payload, numel: int) -> Vector:
         reader = self.open(payload, numel)
-        vector = _brain_floats(reader.take("u1", 2 * numel))
+        codes = reader.take("u1", 2 * numel)
+        vector = _Sent(numel, codes, 2, np.float32(1), _write_brain_floats, _add_brain_floats)
         reader.end()
         vector.check(_largest_of_halves, BRAIN_LIMIT)
         return vector
@@ -97,13 +98,13 @@ class HalfPrecision(Codec):
         halves: Halves = draft.add("u2", values.size)
         each(lambda part: _to_halves(values[part], power(-exponent), halves[part]), slabs(values.size))
         if subtract:
-            _halves(halves.view(np.uint8), exponent).subtract_from(values)
+            self.read(draft.payload, values.size).subtract_from(values)
         return draft.payload
 
     def read(self, payload: Payload, numel: int) -> Vector:
         reader = self.open(payload, numel)
         exponent = read_exponent(reader)
-        vector = _halves(reader.take("u1", 2 * numel), exponent)
+        vector = _Sent(numel, reader.take("u1", 2 * numel), 2, power(exponent), _write_halves, _add_halves)
         reader.end()
         vector.check(_largest_of_halves, int(HALF_LIMIT))
         return vector
@@ -135,14 +136,6 @@ class _Sent(Vector):
 
     def _of(self, part: slice) -> Bytes:
         return self.codes[self.width * part.start : self.width * part.stop]
-
-
-def _brain_floats(codes: Bytes) -> _Sent:
-    return _Sent(codes.size // 2, codes, 2, np.float32(1), _write_brain_floats, _add_brain_floats)
-
-
-def _halves(codes: Bytes, exponent: int) -> _Sent:
-    return _Sent(codes.size // 2, codes, 2, power(exponent), _write_halves, _add_halves)
 
 
 def largest_magnitude(values: Floats) -> float:

@@ -1,9 +1,20 @@
 """Machine code that rounds as its source says."""
 
+import platform
+from typing import Any
+
+import numba
 import numpy as np
 import numpy.typing as npt
+import pytest
+import torch
 
-from optim.compiled import compiled
+from optim.codecs import blocks, dense, integers
+from optim.codecs.codec import Codec
+from optim.codecs.dense import HalfPrecision
+from optim.codecs.integers import BlockInt8
+from optim.compiled import bits_of, compiled, float_of
+from optim.machine_code import processor
 
 Floats = npt.NDArray[np.float32]
 
@@ -23,3 +34,41 @@ def test_a_product_is_rounded_before_it_is_added() -> None:
     add_product(total, values, factor)
     assert np.array_equal(total, expected)
     assert not np.array_equal(total, in_one_step)  # the control: a fused step would have been seen
+
+
+FUSED = "vfmadd" if platform.machine() == "x86_64" else "fmadd"
+
+
+def assembly(loop: Any, **options: Any) -> str:
+    """Of the last signature that it was called with, compiled here and now."""
+    fresh = numba.njit(nogil=True, error_model="numpy", **options)(loop.py_func)
+    fresh.compile(loop.signatures[-1])
+    return "".join(fresh.inspect_asm().values())
+
+
+@pytest.mark.skipif(processor() == "x86-64-v2", reason="a processor without fused steps")
+@pytest.mark.parametrize(
+    ("codec", "loop"),
+    [
+        (BlockInt8(), blocks._add_products),
+        (BlockInt8(rounding="stochastic"), integers._drawn),
+        (HalfPrecision(), dense._add_halves),
+    ],
+    ids=str,
+)
+def test_codecs_hold_no_fused_step(codec: Codec, loop: Any) -> None:
+    codec.read(codec.encode(torch.ones(100)), 100).add_to(np.zeros(100, np.float32), 0.3)
+    assert FUSED not in assembly(loop)
+    assert FUSED in assembly(loop, fastmath={"contract"})  # the control: there is one to be had
+
+
+@compiled
+def there_and_back(values: Floats) -> None:
+    for i in range(values.size):
+        values[i] = float_of(np.uint32(bits_of(values[i]) ^ np.uint32(1 << 31)))
+
+
+def test_bits_of_numbers_are_had_and_made() -> None:
+    values = np.array([0.0, 1.5, -(2.0**-149), np.inf], np.float32)
+    there_and_back(values)
+    assert values.tobytes() == np.array([-0.0, -1.5, 2.0**-149, -np.inf], np.float32).tobytes()

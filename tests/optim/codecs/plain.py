@@ -1,0 +1,125 @@
+"""The dense codecs once more, in operations on whole arrays: slow, plain, what the compiled loops must agree with."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from optim.codecs.blocks import LOWEST, BlockCodec
+from optim.codecs.integers import BlockInt4, BlockInt8
+from optim.codecs.noise import words
+from optim.codecs.powers import PowersOfTwo
+from optim.codecs.scales import LOWEST as LOWEST_EXPONENT
+from optim.codecs.signs import BlockSign
+from optim.vectors import Floats
+
+Codes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    payload: bytes
+    multiples: Floats  # of each value
+    scales: Floats  # of each value
+
+    def decoded(self, weight: float = 1.0) -> Floats:
+        return self.multiples * (self.scales * np.float32(weight))
+
+
+def half_precision(values: Floats) -> Encoded:
+    largest = np.abs(values).max()
+    exponent = max(LOWEST_EXPONENT, int(np.frexp(largest)[1]) - 15) if largest else 0
+    halves = (values * np.float32(2.0**-exponent)).astype("<f2")
+    head = bytes((2, 1)) + np.int8(exponent).tobytes()
+    return Encoded(head + halves.tobytes(), halves.astype(np.float32), np.full_like(values, 2.0**exponent))
+
+
+def brain_float(values: Floats) -> Encoded:
+    """Of the two neighbours the nearer, of two equally near that with an even last bit."""
+    bits = values.view(np.uint32)
+    below = bits >> 16
+    rest = bits & 0xFFFF
+    halves = below + ((rest > 0x8000) | ((rest == 0x8000) & (below % 2 == 1)))
+    widened = (halves << 16).astype(np.uint32).view(np.float32)
+    return Encoded(bytes((5, 1)) + halves.astype("<u2").tobytes(), widened, np.ones_like(values))
+
+
+def blockwise(codec: BlockCodec, values: Floats) -> Encoded:
+    blocks = -(-values.size // codec.block)
+    rows = np.pad(values, (0, blocks * codec.block - values.size)).reshape(blocks, codec.block)
+    sizes = np.full(blocks, codec.block, np.float32)
+    sizes[-1] -= rows.size - values.size
+    halves = (_scales(codec, rows.copy(), sizes).view(np.uint32) + np.uint32(codec.round_up) >> 16).astype("<u2")
+    halves[_widened(halves) < LOWEST] = 0
+    scales = _widened(halves)
+    inverses = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
+    quotients = (rows * inverses[:, None]).reshape(-1)[: values.size]
+    if isinstance(codec, BlockSign):
+        codes = (values < 0).astype(np.int64)
+        multiples = 1 - 2 * codes
+    elif isinstance(codec, PowersOfTwo):
+        codes, multiples = _powers(codec, quotients, scales)
+    else:
+        assert isinstance(codec, (BlockInt8, BlockInt4))
+        codes = multiples = _integers(codec, quotients, scales)
+    payload = bytes((codec.number, codec.version)) + halves.tobytes() + _packed(codec, codes)
+    return Encoded(payload, multiples.astype(np.float32), np.repeat(scales, codec.block)[: values.size])
+
+
+def _widened(halves: npt.NDArray[np.uint16]) -> Floats:
+    return (halves.astype(np.uint32) << 16).view(np.float32)
+
+
+def _scales(codec: BlockCodec, rows: Floats, sizes: Floats) -> Floats:
+    if not isinstance(codec, BlockSign):
+        top = {BlockInt8: 127, BlockInt4: 7, PowersOfTwo: 64}[type(codec)]
+        largest: Floats = np.abs(rows).max(1) / np.float32(top)
+        return largest
+    sums = np.abs(rows.T)
+    while len(sums) > 1:
+        half = -(-len(sums) // 2)
+        sums[: len(sums) - half] += sums[half:]
+        sums = sums[:half]
+    means: Floats = sums[0] / sizes
+    return means
+
+
+def _integers(codec: BlockInt8 | BlockInt4, quotients: Floats, scales: Floats) -> Codes:
+    if codec.rounding == "nearest":
+        return np.rint(quotients).astype(np.int64)
+    fractions = (_noise(codec, scales, quotients.size) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+    return np.clip(np.floor(quotients + fractions), -codec.levels, codec.levels).astype(np.int64)
+
+
+def _powers(codec: PowersOfTwo, quotients: Floats, scales: Floats) -> tuple[Codes, Codes]:
+    magnitudes = np.abs(quotients)
+    if codec.rounding == "nearest":
+        levels = np.searchsorted([0.5, 1.5, 3, 6, 12, 24, 48], magnitudes, side="right")
+    else:
+        carry = (_noise(codec, scales, quotients.size) >> np.uint32(9)).astype(np.int64)
+        octaves = (magnitudes.view(np.int32) + carry >> 23) - 126
+        lowest = (np.minimum(magnitudes, 1) * 2.0**23).astype(np.int64) + carry >> 23
+        levels = np.minimum(np.maximum(octaves, lowest), 7)
+    negative = np.signbit(quotients) & (levels > 0)
+    multiples = (1 << levels) >> 1
+    return levels | negative << 3, np.where(negative, -multiples, multiples)
+
+
+def _noise(codec: BlockCodec, scales: Floats, numel: int) -> npt.NDArray[np.uint32]:
+    """Of a vector short enough to be one part, of which four bits make two."""
+    first = -(-scales.size // 2) if codec.bits == 4 else scales.size
+    count = min(numel, first * codec.block)
+    drawn = [words(scales[:first], 0, count, None)]
+    return np.concatenate([*drawn, words(scales[first:], first, numel - count, None)] if numel > count else drawn)
+
+
+def _packed(codec: BlockCodec, codes: Codes) -> bytes:
+    if codec.bits == 8:
+        return codes.astype(np.int8).tobytes()
+    if codec.bits == 1:
+        return np.packbits(codes.astype(np.uint8), bitorder="little").tobytes()
+    blocks = -(-codes.size // codec.block)
+    half = -(-blocks // 2) * codec.block
+    low, high = codes[:half] & 15, codes[half:] & 15
+    low[: high.size] |= high << 4
+    return low.astype(np.uint8).tobytes()
