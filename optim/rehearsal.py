@@ -1,9 +1,8 @@
 """What a round does with many values, done once with few: loops are compiled before a round waits for them.
 
-    python -m optim.rehearsal
+    python -m optim.rehearsal [everywhere]
 
-compiles all loops of all recipes and codecs, on x86-64 for every usual level of processors, so that an image or an
-installation has them from the start.
+compiles all loops of all recipes and codecs for this machine or, for an image, for every usual level of processors.
 """
 
 import dataclasses
@@ -31,6 +30,7 @@ from optim.rows import RECIPES
 MATRIX: Final = (40, 130)  # more than a block, and not a whole number of them
 WEIGHTS: Final = (1.0, 0.5)
 LEVELS: Final = ("x86-64-v3", "x86-64-v4")
+EVERYWHERE, AS_TOLD = "everywhere", "as-told"  # for all levels; what the standard input lists
 
 
 def rehearse(method: Method) -> None:
@@ -75,7 +75,7 @@ def _choices(kind: type[Codec]) -> Iterator[dict[str, str]]:
 def _compile_for(level: str, signatures: bytes) -> None:
     """In a process of its own, which runs none of it: this processor may not be of that level."""
     environment = os.environ | {"NUMBA_CPU_NAME": level, "NUMBA_CPU_FEATURES": ""}
-    subprocess.run([sys.executable, "-m", __spec__.name, level], input=signatures, env=environment, check=True)
+    subprocess.run([sys.executable, "-m", __spec__.name, AS_TOLD], input=signatures, env=environment, check=True)
 
 
 def _signatures() -> bytes:
@@ -85,14 +85,14 @@ def _signatures() -> bytes:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments:
+    if arguments == [AS_TOLD]:
         for module, name, signatures in pickle.load(sys.stdin.buffer):
             for signature in signatures:
                 getattr(importlib.import_module(module), name).compile(signature)
         return
     for method in _methods():
         rehearse(method)
-    for level in LEVELS:
+    for level in LEVELS if arguments == [EVERYWHERE] else ():
         if processor().startswith("x86-64") and level != processor():
             _compile_for(level, _signatures())
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
 from importlib.metadata import version
@@ -38,6 +39,7 @@ from node.program import decay_of, pacing_of, program_of, round_settings
 from node.status import NodeStatus
 from optim.method import Method
 from optim.program import Program
+from optim.rehearsal import rehearse
 from protocol.blobs.fetch import Fetcher
 from protocol.blobs.service import BlobService, CallerLimits
 from protocol.blobs.store import HELD_BYTES, BlobStore
@@ -65,6 +67,7 @@ from protocol.rounds.statements import Terms
 logger = logging.getLogger(__name__)
 
 VALIDATION_TOKENS = 16_384
+COMPILED_SECONDS = 5.0  # a start that takes no longer found its loops compiled
 STORE_STATES = 16  # how many states' worth of blobs may lie in the store
 STORE_EXTRA_BYTES = 1 << 30
 MAX_TOKENS = 1 << 40  # of one contribution
@@ -84,8 +87,12 @@ class Assembly:
         async def work(function: Callable[..., Any], *arguments: Any) -> Any:
             return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
-        identity = Identity.load_or_create(folder.key)
-        return cls(settings, folder, identity, program_of(settings.manifest), rng, work)
+        identity, program = Identity.load_or_create(folder.key), program_of(settings.manifest)
+        began = time.monotonic()
+        await work(rehearse, program.method)
+        if time.monotonic() - began > COMPILED_SECONDS:
+            logger.info("compiled what rounds compute with, once for this machine")
+        return cls(settings, folder, identity, program, rng, work)
 
     def __init__(
         self, settings: NodeSettings, folder: RunFolder, identity: Identity, program: Program, rng: random.Random,
