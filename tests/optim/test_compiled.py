@@ -54,7 +54,7 @@ def assembly(loop: Any, **options: Any) -> str:
         (BlockInt8(rounding="stochastic"), integers._drawn),
         (HalfPrecision(), dense._add_halves),
     ],
-    ids=str,
+    ids=["a sum", "noise", "half precision"],
 )
 def test_codecs_hold_no_fused_step(codec: Codec, loop: Any) -> None:
     codec.read(codec.encode(torch.ones(100)), 100).add_to(np.zeros(100, np.float32), 0.3)
