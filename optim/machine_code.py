@@ -26,9 +26,9 @@ from typing import Any, Final
 import llvmlite
 import llvmlite.binding
 import numba
+from numba.core import serialize
 from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
-from numba.core.serialize import dumps
 
 log = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parent
@@ -78,7 +78,7 @@ class Kept(NullCache):  # type: ignore[misc]
         for place in places(self._source):
             content = _read(place / name)
             if content is not None:
-                return CompileResult._rebuild(target, *pickle.loads(content))
+                return CompileResult._rebuild(target, *loads(content))
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
@@ -107,6 +107,16 @@ class Kept(NullCache):  # type: ignore[misc]
         for path in place.glob(f"{self._name}.{processor}.*.loop"):
             if not path.name.startswith(version):
                 path.unlink(missing_ok=True)
+
+
+def dumps(content: Any) -> bytes:
+    """For this machine's own disk and processes, as numba writes it: never read what a peer has sent."""
+    written: bytes = serialize.dumps(content)
+    return written
+
+
+def loads(written: bytes) -> Any:
+    return pickle.loads(written)
 
 
 def _types(signature: Any) -> str:

@@ -8,7 +8,6 @@ compiles all loops of all recipes and codecs for this machine or, for an image, 
 import dataclasses
 import importlib
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from optim.codecs.codec import Codec
 from optim.compiled import LOOPS
 from optim.exchange import Merger, Sender
 from optim.layout import Layout
-from optim.machine_code import processor
+from optim.machine_code import dumps, loads, processor
 from optim.method import MEMORY, Method
 from optim.program import Program
 from optim.recipes import CODECS, compose
@@ -81,12 +80,12 @@ def _compile_for(level: str, signatures: bytes) -> None:
 def _signatures() -> bytes:
     found: list[tuple[str, str, list[Any]]] = []
     found += ((loop.__module__, loop.__name__, list(loop.signatures)) for loop in LOOPS)
-    return pickle.dumps(found)
+    return dumps(found)
 
 
 def main(arguments: list[str]) -> None:
     if arguments == [AS_TOLD]:
-        for module, name, signatures in pickle.load(sys.stdin.buffer):
+        for module, name, signatures in loads(sys.stdin.buffer.read()):
             for signature in signatures:
                 getattr(importlib.import_module(module), name).compile(signature)
         return

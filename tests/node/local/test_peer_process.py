@@ -92,7 +92,7 @@ def test_its_own_group_keeps_a_terminals_interrupt_away(make: Make) -> None:
 
 def test_output_is_appended_to_the_log_and_its_end_are_the_last_words(make: Make) -> None:
     for _ in range(2):
-        peer = make(*python("import sys; print('out'); print('oh no', file=sys.stderr)"))
+        peer = make(*python("import sys; print('out', flush=True); print('oh no', file=sys.stderr)"))
         peer.start(())
         ended(peer)
     assert peer.log.read_text().count("oh no") == 2
