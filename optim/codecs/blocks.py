@@ -14,7 +14,7 @@ belong to no value are zero.
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass as plain_dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Draft, Payload
 from optim.codecs.dense import LIMIT
+from optim.codecs.noise import Words, words
 from optim.codecs.packing import Bytes, Packing, packing
 from optim.compiled import MAGNITUDE, compiled
 from optim.errors import CodecError
@@ -116,6 +117,33 @@ class BlockCodec(Codec):
     def stretch(self) -> int:
         """Whole blocks whose temporaries stay in the cache, in values."""
         return max(1, SLAB // self.block) * self.block
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PeakBlockCodec(BlockCodec):
+    """The scale is the largest magnitude over `levels`, and rounding may be drawn."""
+
+    levels: ClassVar[int]
+
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def measure(self, values: Floats, scales: Floats) -> None:
+        largest_of_blocks(values, self.block, scales)
+        scales /= np.float32(self.levels)
+
+    def quantize(self, values: Floats, scales: Floats, place: int, codes: Integers) -> None:
+        if self.rounding == "nearest":
+            self.nearest(values, inverses(scales), codes)
+        else:
+            self.drawn(values, inverses(scales), words(scales, place, values.size, self.binding), codes)
+
+    @abstractmethod
+    def nearest(self, values: Floats, inverses: Floats, codes: Integers) -> None:
+        """Codes of values times the inverses of their blocks' scales."""
+
+    @abstractmethod
+    def drawn(self, values: Floats, inverses: Floats, noise: Words, codes: Integers) -> None:
+        """The same by chance, so that the mean is right; a word of noise a value."""
 
 
 @plain_dataclass(frozen=True)

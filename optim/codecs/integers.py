@@ -7,34 +7,25 @@ With blocks of 256 these are 8.06 and 4.06 bits a parameter, and on normally dis
 2302.02390, there with blocks of 1024): q = floor(x / scale + u), u in [0, 1). The error is then sqrt(2) times as large.
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import BlockCodec, Integers, inverses, largest_of_blocks
-from optim.codecs.noise import FRACTION, Words, words
+from optim.codecs.blocks import Integers, PeakBlockCodec
+from optim.codecs.noise import FRACTION, Words
 from optim.compiled import compiled
 from optim.parts import STRICT
 from optim.vectors import Floats
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class _BlockIntegers(BlockCodec):
-    levels: ClassVar[int]
+class _BlockIntegers(PeakBlockCodec):
+    def nearest(self, values: Floats, inverses: Floats, codes: Integers) -> None:
+        _nearest(values, inverses, self.block, codes)
 
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-
-    def measure(self, values: Floats, scales: Floats) -> None:
-        largest_of_blocks(values, self.block, scales)
-        scales /= np.float32(self.levels)
-
-    def quantize(self, values: Floats, scales: Floats, place: int, codes: Integers) -> None:
-        if self.rounding == "nearest":
-            _nearest(values, inverses(scales), self.block, codes)
-        else:
-            noise = words(scales, place, values.size, self.binding)
-            _drawn(values, inverses(scales), noise, self.block, self.levels, codes)
+    def drawn(self, values: Floats, inverses: Floats, noise: Words, codes: Integers) -> None:
+        _drawn(values, inverses, noise, self.block, self.levels, codes)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -7,8 +7,8 @@ each half is split again in the same way; each group is sent as its mean.
 import numpy as np
 import numpy.typing as npt
 
-from optim.codecs.selection import MAGNITUDE, Bits
-from optim.compiled import compiled
+from optim.codecs.selection import Bits
+from optim.compiled import MAGNITUDE, compiled
 from optim.vectors import Floats
 
 Doubles = npt.NDArray[np.float64]

@@ -8,18 +8,17 @@ feedback makes up for that. On normally distributed values the relative error is
 integers have less, but heavy tails favour the powers. The scale that is sent is the smallest level's, s / 64.
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import BlockCodec, Integers, inverses, largest_of_blocks
-from optim.codecs.noise import Words, words
+from optim.codecs.blocks import Integers, PeakBlockCodec
+from optim.codecs.noise import Words
 from optim.compiled import MAGNITUDE, bits_of, compiled
 from optim.parts import STRICT
 from optim.vectors import Floats
 
-TOP = 64  # the largest level, in units of the smallest
 CODES = 7
 MANTISSA_BITS = 23
 ONE = 127  # the exponent field of 1.0
@@ -33,23 +32,18 @@ UNITS = np.float32(2.0**MANTISSA_BITS)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PowersOfTwo(BlockCodec):
+class PowersOfTwo(PeakBlockCodec):
     kind: ClassVar[str] = "e3m0"
     number: ClassVar[int] = 7
     version: ClassVar[int] = 2
     bits: ClassVar[int] = 4
+    levels: ClassVar[int] = 64  # the largest level, in units of the smallest
 
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    def nearest(self, values: Floats, inverses: Floats, codes: Integers) -> None:
+        _nearest(values, inverses, self.block, codes)
 
-    def measure(self, values: Floats, scales: Floats) -> None:
-        largest_of_blocks(values, self.block, scales)
-        scales /= np.float32(TOP)
-
-    def quantize(self, values: Floats, scales: Floats, place: int, codes: Integers) -> None:
-        if self.rounding == "nearest":
-            _nearest(values, inverses(scales), self.block, codes)
-        else:
-            _drawn(values, inverses(scales), words(scales, place, values.size, self.binding), self.block, codes)
+    def drawn(self, values: Floats, inverses: Floats, noise: Words, codes: Integers) -> None:
+        _drawn(values, inverses, noise, self.block, codes)
 
     def multiples(self, codes: Integers) -> None:
         _multiples(codes)

@@ -8,11 +8,10 @@ the same everywhere. Magnitudes are compared as integers, which sort as the numb
 import numpy as np
 import numpy.typing as npt
 
-from optim.compiled import compiled
+from optim.compiled import MAGNITUDE, compiled
 
 Bits = npt.NDArray[np.uint32]  # of fp32, or of its magnitude
 
-MAGNITUDE = np.uint32(0x7FFFFFFF)
 INFINITY = np.uint32(0x7F800000)
 GROUPS_PER_KEPT = 4
 LANES = 32  # what is not a multiple of so many is compared one by one

@@ -72,8 +72,8 @@ def _widened(halves: npt.NDArray[np.uint16]) -> Floats:
 
 def _scales(codec: BlockCodec, rows: Floats, sizes: Floats) -> Floats:
     if not isinstance(codec, BlockSign):
-        top = {BlockInt8: 127, BlockInt4: 7, PowersOfTwo: 64}[type(codec)]
-        largest: Floats = np.abs(rows).max(1) / np.float32(top)
+        tops: dict[type[BlockCodec], int] = {BlockInt8: 127, BlockInt4: 7, PowersOfTwo: 64}
+        largest: Floats = np.abs(rows).max(1) / np.float32(tops[type(codec)])
         return largest
     sums = np.abs(rows.T)
     while len(sums) > 1:
