@@ -1,44 +1,47 @@
 """Where machine code of compiled loops is kept, so that one process on a machine compiles for all that come after.
 
 A loop's code is a file of its own, named after all it follows from: the loop, the kind of processor, the versions of
-the compilers and every source file of this package, since a loop contains those it calls, and the types it is called
-with. It is looked for in the directory that NUMBA_CACHE_DIR names, beside the source, where an image has it, and in the
-user's own cache, and written to the first of these that can be written. Files appear whole, whoever else writes the
-same, and are read only where their digest is right. Where none can be written each process compiles for itself.
+the compilers and every source file of this package, since a loop contains those it calls, and the kinds of arguments it
+is called with. It is looked for in the directory that NUMBA_CACHE_DIR names, beside the source, where an image has it,
+and in the user's own cache, and written to the first of these that can be written. Files appear whole, whoever else
+writes the same, and are read only where their digest is right. Where none can be written each process compiles for
+itself.
 
-Processors are told apart by the levels of the x86-64 ABI alone: code is then the same for whole fleets of machines, and
-can be made elsewhere.
+A file is object code as a compiler of C would write it, linked into this process by LLVM. Processors are told apart by
+the levels of the x86-64 ABI alone: code is then the same for whole fleets of machines, and can be made elsewhere.
 """
 
+import ctypes
 import hashlib
 import logging
 import os
-import pickle
 import secrets
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Final
 
-import llvmlite
-import llvmlite.binding
-import numba
-from numba.core import serialize
-from numba.core.caching import NullCache
-from numba.core.compiler import CompileResult
+from llvmlite import binding as llvm
 
 log = logging.getLogger(__name__)
+Kind = tuple[str, int]  # a numpy type, and how many dimensions; 0: a number
 PACKAGE = Path(__file__).parent
 DIGEST = 32  # bytes
+ENTRY: Final = "loop"  # what a file's function is called
+NUMBERS: Final = {"bool": ctypes.c_bool, "float32": ctypes.c_float, "float64": ctypes.c_double} | {
+    f"{sign}int{bits}": getattr(ctypes, f"c_{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
 # What a level has beside those of the levels below it.
 LEVELS: Final = {
     "x86-64-v2": {"cx16", "popcnt", "sahf", "sse3", "ssse3", "sse4.1", "sse4.2"},
     "x86-64-v3": {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"},
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
 }
+_linked: list[llvm.ExecutionEngine] = []  # code lives as long as its engine
 
 
 def highest_level(features: set[str]) -> str | None:
@@ -51,82 +54,90 @@ def highest_level(features: set[str]) -> str | None:
     return found
 
 
-def choose_processor() -> None:
-    """Compile for this processor's level, unless the environment names another or it has none."""
-    if numba.config.CPU_NAME is None and sysconfig.get_platform().endswith("x86_64"):
-        features = llvmlite.binding.get_host_cpu_features()
-        level = highest_level({name for name, present in features.items() if present})
-        if level:
-            numba.config.CPU_NAME, numba.config.CPU_FEATURES = level, ""
-
-
+@cache
 def processor() -> str:
-    """For which code is compiled."""
-    return str(numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name())
+    """For which code is compiled: this one's level, unless the environment names another or it has none."""
+    named = os.environ.get("NUMBA_CPU_NAME")
+    if named or not sysconfig.get_platform().endswith("x86_64"):
+        return named or str(llvm.get_host_cpu_name())
+    features = llvm.get_host_cpu_features()
+    return highest_level({name for name, present in features.items() if present}) or str(llvm.get_host_cpu_name())
 
 
-class Kept(NullCache):  # type: ignore[misc]
-    """What numba asks for machine code of one function, and gives what it has compiled."""
-
-    def __init__(self, function: FunctionType) -> None:
-        self._source = Path(function.__code__.co_filename)
-        self._name = f"{self._source.stem}-{function.__qualname__.replace('<locals>.', '')}"
-
-    def load_overload(self, signature: Any, target: Any) -> Any:
-        target.refresh()
-        name = self._version(target.codegen()) + _types(signature)
-        for place in places(self._source):
-            content = _read(place / name)
-            if content is not None:
-                return CompileResult._rebuild(target, *loads(content))
-        return None
-
-    def save_overload(self, signature: Any, result: Any) -> None:
-        if result.library.has_dynamic_globals:
-            raise TypeError(f"{self._name} refers to memory of this process")
-        version, content = self._version(result.codegen), dumps(result._reduce())
-        for place in places(self._source):
-            try:
-                place.mkdir(parents=True, exist_ok=True)
-                _write(place / (version + _types(signature)), content)
-                self._remove_others(place, version)
-            except OSError as error:
-                _warn_once(f"machine code is not kept in {place}: {error.strerror}")
-            else:
-                return
-
-    def _version(self, codegen: Any) -> str:
-        """The name of a file, but for the types."""
-        target = codegen.magic_tuple()
-        text = repr((target, sources(self._source)))
-        return f"{self._name}.{target[1]}.{hashlib.sha256(text.encode()).hexdigest()[:16]}."
-
-    def _remove_others(self, place: Path, version: str) -> None:
-        """What other versions left for such a processor."""
-        processor = version.split(".")[1]
-        for path in place.glob(f"{self._name}.{processor}.*.loop"):
-            if not path.name.startswith(version):
-                path.unlink(missing_ok=True)
+@cache
+def _target() -> llvm.Target:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple()
 
 
-def dumps(content: Any) -> bytes:
-    """For this machine's own disk and processes, as numba writes it: never read what a peer has sent."""
-    written: bytes = serialize.dumps(content)
-    return written
+def machine() -> llvm.TargetMachine:
+    """What writes code for `processor()`."""
+    return _target().create_target_machine(cpu=processor(), opt=3, jit=True)
 
 
-def loads(written: bytes) -> Any:
-    return pickle.loads(written)
+def load(code: bytes, kinds: tuple[Kind, ...]) -> Callable[..., int]:
+    """A function that takes where its result goes, where an exception would, and the arguments: of an array its address
+    and its sizes. Zero if all went well. It runs without the interpreter's lock."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _linked.append(engine)
+    words: list[Any] = [ctypes.c_void_p, ctypes.c_void_p]
+    for name, dimensions in kinds:
+        words += [ctypes.c_void_p, *[ctypes.c_int64] * dimensions] if dimensions else [NUMBERS[name]]
+    return ctypes.CFUNCTYPE(ctypes.c_int32, *words)(engine.get_function_address(ENTRY))
 
 
-def _types(signature: Any) -> str:
-    return hashlib.sha256(str(signature).encode()).hexdigest()[:16] + ".loop"
+def find(function: FunctionType, kinds: tuple[Kind, ...]) -> bytes | None:
+    """Object code that an earlier process kept."""
+    name = _version(function) + _digest(kinds)
+    kept = (_read(place / name) for place in places(_source(function)))
+    return next((code for code in kept if code is not None), None)
+
+
+def keep(function: FunctionType, kinds: tuple[Kind, ...], code: bytes) -> None:
+    """For the processes after, in place of what other versions left."""
+    version = _version(function)
+    for place in places(_source(function)):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            _write(place / (version + _digest(kinds)), code)
+            _remove_others(place, version)
+        except OSError as error:
+            _warn_once(f"machine code is not kept in {place}: {error.strerror}")
+        else:
+            return
+
+
+def _remove_others(place: Path, version: str) -> None:
+    """For this loop and such a processor."""
+    loop, processor, _ = version.split(".", 2)
+    for path in place.glob(f"{loop}.{processor}.*.loop"):
+        if not path.name.startswith(version):
+            path.unlink(missing_ok=True)
+
+
+def _source(function: FunctionType) -> Path:
+    return Path(function.__code__.co_filename)
+
+
+def _version(function: FunctionType) -> str:
+    """The name of a file, but for the kinds of arguments."""
+    source = _source(function)
+    loop = f"{source.stem}-{function.__qualname__.replace('<locals>.', '').replace('.', '-')}"
+    return f"{loop}.{processor()}.{sources(source)[:16]}."
+
+
+def _digest(kinds: tuple[Kind, ...]) -> str:
+    return hashlib.sha256(repr(kinds).encode()).hexdigest()[:16] + ".loop"
 
 
 @cache
 def sources(own: Path) -> str:
     """A digest of what machine code follows from: all sources of this package, a function's own, and the versions."""
-    digest = hashlib.sha256(repr((sys.version, numba.__version__, llvmlite.__version__)).encode())
+    versions = (sys.version, sysconfig.get_platform(), version("numba"), version("llvmlite"))
+    digest = hashlib.sha256(repr(versions).encode())
     for path in sorted({*PACKAGE.rglob("*.py"), own}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -134,8 +145,8 @@ def sources(own: Path) -> str:
 
 def places(source: Path) -> Iterator[Path]:
     """Directories, the preferred first."""
-    if numba.config.CACHE_DIR:
-        yield Path(numba.config.CACHE_DIR)
+    if given := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(given)
     yield source.parent / "__pycache__"
     own = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     if own.is_absolute():

@@ -7,11 +7,12 @@ compiles all loops of all recipes and codecs for this machine or, for an image, 
 
 import dataclasses
 import importlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any, Final, get_args, get_type_hints
+from typing import Final, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from optim.codecs.codec import Codec
 from optim.compiled import LOOPS
 from optim.exchange import Merger, Sender
 from optim.layout import Layout
-from optim.machine_code import dumps, loads, processor
+from optim.machine_code import processor
 from optim.method import MEMORY, Method
 from optim.program import Program
 from optim.recipes import CODECS, compose
@@ -71,29 +72,30 @@ def _choices(kind: type[Codec]) -> Iterator[dict[str, str]]:
                 yield {field.name: choice}
 
 
-def _compile_for(level: str, signatures: bytes) -> None:
+def _compile_for(level: str, known: str) -> None:
     """In a process of its own, which runs none of it: this processor may not be of that level."""
-    environment = os.environ | {"NUMBA_CPU_NAME": level, "NUMBA_CPU_FEATURES": ""}
-    subprocess.run([sys.executable, "-m", __spec__.name, AS_TOLD], input=signatures, env=environment, check=True)
+    environment = os.environ | {"NUMBA_CPU_NAME": level}
+    command = [sys.executable, "-m", __spec__.name, AS_TOLD]
+    subprocess.run(command, input=known, env=environment, check=True, text=True)
 
 
-def _signatures() -> bytes:
-    found: list[tuple[str, str, list[Any]]] = []
-    found += ((loop.__module__, loop.__name__, list(loop.signatures)) for loop in LOOPS)
-    return dumps(found)
+def _known() -> str:
+    """All loops that were called, with the kinds of arguments."""
+    found = [(loop.function.__module__, loop.function.__name__, loop.signatures) for loop in LOOPS]
+    return json.dumps(found)
 
 
 def main(arguments: list[str]) -> None:
     if arguments == [AS_TOLD]:
-        for module, name, signatures in loads(sys.stdin.buffer.read()):
-            for signature in signatures:
-                getattr(importlib.import_module(module), name).compile(signature)
+        for module, name, signatures in json.load(sys.stdin):
+            for kinds in signatures:
+                getattr(importlib.import_module(module), name).make(tuple((kind, axes) for kind, axes in kinds))
         return
     for method in _methods():
         rehearse(method)
     for level in LEVELS if arguments == [EVERYWHERE] else ():
         if processor().startswith("x86-64") and level != processor():
-            _compile_for(level, _signatures())
+            _compile_for(level, _known())
 
 
 if __name__ == "__main__":

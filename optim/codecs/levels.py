@@ -19,7 +19,8 @@ FEW = 256  # are ranked by comparing each with each, in many lanes of a register
 @compiled
 def fit(magnitudes: Bits, numbers: Bits, levels: Floats) -> None:
     """Write `levels.size` ascending levels, and of each magnitude (at most 2^16) the number of its level."""
-    ranks = ranked(magnitudes)
+    ranks = np.empty(magnitudes.size, np.int32)
+    rank(magnitudes, ranks)
     sums = _sums(magnitudes.view(np.float32), ranks)
     edges = np.zeros(levels.size + 1, np.int64)
     _cut(sums, edges)
@@ -36,12 +37,11 @@ def fit(magnitudes: Bits, numbers: Bits, levels: Floats) -> None:
 
 
 @compiled
-def ranked(magnitudes: Bits) -> Ranks:
-    """How many come before each, if the largest comes first and of equals the earlier."""
-    ranks = np.empty(magnitudes.size, np.int32)
+def rank(magnitudes: Bits, ranks: Ranks) -> None:
+    """Write how many come before each, if the largest comes first and of equals the earlier."""
     if magnitudes.size > FEW:
         _rank_by_digits(magnitudes, ranks)
-        return ranks
+        return
     total = 0
     for place in range(magnitudes.size):
         magnitude, larger = magnitudes[place], np.int32(0)
@@ -51,7 +51,6 @@ def ranked(magnitudes: Bits) -> Ranks:
         total += int(larger)
     if total < magnitudes.size * (magnitudes.size - 1) // 2:  # as they were, if no two were equal
         _part_equals(magnitudes, ranks)
-    return ranks
 
 
 @compiled
@@ -76,8 +75,8 @@ def _rank_by_digits(magnitudes: Bits, ranks: Ranks) -> None:
             after[places[digit]] = number
             places[digit] += 1
         order, after = after, order
-    for rank in range(order.size):
-        ranks[order[rank]] = rank
+    for place in range(order.size):
+        ranks[order[place]] = place
 
 
 @compiled

@@ -1,11 +1,11 @@
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -41,7 +41,7 @@ def run() -> Any:
 
 
 def was_loaded(loop: Any) -> bool:
-    return bool(loop.stats.cache_hits)
+    return not loop.made
 
 
 def test_code_is_compiled_once_for_all_who_come_after(place: Path) -> None:
@@ -60,20 +60,7 @@ def test_damaged_code_is_compiled_anew(
     file.write_bytes(harm(file.read_bytes()))
     assert not was_loaded(run())
     assert "damaged" in caplog.text
-    assert len(file.read_bytes()) > 1000 and was_loaded(run())
-
-
-def test_numbas_own_cache_would_not_survive_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    for harmed in (False, True):
-        loop = numba.njit(cache=True)(doubled)
-        if not harmed:
-            loop(np.zeros(3, np.float32))
-            for file in tmp_path.rglob("*.nbi"):
-                file.write_bytes(b"")
-        else:
-            with pytest.raises(EOFError):
-                loop(np.zeros(3, np.float32))
+    assert len(file.read_bytes()) > 500 and was_loaded(run())
 
 
 def test_where_nothing_can_be_written_each_process_compiles(place: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -114,10 +101,10 @@ def test_code_of_other_sources_is_not_used_and_goes(
 
 def test_places_are_the_sources_neighbour_and_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "a.py"
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert list(places(source)) == [tmp_path / "__pycache__", tmp_path / "cache" / "murmur"]
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "given"))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "given"))
     assert next(places(source)) == tmp_path / "given"
 
 
@@ -136,7 +123,7 @@ def test_processes_that_compile_at_the_same_time_do_not_harm_each_other(tmp_path
         "import numpy as np\n"
         "from optim.compiled import compiled\n"
         "@compiled\n"
-        "def halve(values):\n"
+        "def halve(values) -> None:\n"
         "    for i in range(values.size):\n"
         "        values[i] /= 2\n"
         "print('ready', flush=True)\n"
@@ -145,7 +132,7 @@ def test_processes_that_compile_at_the_same_time_do_not_harm_each_other(tmp_path
         "    values = np.arange(4).astype(kind)\n"
         "    halve(values)\n"
         "    assert values.tolist() == [0, 0.5, 1, 1.5]\n"
-        "print(sum(halve.stats.cache_hits.values()))\n"
+        "print(halve.made)\n"
     )
     command = [sys.executable, "-W", "error", str(tmp_path / "halving.py")]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -158,4 +145,16 @@ def test_processes_that_compile_at_the_same_time_do_not_harm_each_other(tmp_path
     files = list((tmp_path / "__pycache__").glob("halving-*"))
     assert len(files) == 2 and all(file.suffix == ".loop" for file in files)
     after = subprocess.run(command, input="go\n", capture_output=True, text=True, check=True, timeout=120)
-    assert after.stdout.split() == ["ready", "2"]
+    assert after.stdout.split() == ["ready", "0"]
+
+
+def test_whoever_finds_its_code_loads_no_compiler(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("")
+    call = "vectors._add_squares(numpy.ones(3, 'f'), numpy.zeros(3)); print('numba' in sys.modules)"
+    known = f"import sys, numpy; from optim import vectors; {call}"
+    anew = f"from optim import machine_code as code; code.PACKAGE = code.Path('{tmp_path}'); {known}"
+    told = []
+    for program in (known, known, anew, anew):
+        command, own = [sys.executable, "-c", program], os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        told.append(subprocess.run(command, env=own, capture_output=True, text=True, check=True, timeout=120).stdout)
+    assert told[1:] == ["False\n", "True\n", "False\n"]
