@@ -33,6 +33,7 @@ class Loop:
     def __init__(self, function: FunctionType) -> None:
         self.function, self.made = function, 0
         self._natives: dict[tuple[Kind, ...], Callable[..., int]] = {}
+        self._known: dict[tuple[object, ...], Callable[..., int]] = {}  # the same, by what is soonest looked at
 
     @property
     def signatures(self) -> list[tuple[Kind, ...]]:
@@ -40,14 +41,19 @@ class Loop:
         return list(self._natives)
 
     def __call__(self, *arguments: Any) -> int:
-        kinds, words = tuple(map(_kind, arguments)), list[Any]()
+        look, words = list[object](), list[Any]()
         for argument in arguments:
             if isinstance(argument, np.ndarray):
-                words.append(argument.ctypes.data)
-                words.extend(argument.shape)
+                if not (argument.flags.c_contiguous and argument.flags.aligned):
+                    raise ValueError("an array whose values do not lie one after the other")
+                look += argument.dtype.char, argument.ndim
+                words += argument.ctypes.data, *argument.shape
             else:
+                look.append(type(argument))
                 words.append(argument.item() if isinstance(argument, np.generic) else argument)
-        native = self._natives.get(kinds) or self._prepared(kinds)
+        native = self._known.get(tuple(look))
+        if native is None:
+            native = self._known[tuple(look)] = self._prepared(tuple(map(_kind, arguments)))
         result = c_int64()
         if native(byref(result), byref(c_void_p()), *words):
             raise MemoryError(f"no room to compute {self.function.__qualname__}")  # nothing else can go wrong in one
@@ -74,8 +80,6 @@ class Loop:
 
 def _kind(argument: Any) -> Kind:
     if isinstance(argument, np.ndarray):
-        if not (argument.flags.c_contiguous and argument.flags.aligned):
-            raise ValueError("an array whose values do not lie one after the other")
         return argument.dtype.name, argument.ndim
     return NUMBERS.get(type(argument)) or type(argument).__name__, 0
 

@@ -20,7 +20,7 @@ from optim.updates import Moment
 from optim.vectors import PlainVector, Vector, slabs
 
 KEPT_PLANS = 64
-MOVED = 1 << 16  # values at a time: a few vectors' stay in the cache of one core
+MOVED = 1 << 17  # values at a time: a few vectors' stay in the cache of one core
 
 
 @dataclass(frozen=True)
@@ -175,19 +175,17 @@ class Program:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Everything that is done to a slab while it is in the cache."""
         update, moment = plan.method.update, self.moment(plan.round, decay)
-        old = [anchor, *slots.values()]
-        new = [torch.from_numpy(empty(self.numel)) for _ in old]
+        moved = torch.from_numpy(empty(self.numel))
+        new = {name: torch.from_numpy(empty(self.numel)) for name in slots}
 
         def move(part: slice) -> None:
             delta = scratch("delta", np.float32, part.stop - part.start)
             merged.restore(part, delta)
-            for before, after in zip(old, new, strict=True):
-                after[part] = before[part]
-            moving = {name: vector[part] for name, vector in zip(slots, new[1:], strict=True)}
-            update.apply(new[0][part], moving, torch.from_numpy(delta), moment)
+            moving = {name: vector[part].copy_(slots[name][part]) for name, vector in new.items()}
+            update.move(anchor[part], moved[part], moving, torch.from_numpy(delta), moment)
 
         each(move, slabs(self.numel, MOVED))
-        return new[0], dict(zip(slots, new[1:], strict=True))
+        return moved, new
 
     def _move_spans(
         self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: torch.Tensor, decay: float

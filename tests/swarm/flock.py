@@ -62,7 +62,8 @@ def own_world() -> Iterator[str]:
             yield mark
         finally:
             for process in marked(mark):
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it was about to end
+                    process.kill()
 
 
 class Flock:
