@@ -9,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check modules processes test-long ordeals seeds links proto image image-check clean
+.PHONY: demo test check rehearsal modules processes test-long ordeals seeds links proto image image-check clean
 
 demo: .venv/installed
 	$(BIN)/murmur up configs/demo.toml --drill
@@ -22,8 +22,10 @@ check: .venv/installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-modules: .venv/installed-for-tests
-	$(BIN)/python -m optim.rehearsal  # once, and not in each of the tests' processes
+rehearsal: .venv/installed-for-tests  # compiles once what each of the tests' processes would
+	$(BIN)/python -m optim.rehearsal
+
+modules: rehearsal
 	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab and not seeds"
 
 processes: .venv/installed-for-tests
@@ -33,7 +35,7 @@ ordeals: .venv/installed-for-tests
 	$(BIN)/pytest -m ordeal
 
 seeds: .venv/installed-for-tests
-	$(BIN)/pytest -n logical --dist loadfile -m seeds
+	$(BIN)/pytest -n logical --dist loadfile -p no:cacheprovider --timeout 900 -m seeds
 
 links: .venv/installed-for-tests
 	$(BIN)/pytest -m netlab
