@@ -228,12 +228,17 @@ class RoundDriver:
     async def _keep_vow(self, vow: Vow) -> None:
         """Not cancelled with the round: two threads must not write at once."""
         try:
-            await asyncio.to_thread(self._vows.save, vow)
+            await asyncio.to_thread(self._write_vow, vow)
         except StorageError as error:
             self._hooks.broken(error)  # whoever cannot keep its word must not give it
             return
         self._vowing = None
         self._carry_out_waiting()
+
+    def _write_vow(self, vow: Vow) -> None:
+        for blob in vow.rests_on:
+            self._store.secure(blob.digest)
+        self._vows.save(vow)
 
     def _fetch(self, blob: Blob, sources: Sequence[PeerId]) -> None:
         if self._wishes.want(blob, sources):

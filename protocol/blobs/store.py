@@ -9,7 +9,8 @@ Nothing is fsynced: a blob can be fetched again, and is hashed again before it i
 itself hashed and wrote a moment ago: such a file bears a time that any later writer changes. A complete blob appears by
 a rename, so it is never seen half-written. What its owner has in memory for as long as it is wanted can be lent instead
 of written. Small ones that are fetched stay in memory while there is room: they are there to be decoded at once and to
-be passed on for a few rounds, and can be fetched again. Every method may be called from any thread.
+be passed on for a few rounds, and can be fetched again, but for those that a promise rests on: they are secured. Every
+method may be called from any thread.
 """
 
 import contextlib
@@ -59,7 +60,7 @@ class BlobStore:
 
     def __len__(self) -> int:
         """Complete blobs, lent ones included."""
-        return len(self._complete) + len(self._lent)
+        return len(self._complete.keys() | self._lent.keys())
 
     @property
     def size(self) -> int:
@@ -110,13 +111,17 @@ class BlobStore:
             self._lent[blob.digest] = lent(blob, hashes, data)
         return blob
 
+    def secure(self, digest: bytes) -> None:
+        """Put a blob that is in memory on disk as well: it is there after a kill, too."""
+        if digest not in self._complete and (held := self._lent.get(digest)):
+            self._write(held.blob, held.hashes, *held.views)
+
     def write_out(self, digest: bytes) -> None:
         """Put a blob that is lent on disk; its memory is free then."""
-        if held := self._lent.get(digest):
-            self._write(held.blob, held.hashes, *held.views)
-            with self._lock:
-                self._lent.pop(digest, None)
-                self._held.pop(digest, None)
+        self.secure(digest)
+        with self._lock:
+            self._lent.pop(digest, None)
+            self._held.pop(digest, None)
 
     def put_file(self, path: Path) -> Blob:
         """Copy a file of any size into the store."""

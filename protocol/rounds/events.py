@@ -137,7 +137,9 @@ class Vow:
     follows may leave this process before the vow is on disk. A peer that comes back (or opens the same round again)
     hands the last one to the new machine, which begins in the view after it and brings the lock along: so it need not
     remember what it said in the views before. `lock`: the newest proposal that it acknowledged. `members`: those of
-    whom a majority decides; until they are given up, they count for whoever comes back and sees nobody.
+    whom a majority decides; until they are given up, they count for whoever comes back and sees nobody. `rests_on`: the
+    blobs that the lock is of no use without; they are to be on disk before it, as whoever comes back with the lock may
+    be the only one that still has them.
     """
 
     round: int
@@ -145,6 +147,7 @@ class Vow:
     view: int
     lock: Statement[Commit] | None
     members: frozenset[PeerId]
+    rests_on: tuple[Blob, ...] = ()
 
 
 @dataclass(frozen=True)

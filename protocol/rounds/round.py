@@ -158,7 +158,8 @@ class Round:
         if vowed == self._vowed:
             return []
         self._vowed = vowed
-        return [Vow(state.number, state.base, view, state.lock, state.electorate.electors)]
+        rests_on = tuple(state.needed(state.lock)) if state.lock else ()
+        return [Vow(state.number, state.base, view, state.lock, state.electorate.electors, rests_on)]
 
     def next_deadline(self, now: float) -> float | None:
         """When a Tick is wanted; None once decided."""

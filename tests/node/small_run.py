@@ -103,7 +103,7 @@ def commit_of(head: Head, messages: Mapping[int, Blob | tuple[Blob, ...]]) -> St
 
 
 def store_in(folder: Path) -> BlobStore:
-    return BlobStore(folder, 1 << 26)
+    return BlobStore(folder, 1 << 26, 1 << 26)
 
 
 async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -129,7 +129,8 @@ async def grown(replica: Replica, store: BlobStore, rounds: int, peer: int = 1) 
 
 
 class CopyingFetcher:
-    """In the place of protocol.blobs.fetch.Fetcher: copies from the named peers' stores, waits while none has it."""
+    """In the place of protocol.blobs.fetch.Fetcher: copies from the named peers' stores into memory, waits while none
+    has it."""
 
     def __init__(self, store: BlobStore, stores: dict[PeerId, BlobStore]) -> None:
         self.store, self.stores = store, stores
@@ -145,7 +146,7 @@ class CopyingFetcher:
                     holders = [peer for peer in sources() if peer in self.stores]
                     found = [peer for peer in holders if self.stores[peer].has(blob.digest)]
                     if found:
-                        self.store.put(self.stores[found[0]].read(blob.digest))
+                        self.store.hold(self.stores[found[0]].read(blob.digest))
                     await asyncio.sleep(0.005)
         except TimeoutError as error:
             raise UnreachableError(f"nobody has {blob.name[:8]}") from error

@@ -69,6 +69,10 @@ def forgets_its_vow_with_its_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Disk, "last_vow", lambda self: None)
 
 
+def keeps_in_memory_what_its_vow_rests_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Disk, "secure", lambda self, vow, store: None)
+
+
 def proposes_whatever_others_are_bound_to(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leadership, "locked", lambda self: None)
 
@@ -158,6 +162,7 @@ BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it 
     (counts_a_vote_twice, FORK, FAULTS),
     (forgets_its_lock_with_the_view, FORK, RELAPSES),
     (forgets_its_vow_with_its_memory, FORK, RELAPSES),
+    (keeps_in_memory_what_its_vow_rests_on, STUCK, FAULTS),
     (proposes_whatever_others_are_bound_to, FORK, RELAPSES),
     (never_changes_the_view, STUCK, FAULTS),
     (decides_what_nobody_holds, STUCK, FAULTS),

@@ -1,7 +1,7 @@
 """The peers of the virtual network: each drives one round machine after the other, as the daemon does.
 
-A peer that is killed keeps its disk: its checkpoint (written after every round), its blobs and its last vow. All else
-is memory, and gone.
+A peer that is killed keeps its disk: its checkpoint (written after every round), its own blobs, its last vow and the
+blobs that this rests on. All else is memory, and gone.
 """
 
 from collections import deque
@@ -50,7 +50,7 @@ KEPT_COMMITS = 64
 
 @dataclass
 class Disk:
-    """`store`: the blobs."""
+    """`store`: blobs of its own, and those that a vow rests on."""
 
     store: set[Digest]
     head: Head
@@ -62,6 +62,10 @@ class Disk:
         """For a process that starts."""
         return self.vow
 
+    def secure(self, vow: Vow, store: set[Digest]) -> None:
+        """Out of those in memory."""
+        self.store |= {blob.digest for blob in vow.rests_on} & store
+
 
 class Peer:
     def __init__(self, name: PeerId, network: Network, swarm: "Swarm") -> None:
@@ -71,6 +75,7 @@ class Peer:
         self.chain = Chain.begin(RUN_ID)
         self.progress = Progress(name, network.scenario, swarm.ledger)
         self.disk = Disk(set(), self.chain.head, (), self.progress.save())
+        self.store: set[Digest] = set()  # blobs, in memory and on disk
         self.vow: Vow | None = None
         self.records: dict[PeerId, tuple[Head, float]] = {}
         self.attendance = Attendance(network.scenario.settings().leader_timeout)
@@ -91,7 +96,7 @@ class Peer:
         disk, now = self.disk, self.network.now
         self.chain = Chain(disk.head, disk.commits)
         self.progress.restore(disk.progress, disk.head.round)
-        self.vow = disk.last_vow()
+        self.vow, self.store = disk.last_vow(), set(disk.store)
         self._is_writing = False
         self.attendance = Attendance(self.network.scenario.settings().leader_timeout)
         self.records = {}
@@ -140,6 +145,7 @@ class Peer:
     def offer(self, machine: Round) -> None:
         contribution = self.progress.contribution(self.chain.head)
         if contribution is not None and machine is self.round:
+            self.store.update(blob.digest for blob in contribution.parts)
             self.disk.store.update(blob.digest for blob in contribution.parts)
             self.feed(Offered(contribution))
 
@@ -180,7 +186,7 @@ class Peer:
             case Fetch(blob, sources):
                 self.want(blob, sources)
             case Reduce(part, attempt, contributions):
-                assert {entry.body.parts[part].digest for entry in contributions} <= self.disk.store
+                assert {entry.body.parts[part].digest for entry in contributions} <= self.store
                 machine = self.round
                 self.after(0.05, lambda: self.reduced(machine, part, attempt, contributions))
             case Finish(commit):
@@ -193,12 +199,14 @@ class Peer:
     def _write(self, vow: Vow) -> None:
         self.vow, longest = vow, self.network.scenario.disk
         if longest == 0.0:
+            self.disk.secure(vow, self.store)
             self.disk.vow = vow
             return
         self._is_writing = True
         self.after(self.network.random.uniform(0.0, longest), lambda: self._written(vow))
 
     def _written(self, vow: Vow) -> None:
+        self.disk.secure(vow, self.store)
         self.disk.vow, self._is_writing = vow, False
         self._carry_out_waiting()
 
@@ -207,7 +215,7 @@ class Peer:
     ) -> None:
         blob = sum_of(part, contributions)
         self.swarm.ledger.sums[blob.digest] = [entry.body.parts[part] for entry in contributions]
-        self.disk.store.add(blob.digest)
+        self.store.add(blob.digest)
         if machine is self.round:
             self.feed(Reduced(part, attempt, blob))
 
@@ -236,7 +244,7 @@ class Peer:
             return
         scenario, sources = self.network.scenario, self.sources[blob.digest] or tuple(self.swarm.peers)
         source = sources[attempt % len(sources)]
-        delay = 0.0 if blob.digest in self.disk.store else self.network.random.uniform(0.02, scenario.transfer)
+        delay = 0.0 if blob.digest in self.store else self.network.random.uniform(0.02, scenario.transfer)
         self.after(delay, lambda: self._transferred(blob, source, attempt))
 
     def _transferred(self, blob: Blob, source: PeerId, attempt: int) -> None:
@@ -244,8 +252,8 @@ class Peer:
         if digest not in self.sources:
             return
         connected = link.reaches(self.name, source) and link.reaches(source, self.name)
-        if digest in self.disk.store or (connected and digest in self.swarm.peers[source].disk.store):
-            self.disk.store.add(digest)
+        if digest in self.store or (connected and digest in self.swarm.peers[source].store):
+            self.store.add(digest)
             self.feed(Held(digest))
             self.apply()
         else:
@@ -257,7 +265,7 @@ class Peer:
         self.swarm.decided(self.name, commit)
         self.pending = commit
         for blob, sources in self.swarm.needed(commit.body, self.name).items():
-            if blob.digest not in self.disk.store:
+            if blob.digest not in self.store:
                 self.want(blob, tuple(peer for peer in sources if peer != self.name))
         self.after(self.network.scenario.settings().exchange_timeout, partial(self._go_on, commit))
         self.apply()
@@ -277,14 +285,14 @@ class Peer:
         if self.pending is None:
             return
         needed = self.swarm.needed(self.pending.body, self.name)
-        if all(blob.digest in self.disk.store for blob in needed):
+        if all(blob.digest in self.store for blob in needed):
             self._append(self.pending)
 
     def _append(self, commit: Statement[Commit]) -> None:
         self.swarm.ledger.append(self.chain.head, commit.body)
         share = group_of(commit.body, self.name, self.network.scenario.settings())
-        held = [entry for entry in share if commit.body.parts or entry.body.parts[0].digest in self.disk.store]
-        self.swarm.check_told(self.name, commit.body, Entries.of(held), self.disk.store)
+        held = [entry for entry in share if commit.body.parts or entry.body.parts[0].digest in self.store]
+        self.swarm.check_told(self.name, commit.body, Entries.of(held), self.store)
         self.chain.append(commit)
         self._settle((commit,), None)
 

@@ -13,6 +13,7 @@ from tests.simulation.swarm import Swarm
 # Whole rounds take a few seconds; all faults are over by then, and whoever lives is to end all rounds by the end.
 FAULTS_OVER = 25.0
 END = 240.0
+MARGIN = 2.0  # seconds: a heartbeat, and what is on its way, until those who were apart know of each other again
 PHASES = ("contribution", "roster", "holding", "inclusion", "part", "commit", "acknowledgement", "decision", "vow")
 EXCHANGES: tuple[Exchange, ...] = ("butterfly", "butterfly", "gather", "groups")
 PATTERNS: tuple[Pattern, ...] = ("random", "random", "ring", "exponential")
@@ -58,7 +59,7 @@ class Story:
         self.swarm = Swarm(replace(scenario_of(seed), rounds=rounds), seed, forks_allowed=isolating)
         self.isolating = isolating
         self._chance = random.Random(f"faults {seed}")
-        self._time_left = self.swarm.scenario.vote_memory - 1.0
+        self._time_left = self.swarm.scenario.vote_memory - MARGIN
         self._plan()
 
     def _plan(self) -> None:
@@ -117,7 +118,7 @@ class Story:
         """A peer without which something that was contributed to the open round is gone."""
         held: dict[bytes, list[PeerId]] = {}
         for name in names:
-            for digest in self.swarm.peers[name].disk.store:
+            for digest in self.swarm.peers[name].store:
                 held.setdefault(digest, []).append(name)
         unique = sorted(holders[0] for holders in held.values() if len(holders) == 1)
         return self._chance.choice(unique) if unique else None

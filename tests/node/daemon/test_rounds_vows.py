@@ -7,13 +7,15 @@ import pytest
 
 from node.daemon import rounds
 from node.daemon.vows import VowFile
+from protocol.blobs.store import BlobStore
 from protocol.errors import StorageError
-from protocol.rounds.events import Vow
+from protocol.rounds.events import Exchange, Vow
 from tests.node.daemon.seats import HEAD, Table
 from tests.node.small_run import (
     PEERS,
     RUN_ID,
     kinds,
+    store_in,
     terms_of,
     until,
 )
@@ -43,6 +45,26 @@ async def test_nothing_that_a_vow_covers_leaves_before_it_is_on_disk(table: Tabl
     released.set()
     await table.all_decided(0, 1, 2)
     assert "roster" in kinds(leader.sent)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "butterfly"])
+@pytest.mark.parametrize("secures", [True, False], ids=["", "control"])
+async def test_what_a_vow_rests_on_outlives_a_kill(
+    exchange: Exchange, secures: bool, tables: list[Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a majority that is killed comes back bound to what nobody has any more. The control: in memory alone."""
+    if not secures:
+        monkeypatch.setattr(BlobStore, "secure", lambda self, digest: None)
+    table = Table(tmp_path, 3, exchange)
+    tables.append(table)
+    table.begin()
+    table.offer(0, 1, 2)
+    await table.all_decided(0, 1, 2)
+    (commit,) = {seat.decided[-1] for seat in table.seats.values()}
+    blobs = commit.body.parts or [entry.body.parts[0] for entry in commit.body.contributions]
+    after_a_kill = [store_in(tmp_path / str(index)) for index in range(3)]
+    kept = [all(store.has(blob.digest) for blob in blobs) for store in after_a_kill]
+    assert sum(kept) >= 2 if secures else not any(kept)  # whoever learns of the decision need not vote
 
 
 async def test_a_driver_that_starts_again_goes_on_after_its_vow(tables: list[Table], tmp_path: Path) -> None:

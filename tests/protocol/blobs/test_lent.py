@@ -71,6 +71,19 @@ def test_it_can_be_written_out(store: BlobStore) -> None:
     assert len(store) == 1
 
 
+def test_it_can_be_secured_and_stays_in_memory(store: BlobStore, tmp_path: Path) -> None:
+    parts = parts_of((3, PIECE_BYTES, 9))
+    digest = store.lend(*parts).digest
+    for _ in range(2):
+        store.secure(digest)
+    store.secure(bytes(32))  # one that is not there: nothing happens
+    assert store.path(digest).read_bytes() == b"".join(parts) and len(store) == 1
+    store.path(digest).write_bytes(b"")
+    assert store.read(digest) == b"".join(parts), "from memory"
+    store.discard(digest)
+    assert not store.has(digest) and not store.path(digest).exists()
+
+
 def test_one_that_does_not_fit_on_the_disk_stays_lent(store: BlobStore) -> None:
     digest = store.lend(bytes(9 * PIECE_BYTES)).digest
     with pytest.raises(StorageError, match="is full"):
