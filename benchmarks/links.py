@@ -14,8 +14,9 @@ Four peers, each behind a link of 100 Mbit/s, or of 20 Mbit/s with 80 ms round t
     gloo_compute_share     the same model and batches, its fp32 gradients summed by gloo in every step
     lossy_mbit             Mbit/s of a download from one holder: 100 Mbit/s, 50 ms, 0.5 % loss each way, cubic
 
-Goodput of one plain connection is 0.956 of the rate. Needs root, iproute2, nftables and iptables. Takes about 4 minutes
-for setting 100 and 12 for 20. Exit code 1 where a merge uses less than 0.88 (0.82 at 20) or a download less than that.
+Goodput of one plain connection is 0.956 of the rate. Congestion control is cubic everywhere, as on most machines. Needs
+root, iproute2, nftables and iptables. Takes about 4 minutes for setting 100 and 12 for 20. Exit code 1 where a merge
+uses less than 0.88 (0.82 at 20) or a download less than that.
 """
 
 import argparse
@@ -100,7 +101,7 @@ def main() -> int:
 def measure(name: str, words: argparse.Namespace) -> Figures:
     figures: Figures = {}
     with Laboratory() as laboratory:
-        place = Place(laboratory, [laboratory.node(SETTINGS[name]) for _ in range(PEERS)], SETTINGS[name].up)
+        place = built(laboratory, SETTINGS[name], PEERS)
         if {"merge", "download"} & set(words.only):
             with place.team("benchmarks.merge.ours", numel=words.numel, recipe="averaging", codec="fp16") as team:
                 # The download is of what a merge came to.
@@ -114,6 +115,14 @@ def measure(name: str, words: argparse.Namespace) -> Figures:
         if "compute" in words.only:
             note(figures, name, "compute_share", demo_share(place, words.rounds))
     return figures
+
+
+def built(laboratory: Laboratory, link: Link, peers: int) -> Place:
+    """Whose machines know of no better congestion control than most volunteers' do, whatever this one has."""
+    place = Place(laboratory, [laboratory.node(link) for _ in range(peers)], link.up)
+    for node in place.nodes:
+        run(f"ip -n {node.namespace} route replace {NETWORK}.0/24 dev eth0 src {node.address} congctl cubic")
+    return place
 
 
 def gloo_share(place: Place) -> float:
@@ -176,11 +185,9 @@ def demo_share(place: Place, rounds: int) -> float:
 
 
 def lossy_mbit(numel: int) -> float:
-    """Two peers that know of no better congestion control than most volunteers' machines."""
+    """Between two peers."""
     with Laboratory() as laboratory:
-        place = Place(laboratory, [laboratory.node(LOSSY) for _ in range(2)], LOSSY.up)
-        for node in place.nodes:
-            run(f"ip -n {node.namespace} route replace {NETWORK}.0/24 dev eth0 src {node.address} congctl cubic")
+        place = built(laboratory, LOSSY, 2)
         with place.team("benchmarks.merge.ours", numel=numel, recipe="averaging") as team:
             return LOSSY.up * download_share(place, team, numel, 2)
 
