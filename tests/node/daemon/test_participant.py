@@ -239,6 +239,7 @@ async def test_a_decided_round_that_cannot_be_applied_is_tried_again(
     world.participant.decided(commit)
     await until(lambda: len(world.driver.begun) == 2)
     assert world.replica.chain.round == 0 and "does not decode" in world.standing.failures[0]
+    assert world.standing.setbacks == ["not applied"]
     await world.decide()
 
 

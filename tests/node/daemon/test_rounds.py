@@ -1,7 +1,7 @@
 """The driver around the round machine: real stores and arithmetic, statements that arrive at once."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 from node.daemon import rounds
 from protocol.blobs.blob import Blob
-from protocol.errors import StorageError
+from protocol.errors import StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.rounds.chain import Head
@@ -18,6 +18,7 @@ from protocol.rounds.statements import Commit
 from tests.node.daemon.seats import HEAD, Table
 from tests.node.small_run import (
     PEERS,
+    CopyingFetcher,
     contribution_of,
     kinds,
     payload,
@@ -44,6 +45,27 @@ async def test_a_silent_peer_is_left_out(table: Table) -> None:
     table.offer(0, 1)
     assert len(await table.all_decided(0, 1)) == 1
     assert len(table[0].decided[0].body.contributions) == 2
+
+
+async def test_a_blob_that_is_late_is_counted_and_asked_for_again(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, tried = CopyingFetcher.fetch, set[Blob]()
+
+    async def late(self: CopyingFetcher, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float) -> None:
+        if blob not in tried:
+            tried.add(blob)
+            raise UnreachableError("nobody has it yet")
+        await fetch(self, blob, sources, deadline)
+
+    monkeypatch.setattr(CopyingFetcher, "fetch", late)
+    monkeypatch.setattr(rounds, "RETRY_SECONDS", 0.01)
+    table.begin()
+    table.offer(0, 1, 2)
+    await table.all_decided(0, 1, 2)
+    assert len(table[0].decided[0].body.contributions) == 3
+    setbacks = [reason for seat in table.seats.values() for reason, _ in seat.setbacks]
+    assert setbacks == ["blob late"] * len(tried)
 
 
 async def test_what_does_not_decode_is_never_held(table: Table) -> None:
