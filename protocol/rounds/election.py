@@ -60,14 +60,11 @@ class Electorate:
     more, but counted as one of the `electors` until the round ends: it takes a majority of these, or all members. Two
     majorities meet; and all members meet whatever majority decided, unless all of that have been gone for longer than
     `memory`. Where a majority of the electors is left, it is enough: after a few deaths no straggler can hold up the
-    round. Where all members are needed and one of them dies, it is forgotten in turn: somebody can always go on.
-    That holds only where all members can have what any of them has acknowledged. Otherwise (`keeps_electors` False)
-    whoever is forgotten counts no more: rather, once in a while, two decisions of one round than none for ever.
+    round. Where all members are needed and one of them dies, it is forgotten in turn: somebody can always go on, as all
+    members can have what any of them has acknowledged, or do without it.
     """
 
-    def __init__(
-        self, memory: float, step: float, seen: Mapping[PeerId, float], now: float, keeps_electors: bool = True
-    ) -> None:
+    def __init__(self, memory: float, step: float, seen: Mapping[PeerId, float], now: float) -> None:
         away = now - max(seen.values(), default=now)
         self.live: frozenset[PeerId] = frozenset()
         self._resting: frozenset[PeerId] = frozenset()
@@ -78,7 +75,6 @@ class Electorate:
         # Members of the round before that have not yet shown up in this one: late rather than gone.
         self._awaited = set(seen)
         self._forgotten: set[PeerId] = set()
-        self._keeps_electors = keeps_electors
         self._recount()
 
     def _recount(self) -> None:
@@ -109,8 +105,7 @@ class Electorate:
         self._vanished = {peer: time for peer, time in aged.items() if now - time <= self._memory}
         if len(self._vanished) < len(aged):
             self._awaited &= self._vanished.keys()
-            if self._keeps_electors:
-                self._forgotten |= aged.keys() - self._vanished.keys()
+            self._forgotten |= aged.keys() - self._vanished.keys()
             self._recount()
 
     @property

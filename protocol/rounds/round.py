@@ -88,8 +88,7 @@ class Round:
         self.commit: Statement[Commit] | None = None
         self.decision: tuple[wire.Signed, ...] = ()
         self._signer = signer
-        keeps = settings.exchange != "groups"  # where a member may lack for good what died with its partner
-        electorate = Electorate(settings.vote_memory, settings.leader_timeout, seen or {}, now, keeps)
+        electorate = Electorate(settings.vote_memory, settings.leader_timeout, seen or {}, now)
         self._state = RoundState(settings, me, number, base, electorate, now, urgency)
         self._evidence = self._state.evidence
         self._vowed: tuple[int, Digest] = -1, b""  # view and lock

@@ -213,8 +213,14 @@ class RoundState:
         return self.lock is not None and (self.lock.sender, self.lock.body.view) == (self.leader, self.view)
 
     def needed(self, proposal: Statement[Commit]) -> Collection[Blob]:
-        """Without these the proposed update cannot be applied."""
-        return proposal.body.parts or blobs_of(group_of(proposal.body, self.me, self.settings))
+        """Without these the proposed update cannot be applied. A partner's in a group may have died with it, and nobody
+        else was to have it: that is done without."""
+        if proposal.body.parts:
+            return proposal.body.parts
+        share = group_of(proposal.body, self.me, self.settings)
+        if self.settings.exchange == "groups":
+            share = tuple(entry for entry in share if entry.sender in self.live or entry.sender == self.me)
+        return blobs_of(share)
 
     def holding(self) -> Holding:
         """What we hold of the roster, or without one of all contributions; and the proposal that binds us."""

@@ -83,10 +83,7 @@ class Swarm:
         body = commit.body
         contents = self.decisions.setdefault((body.round, body.base), {})
         votes = self.network.open(self.peers[peer].round.decision[1]).body.by_sender
-        # In groups the votes of who is forgotten count no more (see Electorate): what the others voted with them may be
-        # decided anew, if nobody that lives has gone by it.
-        bound = [] if self.scenario.exchange == "groups" else votes
-        contents.setdefault(body.content, set()).update([peer, *bound])
+        contents.setdefault(body.content, set()).update([peer, *votes])
         gone = self.network.link.dead - self.returning
         known = [content for content, peers in contents.items() if not peers <= gone]
         assert self.forks_allowed or len(known) <= 1, "two commits of one round"

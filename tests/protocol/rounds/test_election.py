@@ -13,9 +13,9 @@ from tests.simulation.bugs import asks_only_a_majority_of_the_rest
 MEMORY = 10.0
 
 
-def electorate(present: Iterable[str], gone: Iterable[str], keeps_electors: bool = True) -> Electorate:
+def electorate(present: Iterable[str], gone: Iterable[str]) -> Electorate:
     """Those that are gone are forgotten."""
-    members = Electorate(MEMORY, MEMORY, {}, 0.0, keeps_electors)
+    members = Electorate(MEMORY, MEMORY, {}, 0.0)
     members.update(frozenset([*present, *gone]), frozenset(), 0.0)
     members.update(frozenset(present), frozenset(), 1.0)
     for now in (5.0, 11.0, 12.0):
@@ -46,11 +46,6 @@ def test_where_no_majority_is_left_all_have_to_agree() -> None:
 def test_half_are_enough_if_they_are_all() -> None:
     members = electorate("xy", "ab")
     assert members.is_quorum("xy") and not members.is_quorum("x")
-
-
-def test_where_not_all_can_agree_a_majority_of_the_rest_is_enough() -> None:
-    members = electorate("abc", "xyz", keeps_electors=False)
-    assert members.is_quorum("bc") and not members.is_quorum("c") and not members.is_elector("x")
 
 
 def test_who_comes_back_is_asked_again() -> None:
