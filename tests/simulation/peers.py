@@ -62,6 +62,11 @@ class Disk:
         """For a process that starts."""
         return self.vow
 
+    def keep(self, vow: Vow, store: set[Digest]) -> None:
+        """A vow, behind what it rests on of the blobs in memory."""
+        self.secure(vow, store)
+        self.vow = vow
+
     def secure(self, vow: Vow, store: set[Digest]) -> None:
         """Out of those in memory."""
         self.store |= {blob.digest for blob in vow.rests_on} & store
@@ -199,15 +204,14 @@ class Peer:
     def _write(self, vow: Vow) -> None:
         self.vow, longest = vow, self.network.scenario.disk
         if longest == 0.0:
-            self.disk.secure(vow, self.store)
-            self.disk.vow = vow
+            self.disk.keep(vow, self.store)
             return
         self._is_writing = True
         self.after(self.network.random.uniform(0.0, longest), lambda: self._written(vow))
 
     def _written(self, vow: Vow) -> None:
-        self.disk.secure(vow, self.store)
-        self.disk.vow, self._is_writing = vow, False
+        self.disk.keep(vow, self.store)
+        self._is_writing = False
         self._carry_out_waiting()
 
     def reduced(
