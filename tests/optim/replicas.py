@@ -22,6 +22,7 @@ LAYOUT = Layout(
 NUMEL = LAYOUT.numel  # 9000
 Tables = dict[str, dict[str, Scalar]]
 LOSSLESS: Tables = {"codec": {"kind": "none"}}
+NO_PROGRESS: Tables = {"adoption": {"unsent": 0.0}}  # for signals of which what is left is none
 
 
 def program_of(recipe: str | Method, overrides: Tables | None = None, parts: int = PARTS) -> Program:

@@ -8,7 +8,7 @@ from optim.errors import CodecError, OptimError
 from optim.exchange import Merger, Sender
 from optim.recipes import AGGREGATES, CODECS, UPDATES, compose
 from optim.rows import RECIPES
-from tests.optim.replicas import LOSSLESS, NUMEL, PARTS, Replica, Tables, decoded, draw, program_of, sent
+from tests.optim.replicas import LOSSLESS, NO_PROGRESS, NUMEL, PARTS, Replica, Tables, decoded, draw, program_of, sent
 
 DELTAS = [name for name in RECIPES if compose(name).signal.is_delta]
 ROUNDS = [
@@ -238,7 +238,7 @@ def test_averaging_lands_on_the_mean_of_the_weights() -> None:
 
 def test_all_periods_of_one_average_weights_and_both_moments() -> None:
     signal: Tables = {"signal": {"kind": "inner-state", "first_every": 1, "second_every": 1}}
-    replica = Replica(program_of("averaging", LOSSLESS | signal))
+    replica = Replica(program_of("averaging", LOSSLESS | NO_PROGRESS | signal))
     reference = draw(9, 3 * NUMEL)
     for vector, part in zip((replica.anchor, *(replica.slots[n] for n in replica.program.method.signal.averaged)),
                             torch.split(reference, NUMEL), strict=True):  # fmt: skip

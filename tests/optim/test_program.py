@@ -21,7 +21,7 @@ from optim.recipes import CODECS, UPDATES, compose
 from optim.rows import RECIPES
 from optim.updates import Adam, Gossip, Moment, Update
 from optim.vectors import SLAB
-from tests.optim.replicas import LAYOUT, LOSSLESS, NUMEL, PARTS, Tables, draw, plain, program_of, sent
+from tests.optim.replicas import LAYOUT, LOSSLESS, NO_PROGRESS, NUMEL, PARTS, Tables, draw, plain, program_of, sent
 
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 FRAGMENTS: Tables = {"schedule": {"inner_steps": 30, "fragments": 3}}
@@ -166,7 +166,7 @@ def test_what_does_not_mean_the_same_does_not_join() -> None:
     assert [fragments.plan(0).may_join(fragments.plan(number)) for number in range(1, 4)] == [False, False, True]
     growing = program_of("sparseloco", {"codec": {"k": "64 until 2 then 128"}})
     assert growing.plan(0).may_join(growing.plan(1)) and not growing.plan(1).may_join(growing.plan(2))
-    absolute = program_of("averaging", {"signal": {"kind": "weights"}, "update": {"kind": "replace"}})
+    absolute = program_of("averaging", NO_PROGRESS | {"signal": {"kind": "weights"}, "update": {"kind": "replace"}})
     assert not absolute.plan(0).may_join(absolute.plan(1))
     shared = program_of("sparseloco", {"codec": {"kind": "subset"}})
     payload = shared.plan(0).codecs[0].encode(draw(1))
@@ -209,7 +209,7 @@ def test_a_fragment_moves_its_own_values_and_no_others() -> None:
 
 def test_averaged_vectors_move_by_the_whole_mean_in_their_rounds() -> None:
     signal: Tables = {"signal": {"kind": "inner-state", "first_every": 2, "second_every": 2}}
-    program = program_of("averaging", LOSSLESS | signal)
+    program = program_of("averaging", LOSSLESS | NO_PROGRESS | signal)
     anchor, slots = torch.zeros(NUMEL), {name: torch.ones(NUMEL) for name in program.method.slots}
     whole = draw(1, 3 * NUMEL)
     anchor, slots = program.moved(program.plan(0), anchor, slots, plain(program.plan(0).gather(whole)), 1.0)
@@ -246,7 +246,7 @@ def test_two_vectors_in_a_message_reach_the_update_together() -> None:
 )
 def test_parts_that_do_not_fit_together_are_refused_at_the_start(tables: Tables, reason: str) -> None:
     with pytest.raises(UnknownOption, match=reason) as caught:
-        program_of("averaging", tables)
+        program_of("averaging", NO_PROGRESS | tables)
     assert "\n" not in str(caught.value)
 
 

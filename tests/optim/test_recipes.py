@@ -13,7 +13,7 @@ from optim.recipes import CODECS, KINDS, PARTS, SIGNALS, UPDATES, compose
 from optim.rows import RECIPES
 from optim.topologies import Butterfly, Gather
 from optim.updates import Nesterov, Sgd
-from tests.optim.replicas import Tables
+from tests.optim.replicas import NO_PROGRESS, Tables
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -74,7 +74,7 @@ def test_every_kind_of_these_fits_every_recipe(recipe: str, part: str) -> None:
 @pytest.mark.parametrize("kind", UPDATES)
 def test_every_update_goes_with_the_signals_it_names_and_no_other(kind: str) -> None:
     for signal in SIGNALS:
-        tables: Tables = {"update": {"kind": kind}, "signal": {"kind": signal}}
+        tables = NO_PROGRESS | {"update": {"kind": kind}, "signal": {"kind": signal}}
         if signal in UPDATES[kind].signals:
             assert isinstance(compose("averaging", tables).update, UPDATES[kind])
         else:
