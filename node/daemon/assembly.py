@@ -81,9 +81,7 @@ class Assembly:
     """One node. `build` loads what the disk has; `open` goes on the network."""
 
     @classmethod
-    async def build(
-        cls, settings: NodeSettings, folder: RunFolder, pool: Executor, rng: random.Random
-    ) -> "Assembly":
+    async def build(cls, settings: NodeSettings, folder: RunFolder, pool: Executor, rng: random.Random) -> "Assembly":
         async def work(function: Callable[..., Any], *arguments: Any) -> Any:
             return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
@@ -116,9 +114,7 @@ class Assembly:
         self.standing = Standing(self._first_status(), self.metrics, self._traffic)
         saved = self._load()
         self._sent = OfferFile(folder.offer)
-        self._offers = restored_offers(
-            saved, program, self.arena, self.store, self._sent, self.standing.set_back
-        )
+        self._offers = restored_offers(saved, program, self.arena, self.store, self._sent, self.standing.set_back)
         self.replica = self._first_replica(method, saved)
         self._rng = rng
         self._build_network()

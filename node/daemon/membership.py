@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Mapping
 
+from node.daemon.catch_up import ahead
 from protocol.identity import PeerId
 from protocol.membership.directory import Event, Joined, Left
 from protocol.membership.gossip import Directory
@@ -77,7 +78,8 @@ class Members:
         live = self._directory.live()
         peers = {peer for peer, record in live.items() if record.role == "trainer" and record.digest in near}
         resting = frozenset(peer for peer in peers if live[peer].resting)
-        return Live(frozenset(peers | {self._directory.peer_id}), frozenset(self._departed), resting)
+        passed = frozenset(peer for there in ahead(self._chain.head, live).values() for peer in there)
+        return Live(frozenset(peers | {self._directory.peer_id}), frozenset(self._departed), resting, passed)
 
     def evaluates(self, number: int) -> bool:
         """Whether it is our turn to measure the anchor of that round: the trainers that do not rest take turns."""
@@ -107,4 +109,3 @@ class Members:
             self._departed[event.peer] = None
             if len(self._departed) > MAX_DEPARTED:
                 del self._departed[next(iter(self._departed))]
-

@@ -60,9 +60,7 @@ MAX_SKIPPED_IN_A_ROW = 20
 class Trainer:
     """One model in training; `run` returns when the daemon says Stop. Manifest and program are those of `config`."""
 
-    def __init__(
-        self, config: Config, manifest: Manifest, program: Program, arena: Arena, channel: TrainerEnd
-    ) -> None:
+    def __init__(self, config: Config, manifest: Manifest, program: Program, arena: Arena, channel: TrainerEnd) -> None:
         self._config, self._manifest, self._arena, self._channel = config, manifest, arena, channel
         self._device = choose_device(config.device)
         self._microbatch = microbatch_within(manifest, config.memory, self._device.type)

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from protocol.identity import PeerId
 from protocol.manifest import RunId
+from protocol.rounds.events import Live
 
 
 @dataclass(frozen=True, order=True)
@@ -62,12 +63,16 @@ class Electorate:
     `memory`. Where a majority of the electors is left, it is enough: after a few deaths no straggler can hold up the
     round. Where all members are needed and one of them dies, it is forgotten in turn: somebody can always go on, as all
     members can have what any of them has acknowledged, or do without it.
+
+    Whoever is known to be ahead is not forgotten: those who were cut off for nearly `memory` and meet the others again
+    must not decide alone a round that these have passed.
     """
 
     def __init__(self, memory: float, step: float, seen: Mapping[PeerId, float], now: float) -> None:
         away = now - max(seen.values(), default=now)
         self.live: frozenset[PeerId] = frozenset()
         self._resting: frozenset[PeerId] = frozenset()
+        self._ahead: frozenset[PeerId] = frozenset()
         self._memory = memory
         self._step = step
         self._now = now
@@ -84,15 +89,14 @@ class Electorate:
         expected = self.live | self._awaited if self._awaited else self.live
         self.expected: frozenset[PeerId] = expected - self._resting if self._resting else expected
 
-    def update(
-        self, live: frozenset[PeerId], departed: frozenset[PeerId], now: float, resting: frozenset[PeerId] = frozenset()
-    ) -> None:
-        self._vanished.update(dict.fromkeys(self.live - live, now))
-        for peer in self._vanished.keys() & (live | departed):
+    def update(self, given: Live, now: float) -> None:
+        live, gone = given.peers, given.departed
+        self._vanished.update(dict.fromkeys((self.live - live) | (self._forgotten & given.ahead), now))
+        for peer in self._vanished.keys() & (live | gone):
             del self._vanished[peer]
-        self.live, self._resting = live, resting
-        self._awaited -= live | departed
-        self._forgotten -= live | departed
+        self.live, self._resting, self._ahead = live, given.resting, given.ahead
+        self._awaited -= live | gone | given.ahead
+        self._forgotten -= live | gone | given.ahead
         self._recount()
 
     def advance(self, now: float) -> None:
@@ -101,7 +105,7 @@ class Electorate:
         self._now = now
         if not self._vanished:
             return
-        aged = {peer: time + away for peer, time in self._vanished.items()}
+        aged = {peer: now if peer in self._ahead else time + away for peer, time in self._vanished.items()}
         self._vanished = {peer: time for peer, time in aged.items() if now - time <= self._memory}
         if len(self._vanished) < len(aged):
             self._awaited &= self._vanished.keys()

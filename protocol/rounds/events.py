@@ -63,11 +63,13 @@ class Live:
 
     `departed`: those known to have said good-bye; they lose their vote at once. `resting`: those of the peers who say
     that they train no step for now; they vote and hold blobs like all others, but nobody waits for a contribution.
+    `ahead`: those who stand where we should go. They may have decided this round, and so keep their votes in it.
     """
 
     peers: frozenset[PeerId]
     departed: frozenset[PeerId] = frozenset()
     resting: frozenset[PeerId] = frozenset()
+    ahead: frozenset[PeerId] = frozenset()
 
 
 @dataclass(frozen=True)

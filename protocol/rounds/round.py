@@ -186,7 +186,7 @@ class Round:
     def _meet(self, event: Live, now: float) -> None:
         state = self._state
         newcomers = event.peers - state.live - {state.me}
-        state.electorate.update(event.peers, event.departed, now, event.resting)
+        state.electorate.update(event, now)
         if state.me in self._evidence.contributions:
             self._send(newcomers, self._evidence.contributions[state.me])
         if state.leadership and state.followed:

@@ -90,7 +90,7 @@ class Peer:
         self.round: Round
         self.waiting: deque[Action] = deque()  # for a vow to be on disk
         self._is_writing = False
-        self._live: frozenset[PeerId] = frozenset()
+        self._live = Live(frozenset())
         self._tick_at = 0.0
         self._life = 0  # how often it came back
         self._beats = 0
@@ -114,7 +114,7 @@ class Peer:
         """The next round on our chain."""
         head, now = self.chain.head, self.network.now
         settings = self.network.scenario.settings()
-        self.pending, self.behind_since, self._live, self._tick_at = None, None, frozenset(), 0.0
+        self.pending, self.behind_since, self._live, self._tick_at = None, None, Live(frozenset()), 0.0
         self.sources.clear()
         self.waiting.clear()
         self.round = Round(settings, self.name, head.round, head.digest, signer_of(self.name), now, seen, self.vow)
@@ -333,16 +333,19 @@ class Peer:
         known = self.records.get(peer)
         if known is None or known[0].round <= head.round or preferred(known[0], head):
             self.records[peer] = (head, self.network.now)
-            if (peer in self._live) != (head == self.chain.head):
+            live, mine = self._live, self.chain.head
+            if (peer in live.peers) != (head == mine) or (peer in live.ahead) != preferred(mine, head):
                 self.refresh()
 
     def refresh(self) -> None:
         oldest, mine = self.network.now - self.network.scenario.expiry, self.chain.head
-        level = [peer for peer, (head, heard) in self.records.items() if heard >= oldest and head == mine]
-        live = frozenset([*level, self.name])
+        heads = {peer: head for peer, (head, heard) in self.records.items() if heard >= oldest}
+        level = [peer for peer, head in heads.items() if head == mine]
+        ahead = frozenset(peer for peer, head in heads.items() if preferred(mine, head))
+        live = Live(frozenset([*level, self.name]), ahead=ahead)
         if live != self._live:
             self._live = live
-            self.feed(Live(live))
+            self.feed(live)
 
     def catch_up(self) -> None:
         """Takes over the chain of whoever is ahead, when our own round does not end by itself."""

@@ -185,9 +185,7 @@ def test_models_that_differ_are_a_failure(
     assert "DIFFER" in capsys.readouterr().out
 
 
-def test_interrupted_it_says_how_to_go_on(
-    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_it_says_how_to_go_on(stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stage.target = 10_000
 
     def interrupt() -> None:

@@ -202,9 +202,7 @@ async def test_a_frozen_peer_holds_up_nobody(
 async def _upload(node: Transport, peer: str, timeout: float) -> set[grpc.StatusCode]:
     """Far more than what sockets and windows hold; returns how the calls ended."""
     stub, request = BlobsStub(node.channel(peer)), PiecesRequest(digest=bytes(MEBIBYTE))
-    results = await asyncio.gather(
-        *(stub.Pieces(request, timeout=timeout) for _ in range(24)), return_exceptions=True
-    )
+    results = await asyncio.gather(*(stub.Pieces(request, timeout=timeout) for _ in range(24)), return_exceptions=True)
     assert all(isinstance(result, Call) for result in results), results
     return {result.code() for result in results if isinstance(result, Call)}
 

@@ -16,8 +16,8 @@ MEMORY = 10.0
 def electorate(present: Iterable[str], gone: Iterable[str]) -> Electorate:
     """Those that are gone are forgotten."""
     members = Electorate(MEMORY, MEMORY, {}, 0.0)
-    members.update(frozenset([*present, *gone]), frozenset(), 0.0)
-    members.update(frozenset(present), frozenset(), 1.0)
+    members.update(Live(frozenset([*present, *gone])), 0.0)
+    members.update(Live(frozenset(present)), 1.0)
     for now in (5.0, 11.0, 12.0):
         members.advance(now)
     assert members.members == frozenset(present)
@@ -50,8 +50,30 @@ def test_half_are_enough_if_they_are_all() -> None:
 
 def test_who_comes_back_is_asked_again() -> None:
     members = electorate("ab", "xyz")
-    members.update(frozenset("abx"), frozenset(), 13.0)
+    members.update(Live(frozenset("abx")), 13.0)
     assert members.is_quorum("abx") and not members.is_quorum("ab")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_who_is_ahead_keeps_its_vote(known: bool) -> None:
+    """Cut off for a while, three of eight meet the others again, who have passed the round."""
+    members = Electorate(MEMORY, MEMORY, {}, 0.0)
+    members.update(Live(frozenset("abcdefgh")), 0.0)
+    members.update(Live(frozenset("abc")), 1.0)
+    for now in (5.0, 10.0):
+        members.advance(now)
+    members.update(Live(frozenset("abc"), ahead=frozenset("defgh") if known else frozenset()), 10.5)
+    for now in (15.0, 20.0):
+        members.advance(now)
+    assert members.is_quorum("abc") != known
+    assert members.expected == frozenset("abc"), "nobody waits for a contribution of theirs"
+
+
+def test_who_is_seen_ahead_after_it_was_forgotten_votes_again() -> None:
+    members = electorate("abc", "defgh")
+    members.update(Live(frozenset("abc"), ahead=frozenset("defgh")), 13.0)
+    members.advance(14.0)
+    assert not members.is_quorum("abc")
 
 
 def _half_decides() -> tuple[Table, Commit, str, list[str]]:
