@@ -1,7 +1,7 @@
 """How much of a real link is used: a merge, a newcomer's download, and training, on limited links between namespaces.
 
     python benchmarks/links.py [--settings 100 20] [--numel 25000000] [--turns 3] [--rounds 12]
-        [--only merge download hivemind gloo compute lossy] [--json]
+        [--only merge download hivemind sparse gloo compute lossy] [--json]
 
 Four peers, each behind a link of 100 Mbit/s, or of 20 Mbit/s with 80 ms round trip. By setting:
 
@@ -9,6 +9,7 @@ Four peers, each behind a link of 100 Mbit/s, or of 20 Mbit/s with 80 ms round t
                            order to the last peer's new anchor: encoding, decoding and the outer update are in it)
     hivemind_line_share    the same for hivemind's averager in fp16, from the trigger on; 0: three times it found no
                            group, or lost members
+    sparse_times_faster    seconds of hivemind's averager at 8 bit over those of a merge by the recipe frugal
     download_line_share    bits of a state (fp32) over (nominal rate x time), from three holders, checked and read
     compute_share          of the trainers' seconds, in real peers that train configs/demo.toml by its recipe
     gloo_compute_share     the same model and batches, its fp32 gradients summed by gloo in every step
@@ -21,6 +22,7 @@ uses less than 0.88 (0.82 at 20) or a download less than that.
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -35,8 +37,8 @@ from typing import Final
 from benchmarks.merge.worker import SilentError, Team, Worker, words_of
 from node.local.views import compute_share
 from protocol.manifest import load_manifest
-from tests.netlab.laboratory import NETWORK, Laboratory, Link, Node
-from tests.netlab.namespaces import hindrance, run
+from tests.netlab.laboratory import Laboratory, Link, Node
+from tests.netlab.namespaces import hindrance
 from tests.netlab.scattered import scattered
 
 PEERS = 4
@@ -48,7 +50,7 @@ SETTINGS: Final[Mapping[str, Link]] = MappingProxyType(
 LOSSY = Link(up=100, down=100, delay=0.025, loss=0.005)
 TARGETS: Final[Mapping[str, float]] = MappingProxyType({"100": 0.88, "20": 0.82})
 HALF_BYTES, FLOAT_BYTES = 2, 4
-MEASURES = ("merge", "download", "hivemind", "gloo", "compute", "lossy")
+MEASURES = ("merge", "download", "hivemind", "sparse", "gloo", "compute", "lossy")
 PARALLEL_STEPS = 8
 ATTEMPTS = 3
 RUN_SECONDS = 1200.0
@@ -62,6 +64,10 @@ class Place:
     laboratory: Laboratory
     nodes: Sequence[Node]
     rate: float
+
+    @classmethod
+    def built(cls, laboratory: Laboratory, link: Link, peers: int) -> "Place":
+        return cls(laboratory, [laboratory.ordinary_node(link) for _ in range(peers)], link.up)
 
     def share(self, size: float, seconds: float) -> float:
         """Of the line, for so many bytes."""
@@ -101,28 +107,24 @@ def main() -> int:
 def measure(name: str, words: argparse.Namespace) -> Figures:
     figures: Figures = {}
     with Laboratory() as laboratory:
-        place = built(laboratory, SETTINGS[name], PEERS)
+        place = Place.built(laboratory, SETTINGS[name], PEERS)
         if {"merge", "download"} & set(words.only):
             with place.team("benchmarks.merge.ours", numel=words.numel, recipe="averaging", codec="fp16") as team:
                 # The download is of what a merge came to.
-                note(figures, name, "merge_line_share", merge_share(place, team, words.numel, words.turns))
+                seconds = merge_seconds(team, words.turns)
+                note(figures, name, "merge_line_share", place.share(payload_of(words.numel), seconds))
                 if "download" in words.only:
                     note(figures, name, "download_line_share", download_share(place, team, words.numel, words.turns))
         if "hivemind" in words.only:
-            note(figures, name, "hivemind_line_share", hivemind_share(place, words.numel, words.turns))
+            seconds = hivemind_seconds(place, words.numel, words.turns, "fp16")
+            note(figures, name, "hivemind_line_share", place.share(payload_of(words.numel), seconds))
+        if "sparse" in words.only:
+            note(figures, name, "sparse_times_faster", times_faster(place, words.numel, words.turns))
         if "gloo" in words.only:
             note(figures, name, "gloo_compute_share", gloo_share(place))
         if "compute" in words.only:
             note(figures, name, "compute_share", demo_share(place, words.rounds))
     return figures
-
-
-def built(laboratory: Laboratory, link: Link, peers: int) -> Place:
-    """Whose machines know of no better congestion control than most volunteers' do, whatever this one has."""
-    place = Place(laboratory, [laboratory.node(link) for _ in range(peers)], link.up)
-    for node in place.nodes:
-        run(f"ip -n {node.namespace} route replace {NETWORK}.0/24 dev eth0 src {node.address} congctl cubic")
-    return place
 
 
 def gloo_share(place: Place) -> float:
@@ -136,19 +138,30 @@ def note(figures: Figures, setting: str, name: str, value: float) -> None:
     print(f"  {setting} Mbit/s: {name} {value:.3f}", file=sys.stderr)
 
 
-def hivemind_share(place: Place, numel: int, turns: int) -> float:
+def times_faster(place: Place, numel: int, turns: int) -> float:
+    theirs = hivemind_seconds(place, numel, turns, "8bit")
+    with place.team("benchmarks.merge.ours", numel=numel, recipe="frugal") as team:
+        return theirs / merge_seconds(team, turns)
+
+
+def hivemind_seconds(place: Place, numel: int, turns: int, compression: str) -> float:
+    """Infinite where it fails again and again."""
     for _ in range(ATTEMPTS):
         try:
-            with place.team("benchmarks.merge.averager", numel=numel, compression="fp16") as team:
-                return merge_share(place, team, numel, turns)
+            with place.team("benchmarks.merge.averager", numel=numel, compression=compression) as team:
+                return merge_seconds(team, turns)
         except SilentError as error:
             print(f"  hivemind is started again: {error}", file=sys.stderr)
-    return 0.0
+    return math.inf
 
 
-def merge_share(place: Place, team: Team, numel: int, turns: int) -> float:
+def payload_of(numel: int) -> float:
+    """Bytes that a peer sends in a merge of halves."""
+    return 2 * (PEERS - 1) / PEERS * HALF_BYTES * numel
+
+
+def merge_seconds(team: Team, turns: int) -> float:
     """The median of the turns after the first."""
-    payload = 2 * (PEERS - 1) / PEERS * HALF_BYTES * numel
     seconds = []
     for _ in range(turns + 1):
         team.order(prepare=True)
@@ -157,7 +170,7 @@ def merge_share(place: Place, team: Team, numel: int, turns: int) -> float:
         seconds.append(time.monotonic() - begun)
         if members < PEERS:
             raise SilentError(f"{members} of {PEERS} peers took part")
-    return place.share(payload, statistics.median(seconds[1:]))
+    return statistics.median(seconds[1:])
 
 
 def download_share(place: Place, team: Team, numel: int, turns: int) -> float:
@@ -187,7 +200,7 @@ def demo_share(place: Place, rounds: int) -> float:
 def lossy_mbit(numel: int) -> float:
     """Between two peers."""
     with Laboratory() as laboratory:
-        place = built(laboratory, LOSSY, 2)
+        place = Place.built(laboratory, LOSSY, 2)
         with place.team("benchmarks.merge.ours", numel=numel, recipe="averaging") as team:
             return LOSSY.up * download_share(place, team, numel, 2)
 

@@ -255,7 +255,12 @@ class Assembly:
             self.directory.remember, self._rng,
         )  # fmt: skip
         self.metrics.add_refusals(
-            lambda: (self.directory.refusals, self.blobs.refusals, {"dht": self.rendezvous.refused})
+            lambda: (
+                self.directory.refusals,
+                self.blobs.refusals,
+                self.transport.refusals,
+                {"dht": self.rendezvous.refused},
+            )
         )
         self.directory.publish(
             role="trainer", name=self._settings.name, version=version("murmuration"),

@@ -83,6 +83,7 @@ class Desk:
                     raise LimitError(f"a frame of kind {kind} where a call is expected")
                 await self._answer(line, body)
         except PeerFault as fault:
+            self._tunnels.refusals[fault.word] += 1
             logger.warning("cutting a line of %s: %s", line.peer, fault)
         except (OSError, EOFError) as error:
             logger.debug("a line of %s has ended: %s", line.peer, error)

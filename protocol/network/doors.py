@@ -57,8 +57,10 @@ class Entrance:
         try:
             peer = await accept(far)
         except MalformedError as error:
+            self._tunnels.refusals["malformed stream"] += 1
             logger.warning("refusing a stream: %s", error)
         except (OSError, EOFError) as error:
+            self._tunnels.refusals["stream lost"] += 1
             logger.warning("an incoming stream was lost: %s", error or type(error).__name__)
         else:
             await self._welcome(peer, far)
@@ -70,6 +72,7 @@ class Entrance:
         try:
             near = await self._connect(peer)
         except OSError as error:
+            self._tunnels.refusals["stream not taken"] += 1
             logger.warning("gRPC's server does not take a stream of %s: %s", peer, error)
             return
         try:

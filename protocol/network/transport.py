@@ -202,6 +202,11 @@ class Transport:
         """Direct connections that were not taken, by reason."""
         return self.door.refusals if self.door else {}
 
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """Streams that were not taken, or cut, by reason."""
+        return self._tunnels.refusals
+
     async def addresses(self) -> tuple[str, ...]:
         """Where others can reach us: multiaddresses with /p2p/. TransportError while p2pd is being restarted."""
         _, addresses = await self._p2pd.control.identify()

@@ -10,7 +10,7 @@ bytes of every path pass.
 import asyncio
 import logging
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -214,7 +214,8 @@ class Carried(Protocol):
 
 
 class Tunnels:
-    """All tunnels and lines of a node, and the clock over them."""
+    """All tunnels and lines of a node, and the clock over them. `refusals`: streams that were not taken, or cut, by
+    reason."""
 
     def __init__(self, limits: TunnelLimits, traffic: Traffic) -> None:
         self.limits = limits
@@ -226,6 +227,7 @@ class Tunnels:
         self._tasks: set[asyncio.Task[None]] = set()
         self._incoming: set[Carried] = set()
         self._outgoing: set[Carried] = set()
+        self.refusals: Counter[str] = Counter()
         self._refused: set[PeerId] = set()
         self._watcher = asyncio.create_task(self._watch(), name="tunnel watcher")
 
@@ -262,6 +264,7 @@ class Tunnels:
     def admits(self, peer: PeerId) -> bool:
         """Whether `peer` may open one more; where all places are taken, the tunnel that moved least lately yields."""
         if sum(tunnel.peer == peer for tunnel in self._incoming) >= self.limits.incoming_per_peer:
+            self.refusals["too many streams"] += 1
             if peer not in self._refused:  # one line for a flood, not one a stream
                 self._refused.add(peer)
                 logger.warning("refusing %s: it holds %d tunnels", peer, self.limits.incoming_per_peer)
@@ -269,6 +272,7 @@ class Tunnels:
         self._refused.discard(peer)
         if len(self._incoming) >= self.limits.incoming:
             yielding = min(self._incoming, key=lambda tunnel: tunnel.moved_at)
+            self.refusals["stream gave way"] += 1
             logger.warning("all %d tunnels are taken: cutting that of %s", self.limits.incoming, yielding.peer)
             self._incoming.discard(yielding)
             yielding.cut()
@@ -286,6 +290,7 @@ class Tunnels:
             now = asyncio.get_running_loop().time()
             for tunnel in self._incoming | self._outgoing:
                 if fault := tunnel.fault(now):
+                    self.refusals["stream timed out"] += 1
                     logger.info("cutting a tunnel with %s: %s", tunnel.peer, fault)
                     tunnel.cut()
             self._refused &= {tunnel.peer for tunnel in self._incoming}

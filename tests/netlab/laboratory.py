@@ -115,6 +115,12 @@ class Laboratory:
         run_inside(node.namespace, "nft -f -", ROUTER)
         return node
 
+    def ordinary_node(self, link: Link) -> Node:
+        """A machine on the internet that knows of no better congestion control than most do, whatever this one has."""
+        node = self.node(link)
+        run(f"ip -n {node.namespace} route replace {NETWORK}.0/24 dev eth0 src {node.address} congctl cubic")
+        return node
+
     def set_link(self, node: Node, link: Link) -> None:
         """Give the node another link, from now on."""
         assert node.router is None, "the link is the router's"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.netlab import blob_server, blob_taker
-from tests.netlab.laboratory import NETWORK, Laboratory, Link
-from tests.netlab.namespaces import run
+from tests.netlab.laboratory import Laboratory, Link
 from tests.swarm.flock import own_world
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
@@ -28,10 +27,7 @@ class Way:
 
     def __init__(self, laboratory: Laboratory, folder: Path, link: Link) -> None:
         self._laboratory, self._folder, self._taken = laboratory, folder, 0
-        server, self._taker = laboratory.node(link), laboratory.node(link)
-        for node in (server, self._taker):
-            # What most machines have; one that happens to know better would need no lanes.
-            run(f"ip -n {node.namespace} route replace {NETWORK}.0/24 dev eth0 src {node.address} congctl cubic")
+        server, self._taker = laboratory.ordinary_node(link), laboratory.ordinary_node(link)
         command = [sys.executable, blob_server.__file__, str(folder / "server"), server.address, str(SIZE), "1"]
         self._about = line_of(laboratory.start(server, command)).split()
 

@@ -189,6 +189,7 @@ async def test_places_are_counted_by_peer(caplog: pytest.LogCaptureFixture) -> N
     ends += await opened(tunnels, "honest")
     assert tunnels.admits("newcomer"), "a cap for all must not shut the honest out"
     assert "all 3 tunnels are taken: cutting that of greedy" in caplog.text
+    assert tunnels.refusals == {"too many streams": 2, "stream gave way": 1}, "every one is counted"
     close(*ends)
     await tunnels.stop()
 
