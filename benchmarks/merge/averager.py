@@ -101,6 +101,8 @@ def main() -> None:
                 conversation.say()
             case "go":
                 conversation.say(members=peer.go())
+            case "settle":
+                conversation.say()
             case "check":
                 conversation.say(relative_error=peer.check())
 

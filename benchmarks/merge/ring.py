@@ -25,6 +25,8 @@ def main() -> None:
                 distributed.all_reduce(merged)
                 merged /= words.peers
                 conversation.say(members=words.peers)
+            case "settle":
+                conversation.say()
             case "check":
                 conversation.say(relative_error=relative_error(merged, words.peers))
 

@@ -1,7 +1,8 @@
 """A peer of a benchmark as a process of its own, and the lines of JSON in which it is told what to do.
 
 The peer says `{"address": ...}`, hears `{"addresses": [...]}` of all, and then answers one order after the other:
-`prepare` (not measured), `go` (measured) and `check`. What its libraries print goes to stderr.
+`prepare` (not measured), `go` (measured), `settle` (what is left of it to do) and `check`. What its libraries print
+goes to stderr.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from node.channel import Fate
 from node.daemon.catch_up import Scout, Way, ahead, best, is_time_to_go
 from node.daemon.keeper import KEPT_ROUNDS, Keeper
 from node.daemon.membership import Members
-from node.daemon.replica import Replica, Share
+from node.daemon.replica import OuterState, Replica, Share
 from node.daemon.rounds import RoundDriver
 from node.daemon.standing import Standing
 from node.daemon.trainer_link import TrainerLink
@@ -159,10 +159,17 @@ class Participant:
             await self._look()
 
     async def _apply(self, commit: Statement[Commit]) -> None:
-        share = await self._obtain(commit.body)
-        await self.replica.apply(commit, share)
+        share, following = await self._obtain(commit.body), commit.body.round + 1
+        fates: list[Fate] = []
+
+        async def hand_over(state: OuterState) -> None:
+            fates.append(self.trainer.settle([commit.body], following))
+            await self.trainer.adopt(following, state.shared(self.method))
+
+        await self.replica.apply(commit, share, hand_over)
         self.standing.entered(Entries.of(share))
-        await self._settle([commit.body], self.trainer.settle([commit.body], self.replica.chain.round))
+        self._tell([commit.body], fates[0])
+        await self._keep([commit.body])
 
     async def _obtain(self, commit: Commit) -> Share:
         """What of a commit is for us, with its blobs in the store."""
@@ -181,12 +188,15 @@ class Participant:
                 self.standing.set_back("partner lost", line)
         return tuple(held)
 
-    async def _settle(self, commits: list[Commit], fate: Fate) -> None:
-        """A new state is in place: tell the trainer, the others and the disk."""
+    def _tell(self, commits: list[Commit], fate: Fate) -> None:
+        """A new state is in place: tell people and the others."""
         replica, self._ahead_since = self.replica, None
         self.standing.applied(replica.chain.head, replica.blob.digest, commits, fate)
         self.members.announce_head(replica.chain.head, replica.blob.digest)
-        await self.trainer.adopt(replica.chain.round, self._shared())
+
+    async def _keep(self, commits: list[Commit]) -> None:
+        """And the disk; the trainer has it."""
+        replica = self.replica
         self.standing.paced(self.pacing.words(replica.chain.round))
         await self.keeper.replace(replica.blob)
         async with self.trainer.placing:
@@ -266,7 +276,10 @@ class Participant:
             commits = [commit.body for commit in way.commits]
             verdict = self.trainer.jump(commits, way.head.round, before)
             self.standing.revised(verdict.revised)
-            await self._settle([commit for commit in commits if commit.round >= before.round], verdict.fate)
+            fresh = [commit for commit in commits if commit.round >= before.round]
+            self._tell(fresh, verdict.fate)
+            await self.trainer.adopt(way.head.round, self._shared())
+            await self._keep(fresh)
         else:
             self._tell_way(f"replaying {len(way.commits)} rounds from round {self.replica.chain.round} on")
             for commit in way.commits:

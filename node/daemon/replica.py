@@ -115,11 +115,11 @@ class Workshop:
             raise MalformedError(f"a contribution does not decode: {error}") from error
         return self._store.hold(reduced)
 
-    def apply(self, state: OuterState, commit: Commit, share: Share) -> tuple[OuterState, Blob]:
-        """The state after a commit, and its blob. `share`: what of it is applied here, its blobs all in the store; none
-        leaves the state as it is. Raises MalformedError."""
+    def apply(self, state: OuterState, commit: Commit, share: Share) -> OuterState:
+        """The state after a commit. `share`: what of it is applied here, its blobs all in the store; none leaves the
+        state as it is. Raises MalformedError."""
         if not share:
-            return state, self.keep(state)
+            return state
         number, contributions = commit.round, [statement.body for statement in share]
         memory = {MEMORY: copy(state.slots[MEMORY])} if MEMORY in state.slots else {}
         try:
@@ -135,8 +135,7 @@ class Workshop:
         decay = self._decay(self._program.steps_before(number))
         anchor, slots = self._program.moved(self._program.plan(number), state.anchor, slots, merged, decay)
         self._read.clear()
-        after = OuterState(anchor, slots | memory)
-        return after, self.keep(after)
+        return OuterState(anchor, slots | memory)
 
     def _payload(self, blob: Blob, round_number: int, part: int) -> Payload | Vector:
         """As `check` has read it, where there was room to keep that."""
@@ -163,6 +162,13 @@ class Workshop:
         return OuterState.from_bytes(own, self._program.numel, self._program.method)
 
 
+Moved = Callable[[OuterState], Awaitable[None]]
+
+
+async def _nobody(state: OuterState) -> None:
+    pass
+
+
 class Replica:
     """Where this peer stands: `state` belongs to the head of `chain`, `blob` is the state's name."""
 
@@ -171,10 +177,16 @@ class Replica:
         self.blob = workshop.keep(state)
         self._workshop, self._work = workshop, work
 
-    async def apply(self, commit: Statement[Commit], share: Share) -> None:
-        """The blobs of `share` must be in the store. StaleError or MalformedError: nothing has changed."""
+    async def apply(self, commit: Statement[Commit], share: Share, moved: Moved = _nobody) -> None:
+        """The blobs of `share` must be in the store. StaleError or MalformedError: nothing has changed.
+
+        `moved` gets the new state as soon as it is computed: to name it takes as long as to read all of it, and the
+        trainer need not wait for that. Head, state and blob change together behind it.
+        """
         self.chain.would_lead_to([commit])
-        state, blob = await self._work(self._workshop.apply, self.state, commit.body, share)
+        state = await self._work(self._workshop.apply, self.state, commit.body, share)
+        await moved(state)
+        blob = await self._work(self._workshop.keep, state)
         self.chain.append(commit)
         self.state, self.blob = state, blob
 

@@ -91,7 +91,8 @@ class Vault:
         weights = (entry.body.tokens.to_bytes(8, "big") + bytes([entry.body.age]) for entry in share)
         key = (before[1].digest, *(blob.digest for blob in blobs_of(commit, share)), *weights)
         if key not in self._applied:
-            self._applied[key] = self._workshop.apply(before[0], commit, share)
+            after = self._workshop.apply(before[0], commit, share)
+            self._applied[key] = after, self._workshop.keep(after)
         return self._applied[key]
 
     def enter(self, number: int) -> None:

@@ -89,6 +89,21 @@ async def test_apply_moves_head_state_and_blob_and_leaves_the_old_state_as_it_wa
     assert torch.equal(before.anchor, anchor) and not torch.equal(replica.state.anchor, anchor)
 
 
+async def test_a_new_state_is_handed_over_before_it_has_a_name(tmp_path: Path) -> None:
+    """The trainer waits for it; whoever asks hears of head and blob together."""
+    store = store_in(tmp_path)
+    replica = replica_in(store)
+    (commit,) = await grown(replica_in(store), store, 1)
+    before, given = (replica.chain.head, replica.blob), list[OuterState]()
+
+    async def moved(state: OuterState) -> None:
+        given.append(state)
+        assert (replica.chain.head, replica.blob) == before
+
+    await replica.apply(commit, commit.body.contributions, moved)
+    assert given == [replica.state] and replica.blob == Blob.of(b"".join(replica.state.views()))
+
+
 async def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     replica = replica_in(store)
@@ -155,12 +170,17 @@ def test_the_methods_rule_says_what_a_contribution_weighs(tmp_path: Path) -> Non
     store = store_in(tmp_path)
     blobs = [store.put(METHOD.codec.encode(torch.full((NUMEL,), value))) for value in (0.0, 1.0)]
     found = []
-    rules: list[dict[str, Scalar]] = [{}, {"weights": "equal"}, {"weights": "equal", "staleness": 1.0}]
+    rules: list[dict[str, Scalar]] = [
+        {"staleness": 0.0},
+        {"weights": "equal", "staleness": 0.0},
+        {"weights": "equal", "staleness": 1.0},
+        {},
+    ]
     for options in rules:
         program = program_of(compose("averaging", LOSSLESS | {"aggregate": options}))
         reduced = Workshop(program, store, lambda step: 1.0).reduce(0, 0, contributions(blobs, [100, 300], [0, 1]))
         found.append(float(METHOD.codec.decode(store.read(reduced.digest), NUMEL)[0]))
-    assert found == pytest.approx([3 / 4, 1 / 2, 1 / 3])
+    assert found == pytest.approx([3 / 4, 1 / 2, 1 / 3, 3 / 8 / (1 + 3 / 8)])
 
 
 async def test_each_round_is_applied_by_its_own_plan(tmp_path: Path) -> None:
@@ -181,7 +201,7 @@ async def test_each_round_is_applied_by_its_own_plan(tmp_path: Path) -> None:
         plan = program.plan(number)
         blob = store.put(METHOD.codec.encode(torch.ones(plan.numel)))
         commit = commit_of(head, {1: blob}).body
-        after_it, _ = workshop.apply(before, commit, commit.contributions)
+        after_it = workshop.apply(before, commit, commit.contributions)
         moved = torch.zeros(NUMEL)
         plan.scatter(torch.ones(plan.numel), moved)
         assert torch.equal(before.anchor - after_it.anchor, moved)
@@ -195,7 +215,7 @@ def test_a_checked_sparse_message_is_not_decoded_again(tmp_path: Path, monkeypat
     blobs = [store.put(codec.encode(torch.randn(NUMEL))) for _ in range(3)]
     commit = commit_of(genesis(RUN_ID), dict(enumerate(blobs))).body
     workshop, state = Workshop(program, store, lambda step: 1.0), OuterState.initial(torch.zeros(NUMEL), program.method)
-    expected, _ = workshop.apply(state, commit, commit.contributions)
+    expected = workshop.apply(state, commit, commit.contributions)
     real = type(codec).read
 
     def counted(*arguments: Any) -> Vector:
@@ -206,7 +226,7 @@ def test_a_checked_sparse_message_is_not_decoded_again(tmp_path: Path, monkeypat
     for blob in (*blobs[:2], *blobs[:2]):
         workshop.check(blob, 0, 0)
     assert decoded == [4]
-    again, _ = workshop.apply(state, commit, commit.contributions)
+    again = workshop.apply(state, commit, commit.contributions)
     assert torch.equal(again.anchor, expected.anchor) and decoded == [5], "only the third, which nobody had checked"
     workshop.apply(state, commit, commit.contributions)
     assert decoded == [8], "what a round no longer needs is forgotten"
@@ -228,8 +248,7 @@ def test_no_share_leaves_the_state_as_it_was(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     workshop, state = Workshop(PROGRAM, store, lambda step: 1.0), state_of(1)
     commit = commit_of(genesis(RUN_ID), {1: store.put(payload(1))}).body
-    after_it, blob = workshop.apply(state, commit, ())
-    assert after_it is state and blob == workshop.keep(state)
+    assert workshop.apply(state, commit, ()) is state
 
 
 def test_initial_state_has_the_slots_of_the_method() -> None:
