@@ -1,6 +1,6 @@
 # make demo         three peers train a model on this machine, in minutes
 # make test         what a change must pass: style, types, modules, real processes
-# make test-long    and what takes ten minutes more: thousands of simulated swarms, real limited links
+# make test-long    and what takes as long again: thousands of simulated swarms, real limited links
 # make proto        the code generated from protocol/murmur.proto
 # make image        the volunteer's image, by a Docker engine
 # make image-check  builds it for real, with or without an engine, and uses it

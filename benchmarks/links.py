@@ -11,8 +11,9 @@ Four peers, each behind a link of 100 Mbit/s, or of 20 Mbit/s with 80 ms round t
                            group, or lost members
     sparse_times_faster    seconds of hivemind's averager at 8 bit over those of a merge by the recipe frugal
     download_line_share    bits of a state (fp32) over (nominal rate x time), from three holders, checked and read
-    compute_share          of the trainers' seconds, in real peers that train configs/demo.toml by its recipe as it is
-                           (the demo's peers wait for each round, since they share a machine; these train on)
+    compute_share          of the trainers' seconds those at the model, training and measuring it, in real peers that
+                           train configs/demo.toml by its recipe as it is (the demo's peers wait for each round, since
+                           they share a machine; these train on)
     gloo_compute_share     the same model and batches, its fp32 gradients summed by gloo in every step
     lossy_mbit             Mbit/s of a download from one holder: 100 Mbit/s, 50 ms, 0.5 % loss each way, cubic
 
@@ -202,7 +203,9 @@ def demo_share(place: Place, rounds: int) -> float:
         flock.start()
         flock.wait(lambda: bool(flock.look()) and not any(p.running for p in flock.peers), "all end", RUN_SECONDS)
         flock.look()
-        return compute_share([peer.ledger for peer in flock.peers]) or 0.0
+        ledgers = [peer.ledger for peer in flock.peers]
+        print(f"  seconds by activity: {ledgers[0].seconds()}", file=sys.stderr)
+        return compute_share(ledgers) or 0.0
 
 
 def lossy_mbit(numel: int) -> float:

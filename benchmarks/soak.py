@@ -6,7 +6,7 @@ Links of 20 Mbit/s, packets 30 to 50 ms on their way, 1 % lost. The faults, draw
 that was killed comes back, a machine stands still for some seconds (SIGSTOP, SIGCONT), a line is cut for some.
 At the end all come back, and must agree. Then the same run without faults, on the same links, until as many tokens are
 in its committed rounds; the losses are compared there. `growth_per_hour`: of each daemon's life, behind a warm-up of
-45 s, the middle and the greatest slope (resident and shared memory in MB, descriptors, threads).
+90 s, the middle and the greatest slope (resident and shared memory in MB, descriptors, threads).
 
 Takes twice the minutes, and 3 more. Needs root, iproute2, nftables and iptables. Exit code 1 where somebody stood still
 for a minute, the peers do not agree, the loss is worse by more than 1 %, or, in 30 minutes and more, the middle growth

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -12,7 +12,13 @@ Phase = Literal[
     "starting", "joining", "waiting for peers", "training", "exchanging", "catching up", "leaving", "done", "watching"
 ]
 MAX_STATUS_BYTES = 1 << 20
+AT_THE_MODEL: Final = ("compute", "evaluate")  # activities: training it, and measuring an anchor
 RECENT_ROUNDS = 2  # a contribution counts as current while at most this many rounds have been committed since
+
+
+def spent(seconds: Mapping[str, float], *activities: str) -> float:
+    """A trainer's seconds by activity, on these."""
+    return sum(seconds.get(activity, 0.0) for activity in activities)
 
 
 class NodeStatus(BaseModel):

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from importlib.metadata import version
 from typing import Any
@@ -36,7 +36,7 @@ from node.daemon.wishes import Porters, Wishes
 from node.folder import RunFolder
 from node.model import initial_weights, shape_table
 from node.program import decay_of, pacing_of, program_of, round_settings
-from node.status import NodeStatus
+from node.status import AT_THE_MODEL, NodeStatus, spent
 from optim.method import Method
 from optim.program import Program
 from optim.rehearsal import rehearse
@@ -71,10 +71,6 @@ COMPILED_SECONDS = 5.0  # a start that takes no longer found its loops compiled
 STORE_STATES = 16  # how many states' worth of blobs may lie in the store
 STORE_EXTRA_BYTES = 1 << 30
 MAX_TOKENS = 1 << 40  # of one contribution
-
-
-def spent(seconds: Mapping[str, float], *activities: str) -> float:
-    return sum(seconds.get(activity, 0.0) for activity in activities)
 
 
 class Assembly:
@@ -301,7 +297,7 @@ class Assembly:
             "bytes_carried": status.bytes_carried,
             "validation_loss": status.validation_loss or 0.0,
             "validation_round": status.validation_round or 0,
-            "compute_seconds": spent(status.seconds, "compute", "evaluate"),
+            "compute_seconds": spent(status.seconds, *AT_THE_MODEL),
             "exchange_seconds": spent(status.seconds, "encode", "adopt", "snapshot"),
             "wait_seconds": spent(status.seconds, "wait"),
         }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from node.status import NodeStatus
+from node.status import AT_THE_MODEL, NodeStatus, spent
 
 State = Literal["starting", "running", "lost", "ended"]
 
@@ -95,7 +95,7 @@ class Ledger:
 
 
 def compute_share(ledgers: Sequence[Ledger]) -> float | None:
-    """Seconds of computing over all seconds that the trainers accounted for."""
+    """Seconds at the model, training or measuring it, over all seconds that the trainers accounted for."""
     sums = [ledger.seconds() for ledger in ledgers]
     whole = sum(sum(seconds.values()) for seconds in sums)
-    return sum(seconds.get("compute", 0.0) for seconds in sums) / whole if whole else None
+    return sum(spent(seconds, *AT_THE_MODEL) for seconds in sums) / whole if whole else None
