@@ -102,12 +102,12 @@ def test_the_excess_is_of_the_means() -> None:
 
 def test_growth_is_of_each_life_behind_its_warm_up() -> None:
     resources = Resources()
-    starting = [(float(now), 50.0 + now) for now in range(0, 45, 5)]
-    flat = [(float(now), 100.0) for now in range(50, 200, 5)]
+    starting = [(float(now), 50.0 + now) for now in range(0, 90, 5)]
+    flat = [(float(now), 100.0) for now in range(90, 300, 5)]
     leaking = [(now, amount + now / 3600) for now, amount in flat]
     resources.lives["resident_mb"] = {1: starting + flat, 2: starting + leaking, 3: starting}
     assert resources.growth()["resident_mb"] == pytest.approx([0.0, 1.0])
-    assert slope_of([*starting, *flat[:3]]) is None, "too short to tell"
+    assert slope_of([*starting, *flat[:30]]) is None, "too short to tell"
 
 
 class FakeLaboratory:
