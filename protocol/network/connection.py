@@ -17,6 +17,7 @@ RECORD_BYTES = 16 * 1024 + 512  # of TLS: what may lie in its buffers, not yet d
 QUIET_SECONDS = 0.05  # in which what comes wakes nobody
 MEASURED_SECONDS = 0.1
 SILENT_SECONDS = 0.5  # then the next byte counts again
+YIELD_BYTES = 1024 * 1024  # written in one go, at most
 MOST_QUIET_BYTES = 256 * 1024  # the kernel must have room for twice that
 CAN_BE_QUIET: Final = sys.platform == "linux"  # elsewhere, what lies there wakes nobody once less is waited for
 
@@ -58,6 +59,7 @@ class Connection(asyncio.BufferedProtocol):
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._closed = self._loop.create_future()
+        self._written = 0  # since the event loop could say anything
 
     # What a reader and a writer see.
 
@@ -84,11 +86,15 @@ class Connection(asyncio.BufferedProtocol):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.transport.write(data)
+        self._written += len(data)
 
     async def drain(self) -> None:
         """Until there is room for more. ConnectionError: it has ended."""
-        if self.transport.is_closing():
-            await asyncio.sleep(0)  # so that it can be told to those who only write
+        # So that it can be told to those who only write: where the other end has reset the connection, TLS does not
+        # know that it is closing, and swallows whatever is written.
+        if self.transport.is_closing() or self._written >= YIELD_BYTES:
+            self._written = 0
+            await asyncio.sleep(0)
         await self._has_room.wait()
         if self._closed.done():
             raise ConnectionResetError("the connection is lost")

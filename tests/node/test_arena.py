@@ -86,7 +86,7 @@ def test_no_place_is_shared_and_each_starts_at_a_page() -> None:
 
 
 def test_another_method_is_another_layout() -> None:
-    signal: Tables = {"signal": {"kind": "inner-state"}}
+    signal: Tables = {"signal": {"kind": "inner-state"}, "adoption": {"unsent": 0.0}}
     kinds = [Contents.of(program_of(recipe, tables)) for recipe, tables in (("averaging", {}), ("averaging", signal),
              ("data-parallel", {}), ("noloco", {}))]  # fmt: skip
     assert len({found.check() for found in kinds}) == len(kinds)

@@ -1,8 +1,10 @@
 """Connections over sockets of this machine: every byte in its place, few wakes, and no wait for what does not come."""
 
 import asyncio
+import os
 import random
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -10,7 +12,7 @@ import pytest
 
 from protocol.identity import Identity
 from protocol.network import connection as module
-from protocol.network.connection import MOST_QUIET_BYTES, RECORD_BYTES, SPILL_BYTES, Connection, Quiet
+from protocol.network.connection import MOST_QUIET_BYTES, RECORD_BYTES, SPILL_BYTES, YIELD_BYTES, Connection, Quiet
 from protocol.network.proof import ServerProof, client_context
 
 Pair = tuple[Connection, Connection]
@@ -198,3 +200,27 @@ async def test_an_end_in_the_middle_is_told_to_who_reads_and_who_writes(pair: Pa
     await asyncio.wait_for(here.wait_closed(), 5)
     with pytest.raises(ConnectionError):
         await here.drain()
+
+
+@pytest.mark.parametrize("secure", [False, True])
+async def test_who_only_writes_hears_of_a_reset(secure: bool) -> None:
+    """TLS swallows what is written behind it: a writer that lets nobody speak would go on for ever."""
+    here, there = await joined(secure)
+    reset(there)
+    written = 0
+    with pytest.raises(ConnectionError):
+        while written < 200 * YIELD_BYTES:
+            here.write(bytes(SPILL_BYTES))
+            written += SPILL_BYTES
+            await here.drain()
+    assert written <= 2 * YIELD_BYTES
+    for end in (here, there):
+        end.abort()
+
+
+def reset(end: Connection) -> None:
+    """At once, and without a word to the event loop."""
+    number = end.socket.fileno()
+    end.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), number)
