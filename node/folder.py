@@ -1,11 +1,11 @@
 """A node's own folder: who holds it, which run it belongs to, and what the next start should remember.
 
-key            the identity              run.toml      the run it belongs to
-lock           held while a node runs    node.json     process, addresses and metrics port of the running node
-checkpoints/   saved states              peers.json    addresses that worked, for a start without a bootstrap peer
-blobs/         content-addressed files   status.json   the last status of a node that has ended
-tokenizer.json the run's, if it has one  vow.json      what it promised the others in the open round
-offer.json     the last message of its trainer that others may have
+    key            the identity              run.toml      the run it belongs to
+    lock           held while a node runs    node.json     process, addresses and metrics port of the running node
+    checkpoints/   saved states              peers.json    addresses that worked, for a start without a bootstrap peer
+    blobs/         content-addressed files   status.json   the last status of a node that has ended
+    tokenizer.json the run's, if it has one  vow.json      what it promised the others in the open round
+    offer.json     the last message of its trainer that others may have
 """
 
 import fcntl

@@ -1,9 +1,9 @@
 """Where runs lie on this machine.
 
-runs/NAME-1/             a swarm of `murmur up`: run.toml, report.json, export/ and one node folder a peer
-runs/NAME-1/peer-0/      a node's folder, as node.folder describes it
-~/.local/state/murmur/   a folder for each run that was joined: NAME-RUNID (or below $XDG_STATE_HOME),
-                         and hosts/NAME-RUNID for each that was hosted
+    runs/NAME-1/             a swarm of `murmur up`: run.toml, report.json, export/ and one node folder a peer
+    runs/NAME-1/peer-0/      a node's folder, as node.folder describes it
+    ~/.local/state/murmur/   a folder for each run that was joined: NAME-RUNID (or below $XDG_STATE_HOME),
+                             and hosts/NAME-RUNID for each that was hosted
 """
 
 import json

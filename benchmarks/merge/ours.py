@@ -68,7 +68,7 @@ class Peer:
         self._wishes = Wishes(fetcher, lambda: self._others)
         self._others: list[PeerId] = []
         self._decided: asyncio.Future[Statement[Commit]]
-        self._applying: asyncio.Task[None]
+        self._naming: asyncio.Task[None]
         self._driver = self._made_driver(VowFile(folder / "vow.json", RUN_ID, self._terms))
 
     def _made_driver(self, vows: VowFile) -> RoundDriver:
@@ -129,18 +129,9 @@ class Peer:
             commit = await self._decided
             for blob in commit.body.blobs:
                 await self._wishes.get_from_anyone(blob, ROUND_SECONDS)
-            begun = asyncio.get_running_loop().create_future()
-            self._applying = asyncio.create_task(self._apply(commit, begun))
-            await begun
+            state = await self._replica.after(commit, commit.body.contributions)
+        self._naming = asyncio.create_task(self._replica.advance(commit, state))  # a trainer has begun at it
         return len(commit.body.contributions)
-
-    async def _apply(self, commit: Statement[Commit], begun: "asyncio.Future[None]") -> None:
-        """`begun`: a trainer could begin at the new anchor."""
-
-        async def moved(state: OuterState) -> None:
-            begun.set_result(None)
-
-        await self._replica.apply(commit, commit.body.contributions, moved)
 
     async def download(self) -> int:
         """Forget the state and get it from the others, check it and read it; its size."""
@@ -152,7 +143,7 @@ class Peer:
 
     async def settle(self) -> None:
         """The new state is named, and stored for newcomers."""
-        await self._applying
+        await self._naming
 
     def check(self) -> float:
         return relative_error(-self._replica.state.anchor, self._words.peers)

@@ -16,7 +16,7 @@ from node.channel import Fate
 from node.daemon.catch_up import Scout, Way, ahead, best, is_time_to_go
 from node.daemon.keeper import KEPT_ROUNDS, Keeper
 from node.daemon.membership import Members
-from node.daemon.replica import OuterState, Replica, Share
+from node.daemon.replica import Replica, Share
 from node.daemon.rounds import RoundDriver
 from node.daemon.standing import Standing
 from node.daemon.trainer_link import TrainerLink
@@ -159,16 +159,13 @@ class Participant:
             await self._look()
 
     async def _apply(self, commit: Statement[Commit]) -> None:
-        share, following = await self._obtain(commit.body), commit.body.round + 1
-        fates: list[Fate] = []
-
-        async def hand_over(state: OuterState) -> None:
-            fates.append(self.trainer.settle([commit.body], following))
-            await self.trainer.adopt(following, state.shared(self.method))
-
-        await self.replica.apply(commit, share, hand_over)
+        share = await self._obtain(commit.body)
+        state = await self.replica.after(commit, share)
+        fate = self.trainer.settle([commit.body], commit.body.round + 1)
+        await self.trainer.adopt(commit.body.round + 1, state.shared(self.method))
+        await self.replica.advance(commit, state)
         self.standing.entered(Entries.of(share))
-        self._tell([commit.body], fates[0])
+        self._tell([commit.body], fate)
         await self._keep([commit.body])
 
     async def _obtain(self, commit: Commit) -> Share:

@@ -162,13 +162,6 @@ class Workshop:
         return OuterState.from_bytes(own, self._program.numel, self._program.method)
 
 
-Moved = Callable[[OuterState], Awaitable[None]]
-
-
-async def _nobody(state: OuterState) -> None:
-    pass
-
-
 class Replica:
     """Where this peer stands: `state` belongs to the head of `chain`, `blob` is the state's name."""
 
@@ -177,15 +170,21 @@ class Replica:
         self.blob = workshop.keep(state)
         self._workshop, self._work = workshop, work
 
-    async def apply(self, commit: Statement[Commit], share: Share, moved: Moved = _nobody) -> None:
-        """The blobs of `share` must be in the store. StaleError or MalformedError: nothing has changed.
+    async def after(self, commit: Statement[Commit], share: Share) -> OuterState:
+        """The state that a commit leads to. The blobs of `share` must be in the store; nothing changes here yet.
 
-        `moved` gets the new state as soon as it is computed: to name it takes as long as to read all of it, and the
-        trainer need not wait for that. Head, state and blob change together behind it.
+        Raises StaleError or MalformedError.
         """
         self.chain.would_lead_to([commit])
-        state = await self._work(self._workshop.apply, self.state, commit.body, share)
-        await moved(state)
+        state: OuterState = await self._work(self._workshop.apply, self.state, commit.body, share)
+        return state
+
+    async def advance(self, commit: Statement[Commit], state: OuterState) -> None:
+        """Go to the state that `after` has computed; head, state and blob change together.
+
+        It is a step of its own because to name a state takes as long as to read all of it, and a trainer need not wait
+        for that. Raises StaleError, and nothing changes.
+        """
         blob = await self._work(self._workshop.keep, state)
         self.chain.append(commit)
         self.state, self.blob = state, blob

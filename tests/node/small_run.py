@@ -118,13 +118,17 @@ def replica_in(store: BlobStore) -> Replica:
     return Replica(Chain.begin(RUN_ID), OuterState.initial(anchor, METHOD), workshop, at_once)
 
 
+async def apply(replica: Replica, commit: Statement[Commit]) -> None:
+    await replica.advance(commit, await replica.after(commit, commit.body.contributions))
+
+
 async def grown(replica: Replica, store: BlobStore, rounds: int, peer: int = 1) -> list[Statement[Commit]]:
     """Let it go through rounds of one contribution; the commits."""
     commits = []
     for _ in range(rounds):
         blob = store.put(payload(replica.chain.round + 1000 * peer))
         commits.append(commit_of(replica.chain.head, {peer: blob}))
-        await replica.apply(commits[-1], commits[-1].body.contributions)
+        await apply(replica, commits[-1])
     return commits
 
 

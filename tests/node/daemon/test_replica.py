@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.daemon.replica import OuterState, Replica, Workshop, state_bytes
+from node.daemon.replica import OuterState, Workshop, state_bytes
 from optim.parts import Scalar
 from optim.recipes import compose
 from optim.rows import RECIPES
@@ -16,13 +16,14 @@ from optim.vectors import Vector
 from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError, MissingFileError, StaleError
 from protocol.rounds.chain import after, genesis
-from protocol.rounds.statements import Commit, Contribution, Statement
+from protocol.rounds.statements import Contribution
 from tests.node.small_run import (
     METHOD,
     NUMEL,
     PROGRAM,
     RUN_ID,
     STATE_BYTES,
+    apply,
     commit_of,
     contribution_of,
     grown,
@@ -89,19 +90,17 @@ async def test_apply_moves_head_state_and_blob_and_leaves_the_old_state_as_it_wa
     assert torch.equal(before.anchor, anchor) and not torch.equal(replica.state.anchor, anchor)
 
 
-async def test_a_new_state_is_handed_over_before_it_has_a_name(tmp_path: Path) -> None:
+async def test_a_new_state_can_be_used_before_it_has_a_name(tmp_path: Path) -> None:
     """The trainer waits for it; whoever asks hears of head and blob together."""
     store = store_in(tmp_path)
     replica = replica_in(store)
     (commit,) = await grown(replica_in(store), store, 1)
-    before, given = (replica.chain.head, replica.blob), list[OuterState]()
-
-    async def moved(state: OuterState) -> None:
-        given.append(state)
-        assert (replica.chain.head, replica.blob) == before
-
-    await replica.apply(commit, commit.body.contributions, moved)
-    assert given == [replica.state] and replica.blob == Blob.of(b"".join(replica.state.views()))
+    before = (replica.chain.head, replica.blob, replica.state)
+    state = await replica.after(commit, commit.body.contributions)
+    assert (replica.chain.head, replica.blob, replica.state) == before
+    await replica.advance(commit, state)
+    assert replica.state is state and replica.blob == Blob.of(b"".join(state.views()))
+    assert replica.chain.round == 1
 
 
 async def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
@@ -111,20 +110,16 @@ async def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     bad = store.put(b"\xff" * 40)
     elsewhere = await grown(replica_in(store), store, 2)
     with pytest.raises(StaleError):
-        await replica.apply(elsewhere[1], elsewhere[1].body.contributions)
+        await apply(replica, elsewhere[1])
     with pytest.raises(MalformedError, match="does not decode"):
-        await _apply(replica, commit_of(head, {1: bad}))
+        await apply(replica, commit_of(head, {1: bad}))
     lost = store.put(payload(9))
     store.discard(lost.digest)
     with pytest.raises(MissingFileError):
-        await _apply(replica, commit_of(head, {1: lost}))
+        await apply(replica, commit_of(head, {1: lost}))
     with pytest.raises(MalformedError):
         await replica.take_over(head, bad, ())
     assert (replica.chain.head, replica.blob) == (head, blob)
-
-
-async def _apply(replica: Replica, commit: Statement[Commit]) -> None:
-    await replica.apply(commit, commit.body.contributions)
 
 
 async def test_take_over_keeps_commits_that_lead_to_the_head_and_no_others(tmp_path: Path) -> None:
