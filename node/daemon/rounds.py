@@ -260,7 +260,8 @@ class RoundDriver:
 
     async def _arrived(self, blob: Blob) -> bool:
         try:
-            await self._wishes.get(blob, self._settings.exchange_timeout, lambda: self._offer_of(blob))
+            seconds, turn = self._settings.exchange_timeout, self._turn_of(blob)
+            await self._wishes.get(blob, seconds, lambda: self._offer_of(blob), turn)
             await self._hooks.work(self._workshop.check, blob, self._number, self._part_of(blob))
         except (UnreachableError, MissingFileError):  # or it was damaged on our disk, and is removed
             return False
@@ -322,6 +323,12 @@ class RoundDriver:
     def _part_of(self, blob: Blob) -> int:
         """Which part of the model it holds."""
         return next((entry.part for entry in self._named(blob)), 0)
+
+    def _turn_of(self, blob: Blob) -> int:
+        """What others wait for, a sum that is made here, comes before the sums of others; and one part after the other,
+        so that sums can be made, and fetched, while the contributions to the next ones are on their way."""
+        sums = [entry.part for entry in self._named(blob) if isinstance(entry.statement.body, Part)]
+        return self._terms.parts + sums[0] if sums else self._part_of(blob)
 
     def _offer_of(self, blob: Blob) -> Signed | None:
         """Its owner's own words."""

@@ -76,10 +76,13 @@ class Wishes:
         self._open[blob.digest] = _Wish(tuple(sources), self._clock(), beyond)
         return True
 
-    async def get(self, blob: Blob, deadline: float, offer: Callable[[], Signed | None] = lambda: None) -> None:
-        """The blob is in the store when this returns; errors are those of Fetcher.fetch. `offer`: its owner's."""
+    async def get(
+        self, blob: Blob, deadline: float, offer: Callable[[], Signed | None] = lambda: None, turn: int = 0
+    ) -> None:
+        """The blob is in the store when this returns; errors and `turn` are those of Fetcher.fetch. `offer`: its
+        owner's."""
         with self._asking(blob, deadline, offer):
-            await self._fetcher.fetch(blob, lambda: self._among(blob.digest), deadline)
+            await self._fetcher.fetch(blob, lambda: self._among(blob.digest), deadline, turn)
 
     def drop(self, blob: Blob) -> None:
         """It is no longer wanted."""

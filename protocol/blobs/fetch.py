@@ -43,9 +43,10 @@ class Errand:
         self._receive = receive
         self._ended = asyncio.Event()  # a call has, or more than one
 
-    def begin(self, elsewhere: Mapping[PeerId, int], now: float) -> bool:
-        """A call, if one makes sense. `elsewhere`: bytes that other errands await of each source."""
-        call = self.plan.next_call(now, elsewhere)
+    def begin(self, elsewhere: Mapping[PeerId, int], now: float, *, idle_only: bool) -> bool:
+        """A call, if one makes sense. `elsewhere`: bytes that other errands await of each source; `idle_only`: ask
+        only who has nothing to do for us."""
+        call = self.plan.next_call(now, elsewhere, idle_only=idle_only)
         if call is None:
             return False
         task = asyncio.ensure_future(self._receive(self.plan, call))
@@ -66,8 +67,9 @@ class Download:
     """One blob being fetched, for all who wait for it."""
 
     def __init__(
-        self, blob: Blob, store: BlobStore, wire: Wire, sources: Sources, on_fault: OnFault, share: Share
+        self, blob: Blob, turn: int, store: BlobStore, wire: Wire, sources: Sources, on_fault: OnFault, share: Share
     ) -> None:
+        self.turn = turn
         self.wanted: list[SourcesOf] = []
         self.ending = False
         self._next_look = 0.0
@@ -202,17 +204,19 @@ class Fetcher:
         self._wire = Wire(carrier, self._pace.stall)
         self._window = Window()
         self._downloads: dict[Blob, Download] = {}
+        self._came = Counter[PeerId]()  # bytes, while anything is fetched
 
     @property
     def bytes_received(self) -> int:
         """Bytes of pieces and lists that came, used or not."""
         return self._wire.bytes_received
 
-    async def fetch(self, blob: Blob, sources: SourcesOf, deadline: float) -> None:
+    async def fetch(self, blob: Blob, sources: SourcesOf, deadline: float, turn: int = 0) -> None:
         """Returns when the blob is in the store.
 
         `sources` is asked again and again for the peers (other than ourselves) that may have it; `deadline` is in
-        seconds from now. Raises UnreachableError when it has passed, StorageError where the disk is full, and
+        seconds from now. Of blobs of about the same size those of a lower `turn` are asked for first. Raises
+        UnreachableError when it has passed, StorageError where the disk is full, and
         MalformedError where the blob's size is proved to be another.
         """
         if self._is_here(blob):
@@ -220,7 +224,7 @@ class Fetcher:
         download: Download | None = None
         try:
             async with asyncio.timeout(deadline):
-                download = await self._join(blob, sources)
+                download = await self._join(blob, sources, turn)
                 await asyncio.shield(download.task)
         except TimeoutError as error:
             trouble = download.trouble() if download else "an earlier fetch is still ending"
@@ -237,12 +241,14 @@ class Fetcher:
             raise MalformedError("a blob of that digest has another size")
         return True
 
-    async def _join(self, blob: Blob, sources: SourcesOf) -> Download:
+    async def _join(self, blob: Blob, sources: SourcesOf, turn: int) -> Download:
         while (download := self._downloads.get(blob)) and download.ending:
             await asyncio.wait([download.task])
         if download is None:
-            ledger = Sources(self._pace, self._rng, self._carrier.places)
-            download = Download(blob, self._store, self._wire, ledger, self._on_fault, self._share)
+            if not self._downloads:
+                self._came = Counter()
+            ledger = Sources(self._pace, self._rng, self._carrier.places, self._came)
+            download = Download(blob, turn, self._store, self._wire, ledger, self._on_fault, self._share)
             self._downloads[blob] = download
             download.task.add_done_callback(lambda _: self._downloads.pop(blob))
         download.wanted.append(sources)
@@ -250,10 +256,10 @@ class Fetcher:
 
     def _share(self, asking: Errand | None) -> None:
         """Has errands begin what calls they may, all of them or the one that asks: lists of hashes first, small blobs
-        before large ones (by powers of two, as a round does not wait for a state), and among equals that which was
-        wanted first."""
+        before large ones (by powers of two, as a round does not wait for a state), among equals whose turn it is, and
+        then what was wanted first."""
         now = time.monotonic()
-        downloads = sorted(self._downloads.values(), key=lambda download: download.blob.size.bit_length())
+        downloads = sorted(self._downloads.values(), key=lambda each: (each.blob.size.bit_length(), each.turn))
         errands = [download.errand for download in downloads if download.errand]
         errands.sort(key=lambda errand: not errand.plan.is_small)
         awaited = Counter[PeerId]()
@@ -265,14 +271,19 @@ class Fetcher:
             self._begin(able, awaited, max(errand.plan.most_places for errand in errands), now)
 
     def _begin(self, able: Sequence[Errand], awaited: Counter[PeerId], places: int, now: float) -> None:
-        """`awaited`: bytes of all errands by source; `places`: calls that the source with the most of them needs."""
+        """`awaited`: bytes of all errands by source; `places`: calls that the source with the most of them needs.
+
+        Who owes nothing is asked for a piece even where no more may be awaited: slow sources must not take up all of
+        that, or little comes, and it stays so little.
+        """
         running = sum(len(download.errand.running) for download in self._downloads.values() if download.errand)
         window = self._window.bytes(places)
         for errand in able:
             own = errand.plan.awaited(now)
             awaited.subtract(own)
-            while running < self._max_calls and awaited.total() + sum(own.values()) < window:
-                if not errand.begin(awaited, now):
+            while running < self._max_calls:
+                is_full = awaited.total() + sum(own.values()) >= window
+                if not errand.begin(awaited, now, idle_only=is_full):
                     break
                 running, own = running + 1, errand.plan.awaited(now)
             awaited.update(own)

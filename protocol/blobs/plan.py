@@ -6,14 +6,16 @@ A plan knows the missing pieces, the sources and how each has done so far; clock
 - What other plans have asked of a source and not got yet takes its places, too: blobs come one after the other, the
   first ones soon, instead of all at the end. A list of hashes waits for no place: it is there when its blob's turn
   comes, and the source's link does not stand idle until then.
-- A call that gets on too slowly is late: it goes on, but no longer fills its source's place, and once no piece is left
-  to begin with, its piece is asked of another source as well. The first to deliver wins. A call is late only against
-  the others' speed or below a floor: where our own link is the narrow one, asking twice would make it narrower.
+- A call whose source is too slow is late: it goes on, but no longer fills its source's place, and once no piece is left
+  to begin with, its piece is asked of another source as well. The first to deliver wins. A source is slow only against
+  the others' speed or below a floor: where our own link is the narrow one, asking twice would make it narrower. For the
+  same reason a call that waits behind others of its source, in whichever plan, is not late while these get on; only
+  when twice as much came of the source as was to come before it, and still nothing of its own.
 - A source that fails is left alone for a while, longer each time. One that lies is never asked again.
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -82,6 +84,8 @@ class Progress:
     call: Call
     began: float
     length: int
+    before: int  # bytes that had come of its source
+    due: int  # of which that many were to come then, its own the last of them
     received: int = 0
 
 
@@ -89,12 +93,13 @@ class Progress:
 class Sources:
     """All the sources of one blob, remembered as long as it is being fetched: a ban must outlive a departure.
 
-    `places`: the pieces that a peer's link has use for at once.
+    `places`: the pieces that a peer's link has use for at once. `came`: bytes of each peer so far, in all plans.
     """
 
     pace: Pace
     rng: random.Random
     places: Callable[[PeerId], int] = lambda peer: 0
+    came: Counter[PeerId] = field(default_factory=Counter)
     by_peer: dict[PeerId, Source] = field(default_factory=dict)
     present: frozenset[PeerId] = frozenset()
 
@@ -157,17 +162,22 @@ class Plan:
     def done(self) -> bool:
         return not self._waiting and not self._running
 
-    def next_call(self, now: float, elsewhere: Mapping[PeerId, int] = NOWHERE) -> Call | None:
-        """A call to begin at once, if there is one; ask until there is none. `elsewhere`: what other plans await."""
+    def next_call(
+        self, now: float, elsewhere: Mapping[PeerId, int] = NOWHERE, *, idle_only: bool = False
+    ) -> Call | None:
+        """A call to begin at once, if there is one; ask until there is none. `elsewhere`: what other plans await;
+        `idle_only`: ask nobody of whom anything is awaited."""
         busy: dict[PeerId, list[Progress]] = {}
         for progress in self._calls():
             busy.setdefault(progress.call.peer, []).append(progress)
         if sum(map(len, busy.values())) >= self._most_calls():
             return None
         for peer in self._ready(busy, elsewhere, now):
+            if idle_only and (peer in busy or elsewhere.get(peer)):
+                continue
             piece = self._piece_for(peer, now)
             if piece is not None:
-                return self._begin(peer, piece, now)
+                return self._begin(peer, piece, now, elsewhere.get(peer, 0))
         return None
 
     def may_begin(self, now: float) -> bool:
@@ -188,6 +198,7 @@ class Plan:
 
     def received(self, call: Call, size: int) -> None:
         """Some bytes of a piece came."""
+        self._sources.came[call.peer] += size
         if progress := self._find(call):
             progress.received += size
 
@@ -259,15 +270,19 @@ class Plan:
 
     def _is_late(self, progress: Progress, now: float) -> bool:
         taken = now - progress.began
+        if taken < self._pace.patience:
+            return False
+        came = self._sources.came[progress.call.peer] - progress.before
         enough = max(self._pace.slowest, self._pace.late_share * self._sources.best)
-        return taken >= self._pace.patience and progress.received < enough * taken
+        return came < enough * taken or (came >= 2 * progress.due and not progress.received)
 
-    def _begin(self, peer: PeerId, piece: int, now: float) -> Call:
+    def _begin(self, peer: PeerId, piece: int, now: float, elsewhere: int) -> Call:
         if self._waiting and self._waiting[0] == piece:
             self._waiting.popleft()
         length = self._lengths[piece]
         call = Call(peer, piece, self._sources.seconds_for(peer, length))
-        self._running.setdefault(piece, {})[peer] = Progress(call, now, length)
+        due = elsewhere + self.awaited(now).get(peer, 0) + length
+        self._running.setdefault(piece, {})[peer] = Progress(call, now, length, self._sources.came[peer], due)
         self._sources.by_peer[peer].tried = True
         return call
 

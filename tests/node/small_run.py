@@ -139,10 +139,14 @@ class CopyingFetcher:
     def __init__(self, store: BlobStore, stores: dict[PeerId, BlobStore]) -> None:
         self.store, self.stores = store, stores
         self.asked: list[Blob] = []
+        self.turns: dict[Blob, int] = {}
         self.under_way = 0
 
-    async def fetch(self, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float) -> None:
+    async def fetch(
+        self, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float, turn: int = 0
+    ) -> None:
         self.asked.append(blob)
+        self.turns[blob] = turn
         self.under_way += 1
         try:
             async with asyncio.timeout(deadline):

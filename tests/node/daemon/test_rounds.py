@@ -40,6 +40,25 @@ async def test_all_decide_the_same_and_can_apply_it(tables: list[Table], tmp_pat
     assert not table[0].driver.is_open and len(table[0].decided) == 1
 
 
+async def test_what_is_summed_here_comes_before_the_sums_of_others_and_part_after_part(
+    tables: list[Table], tmp_path: Path
+) -> None:
+    table = Table(tmp_path, 3, "butterfly")
+    tables.append(table)
+    table.begin()
+    table.offer(0, 1, 2)
+    await table.all_decided(0, 1, 2)
+    commit = table[0].decided[0].body
+    for seat in table.seats.values():
+        own = {blob: part for entry in commit.contributions for part, blob in enumerate(entry.body.parts)}
+        sums = {blob: part for part, blob in enumerate(commit.parts)}
+        turns = seat.fetcher.turns
+        assert turns.keys() & own.keys() and turns.keys() & sums.keys()
+        assert all(turns[blob] == own[blob] for blob in turns.keys() & own.keys())
+        assert all(turns[blob] == table.terms.parts + sums[blob] for blob in turns.keys() & sums.keys())
+        assert max(own.values()) < table.terms.parts
+
+
 async def test_a_silent_peer_is_left_out(table: Table) -> None:
     table.begin()
     table.offer(0, 1)
@@ -52,7 +71,9 @@ async def test_a_blob_that_is_late_is_counted_and_asked_for_again(
 ) -> None:
     fetch, tried = CopyingFetcher.fetch, set[Blob]()
 
-    async def late(self: CopyingFetcher, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float) -> None:
+    async def late(
+        self: CopyingFetcher, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float, turn: int
+    ) -> None:
         if blob not in tried:
             tried.add(blob)
             raise UnreachableError("nobody has it yet")

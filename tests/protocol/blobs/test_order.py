@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
 from protocol.blobs.plan import Pace, Plan
+from protocol.blobs.window import LEAST_PIECES
 from protocol.blobs.wire import Wire
+from protocol.errors import UnreachableError
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer
 from tests.protocol.blobs.sources import DATA, Scripted, Swarm
@@ -37,6 +40,15 @@ class Shelf(BlobsServicer):
         for start in range(0, len(data), CHUNK_BYTES):
             await asyncio.sleep(0.03)
             yield Chunk(data=data[start : start + CHUNK_BYTES])
+
+
+class Silent(Shelf):
+    """Of its blobs nothing comes."""
+
+    async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
+        self.asked.append(list(self.blobs).index(request.digest))
+        await asyncio.sleep(60.0)
+        yield Chunk()
 
 
 class Serial(Scripted):
@@ -73,6 +85,48 @@ async def test_blobs_come_one_after_the_other(
         assert most <= 3, f"of few is some asked and some not: {shelf.asked}"
     else:
         assert most == len(PARTS), "the control: all at once, and none before the end"
+
+
+@pytest.mark.parametrize("turns", [range(6), range(6, 0, -1)])
+async def test_blobs_come_in_their_turns(tmp_path: Path, turns: range) -> None:
+    swarm, shelf = Swarm(tmp_path), Shelf(*PARTS)
+    swarm.fetcher = swarm.new_fetcher(PACE)
+    try:
+        await swarm.add("shelf", shelf)
+        wanted = zip(PARTS, turns, strict=True)
+        await asyncio.gather(*(swarm.fetcher.fetch(Blob.of(part), swarm.sources, 30.0, turn) for part, turn in wanted))
+    finally:
+        await swarm.stop()
+    begun = list(dict.fromkeys(shelf.asked))
+    expected = sorted(range(6), key=list(turns).__getitem__)
+    assert begun[2:] == [part for part in expected if part in begun[2:]], "the first to have their lists began at once"
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+async def test_who_is_idle_is_asked_though_others_have_all_that_may_be_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    """What one slow source owes must not keep us from the others."""
+    if not is_shared:
+        usual = Plan.next_call
+        monkeypatch.setattr(Plan, "next_call", lambda *words, idle_only: None if idle_only else usual(*words))
+    slow, quick = Silent(*PARTS[:3]), Shelf(PARTS[3])
+    swarm = Swarm(tmp_path)
+    swarm.fetcher = swarm.new_fetcher(Pace(stall=20.0, patience=20.0, pieces_per_source=8))
+    try:
+        await swarm.add("slow", slow)
+        await swarm.add("quick", quick)
+        waiting = [asyncio.create_task(swarm.fetcher.fetch(Blob.of(p), lambda: ["slow"], 30.0)) for p in PARTS[:3]]
+        async with asyncio.timeout(10):
+            while len(slow.asked) < LEAST_PIECES:
+                await asyncio.sleep(0.01)
+        with nullcontext() if is_shared else pytest.raises(UnreachableError):
+            await swarm.fetcher.fetch(Blob.of(PARTS[3]), lambda: ["quick"], 10.0 if is_shared else 2.0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+    finally:
+        await swarm.stop()
 
 
 async def test_a_small_blob_does_not_wait_for_a_large_one(tmp_path: Path) -> None:

@@ -231,6 +231,45 @@ def test_what_other_plans_await_takes_a_sources_places() -> None:
     assert other is not None and other.peer == "one"
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_call_that_waits_for_its_turn_is_not_late(shared: bool) -> None:
+    """Behind another plan's pieces of the same source; the control does not see what comes of them."""
+    came = Counter[str]()
+    ahead, behind = (Sources(PACE, random.Random(8), came=came if shared or n else Counter()) for n in range(2))
+    plans = [Plan(pieces(2), ahead), Plan(pieces(1), behind)]
+    ahead.offer(["one"])
+    behind.offer(["one", "two"])
+    first = plans[0].next_call(0.0)
+    last = plans[1].next_call(0.0, {"one": 0, "two": 2 * PIECE_BYTES})
+    assert first is not None and last is not None and first.peer == last.peer == "one"
+    plans[0].received(first, PIECE // 2)
+    again = plans[1].next_call(PACE.patience)
+    assert (again is None) == shared, "another is asked for what was about to come"
+
+
+def test_a_call_that_is_passed_over_is_late() -> None:
+    sources = Sources(PACE, random.Random(8))
+    sources.offer(["one", "two"])
+    plan = Plan(pieces(1), sources)
+    call = plan.next_call(0.0, {"one": PIECE, "two": 2 * PIECE_BYTES})
+    assert call is not None and call.peer == "one"
+    sources.came["one"] += 4 * PIECE - 1
+    assert plan.next_call(PACE.patience) is None, "its turn may be now"
+    sources.came["one"] += 1
+    assert plan.next_call(PACE.patience) is not None
+    plan.received(call, 1)
+    assert plan.awaited(PACE.patience)["one"], "it has begun"
+
+
+def test_of_idle_sources_only() -> None:
+    sources = Sources(PACE, random.Random(8))
+    sources.offer(["one", "two", "three"])
+    plan = Plan(pieces(8), sources)
+    calls = [call for _ in range(8) if (call := plan.next_call(0.0, {"two": 1}, idle_only=True))]
+    assert sorted(call.peer for call in calls) == ["one", "three"]
+    assert plan.next_call(0.0, {"two": 1}) is not None, "the control"
+
+
 @pytest.mark.parametrize("size", [SMALL_BYTES, SMALL_BYTES + 1])
 def test_a_list_of_hashes_waits_for_no_place_but_of_its_own(size: int) -> None:
     sources = Sources(PACE, random.Random(8))
