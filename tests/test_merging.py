@@ -1,9 +1,13 @@
 """The merges that are measured side by side: the same vectors, and the exact mean to compare with."""
 
+import os
+
 import pytest
 import torch
 
-from benchmarks import sync
+from benchmarks import beside, sync
+from benchmarks.links import DEMO
+from benchmarks.merge.stepper import Stepper
 from benchmarks.merge.values import BLOCK, relative_error, vector
 from benchmarks.sync import Cost
 
@@ -33,6 +37,22 @@ def test_a_target_is_missed_by_what_is_slower_or_worse() -> None:
 
 def test_the_median_is_of_each_figure_by_itself() -> None:
     assert sync.median([Cost(1, 6, 1, 1), Cost(2, 5, 1, 1), Cost(3, 4, 9, 1)]) == Cost(2, 5, 1, 1)
+
+
+def test_a_thread_is_on_its_cores_for_as_long_as_it_is_told() -> None:
+    before = os.sched_getaffinity(0)
+    with beside.on_cores({min(before)}):
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_step_moves_the_model_by_its_gradient() -> None:
+    stepper = Stepper(DEMO, 0)
+    first = stepper.gradient().clone()
+    stepper.apply()
+    second = stepper.gradient().clone()
+    assert first.ndim == 1 and first.isfinite().all() and not torch.equal(first, second)
+    assert torch.equal(Stepper(DEMO, 0).gradient(), first), "the same text, the same weights"
 
 
 @pytest.mark.swarm

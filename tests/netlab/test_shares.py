@@ -2,8 +2,9 @@
 
 import pytest
 
-from benchmarks import links
+from benchmarks import beside, links
 from benchmarks.links import FLOAT_BYTES, PEERS, Place
+from benchmarks.merge.stepper import Stepper
 from tests.netlab.laboratory import Laboratory, Link
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
@@ -11,7 +12,10 @@ pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
 NUMEL = 500_000
 
 
-def test_a_merge_and_a_download_use_what_the_link_has(laboratory: Laboratory) -> None:
+def test_a_merge_and_a_download_use_what_the_link_has(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "IDLE_STEPS", 2)
     place = Place.built(laboratory, Link(up=20, down=20), PEERS)
     with place.team("benchmarks.merge.ours", numel=NUMEL, recipe="averaging", codec="fp16") as team:
         carried = [laboratory.carried(node)[0] for node in place.nodes]
@@ -22,6 +26,7 @@ def test_a_merge_and_a_download_use_what_the_link_has(laboratory: Laboratory) ->
         payload = 2 * links.payload_of(NUMEL)  # of the turn before the first, too
         assert payload < sum(sent) / PEERS < 1.3 * payload
         assert 0.1 < links.download_share(place, team, NUMEL, turns=1) < 1
+        assert 0.3 < beside.step_ratio(team, Stepper(links.DEMO, 0), turns=1) < 30
 
 
 def test_a_share_of_the_line_is_bits_over_rate_and_time(permitted: None) -> None:
