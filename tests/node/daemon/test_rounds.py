@@ -48,15 +48,19 @@ async def test_what_is_summed_here_comes_before_the_sums_of_others_and_part_afte
     table.begin()
     table.offer(0, 1, 2)
     await table.all_decided(0, 1, 2)
-    commit = table[0].decided[0].body
+    commit, firsts = table[0].decided[0].body, set[int]()
     for seat in table.seats.values():
         own = {blob: part for entry in commit.contributions for part, blob in enumerate(entry.body.parts)}
         sums = {blob: part for part, blob in enumerate(commit.parts)}
         turns = seat.fetcher.turns
         assert turns.keys() & own.keys() and turns.keys() & sums.keys()
         assert all(turns[blob] == own[blob] for blob in turns.keys() & own.keys())
-        assert all(turns[blob] == table.terms.parts + sums[blob] for blob in turns.keys() & sums.keys())
+        parts, first = len(commit.parts), min(own[blob] for blob in turns.keys() & own.keys())
+        for blob in turns.keys() & sums.keys():
+            assert turns[blob] == table.terms.parts + (sums[blob] - first) % parts
         assert max(own.values()) < table.terms.parts
+        firsts.add(first)
+    assert len(firsts) == 3, "each begins elsewhere"
 
 
 async def test_a_silent_peer_is_left_out(table: Table) -> None:
