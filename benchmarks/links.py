@@ -7,6 +7,8 @@ Four peers, each behind a link of 100 Mbit/s, or of 20 Mbit/s with 80 ms round t
 
     merge_line_share       payload bits that a peer sends in one dense fp16 merge over (nominal rate x time from the
                            order to the last peer's new anchor: encoding, decoding and the outer update are in it)
+    merge_wire_ratio       bytes that left the peers' interfaces in all turns over that payload: heads of packets,
+                           acknowledgements, what was sent twice; one plain connection has 1.046
     hivemind_line_share    the same for hivemind's averager in fp16, from the trigger on; 0: three times it found no
                            group, or lost members
     sparse_times_faster    seconds of hivemind's averager at 8 bit over those of a merge by the recipe frugal
@@ -75,6 +77,10 @@ class Place:
         """Of the line, for so many bytes."""
         return 8 * size / (self.rate * 1e6 * seconds)
 
+    def sent(self) -> int:
+        """Bytes that have left all of them so far, heads of packets among them."""
+        return sum(self.laboratory.carried(node)[0] for node in self.nodes)
+
     @contextmanager
     def team(self, module: str, **options: object) -> Iterator[Team]:
         """A peer in each; they know one another."""
@@ -113,8 +119,9 @@ def measure(name: str, words: argparse.Namespace) -> Figures:
         if {"merge", "download"} & set(words.only):
             with place.team("benchmarks.merge.ours", numel=words.numel, recipe="averaging", codec="fp16") as team:
                 # The download is of what a merge came to.
-                seconds = merge_seconds(team, words.turns)
-                note(figures, name, "merge_line_share", place.share(payload_of(words.numel), seconds))
+                share, ratio = merged(place, team, words.numel, words.turns)
+                note(figures, name, "merge_line_share", share)
+                note(figures, name, "merge_wire_ratio", ratio)
                 if "download" in words.only:
                     note(figures, name, "download_line_share", download_share(place, team, words.numel, words.turns))
         if "hivemind" in words.only:
@@ -127,6 +134,13 @@ def measure(name: str, words: argparse.Namespace) -> Figures:
         if "compute" in words.only:
             note(figures, name, "compute_share", demo_share(place, words.rounds))
     return figures
+
+
+def merged(place: Place, team: Team, numel: int, turns: int) -> tuple[float, float]:
+    """Share of the line, and bytes on the wire over the payload."""
+    payload, before = payload_of(numel), place.sent()
+    seconds = merge_seconds(team, turns)
+    return place.share(payload, seconds), (place.sent() - before) / (PEERS * (turns + 1) * payload)
 
 
 def gloo_share(place: Place) -> float:

@@ -273,17 +273,16 @@ class Fetcher:
     def _begin(self, able: Sequence[Errand], awaited: Counter[PeerId], places: int, now: float) -> None:
         """`awaited`: bytes of all errands by source; `places`: calls that the source with the most of them needs.
 
-        Who owes nothing is asked for a piece even where no more may be awaited: slow sources must not take up all of
-        that, or little comes, and it stays so little.
+        Who owes nothing is asked for a piece even where no more may be awaited, up to twice as much: slow sources must
+        not take up all of that, or little comes, and it stays so little.
         """
         running = sum(len(download.errand.running) for download in self._downloads.values() if download.errand)
         window = self._window.bytes(places)
         for errand in able:
             own = errand.plan.awaited(now)
             awaited.subtract(own)
-            while running < self._max_calls:
-                is_full = awaited.total() + sum(own.values()) >= window
-                if not errand.begin(awaited, now, idle_only=is_full):
+            while running < self._max_calls and (size := awaited.total() + sum(own.values())) < 2 * window:
+                if not errand.begin(awaited, now, idle_only=size >= window):
                     break
                 running, own = running + 1, errand.plan.awaited(now)
             awaited.update(own)

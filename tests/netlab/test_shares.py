@@ -18,13 +18,8 @@ def test_a_merge_and_a_download_use_what_the_link_has(
     monkeypatch.setattr(beside, "IDLE_STEPS", 2)
     place = Place.built(laboratory, Link(up=20, down=20), PEERS)
     with place.team("benchmarks.merge.ours", numel=NUMEL, recipe="averaging", codec="fp16") as team:
-        carried = [laboratory.carried(node)[0] for node in place.nodes]
-        assert 0.02 < place.share(links.payload_of(NUMEL), links.merge_seconds(team, turns=1)) < 1
-        sent = [
-            after - before for before, (after, _) in zip(carried, map(laboratory.carried, place.nodes), strict=True)
-        ]
-        payload = 2 * links.payload_of(NUMEL)  # of the turn before the first, too
-        assert payload < sum(sent) / PEERS < 1.3 * payload
+        share, ratio = links.merged(place, team, NUMEL, turns=1)
+        assert 0.02 < share < 1 < ratio < 1.3
         assert 0.1 < links.download_share(place, team, NUMEL, turns=1) < 1
         assert 0.3 < beside.step_ratio(team, Stepper(links.DEMO, 0), turns=1) < 30
 

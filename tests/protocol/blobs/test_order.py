@@ -129,6 +129,26 @@ async def test_who_is_idle_is_asked_though_others_have_all_that_may_be_awaited(
         await swarm.stop()
 
 
+async def test_idle_sources_are_asked_for_no_more_than_twice_what_may_be_awaited(tmp_path: Path) -> None:
+    """However many there are: on a thin link all would come late, and be taken for silent."""
+    pieces = [part[start : start + PIECE_BYTES] for part in PARTS[:3] for start in range(0, len(part), PIECE_BYTES)]
+    sources = {f"source {number}": Silent(piece) for number, piece in enumerate(pieces)}
+    swarm = Swarm(tmp_path)
+    swarm.fetcher = swarm.new_fetcher(Pace(stall=20.0, patience=20.0))
+    try:
+        for name, source in sources.items():
+            await swarm.add(name, source)
+        fetches = [
+            swarm.fetcher.fetch(Blob.of(piece), lambda name=name: [name], 2.0)  # type: ignore[misc]
+            for name, piece in zip(sources, pieces, strict=True)
+        ]
+        ended = await asyncio.gather(*fetches, return_exceptions=True)
+    finally:
+        await swarm.stop()
+    assert all(isinstance(error, UnreachableError) for error in ended)
+    assert len(sources) > 2 * LEAST_PIECES == sum(len(source.asked) for source in sources.values())
+
+
 async def test_a_small_blob_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
     swarm, shelf = Swarm(tmp_path), Shelf(DATA, PARTS[0])
     swarm.fetcher = swarm.new_fetcher(PACE)
