@@ -10,6 +10,7 @@
     ├── CheckpointError              8   no usable checkpoint, or one of other shapes
     ├── StorageError                 9   no space on disk, or the disk fails
     ├── UnreachableError            10   no bootstrap peer answers (only where a command gives up)
+    │   └── GoneError                    what a peer named is not there any more
     ├── DeviceError                 11   the accelerator asked for is not there
     ├── DataError                   12   the training text is missing or malformed
     ├── TransportError              13   p2pd cannot be started or kept alive
@@ -63,6 +64,10 @@ class StorageError(MurmurError):
 
 class UnreachableError(MurmurError):
     exit_code = 10
+
+
+class GoneError(UnreachableError):
+    pass
 
 
 class DeviceError(MurmurError):

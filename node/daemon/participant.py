@@ -7,7 +7,7 @@ the trainer is offered until a round takes it. Nothing here blocks the trainer: 
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from node.daemon.trainer_link import TrainerLink
 from node.daemon.wishes import Wishes
 from node.status import short_bytes
 from optim.method import Method
-from protocol.errors import MissingFileError, PeerFault, UnreachableError
+from protocol.errors import GoneError, MissingFileError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.pacing import Pacing
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.5
 STATE_SECONDS = 15.0  # to fetch a state, and a second more for each of so many bytes
 SLOWEST_BYTES = 1_000_000
+MOST_GONE = 5  # states in a row that nobody had any more, by the time they were fetched
 AVOID_SECONDS = 60.0  # not to follow a peer that could not show us the way to its head
 
 
@@ -62,6 +63,7 @@ class Participant:
     _avoided: dict[PeerId, float] = field(default_factory=dict)
     _ahead_since: float | None = None
     _replay_failed: bool = False
+    _gone: int = 0
 
     def decided(self, commit: Statement[Commit]) -> None:
         """From the round driver."""
@@ -249,10 +251,13 @@ class Participant:
         # The blobs of long ago are gone, and one state costs no more than many rounds.
         replay = not (replace or self._replay_failed) and head.round - self.replica.chain.round <= KEPT_ROUNDS
         try:
-            await self._follow(await self.scout.find_way(peers[0], replay, self._offered_since()))
-            self._replay_failed = False
+            await self._follow(await self.scout.find_way(peers[0], replay, self._offered_since()), peers)
+            self._replay_failed, self._gone = False, 0
         except (UnreachableError, PeerFault, MissingFileError) as error:
             self.standing.set_back("way lost", f"cannot follow {peers[0]} to round {head.round}: {error}")
+            self._gone = self._gone + 1 if isinstance(error, GoneError) else 0
+            if 0 < self._gone < MOST_GONE:
+                return  # they went on meanwhile, and are asked again where to
             self._replay_failed = replay
             if not replay:
                 self._avoided[peers[0]] = asyncio.get_running_loop().time() + AVOID_SECONDS
@@ -262,12 +267,13 @@ class Participant:
         """The first round that may have taken one of our last messages."""
         return self.trainer.offers.asks_since(self.replica.chain.round)
 
-    async def _follow(self, way: Way) -> None:
-        """Replay the rounds that we missed, or take over another state."""
+    async def _follow(self, way: Way, holders: Sequence[PeerId]) -> None:
+        """Replay the rounds that we missed, or take over another state, which the holders have, or had a moment ago."""
         if way.state is not None:
             before = self.replica.chain.head
             self._tell_way(f"fetching the state of round {way.head.round} ({short_bytes(way.state.size)})")
-            await self.wishes.get_from_anyone(way.state, STATE_SECONDS + way.state.size / SLOWEST_BYTES)
+            seconds = STATE_SECONDS + way.state.size / SLOWEST_BYTES
+            await self.wishes.get_named(way.state, seconds, holders)
             await self.replica.take_over(way.head, way.state, way.commits)
             self.standing.caught_up("skipped", max(0, way.head.round - before.round))
             commits = [commit.body for commit in way.commits]

@@ -84,6 +84,15 @@ class Wishes:
         with self._asking(blob, deadline, offer):
             await self._fetcher.fetch(blob, lambda: self._among(blob.digest), deadline, turn)
 
+    async def get_named(self, blob: Blob, deadline: float, holders: Sequence[PeerId]) -> None:
+        """From those of the holders that live, or else from anyone. GoneError: they do not have it any more."""
+
+        def sources() -> tuple[PeerId, ...]:
+            live = tuple(self._everyone())
+            return tuple(peer for peer in holders if peer in live) or live
+
+        await self._fetcher.fetch(blob, sources, deadline, patient=False)
+
     def drop(self, blob: Blob) -> None:
         """It is no longer wanted."""
         self._open.pop(blob.digest, None)

@@ -19,7 +19,7 @@ from protocol.blobs.plan import Call, Failure, Pace, Plan, Sources
 from protocol.blobs.store import BlobStore
 from protocol.blobs.window import Window
 from protocol.blobs.wire import CallFailedError, Carrier, UncertainError, Wire, failures
-from protocol.errors import MalformedError, UnreachableError
+from protocol.errors import GoneError, MalformedError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import PiecesReply
 
@@ -72,6 +72,7 @@ class Download:
         self.turn = turn
         self.wanted: list[SourcesOf] = []
         self.ending = False
+        self.denied = asyncio.Event()  # all sources have
         self._next_look = 0.0
         self.blob = blob
         self._store = store
@@ -89,6 +90,17 @@ class Download:
             return "no source is known"
         named = "; ".join(f"{peer}: {trouble}" for peer, trouble in list(troubles.items())[:NAMED_TROUBLES])
         return f"{len(troubles)} sources tried: {named}{'; ...' if len(troubles) > NAMED_TROUBLES else ''}"
+
+    async def unless_denied(self) -> None:
+        """Wait for it. GoneError: nobody has it."""
+        denied = asyncio.create_task(self.denied.wait())
+        try:
+            await asyncio.wait([self.task, denied], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            denied.cancel()
+        if not self.task.done():
+            raise GoneError(f"blob {self.blob.name} is not there any more: {self.trouble()}")
+        await self.task
 
     async def _run(self) -> None:
         if self.blob.size == 0:
@@ -176,6 +188,8 @@ class Download:
             return
         plan.failed(call, failed.failure, failed.trouble, now)
         logger.info("blob %s piece %d from %s: %s", self.blob.name[:12], call.piece, call.peer, failed.trouble)
+        if self._sources.are_without:
+            self.denied.set()
         if failed.failure is Failure.LIED:
             self._on_fault(call.peer, failed.trouble)
 
@@ -211,13 +225,16 @@ class Fetcher:
         """Bytes of pieces and lists that came, used or not."""
         return self._wire.bytes_received
 
-    async def fetch(self, blob: Blob, sources: SourcesOf, deadline: float, turn: int = 0) -> None:
+    async def fetch(
+        self, blob: Blob, sources: SourcesOf, deadline: float, turn: int = 0, *, patient: bool = True
+    ) -> None:
         """Returns when the blob is in the store.
 
         `sources` is asked again and again for the peers (other than ourselves) that may have it; `deadline` is in
-        seconds from now. Of blobs of about the same size those of a lower `turn` are asked for first. Raises
-        UnreachableError when it has passed, StorageError where the disk is full, and
-        MalformedError where the blob's size is proved to be another.
+        seconds from now. Of blobs of about the same size those of a lower `turn` are asked for first. `patient`: it may
+        not be anywhere yet; otherwise GoneError, once all have said that they do not have it. Raises UnreachableError
+        when the deadline has passed, StorageError where the disk is full, and MalformedError where the blob's size is
+        proved to be another.
         """
         if self._is_here(blob):
             return
@@ -225,7 +242,7 @@ class Fetcher:
         try:
             async with asyncio.timeout(deadline):
                 download = await self._join(blob, sources, turn)
-                await asyncio.shield(download.task)
+                await (asyncio.shield(download.task) if patient else download.unless_denied())
         except TimeoutError as error:
             trouble = download.trouble() if download else "an earlier fetch is still ending"
             logger.warning("blob %s not fetched within %g s: %s", blob.name, deadline, trouble)

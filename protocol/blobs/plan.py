@@ -26,6 +26,7 @@ from protocol.blobs.blob import PIECE_BYTES
 from protocol.identity import PeerId
 
 SMALL_BYTES = 32 * 1024  # of all of a plan: it holds up nobody
+DENIALS = 2  # of a source: the first may have crossed the blob's arrival there
 NOWHERE: Final[Mapping[PeerId, int]] = MappingProxyType({})
 
 
@@ -71,6 +72,7 @@ class Source:
     order: float
     speed: float | None = None  # bytes a second of one call, smoothed
     failures: int = 0  # in a row
+    denials: int = 0  # in a row, that it does not have the blob
     retry_at: float = float("-inf")
     tried: bool = False
     banned: bool = False
@@ -123,7 +125,7 @@ class Sources:
     def succeeded(self, peer: PeerId, speed: float) -> None:
         source = self.by_peer[peer]
         source.speed = speed if source.speed is None else 0.7 * source.speed + 0.3 * speed
-        source.failures = 0
+        source.failures = source.denials = 0
         source.retry_at = float("-inf")
 
     def failed(self, peer: PeerId, failure: Failure, trouble: str, now: float) -> None:
@@ -131,10 +133,17 @@ class Sources:
         pause = min(pace.longest_retry, pace.retry * 2.0 ** min(source.failures, 30))
         source.retry_at = now + pause * self.rng.uniform(0.5, 1.5)
         source.failures += 1
+        source.denials = source.denials + 1 if failure is Failure.ABSENT else 0
         source.trouble = trouble or failure
         source.banned = source.banned or failure is Failure.LIED
         if failure is Failure.SLOW and source.speed:
             source.speed /= 2
+
+    @property
+    def are_without(self) -> bool:
+        """Whether all of them have said twice that they do not have it."""
+        able = [source for peer in self.present if not (source := self.by_peer[peer]).banned]
+        return bool(able) and all(source.denials >= DENIALS for source in able)
 
     def seconds_for(self, peer: PeerId, length: int) -> float:
         """How long a call for `length` bytes may take."""

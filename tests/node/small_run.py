@@ -15,7 +15,7 @@ from optim.program import Program
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.errors import UnreachableError
+from protocol.errors import GoneError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest, parse_manifest
 from protocol.murmur_pb2 import Signed
@@ -143,8 +143,9 @@ class CopyingFetcher:
         self.under_way = 0
 
     async def fetch(
-        self, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float, turn: int = 0
-    ) -> None:
+        self, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float, turn: int = 0, *,
+        patient: bool = True,
+    ) -> None:  # fmt: skip
         self.asked.append(blob)
         self.turns[blob] = turn
         self.under_way += 1
@@ -155,6 +156,8 @@ class CopyingFetcher:
                     found = [peer for peer in holders if self.stores[peer].has(blob.digest)]
                     if found:
                         self.store.hold(self.stores[found[0]].read(blob.digest))
+                    elif not patient:
+                        raise GoneError("nobody has it any more")
                     await asyncio.sleep(0.005)
         except TimeoutError as error:
             raise UnreachableError(f"nobody has {blob.name[:8]}") from error

@@ -3,16 +3,19 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from node.channel import Message
 from node.daemon import catch_up, participant
 from node.daemon.offers import Offer
-from protocol.errors import MalformedError, UnreachableError
+from protocol.blobs.blob import Blob
+from protocol.errors import GoneError, MalformedError, UnreachableError
 from protocol.rounds.chain import Head
 from tests.node.daemon.participation import FRIEND, LIAR, Make
 from tests.node.small_run import (
+    CopyingFetcher,
     commit_of,
     grown,
     payload,
@@ -121,9 +124,11 @@ async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(
     for commit in theirs.chain.since(0) or ():
         world.fetcher.stores[FRIEND].discard(commit.body.blobs[0].digest)
     fetch, held = world.fetcher.fetch, world.fetcher.stores[FRIEND].has
-    monkeypatch.setattr(
-        world.fetcher, "fetch", lambda blob, sources, _: fetch(blob, sources, 10.0 if held(blob.digest) else 0.02)
-    )
+
+    async def hasty(blob: Blob, sources: Any, _: float, **words: Any) -> None:
+        await fetch(blob, sources, 10.0 if held(blob.digest) else 0.02, **words)
+
+    monkeypatch.setattr(world.fetcher, "fetch", hasty)
     world.run()
     await world.until_round(3)
     assert world.scout.asked == [(FRIEND, True), (FRIEND, False)] and world.replica.blob == theirs.blob
@@ -205,14 +210,30 @@ async def test_a_liar_does_not_hide_who_stands_honestly_beside_it(worlds: Make) 
     assert world.scout.asked == [(LIAR, False), (FRIEND, False)]
 
 
-async def test_a_state_that_nobody_has_costs_bounded_time(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(participant, "STATE_SECONDS", 0.1)
+async def test_who_went_on_while_it_was_followed_is_asked_again(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, fetch, gone = worlds(), CopyingFetcher.fetch, list[Blob]()
+    theirs = await world.peer(FRIEND, 6)
+
+    async def too_late(self: CopyingFetcher, blob: Blob, sources: Any, seconds: float, **words: Any) -> None:
+        if len(gone) < 2:
+            gone.append(blob)
+            raise GoneError("nobody has it any more")
+        await fetch(self, blob, sources, seconds, **words)
+
+    monkeypatch.setattr(CopyingFetcher, "fetch", too_late)
+    world.run()
+    await world.until_round(6)
+    assert world.scout.asked == [(FRIEND, False)] * 3 and world.standing.setbacks == ["way lost"] * 2
+    assert world.replica.blob == theirs.blob
+
+
+async def test_a_state_that_nobody_has_costs_bounded_time(worlds: Make) -> None:
     world = worlds()
     await world.peer(LIAR, 6)
     del world.fetcher.stores[LIAR]
     world.run()
     await until(lambda: world.driver.is_open)
-    assert world.replica.chain.round == 0 and len(world.scout.asked) == 1
+    assert world.replica.chain.round == 0 and len(world.scout.asked) == participant.MOST_GONE
 
 
 async def test_who_is_the_odd_one_out_fetches_the_state_of_the_others(worlds: Make) -> None:

@@ -10,7 +10,7 @@ from node.daemon.metrics import Setback
 from node.daemon.wishes import PATIENCE, SMALL_BYTES, Porters, Wishes
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.errors import LimitError, UnreachableError
+from protocol.errors import GoneError, LimitError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from tests.node.small_run import CopyingFetcher, store_in
@@ -68,6 +68,19 @@ async def test_where_nobody_is_named_everybody_is_asked(tmp_path: Path) -> None:
         assert mine.has(blob.digest)
     with pytest.raises(UnreachableError):
         await wishes.get_from_anyone(stores["a"].put(b"z"), 0.02)
+
+
+async def test_what_somebody_named_is_asked_of_those_who_had_it(tmp_path: Path) -> None:
+    mine, (a, b) = store_in(tmp_path / "mine"), (store_in(tmp_path / name) for name in "ab")
+    fetcher: Any = CopyingFetcher(mine, {"a": a, "b": b})
+    live = ["a", "b"]
+    wishes = Wishes(fetcher, lambda: live)
+    blob = b.put(b"x")
+    with pytest.raises(GoneError):
+        await wishes.get_named(blob, 5.0, ["a"])
+    live.remove("a")
+    await wishes.get_named(blob, 5.0, ["a"])
+    assert mine.has(blob.digest), "where none of them lives all others are asked"
 
 
 LARGE = b"x" * (SMALL_BYTES + 1)

@@ -16,7 +16,7 @@ from protocol.blobs.partial import FilePartial
 from protocol.blobs.plan import Pace
 from protocol.blobs.service import BlobService, CallerLimits
 from protocol.blobs.store import BlobStore
-from protocol.errors import MalformedError, StorageError, UnreachableError
+from protocol.errors import GoneError, MalformedError, StorageError, UnreachableError
 from protocol.murmur_pb2 import Chunk, FetchRequest
 from tests.protocol.blobs.sources import BLOB, DATA, QUICK, ROOM, SMALL, Scripted, Swarm, flipped
 
@@ -247,6 +247,27 @@ async def test_what_is_not_there_yet_is_asked_for_again(swarm: Swarm) -> None:
     late.put(DATA)
     await fetching
     assert swarm.store.read(BLOB.digest) == DATA
+
+
+@pytest.mark.parametrize("patient", [False, True])
+async def test_what_all_say_they_do_not_have_is_given_up_by_who_will_not_wait(swarm: Swarm, patient: bool) -> None:
+    for name in "abc":
+        await swarm.add(name, BlobService(BlobStore(swarm.folder / name, ROOM), lambda context: "fetcher"))
+    wanted = swarm.fetcher.fetch(BLOB, swarm.sources, 3.0 if patient else 30.0, patient=patient)
+    with pytest.raises(UnreachableError if patient else GoneError) as caught:
+        await wanted
+    assert isinstance(caught.value, GoneError) != patient
+
+
+async def test_who_cannot_be_reached_has_not_said_that_it_does_not_have_it(swarm: Swarm) -> None:
+    await swarm.add("empty", BlobService(BlobStore(swarm.folder / "empty", ROOM), lambda context: "fetcher"))
+    swarm.servers["gone"] = grpc.aio.server()  # nothing listens there
+    with pytest.raises(UnreachableError) as caught:
+        await swarm.fetcher.fetch(BLOB, swarm.sources, 2.0, patient=False)
+    assert not isinstance(caught.value, GoneError)
+    await swarm.add_honest("newcomer", DATA)
+    await swarm.fetcher.fetch(BLOB, swarm.sources, 10.0, patient=False)
+    assert swarm.store.has(BLOB.digest)
 
 
 async def test_a_newcomer_is_noticed(swarm: Swarm) -> None:
