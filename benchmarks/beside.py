@@ -68,19 +68,14 @@ def step_ratio(team: Team, stepper: Stepper, turns: int) -> float:
     with ThreadPoolExecutor(1) as pool:
         for turn in range(turns + 1):
             idle = [step_seconds(stepper) for _ in range(IDLE_STEPS)]
-            merge, busy = pool.submit(one_merge, team), []
+            team.order(prepare=True)
+            merge, busy = pool.submit(team.merge, RUN_SECONDS), []
             while not merge.done():
                 busy.append(step_seconds(stepper))
             merge.result()
             ratios.append(statistics.median(busy) / statistics.median(idle))
             sys.stderr.write(f"turn {turn}: {len(busy)} steps beside a merge, {ratios[-1]:.3f} of one beside none\n")
     return statistics.median(ratios[1:])
-
-
-def one_merge(team: Team) -> None:
-    team.order(prepare=True)
-    team.order(RUN_SECONDS, go=True)
-    team.order(settle=True)
 
 
 def step_seconds(stepper: Stepper) -> float:

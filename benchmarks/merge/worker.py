@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -138,6 +139,16 @@ class Team:
         for worker in self.workers:
             worker.tell(**order)
         return [worker.hear(seconds) for worker in self.workers]
+
+    def merge(self, seconds: float = START_SECONDS) -> float:
+        """Once all are prepared: seconds until the last one has the new anchor. SilentError where not all took part."""
+        begun = time.monotonic()
+        members = min(answer["members"] for answer in self.order(seconds, go=True))
+        taken = time.monotonic() - begun
+        if members < len(self.workers):
+            raise SilentError(f"{members} of {len(self.workers)} peers took part")
+        self.order(settle=True)
+        return taken
 
     def processor_seconds(self) -> float:
         return sum(worker.processor_seconds() for worker in self.workers)

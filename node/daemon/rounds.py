@@ -101,7 +101,6 @@ class RoundDriver:
         self.left_out: frozenset[Digest] = frozenset()  # blobs of the last round that may be asked for in the next
         self._attendance = Attendance(self._settings.leader_timeout)
         self._heard: dict[Key, Statement[Any]] = {}  # of the open round
-        self._first_sum = 0  # of the parts that are summed here
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._events: deque[Event] = deque()
@@ -122,7 +121,6 @@ class RoundDriver:
         known = self._vow.members if self._vow else ()
         seen = self._seen if self._seen is not None else dict.fromkeys([*known, *now_live], now)
         self._number, self._base, self._settings = number, base, self._settings_of(number)
-        self._first_sum = self._settings.parts
         me, urgency = self._identity.peer_id, self._pacing.urgency
         self._machine = Round(self._settings, me, number, base, self._sign, now, seen, self._vow, urgency)
         self._pacing.opened(number, now)
@@ -331,10 +329,10 @@ class RoundDriver:
         so that sums can be made, and fetched, while the contributions to the next ones are on their way. Of the sums of
         others those come first that follow ours, all around: not everybody asks the same peer first."""
         sums = [entry.part for entry in self._named(blob) if isinstance(entry.statement.body, Part)]
-        if sums:
-            return self._terms.parts + (sums[0] - self._first_sum) % self._settings.parts
-        self._first_sum = min(self._first_sum, part := self._part_of(blob))
-        return part
+        if not sums:
+            return self._part_of(blob)
+        own = self._machine.own_parts if self._machine else ()
+        return self._terms.parts + (sums[0] - min(own, default=0)) % self._settings.parts
 
     def _offer_of(self, blob: Blob) -> Signed | None:
         """Its owner's own words."""

@@ -126,6 +126,11 @@ class Round:
         return self._state.whole_arrivals
 
     @property
+    def own_parts(self) -> list[int]:
+        """Those that we sum, by the newest roster; none without one."""
+        return self._state.own_parts
+
+    @property
     def left_out(self) -> frozenset[Digest]:
         """The blobs of contributions that are not in the commit: they may come again."""
         included = {entry.sender for entry in self.commit.body.contributions} if self.commit else set()

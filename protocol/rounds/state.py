@@ -249,10 +249,16 @@ class RoundState:
         elif view and self.settings.exchange == "groups":
             wanted.update((entry.body.parts[0], entry.sender) for entry in self._of_my_group(view))
         elif view:
-            mine = [part for part, reducer in enumerate(view.reducers) if reducer == self.me]
-            wanted.update((entry.body.parts[part], entry.sender) for entry in view.included for part in mine)
+            own = self.own_parts
+            wanted.update((entry.body.parts[part], entry.sender) for entry in view.included for part in own)
             wanted.update((part.body.blob, part.sender) for part in view.parts())
         return {blob: owner for blob, owner in wanted.items() if blob.digest not in self.evidence.held}
+
+    @property
+    def own_parts(self) -> list[int]:
+        """Those that we sum, by the newest roster; none without one."""
+        reducers = self.followed.reducers if self.followed else ()
+        return [part for part, reducer in enumerate(reducers) if reducer == self.me]
 
     def _of_my_group(self, view: View) -> list[Statement[Contribution]]:
         group = drawn(self.settings, self.number, view.contributors).get(self.me, frozenset())
