@@ -37,8 +37,8 @@ ordeals: .venv/installed-for-tests
 seeds: .venv/installed-for-tests
 	$(BIN)/pytest -n logical --dist loadfile -p no:cacheprovider --timeout 900 -m seeds
 
-links: .venv/installed-for-tests
-	$(BIN)/pytest -m netlab
+links: .venv/installed-for-tests  # two laboratories at a time: links wait more than they compute
+	$(BIN)/pytest -n 2 --dist loadfile -m netlab
 
 proto: .venv/installed-for-tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I . \
