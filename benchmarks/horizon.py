@@ -1,6 +1,6 @@
 """How far a recipe stays behind data parallel at a thousandth of its bits, by length of the run and size of the model.
 
-    python benchmarks/horizon.py [--recipe "frugal 5"] [--seed 0] [--points 125x128 ...] [--json]
+    python benchmarks/horizon.py [--recipe "frugal 1"] [--seed 0] [--points 125x128 ...] [--json]
 
 A point is inner steps x width: eight virtual peers train the demo's model at that width (0.82 million parameters at
 128) for so many steps of 1,024 tokens each, from scratch, once by data parallel and once by the recipe, a row of
@@ -37,8 +37,8 @@ class Point:
         return self.recipe / self.data_parallel - 1
 
 
-def measured(row: Row, seed: int, steps: int, width: int) -> Point:
-    base, other = (Job(one, "scratch", seed, 1.0) for one in (_row_of(DATA_PARALLEL), row))
+def measured(recipe: str, seed: int, steps: int, width: int) -> Point:
+    base, other = (Job(_row_of(name, steps), "scratch", seed, 1.0) for name in (DATA_PARALLEL, recipe))
     setting = stretched(setting_of(base), steps, width)
     reference, outcome = outcome_of(base, setting), outcome_of(other, setting)
     return Point(
@@ -75,7 +75,7 @@ def table(points: Sequence[Point]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--recipe", default="frugal 5", choices=[row.name for row in rows()])
+    parser.add_argument("--recipe", default="frugal 1", choices=[row.name for row in rows()])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--points", nargs="*", default=POINTS, metavar="STEPSxWIDTH")
     parser.add_argument("--json", action="store_true")
@@ -83,13 +83,13 @@ def main(arguments: Sequence[str]) -> None:
     found: list[Point] = []
     for point in words.points:
         steps, width = map(int, point.split("x"))
-        found.append(measured(_row_of(words.recipe), words.seed, steps, width))
+        found.append(measured(words.recipe, words.seed, steps, width))
         sys.stderr.write(table(found[-1:]).splitlines()[-1] + "\n")
     print(json.dumps([asdict(one) for one in found], indent=1) if words.json else table(found))
 
 
-def _row_of(name: str) -> Row:
-    return next(row for row in rows() if row.name == name)
+def _row_of(name: str, steps: int) -> Row:
+    return next(row for row in rows(steps) if row.name == name)
 
 
 if __name__ == "__main__":

@@ -72,12 +72,12 @@ def _row(name: str, recipe: str = "", **tables: Mapping[str, Scalar]) -> Row:
     return Row(name, recipe or name, tables)
 
 
-def rows() -> list[Row]:
+def rows(steps: int = STEPS) -> list[Row]:
     """The baselines, each recipe, variations that spend at most a thousandth of data parallel's bits, and what of their
-    gap is left where messages are as frequent and whole: a hundred times the bits."""
+    gap is left where messages are as frequent and whole: a hundred times the bits. `steps`: of the run."""
     recipes = [Row(name, name, for_short_runs(name)) for name in RECIPES if name not in (DATA_PARALLEL, LOCAL)]
     whole = _row("averaging 5", "averaging", schedule={"inner_steps": 5})
-    return [_row(DATA_PARALLEL), _row(LOCAL), *recipes, *thousandth(), whole]
+    return [_row(DATA_PARALLEL), _row(LOCAL), *recipes, *thousandth(steps), whole]
 
 
 def for_short_runs(name: str) -> Tables:
@@ -90,11 +90,18 @@ def for_short_runs(name: str) -> Tables:
     return {"schedule": {"inner_steps": PERIOD, **ahead, **delay}}
 
 
-def thousandth() -> list[Row]:
-    """At most 0.016 bits a parameter and step."""
+def thousandth(steps: int = STEPS) -> list[Row]:
+    """At most 0.016 bits a parameter and step.
+
+    `frugal 1`: a message in each step, first of few values and in the end of eight times as many, and a residual that
+    is kept the longer the less the weights move.
+    """
+    course: Mapping[str, Scalar] = {"k": f"6 => 47 over {steps}", "chunk": 16_384}
+    memory = {"decay": f"0.965 -> 0.9965 over {steps}"}
     quick: Tables = {"feedback": {"decay": 0.8}}
     often = {"inner_steps": 5, "ahead": 5}
     return [
+        _row("frugal 1", "frugal", schedule={"inner_steps": 1, "ahead": 1}, codec=course, feedback=memory),
         _row("frugal 5", "frugal", schedule=often, codec={"k": 33}, feedback={"decay": 0.9}),
         _row("sparse 10", "sparseloco", schedule={"inner_steps": 10}),
         _row("senders 10", "sparseloco-senders", schedule={"inner_steps": 10}),
@@ -322,7 +329,7 @@ def jobs_of(words: argparse.Namespace, chosen: Sequence[Row], ledger: Ledger) ->
 
 def main(arguments: Sequence[str]) -> int:
     words = _parser().parse_args(arguments)
-    everything = rows()
+    everything = rows(STEPS // GRID_SHARE if words.grid else STEPS)
     names = [row.name for row in everything]
     chosen = [row for name in words.only or names for row in everything if row.name == name]
     ledger = Ledger(words.results)
