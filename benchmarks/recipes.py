@@ -4,9 +4,10 @@ Eight virtual peers train the demo's model (0.82 million parameters) on the stan
 machine, senders and mergers of real peers, 500 inner steps of 1,024 tokens each: 4.1 million tokens in all. Every
 recipe's step is tuned on the same small grid (factors 0.5, 1 and 2 of its learning rate: the inner one, or that of the
 update where nothing moves between the rounds) in a run of a fifth of the length, the baselines' too; a gain of less
-than one per cent changes nothing, for a search of one seed tells no more.
+than one per cent changes nothing, for a search of one seed tells no more. Short runs favour high rates: where whole
+runs were made at several (`--factor`), those decide.
 
-    python benchmarks/recipes.py [--only NAME ...] [--seeds 3] [--settings scratch warm] [--grid] [--minutes M] [--json]
+    python benchmarks/recipes.py [--only NAME ...] [--seeds 3] [--settings scratch warm] [--grid] [--factor F] ...
 
 All of it takes some six hours of two cores, and may be made in pieces: each run is added to
 benchmarks/results/recipes.json as soon as it is done, with the commit and the machine it was made on, and what stands
@@ -243,11 +244,18 @@ class Ledger:
             yield
 
     def best_factor(self, name: str) -> float:
-        """Of the grid, where it is clearly better than 1; otherwise 1, and where none was searched."""
-        tried = [run for run in self.runs.values() if run["setting"] == "grid" and run["name"] == name]
-        losses = {float(run["factor"]): float(run["outcome"]["validation_loss"]) for run in tried}
-        best = min(losses, key=losses.__getitem__, default=1.0)
-        return best if losses.get(best, math.inf) < CLEARLY * losses.get(1.0, math.inf) else 1.0
+        """Of whole runs from scratch, where several were made; else of the grid, where it is clearly better than 1;
+        otherwise 1."""
+        whole, tried = (self._losses(name, setting) for setting in ("scratch", "grid"))
+        if len(whole) > 1:
+            return min(whole, key=whole.__getitem__)
+        best = min(tried, key=tried.__getitem__, default=1.0)
+        return best if tried.get(best, math.inf) < CLEARLY * tried.get(1.0, math.inf) else 1.0
+
+    def _losses(self, name: str, setting: str) -> dict[float, float]:
+        """By factor, of the first seed."""
+        found = [run for run in self.runs.values() if (run["name"], run["setting"], run["seed"]) == (name, setting, 0)]
+        return {float(run["factor"]): float(run["outcome"]["validation_loss"]) for run in found}
 
     def comparison(self, setting: str, names: Sequence[str]) -> Comparison:
         """Those that were run there."""
@@ -320,7 +328,7 @@ def jobs_of(words: argparse.Namespace, chosen: Sequence[Row], ledger: Ledger) ->
         return [Job(row, "grid", 0, factor) for row in chosen for factor in FACTORS]
     seeds, settings = range(words.seeds), words.settings
     return [
-        Job(row, setting, seed, ledger.best_factor(row.name))
+        Job(row, setting, seed, words.factor or ledger.best_factor(row.name))
         for setting in settings
         for seed in seeds
         for row in chosen
@@ -351,6 +359,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--settings", nargs="*", default=["scratch", "warm"], choices=["scratch", "warm"])
     parser.add_argument("--grid", action="store_true", help="search each recipe's step instead")
+    parser.add_argument("--factor", type=float, choices=FACTORS, help="of the step; default: what was found best")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--results", type=Path, default=RESULTS)
