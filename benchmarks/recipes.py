@@ -320,7 +320,19 @@ def report(ledger: Ledger, settings: Iterable[str], names: Sequence[str]) -> Non
         comparison = ledger.comparison(setting, names)
         if comparison.series:
             sys.stdout.write(f"\n### {setting}\n\n" + "\n".join(markdown(comparison)) + "\n")
-            write_atomically(DOCS / f"recipes-{setting}.svg", plot.svg(comparison).encode())
+            write_atomically(DOCS / f"recipes-{setting}.svg", plot.svg(foremost(comparison)).encode())
+
+
+def foremost(comparison: Comparison) -> Comparison:
+    """The baselines, and those that nothing beats in both loss and bits: more lines than that nobody can tell apart."""
+    costs = [(one.loss, one.mean("bits_per_parameter_step")) for one in comparison.series]
+    return Comparison(
+        tuple(
+            one
+            for one, (loss, bits) in zip(comparison.series, costs, strict=True)
+            if one.name in (DATA_PARALLEL, LOCAL) or not any(less < loss and fewer < bits for less, fewer in costs)
+        )
+    )
 
 
 def jobs_of(words: argparse.Namespace, chosen: Sequence[Row], ledger: Ledger) -> list[Job]:

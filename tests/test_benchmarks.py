@@ -11,6 +11,7 @@ from benchmarks import horizon, recipes, traffic
 from node.model import shape_table
 from node.program import program_of
 from node.simulation.baselines import LOCAL
+from node.simulation.comparison import Comparison, Series
 from node.simulation.measure import Outcome, Point
 from optim.program import Program
 from optim.recipes import compose
@@ -90,6 +91,16 @@ def test_what_was_run_is_found_again_and_the_grid_chooses(tmp_path: Path) -> Non
     assert ledger.best_factor(row.name) == 1.0, "hardly better"
     ledger.add(recipes.Job(row, "scratch", 0, 0.5), dataclasses.replace(OUTCOME, validation_loss=1.1))
     assert ledger.best_factor(row.name) == 0.5, "whole runs tell more than the search"
+
+
+def test_lines_that_another_beats_in_both_are_not_drawn() -> None:
+    costs = {"data-parallel": (2.0, 9.0), "good": (1.5, 3.0), "frugal": (1.9, 0.1), "worse": (1.6, 3.5)}
+    outcomes = {
+        name: dataclasses.replace(OUTCOME, validation_loss=loss, bits_per_parameter_step=bits)
+        for name, (loss, bits) in costs.items()
+    }
+    comparison = Comparison(tuple(Series(name, (outcome,)) for name, outcome in outcomes.items()))
+    assert [one.name for one in recipes.foremost(comparison).series] == ["data-parallel", "good", "frugal"]
 
 
 def test_results_come_in_pieces_from_several_processes_and_none_is_lost(tmp_path: Path) -> None:
