@@ -50,6 +50,7 @@ from protocol.manifest import Manifest, load_manifest
 HOME: Final = Path(__file__).parent
 RESULTS: Final = HOME / "results" / "recipes.json"
 DOCS: Final = HOME.parent / "docs"
+BASELINES: Final = (DATA_PARALLEL, LOCAL)
 PEERS, STEPS, BATCH, WARM_STEPS = 8, 500, 1024, 250
 MEGABITS, LATENCY = 20, 0.05
 POINTS = 10
@@ -76,7 +77,7 @@ def _row(name: str, recipe: str = "", **tables: Mapping[str, Scalar]) -> Row:
 def rows(steps: int = STEPS) -> list[Row]:
     """The baselines, each recipe, variations that spend at most a thousandth of data parallel's bits, and what of their
     gap is left where messages are as frequent and whole: a hundred times the bits. `steps`: of the run."""
-    recipes = [Row(name, name, for_short_runs(name)) for name in RECIPES if name not in (DATA_PARALLEL, LOCAL)]
+    recipes = [Row(name, name, for_short_runs(name)) for name in RECIPES if name not in BASELINES]
     whole = _row("averaging 5", "averaging", schedule={"inner_steps": 5})
     return [_row(DATA_PARALLEL), _row(LOCAL), *recipes, *thousandth(steps), whole]
 
@@ -144,7 +145,7 @@ def setting_of(job: Job) -> Setting:
 
 
 def inner_moves(row: Row) -> bool:
-    return row.recipe in (DATA_PARALLEL, LOCAL) or compose(row.recipe, row.tables).inner.kind != "gathering"
+    return row.recipe in BASELINES or compose(row.recipe, row.tables).inner.kind != "gathering"
 
 
 def warm_weights(manifest: Manifest) -> torch.Tensor:
@@ -262,7 +263,8 @@ class Ledger:
         series = []
         for name in names:
             found = [run for run in self.runs.values() if run["setting"] == setting and run["name"] == name]
-            outcomes = tuple(_outcome(run["outcome"]) for run in found if run["factor"] == self.best_factor(name))
+            factor = self.best_factor(name)
+            outcomes = tuple(_outcome(run["outcome"]) for run in found if run["factor"] == factor)
             if outcomes:
                 series.append(Series(name, outcomes))
         return Comparison(tuple(series))
@@ -330,7 +332,7 @@ def foremost(comparison: Comparison) -> Comparison:
         tuple(
             one
             for one, (loss, bits) in zip(comparison.series, costs, strict=True)
-            if one.name in (DATA_PARALLEL, LOCAL) or not any(less < loss and fewer < bits for less, fewer in costs)
+            if one.name in BASELINES or not any(less < loss and fewer < bits for less, fewer in costs)
         )
     )
 

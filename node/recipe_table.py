@@ -5,7 +5,8 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -69,9 +70,15 @@ def describe(recipe: str) -> dict[str, Any]:
 
 def bits_of_a_cycle(program: Program) -> tuple[float, int]:
     """Bits a parameter until the same values are sent again, and the local steps that takes."""
-    plans = [program.plan(number) for number in program.cycle]
-    bits = sum(plan.codecs[0].bits_per_parameter(plan.numel) * plan.numel for plan in plans) / program.numel
-    return bits, sum(plan.steps for plan in plans)
+    return bits_of(program, program.cycle)
+
+
+def bits_of(program: Program, rounds: Iterable[int]) -> tuple[float, int]:
+    """The same of those rounds. What is encoded alike is measured once."""
+    plans = [program.plan(number) for number in rounds]
+    messages = Counter((plan.codecs[0], plan.numel) for plan in plans)
+    bits = sum(times * codec.bits_per_parameter(numel) * numel for (codec, numel), times in messages.items())
+    return bits / program.numel, sum(plan.steps for plan in plans)
 
 
 def vectors(method: Method) -> int:

@@ -10,6 +10,7 @@ import torch
 from benchmarks import horizon, recipes, traffic
 from node.model import shape_table
 from node.program import program_of
+from node.recipe_table import bits_of
 from node.simulation.baselines import LOCAL
 from node.simulation.comparison import Comparison, Series
 from node.simulation.measure import Outcome, Point
@@ -63,9 +64,8 @@ def bits_of_a_step(row: recipes.Row) -> float:
     """A parameter, over a run's rounds: messages may change."""
     program = Program(compose(row.recipe, row.tables), DEMO.layout, 1)
     rounds = takewhile(lambda number: program.steps_before(number) < recipes.STEPS, count())
-    plans = [program.plan(number) for number in rounds]
-    bits = sum(plan.codecs[0].bits_per_parameter(plan.numel) * plan.numel for plan in plans) / program.numel
-    return bits / sum(plan.steps for plan in plans)
+    bits, steps = bits_of(program, rounds)
+    return bits / steps
 
 
 def test_every_row_can_be_run_and_none_has_another_period_than_the_others() -> None:
