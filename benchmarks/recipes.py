@@ -1,18 +1,20 @@
 """Every recipe side by side: validation loss, bits, virtual time, over seeds, from scratch and from a warm start.
 
 Eight virtual peers train the demo's model (0.82 million parameters) on the standard library's text with the round
-machine, senders and mergers of real peers, 500 inner steps of 1,024 tokens each: 4.1 million tokens in all. Every
-recipe's step is tuned on the same small grid (factors 0.5, 1 and 2 of its learning rate: the inner one, or that of the
-update where nothing moves between the rounds) in a run of a fifth of the length, the baselines' too; a gain of less
-than one per cent changes nothing, for a search of one seed tells no more. Short runs favour high rates: where whole
-runs were made at several (`--factor`), those decide.
+machine, senders and mergers of real peers, 500 inner steps of 1,024 tokens each: 4.1 million tokens in all. From a warm
+start, the first half of the steps is data parallel training, common to all recipes of a seed, and the other half is
+theirs. Every recipe's step is tuned on the same small grid (factors 0.5, 1 and 2 of its learning rate: the inner one,
+or that of the update where nothing moves between the rounds) in a run of a fifth of the length, the baselines' too; a
+gain of less than one per cent changes nothing, for a search of one seed tells no more. Short runs favour high rates:
+where whole runs were made at several (`--factor`), those decide.
 
     python benchmarks/recipes.py [--only NAME ...] [--seeds 3] [--settings scratch warm] [--grid] [--factor F] ...
 
-All of it takes some six hours of two cores, and may be made in pieces: each run is added to
+All of it takes some five hours of two cores, and may be made in pieces: each run is added to
 benchmarks/results/recipes.json as soon as it is done, with the commit and the machine it was made on, and what stands
 there is not made again. Several of these commands may add to one file. `--minutes` begins no run after so many;
-`--report` begins none: it prints tables of what is there, draws the two plots in docs/, and says what is missing.
+`--report` begins none: it prints tables of what is there, puts them and two plots into the documentation, and says what
+is missing.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,9 +36,10 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks import compared
+from benchmarks.compared import BASELINES
 from node.data import Corpus, open_source
 from node.folder import write_atomically
-from node.simulation import plot
 from node.simulation.baselines import DATA_PARALLEL, LOCAL, data_parallel, local
 from node.simulation.comparison import Comparison, Series, simulate
 from node.simulation.links import BYTES_PER_MEGABIT
@@ -49,14 +52,13 @@ from protocol.manifest import Manifest, load_manifest
 
 HOME: Final = Path(__file__).parent
 RESULTS: Final = HOME / "results" / "recipes.json"
-DOCS: Final = HOME.parent / "docs"
-BASELINES: Final = (DATA_PARALLEL, LOCAL)
-PEERS, STEPS, BATCH, WARM_STEPS = 8, 500, 1024, 250
+PEERS, STEPS, BATCH = 8, 500, 1024
 MEGABITS, LATENCY = 20, 0.05
 POINTS = 10
 PERIOD = 25
 FACTORS: Final = (0.5, 1.0, 2.0)
-GRID_SHARE = 5
+WARM_STEPS = STEPS // 2
+LENGTHS: Final = {"scratch": STEPS, "warm": STEPS - WARM_STEPS, "grid": STEPS // 5}  # the recipe's steps
 CLEARLY = 0.99  # of the loss: less may be chance, or the shorter run's
 Tables = Mapping[str, Mapping[str, Scalar]]
 
@@ -100,22 +102,19 @@ def thousandth(steps: int = STEPS) -> list[Row]:
     """
     course: Mapping[str, Scalar] = {"k": f"6 => 47 over {steps}", "chunk": 16_384}
     memory = {"decay": f"0.965 -> 0.9965 over {steps}"}
-    quick: Tables = {"feedback": {"decay": 0.8}}
     often = {"inner_steps": 5, "ahead": 5}
     return [
         _row("frugal 1", "frugal", schedule={"inner_steps": 1, "ahead": 1}, codec=course, feedback=memory),
         _row("frugal 5", "frugal", schedule=often, codec={"k": 33}, feedback={"decay": 0.9}),
         _row("sparse 10", "sparseloco", schedule={"inner_steps": 10}),
         _row("senders 10", "sparseloco-senders", schedule={"inner_steps": 10}),
-        _row("senders 10, decay 0.8", "sparseloco-senders", **quick, schedule={"inner_steps": 10}),
-        _row("sign 65", "averaging", schedule={"inner_steps": 65}, codec={"kind": "sign"}),
     ]
 
 
 @dataclass(frozen=True)
 class Job:
     row: Row
-    setting: str  # "scratch", "warm", or "grid"
+    setting: str  # of LENGTHS
     seed: int
     factor: float
 
@@ -127,7 +126,7 @@ class Job:
 def setting_of(job: Job) -> Setting:
     """Two settings differ in the weights that training starts from."""
     given = load_manifest(HOME.parent / "configs" / "demo.toml")
-    steps = STEPS // GRID_SHARE if job.setting == "grid" else STEPS
+    steps = LENGTHS[job.setting]
     moved = job.factor if inner_moves(job.row) else 1.0
     train = given.train.model_copy(
         update={
@@ -301,67 +300,38 @@ def perform(jobs: Sequence[Job], ledger: Ledger, workers: int, minutes: float = 
                 sys.stderr.write(f"{job.key}: {figures}, {outcome.processor_seconds:.0f} s; {left} to go\n")
 
 
-def markdown(comparison: Comparison) -> Iterator[str]:
-    """`of data parallel`: how far above its loss at equal tokens; `then`: its loss after as much virtual time."""
-    yield "| recipe | validation loss | of data parallel | bits a parameter and step | virtual s | computing | then |"
-    yield "|---|---|---|---|---|---|---|"
-    reference = next((one.loss for one in comparison.series if one.name == DATA_PARALLEL), None)
-    for series in sorted(comparison.series, key=lambda one: one.loss):
-        spread = f" +- {series.loss_deviation:.3f}" if len(series.outcomes) > 1 else ""
-        above = "" if reference is None else f"{series.loss / reference - 1:+.1%}"
-        then = comparison.data_parallel_at(series.mean("virtual_seconds")) if reference is not None else None
-        yield (
-            f"| {series.name} | {series.loss:.3f}{spread} | {above} | {series.mean('bits_per_parameter_step'):.4g} "
-            f"| {series.mean('virtual_seconds'):,.0f} | {series.mean('compute_share'):.0%} "
-            f"| {'-' if then is None else f'{then:.3f}'} |"
-        )
-
-
-def report(ledger: Ledger, settings: Iterable[str], names: Sequence[str]) -> None:
-    for setting in settings:
-        comparison = ledger.comparison(setting, names)
-        if comparison.series:
-            sys.stdout.write(f"\n### {setting}\n\n" + "\n".join(markdown(comparison)) + "\n")
-            write_atomically(DOCS / f"recipes-{setting}.svg", plot.svg(foremost(comparison)).encode())
-
-
-def foremost(comparison: Comparison) -> Comparison:
-    """The baselines, and those that nothing beats in both loss and bits: more lines than that nobody can tell apart."""
-    costs = [(one.loss, one.mean("bits_per_parameter_step")) for one in comparison.series]
-    return Comparison(
-        tuple(
-            one
-            for one, (loss, bits) in zip(comparison.series, costs, strict=True)
-            if one.name in BASELINES or not any(less < loss and fewer < bits for less, fewer in costs)
-        )
-    )
-
-
-def jobs_of(words: argparse.Namespace, chosen: Sequence[Row], ledger: Ledger) -> list[Job]:
+def jobs_of(words: argparse.Namespace, ledger: Ledger) -> list[Job]:
     if words.grid:
-        return [Job(row, "grid", 0, factor) for row in chosen for factor in FACTORS]
-    seeds, settings = range(words.seeds), words.settings
+        return [Job(row, "grid", 0, factor) for row in chosen("grid", words.only) for factor in FACTORS]
     return [
         Job(row, setting, seed, words.factor or ledger.best_factor(row.name))
-        for setting in settings
-        for seed in seeds
-        for row in chosen
+        for setting in words.settings
+        for seed in range(words.seeds)
+        for row in chosen(setting, words.only)
     ]
+
+
+def chosen(setting: str, names: Sequence[str]) -> list[Row]:
+    """In the order of `names`, or all."""
+    every = {row.name: row for row in rows(LENGTHS[setting])}
+    return [every[name] for name in names or every]
 
 
 def main(arguments: Sequence[str]) -> int:
     words = _parser().parse_args(arguments)
-    everything = rows(STEPS // GRID_SHARE if words.grid else STEPS)
-    names = [row.name for row in everything]
-    chosen = [row for name in words.only or names for row in everything if row.name == name]
+    names = [row.name for row in rows()]
     ledger = Ledger(words.results)
-    jobs = jobs_of(words, chosen, ledger)
+    jobs = jobs_of(words, ledger)
     if not words.report:
         perform(jobs, ledger, words.workers, words.minutes)
+    found = {setting: ledger.comparison(setting, names) for setting in words.settings}
+    settings = {setting: comparison for setting, comparison in found.items() if comparison.series}
     if words.json:
-        sys.stdout.write(json.dumps(ledger.comparison(words.settings[0], names).to_json(), indent=1) + "\n")
+        sys.stdout.write(json.dumps(found[words.settings[0]].to_json(), indent=1) + "\n")
     else:
-        report(ledger, words.settings, names)
+        sys.stdout.write("".join(f"\n### {name}\n\n{compared.table(one)}" for name, one in settings.items()))
+    if words.report:
+        compared.publish(settings)
     there = sum(job.key in ledger.runs for job in jobs)
     sys.stderr.write(f"{there} of {len(jobs)} runs are there\n")
     return 0
@@ -369,7 +339,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
+    parser.add_argument("--only", nargs="*", default=[], choices=[row.name for row in rows()], metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--settings", nargs="*", default=["scratch", "warm"], choices=["scratch", "warm"])
     parser.add_argument("--grid", action="store_true", help="search each recipe's step instead")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import horizon, recipes, traffic
+from benchmarks import compared, horizon, recipes, traffic
 from node.model import shape_table
 from node.program import program_of
 from node.recipe_table import bits_of
@@ -84,7 +84,7 @@ def test_what_was_run_is_found_again_and_the_grid_chooses(tmp_path: Path) -> Non
     again = recipes.Ledger(path)
     assert again.best_factor(row.name) == 2.0 and again.best_factor("another") == 1.0
     assert again.comparison("scratch", [row.name]).of(row.name).loss == 1.2
-    assert any(f"| {row.name} | 1.200 " in line for line in recipes.markdown(again.comparison("scratch", [row.name])))
+    assert f"| {row.name} | 1.200 " in compared.table(again.comparison("scratch", [row.name]))
     recipes.perform([recipes.Job(row, "scratch", 0, 2.0)], again, workers=1)  # is there: nothing is started
     assert again.runs.keys() == ledger.runs.keys()
     ledger.add(recipes.Job(row, "grid", 0, 1.0), dataclasses.replace(OUTCOME, validation_loss=1.51))
@@ -100,7 +100,26 @@ def test_lines_that_another_beats_in_both_are_not_drawn() -> None:
         for name, (loss, bits) in costs.items()
     }
     comparison = Comparison(tuple(Series(name, (outcome,)) for name, outcome in outcomes.items()))
-    assert [one.name for one in recipes.foremost(comparison).series] == ["data-parallel", "good", "frugal"]
+    assert [one.name for one in compared.foremost(comparison).series] == ["data-parallel", "good", "frugal"]
+
+
+def test_tables_are_made_anew_between_their_marks_and_the_rest_is_left() -> None:
+    text = "a\n<!-- compared: scratch -->\n\nold\n\n<!-- end -->\nb\n<!-- compared: warm -->\n\n| c |\n\n<!-- end -->\n"
+    comparison = Comparison((Series("frugal", (OUTCOME,)), Series("another", (OUTCOME,))))
+    made = compared.tables({"scratch": comparison})
+    new = compared.filled(text, made)
+    assert new == text.replace("old\n", made["scratch"]) and compared.filled(new, made) == new
+    assert "| another |" in new and "| another |" not in made["scratch, in short"]
+
+
+def test_the_documentation_shows_the_results_that_are_kept() -> None:
+    ledger = recipes.Ledger(recipes.RESULTS)
+    names = [row.name for row in recipes.rows()]
+    made = compared.tables({setting: ledger.comparison(setting, names) for setting in ("scratch", "warm")})
+    for name in ("README.md", "docs/recipes.md"):
+        text = (compared.HOME / name).read_text()
+        assert "<!-- compared: " in text
+        assert compared.filled(text, made) == text, "python benchmarks/recipes.py --report"
 
 
 def test_results_come_in_pieces_from_several_processes_and_none_is_lost(tmp_path: Path) -> None:

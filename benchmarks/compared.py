@@ -1,0 +1,84 @@
+"""What the documentation shows of the comparison of recipes: tables between marks in its text, and a plot a setting.
+
+`<!-- compared: NAME -->`, a table, `<!-- end -->`: what stands between is made anew.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from node.folder import write_atomically
+from node.simulation import plot
+from node.simulation.baselines import DATA_PARALLEL, LOCAL
+from node.simulation.comparison import Comparison
+
+HOME: Final = Path(__file__).parents[1]
+BASELINES: Final = (DATA_PARALLEL, LOCAL)
+MARKED: Final = re.compile(r"(?<=<!-- compared: )(?P<name>[a-z, ]+)(?P<mark> -->\n\n).*?(?=\n<!-- end -->)", re.DOTALL)
+IN_SHORT: Final = (
+    *BASELINES,
+    *("averaging", "averaging 5", "co2", "demo", "detonation-random", "diloco", "diloco-warm", "distro", "edit"),
+    *("frugal", "frugal 1", "frugal 5", "local-adam", "noloco", "qsdp", "sparseloco", "sparseloco-senders"),
+    "streaming-diloco",
+)
+
+
+def publish(settings: Mapping[str, Comparison], home: Path = HOME) -> None:
+    """Plots in docs/, and the tables of README.md and docs/recipes.md."""
+    for setting, comparison in settings.items():
+        write_atomically(home / "docs" / f"recipes-{setting}.svg", plot.svg(foremost(comparison)).encode())
+    made = tables(settings)
+    for text in (home / "README.md", home / "docs" / "recipes.md"):
+        text.write_text(filled(text.read_text(), made))
+
+
+def tables(settings: Mapping[str, Comparison]) -> dict[str, str]:
+    """Of each setting all rows, and some, by the name that stands in the mark."""
+    every = {name: table(comparison) for name, comparison in settings.items()}
+    some = {f"{name}, in short": table(comparison, IN_SHORT) for name, comparison in settings.items()}
+    return every | some
+
+
+def filled(text: str, made: Mapping[str, str]) -> str:
+    """Tables that were not made stay as they are."""
+
+    def anew(found: re.Match[str]) -> str:
+        name, mark = found["name"], found["mark"]
+        return f"{name}{mark}{made[name]}" if name in made else found[0]
+
+    return MARKED.sub(anew, text)
+
+
+def table(comparison: Comparison, only: Collection[str] | None = None) -> str:
+    return "\n".join(_lines(comparison, only)) + "\n"
+
+
+def _lines(comparison: Comparison, only: Collection[str] | None) -> Iterator[str]:
+    """`of data parallel`: how far above its loss at equal tokens; `then`: its loss after as much virtual time."""
+    yield "| recipe | validation loss | of data parallel | bits a parameter and step | virtual s | computing | then |"
+    yield "|---|---|---|---|---|---|---|"
+    reference = next((one.loss for one in comparison.series if one.name == DATA_PARALLEL), None)
+    for series in sorted(comparison.series, key=lambda one: one.loss):
+        if only is not None and series.name not in only:
+            continue
+        spread = f" +- {series.loss_deviation:.3f}" if len(series.outcomes) > 1 else ""
+        above = "" if reference is None else f"{series.loss / reference - 1:+.1%}"
+        then = comparison.data_parallel_at(series.mean("virtual_seconds")) if reference is not None else None
+        yield (
+            f"| {series.name} | {series.loss:.3f}{spread} | {above} | {series.mean('bits_per_parameter_step'):.4g} "
+            f"| {series.mean('virtual_seconds'):,.0f} | {series.mean('compute_share'):.0%} "
+            f"| {'-' if then is None else f'{then:.3f}'} |"
+        )
+
+
+def foremost(comparison: Comparison) -> Comparison:
+    """The baselines, and those that nothing beats in both loss and bits: more lines than that nobody can tell apart."""
+    costs = [(one.loss, one.mean("bits_per_parameter_step")) for one in comparison.series]
+    return Comparison(
+        tuple(
+            one
+            for one, (loss, bits) in zip(comparison.series, costs, strict=True)
+            if one.name in BASELINES or not any(less < loss and fewer < bits for less, fewer in costs)
+        )
+    )
