@@ -40,9 +40,13 @@ class CompiledLlama(Llama):
             return super().forward(tokens, targets)
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Written out: of torch's fused attention, the backward pass in bf16 is the slowest part of a step."""
+        """Written out: of torch's fused attention, the backward pass in bf16 is the slowest part of a step.
+
+        softmax(s) v = exp(s - max s) v / sum exp(s - max s): divided are D values a token, not as many as it looks at.
+        """
         heads, length, depth = query.shape[1:]
         key, value = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (key, value))
-        scores = (query @ key.transpose(-1, -2)).float() / math.sqrt(depth)
-        weights = torch.softmax(scores + self.causal[:length, :length], dim=-1)
-        return weights.to(value.dtype) @ value
+        scores = (query / math.sqrt(depth) @ key.transpose(-1, -2)).float() + self.causal[:length, :length]
+        powers = torch.exp(scores - scores.detach().amax(dim=-1, keepdim=True))
+        mixed = (powers.to(value.dtype) @ value).float() / powers.sum(dim=-1, keepdim=True)
+        return mixed.to(value.dtype)
