@@ -19,8 +19,8 @@ MARKED: Final = re.compile(r"(?<=<!-- compared: )(?P<name>[a-z, ]+)(?P<mark> -->
 IN_SHORT: Final = (
     *BASELINES,
     *("averaging", "averaging 5", "co2", "demo", "detonation-random", "diloco", "diloco-warm", "distro", "edit"),
-    *("frugal", "frugal 1", "frugal 5", "local-adam", "noloco", "qsdp", "sparseloco", "sparseloco-senders"),
-    "streaming-diloco",
+    *("frugal", "frugal 1", "frugal 5", "local-adam", "noloco", "qsdp", "senders 10", "sparseloco"),
+    *("sparseloco-senders", "streaming-diloco"),
 )
 
 
