@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from node.folder import write_atomically
 from node.simulation import plot
 from node.simulation.baselines import DATA_PARALLEL, LOCAL
 from node.simulation.comparison import Comparison
@@ -27,7 +26,7 @@ IN_SHORT: Final = (
 def publish(settings: Mapping[str, Comparison], home: Path = HOME) -> None:
     """Plots in docs/, and the tables of README.md and docs/recipes.md."""
     for setting, comparison in settings.items():
-        write_atomically(home / "docs" / f"recipes-{setting}.svg", plot.svg(foremost(comparison)).encode())
+        (home / "docs" / f"recipes-{setting}.svg").write_text(plot.svg(foremost(comparison)))
     made = tables(settings)
     for text in (home / "README.md", home / "docs" / "recipes.md"):
         text.write_text(filled(text.read_text(), made))
