@@ -124,7 +124,7 @@ class Job:
 
 
 def setting_of(job: Job) -> Setting:
-    """Two settings differ in the weights that training starts from."""
+    """Two settings differ in the weights that training starts from, and in the steps from there."""
     given = load_manifest(HOME.parent / "configs" / "demo.toml")
     steps = LENGTHS[job.setting]
     moved = job.factor if inner_moves(job.row) else 1.0
