@@ -7,8 +7,8 @@ import torch
 
 from optim.aggregate import Message
 from optim.codecs.codec import Payload, as_array
-from optim.codecs.dense import largest_magnitude
-from optim.compiled import compiled
+from optim.codecs.dense import check_largest
+from optim.compiled import MAGNITUDE, compiled
 from optim.errors import CodecError
 from optim.program import Plan, Program
 from optim.threads import each
@@ -29,13 +29,11 @@ class Sender:
 
         decay * residual_before + delta == share * decoded + residual_after   (without feedback: residual_after = 0).
 
-        CodecError if a value of `delta` is not finite; then `residual` is unchanged.
+        CodecError if a value of `delta` is not finite; then `residual` is of no use any more.
         """
         plan = self._program.plan(round_number)
-        sent = plan.gather(delta)
-        largest_magnitude(as_array(sent))
         total = plan.gather(residual)
-        _decay_and_add(as_array(total), plan.method.feedback.decay, as_array(sent))
+        _decay_and_add(as_array(total), plan.method.feedback.decay, as_array(plan.gather(delta)))
         payloads = _encode(plan, total)
         plan.scatter(total, residual)
         return payloads
@@ -65,14 +63,18 @@ def carried_by(plan: Plan, payloads: Sequence[Payload], numel: int) -> torch.Ten
 
 
 def _decay_and_add(total: Floats, decay: float, sent: Floats) -> None:
-    """total <- decay * total + sent, each rounded."""
-    each(lambda part: _move_on(total[part], np.float32(decay), sent[part]), slabs(total.size))
+    """total <- decay * total + sent, each rounded. CodecError if a value of `sent` is not finite or too large."""
+    each(lambda part: check_largest(_move_on(total[part], np.float32(decay), sent[part])), slabs(total.size))
 
 
 @compiled
-def _move_on(total: Floats, decay: np.float32, sent: Floats) -> None:
+def _move_on(total: Floats, decay: np.float32, sent: Floats) -> int:
+    """The bits of the largest magnitude sent; those of infinities and NaN are above all numbers'."""
+    bits, top = sent.view(np.uint32), np.uint32(0)
     for place in range(total.size):
         total[place] = total[place] * decay + sent[place]
+        top = max(top, np.uint32(bits[place] & MAGNITUDE))
+    return int(top)
 
 
 def _encode(plan: Plan, total: torch.Tensor) -> list[Payload]:

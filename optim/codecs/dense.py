@@ -40,7 +40,7 @@ class Uncompressed(Codec):
         draft = Draft(self.head(), 4 * values.size)
         room: Floats = draft.add("f4", values.size)
 
-        each(lambda part: _check(_copy(values[part], room[part]), LIMIT_BITS - 1), slabs(values.size))
+        each(lambda part: check_largest(_copy(values[part], room[part])), slabs(values.size))
         if subtract:
             values[:] = 0
         return draft.payload
@@ -67,7 +67,7 @@ class BrainFloat(Codec):
     def write(self, values: Floats, subtract: bool) -> Payload:
         draft = Draft(self.head(), 2 * values.size)
         halves: Halves = draft.add("u2", values.size)
-        each(lambda part: _check(_to_brain_floats(values[part], halves[part]), LIMIT_BITS - 1), slabs(values.size))
+        each(lambda part: check_largest(_to_brain_floats(values[part], halves[part])), slabs(values.size))
         if subtract:
             self.read(draft.payload, values.size).subtract_from(values)
         return draft.payload
@@ -124,7 +124,7 @@ class _Sent(Vector):
 
     def check(self, largest: Callable[[Bytes], int], limit: int) -> None:
         """CodecError where a magnitude is above the limit; as integers, magnitudes sort as they do as numbers."""
-        each(lambda part: _check(largest(self._of(part)), limit), self.pieces())
+        each(lambda part: check_largest(largest(self._of(part)), limit), self.pieces())
 
     def restore(self, part: slice, out: Floats) -> None:
         self.write(self._of(part), self.unit, out)
@@ -142,12 +142,13 @@ def largest_magnitude(values: Floats) -> float:
     """max |x|; CodecError where a value is not finite or too large to be summed safely."""
     found: list[int] = []
     each(lambda part: found.append(_largest(values[part])), slabs(values.size))
-    _check(max(found), LIMIT_BITS - 1)
+    check_largest(max(found))
     return float(np.uint32(max(found)).view(np.float32))
 
 
-def _check(largest: int, limit: int) -> None:
-    if largest > limit:
+def check_largest(bits: int, limit: int = LIMIT_BITS - 1) -> None:
+    """CodecError where the bits of a largest magnitude are above that: it is not finite, or too large."""
+    if bits > limit:
         raise CodecError("a value is not finite or too large")
 
 
