@@ -12,7 +12,7 @@ belong to no value are zero.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass as plain_dataclass
 from typing import ClassVar, Literal
 
@@ -23,9 +23,9 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Draft, Payload
 from optim.codecs.dense import LIMIT
-from optim.codecs.noise import Words, words
-from optim.codecs.packing import Bytes, Packing, packing
-from optim.compiled import MAGNITUDE, compiled
+from optim.codecs.noise import Key, key_of
+from optim.codecs.packing import Bytes, Integers, Packing, packing
+from optim.compiled import MAGNITUDE, bits_of, compiled
 from optim.errors import CodecError
 from optim.parts import STRICT
 from optim.threads import each, scratch
@@ -33,14 +33,17 @@ from optim.vectors import SLAB, Floats, Vector, slabs
 
 LOWEST = 2.0**-118  # a smaller scale is zero: products stay normal numbers
 LOWEST_HALF, LIMIT_HALF = (np.float32(value).view(np.uint32) >> np.uint32(16) for value in (LOWEST, LIMIT))
+LIMIT_SCALE, REFUSED, HALF = np.float32(LIMIT), np.uint32(0xFFFF), np.uint32(16)
+UP, NEAREST = np.uint32(0xFFFF), np.uint32(0x8000)  # added to an fp32 scale before its lower half is cut off
 Halves = npt.NDArray[np.uint16]
-Integers = npt.NDArray[np.int8]
+# Encodes whole blocks from number `first` on: (values, first, halves, codes, subtract), the scales' upper halves and
+# the codes written, the decoded values subtracted if asked for. False if a value is not finite or too large.
+Coder = Callable[[Floats, int, Halves, Integers, bool], bool]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BlockCodec(Codec):
     bits: ClassVar[int]  # of one value
-    round_up: ClassVar[int] = 0xFFFF  # added to an fp32 scale before its lower half is cut off
 
     block: int = Field(default=256, ge=16, le=65_536, multiple_of=8, description="values that share a scale")
 
@@ -55,17 +58,17 @@ class BlockCodec(Codec):
         layout = self._packing(values.size)
         draft = Draft(self.head(), 2 * self._blocks(values.size) + layout.size)
         halves, packed = draft.add("u2", self._blocks(values.size)), draft.add("u1", layout.size)
+        code = self.coder(values)
 
         def encode(part: slice) -> None:
-            spans = layout.spans(part)
-            codes = [scratch(f"codes {i}", np.int8, span.stop - span.start) for i, span in enumerate(spans)]
+            spans, codes = layout.spans(part), layout.room(packed, part)
             for span, out in zip(spans, codes, strict=True):
-                self._code(values[span], halves, span.start // self.block, out)
+                first, blocks = span.start // self.block, self._blocks(out.size)
+                if not code(values[span], first, halves[first : first + blocks], out, subtract):
+                    raise CodecError("a value is not finite or too large")
             layout.join(packed, part, codes)
 
         each(encode, layout.parts(self.stretch))
-        if subtract:
-            self.read(draft.payload, values.size).subtract_from(values)
         return draft.payload
 
     def read(self, payload: Payload, numel: int) -> "BlockVector":
@@ -81,31 +84,12 @@ class BlockCodec(Codec):
         return BlockVector(numel, self, layout, packed, _widened(halves))
 
     @abstractmethod
-    def measure(self, values: Floats, scales: Floats) -> None:
-        """The scale of each block, to (blocks,); not finite where a value is not. The last block may be short."""
-
-    @abstractmethod
-    def quantize(self, values: Floats, scales: Floats, place: int, codes: Integers) -> None:
-        """The values' codes, zero where the scale is. `place`: the first block's number."""
+    def coder(self, values: Floats) -> Coder:
+        """For all of a message's blocks, in any order and thread; the last one may be short."""
 
     @abstractmethod
     def multiples(self, codes: Integers) -> None:
         """From codes, in place, to what the scale is multiplied with."""
-
-    def _code(self, values: Floats, halves: Halves, place: int, codes: Integers) -> None:
-        """Encode whole blocks from number `place` on: scales to `halves`, codes to `codes`."""
-        scales = scratch("scales", np.float32, self._blocks(values.size))
-        self.measure(values, scales)
-        rounded = self._half(scales)
-        halves[place : place + scales.size] = rounded
-        self.quantize(values, _widened(rounded), place, codes)
-
-    def _half(self, scales: Floats) -> Halves:
-        if not (scales < LIMIT).all():
-            raise CodecError("a value is not finite or too large")
-        halves = (scales.view(np.uint32) + np.uint32(self.round_up) >> np.uint32(16)).astype(np.uint16)
-        halves[halves < LOWEST_HALF] = 0
-        return halves
 
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block)
@@ -127,23 +111,16 @@ class PeakBlockCodec(BlockCodec):
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
-    def measure(self, values: Floats, scales: Floats) -> None:
-        largest_of_blocks(values, self.block, scales)
-        scales /= np.float32(self.levels)
-
-    def quantize(self, values: Floats, scales: Floats, place: int, codes: Integers) -> None:
-        if self.rounding == "nearest":
-            self.nearest(values, inverses(scales), codes)
-        else:
-            self.drawn(values, inverses(scales), words(scales, place, values.size, self.binding), codes)
+    def coder(self, values: Floats) -> Coder:
+        return self.nearest if self.rounding == "nearest" else self.drawn(key_of(values, self.binding))
 
     @abstractmethod
-    def nearest(self, values: Floats, inverses: Floats, codes: Integers) -> None:
-        """Codes of values times the inverses of their blocks' scales."""
+    def nearest(self, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+        """Each value to the nearest code."""
 
     @abstractmethod
-    def drawn(self, values: Floats, inverses: Floats, noise: Words, codes: Integers) -> None:
-        """The same by chance, so that the mean is right; a word of noise a value."""
+    def drawn(self, key: Key) -> Coder:
+        """To one of the two next to it by chance, so that the mean is right."""
 
 
 @plain_dataclass(frozen=True)
@@ -202,19 +179,33 @@ def _write_products(multiples: Integers, scales: Floats, block: int, values: Flo
 
 
 @compiled
-def largest_of_blocks(values: Floats, block: int, largest: Floats) -> None:
-    """max |x| of each block, to (blocks,); a NaN or an infinity where there is one."""
-    bits, tops = values.view(np.uint32), largest.view(np.uint32)
-    for place in range(tops.size):
-        row, top = bits[place * block : (place + 1) * block], np.uint32(0)
-        for i in range(row.size):
-            top = max(top, np.uint32(row[i] & MAGNITUDE))  # integers: machines compare several at once
-        tops[place] = top
+def peak(row: Floats) -> np.float32:
+    """max |x|; a NaN or an infinity where there is one. For compiled functions alone, as are the next three."""
+    bits, top = row.view(np.uint32), np.uint32(0)
+    for i in range(bits.size):
+        top = max(top, np.uint32(bits[i] & MAGNITUDE))  # integers: machines compare several at once
+    return np.uint32(top).view(np.float32)
 
 
-def inverses(scales: Floats) -> Floats:
-    """1 / scale; zero where the scale is."""
-    return np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
+@compiled
+def half_of(scale: np.float32, round_up: np.uint32) -> np.uint32:
+    """The upper half of a block's scale; zero for one that is too small, REFUSED for one that is not finite or too
+    large."""
+    if not scale < LIMIT_SCALE:
+        return REFUSED
+    half = np.uint32((bits_of(scale) + round_up) >> HALF)
+    return half if half >= LOWEST_HALF else np.uint32(0)
+
+
+@compiled
+def scale_of(half: np.uint32) -> np.float32:
+    return np.uint32(half << HALF).view(np.float32)
+
+
+@compiled
+def inverse_of(scale: np.float32) -> np.float32:
+    """Zero where the scale is."""
+    return np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
 
 
 def _widened(halves: Halves) -> Floats:

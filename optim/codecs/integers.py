@@ -12,8 +12,9 @@ from typing import ClassVar
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import Integers, PeakBlockCodec
-from optim.codecs.noise import FRACTION, Words
+from optim.codecs.blocks import REFUSED, UP, Coder, Halves, PeakBlockCodec, half_of, inverse_of, peak, scale_of
+from optim.codecs.noise import FRACTION, Key, block_key, scattered
+from optim.codecs.packing import Integers
 from optim.compiled import compiled
 from optim.parts import STRICT
 from optim.vectors import Floats
@@ -21,11 +22,14 @@ from optim.vectors import Floats
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _BlockIntegers(PeakBlockCodec):
-    def nearest(self, values: Floats, inverses: Floats, codes: Integers) -> None:
-        _nearest(values, inverses, self.block, codes)
+    def nearest(self, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+        return bool(_nearest(values, self.block, self.levels, halves, codes, subtract))
 
-    def drawn(self, values: Floats, inverses: Floats, noise: Words, codes: Integers) -> None:
-        _drawn(values, inverses, noise, self.block, self.levels, codes)
+    def drawn(self, key: Key) -> Coder:
+        def code(values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+            return bool(_drawn(values, self.block, self.levels, *key, first, halves, codes, subtract))
+
+        return code
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -57,25 +61,49 @@ class BlockInt4(_BlockIntegers):
 
 
 @compiled
-def _nearest(values: Floats, inverses: Floats, block: int, codes: Integers) -> None:
-    for place in range(inverses.size):
-        row, inverse = values[place * block : (place + 1) * block], inverses[place]
-        out = codes[place * block : (place + 1) * block]
+def _nearest(values: Floats, block: int, levels: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+    """As blocks.Coder says, as does the next one."""
+    for place in range(halves.size):
+        row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
+        half = half_of(peak(row) / np.float32(levels), UP)
+        if half == REFUSED:
+            return False
+        halves[place], scale = half, scale_of(half)
+        inverse = inverse_of(scale)
         for i in range(row.size):
             out[i] = np.int8(np.rint(row[i] * inverse))
+        if subtract:
+            _subtract(out, scale, row)
+    return True
 
 
 @compiled
-def _drawn(values: Floats, inverses: Floats, noise: Words, block: int, levels: int, codes: Integers) -> None:
+def _drawn(
+    values: Floats, block: int, levels: int, low: np.uint32, high: np.uint32, first: int,
+    halves: Halves, codes: Integers, subtract: bool,
+) -> bool:  # fmt: skip
     """Rounded down after a fraction in [0, 1) is added, a multiple of 2^-24."""
     highest = np.float32(levels)
-    for place in range(inverses.size):
-        row, inverse = values[place * block : (place + 1) * block], inverses[place]
-        drawn, out = noise[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
+    for place in range(halves.size):
+        row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
+        half = half_of(peak(row) / highest, UP)
+        if half == REFUSED:
+            return False
+        halves[place], scale, key = half, scale_of(half), block_key(low, high, first + place, half)
+        inverse = inverse_of(scale)
         for i in range(row.size):
-            fraction = np.float32(drawn[i] >> np.uint32(8)) * FRACTION
+            fraction = np.float32(scattered(np.uint32(key + np.uint32(i))) >> np.uint32(8)) * FRACTION
             rounded = np.floor(row[i] * inverse + fraction)
             out[i] = np.int8(min(max(rounded, -highest), highest))
+        if subtract:
+            _subtract(out, scale, row)
+    return True
+
+
+@compiled
+def _subtract(codes: Integers, scale: np.float32, row: Floats) -> None:
+    for i in range(row.size):
+        row[i] -= np.float32(codes[i]) * scale
 
 
 @compiled

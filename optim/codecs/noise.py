@@ -1,22 +1,31 @@
 """Noise for stochastic rounding that the values themselves determine: encoding is a function, on every machine.
 
-Philox is counter-based and its raw words are the same everywhere. Its key is made from the round, where the codec is
-bound to one, and from the scales of some neighbouring blocks and what place they have, so that neither another round
-nor another message nor another part of it sees the same noise.
+A message's key is made from the round, where the codec is bound to one, and from a sample of the values; a block's from
+that, its number and its scale: neither another round nor another message nor another part of it sees the same noise. A
+value's word is a function of its block's key and its place, in whole numbers of 32 bits, which machines compute several
+at once and all alike: multiplications and shifts that let each bit reach every other (the constants are those that the
+search of github.com/skeeto/hash-prospector found least biased).
 """
 
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from optim.codecs.codec import Binding
+from optim.compiled import compiled
 from optim.vectors import Floats
 
 SAMPLED = 1 << 16  # values that a seed is made from
 SEED = 8  # bytes of it
 FRACTION = np.float32(2.0**-24)  # of the upper 24 bits of a word: to [0, 1)
-Words = npt.NDArray[np.uint32]
+FIRST_SHIFT, SHIFT, FIRST_FACTOR, SECOND_FACTOR = map(np.uint32, (16, 15, 0x21F0_AAAD, 0xD35A_2D97))
+
+
+class Key(NamedTuple):
+    low: np.uint32
+    high: np.uint32
 
 
 def seed_of(values: Floats) -> bytes:
@@ -29,15 +38,26 @@ def digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()[:SEED]
 
 
-def words(scales: Floats, place: int, count: int, binding: Binding | None) -> Words:
-    """Evenly distributed 32-bit words for `count` values in blocks with these `scales`."""
+def key_of(values: Floats, binding: Binding | None) -> Key:
     round_number = -1 if binding is None else binding.round_number
-    text = f"murmur noise {round_number} {place}\0".encode() + scales.astype("<f4", copy=False).tobytes()
-    drawn: Words = raw_words(text, -(-count // 2)).view("<u4")
-    return drawn[:count]
+    return Key(*np.frombuffer(digest(f"murmur noise {round_number}\0".encode() + seed_of(values)), "<u4"))
+
+
+@compiled
+def block_key(low: np.uint32, high: np.uint32, number: int, half: np.uint32) -> np.uint32:
+    """`half`: the upper half of its scale. For compiled functions alone."""
+    return scattered(np.uint32(scattered(np.uint32(np.uint32(number) ^ low)) ^ high) + half)
+
+
+@compiled
+def scattered(word: np.uint32) -> np.uint32:
+    """Another word, each for each. For compiled functions alone."""
+    word = np.uint32(np.uint32(word ^ (word >> FIRST_SHIFT)) * FIRST_FACTOR)
+    word = np.uint32(np.uint32(word ^ (word >> SHIFT)) * SECOND_FACTOR)
+    return np.uint32(word ^ (word >> SHIFT))
 
 
 def raw_words(text: bytes, count: int) -> npt.NDArray[np.uint64]:
-    """64-bit words that follow from `text` alone."""
+    """64-bit words that follow from `text` alone: Philox is counter-based, and they are the same everywhere."""
     key = np.frombuffer(hashlib.sha256(text).digest()[:16], "<u8")
     return np.random.Philox(key=key).random_raw(count).astype("<u8", copy=False)

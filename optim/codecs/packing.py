@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from optim.compiled import compiled
 from optim.errors import CodecError
+from optim.threads import scratch
 from optim.vectors import slabs
 
 Bytes = npt.NDArray[np.uint8]
@@ -33,9 +34,13 @@ class Packing(ABC):
     def spans(self, part: slice) -> list[slice]:
         return [part]
 
+    def room(self, packed: Bytes, part: slice) -> list[Integers]:
+        """For the codes of the part's spans, until they are joined."""
+        return [scratch(f"codes {i}", np.int8, span.stop - span.start) for i, span in enumerate(self.spans(part))]
+
     @abstractmethod
     def join(self, packed: Bytes, part: slice, codes: Sequence[Integers]) -> None:
-        """Write the codes of the part's spans to their bytes."""
+        """Write the codes of the part's spans, in their room, to their bytes."""
 
     @abstractmethod
     def split(self, packed: Bytes, span: slice, codes: Integers) -> None:
@@ -51,8 +56,11 @@ class Eights(Packing):
     def size(self) -> int:
         return self.numel
 
+    def room(self, packed: Bytes, part: slice) -> list[Integers]:
+        return [packed[part].view(np.int8)]
+
     def join(self, packed: Bytes, part: slice, codes: Sequence[Integers]) -> None:
-        packed[part] = codes[0].view(np.uint8)
+        """Their room is their bytes."""
 
     def split(self, packed: Bytes, span: slice, codes: Integers) -> None:
         codes.view(np.uint8)[:] = packed[span]

@@ -13,8 +13,9 @@ from typing import ClassVar
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import Integers, PeakBlockCodec
-from optim.codecs.noise import Words
+from optim.codecs.blocks import REFUSED, UP, Coder, Halves, PeakBlockCodec, half_of, inverse_of, peak, scale_of
+from optim.codecs.noise import Key, block_key, scattered
+from optim.codecs.packing import Integers
 from optim.compiled import MAGNITUDE, bits_of, compiled
 from optim.parts import STRICT
 from optim.vectors import Floats
@@ -29,6 +30,7 @@ NONE, SMALLEST, LARGEST = np.int32(0), np.int32(1), np.int32(CODES)
 TO_SIGN, NEGATIVE = np.uint32(28), np.uint32(8)  # from the sign of an fp32 to that of a code
 UNUSED = np.uint32(32 - MANTISSA_BITS)  # bits of a word of noise
 UNITS = np.float32(2.0**MANTISSA_BITS)
+LEVELS = np.float32(64)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -37,49 +39,70 @@ class PowersOfTwo(PeakBlockCodec):
     number: ClassVar[int] = 7
     version: ClassVar[int] = 2
     bits: ClassVar[int] = 4
-    levels: ClassVar[int] = 64  # the largest level, in units of the smallest
+    levels: ClassVar[int] = int(LEVELS)  # the largest level, in units of the smallest
 
-    def nearest(self, values: Floats, inverses: Floats, codes: Integers) -> None:
-        _nearest(values, inverses, self.block, codes)
+    def nearest(self, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+        return bool(_nearest(values, self.block, halves, codes, subtract))
 
-    def drawn(self, values: Floats, inverses: Floats, noise: Words, codes: Integers) -> None:
-        _drawn(values, inverses, noise, self.block, codes)
+    def drawn(self, key: Key) -> Coder:
+        def code(values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+            return bool(_drawn(values, self.block, *key, first, halves, codes, subtract))
+
+        return code
 
     def multiples(self, codes: Integers) -> None:
         _multiples(codes)
 
 
 @compiled
-def _nearest(values: Floats, inverses: Floats, block: int, codes: Integers) -> None:
-    """From 0.5 on one more at 1.5, 3, 6 ..., where the mantissa's first bit carries into the exponent."""
-    for place in range(inverses.size):
-        row, inverse = values[place * block : (place + 1) * block], inverses[place]
-        out = codes[place * block : (place + 1) * block]
+def _nearest(values: Floats, block: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+    """As blocks.Coder says, as does the next one. From 0.5 on one more at 1.5, 3, 6 ..., where the mantissa's first bit
+    carries into the exponent."""
+    for place in range(halves.size):
+        row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
+        half = half_of(peak(row) / LEVELS, UP)
+        if half == REFUSED:
+            return False
+        halves[place], scale = half, scale_of(half)
+        inverse = inverse_of(scale)
         for i in range(row.size):
             bits = bits_of(row[i] * inverse)
             # 1, 2: below 0.75, below 1; 3: up to 1.5; then two a level.
             steps = np.int32(np.int32((bits & MAGNITUDE) >> FIELD) - BELOW_HALF)
             steps = min(max(steps, NONE), STEPS)
             out[i] = _code(max(np.int32(steps >> SMALLEST), min(steps, SMALLEST)), bits)
+        if subtract:
+            _subtract(out, scale, row)
+    return True
 
 
 @compiled
-def _drawn(values: Floats, inverses: Floats, noise: Words, block: int, codes: Integers) -> None:
+def _drawn(
+    values: Floats, block: int, low: np.uint32, high: np.uint32, first: int,
+    halves: Halves, codes: Integers, subtract: bool,
+) -> bool:  # fmt: skip
     """Noise in [0, 2^23) is added to the mantissa: what overflows it goes to the next level.
 
     From 1 up the exponent field is the level's number; below it the way to zero is one linear step. The two agree which
     side is higher: there the step to the smallest level is never the later one.
     """
-    for place in range(inverses.size):
-        row, inverse = values[place * block : (place + 1) * block], inverses[place]
-        drawn, out = noise[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
+    for place in range(halves.size):
+        row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
+        half = half_of(peak(row) / LEVELS, UP)
+        if half == REFUSED:
+            return False
+        halves[place], scale, key = half, scale_of(half), block_key(low, high, first + place, half)
+        inverse = inverse_of(scale)
         for i in range(row.size):
             quotient = row[i] * inverse
-            bits, carry = bits_of(quotient), np.int32(drawn[i] >> UNUSED)
+            bits, carry = bits_of(quotient), np.int32(scattered(np.uint32(key + np.uint32(i))) >> UNUSED)
             octave = np.int32(((np.int32(bits & MAGNITUDE) + carry) >> MANTISSA_BITS) - (ONE - 1))
             below = np.int32(min(abs(quotient), np.float32(1)) * UNITS)
             lowest = np.int32((below + carry) >> MANTISSA_BITS)
             out[i] = _code(min(max(octave, lowest), LARGEST), bits)
+        if subtract:
+            _subtract(out, scale, row)
+    return True
 
 
 @compiled
@@ -89,7 +112,18 @@ def _code(level: np.int32, bits: np.uint32) -> np.int8:
 
 
 @compiled
+def _subtract(codes: Integers, scale: np.float32, row: Floats) -> None:
+    for i in range(row.size):
+        row[i] -= np.float32(_multiple(codes[i])) * scale
+
+
+@compiled
 def _multiples(codes: Integers) -> None:
     for i in range(codes.size):
-        magnitude = (1 << (codes[i] & CODES)) >> 1
-        codes[i] = -magnitude if codes[i] & 8 else magnitude
+        codes[i] = _multiple(codes[i])
+
+
+@compiled
+def _multiple(code: np.int8) -> np.int8:
+    magnitude = np.int8((1 << (code & CODES)) >> 1)
+    return np.int8(-magnitude) if code & 8 else magnitude

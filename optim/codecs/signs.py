@@ -12,7 +12,8 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import BlockCodec, Integers
+from optim.codecs.blocks import NEAREST, REFUSED, BlockCodec, Coder, Halves, half_of, scale_of
+from optim.codecs.packing import Integers
 from optim.compiled import compiled
 from optim.parts import STRICT
 from optim.vectors import Floats
@@ -24,44 +25,52 @@ class BlockSign(BlockCodec):
     number: ClassVar[int] = 8
     version: ClassVar[int] = 2
     bits: ClassVar[int] = 1
-    round_up: ClassVar[int] = 0x8000  # to nearest
 
     block: int = Field(default=1024, ge=16, le=65_536, multiple_of=8, description="values that share a scale")
 
-    def measure(self, values: Floats, scales: Floats) -> None:
-        _means(values, self.block, scales)
+    def coder(self, values: Floats) -> Coder:
+        def code(values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+            return bool(_code(values, self.block, halves, codes, subtract))
 
-    def quantize(self, values: Floats, scales: Floats, place: int, codes: Integers) -> None:
-        _negative(values, codes)
+        return code
 
     def multiples(self, codes: Integers) -> None:
         _signs(codes)
 
 
 @compiled
-def _means(values: Floats, block: int, means: Floats) -> None:
-    """Of each block's magnitudes. The second half is added to the first until one is left, a short block filled up with
-    zeros: an order that never depends on the machine."""
+def _code(values: Floats, block: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+    """As blocks.Coder says."""
     sums = np.empty(block, np.float32)
-    for place in range(means.size):
-        row = values[place * block : (place + 1) * block]
-        sums[:] = np.float32(0)
+    for place in range(halves.size):
+        row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
+        half = half_of(_mean(row, sums), NEAREST)
+        if half == REFUSED:
+            return False
+        halves[place], scale = half, scale_of(half)
         for i in range(row.size):
-            sums[i] = abs(row[i])
-        count = block
-        while count > 1:
-            half = (count + 1) // 2
-            above = sums[half:count]
-            for i in range(above.size):
-                sums[i] += above[i]
-            count = half
-        means[place] = sums[0] / np.float32(row.size)
+            out[i] = np.int8(row[i] < 0)
+        if subtract:
+            for i in range(row.size):
+                row[i] -= -scale if out[i] else scale
+    return True
 
 
 @compiled
-def _negative(values: Floats, codes: Integers) -> None:
-    for i in range(values.size):
-        codes[i] = np.int8(values[i] < 0)
+def _mean(row: Floats, sums: Floats) -> np.float32:
+    """Of the magnitudes. The second half is added to the first until one is left, a short block filled up with zeros:
+    an order that never depends on the machine."""
+    sums[:] = np.float32(0)
+    for i in range(row.size):
+        sums[i] = abs(row[i])
+    count = sums.size
+    while count > 1:
+        half = (count + 1) // 2
+        above = sums[half:count]
+        for i in range(above.size):
+            sums[i] += above[i]
+        count = half
+    return np.float32(sums[0] / np.float32(row.size))
 
 
 @compiled

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from optim.codecs.blocks import LOWEST, BlockCodec
+from optim.codecs.blocks import LOWEST, NEAREST, UP, BlockCodec
 from optim.codecs.integers import BlockInt4, BlockInt8
-from optim.codecs.noise import words
+from optim.codecs.noise import Key, key_of
 from optim.codecs.powers import PowersOfTwo
 from optim.codecs.scales import LOWEST as LOWEST_EXPONENT
 from optim.codecs.signs import BlockSign
 from optim.vectors import Floats
 
 Codes = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ def blockwise(codec: BlockCodec, values: Floats) -> Encoded:
     rows = np.pad(values, (0, blocks * codec.block - values.size)).reshape(blocks, codec.block)
     sizes = np.full(blocks, codec.block, np.float32)
     sizes[-1] -= rows.size - values.size
-    halves = (_scales(codec, rows.copy(), sizes).view(np.uint32) + np.uint32(codec.round_up) >> 16).astype("<u2")
+    scales, round_up = _scales(codec, rows.copy(), sizes), NEAREST if isinstance(codec, BlockSign) else UP
+    halves = (scales.view(np.uint32) + round_up >> 16).astype("<u2")
     halves[_widened(halves) < LOWEST] = 0
     scales = _widened(halves)
     inverses = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
@@ -58,10 +60,10 @@ def blockwise(codec: BlockCodec, values: Floats) -> Encoded:
         codes = (values < 0).astype(np.int64)
         multiples = 1 - 2 * codes
     elif isinstance(codec, PowersOfTwo):
-        codes, multiples = _powers(codec, quotients, scales)
+        codes, multiples = _powers(codec, quotients, noise(key_of(values, None), halves, codec.block))
     else:
         assert isinstance(codec, (BlockInt8, BlockInt4))
-        codes = multiples = _integers(codec, quotients, scales)
+        codes = multiples = _integers(codec, quotients, noise(key_of(values, None), halves, codec.block))
     payload = bytes((codec.number, codec.version)) + halves.tobytes() + _packed(codec, codes)
     return Encoded(payload, multiples.astype(np.float32), np.repeat(scales, codec.block)[: values.size])
 
@@ -84,19 +86,19 @@ def _scales(codec: BlockCodec, rows: Floats, sizes: Floats) -> Floats:
     return means
 
 
-def _integers(codec: BlockInt8 | BlockInt4, quotients: Floats, scales: Floats) -> Codes:
+def _integers(codec: BlockInt8 | BlockInt4, quotients: Floats, words: Words) -> Codes:
     if codec.rounding == "nearest":
         return np.rint(quotients).astype(np.int64)
-    fractions = (_noise(codec, scales, quotients.size) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+    fractions = (words[: quotients.size] >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
     return np.clip(np.floor(quotients + fractions), -codec.levels, codec.levels).astype(np.int64)
 
 
-def _powers(codec: PowersOfTwo, quotients: Floats, scales: Floats) -> tuple[Codes, Codes]:
+def _powers(codec: PowersOfTwo, quotients: Floats, words: Words) -> tuple[Codes, Codes]:
     magnitudes = np.abs(quotients)
     if codec.rounding == "nearest":
         levels = np.searchsorted([0.5, 1.5, 3, 6, 12, 24, 48], magnitudes, side="right")
     else:
-        carry = (_noise(codec, scales, quotients.size) >> np.uint32(9)).astype(np.int64)
+        carry = (words[: quotients.size] >> np.uint32(9)).astype(np.int64)
         octaves = (magnitudes.view(np.int32) + carry >> 23) - 126
         lowest = (np.minimum(magnitudes, 1) * 2.0**23).astype(np.int64) + carry >> 23
         levels = np.minimum(np.maximum(octaves, lowest), 7)
@@ -105,12 +107,18 @@ def _powers(codec: PowersOfTwo, quotients: Floats, scales: Floats) -> tuple[Code
     return levels | negative << 3, np.where(negative, -multiples, multiples)
 
 
-def _noise(codec: BlockCodec, scales: Floats, numel: int) -> npt.NDArray[np.uint32]:
-    """Of a vector short enough to be one part, of which four bits make two."""
-    first = -(-scales.size // 2) if codec.bits == 4 else scales.size
-    count = min(numel, first * codec.block)
-    drawn = [words(scales[:first], 0, count, None)]
-    return np.concatenate([*drawn, words(scales[first:], first, numel - count, None)] if numel > count else drawn)
+def noise(key: Key, halves: npt.NDArray[np.uint16], block: int) -> Words:
+    """A word a value, of whole blocks with such scales."""
+    numbers: Words = np.arange(halves.size).astype(np.uint32)
+    numbered: Words = _scattered(numbers ^ key.low) ^ key.high
+    keys = _scattered(numbered + halves.astype(np.uint32))
+    return _scattered(keys[:, None] + np.arange(block).astype(np.uint32)).ravel()
+
+
+def _scattered(words: Words) -> Words:
+    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+    words = (words ^ (words >> np.uint32(15))) * np.uint32(0xD35A2D97)
+    return words ^ (words >> np.uint32(15))
 
 
 def _packed(codec: BlockCodec, codes: Codes) -> bytes:

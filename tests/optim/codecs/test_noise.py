@@ -1,28 +1,62 @@
 import numpy as np
+import pytest
 
 from optim.codecs.codec import Binding
-from optim.codecs.noise import FRACTION, words
+from optim.codecs.integers import BlockInt8
+from optim.codecs.noise import FRACTION, Key, key_of
 from optim.layout import Layout
+from optim.vectors import Floats
+from tests.optim.codecs.plain import noise
 
-SCALES = np.array([1, 2, 3], np.float32)
 ROUND = Binding(Layout(()), 5)
+VALUES = np.random.default_rng(0).standard_normal(1000, np.float32)
+KEY = key_of(VALUES, ROUND)
+HALVES = np.full(400, 0x3F80, np.uint16)
+
+
+def fractions(key: Key = KEY, halves: np.typing.NDArray[np.uint16] = HALVES, block: int = 256) -> Floats:
+    drawn: Floats = (noise(key, halves, block) >> np.uint32(8)).astype(np.float32) * FRACTION
+    return drawn
 
 
 def test_is_even() -> None:
-    drawn = (words(SCALES, 0, 100_000, ROUND) >> np.uint32(8)).astype(np.float32) * FRACTION
+    drawn = fractions()
     assert drawn.min() >= 0 and drawn.max() < 1
     counts = np.histogram(drawn, 100, (0, 1))[0]
     # Chi squared with 99 degrees of freedom: 150 is passed once in a thousand.
-    assert ((counts - 1000) ** 2 / 1000).sum() < 150
+    assert ((counts - 1024) ** 2 / 1024).sum() < 150
+
+
+@pytest.mark.parametrize("distance", [1, 2, 16, 255, 256, 1024])
+def test_neighbours_say_nothing_of_one_another(distance: int) -> None:
+    drawn = fractions() - 0.5
+    correlation = float((drawn[distance:] * drawn[:-distance]).mean() * 12)
+    assert abs(correlation) < 5 / drawn.size**0.5
+
+
+def test_every_bit_of_a_key_changes_half_of_a_word() -> None:
+    words = noise(KEY, HALVES, 256)
+    for bit in range(32):
+        flip = np.uint32(1 << bit)
+        for other in (Key(KEY.low ^ flip, KEY.high), Key(KEY.low, KEY.high ^ flip)):
+            flipped = np.bitwise_count(words ^ noise(other, HALVES, 256)).mean()
+            assert flipped == pytest.approx(16, abs=0.1), bit
 
 
 def test_the_same_message_has_the_same_noise_and_no_other_has() -> None:
-    first = words(SCALES, 0, 48, ROUND)
-    assert np.array_equal(first, words(SCALES.copy(), 0, 48, Binding(Layout(((1,),)), 5)))
-    others = [
-        words(SCALES, 1, 48, ROUND),
-        words(SCALES * 2, 0, 48, ROUND),
-        words(SCALES, 0, 48, Binding(Layout(()), 6)),
-        words(SCALES, 0, 48, None),
-    ]
-    assert all((first == other).mean() < 0.1 for other in others)
+    assert key_of(VALUES.copy(), Binding(Layout(((1,),)), 5)) == KEY
+    others = [key_of(VALUES * 2, ROUND), key_of(VALUES, Binding(Layout(()), 6)), key_of(VALUES, None)]
+    assert len({KEY, *others}) == 4
+    drawn = fractions()
+    for other in [*map(fractions, others), fractions(halves=HALVES + np.uint16(1))]:
+        assert (drawn == other).mean() < 0.01
+
+
+def test_blocks_of_equal_values_draw_differently() -> None:
+    codec = BlockInt8(rounding="stochastic")
+    row = np.linspace(-1, 1, 256, dtype=np.float32)
+    values = np.tile(row, 64)
+    codes = np.frombuffer(codec.write(values, subtract=False), np.int8)[2 + 2 * 64 :].reshape(64, 256)
+    assert (codes[1:] == codes[0]).mean() < 0.8  # two draws between neighbours agree in two thirds on average
+    control = np.frombuffer(BlockInt8().write(values, subtract=False), np.int8)[2 + 2 * 64 :].reshape(64, 256)
+    assert (control[1:] == control[0]).all()
