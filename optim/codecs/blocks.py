@@ -23,7 +23,6 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Draft, Payload
 from optim.codecs.dense import LIMIT
-from optim.codecs.noise import Key, key_of
 from optim.codecs.packing import Bytes, Integers, Packing, packing
 from optim.compiled import MAGNITUDE, bits_of, compiled
 from optim.errors import CodecError
@@ -110,17 +109,6 @@ class PeakBlockCodec(BlockCodec):
     levels: ClassVar[int]
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
-
-    def coder(self, values: Floats) -> Coder:
-        return self.nearest if self.rounding == "nearest" else self.drawn(key_of(values, self.binding))
-
-    @abstractmethod
-    def nearest(self, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
-        """Each value to the nearest code."""
-
-    @abstractmethod
-    def drawn(self, key: Key) -> Coder:
-        """To one of the two next to it by chance, so that the mean is right."""
 
 
 @plain_dataclass(frozen=True)

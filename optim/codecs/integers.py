@@ -7,13 +7,14 @@ With blocks of 256 these are 8.06 and 4.06 bits a parameter, and on normally dis
 2302.02390, there with blocks of 1024): q = floor(x / scale + u), u in [0, 1). The error is then sqrt(2) times as large.
 """
 
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.blocks import REFUSED, UP, Coder, Halves, PeakBlockCodec, half_of, inverse_of, peak, scale_of
-from optim.codecs.noise import FRACTION, Key, block_key, scattered
+from optim.codecs.noise import FRACTION, block_key, key_of, scattered
 from optim.codecs.packing import Integers
 from optim.compiled import compiled
 from optim.parts import STRICT
@@ -22,14 +23,10 @@ from optim.vectors import Floats
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _BlockIntegers(PeakBlockCodec):
-    def nearest(self, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
-        return bool(_nearest(values, self.block, self.levels, halves, codes, subtract))
-
-    def drawn(self, key: Key) -> Coder:
-        def code(values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
-            return bool(_drawn(values, self.block, self.levels, *key, first, halves, codes, subtract))
-
-        return code
+    def coder(self, values: Floats) -> Coder:
+        if self.rounding == "nearest":
+            return partial(_nearest, self.block, self.levels)
+        return partial(_drawn, self.block, self.levels, *key_of(values, self.binding))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -61,7 +58,9 @@ class BlockInt4(_BlockIntegers):
 
 
 @compiled
-def _nearest(values: Floats, block: int, levels: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+def _nearest(
+    block: int, levels: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool
+) -> bool:
     """As blocks.Coder says, as does the next one."""
     for place in range(halves.size):
         row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
@@ -79,8 +78,8 @@ def _nearest(values: Floats, block: int, levels: int, halves: Halves, codes: Int
 
 @compiled
 def _drawn(
-    values: Floats, block: int, levels: int, low: np.uint32, high: np.uint32, first: int,
-    halves: Halves, codes: Integers, subtract: bool,
+    block: int, levels: int, low: np.uint32, high: np.uint32,
+    values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool,
 ) -> bool:  # fmt: skip
     """Rounded down after a fraction in [0, 1) is added, a multiple of 2^-24."""
     highest = np.float32(levels)

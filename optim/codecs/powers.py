@@ -8,13 +8,14 @@ feedback makes up for that. On normally distributed values the relative error is
 integers have less, but heavy tails favour the powers. The scale that is sent is the smallest level's, s / 64.
 """
 
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.blocks import REFUSED, UP, Coder, Halves, PeakBlockCodec, half_of, inverse_of, peak, scale_of
-from optim.codecs.noise import Key, block_key, scattered
+from optim.codecs.noise import block_key, key_of, scattered
 from optim.codecs.packing import Integers
 from optim.compiled import MAGNITUDE, bits_of, compiled
 from optim.parts import STRICT
@@ -41,21 +42,17 @@ class PowersOfTwo(PeakBlockCodec):
     bits: ClassVar[int] = 4
     levels: ClassVar[int] = int(LEVELS)  # the largest level, in units of the smallest
 
-    def nearest(self, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
-        return bool(_nearest(values, self.block, halves, codes, subtract))
-
-    def drawn(self, key: Key) -> Coder:
-        def code(values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
-            return bool(_drawn(values, self.block, *key, first, halves, codes, subtract))
-
-        return code
+    def coder(self, values: Floats) -> Coder:
+        if self.rounding == "nearest":
+            return partial(_nearest, self.block)
+        return partial(_drawn, self.block, *key_of(values, self.binding))
 
     def multiples(self, codes: Integers) -> None:
         _multiples(codes)
 
 
 @compiled
-def _nearest(values: Floats, block: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+def _nearest(block: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
     """As blocks.Coder says, as does the next one. From 0.5 on one more at 1.5, 3, 6 ..., where the mantissa's first bit
     carries into the exponent."""
     for place in range(halves.size):
@@ -78,8 +75,8 @@ def _nearest(values: Floats, block: int, halves: Halves, codes: Integers, subtra
 
 @compiled
 def _drawn(
-    values: Floats, block: int, low: np.uint32, high: np.uint32, first: int,
-    halves: Halves, codes: Integers, subtract: bool,
+    block: int, low: np.uint32, high: np.uint32,
+    values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool,
 ) -> bool:  # fmt: skip
     """Noise in [0, 2^23) is added to the mantissa: what overflows it goes to the next level.
 

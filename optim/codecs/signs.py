@@ -6,6 +6,7 @@ Of all scales the mean leaves the least squared error (the root of the mean squa
 bits a parameter; on normally distributed values the relative error is 0.60, so error feedback is needed.
 """
 
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -29,17 +30,14 @@ class BlockSign(BlockCodec):
     block: int = Field(default=1024, ge=16, le=65_536, multiple_of=8, description="values that share a scale")
 
     def coder(self, values: Floats) -> Coder:
-        def code(values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
-            return bool(_code(values, self.block, halves, codes, subtract))
-
-        return code
+        return partial(_code, self.block)
 
     def multiples(self, codes: Integers) -> None:
         _signs(codes)
 
 
 @compiled
-def _code(values: Floats, block: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+def _code(block: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
     """As blocks.Coder says."""
     sums = np.empty(block, np.float32)
     for place in range(halves.size):
