@@ -10,7 +10,7 @@ where whole runs were made at several (`--factor`), those decide.
 
     python benchmarks/recipes.py [--only NAME ...] [--seeds 3] [--settings scratch warm] [--grid] [--factor F] ...
 
-All of it takes some five hours of two cores, and may be made in pieces: each run is added to
+All of it takes some seven hours of two cores, and may be made in pieces: each run is added to
 benchmarks/results/recipes.json as soon as it is done, with the commit and the machine it was made on, and what stands
 there is not made again. Several of these commands may add to one file. `--minutes` begins no run after so many;
 `--report` begins none: it prints tables of what is there, puts them and two plots into the documentation, and says what
