@@ -63,7 +63,7 @@ class Codec(ABC):
         return self.write(as_array(values), subtract=False)
 
     def extract(self, values: torch.Tensor) -> Payload:
-        """As `encode`, and subtract in place what the receiver will decode; of no use any more after an error."""
+        """As `encode`, and subtract in place what the receiver will decode; `values` is of no use after an error."""
         return self.write(as_array(values), subtract=True)
 
     def decode(self, payload: Payload, numel: int) -> torch.Tensor:
