@@ -22,9 +22,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Draft, Payload
-from optim.codecs.dense import LIMIT
+from optim.codecs.dense import LIMIT, largest_bits
 from optim.codecs.packing import Bytes, Integers, Packing, packing
-from optim.compiled import MAGNITUDE, bits_of, compiled
+from optim.compiled import bits_of, compiled, float_of
 from optim.errors import CodecError
 from optim.parts import STRICT
 from optim.threads import each, scratch
@@ -32,7 +32,7 @@ from optim.vectors import SLAB, Floats, Vector, slabs
 
 LOWEST = 2.0**-118  # a smaller scale is zero: products stay normal numbers
 LOWEST_HALF, LIMIT_HALF = (np.float32(value).view(np.uint32) >> np.uint32(16) for value in (LOWEST, LIMIT))
-LIMIT_SCALE, REFUSED, HALF = np.float32(LIMIT), np.uint32(0xFFFF), np.uint32(16)
+LIMIT_SCALE, HALF = np.float32(LIMIT), np.uint32(16)
 UP, NEAREST = np.uint32(0xFFFF), np.uint32(0x8000)  # added to an fp32 scale before its lower half is cut off
 Halves = npt.NDArray[np.uint16]
 # Encodes whole blocks from number `first` on: (values, first, halves, codes, subtract), the scales' upper halves and
@@ -168,26 +168,19 @@ def _write_products(multiples: Integers, scales: Floats, block: int, values: Flo
 
 @compiled
 def peak(row: Floats) -> np.float32:
-    """max |x|; a NaN or an infinity where there is one. For compiled functions alone, as are the next three."""
-    bits, top = row.view(np.uint32), np.uint32(0)
-    for i in range(bits.size):
-        top = max(top, np.uint32(bits[i] & MAGNITUDE))  # integers: machines compare several at once
-    return np.uint32(top).view(np.float32)
+    """max |x|; a NaN or an infinity where there is one. For compiled functions alone, as are the next two."""
+    return float_of(np.uint32(largest_bits(row)))
 
 
 @compiled
-def half_of(scale: np.float32, round_up: np.uint32) -> np.uint32:
-    """The upper half of a block's scale; zero for one that is too small, REFUSED for one that is not finite or too
-    large."""
+def settled(scale: np.float32, round_up: np.uint32, halves: Halves, place: int) -> np.float32:
+    """What a block's scale is once its upper half is written: zero where it is too small, below zero where it is not
+    finite or too large."""
     if not scale < LIMIT_SCALE:
-        return REFUSED
+        return np.float32(-1)
     half = np.uint32((bits_of(scale) + round_up) >> HALF)
-    return half if half >= LOWEST_HALF else np.uint32(0)
-
-
-@compiled
-def scale_of(half: np.uint32) -> np.float32:
-    return np.uint32(half << HALF).view(np.float32)
+    halves[place] = half if half >= LOWEST_HALF else np.uint32(0)
+    return float_of(np.uint32(np.uint32(halves[place]) << HALF))
 
 
 @compiled

@@ -141,7 +141,7 @@ class _Sent(Vector):
 def largest_magnitude(values: Floats) -> float:
     """max |x|; CodecError where a value is not finite or too large to be summed safely."""
     found: list[int] = []
-    each(lambda part: found.append(_largest(values[part])), slabs(values.size))
+    each(lambda part: found.append(largest_bits(values[part])), slabs(values.size))
     check_largest(max(found))
     return float(np.uint32(max(found)).view(np.float32))
 
@@ -153,7 +153,7 @@ def check_largest(bits: int, limit: int = LIMIT_BITS - 1) -> None:
 
 
 @compiled
-def _largest(values: Floats) -> int:
+def largest_bits(values: Floats) -> int:
     """The bits of the largest magnitude; those of infinities and NaN are above all numbers'."""
     bits, top = values.view(np.uint32), np.uint32(0)
     for i in range(bits.size):
@@ -163,7 +163,7 @@ def _largest(values: Floats) -> int:
 
 @compiled
 def _copy(values: Floats, out: Floats) -> int:
-    """And what `_largest` says."""
+    """And what `largest_bits` says."""
     bits, room, top = values.view(np.uint32), out.view(np.uint32), np.uint32(0)
     for i in range(bits.size):
         room[i] = bits[i]
@@ -173,7 +173,7 @@ def _copy(values: Floats, out: Floats) -> int:
 
 @compiled
 def _to_brain_floats(values: Floats, halves: Halves) -> int:
-    """And what `_largest` says, of the values."""
+    """And what `largest_bits` says, of the values."""
     bits, top = values.view(np.uint32), np.uint32(0)
     for i in range(bits.size):
         odd = np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1)

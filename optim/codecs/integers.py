@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import REFUSED, UP, Coder, Halves, PeakBlockCodec, half_of, inverse_of, peak, scale_of
+from optim.codecs.blocks import UP, Coder, Halves, PeakBlockCodec, inverse_of, peak, settled
 from optim.codecs.noise import FRACTION, block_key, key_of, scattered
 from optim.codecs.packing import Integers
 from optim.compiled import compiled
@@ -64,10 +64,9 @@ def _nearest(
     """As blocks.Coder says, as does the next one."""
     for place in range(halves.size):
         row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        half = half_of(peak(row) / np.float32(levels), UP)
-        if half == REFUSED:
+        scale = settled(peak(row) / np.float32(levels), UP, halves, place)
+        if scale < 0:
             return False
-        halves[place], scale = half, scale_of(half)
         inverse = inverse_of(scale)
         for i in range(row.size):
             out[i] = np.int8(np.rint(row[i] * inverse))
@@ -85,11 +84,10 @@ def _drawn(
     highest = np.float32(levels)
     for place in range(halves.size):
         row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        half = half_of(peak(row) / highest, UP)
-        if half == REFUSED:
+        scale = settled(peak(row) / highest, UP, halves, place)
+        if scale < 0:
             return False
-        halves[place], scale, key = half, scale_of(half), block_key(low, high, first + place, half)
-        inverse = inverse_of(scale)
+        inverse, key = inverse_of(scale), block_key(low, high, first + place, np.uint32(halves[place]))
         for i in range(row.size):
             fraction = np.float32(scattered(np.uint32(key + np.uint32(i))) >> np.uint32(8)) * FRACTION
             rounded = np.floor(row[i] * inverse + fraction)

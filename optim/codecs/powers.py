@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import REFUSED, UP, Coder, Halves, PeakBlockCodec, half_of, inverse_of, peak, scale_of
+from optim.codecs.blocks import UP, Coder, Halves, PeakBlockCodec, inverse_of, peak, settled
 from optim.codecs.noise import block_key, key_of, scattered
 from optim.codecs.packing import Integers
 from optim.compiled import MAGNITUDE, bits_of, compiled
@@ -57,10 +57,9 @@ def _nearest(block: int, values: Floats, first: int, halves: Halves, codes: Inte
     carries into the exponent."""
     for place in range(halves.size):
         row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        half = half_of(peak(row) / LEVELS, UP)
-        if half == REFUSED:
+        scale = settled(peak(row) / LEVELS, UP, halves, place)
+        if scale < 0:
             return False
-        halves[place], scale = half, scale_of(half)
         inverse = inverse_of(scale)
         for i in range(row.size):
             bits = bits_of(row[i] * inverse)
@@ -85,11 +84,10 @@ def _drawn(
     """
     for place in range(halves.size):
         row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        half = half_of(peak(row) / LEVELS, UP)
-        if half == REFUSED:
+        scale = settled(peak(row) / LEVELS, UP, halves, place)
+        if scale < 0:
             return False
-        halves[place], scale, key = half, scale_of(half), block_key(low, high, first + place, half)
-        inverse = inverse_of(scale)
+        inverse, key = inverse_of(scale), block_key(low, high, first + place, np.uint32(halves[place]))
         for i in range(row.size):
             quotient = row[i] * inverse
             bits, carry = bits_of(quotient), np.int32(scattered(np.uint32(key + np.uint32(i))) >> UNUSED)

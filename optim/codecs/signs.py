@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import NEAREST, REFUSED, BlockCodec, Coder, Halves, half_of, scale_of
+from optim.codecs.blocks import NEAREST, BlockCodec, Coder, Halves, settled
 from optim.codecs.packing import Integers
 from optim.compiled import compiled
 from optim.parts import STRICT
@@ -42,10 +42,9 @@ def _code(block: int, values: Floats, first: int, halves: Halves, codes: Integer
     sums = np.empty(block, np.float32)
     for place in range(halves.size):
         row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        half = half_of(_mean(row, sums), NEAREST)
-        if half == REFUSED:
+        scale = settled(_mean(row, sums), NEAREST, halves, place)
+        if scale < 0:
             return False
-        halves[place], scale = half, scale_of(half)
         for i in range(row.size):
             out[i] = np.int8(row[i] < 0)
         if subtract:
