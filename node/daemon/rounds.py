@@ -12,7 +12,7 @@ A vow of the machine is written to disk by a thread; all that the machine says m
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ from protocol.rounds.events import (
     Tick,
     Vow,
 )
-from protocol.rounds.kinds import Named, named_blobs, parse
+from protocol.rounds.kinds import named_blobs, parse
 from protocol.rounds.reports import Part
 from protocol.rounds.round import Round
 from protocol.rounds.statements import Commit, Contribution, Digest, Statement, Terms
@@ -213,8 +213,8 @@ class RoundDriver:
                 self._vowing = asyncio.create_task(self._keep_vow(action))
             case Send(peers, signed):
                 self._hooks.send(peers, signed)
-            case Fetch(blob, sources):
-                self._fetch(blob, sources)
+            case Fetch():
+                self._fetch(action)
             case Reduce():
                 self._spawn(self._reduce(action))
             case Finish(commit):
@@ -240,14 +240,15 @@ class RoundDriver:
             self._store.secure(blob.digest)
         self._vows.save(vow)
 
-    def _fetch(self, blob: Blob, sources: Sequence[PeerId]) -> None:
-        if self._wishes.want(blob, sources):
-            self._spawn(self._get(blob, self._number))
+    def _fetch(self, order: Fetch) -> None:
+        if self._wishes.want(order.blob, order.sources):
+            self._spawn(self._get(order, self._number))
 
-    async def _get(self, blob: Blob, number: int) -> None:
+    async def _get(self, order: Fetch, number: int) -> None:
         """Until it is here and good, or the round is over (which cancels this)."""
+        blob = order.blob
         try:
-            while not await self._arrived(blob):
+            while not await self._arrived(order):
                 self._hooks.set_back("blob late", f"round {number} still wants blob {blob.name[:12]}")
                 await asyncio.sleep(RETRY_SECONDS)
         except (PeerFault, StorageError) as error:
@@ -258,11 +259,11 @@ class RoundDriver:
         self._wishes.drop(blob)
         self._feed(Held(blob.digest))
 
-    async def _arrived(self, blob: Blob) -> bool:
+    async def _arrived(self, order: Fetch) -> bool:
+        blob, seconds = order.blob, self._settings.exchange_timeout
         try:
-            seconds, turn = self._settings.exchange_timeout, self._turn_of(blob)
-            await self._wishes.get(blob, seconds, lambda: self._offer_of(blob), turn)
-            await self._hooks.work(self._workshop.check, blob, self._number, self._part_of(blob))
+            await self._wishes.get(blob, seconds, lambda: self._offer_of(blob), self._turn_of(order))
+            await self._hooks.work(self._workshop.check, blob, self._number, order.part)
         except (UnreachableError, MissingFileError):  # or it was damaged on our disk, and is removed
             return False
         return True
@@ -315,28 +316,19 @@ class RoundDriver:
             self._hooks.broken(error)  # a timer has no caller that would hear of it
             raise
 
-    def _named(self, blob: Blob) -> Iterator[Named]:
-        """By whom, and as what, that blob was named in this round."""
-        named = (entry for statement in self._heard.values() for entry in named_blobs(statement))
-        return (entry for entry in named if entry.blob == blob)
-
-    def _part_of(self, blob: Blob) -> int:
-        """Which part of the model it holds."""
-        return next((entry.part for entry in self._named(blob)), 0)
-
-    def _turn_of(self, blob: Blob) -> int:
+    def _turn_of(self, order: Fetch) -> int:
         """What others wait for, a sum that is made here, comes before the sums of others; and one part after the other,
         so that sums can be made, and fetched, while the contributions to the next ones are on their way. Of the sums of
         others those come first that follow ours, all around: not everybody asks the same peer first."""
-        sums = [entry.part for entry in self._named(blob) if isinstance(entry.statement.body, Part)]
-        if not sums:
-            return self._part_of(blob)
+        if not order.is_sum:
+            return order.part
         own = self._machine.own_parts if self._machine else ()
-        return self._terms.parts + (sums[0] - min(own, default=0)) % self._settings.parts
+        return self._terms.parts + (order.part - min(own, default=0)) % self._settings.parts
 
     def _offer_of(self, blob: Blob) -> Signed | None:
         """Its owner's own words."""
-        said = (entry.statement for entry in self._named(blob))
+        named = (entry for statement in self._heard.values() for entry in named_blobs(statement))
+        said = (entry.statement for entry in named if entry.blob == blob)
         return next((offer.signed for offer in said if isinstance(offer.body, Contribution | Part)), None)
 
     def _sign(self, kind: str, body: Any) -> Signed:

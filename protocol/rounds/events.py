@@ -162,11 +162,14 @@ class Send:
 class Fetch:
     """This blob is wanted, unless an earlier process left it in our store; sources in order of preference.
 
-    Comes again when the sources change. There may be none, of whom we know.
+    Comes again when the sources change. There may be none, of whom we know. `part`: which of the model it holds, a
+    contribution's or, with `is_sum`, all contributions' together.
     """
 
     blob: Blob
     sources: tuple[PeerId, ...]
+    part: int = 0
+    is_sum: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,9 @@ KINDS: dict[str, tuple[type[Message], Callable[..., Body]]] = {
 
 
 class Named(NamedTuple):
-    """A blob, the part of the model that it holds, and the statement that names it."""
+    """A blob, and the statement that names it."""
 
     blob: Blob
-    part: int
     statement: Statement[Body]
 
 
@@ -53,11 +52,11 @@ def named_blobs(statement: Statement[Body]) -> Iterator[Named]:
     body = statement.body
     match body:
         case Contribution():
-            yield from (Named(blob, part, statement) for part, blob in enumerate(body.parts))
+            yield from (Named(blob, statement) for blob in body.parts)
         case Roster():
             yield from (named for nested in body.contributions for named in named_blobs(nested))
         case Commit():
-            yield from (Named(blob, part, statement) for part, blob in enumerate(body.parts))
+            yield from (Named(blob, statement) for blob in body.parts)
             yield from (named for nested in body.contributions for named in named_blobs(nested))
         case Part():
-            yield Named(body.blob, body.part, statement)
+            yield Named(body.blob, statement)

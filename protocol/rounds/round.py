@@ -319,11 +319,11 @@ class Round:
             self._send({proposal.sender} - {state.me}, said)
 
     def _fetch(self) -> None:
-        for blob, owner in self._state.wanted().items():
-            sources = self._state.sources(blob, owner)
+        for blob, want in self._state.wanted().items():
+            sources = self._state.sources(blob, want.owner)
             if sources != self._sources.get(blob.digest):
                 self._sources[blob.digest] = sources
-                self._actions.append(Fetch(blob, sources))
+                self._actions.append(Fetch(blob, sources, want.part, want.is_sum))
 
     def _report(self) -> None:
         """To the leader: at once when we join its view, and when we have all that we want."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from itertools import islice
+from typing import NamedTuple
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
@@ -22,6 +23,14 @@ FARTHEST = 8  # views at once
 MAX_VIEW = 2**31
 Fault = tuple[PeerId, Reason]
 ROUNDING = 1e-9  # of a share times a count
+
+
+class Want(NamedTuple):
+    """A blob that is needed: its first owner, and what it holds (see Fetch)."""
+
+    owner: PeerId | None
+    part: int = 0
+    is_sum: bool = False
 
 
 class RoundState:
@@ -234,25 +243,27 @@ class RoundState:
         """Our own, of the proposal that binds us."""
         return self.evidence.acknowledged.get(self.lock.digest, {}).get(self.me) if self.lock else None
 
-    def wanted(self) -> dict[Blob, PeerId | None]:
-        """What we need and lack, with its first owner."""
-        wanted: dict[Blob, PeerId | None] = {}
+    def wanted(self) -> dict[Blob, Want]:
+        """What we need and lack."""
+        wanted: dict[Blob, Want] = {}
         proposal, view = self.proposal(), self.followed
         if proposal and proposal.body.parts:
-            wanted.update(dict.fromkeys(proposal.body.parts))
+            wanted.update((blob, Want(None, part, is_sum=True)) for part, blob in enumerate(proposal.body.parts))
         elif proposal:
             included = group_of(proposal.body, self.me, self.settings)
-            wanted.update((blob, entry.sender) for entry in included for blob in entry.body.parts)
+            wanted.update(
+                (blob, Want(entry.sender, part)) for entry in included for part, blob in enumerate(entry.body.parts)
+            )
         if self.settings.exchange == "gather":  # even before the roster: nearly all will be on it
             for entry in self.evidence.contributions.values():
-                wanted[entry.body.parts[0]] = entry.sender
+                wanted[entry.body.parts[0]] = Want(entry.sender)
         elif view and self.settings.exchange == "groups":
-            wanted.update((entry.body.parts[0], entry.sender) for entry in self._of_my_group(view))
+            wanted.update((entry.body.parts[0], Want(entry.sender)) for entry in self._of_my_group(view))
         elif view:
             own = self.own_parts
-            wanted.update((entry.body.parts[part], entry.sender) for entry in view.included for part in own)
-            wanted.update((part.body.blob, part.sender) for part in view.parts())
-        return {blob: owner for blob, owner in wanted.items() if blob.digest not in self.evidence.held}
+            wanted.update((entry.body.parts[part], Want(entry.sender, part)) for entry in view.included for part in own)
+            wanted.update((part.body.blob, Want(part.sender, part.body.part, is_sum=True)) for part in view.parts())
+        return {blob: want for blob, want in wanted.items() if blob.digest not in self.evidence.held}
 
     @property
     def own_parts(self) -> list[int]:

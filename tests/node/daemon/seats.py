@@ -37,8 +37,8 @@ HEAD = genesis(RUN_ID)
 class Table:
     """Peers whose drivers hear each other at once, but for those that are deaf."""
 
-    def __init__(self, folder: Path, count: int, exchange: Exchange) -> None:
-        self.program = program_of(method_of(exchange), 3)
+    def __init__(self, folder: Path, count: int, exchange: Exchange, parts: int = 3) -> None:
+        self.program = program_of(method_of(exchange), parts)
         self.bounds = self.program.plan(0).bounds
         self.terms = terms_of(len(self.bounds))
         self.settings = RoundSettings(

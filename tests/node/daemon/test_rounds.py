@@ -14,7 +14,6 @@ from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.rounds.chain import Head
 from protocol.rounds.events import Exchange, Fetch
-from protocol.rounds.statements import Commit
 from tests.node.daemon.seats import HEAD, Table
 from tests.node.small_run import (
     PEERS,
@@ -293,13 +292,26 @@ async def test_decisions_of_another_chain_are_forgotten(table: Table) -> None:
     assert [driver._attendance.is_late(statement) for statement in late] == [True, False, False]
 
 
-def test_the_part_of_a_blob_is_known_from_any_statement(tables: list[Table], tmp_path: Path) -> None:
-    table = Table(tmp_path, 2, "butterfly")
+async def test_a_blob_is_checked_as_what_it_was_ordered_as(tables: list[Table], tmp_path: Path) -> None:
+    """Whoever named it may have named another one since: what was heard last does not say what this one is."""
+    table = Table(tmp_path, 2, "butterfly", parts=5)
+    tables.append(table)
+    table.begin()
     sizes = [stop - start for start, stop in table.bounds]
-    parts = tuple(table[0].store.put(payload(90 + part, size)) for part, size in enumerate(sizes))
-    mine = stated(PEERS[0], contribution_of(HEAD, table[0].parts()))
-    commit = stated(PEERS[0], Commit(0, 0, HEAD.digest, (mine,), parts))
-    driver = table[1].driver
-    driver._heard[PEERS[0].peer_id, "commit", 0] = commit
-    assert [driver._part_of(blob) for blob in parts] == [0, 1, 2]
-    assert [driver._part_of(blob) for blob in mine.body.parts] == [0, 1, 2]
+    assert sizes[0] != sizes[2], "otherwise the first part's check would do for this one"
+    blob = table[1].store.put(payload(90, sizes[2]))
+    driver, machine = table[0].driver, table[0].driver._machine
+    assert machine is not None and not driver._heard
+    driver._carry_out(Fetch(blob, (PEERS[1].peer_id,), 2, is_sum=True))
+    await until(lambda: blob.digest in machine._evidence.held)
+    assert not table[0].setbacks
+
+
+async def test_a_blob_of_another_part_is_not_held(tables: list[Table], tmp_path: Path) -> None:
+    table = Table(tmp_path, 2, "butterfly", parts=5)
+    tables.append(table)
+    table.begin()
+    first = table[1].store.put(payload(90, table.bounds[0][1] - table.bounds[0][0]))
+    table[0].driver._carry_out(Fetch(first, (PEERS[1].peer_id,), 2, is_sum=True))
+    await until(lambda: bool(table[0].setbacks))
+    assert "does not decode" in table[0].setbacks[0][1]

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from protocol.identity import PeerId
-from protocol.rounds.events import Exchange, Finish, Live, Offered, Received, Reduce
+from protocol.rounds.events import Exchange, Fetch, Finish, Live, Offered, Received, Reduce
 from protocol.rounds.kinds import Body, kind_of
 from protocol.rounds.reports import Inclusion, Part
 from protocol.rounds.statements import NO_ROSTER, Commit, Roster, Statement
@@ -33,6 +33,17 @@ def test_all_commit_the_same_without_waiting(exchange: Exchange, parts: int, pee
     assert table.included() == everybody(table)
     assert len({table.commit(name) for name in table.names}) == 1
     assert len([action for _, action in table.log if isinstance(action, Finish)]) == peers
+
+
+def test_an_order_to_fetch_says_what_the_blob_holds() -> None:
+    table = Table(4, "butterfly", 6)
+    table.offer(*table.names)
+    commit = next(action.commit.body for _, action in table.log if isinstance(action, Finish))
+    contributed = {blob: (part, False) for entry in commit.contributions for part, blob in enumerate(entry.body.parts)}
+    summed = {blob: (part, True) for part, blob in enumerate(commit.parts)}
+    orders = [action for _, action in table.log if isinstance(action, Fetch)]
+    assert {order.is_sum for order in orders} == {False, True}
+    assert all((order.part, order.is_sum) == (contributed | summed)[order.blob] for order in orders)
 
 
 @BOTH
