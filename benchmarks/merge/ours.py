@@ -127,8 +127,7 @@ class Peer:
         self._driver.offer(Contribution(head.round, head.digest, self._words.recipe, SHAPES, 1, 1, 0.0, parts))
         async with asyncio.timeout(ROUND_SECONDS):
             commit = await self._decided
-            for blob in commit.body.blobs:
-                await self._wishes.get_from_anyone(blob, ROUND_SECONDS)
+            await self._wishes.get_from_anyone(ROUND_SECONDS, *commit.body.blobs)
             state = await self._replica.after(commit, commit.body.contributions)
         self._naming = asyncio.create_task(self._replica.advance(commit, state))  # a trainer has begun at it
         return len(commit.body.contributions)
@@ -137,7 +136,7 @@ class Peer:
         """Forget the state and get it from the others, check it and read it; its size."""
         blob = self._replica.blob
         self._store.discard(blob.digest)
-        await self._wishes.get_from_anyone(blob, DOWNLOAD_SECONDS)
+        await self._wishes.get_from_anyone(DOWNLOAD_SECONDS, blob)
         await self._work(self._workshop.load, blob)
         return blob.size
 

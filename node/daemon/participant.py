@@ -174,13 +174,12 @@ class Participant:
         """What of a commit is for us, with its blobs in the store."""
         share, seconds = self.share(commit), self.manifest.round.exchange_timeout
         if self.method.topology.kind != "groups":
-            for blob in commit.blobs:
-                await self.wishes.get_from_anyone(blob, seconds)
+            await self.wishes.get_from_anyone(seconds, *commit.blobs)
             return share
         held = []
         for entry in share:
             try:
-                await self.wishes.get_from_anyone(entry.body.parts[0], seconds)
+                await self.wishes.get_from_anyone(seconds, entry.body.parts[0])
                 held.append(entry)
             except (UnreachableError, MissingFileError) as error:  # it may have died with its owner, our partner
                 line = f"round {commit.round} is applied here without {entry.sender}: {error}"
@@ -255,7 +254,7 @@ class Participant:
             self._replay_failed, self._gone = False, 0
         except (UnreachableError, PeerFault, MissingFileError) as error:
             self.standing.set_back("way lost", f"cannot follow {peers[0]} to round {head.round}: {error}")
-            self._gone = self._gone + 1 if isinstance(error, GoneError) else 0
+            self._gone = self._gone + 1 if isinstance(error, GoneError) and not replay else 0
             if 0 < self._gone < MOST_GONE:
                 return  # they went on meanwhile, and are asked again where to
             self._replay_failed = replay

@@ -101,8 +101,15 @@ class Wishes:
         """Nothing is wanted any more."""
         self._open.clear()
 
-    async def get_from_anyone(self, blob: Blob, deadline: float) -> None:
-        await self._fetcher.fetch(blob, lambda: tuple(self._everyone()), deadline)
+    async def get_from_anyone(self, deadline: float, *blobs: Blob) -> None:
+        """All at once, the first ones first; the first error ends all. GoneError: nobody has one of them any more."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for turn, blob in enumerate(blobs):
+                    sought = self._fetcher.fetch(blob, lambda: tuple(self._everyone()), deadline, turn, patient=False)
+                    group.create_task(sought, name=f"get {blob.name[:12]}")
+        except ExceptionGroup as faults:
+            raise faults.exceptions[0] from faults
 
     def _among(self, digest: Digest) -> tuple[PeerId, ...]:
         wish = self._open.get(digest)

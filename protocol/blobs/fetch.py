@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from protocol.blobs.blob import DIGEST_BYTES, MAX_BLOB_BYTES, Blob, digest_of
 from protocol.blobs.partial import Partial
-from protocol.blobs.plan import Call, Failure, Pace, Plan, Sources
+from protocol.blobs.plan import Call, Failure, Inflow, Pace, Plan, Sources
 from protocol.blobs.store import BlobStore
 from protocol.blobs.window import Window
 from protocol.blobs.wire import CallFailedError, Carrier, UncertainError, Wire, failures
@@ -218,7 +218,7 @@ class Fetcher:
         self._wire = Wire(carrier, self._pace.stall)
         self._window = Window()
         self._downloads: dict[Blob, Download] = {}
-        self._came = Counter[PeerId]()  # bytes, while anything is fetched
+        self._inflow = Inflow()  # while anything is fetched
 
     @property
     def bytes_received(self) -> int:
@@ -263,8 +263,8 @@ class Fetcher:
             await asyncio.wait([download.task])
         if download is None:
             if not self._downloads:
-                self._came = Counter()
-            ledger = Sources(self._pace, self._rng, self._carrier.places, self._came)
+                self._inflow = Inflow()
+            ledger = Sources(self._pace, self._rng, self._carrier.places, self._inflow)
             download = Download(blob, turn, self._store, self._wire, ledger, self._on_fault, self._share)
             self._downloads[blob] = download
             download.task.add_done_callback(lambda _: self._downloads.pop(blob))
@@ -283,6 +283,7 @@ class Fetcher:
         for errand in errands:
             awaited.update(errand.plan.awaited(now))
         self._window.observe(now, self.bytes_received, not awaited)
+        self._inflow.rate = self._window.rate
         able = [errand for errand in ([asking] if asking else errands) if errand.plan.may_begin(now)]
         if able:
             self._begin(able, awaited, max(errand.plan.most_places for errand in errands), now)

@@ -10,7 +10,9 @@ A plan knows the missing pieces, the sources and how each has done so far; clock
   to begin with, its piece is asked of another source as well. The first to deliver wins. A source is slow only against
   the others' speed or below a floor: where our own link is the narrow one, asking twice would make it narrower. For the
   same reason a call that waits behind others of its source, in whichever plan, is not late while these get on; only
-  when twice as much came of the source as was to come before it, and still nothing of its own.
+  when twice as much came of the source as was to come before it, and still nothing of its own. Nor is it before twice
+  the time that this takes at an even share of what comes: a source has others to serve, and on slow links each of them
+  waits for seconds, and then gets much at once.
 - A source that fails is left alone for a while, longer each time. One that lies is never asked again.
 """
 
@@ -50,7 +52,7 @@ class Pace:
     slowest: float = 8 * 1024  # a call below this speed is late, and in the end fails
     slack: float = 8.0  # a call may take so many times what its source took before
     shortest: float = 10.0  # no call has less time than this
-    patience: float = 1.0  # no call is late before
+    patience: float = 1.0  # no call is late before; on slow links later, up to `stall`
     late_share: float = 0.25  # nor while it has this share of the best source's speed
     retry: float = 0.25  # after the first failure, doubled with each one that follows
     longest_retry: float = 5.0
@@ -92,16 +94,28 @@ class Progress:
 
 
 @dataclass
+class Inflow:
+    """What comes in all plans: bytes of each peer so far, and of all together in a second, lately."""
+
+    came: Counter[PeerId] = field(default_factory=Counter)
+    rate: float = 0.0
+
+    def seconds_for(self, size: int) -> float:
+        """How long so much of one peer takes where all give the same; 0 where nothing is known."""
+        return size * len(self.came) / self.rate if self.rate else 0.0
+
+
+@dataclass
 class Sources:
     """All the sources of one blob, remembered as long as it is being fetched: a ban must outlive a departure.
 
-    `places`: the pieces that a peer's link has use for at once. `came`: bytes of each peer so far, in all plans.
+    `places`: the pieces that a peer's link has use for at once.
     """
 
     pace: Pace
     rng: random.Random
     places: Callable[[PeerId], int] = lambda peer: 0
-    came: Counter[PeerId] = field(default_factory=Counter)
+    inflow: Inflow = field(default_factory=Inflow)
     by_peer: dict[PeerId, Source] = field(default_factory=dict)
     present: frozenset[PeerId] = frozenset()
 
@@ -207,7 +221,7 @@ class Plan:
 
     def received(self, call: Call, size: int) -> None:
         """Some bytes of a piece came."""
-        self._sources.came[call.peer] += size
+        self._sources.inflow.came[call.peer] += size
         if progress := self._find(call):
             progress.received += size
 
@@ -278,12 +292,14 @@ class Plan:
         return 2 * sum(self._is_late(call, now) for call in calls) >= len(calls)
 
     def _is_late(self, progress: Progress, now: float) -> bool:
-        taken = now - progress.began
-        if taken < self._pace.patience:
+        pace, taken = self._pace, now - progress.began
+        if taken < pace.patience:
             return False
-        came = self._sources.came[progress.call.peer] - progress.before
-        enough = max(self._pace.slowest, self._pace.late_share * self._sources.best)
-        return came < enough * taken or (came >= 2 * progress.due and not progress.received)
+        came = self._sources.inflow.came[progress.call.peer] - progress.before
+        if came >= 2 * progress.due and not progress.received:
+            return True
+        enough = max(pace.slowest, pace.late_share * self._sources.best)
+        return came < enough * taken and taken >= min(pace.stall, 2 * self._sources.inflow.seconds_for(progress.due))
 
     def _begin(self, peer: PeerId, piece: int, now: float, elsewhere: int) -> Call:
         if self._waiting and self._waiting[0] == piece:
@@ -291,7 +307,7 @@ class Plan:
         length = self._lengths[piece]
         call = Call(peer, piece, self._sources.seconds_for(peer, length))
         due = elsewhere + self.awaited(now).get(peer, 0) + length
-        self._running.setdefault(piece, {})[peer] = Progress(call, now, length, self._sources.came[peer], due)
+        self._running.setdefault(piece, {})[peer] = Progress(call, now, length, self._sources.inflow.came[peer], due)
         self._sources.by_peer[peer].tried = True
         return call
 

@@ -14,10 +14,10 @@ LEAST_PIECES = 4
 
 
 class Window:
-    """`bytes`: that may be awaited now."""
+    """`bytes`: that may be awaited now. `rate`: bytes a second lately; 0 where nothing came yet."""
 
     def __init__(self) -> None:
-        self._rate = 0.0
+        self.rate = 0.0
         self._since: tuple[float, int] | None = None
 
     def observe(self, now: float, received: int, is_idle: bool) -> None:
@@ -28,9 +28,9 @@ class Window:
             self._since = now, received
         elif now - self._since[0] >= SAMPLE_SECONDS:
             rate = (received - self._since[1]) / (now - self._since[0])
-            self._rate = max(rate, KEPT * self._rate)
+            self.rate = max(rate, KEPT * self.rate)
             self._since = now, received
 
     def bytes(self, calls: int) -> int:
         """`calls`: those that the source with the most connections needs."""
-        return max(int(SECONDS * self._rate), max(calls, LEAST_PIECES) * PIECE_BYTES)
+        return max(int(SECONDS * self.rate), max(calls, LEAST_PIECES) * PIECE_BYTES)

@@ -116,19 +116,11 @@ async def test_a_large_gap_takes_the_state(worlds: Make) -> None:
     assert world.standing.catch_ups == [("skipped", 6)]
 
 
-async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(
-    worlds: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(worlds: Make) -> None:
     world = worlds()
     theirs = await world.peer(FRIEND, 3)
     for commit in theirs.chain.since(0) or ():
         world.fetcher.stores[FRIEND].discard(commit.body.blobs[0].digest)
-    fetch, held = world.fetcher.fetch, world.fetcher.stores[FRIEND].has
-
-    async def hasty(blob: Blob, sources: Any, _: float, **words: Any) -> None:
-        await fetch(blob, sources, 10.0 if held(blob.digest) else 0.02, **words)
-
-    monkeypatch.setattr(world.fetcher, "fetch", hasty)
     world.run()
     await world.until_round(3)
     assert world.scout.asked == [(FRIEND, True), (FRIEND, False)] and world.replica.blob == theirs.blob

@@ -64,10 +64,40 @@ async def test_where_nobody_is_named_everybody_is_asked(tmp_path: Path) -> None:
     wishes, mine, stores = wishes_in(tmp_path)
     for text in (b"x", b"y"):
         blob = stores["b"].put(text)
-        await (wishes.get(blob, 5.0) if text == b"x" else wishes.get_from_anyone(blob, 5.0))
+        await (wishes.get(blob, 5.0) if text == b"x" else wishes.get_from_anyone(5.0, blob))
         assert mine.has(blob.digest)
     with pytest.raises(UnreachableError):
-        await wishes.get_from_anyone(stores["a"].put(b"z"), 0.02)
+        await wishes.get(stores["a"].put(b"z"), 0.02)
+
+
+class HangingFetcher(CopyingFetcher):
+    """One blob never ends."""
+
+    def __init__(self, store: BlobStore, stores: dict[PeerId, BlobStore], hanging: Blob) -> None:
+        super().__init__(store, stores)
+        self._hanging = hanging
+
+    async def fetch(self, blob: Blob, *given: Any, **options: Any) -> None:
+        if blob != self._hanging:
+            return await super().fetch(blob, *given, **options)
+        self.under_way += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.under_way -= 1
+
+
+async def test_from_anyone_come_all_at_once_and_what_is_gone_ends_the_others(tmp_path: Path) -> None:
+    mine, other = store_in(tmp_path / "mine"), store_in(tmp_path / "other")
+    hanging, gone = Blob.of(b"hanging"), Blob.of(b"gone")
+    fetcher: Any = HangingFetcher(mine, {"b": other}, hanging)
+    wishes = Wishes(fetcher, lambda: ["b"])
+    blobs = [other.put(text) for text in (b"first", b"second")]
+    await wishes.get_from_anyone(5.0, *blobs)
+    assert all(mine.has(blob.digest) for blob in blobs) and fetcher.turns == {blobs[0]: 0, blobs[1]: 1}
+    with pytest.raises(GoneError):
+        await wishes.get_from_anyone(60.0, hanging, gone)
+    assert fetcher.under_way == 0
 
 
 async def test_what_somebody_named_is_asked_of_those_who_had_it(tmp_path: Path) -> None:

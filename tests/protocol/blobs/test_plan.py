@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from protocol.blobs.blob import PIECE_BYTES
-from protocol.blobs.plan import SMALL_BYTES, Call, Failure, Pace, Plan, Sources
+from protocol.blobs.plan import SMALL_BYTES, Call, Failure, Inflow, Pace, Plan, Sources
 
 PIECE = 1 << 20
 PACE = Pace()
@@ -234,8 +234,8 @@ def test_what_other_plans_await_takes_a_sources_places() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_call_that_waits_for_its_turn_is_not_late(shared: bool) -> None:
     """Behind another plan's pieces of the same source; the control does not see what comes of them."""
-    came = Counter[str]()
-    ahead, behind = (Sources(PACE, random.Random(8), came=came if shared or n else Counter()) for n in range(2))
+    inflow = Inflow()
+    ahead, behind = (Sources(PACE, random.Random(8), inflow=inflow if shared or n else Inflow()) for n in range(2))
     plans = [Plan(pieces(2), ahead), Plan(pieces(1), behind)]
     ahead.offer(["one"])
     behind.offer(["one", "two"])
@@ -247,15 +247,29 @@ def test_a_call_that_waits_for_its_turn_is_not_late(shared: bool) -> None:
     assert (again is None) == shared, "another is asked for what was about to come"
 
 
+@pytest.mark.parametrize(("megabytes", "late_from"), [(0.0, 1.0), (12.0, 1.05), (2.4, 5.0), (0.1, 5.0)])
+def test_on_slow_links_a_silent_source_has_longer(megabytes: float, late_from: float) -> None:
+    """It serves others first; the control, where nothing is known of the link, asks another after a second."""
+    sources = Sources(PACE, random.Random(8))
+    sources.inflow.came.update({"one": PIECE, "two": PIECE, "three": PIECE})
+    sources.inflow.rate = megabytes * 1e6
+    sources.offer(["one", "two"])
+    plan = Plan(pieces(1), sources)
+    call = plan.next_call(0.0, {"one": PIECE_BYTES, "two": PIECE_BYTES})
+    assert call is not None
+    assert plan.next_call(late_from - 0.01) is None
+    assert plan.next_call(late_from) is not None
+
+
 def test_a_call_that_is_passed_over_is_late() -> None:
     sources = Sources(PACE, random.Random(8))
     sources.offer(["one", "two"])
     plan = Plan(pieces(1), sources)
     call = plan.next_call(0.0, {"one": PIECE, "two": 2 * PIECE_BYTES})
     assert call is not None and call.peer == "one"
-    sources.came["one"] += 4 * PIECE - 1
+    sources.inflow.came["one"] += 4 * PIECE - 1
     assert plan.next_call(PACE.patience) is None, "its turn may be now"
-    sources.came["one"] += 1
+    sources.inflow.came["one"] += 1
     assert plan.next_call(PACE.patience) is not None
     plan.received(call, 1)
     assert plan.awaited(PACE.patience)["one"], "it has begun"
