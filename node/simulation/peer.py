@@ -185,8 +185,8 @@ class VirtualPeer:
         match action:
             case Send(peers, signed):
                 self.swarm.say(self, peers, signed)
-            case Fetch(blob, sources):
-                self._want(blob, sources)
+            case Fetch(blob, sources, part):
+                self._want(blob, part, sources)
             case Reduce():
                 self._reduce(action)
             case Finish(commit):
@@ -218,9 +218,10 @@ class VirtualPeer:
         self._attendance.decide(machine.number, machine.decision, told, self.swarm.clock.now)
         self._machine, self._pending = None, commit
         self.swarm.ledger.decide(commit.body)
-        for blob in blobs_of(commit.body, self._share(commit.body)):
+        for place, blob in enumerate(blobs_of(commit.body, self._share(commit.body))):
             if blob.digest not in self.held:
-                self._want(blob, tuple(sorted(self.swarm.peers.keys() - {self.name})))
+                part = place if commit.body.parts else 0  # or it is somebody's message, whole
+                self._want(blob, part, tuple(sorted(self.swarm.peers.keys() - {self.name})))
         self._apply_when_whole()
 
     def _share(self, commit: Commit) -> Share:
@@ -272,33 +273,33 @@ class VirtualPeer:
             for answer in self._attendance.answer(statement.body.round, statement.sender, self.swarm.clock.now):
                 self.swarm.say(self, [statement.sender], answer)
 
-    def _want(self, blob: Blob, sources: tuple[PeerId, ...]) -> None:
+    def _want(self, blob: Blob, part: int, sources: tuple[PeerId, ...]) -> None:
         if blob.digest in self.held:
             self._queue(Held(blob.digest))
             return
         fresh = blob.digest not in self._wanted
         self._wanted[blob.digest] = sources
         if fresh:
-            self._ask(blob)
+            self._ask(blob, part)
 
-    def _ask(self, blob: Blob) -> None:
+    def _ask(self, blob: Blob, part: int) -> None:
         """Of those who have it, the one whose uplink is free first: a daemon asks several at once."""
         links, peers = self.swarm.links, self.swarm.peers
         found = [peers[name] for name in self._wanted[blob.digest] if name in peers]
         holders = [peer for peer in found if peer.alive and blob.digest in peer.held]
         if not holders:
-            self._later(RETRY, lambda: self._ask(blob))
+            self._later(RETRY, lambda: self._ask(blob, part))
             self._apply_when_whole()
             return
         source = min(holders, key=lambda peer: links.backlog(peer.slot))
-        links.carry(source.slot, self.slot, blob.size, self._if_alive(lambda: self._arrived(blob, source)))
+        links.carry(source.slot, self.slot, blob.size, self._if_alive(lambda: self._arrived(blob, part, source)))
 
-    def _arrived(self, blob: Blob, source: "VirtualPeer") -> None:
+    def _arrived(self, blob: Blob, part: int, source: "VirtualPeer") -> None:
         if not source.alive:
-            self._ask(blob)
+            self._ask(blob, part)
             return
         self._wanted.pop(blob.digest, None)
-        if self.swarm.vault.is_well_formed(blob, self.chain.round, self.swarm.notary.part_of(blob)):
+        if self.swarm.vault.is_well_formed(blob, self.chain.round, part):
             self.held[blob.digest] = self.chain.round
             self._queue(Held(blob.digest))
             self._apply_when_whole()

@@ -63,7 +63,7 @@ class Swarm:
         shapes = shape_table(manifest.model)
         self.numel = shapes.numel
         self.terms = Terms(method.name, shapes.hash(), program.max_parts, MAX_TOKENS, program.max_part_bytes)
-        self.notary = Notary(self.run_id, self.terms)
+        self.notary = Notary(self.terms)
         initial = OuterState.initial(self.setting.weights(), method)
         replicas = self.setting.peers if method.topology.kind == "groups" else 1
         self.vault = Vault(program, decay_of(manifest.train), initial, replicas)

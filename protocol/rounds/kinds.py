@@ -43,8 +43,8 @@ def parse(signed: wire.Signed, run_id: RunId, terms: Terms) -> Statement[Body]:
     if signed.kind not in KINDS:
         raise MalformedError("a statement of a kind that no round knows")
     message, from_wire = KINDS[signed.kind]
-    body = from_wire(open_signed(signed, run_id, signed.kind, message, MAX_STATEMENT_BYTES), run_id, terms)
-    return Statement.of(signed, body)
+    body = open_signed(signed, run_id, signed.kind, message, MAX_STATEMENT_BYTES)
+    return Statement.of(signed, from_wire(body, terms, lambda nested: parse(nested, run_id, terms)))
 
 
 def named_blobs(statement: Statement[Body]) -> Iterator[Named]:

@@ -8,12 +8,11 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob, check_digest
 from protocol.errors import MalformedError
 from protocol.identity import PeerId, public_key
-from protocol.manifest import RunId
-from protocol.records import open_signed
 from protocol.rounds.statements import (
     MAX_CONTRIBUTIONS,
     MAX_HELD,
     Digest,
+    Opener,
     Statement,
     Terms,
     check_ascending,
@@ -42,7 +41,7 @@ class Holding:
         return wire.Holding(round=self.round, view=self.view, roster=self.roster, blobs=self.blobs, lock=self.lock)
 
     @classmethod
-    def from_wire(cls, body: wire.Holding, run_id: RunId, terms: Terms) -> Self:
+    def from_wire(cls, body: wire.Holding, terms: Terms, opened: Opener) -> Self:
         check_round(body.round, body.roster)
         check_count(len(body.blobs), MAX_HELD, "blobs")
         for digest in body.blobs:
@@ -65,7 +64,7 @@ class Acknowledgement:
         return wire.Acknowledgement(round=self.round, view=self.view, proposal=self.proposal)
 
     @classmethod
-    def from_wire(cls, body: wire.Acknowledgement, run_id: RunId, terms: Terms) -> Self:
+    def from_wire(cls, body: wire.Acknowledgement, terms: Terms, opened: Opener) -> Self:
         check_round(body.round, body.proposal)
         return cls(body.round, body.view, body.proposal)
 
@@ -96,20 +95,17 @@ class Decision:
         )
 
     @classmethod
-    def from_wire(cls, body: wire.Decision, run_id: RunId, terms: Terms) -> Self:
+    def from_wire(cls, body: wire.Decision, terms: Terms, opened: Opener) -> Self:
         check_round(body.round, body.proposal)
         check_count(len(body.peers), MAX_VOTES, "acknowledgements")
         if len(body.peers) != len(body.signatures):
             raise MalformedError(f"a decision of {len(body.peers)} peers and {len(body.signatures)} signatures")
         check_ascending(body.peers, "acknowledgements")
-        said = Acknowledgement(body.round, body.view, body.proposal)
-        for signed in (envelopes := acknowledging(body)):
-            open_signed(signed, run_id, signed.kind, wire.Acknowledgement)
-        votes = tuple(Statement.of(signed, said) for signed in envelopes)
+        votes = tuple(opened(signed) for signed in _acknowledging(body))
         return cls(body.round, body.view, body.proposal, votes)
 
 
-def acknowledging(body: wire.Decision) -> list[wire.Signed]:
+def _acknowledging(body: wire.Decision) -> list[wire.Signed]:
     """The envelopes of a decision's acknowledgements."""
     said = Acknowledgement(body.round, body.view, body.proposal).to_wire().SerializeToString(deterministic=True)
     return [
@@ -140,7 +136,7 @@ class Inclusion:
         )
 
     @classmethod
-    def from_wire(cls, body: wire.Inclusion, run_id: RunId, terms: Terms) -> Self:
+    def from_wire(cls, body: wire.Inclusion, terms: Terms, opened: Opener) -> Self:
         check_round(body.round, body.roster)
         check_count(len(body.included), MAX_CONTRIBUTIONS, "included peers")
         if not body.included:
@@ -174,7 +170,7 @@ class Part:
         )
 
     @classmethod
-    def from_wire(cls, body: wire.Part, run_id: RunId, terms: Terms) -> Self:
+    def from_wire(cls, body: wire.Part, terms: Terms, opened: Opener) -> Self:
         check_round(body.round, body.roster)
         if body.part >= terms.parts:
             raise MalformedError(f"part {body.part} where there are at most {terms.parts}")

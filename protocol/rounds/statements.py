@@ -9,19 +9,18 @@ blobs by digest, included peers) stand in ascending order and nowhere twice: one
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob, check_digest
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
-from protocol.manifest import RunId
-from protocol.records import open_signed
 
 Digest = bytes  # 32 bytes, SHA-256
+Opener = Callable[[wire.Signed], "Statement[Any]"]  # checks a statement inside another, whatever its kind
 
 MAX_CONTRIBUTIONS = 1024
 MAX_PARTS = 4096
@@ -83,7 +82,7 @@ class Contribution:
         )
 
     @classmethod
-    def from_wire(cls, body: wire.Contribution, run_id: RunId, terms: Terms) -> Self:
+    def from_wire(cls, body: wire.Contribution, terms: Terms, opened: Opener) -> Self:
         check_round(body.round, body.base)
         check_digest(body.shapes)
         if len(body.codec) > MAX_CODEC_CHARACTERS or body.codec != terms.codec or body.shapes != terms.shapes:
@@ -132,9 +131,9 @@ class Roster(Listing):
         )
 
     @classmethod
-    def from_wire(cls, body: wire.Roster, run_id: RunId, terms: Terms) -> Self:
+    def from_wire(cls, body: wire.Roster, terms: Terms, opened: Opener) -> Self:
         check_round(body.round, body.base)
-        contributions = _nested(body.contributions, body.round, body.base, run_id, terms)
+        contributions = _nested(body.contributions, body.round, body.base, opened)
         return cls(body.round, body.view, body.base, contributions)
 
     @cached_property
@@ -168,9 +167,9 @@ class Commit(Listing):
         )
 
     @classmethod
-    def from_wire(cls, body: wire.Commit, run_id: RunId, terms: Terms) -> Self:
+    def from_wire(cls, body: wire.Commit, terms: Terms, opened: Opener) -> Self:
         check_round(body.round, body.base)
-        contributions = _nested(body.contributions, body.round, body.base, run_id, terms)
+        contributions = _nested(body.contributions, body.round, body.base, opened)
         if body.parts:
             check_parts(len(body.parts), terms, "a commit")
         _check_left_out(body.left_out, contributions)
@@ -211,22 +210,19 @@ class Statement(Generic[B]):
 
 
 def _nested(
-    envelopes: Sequence[wire.Signed], number: int, base: Digest, run_id: RunId, terms: Terms
+    envelopes: Sequence[wire.Signed], number: int, base: Digest, opened: Opener
 ) -> tuple[Statement[Contribution], ...]:
     """The contributions inside a roster or a commit: of the same round, ascending, each sender once."""
     if not envelopes:
         raise MalformedError("a roster or commit without a contribution")
     check_count(len(envelopes), MAX_CONTRIBUTIONS, "contributions")
     check_ascending([signed.peer for signed in envelopes], "contributions")
-    statements = tuple(_contribution(signed, run_id, terms) for signed in envelopes)
+    if any(signed.kind != "contribution" for signed in envelopes):
+        raise MalformedError("a statement of another kind inside a roster or commit")
+    statements = tuple(opened(signed) for signed in envelopes)
     if any((statement.body.round, statement.body.base) != (number, base) for statement in statements):
         raise MalformedError("a contribution of another round inside a roster or commit")
     return statements
-
-
-def _contribution(signed: wire.Signed, run_id: RunId, terms: Terms) -> Statement[Contribution]:
-    opened = open_signed(signed, run_id, "contribution", wire.Contribution, MAX_STATEMENT_BYTES)
-    return Statement.of(signed, Contribution.from_wire(opened, run_id, terms))
 
 
 def _check_left_out(peers: Sequence[PeerId], contributions: Sequence[Statement[Contribution]]) -> None:

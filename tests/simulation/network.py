@@ -25,8 +25,7 @@ from protocol.errors import ForgedError
 from protocol.identity import Identity, PeerId
 from protocol.rounds.events import Exchange, Pattern, RoundSettings
 from protocol.rounds.kinds import KINDS
-from protocol.rounds.reports import Decision, acknowledging
-from protocol.rounds.statements import Commit, Contribution, Digest, Roster, Statement, Terms
+from protocol.rounds.statements import Contribution, Digest, Statement, Terms
 
 NAMES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)).peer_id for number in range(1, 17)]
 RUN_ID = hashlib.sha256(b"simulated run").hexdigest()
@@ -154,25 +153,10 @@ class Network:
         if known is None:
             if signed.signature != signature_of(signed.peer, signed.kind, signed.body):
                 raise ForgedError(f"a {signed.kind} that {signed.peer} has not signed")
-            known = self._opened[key] = Statement.of(signed, self._body(signed))
+            message, from_wire = KINDS[signed.kind]
+            body = from_wire(message.FromString(signed.body), self.scenario.terms(), self.open)
+            known = self._opened[key] = Statement.of(signed, body)
         return known
-
-    def _body(self, signed: wire.Signed) -> Any:
-        message, from_wire = KINDS[signed.kind]
-        body: Any = message()
-        body.ParseFromString(signed.body)
-        if signed.kind == "roster":
-            return Roster(body.round, body.view, body.base, self._all(body.contributions))
-        if signed.kind == "commit":
-            parts = tuple(Blob.from_wire(part) for part in body.parts)
-            contributions, left_out = self._all(body.contributions), tuple(body.left_out)
-            return Commit(body.round, body.view, body.base, contributions, parts, left_out)
-        if signed.kind == "decision":
-            return Decision(body.round, body.view, body.proposal, self._all(acknowledging(body)))
-        return from_wire(body, RUN_ID, self.scenario.terms())
-
-    def _all(self, envelopes: Iterable[wire.Signed]) -> tuple[Statement[Any], ...]:
-        return tuple(self.open(signed) for signed in envelopes)
 
 
 def signature_of(peer: PeerId, kind: str, body: bytes) -> bytes:

@@ -45,7 +45,7 @@ def stated(notary: Notary, peer: str, body: Contribution) -> Statement[Contribut
 
 
 def test_the_notary_opens_what_it_signed_and_each_statement_once() -> None:
-    notary = Notary(RUN, TERMS)
+    notary = Notary(TERMS)
     statement = stated(notary, PEERS[0], contribution())
     assert statement.body == contribution() and statement.sender == PEERS[0]
     copy = wire.Signed()
@@ -56,12 +56,12 @@ def test_the_notary_opens_what_it_signed_and_each_statement_once() -> None:
 def test_statements_have_the_size_of_really_signed_ones() -> None:
     identity = Identity.create()
     real = sign(identity, "contribution", RUN, contribution().to_wire())
-    ours = Notary(RUN, TERMS).signer(identity.peer_id)("contribution", contribution().to_wire())
+    ours = Notary(TERMS).signer(identity.peer_id)("contribution", contribution().to_wire())
     assert ours.ByteSize() == real.ByteSize()
 
 
 def test_lists_of_statements_are_opened_with_their_members() -> None:
-    notary = Notary(RUN, TERMS)
+    notary = Notary(TERMS)
     entries = tuple(stated(notary, peer, contribution()) for peer in PEERS)
     roster = Roster(0, 0, b"b" * 32, entries)
     commit = Commit(0, 0, b"b" * 32, entries, (Blob.of(b"sum"),))
@@ -69,16 +69,13 @@ def test_lists_of_statements_are_opened_with_their_members() -> None:
         assert notary.open(notary.signer(PEERS[1])(kind, body.to_wire())).body == body
 
 
-def test_the_notary_knows_which_part_a_blob_holds_and_forgets_old_rounds() -> None:
-    notary = Notary(RUN, replace(TERMS, parts=3))
-    part = Part(4, 0, b"r" * 32, 0, 2, Blob.of(b"sum"))
-    signed = notary.signer(PEERS[0])("part", part.to_wire())
+def test_the_notary_forgets_old_rounds() -> None:
+    notary = Notary(TERMS)
+    signed = notary.signer(PEERS[0])("part", Part(4, 0, b"r" * 32, 0, 0, Blob.of(b"sum")).to_wire())
     statement = notary.open(signed)
-    assert notary.part_of(part.blob) == 2
     notary.forget_before(4)
     assert notary.open(signed) is statement
     notary.forget_before(5)
-    assert notary.part_of(part.blob) == 0
     assert notary.open(signed) is not statement
 
 
@@ -95,7 +92,7 @@ def commit_of(stock: Vault, scale: float) -> Commit:
     parts = Sender(PROGRAM).message(0, torch.linspace(-1, 1, NUMEL) * scale, torch.zeros(NUMEL))
     payload = bytes(parts[0])
     stock.put(payload)
-    return Commit(0, 0, b"b" * 32, (stated(Notary(RUN, TERMS), PEERS[0], contribution(payload)),), ())
+    return Commit(0, 0, b"b" * 32, (stated(Notary(TERMS), PEERS[0], contribution(payload)),), ())
 
 
 def applied(stock: Vault, before: Applied, commit: Commit) -> Applied:
@@ -139,12 +136,12 @@ def message(number: int) -> Message:
 def test_the_ledger_counts_an_inclusion_once_however_many_learn_of_it() -> None:
     ledger, parts = Ledger(), (Blob.of(b"payload"),)
     ledger.enter(PEERS[0], message(0), parts)
-    entry = stated(Notary(RUN, TERMS), PEERS[0], contribution())
+    entry = stated(Notary(TERMS), PEERS[0], contribution())
     for view in (0, 1):
         ledger.decide(Commit(0, view, b"b" * 32, (entry,), ()))
     assert ledger.entries[PEERS[0], 0].times_included == 1
     assert ledger.message_bits == 8 * 7
-    again = stated(Notary(RUN, TERMS), PEERS[0], contribution(base=b"c" * 32))
+    again = stated(Notary(TERMS), PEERS[0], contribution(base=b"c" * 32))
     ledger.decide(Commit(0, 0, b"c" * 32, (again,), ()))
     assert ledger.entries[PEERS[0], 0].times_included == 2
     ledger.bury(PEERS[0])
@@ -152,7 +149,7 @@ def test_the_ledger_counts_an_inclusion_once_however_many_learn_of_it() -> None:
 
 
 def test_the_ledger_finds_what_must_not_be() -> None:
-    ledger, notary = Ledger(), Notary(RUN, TERMS)
+    ledger, notary = Ledger(), Notary(TERMS)
     for peer in PEERS[:2]:
         ledger.enter(peer, message(0), (Blob.of(b"payload"),))
     with pytest.raises(AssertionError, match="two messages"):
