@@ -67,9 +67,7 @@ class BrainFloat(Codec):
     def write(self, values: Floats, subtract: bool) -> Payload:
         draft = Draft(self.head(), 2 * values.size)
         halves: Halves = draft.add("u2", values.size)
-        each(lambda part: check_largest(_to_brain_floats(values[part], halves[part])), slabs(values.size))
-        if subtract:
-            self.read(draft.payload, values.size).subtract_from(values)
+        each(lambda part: check_largest(_to_brain_floats(values[part], halves[part], subtract)), slabs(values.size))
         return draft.payload
 
     def read(self, payload: Payload, numel: int) -> Vector:
@@ -94,11 +92,10 @@ class HalfPrecision(Codec):
 
     def write(self, values: Floats, subtract: bool) -> Payload:
         exponent = shared_exponent(largest_magnitude(values))
+        factor, unit = power(-exponent), power(exponent) if subtract else np.float32(0)
         draft = Draft(self.head() + np.int8(exponent).tobytes(), 2 * values.size)
         halves: Halves = draft.add("u2", values.size)
-        each(lambda part: _to_halves(values[part], power(-exponent), halves[part]), slabs(values.size))
-        if subtract:
-            self.read(draft.payload, values.size).subtract_from(values)
+        each(lambda part: _to_halves(values[part], factor, halves[part], unit), slabs(values.size))
         return draft.payload
 
     def read(self, payload: Payload, numel: int) -> Vector:
@@ -172,19 +169,23 @@ def _copy(values: Floats, out: Floats) -> int:
 
 
 @compiled
-def _to_brain_floats(values: Floats, halves: Halves) -> int:
-    """And what `largest_bits` says, of the values."""
+def _to_brain_floats(values: Floats, halves: Halves, subtract: bool) -> int:
+    """And what `largest_bits` says, of the values as they came."""
     bits, top = values.view(np.uint32), np.uint32(0)
     for i in range(bits.size):
         odd = np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1)
-        halves[i] = np.uint16(np.uint32(bits[i] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        half = np.uint32(np.uint32(bits[i] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        halves[i] = np.uint16(half)
         top = max(top, np.uint32(bits[i] & MAGNITUDE))
+        if subtract:
+            values[i] -= _brain_float(half)
     return int(top)
 
 
 @compiled
-def _to_halves(values: Floats, factor: np.float32, halves: Halves) -> None:
-    """Products below 2^16. Those below fp16's normal numbers are rounded where 0.5 has a last bit of 2^-24."""
+def _to_halves(values: Floats, factor: np.float32, halves: Halves, unit: np.float32) -> None:
+    """Products below 2^16. Those below fp16's normal numbers are rounded where 0.5 has a last bit of 2^-24. What they
+    decode to, times the unit, is subtracted, unless that is zero."""
     for i in range(values.size):
         product = values[i] * factor
         bits = np.uint32(bits_of(product) & MAGNITUDE)
@@ -192,7 +193,10 @@ def _to_halves(values: Floats, factor: np.float32, halves: Halves) -> None:
         normal = np.uint32(np.uint32(bits - HALF_BIAS + np.uint32(0xFFF) + odd) >> np.uint32(13))
         below = np.uint32(bits_of(abs(product) + np.float32(0.5)) - HALF)
         sign = np.uint32(bits_of(product) >> np.uint32(16)) & np.uint32(0x8000)
-        halves[i] = np.uint16((normal if bits >= LEAST_NORMAL else below) | sign)
+        half = np.uint32((normal if bits >= LEAST_NORMAL else below) | sign)
+        halves[i] = np.uint16(half)
+        if unit != np.float32(0):
+            values[i] -= _half(half) * unit
 
 
 @compiled
@@ -208,13 +212,12 @@ def _bits_of_half(codes: Bytes, i: int) -> np.uint32:
 
 
 @compiled
-def _brain_float(codes: Bytes, i: int) -> np.float32:
-    return float_of(np.uint32(_bits_of_half(codes, i) << np.uint32(16)))
+def _brain_float(bits: np.uint32) -> np.float32:
+    return float_of(np.uint32(bits << np.uint32(16)))
 
 
 @compiled
-def _half(codes: Bytes, i: int) -> np.float32:
-    bits = _bits_of_half(codes, i)
+def _half(bits: np.uint32) -> np.float32:
     magnitude = np.uint32(bits & np.uint32(0x7FFF))
     normal = float_of(np.uint32(np.uint32(magnitude << np.uint32(13)) + HALF_BIAS))
     below = np.float32(np.int32(magnitude)) * np.float32(2.0**-24)
@@ -253,22 +256,22 @@ def _add_words(codes: Bytes, factor: np.float32, total: Floats) -> None:
 @compiled
 def _write_brain_floats(codes: Bytes, factor: np.float32, out: Floats) -> None:
     for i in range(out.size):
-        out[i] = _brain_float(codes, i) * factor
+        out[i] = _brain_float(_bits_of_half(codes, i)) * factor
 
 
 @compiled
 def _add_brain_floats(codes: Bytes, factor: np.float32, total: Floats) -> None:
     for i in range(total.size):
-        total[i] += _brain_float(codes, i) * factor
+        total[i] += _brain_float(_bits_of_half(codes, i)) * factor
 
 
 @compiled
 def _write_halves(codes: Bytes, factor: np.float32, out: Floats) -> None:
     for i in range(out.size):
-        out[i] = _half(codes, i) * factor
+        out[i] = _half(_bits_of_half(codes, i)) * factor
 
 
 @compiled
 def _add_halves(codes: Bytes, factor: np.float32, total: Floats) -> None:
     for i in range(total.size):
-        total[i] += _half(codes, i) * factor
+        total[i] += _half(_bits_of_half(codes, i)) * factor
