@@ -22,7 +22,7 @@ from protocol.network.arrivals import Arrivals, arrivals, lost_on_the_way
 from protocol.network.connection import Connection
 from protocol.network.direct import DirectDialer, Place
 from protocol.network.lanes import Arrived, Lanes
-from protocol.network.line import LineChannel
+from protocol.network.line import KEPT_SECONDS, SPARE_SECONDS, LineChannel
 from protocol.network.paths import Choice, Path
 from protocol.network.tunnel import Tunnels
 
@@ -210,7 +210,8 @@ class Bulk:
         if least and (least.calls == 0 or len(link.open) >= link.lanes.width):
             return least
         lane = Lane()
-        lane.channel = LineChannel(peer, lambda peer: self._dial(peer, link, lane), self._tunnels)
+        idle = SPARE_SECONDS if link.open else KEPT_SECONDS
+        lane.channel = LineChannel(peer, lambda peer: self._dial(peer, link, lane), self._tunnels, idle)
         link.open.append(lane)
         self._lanes.add(lane)
         return lane

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 WELCOME = b"\x01"
 BACKLOG = 64
 BREATH_SECONDS = 0.2  # before the next attempt to accept, where the machine has no socket left
+KEEPALIVE_SECONDS = 30  # sooner than a home router forgets a connection
 Welcome = Callable[[PeerId, Connection, bytes], Awaitable[None]]
 
 
@@ -265,8 +266,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _prepare(connection: socket.socket, stall: float) -> None:
-    """The kernel cuts a connection whose other end takes nothing, however little waits; later than a tunnel would."""
+    """The kernel cuts a connection whose other end takes nothing, however little waits; later than a tunnel would. An
+    idle one is kept alive, in routers on its way too, and cut after as long where nobody answers to that."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2 * stall * 1000))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

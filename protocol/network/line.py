@@ -36,7 +36,8 @@ HEAD: Final = struct.Struct(">IB")
 CALL, REPLY, END = 1, 2, 3
 MAX_MESSAGE_BYTES = 1024 * 1024 + 64 * 1024
 MAX_SKIPPED_BYTES = 2 * MAX_MESSAGE_BYTES
-IDLE_SECONDS = 60.0  # without a call: sooner than a home router forgets a connection
+KEPT_SECONDS = 900.0  # without a call: a line by which the next round goes
+SPARE_SECONDS = 60.0  # one beside it
 CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 Dial = Callable[[PeerId], Awaitable[Connection]]
@@ -173,10 +174,14 @@ class Turn:
 
 
 class LineChannel:
-    """Dials when there is something to call, and again when the line is gone. For a stub it is gRPC's channel."""
+    """Dials when there is something to call, and again when the line is gone. For a stub it is gRPC's channel.
 
-    def __init__(self, peer: PeerId, dial: Dial, tunnels: Tunnels) -> None:
-        self._peer, self._dial, self._tunnels = peer, dial, tunnels
+    A line is closed after `idle` seconds without a call. TCP begins on a new connection without knowing how much the
+    link carries, and where several begin at once, one may stay slow for seconds; one that rested knows.
+    """
+
+    def __init__(self, peer: PeerId, dial: Dial, tunnels: Tunnels, idle: float = KEPT_SECONDS) -> None:
+        self._peer, self._dial, self._tunnels, self._idle = peer, dial, tunnels, idle
         self._sending = asyncio.Lock()  # calls are answered in the order in which they were sent
         self._line: Line | None = None
         self._turns: deque[Turn] = deque()  # of that line
@@ -220,7 +225,7 @@ class LineChannel:
 
     async def _open(self) -> None:
         connection = await self._dial(self._peer)
-        self._line, self._turns = Line(self._peer, connection, self._tunnels, IDLE_SECONDS), deque()
+        self._line, self._turns = Line(self._peer, connection, self._tunnels, self._idle), deque()
         self._tunnels.spawn(self._tunnels.keep_out(self._line))
 
     def skip(self, turn: Turn) -> None:

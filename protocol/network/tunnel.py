@@ -29,6 +29,7 @@ class TunnelLimits:
     dial: float = 10.0  # until a connection and a stream stand
     stall: float = 30.0  # in which a receiver must take at least one byte
     idle: float = 300.0  # without a byte in either direction
+    line_idle: float = 1200.0  # without a call; who opened the line closes it sooner
     linger: float = 2.0  # for the other direction, once one has ended
     tick: float = 1.0  # between two looks at the clock
     incoming_per_peer: int = 40  # a peer's calls, and the lanes of what it fetches

@@ -208,6 +208,26 @@ async def test_lanes_are_connections_of_their_own(start_transport: StartTranspor
     await until(lambda: len(link.open) == 1 and len(callee._tunnels._incoming) == 2)
 
 
+@pytest.mark.parametrize("kept", [900.0, 0.2])
+async def test_one_connection_rests_until_the_next_round(
+    start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch, kept: float
+) -> None:
+    monkeypatch.setattr("protocol.network.bulk.SPARE_SECONDS", 0.2)
+    monkeypatch.setattr("protocol.network.bulk.KEPT_SECONDS", kept)
+    callee = await start_transport("callee", [SampleBlobs().add], direct=0)
+    client = await start_transport("client", limits=TunnelLimits(tick=0.05))
+    await directly(client, callee)
+    link = client.bulk._link(callee.peer_id)
+    link.lanes.width = 3
+    leases = [client.bulk.lease(callee.peer_id).__enter__() for _ in range(3)]
+    await asyncio.gather(*(BlobsStub(lease.channel).Pieces(PiecesRequest(), timeout=10) for lease in leases))
+    for lease in leases:
+        lease.__exit__(None, None, None)
+    lines = [lane.channel._line for lane in link.open]
+    await until(lambda: all(line and line.is_cut for line in lines[0 if kept < 1 else 1 :]))
+    assert [bool(line and line.is_cut) for line in lines] == [kept < 1, True, True]
+
+
 async def test_the_limits_of_tunnels_hold(start_transport: StartTransport, caplog: pytest.LogCaptureFixture) -> None:
     limits = TunnelLimits(incoming_per_peer=3)
     callee = await start_transport("callee", [SampleBlobs().add], direct=0, limits=limits)

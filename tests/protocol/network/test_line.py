@@ -11,11 +11,10 @@ import pytest
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
-from protocol.network import line
 from protocol.network.connection import Connection
 from protocol.network.desk import Desk
 from protocol.network.doors import caller
-from protocol.network.line import CALL, END, HEAD, MAX_MESSAGE_BYTES, REPLY, LineChannel
+from protocol.network.line import CALL, END, HEAD, KEPT_SECONDS, MAX_MESSAGE_BYTES, REPLY, LineChannel
 from protocol.network.proof import ServerProof, client_context
 from protocol.network.tunnel import Traffic, TunnelLimits, Tunnels
 
@@ -52,7 +51,7 @@ class Ends:
     """A caller of `channel`, and who answers."""
 
     def __init__(self) -> None:
-        self.servicer, self.dials = Servicer(), 0
+        self.servicer, self.dials, self.idle = Servicer(), 0, KEPT_SECONDS
         self._servers: list[asyncio.Server] = []
         self._all: list[Tunnels] = []
 
@@ -78,7 +77,7 @@ class Ends:
         self._servers.append(server)
         self.address = self._servers[-1].sockets[0].getsockname()
         self.here = self._tunnels(here)
-        self.channel = LineChannel(CALLER, self._dial, self.here)
+        self.channel = LineChannel(CALLER, self._dial, self.here, self.idle)
         self.stub = BlobsStub(self.channel)
 
     def _tunnels(self, limits: TunnelLimits | None) -> Tunnels:
@@ -247,8 +246,8 @@ async def test_a_caller_that_takes_nothing_is_cut_by_the_clock(ends: Ends, caplo
     assert ends.there.traffic.total.sent < 256 * CHUNK, "and nothing piled up for it"
 
 
-async def test_a_line_without_calls_is_closed_and_opened_again(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "IDLE_SECONDS", 0.2)
+async def test_a_line_without_calls_is_closed_and_opened_again(ends: Ends) -> None:
+    ends.idle = 0.2
     await ends.open(here=TunnelLimits(tick=0.05))
     assert await ends.ask(b"one") == CALLER.encode() + b"one"
     await until(lambda: len(ends.here) == len(ends.there) == 0)
