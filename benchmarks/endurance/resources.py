@@ -1,5 +1,6 @@
 """What daemons take of their machine over time, and whether it grows."""
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -10,8 +11,9 @@ import psutil
 from node.local.peer_process import PeerProcess
 from tests.swarm.flock import pid_of
 
-WARM_UP_SECONDS = 90.0  # of a life, which are not looked at
-LEAST_SECONDS = 180.0  # that are: in a minute, an hour's megabyte is far below what comes and goes
+WARM_UP_SECONDS = 300.0  # of a life, which are not looked at
+LEAST_SECONDS = 1200.0  # that are: in minutes, an hour's megabyte is far below what comes and goes
+LOW_SECONDS = 60.0  # of which the least counts: the rest is what a round takes and gives back
 SAMPLE_SECONDS = 2.0
 MEGABYTE = 1e6
 UNITS: Final[Mapping[str, float]] = MappingProxyType(
@@ -51,11 +53,14 @@ class Resources:
 
 
 def slope_of(samples: Sequence[tuple[float, float]]) -> float | None:
-    """The line of least squares behind the warm-up, an hour; None where that is too short."""
-    warm = [(now, amount) for now, amount in samples if now >= samples[0][0] + WARM_UP_SECONDS]
-    if len(warm) < 2 or warm[-1][0] - warm[0][0] < LEAST_SECONDS:
+    """An hour, the line of least squares through each minute's least behind the warm-up; None where that is short."""
+    begins = samples[0][0] + WARM_UP_SECONDS
+    if samples[-1][0] - begins < LEAST_SECONDS:
         return None
-    mean_time = sum(now for now, _ in warm) / len(warm)
-    mean = sum(amount for _, amount in warm) / len(warm)
-    across = sum((now - mean_time) * (amount - mean) for now, amount in warm)
-    return 3600 * across / sum((now - mean_time) ** 2 for now, _ in warm)
+    lows: dict[int, float] = {}
+    for now, amount in samples:
+        if now >= begins:
+            minute = int((now - begins) / LOW_SECONDS)
+            lows[minute] = min(amount, lows.get(minute, amount))
+    slope, _ = statistics.linear_regression(list(lows), list(lows.values()))
+    return slope * 3600 / LOW_SECONDS
