@@ -1,6 +1,6 @@
 """How much of a real link is used: a merge, a newcomer's download, and training, on limited links between namespaces.
 
-    python benchmarks/links.py [--settings 100 20] [--numel 25000000] [--turns 3] [--rounds 12]
+    python benchmarks/links.py [--settings 100 20] [--numel 25000000] [--turns 3] [--rest 0] [--rounds 12]
         [--only merge download hivemind sparse gloo compute lossy] [--json]
 
 Four peers, each behind a link of 100 Mbit/s, or of 20 Mbit/s with 80 ms round trip. By setting:
@@ -99,6 +99,7 @@ def main() -> int:
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--numel", type=int, default=25_000_000)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds before each dense merge, as between rounds")
     parser.add_argument("--rounds", type=int, default=12, help="of the demo's run")
     parser.add_argument("--only", nargs="*", default=MEASURES, choices=MEASURES)
     parser.add_argument("--json", action="store_true")
@@ -119,7 +120,7 @@ def measure(name: str, words: argparse.Namespace) -> Figures:
         if {"merge", "download"} & set(words.only):
             with place.team("benchmarks.merge.ours", numel=words.numel, recipe="averaging", codec="fp16") as team:
                 # The download is of what a merge came to.
-                share, ratio = merged(place, team, words.numel, words.turns)
+                share, ratio = merged(place, team, words.numel, words.turns, words.rest)
                 note(figures, name, "merge_line_share", share)
                 note(figures, name, "merge_wire_ratio", ratio)
                 if "download" in words.only:
@@ -136,10 +137,10 @@ def measure(name: str, words: argparse.Namespace) -> Figures:
     return figures
 
 
-def merged(place: Place, team: Team, numel: int, turns: int) -> tuple[float, float]:
+def merged(place: Place, team: Team, numel: int, turns: int, rest: float = 0.0) -> tuple[float, float]:
     """Share of the line, and bytes on the wire over the payload."""
     payload, before = payload_of(numel), place.sent()
-    seconds = merge_seconds(team, turns)
+    seconds = merge_seconds(team, turns, rest)
     return place.share(payload, seconds), (place.sent() - before) / (PEERS * (turns + 1) * payload)
 
 
@@ -176,10 +177,11 @@ def payload_of(numel: int) -> float:
     return 2 * (PEERS - 1) / PEERS * HALF_BYTES * numel
 
 
-def merge_seconds(team: Team, turns: int) -> float:
+def merge_seconds(team: Team, turns: int, rest: float = 0.0) -> float:
     """The median of the turns after the first."""
     seconds = []
     for _ in range(turns + 1):
+        time.sleep(rest)
         team.order(prepare=True)
         seconds.append(team.merge(RUN_SECONDS))
     return statistics.median(seconds[1:])
