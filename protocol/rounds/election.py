@@ -24,7 +24,7 @@ class Ballot:
     precedence: int
 
 
-@lru_cache(maxsize=65_536)
+@lru_cache(maxsize=4096)  # an hour of rounds would fill some megabytes with what nobody asks again
 def rank(run_id: RunId, number: int, view: int, peer: PeerId) -> int:
     text = f"murmur leader {run_id} {number} {view} {peer}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
