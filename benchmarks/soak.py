@@ -5,9 +5,9 @@
 Links of 20 Mbit/s, packets 30 to 50 ms on their way, 1 % lost. The faults, drawn by the seed: kill -9 of a peer, one
 that was killed comes back, a machine stands still for some seconds (SIGSTOP, SIGCONT), a line is cut for some.
 At the end all come back, and must agree. Then the same run without faults, on the same links, until as many tokens are
-in its committed rounds; the losses are compared there. `growth_per_hour`: of the daemons that live for 25 minutes and
-more (two are cut off and sleep, but are never killed), the middle and the greatest slope of each minute's least
-behind a warm-up of five minutes (resident and shared memory in MB, descriptors, threads).
+in its committed rounds; the losses of the last tenth of them are compared. `growth_per_hour`: of the daemons that live
+for 25 minutes and more (two are cut off and sleep, but are never killed), the middle and the greatest slope of each
+minute's least behind a warm-up of five minutes (resident and shared memory in MB, descriptors, threads).
 
 Takes twice the minutes, and 3 more. Needs root, iproute2, nftables and iptables. Exit code 1 where somebody stood still
 for a minute, the peers do not agree, the loss is worse by more than 1 %, or the middle growth of resident memory is
@@ -28,7 +28,7 @@ from pathlib import Path
 from benchmarks.endurance.faults import Faults
 from benchmarks.endurance.flight import agree, manifest_of, reaches, until
 from benchmarks.endurance.resources import Resources
-from benchmarks.endurance.watch import Watch, loss_at
+from benchmarks.endurance.watch import Watch, loss_up_to
 from tests.netlab.laboratory import Laboratory, Link
 from tests.netlab.namespaces import hindrance
 from tests.netlab.scattered import ScatteredFlock, scattered
@@ -92,7 +92,8 @@ def measure(minutes: float, peers: int, seed: int) -> Report:
 
         ends = time.monotonic() + 60 * minutes
         until(watch, lambda: time.monotonic() > ends and bool(watch.curve), act, 60 * minutes + STUCK_SECONDS)
-        (tokens, loss), rounds = watch.curve[-1], watch.round
+        tokens, rounds = watch.curve[-1][0], watch.round
+        loss = loss_up_to(watch.curve, tokens)
         faults.stop()
         watch.absent = []
         agreed = agree(flock)
@@ -103,7 +104,7 @@ def measure(minutes: float, peers: int, seed: int) -> Report:
         print(f"  longest without a round: {watch.standstill.longest}; growth: {growth}", file=sys.stderr)
     with flight(peers, seed) as (flock, calm):
         until(calm, lambda: reaches(tokens, calm), seconds=CALM_TIMES * 60 * minutes + STUCK_SECONDS)
-        calm_loss = loss_at(calm.curve, tokens)
+        calm_loss = loss_up_to(calm.curve, tokens)
     return Report(minutes, dict(faults.counts), rounds, standstill, agreed, loss, calm_loss, growth)
 
 

@@ -11,7 +11,7 @@ from benchmarks.churn import Deaths, Report
 from benchmarks.endurance import faults
 from benchmarks.endurance.faults import Faults
 from benchmarks.endurance.resources import Resources, slope_of
-from benchmarks.endurance.watch import Standstill, Watch, loss_at
+from benchmarks.endurance.watch import Standstill, Watch, loss_at, loss_up_to
 from node.status import NodeStatus
 
 KINDS = {"kill", "freeze", "cut", "rejoin"}
@@ -23,6 +23,12 @@ def test_a_loss_is_read_between_two_points_and_never_beyond_them() -> None:
     for outside in (99, 401):
         with pytest.raises(ValueError, match="not measured"):
             loss_at(CURVE, outside)
+
+
+def test_of_a_flight_the_losses_of_the_last_tenth_count() -> None:
+    jagged = [(tokens, 2.0 + (-1) ** (tokens // 10)) for tokens in range(0, 401, 10)]
+    assert loss_at(jagged, 400) == 3.0 and loss_up_to(jagged, 400) == pytest.approx(2.0, abs=0.15)
+    assert loss_up_to([(0, 4.0), (400, 0.0)], 400) == pytest.approx(0.18), "nothing before that"
 
 
 def test_a_standstill_counts_from_the_last_round_or_the_start() -> None:

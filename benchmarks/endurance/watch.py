@@ -1,5 +1,6 @@
 """What is seen of a flock over time: how far the run is, its loss by tokens, and who stands still for how long."""
 
+import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -62,6 +63,11 @@ class Watch:
     def curve(self) -> Curve:
         shared = sorted(self._tokens.keys() & self._losses.keys())
         return [(self._tokens[number], self._losses[number]) for number in shared]
+
+
+def loss_up_to(curve: Curve, tokens: int) -> float:
+    """The mean over the last tenth of so many tokens: from one round to the next a loss goes up and down."""
+    return statistics.fmean(loss_at(curve, tokens - tokens * part // 100) for part in range(10))
 
 
 def loss_at(curve: Curve, tokens: int) -> float:
