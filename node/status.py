@@ -64,7 +64,7 @@ class NodeStatus(BaseModel):
     bytes_fetched_by_path: dict[str, int] = Field(default={}, description="of blobs: libp2p, direct")
     absences: dict[str, int] = Field(default={}, description="rounds without our work, by why")
     setbacks: dict[str, int] = Field(default={}, description="what went wrong and was gone round, by reason")
-    refusals: dict[str, int] = Field(default={}, description="what others sent and was refused, or timed out")
+    refusals: dict[str, int] = Field(default={}, description="what others sent and was refused, or stalled")
     direct_refusals: dict[str, int] = Field(default={}, description="direct connections not taken, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
     trainer_restarts: int = 0

@@ -103,7 +103,7 @@ class Metrics(Collector):
         self.hurries += 1
 
     def refused(self, reason: str) -> None:
-        """Something of a peer was refused or timed out; `reason` is a fixed short word such as `forged`."""
+        """Something of a peer was refused or stalled; `reason` is a fixed short word such as `forged`."""
         self._refusals[reason] += 1
 
     def add_refusals(self, counted: Callable[[], Iterable[Mapping[str, int]]]) -> None:
@@ -116,7 +116,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield _labelled("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
-        yield _labelled("murmur_refusals", "What peers sent and was refused, or timed out", "reason", self.refusals)
+        yield _labelled("murmur_refusals", "What peers sent and was refused, or stalled", "reason", self.refusals)
         yield _labelled("murmur_absences", "Rounds without this node's work, by why", "reason", self.absences)
         yield _labelled("murmur_setbacks", "What went wrong and was gone round", "reason", self.setbacks)
         yield _labelled("murmur_entered", "What went into this node's state, round by round", "what", self.entries)

@@ -28,7 +28,7 @@ from protocol.identity import PeerId
 from protocol.network.connection import Connection
 from protocol.network.control import BUFFER_BYTES
 from protocol.network.rates import Flow
-from protocol.network.tunnel import Progress, Tunnels
+from protocol.network.tunnel import Fault, Progress, Tunnels, fault_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,17 +74,13 @@ class Line:
     def is_cut(self) -> bool:
         return self._connection.has_ended
 
-    def fault(self, now: float) -> str | None:
-        """Why it must end, if it must."""
+    def fault(self, now: float) -> Fault | None:
+        """If it must end."""
         self._connection.look()
         pending = self._connection.pending
         self._progress.observe(self._sent - pending, pending, now)
         self.moved_at = max(self.moved_at, self._progress.moved_at)
-        if self._progress.stalled_for(now) > self._limits.stall:
-            return f"nothing was taken for {self._progress.stalled_for(now):.0f} s"
-        if now - self.moved_at > self._idle:
-            return f"idle for {now - self.moved_at:.0f} s"
-        return None
+        return fault_of(self._progress.stalled_for(now), now - self.moved_at, self._limits.stall, self._idle)
 
     async def send(self, kind: int, body: bytes) -> None:
         """ConnectionError: it is cut. Who is cancelled in the middle of a frame cuts it."""

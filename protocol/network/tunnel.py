@@ -133,6 +133,20 @@ class Gates(NamedTuple):
 OPEN = Gates()
 
 
+class Fault(NamedTuple):
+    """Why a tunnel or a line must end."""
+
+    is_stalled: bool  # its receiver takes nothing; else nobody needs it any more
+    words: str
+
+
+def fault_of(stalled: float, silent: float, stall: float, idle: float) -> Fault | None:
+    """PURE. Seconds: in which nothing was taken of what waits, in which nothing moved, and what is allowed of each."""
+    if stalled > stall:
+        return Fault(True, f"nothing was taken for {stalled:.0f} s")
+    return Fault(False, f"idle for {silent:.0f} s") if silent > idle else None
+
+
 class Tunnel:
     """`near` is gRPC's connection, `far` is p2pd's stream."""
 
@@ -180,16 +194,12 @@ class Tunnel:
     def moved_at(self) -> float:
         return max(progress.moved_at for progress in self._progress)
 
-    def fault(self, now: float) -> str | None:
-        """Why this tunnel must end, if it must."""
+    def fault(self, now: float) -> Fault | None:
+        """If it must end."""
         for direction, progress in zip(self._directions, self._progress, strict=True):
             progress.observe(direction.taken - direction.pending, direction.pending, now)
         waited = max(progress.stalled_for(now) for progress in self._progress)
-        if waited > self._limits.stall:
-            return f"nothing was taken for {waited:.0f} s"
-        if now - self.moved_at > self._limits.idle:
-            return f"idle for {now - self.moved_at:.0f} s"
-        return None
+        return fault_of(waited, now - self.moved_at, self._limits.stall, self._limits.idle)
 
 
 async def _ended(pumps: set[asyncio.Task[None]]) -> None:
@@ -211,7 +221,7 @@ class Carried(Protocol):
     def moved_at(self) -> float: ...
     async def run(self) -> None: ...
     def cut(self) -> None: ...
-    def fault(self, now: float) -> str | None: ...
+    def fault(self, now: float) -> Fault | None: ...
 
 
 class Tunnels:
@@ -291,8 +301,9 @@ class Tunnels:
             now = asyncio.get_running_loop().time()
             for tunnel in self._incoming | self._outgoing:
                 if fault := tunnel.fault(now):
-                    self.refusals["stream timed out"] += 1
-                    logger.info("cutting a tunnel with %s: %s", tunnel.peer, fault)
+                    if fault.is_stalled:
+                        self.refusals["stream stalled"] += 1
+                    logger.info("cutting a tunnel with %s: %s", tunnel.peer, fault.words)
                     tunnel.cut()
             self._refused &= {tunnel.peer for tunnel in self._incoming}
 

@@ -253,6 +253,7 @@ async def test_a_line_without_calls_is_closed_and_opened_again(ends: Ends) -> No
     await until(lambda: len(ends.here) == len(ends.there) == 0)
     assert await ends.ask(b"two") == CALLER.encode() + b"two"
     assert ends.dials == 2
+    assert not ends.here.refusals, "who closes what nobody needs refuses nothing"
 
 
 @pytest.mark.parametrize("limited", ["upload", "download", ""])

@@ -100,6 +100,7 @@ async def test_a_frozen_receiver_is_cut_by_the_clock_and_others_go_on(
         assert await working[1].reader.readexactly(1) == b"x"
         await asyncio.sleep(QUICK.stall / 20)
     assert "cutting a tunnel with frozen: nothing was taken" in caplog.text
+    assert tunnels.refusals == {"stream stalled": 1}
     assert "with working" not in caplog.text
     await asyncio.wait({writing}, timeout=5)
     assert isinstance(writing.exception(), ConnectionError)
@@ -165,6 +166,7 @@ async def test_an_idle_tunnel_is_cut(tunnels: Tunnels, caplog: pytest.LogCapture
     ends = await opened(tunnels, "silent")
     await until_empty(tunnels)
     assert "cutting a tunnel with silent: idle" in caplog.text
+    assert not tunnels.refusals, "nothing of it was refused"
     close(*ends)
 
 
