@@ -1,5 +1,6 @@
 """One process dies or sleeps; the run goes on. One flock for all tests of this file, whole again after each."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -114,3 +115,18 @@ def test_the_peer_that_introduced_the_others_dies(flock: Flock) -> None:
     flock.wait_for_round(number + 3, *others, seconds=30)
     first.start(())  # nobody is named: it knows them from before
     flock.wait_for_agreement(after=number + 3)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_counted(flock: Flock) -> None:
+    victim, *others = flock.peers
+    number, [before] = highest(flock), flock.look(victim)
+    assert "checkpoint skipped" not in before.setbacks
+    victim.kill()
+    newest = max((victim.folder / "checkpoints").iterdir(), key=lambda saved: saved.name)
+    os.truncate(newest / "anchor.safetensors", 100)
+    victim.start(others[0].addresses()[:1])
+    flock.wait(lambda: bool(flock.look(victim)), "it answers")
+    assert victim.status is not None and victim.status.setbacks["checkpoint skipped"] == 1, flock.story()
+    assert any("checkpoint skipped 1" in line for line in victim.status.reasons())
+    assert str(newest) in victim.log.read_text(), "the line says which"
+    flock.wait_for_agreement(after=number)
