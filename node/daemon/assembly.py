@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +13,7 @@ from node.arena import Arena, Contents
 from node.channel import Adopted, Config, FromTrainer, Message, Pausing, Progress, Ready
 from node.checkpoints.checkpoint import Checkpoint, load_newest
 from node.config import NodeSettings, threads_each
+from node.daemon.background import Background
 from node.daemon.calls import ask_to_carry, deliver
 from node.daemon.carrying import MESSAGES, Carrying, Surroundings
 from node.daemon.catch_up import Scout
@@ -94,7 +95,7 @@ class Assembly:
     ) -> None:  # fmt: skip
         manifest = settings.manifest
         self._settings, self._folder, self._identity, self._work = settings, folder, identity, work
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(lambda error: self.participant.broken(error))
         self._finishing: asyncio.Task[None] | None = None
         self.peer_id = identity.peer_id
         self._shapes = shape_table(manifest.model)
@@ -327,11 +328,11 @@ class Assembly:
             case Pausing():
                 self.directory.publish(urgent=True, resting=bool(message.reason))
             case Adopted() if self._members.evaluates(message.round):
-                self._spawn(self.trainer.evaluate())
+                self._background.spawn(self.trainer.evaluate())
 
     def _hurry(self) -> None:
         self.standing.hurried()
-        self._spawn(self.trainer.hurry())
+        self._background.spawn(self.trainer.hurry())
 
     def _take(self, peer: PeerId, statements: Iterable[Signed]) -> None:
         self.driver.take(peer, statements)
@@ -379,13 +380,3 @@ class Assembly:
             if self.peer_id in self.directory.live()
             else (),
         }
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.participant.broken(error)

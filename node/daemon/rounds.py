@@ -10,12 +10,12 @@ A vow of the machine is written to disk by a thread; all that the machine says m
 """
 
 import asyncio
-import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from node.daemon.background import Background
 from node.daemon.metrics import Setback
 from node.daemon.replica import Work, Workshop
 from node.daemon.vows import VowFile
@@ -51,8 +51,6 @@ from protocol.rounds.kinds import named_blobs, parse
 from protocol.rounds.reports import Part
 from protocol.rounds.round import Round
 from protocol.rounds.statements import Commit, Contribution, Digest, Statement, Terms
-
-logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 768 * 1024  # of one reply; what is more comes by post
 RETRY_SECONDS = 1.0
@@ -101,7 +99,7 @@ class RoundDriver:
         self.left_out: frozenset[Digest] = frozenset()  # blobs of the last round that may be asked for in the next
         self._attendance = Attendance(self._settings.leader_timeout)
         self._heard: dict[Key, Statement[Any]] = {}  # of the open round
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(hooks.broken)
         self._timer: asyncio.TimerHandle | None = None
         self._events: deque[Event] = deque()
         self._feeding = False
@@ -216,7 +214,7 @@ class RoundDriver:
             case Fetch():
                 self._fetch(action)
             case Reduce():
-                self._spawn(self._reduce(action))
+                self._background.spawn(self._reduce(action))
             case Finish(commit):
                 self._finish(commit)
             case Skip(peer, reason):
@@ -242,7 +240,7 @@ class RoundDriver:
 
     def _fetch(self, order: Fetch) -> None:
         if self._wishes.want(order.blob, order.sources):
-            self._spawn(self._get(order, self._number))
+            self._background.spawn(self._get(order, self._number))
 
     async def _get(self, order: Fetch, number: int) -> None:
         """Until it is here and good, or the round is over (which cancels this)."""
@@ -294,9 +292,7 @@ class RoundDriver:
         self._waiting.clear()
         self._heard.clear()
         self._wishes.clear()
-        for task in self._tasks:
-            task.cancel()
-        self._tasks.clear()
+        self._background.cancel()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -333,17 +329,6 @@ class RoundDriver:
 
     def _sign(self, kind: str, body: Any) -> Signed:
         return sign(self._identity, kind, self._settings.run_id, body)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a task of round %d broke", self._number, exc_info=error)
-            self._hooks.broken(error)
 
 
 def _now() -> float:

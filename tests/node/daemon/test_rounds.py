@@ -193,7 +193,7 @@ async def test_the_end_of_a_round_ends_its_fetches_and_its_timer(table: Table) -
     assert driver._timer is not None
     driver.close()
     await until(lambda: table[0].fetcher.under_way == 0)
-    assert driver._timer is None and not driver._tasks and not driver.is_open
+    assert driver._timer is None and not driver._background and not driver.is_open
     driver.begin(0, HEAD.digest, table.seats)
     driver._carry_out(Fetch(wanted, (PEERS[1].peer_id,)))
     await until(lambda: table[0].fetcher.under_way == 1)  # a wish that died with its round is a new wish
