@@ -4,13 +4,18 @@ A limited link delivers a few kilobytes at a time, and an event loop that wakes 
 than on all else. Who waits for much says so to the kernel (SO_RCVLOWAT): it keeps quiet until there is as much as
 lately came in a twentieth of a second, or all that is missing. TCP goes on meanwhile: it acknowledges and widens its
 window as if we read. Of the last TLS record a part may have come before, so its bytes are waited for one by one.
+
+asyncio keeps 256 KiB for each connection with TLS. One that has ended must not be part of a cycle, or that stays until
+the collector comes by: links that lose packets open and close dozens of connections a minute.
 """
 
 import asyncio
 import socket
+import ssl
 import sys
 from contextlib import suppress
-from typing import Final
+from copy import copy
+from typing import Any, Final
 
 SPILL_BYTES = 64 * 1024  # that come while nobody waits; then the sender is paused
 RECORD_BYTES = 16 * 1024 + 512  # of TLS: what may lie in its buffers, not yet decrypted
@@ -55,6 +60,7 @@ class Connection(asyncio.BufferedProtocol):
         self.placed = 0  # bytes that the last `fill` brought, also where it was cancelled or failed
         self._quiet = Quiet(self._loop.time())
         self._low_water = 1
+        self._transport: asyncio.Transport | None = None  # while it is connected
         self._ended: Exception | None = None
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -71,7 +77,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             while self._wanted:
                 if self._ended:
-                    raise self._ended
+                    raise copy(self._ended)  # its traceback names us
                 self._waiter = self._loop.create_future()
                 self._hush()
                 await self._waiter
@@ -85,14 +91,16 @@ class Connection(asyncio.BufferedProtocol):
         return bytes(data)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.transport.write(data)
+        """What `drain` would say is not said here."""
+        if self._transport:
+            self._transport.write(data)
         self._written += len(data)
 
     async def drain(self) -> None:
         """Until there is room for more. ConnectionError: it has ended."""
         # So that it can be told to those who only write: where the other end has reset the connection, TLS does not
         # know that it is closing, and swallows whatever is written.
-        if self.transport.is_closing() or self._written >= YIELD_BYTES:
+        if self._is_closing or self._written >= YIELD_BYTES:
             self._written = 0
             await asyncio.sleep(0)
         await self._has_room.wait()
@@ -102,27 +110,50 @@ class Connection(asyncio.BufferedProtocol):
     async def wait_closed(self) -> None:
         await asyncio.shield(self._closed)
 
+    def close(self) -> None:
+        """Once all that was written is gone."""
+        if self._transport:
+            self._transport.close()
+
     def abort(self) -> None:
-        self.transport.abort()
+        if self._transport:
+            self._transport.abort()
 
     @property
     def has_ended(self) -> bool:
-        return self._ended is not None or self.transport.is_closing()
+        return self._ended is not None or self._is_closing
+
+    @property
+    def _is_closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
 
     @property
     def pending(self) -> int:
         """Bytes written that the kernel has not taken yet."""
-        return self.transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size() if self._transport else 0
 
     @property
     def socket(self) -> socket.socket:
-        connection: socket.socket = self.transport.get_extra_info("socket")
+        """ConnectionError: it has ended."""
+        connection: socket.socket = self._extra("socket")
         return connection
+
+    @property
+    def tls(self) -> ssl.SSLObject:
+        """ConnectionError: it has ended."""
+        tls: ssl.SSLObject = self._extra("ssl_object")
+        return tls
 
     def certificate(self) -> bytes:
         """The other end's, in DER."""
-        certificate: bytes = self.transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        certificate = self.tls.getpeercert(binary_form=True)
+        assert certificate is not None
         return certificate
+
+    def _extra(self, name: str) -> Any:
+        if self._transport is None:
+            raise ConnectionResetError("the connection is lost")
+        return self._transport.get_extra_info(name)
 
     def look(self) -> None:
         """To be called about once a second: where nothing has come for long, the next byte is heard."""
@@ -134,7 +165,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self._transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._wanted or memoryview(self._spill)[self._stop :]
@@ -143,8 +174,8 @@ class Connection(asyncio.BufferedProtocol):
         self._quiet.came(nbytes, self._loop.time())
         if not self._wanted:
             self._stop += nbytes
-            if self._stop == SPILL_BYTES:
-                self.transport.pause_reading()
+            if self._stop == SPILL_BYTES and self._transport:
+                self._transport.pause_reading()
             return
         self._advance(nbytes)
         if not self._wanted:
@@ -156,6 +187,7 @@ class Connection(asyncio.BufferedProtocol):
         self._end(EOFError("the connection was closed"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
         self._end(exc or EOFError("the connection was closed"))
         self._has_room.set()
         if not self._closed.done():
@@ -179,12 +211,12 @@ class Connection(asyncio.BufferedProtocol):
         self._advance(size)
         if self._start == self._stop:
             was_full, self._start, self._stop = self._stop == SPILL_BYTES, 0, 0
-            if was_full and not self.transport.is_closing():
-                self.transport.resume_reading()
+            if was_full and self._transport and not self._transport.is_closing():
+                self._transport.resume_reading()
 
     def _end(self, reason: Exception) -> None:
         if self._ended is None:
-            self._ended = reason
+            self._ended = copy(reason)
         self._wake()
 
     def _wake(self) -> None:

@@ -211,18 +211,27 @@ class LineChannel:
 
     async def send(self, body: bytes) -> Turn:
         async with self._sending:
-            if self._line is None or self._line.is_cut:
-                await self._open()
-            assert self._line
-            await self._line.send(CALL, body)
-            turn = Turn(self._line, self._turns)
+            line = self._line
+            if line is None or line.is_cut:
+                line = await self._opened()
+            await line.send(CALL, body)
+            turn = Turn(line, self._turns)
             turn.wait()
             return turn
 
-    async def _open(self) -> None:
+    async def _opened(self) -> Line:
         connection = await self._dial(self._peer)
         self._line, self._turns = Line(self._peer, connection, self._tunnels, self._idle), deque()
-        self._tunnels.spawn(self._tunnels.keep_out(self._line))
+        self._tunnels.spawn(self._keep(self._line))
+        return self._line
+
+    async def _keep(self, line: Line) -> None:
+        """Until it ends; its memory goes with it."""
+        try:
+            await self._tunnels.keep_out(line)
+        finally:
+            if self._line is line:
+                self._line = None
 
     def skip(self, turn: Turn) -> None:
         """Nobody waits for its answer any more."""

@@ -298,14 +298,16 @@ class Tunnels:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self.limits.tick)
-            now = asyncio.get_running_loop().time()
-            for tunnel in self._incoming | self._outgoing:
-                if fault := tunnel.fault(now):
-                    if fault.is_stalled:
-                        self.refusals["stream stalled"] += 1
-                    logger.info("cutting a tunnel with %s: %s", tunnel.peer, fault.words)
-                    tunnel.cut()
-            self._refused &= {tunnel.peer for tunnel in self._incoming}
+            self._look(asyncio.get_running_loop().time())
+
+    def _look(self, now: float) -> None:
+        for tunnel in self._incoming | self._outgoing:
+            if fault := tunnel.fault(now):
+                if fault.is_stalled:
+                    self.refusals["stream stalled"] += 1
+                logger.info("cutting a tunnel with %s: %s", tunnel.peer, fault.words)
+                tunnel.cut()
+        self._refused &= {tunnel.peer for tunnel in self._incoming}
 
     async def stop(self) -> None:
         tasks = {self._watcher, *self._tasks}

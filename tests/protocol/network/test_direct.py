@@ -110,7 +110,7 @@ async def test_both_ends_know_each_other(build: Build) -> None:
     assert house.guests == [caller.peer_id for caller in callers]
     for connection in connections:
         assert await echoes(connection, os.urandom(1 << 20))
-        assert connection.transport.get_extra_info("ssl_object").version() == "TLSv1.3"
+        assert connection.tls.version() == "TLSv1.3"
     assert not house.door.refusals
     close(*connections)
 

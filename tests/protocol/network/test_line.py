@@ -1,8 +1,10 @@
 """Calls over lines between two ends on loopback."""
 
 import asyncio
+import gc
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from asyncio.sslproto import SSLProtocol
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import grpc
@@ -96,6 +98,11 @@ class Ends:
 
     def fetch(self, chunks: int, seconds: float = 10.0) -> Any:
         return self.stub.Fetch(FetchRequest(length=chunks * CHUNK), timeout=seconds)
+
+    def cut_there(self) -> None:
+        """The other end cuts all lines."""
+        for line in tuple(self.there._incoming):
+            line.cut()
 
     async def close(self) -> None:
         for server in self._servers:
@@ -228,7 +235,7 @@ async def test_an_answer_that_is_none_ends_the_line(ends: Ends, answer: bytes) -
     async def peer(connection: Connection) -> None:
         await connection.read(1)
         connection.write(answer)
-        connection.transport.close()
+        connection.close()
 
     await ends.open_to(peer)
     for dials in (1, 2):
@@ -254,6 +261,38 @@ async def test_a_line_without_calls_is_closed_and_opened_again(ends: Ends) -> No
     assert await ends.ask(b"two") == CALLER.encode() + b"two"
     assert ends.dials == 2
     assert not ends.here.refusals, "who closes what nobody needs refuses nothing"
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Only what nobody refers to any more is freed, and no cycle."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def buffers() -> int:
+    """What is held for the ends of connections: asyncio's memory for TLS, and ours."""
+    return sum(issubclass(type(held), SSLProtocol | Connection) for held in gc.get_objects())
+
+
+@pytest.mark.parametrize("ending", ["closed", "cut", "cut in a call"])
+async def test_a_line_that_has_ended_holds_no_memory(ends: Ends, uncollected: None, ending: str) -> None:
+    before = buffers()
+    await ends.open()
+    await ends.ask(b"?")
+    assert buffers() == before + 4
+    if ending == "closed":
+        await ends.channel.close()
+    else:
+        calls = [asyncio.create_task(ends.ask(SLOW))] if ending == "cut in a call" else []
+        await until(lambda: len(ends.channel._turns) == len(calls))
+        ends.cut_there()
+        await asyncio.gather(*calls, return_exceptions=True)
+        calls.clear()
+    await until(lambda: len(ends.here) == len(ends.there) == 0)
+    await until(lambda: buffers() == before, 1.0)
 
 
 @pytest.mark.parametrize("limited", ["upload", "download", ""])
