@@ -31,6 +31,28 @@ def test_of_a_flight_the_losses_of_the_last_tenth_count() -> None:
     assert loss_up_to([(0, 4.0), (400, 0.0)], 400) == pytest.approx(0.18), "nothing before that"
 
 
+def test_what_a_peer_comes_to_while_it_is_cut_off_is_not_the_runs_loss() -> None:
+    flock = FakeFlock(3)
+    watch = Watch(cast(Any, flock))
+
+    def see(name: str, number: int, digest: str, tokens: int, evaluated: int | None = None, loss: float = 0.0) -> None:
+        measured = {} if evaluated is None else {"validation_round": evaluated, "validation_loss": loss}
+        told = {"round": number, "digest": digest, "chain_tokens": tokens, **measured}
+        watch._note(NodeStatus.model_validate({"peer_id": name, "run": "r", "run_id": "00", **told}))
+
+    for name in ("one", "two", "cut"):
+        see(name, 1, "a", 300, 1, 4.0)
+    see("one", 2, "b", 500, 2, 3.5)
+    see("two", 2, "b", 500)
+    see("cut", 2, "x", 400, 2, 3.9)
+    see("two", 3, "c", 700, 3, 3.2)
+    see("one", 3, "c", 700)
+    see("cut", 3, "c", 700, 2, 3.9)  # it is back, and still says what it last evaluated
+    assert watch.curve == [(300, 4.0), (500, 3.5), (700, 3.2)]
+    see("late", 9, "z", 1000, 8, 9.9)
+    assert watch.curve == [(300, 4.0), (500, 3.5), (700, 3.2)], "of round 8 nothing else is known"
+
+
 def test_a_standstill_counts_from_the_last_round_or_the_start() -> None:
     standstill = Standstill()
     for now, number in ((0.0, -1), (5.0, -1), (6.0, 3), (8.0, 3), (20.0, 4)):

@@ -34,16 +34,29 @@ class Standstill:
         return max(self.longest.values(), default=0.0)
 
 
+@dataclass
+class Model:
+    """What peers have come to in a round."""
+
+    tokens: int
+    peers: set[str] = field(default_factory=set)
+    loss: float | None = None
+
+
 class Watch:
-    """Look often: what happens between two looks is not seen. `absent`: names of peers that are not to be asked now."""
+    """Look often: what happens between two looks is not seen. `absent`: names of peers that are not to be asked now.
+
+    Who is cut off goes on by itself, on a chain of its own that loses when it comes back: of each round that model
+    counts which most peers came to.
+    """
 
     def __init__(self, flock: Flock) -> None:
         self.standstill = Standstill()
         self.round = 0
         self.absent: Sequence[str] = ()
         self._flock = flock
-        self._tokens: dict[int, int] = {}
-        self._losses: dict[int, float] = {}
+        self._models: dict[int, dict[str, Model]] = {}  # by round and digest
+        self._digests: dict[tuple[str, int], str] = {}  # by peer and round
 
     def look(self) -> None:
         present = [peer for peer in self._flock.peers if peer.running and peer.name not in self.absent]
@@ -55,14 +68,19 @@ class Watch:
 
     def _note(self, status: NodeStatus) -> None:
         self.round = max(self.round, status.round)
-        self._tokens[status.round] = status.chain_tokens
+        model = self._models.setdefault(status.round, {}).setdefault(status.digest, Model(status.chain_tokens))
+        model.peers.add(status.peer_id)
+        self._digests[status.peer_id, status.round] = status.digest
         if status.validation_loss is not None and status.validation_round is not None:
-            self._losses[status.validation_round] = status.validation_loss
+            digest = self._digests.get((status.peer_id, status.validation_round))
+            if digest is not None:  # or it has evaluated what nobody has seen it come to
+                self._models[status.validation_round][digest].loss = status.validation_loss
 
     @property
     def curve(self) -> Curve:
-        shared = sorted(self._tokens.keys() & self._losses.keys())
-        return [(self._tokens[number], self._losses[number]) for number in shared]
+        common = (max(models.values(), key=lambda model: (len(model.peers), model.tokens))
+                  for _, models in sorted(self._models.items()))  # fmt: skip
+        return [(model.tokens, model.loss) for model in common if model.loss is not None]
 
 
 def loss_up_to(curve: Curve, tokens: int) -> float:
