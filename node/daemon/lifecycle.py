@@ -18,7 +18,6 @@ import torch
 
 from node.config import NodeSettings, threads_each
 from node.daemon.assembly import Assembly
-from node.daemon.heap import keep_one_arena
 from node.daemon.metrics import metrics_server
 from node.folder import RunFolder
 from protocol.errors import MurmurError
@@ -54,7 +53,6 @@ class Daemon:
         self._signals = 0
 
     async def run(self) -> None:
-        keep_one_arena()
         torch.set_num_threads(1)  # the cores are the trainer's
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
