@@ -5,6 +5,7 @@ Order of an end: leave the directory (others stop counting on us), stop the trai
 """
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -67,6 +68,7 @@ class Daemon:
             port = await stack.enter_async_context(
                 metrics_server(self._settings.metrics, node.metrics, node.standing.status)
             )
+            collect_often()
             self._folder.announce(node.peer_id, await node.transport.addresses(), port)
             logger.info("this node is %s in run %s", node.peer_id, self._settings.manifest.run.name)
             await stack.enter_async_context(self._beside(node))
@@ -140,6 +142,17 @@ class Daemon:
         while True:
             node.publish_progress()
             await asyncio.sleep(PUBLISH_SECONDS)
+
+
+def collect_often() -> None:
+    """To be called once all is imported and built: that is not looked at again, so that looking at the rest takes
+    milliseconds and can be done ten times as often. By default the cycles that gRPC and asyncio leave behind hold up to
+    30 MB for a quarter of an hour.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(700, 10, 1)
+    gc.collect()  # the collector waits for a quarter more than the last time left: now that is little
 
 
 async def _forever(loop: Coroutine[Any, Any, None]) -> None:
