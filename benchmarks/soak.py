@@ -6,8 +6,8 @@ Links of 20 Mbit/s, packets 30 to 50 ms on their way, 1 % lost. The faults, draw
 that was killed comes back, a machine stands still for some seconds (SIGSTOP, SIGCONT), a line is cut for some.
 At the end all come back, and must agree. Then the same run without faults, on the same links, until as many tokens are
 in its committed rounds; the losses of the last tenth of them are compared. `growth_per_hour`: of the daemons that live
-for 25 minutes and more (two are cut off and sleep, but are never killed), the middle and the greatest slope of each
-minute's least behind a warm-up of five minutes (resident and shared memory in MB, descriptors, threads).
+for half an hour and more (two are cut off and sleep, but are never killed), the middle and the greatest slope of each
+minute's least behind a warm-up of ten minutes (resident and shared memory in MB, descriptors, threads).
 
 Takes twice the minutes, and 3 more. Needs root, iproute2, nftables and iptables. Exit code 1 where somebody stood still
 for a minute, the peers do not agree, the loss is worse by more than 1 %, or the middle growth of resident memory is

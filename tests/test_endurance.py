@@ -130,8 +130,8 @@ def test_the_excess_is_of_the_means() -> None:
 
 def test_growth_is_of_each_life_behind_its_warm_up() -> None:
     resources = Resources()
-    starting = [(float(now), 50.0 + now) for now in range(0, 300, 5)]
-    flat = [(float(now), 100.0 + now % 60) for now in range(300, 2000, 5)]
+    starting = [(float(now), 50.0 + now) for now in range(0, 600, 5)]
+    flat = [(float(now), 100.0 + now % 60) for now in range(600, 2000, 5)]
     leaking = [(now, amount + now / 3600) for now, amount in flat]
     resources.lives["resident_mb"] = {1: starting + flat, 2: starting + leaking, 3: starting}
     assert resources.growth()["resident_mb"] == pytest.approx([0.0, 1.0]), "what comes and goes in a minute is none"
