@@ -180,7 +180,7 @@ def load_manifest(path: Path) -> Manifest:
 def parse_manifest(text: bytes, origin: str) -> Manifest:
     """`origin` names the text in errors."""
     if len(text) > MAX_MANIFEST_BYTES:
-        raise ManifestError(f"{origin}: a manifest has at most {MAX_MANIFEST_BYTES} bytes")
+        raise ManifestError(f"{origin}: a manifest has at most {MAX_MANIFEST_BYTES} bytes; shorten it")
     try:
         decoded = text.decode()
         if any(line.count(".") > MAX_DOTS for line in decoded.splitlines()):

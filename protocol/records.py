@@ -18,6 +18,8 @@ from protocol.manifest import RunId
 DOMAIN = b"murmur/1"
 MAX_BODY_BYTES = 512 * 1024
 SIGNATURE_BYTES = 64
+MAX_ROUND = 2**24  # a round each half minute for sixteen years
+MAX_CHAIN_TOKENS = 2**60
 
 M = TypeVar("M", bound=Message)
 

@@ -10,8 +10,6 @@ from protocol.blobs.blob import Blob
 from protocol.errors import LimitError
 from protocol.identity import PeerId
 
-MAX_BLOBS_EACH = 1024
-
 
 @dataclass(frozen=True)
 class _Load:
@@ -21,10 +19,10 @@ class _Load:
 
 
 class Burden:
-    """`most`, `most_each`: bytes, of all who ask and of one."""
+    """`most`, `most_each`: bytes, of all who ask and of one. `blobs_each`: how many of one, as each costs us work."""
 
-    def __init__(self, most: int, most_each: int) -> None:
-        self._most, self._most_each = most, most_each
+    def __init__(self, most: int, most_each: int, blobs_each: int) -> None:
+        self._most, self._most_each, self._blobs_each = most, most_each, blobs_each
         self._loads: dict[bytes, _Load] = {}
 
     @property
@@ -37,7 +35,7 @@ class Burden:
         if blob.digest in self._loads:
             return
         own = [load.size for load in self._loads.values() if load.asker == asker]
-        if sum(own) + blob.size > self._most_each or len(own) >= MAX_BLOBS_EACH:
+        if sum(own) + blob.size > self._most_each or len(own) >= self._blobs_each:
             raise LimitError(f"{asker} has {len(own)} blobs of {sum(own)} bytes carried already")
         if self.size + blob.size > self._most:
             raise LimitError(f"{self.size} bytes are carried for others already")

@@ -26,12 +26,13 @@ from protocol.murmur_pb2 import PiecesReply
 logger = logging.getLogger(__name__)
 
 TICK = 0.1  # seconds between two looks at late calls, pauses that are over and new sources
+LOOK_SECONDS = 20e-6  # of a pause after each look, for each download: one look over thousands takes milliseconds
 NAMED_TROUBLES = 8
 
 SourcesOf = Callable[[], Sequence[PeerId]]
 OnFault = Callable[[PeerId, str], None]
 Receive = Callable[[Plan, Call], Awaitable[None]]
-Share = Callable[["Errand | None"], None]
+Stir = Callable[[], None]
 
 
 class Errand:
@@ -42,6 +43,7 @@ class Errand:
         self.running: dict[asyncio.Task[None], Call] = {}
         self._receive = receive
         self._ended = asyncio.Event()  # a call has, or more than one
+        self._broken: BaseException | None = None
 
     def begin(self, elsewhere: Mapping[PeerId, int], now: float, *, idle_only: bool) -> bool:
         """A call, if one makes sense. `elsewhere`: bytes that other errands await of each source; `idle_only`: ask
@@ -55,31 +57,37 @@ class Errand:
         return True
 
     async def ended(self) -> list[asyncio.Task[None]]:
-        """Waits until a call has ended, or it is time to look round."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TICK):
-                await self._ended.wait()
+        """Waits until a call has ended."""
+        await self._ended.wait()
         self._ended.clear()
+        if self._broken:
+            raise self._broken
         return [task for task in self.running if task.done()]
+
+    def break_off(self, error: BaseException) -> None:
+        """Nobody begins calls any more."""
+        self._broken = error
+        self._ended.set()
 
 
 class Download:
     """One blob being fetched, for all who wait for it."""
 
     def __init__(
-        self, blob: Blob, turn: int, store: BlobStore, wire: Wire, sources: Sources, on_fault: OnFault, share: Share
+        self, blob: Blob, turn: int, store: BlobStore, wire: Wire, sources: Sources, on_fault: OnFault, stir: Stir
     ) -> None:
+        """`stir`: have calls begun soon."""
         self.turn = turn
         self.wanted: list[SourcesOf] = []
         self.ending = False
-        self.denied = asyncio.Event()  # all sources have
+        self._denied = asyncio.Event()  # while all sources have
         self._next_look = 0.0
         self.blob = blob
         self._store = store
         self._wire = wire
         self._sources = sources
         self._on_fault = on_fault
-        self._share = share
+        self._stir = stir
         self.errand: Errand | None = None
         self.task = asyncio.create_task(self._run(), name=f"fetch {blob.name[:12]}")
 
@@ -91,9 +99,29 @@ class Download:
         named = "; ".join(f"{peer}: {trouble}" for peer, trouble in list(troubles.items())[:NAMED_TROUBLES])
         return f"{len(troubles)} sources tried: {named}{'; ...' if len(troubles) > NAMED_TROUBLES else ''}"
 
+    def want(self, sources: SourcesOf) -> None:
+        """One more waits for it, and names sources that may have what the others do not."""
+        self.wanted.append(sources)
+        self._next_look = 0.0
+        self._denied.clear()
+        self._stir()
+
+    def look(self, now: float) -> None:
+        """For new sources, once a tick."""
+        if now >= self._next_look:
+            self._next_look = now + TICK
+            self._sources.offer(peer for sources in self.wanted for peer in sources())
+            self._note_denial()
+
+    def _note_denial(self) -> None:
+        if self._sources.are_without:
+            self._denied.set()
+        else:
+            self._denied.clear()
+
     async def unless_denied(self) -> None:
         """Wait for it. GoneError: nobody has it."""
-        denied = asyncio.create_task(self.denied.wait())
+        denied = asyncio.create_task(self._denied.wait())
         try:
             await asyncio.wait([self.task, denied], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -155,24 +183,15 @@ class Download:
     async def _work(self, plan: Plan, receive: Receive) -> None:
         """Carry out a plan to its end."""
         self.errand = errand = Errand(plan, receive)
-        ended: Sequence[asyncio.Task[None]] = ()
         try:
             while not plan.done:
-                self._look_for_sources()
-                self._share(None if ended else errand)
-                ended = await errand.ended()
-                for task in ended:
+                self._stir()
+                for task in await errand.ended():
                     self._settle(errand, task)
         finally:
             self.errand = None
             await _cancel(list(errand.running))
-            self._share(None)
-
-    def _look_for_sources(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + TICK
-            self._sources.offer(peer for sources in self.wanted for peer in sources())
+            self._stir()
 
     def _settle(self, errand: Errand, task: asyncio.Task[None]) -> None:
         plan, call, now = errand.plan, errand.running.pop(task), time.monotonic()
@@ -183,13 +202,13 @@ class Download:
         failed = _failure_of(task)
         if failed is None:
             others = plan.succeeded(call, now)
+            self._note_denial()
             for other in [other for other, its_call in errand.running.items() if its_call in others]:
                 other.cancel()
             return
         plan.failed(call, failed.failure, failed.trouble, now)
         logger.info("blob %s piece %d from %s: %s", self.blob.name[:12], call.piece, call.peer, failed.trouble)
-        if self._sources.are_without:
-            self.denied.set()
+        self._note_denial()
         if failed.failure is Failure.LIED:
             self._on_fault(call.peer, failed.trouble)
 
@@ -218,7 +237,9 @@ class Fetcher:
         self._wire = Wire(carrier, self._pace.stall)
         self._window = Window()
         self._downloads: dict[Blob, Download] = {}
-        self._inflow = Inflow()  # while anything is fetched
+        self._inflow = Inflow()  # while anything is fetched,
+        self._ticker: asyncio.Task[None] | None = None  # and calls are begun
+        self._stirred = asyncio.Event()  # a call has ended, or there is something new
 
     @property
     def bytes_received(self) -> int:
@@ -265,26 +286,57 @@ class Fetcher:
             if not self._downloads:
                 self._inflow = Inflow()
             ledger = Sources(self._pace, self._rng, self._carrier.places, self._inflow)
-            download = Download(blob, turn, self._store, self._wire, ledger, self._on_fault, self._share)
+            download = Download(blob, turn, self._store, self._wire, ledger, self._on_fault, self._stir)
             self._downloads[blob] = download
-            download.task.add_done_callback(lambda _: self._downloads.pop(blob))
-        download.wanted.append(sources)
+            download.task.add_done_callback(lambda _: self._ended(blob))
+        download.want(sources)
         return download
 
-    def _share(self, asking: Errand | None) -> None:
-        """Has errands begin what calls they may, all of them or the one that asks: lists of hashes first, small blobs
-        before large ones (by powers of two, as a round does not wait for a state), among equals whose turn it is, and
-        then what was wanted first."""
-        now = time.monotonic()
+    def _ended(self, blob: Blob) -> None:
+        del self._downloads[blob]
+        self._stir()
+
+    def _stir(self) -> None:
+        """Have calls begun soon."""
+        self._stirred.set()
+        if self._ticker is None and self._downloads:
+            self._ticker = asyncio.create_task(self._tick(), name="ticker of fetches")
+            self._ticker.add_done_callback(self._stopped)
+
+    async def _tick(self) -> None:
+        """One look for all, at each tick and soon after something has happened; as long as anything is fetched."""
+        while self._downloads:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK):
+                    await self._stirred.wait()
+            self._stirred.clear()
+            self._share(time.monotonic())
+            await asyncio.sleep(LOOK_SECONDS * len(self._downloads))
+
+    def _stopped(self, ticker: asyncio.Task[None]) -> None:
+        """A fault in our own code, or of who names sources, is told to all who wait."""
+        self._ticker = None
+        if not ticker.cancelled() and (error := ticker.exception()):
+            for download in self._downloads.values():
+                if download.errand:
+                    download.errand.break_off(error)
+
+    def _share(self, now: float) -> None:
+        """Has errands begin what calls they may: lists of hashes first, small blobs before large ones (by powers of
+        two, as a round does not wait for a state), among equals whose turn it is, and then what was wanted first."""
         downloads = sorted(self._downloads.values(), key=lambda each: (each.blob.size.bit_length(), each.turn))
-        errands = [download.errand for download in downloads if download.errand]
+        errands = []
+        for download in downloads:
+            download.look(now)
+            if download.errand:
+                errands.append(download.errand)
         errands.sort(key=lambda errand: not errand.plan.is_small)
         awaited = Counter[PeerId]()
         for errand in errands:
             awaited.update(errand.plan.awaited(now))
         self._window.observe(now, self.bytes_received, not awaited)
         self._inflow.rate = self._window.rate
-        able = [errand for errand in ([asking] if asking else errands) if errand.plan.may_begin(now)]
+        able = [errand for errand in errands if errand.plan.may_begin(now)]
         if able:
             self._begin(able, awaited, max(errand.plan.most_places for errand in errands), now)
 

@@ -90,8 +90,7 @@ class FilePartial(Partial):
         # another file, under its hands.
         self._lock = threading.Lock()
         with disk_errors(path):
-            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            os.ftruncate(self._descriptor, blob.size)
+            self._descriptor: int | None = _opened(path, blob.size)
 
     def recheck(self) -> None:
         """Takes seconds for gigabytes, and ends early when closed."""
@@ -123,3 +122,13 @@ class FilePartial(Partial):
     def _holds(self, descriptor: int, piece: int) -> bool:
         start = piece * PIECE_BYTES
         return has_data(descriptor, start) and hash_piece(descriptor, start) == self._hash_of(piece)
+
+
+def _opened(path: Path, size: int) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

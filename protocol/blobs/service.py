@@ -2,7 +2,7 @@
 
 A range is sent in chunks of 256 KiB (less where our upload is limited) and one piece is in memory at a time. A piece is
 checked before it goes out: a blob that has rotted on the disk is removed instead of being taken for a lie of ours.
-Limits are for each caller.
+Limits are for each caller, but for the number of calls, which has one for all as well.
 """
 
 import asyncio
@@ -48,9 +48,11 @@ _STATUS: dict[type[Exception], tuple[grpc.StatusCode, str]] = {  # and the word 
 
 @dataclass(frozen=True)
 class CallerLimits:
-    """What one caller may have going on at once, and the seconds it may take to accept one chunk."""
+    """What one caller may have going on at once, and the seconds it may take to accept one chunk. `all_calls`: of all
+    callers, each of which holds a piece."""
 
     calls: int = 32
+    all_calls: int = 512
     bytes_asked: int = 64 * PIECE_BYTES
     chunk_seconds: float = 40.0
     chunk_bytes: int = CHUNK_BYTES
@@ -138,6 +140,8 @@ class BlobService(BlobsServicer):
 
     @contextmanager
     def _admit(self, peer: PeerId, length: int) -> Iterator[None]:
+        if sum(load.calls for load in self._loads.values()) >= self._limits.all_calls:
+            raise LimitError(f"all {self._limits.all_calls} places are taken")
         load = self._loads.get(peer, Load())
         if load.calls >= self._limits.calls or load.bytes_asked + length > self._limits.bytes_asked:
             raise LimitError(f"at most {self._limits.calls} calls and {self._limits.bytes_asked} bytes at once")

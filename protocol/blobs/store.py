@@ -271,7 +271,9 @@ class BlobStore:
 
     def _make_room(self, size: int) -> None:
         if self._total() + size > self._max_bytes:
-            raise StorageError(f"{self._folder} may hold {self._max_bytes} bytes and is full; allow it more")
+            raise StorageError(
+                f"{self._folder} may hold {self._max_bytes} bytes and is full; stop the node, remove it and start again"
+            )
 
     def _write(self, blob: Blob, hashes: bytes, *data: Bytes) -> None:
         with self._new_file(blob.size) as file:

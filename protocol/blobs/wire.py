@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from typing import Protocol, cast
+from typing import Protocol
 
 import grpc
 
@@ -13,6 +13,7 @@ from protocol.errors import LimitError, MalformedError, PeerFault, TransportErro
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
+from protocol.replies import parsed
 
 _FAILURES = {
     grpc.StatusCode.NOT_FOUND: Failure.ABSENT,
@@ -65,10 +66,10 @@ class Wire:
         """Unchecked."""
         with self._leased(call) as lease:
             request = PiecesRequest(digest=blob.digest)
-            reply = await BlobsStub(lease.channel).Pieces(request, timeout=call.seconds)
+            reply: PiecesReply = parsed(await BlobsStub(lease.channel).Pieces(request, timeout=call.seconds))
             lease.received(len(reply.pieces))
         self.bytes_received += len(reply.pieces)
-        return cast(PiecesReply, reply)
+        return reply
 
     async def piece(self, blob: Blob, plan: Plan, call: Call, keep: Callable[[bytearray], object]) -> None:
         """`keep` checks the piece and writes it, in a thread; the piece takes up memory until it has."""
@@ -84,7 +85,7 @@ class Wire:
         try:
             async with self._deadline(call):
                 async for chunk in stream:
-                    came = chunk.data  # a copy at each look
+                    came = parsed(chunk).data  # a copy at each look
                     received = _place(data, received, came)
                     # Empty chunks are no progress.
                     if came:

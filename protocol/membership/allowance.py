@@ -1,4 +1,4 @@
-"""How often a peer may call us: PURE, the caller passes the time (seconds, monotonic)."""
+"""How much a peer may ask of us: PURE, the caller passes the time (seconds, monotonic)."""
 
 from protocol.identity import PeerId
 
@@ -6,17 +6,22 @@ MAX_CALLERS = 4096
 
 
 class Allowance:
-    """A token bucket for each caller: `burst` calls at once, `rate` a second in the long run."""
+    """A token bucket for each caller: `burst` calls (or whatever is counted) at once, `rate` a second in the long
+    run."""
 
     def __init__(self, burst: float, rate: float, max_callers: int = MAX_CALLERS) -> None:
         self._burst, self._rate, self._max_callers = burst, rate, max_callers
         self._buckets: dict[PeerId, tuple[float, float]] = {}  # tokens left, when; the longest silent first
 
-    def take(self, peer: PeerId, now: float) -> bool:
-        left, when = self._buckets.pop(peer, (self._burst, now))
-        left = min(self._burst, left + (now - when) * self._rate)
-        granted = left >= 1
-        self._buckets[peer] = (left - 1 if granted else left), now
+    def left(self, peer: PeerId, now: float) -> float:
+        left, when = self._buckets.get(peer, (self._burst, now))
+        return min(self._burst, left + (now - when) * self._rate)
+
+    def take(self, peer: PeerId, now: float, amount: float = 1.0) -> bool:
+        left = self.left(peer, now)
+        granted = left >= amount
+        self._buckets.pop(peer, None)
+        self._buckets[peer] = (left - amount if granted else left), now
         if len(self._buckets) > self._max_callers:
             del self._buckets[next(iter(self._buckets))]
         return granted

@@ -14,7 +14,7 @@ from protocol.errors import LimitError, MalformedError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import PeerRecord, Signed
-from protocol.records import peer_of, read_unverified, verify_signed
+from protocol.records import MAX_CHAIN_TOKENS, MAX_ROUND, peer_of, read_unverified, verify_signed
 
 KIND = "peer"
 ROLES = ("trainer", "observer")
@@ -194,6 +194,10 @@ def check_addresses(peer: PeerId, addresses: Iterable[str]) -> None:
 def _check_fields(peer: PeerId, record: PeerRecord) -> None:
     if record.role not in ROLES:
         raise MalformedError(f"the record of {peer} has an unknown role")
+    if max(record.round, record.validation_round) > MAX_ROUND:
+        raise MalformedError(f"the record of {peer} has a round that no run reaches")
+    if record.chain_tokens > MAX_CHAIN_TOKENS:
+        raise MalformedError(f"the record of {peer} has more tokens than any run")
     for text in (record.device, record.name, record.version):
         # These are shown on terminals: no control characters.
         if len(text) > MAX_TEXT_CHARACTERS or not text.isprintable():

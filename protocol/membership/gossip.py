@@ -41,6 +41,7 @@ from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord, Signed
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
 from protocol.network.transport import SOMEBODY, caller
 from protocol.records import open_signed
+from protocol.replies import parsed
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,8 @@ class Directory(MembershipServicer):
             await self._stop_exchanges()
 
     async def leave(self) -> None:
-        """Tell the live that we go; takes at most two seconds."""
+        """Tell the live that we go; takes at most four seconds."""
+        self._address_file.save(self._contacts.addresses(), time.monotonic())
         self._own.change({"leaving": True})
         self._own.renew(self._table)
         for peer in self._others():
@@ -153,7 +155,6 @@ class Directory(MembershipServicer):
         if self._exchanges:
             await asyncio.wait(self._exchanges.values(), timeout=LEAVE_SECONDS)
         await self._stop_exchanges()
-        self._address_file.save(self._contacts.addresses(), time.monotonic())
 
     async def Gossip(self, request: GossipRequest, context: Any) -> GossipReply:  # noqa: N802
         peer = SOMEBODY
@@ -277,7 +278,7 @@ class Directory(MembershipServicer):
             records=self._table.records(pushed),
         )
         stub = MembershipStub(self._transport.channel(peer))
-        reply: GossipReply = await stub.Gossip(request, timeout=self._deadline)
+        reply: GossipReply = parsed(await stub.Gossip(request, timeout=self._deadline))
         self._clock.observe(peer, reply.time, sent, self._clock.local())
         self._absorb(reply.records, peer)
         return [wanted for wanted in reply.wanted[:MAX_RECORDS] if wanted != self.peer_id]

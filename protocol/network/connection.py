@@ -91,7 +91,7 @@ class Connection(asyncio.BufferedProtocol):
         return bytes(data)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """What `drain` would say is not said here."""
+        """Nothing, where it has ended: `drain` says so."""
         if self._transport:
             self._transport.write(data)
         self._written += len(data)
@@ -109,11 +109,6 @@ class Connection(asyncio.BufferedProtocol):
 
     async def wait_closed(self) -> None:
         await asyncio.shield(self._closed)
-
-    def close(self) -> None:
-        """Once all that was written is gone."""
-        if self._transport:
-            self._transport.close()
 
     def abort(self) -> None:
         if self._transport:
@@ -216,7 +211,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end(self, reason: Exception) -> None:
         if self._ended is None:
-            self._ended = copy(reason)
+            self._ended = copy(reason)  # the traceback of asyncio's own names its TLS, which names us
         self._wake()
 
     def _wake(self) -> None:

@@ -157,6 +157,6 @@ def split_address(address: str) -> tuple[PeerId, str]:
         raise MalformedError(f"{address[:100]!r} is not a peer's address: it must end in /p2p/<peer id>")
     public_key(peer)
     with suppress(ValueError, LookupError):
-        if Multiaddr(way).protocols()[0].name in HOSTS:
+        if Multiaddr(way).protocols()[0].name in HOSTS and _encoded(way):  # what cannot be encoded is refused here
             return peer, way
     raise MalformedError(f"{address[:100]!r} does not begin with a way to a host, like /ip4/192.0.2.1/tcp/4001")

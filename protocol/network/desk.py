@@ -66,7 +66,7 @@ class Desk:
         if not self._tunnels.admits(peer):
             return
         connection.write(greeting)
-        line = Line(peer, connection, self._tunnels, self._tunnels.limits.line_idle)
+        line = Line(peer, connection, self._tunnels, self._tunnels.limits.line_idle, is_ours=False)
         answering = asyncio.create_task(self._answer_all(line))
         try:
             await self._tunnels.keep_in(line)

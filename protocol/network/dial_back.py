@@ -67,8 +67,11 @@ class DialBack:
         """`now` in seconds, monotonic. Raises MalformedError and LimitError."""
         if len(ports) > MAX_PORTS or not all(0 < port < 65536 for port in ports):
             raise MalformedError(f"{peer} names {len(ports)} ports, or one that is none; at most {MAX_PORTS}")
-        if not self._each.take(peer, now) or not self._all.take(EVERYBODY, now):
+        if self._each.left(peer, now) < 1:
             raise LimitError(f"{peer} asks to be dialled back more than once in {PERIOD:.0f} s; try again later")
+        if not self._all.take(EVERYBODY, now):
+            raise LimitError(f"{peer} asks to be dialled back while too many others do; try again in a few seconds")
+        self._each.take(peer, now)
         found = host_of(await self._seen(peer))
         if found is None:
             return DialBackReply()

@@ -16,11 +16,13 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from protocol.errors import ForgedError, PeerFault, PortTakenError, TransportError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.network.connection import Connection
+from protocol.network.names import Names
 from protocol.network.proof import (
     NONCE_BYTES,
     PROOF_BYTES,
@@ -172,9 +174,9 @@ class DirectDoor:
 class DirectDialer:
     """Opens direct connections."""
 
-    def __init__(self, identity: Identity, limits: DirectLimits | None = None) -> None:
+    def __init__(self, identity: Identity, limits: DirectLimits | None = None, names: Names | None = None) -> None:
         self._identity = identity
-        self._limits = limits or DirectLimits()
+        self._limits, self._names = limits or DirectLimits(), names or Names()
         self._context = client_context()
 
     async def dial(self, peer: PeerId, place: Place) -> tuple[Connection, str]:
@@ -198,7 +200,7 @@ class DirectDialer:
         connection: Connection | None = None
         try:
             async with asyncio.timeout(self._limits.handshake):
-                connection = await self._connected(host, port)
+                connection = await self._connected(await self._names.addresses(host, port), port)
                 await self._introduce(peer, connection)
         except BaseException as error:
             if connection:
@@ -209,10 +211,18 @@ class DirectDialer:
             raise
         return connection
 
-    async def _connected(self, host: str, port: int) -> Connection:
+    async def _connected(self, addresses: Sequence[str], port: int) -> Connection:
+        """With the first that answers."""
+        *others, last = addresses
+        for address in others:
+            with suppress(OSError):
+                return await self._connected_with(address, port)
+        return await self._connected_with(last, port)
+
+    async def _connected_with(self, address: str, port: int) -> Connection:
         # Without a server name: what TLS would make of it is not asked for, and the wire would show it.
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, host, port, ssl=self._context, server_hostname="")
+        _, connection = await loop.create_connection(Connection, address, port, ssl=self._context, server_hostname="")
         _prepare(connection.socket, self._limits.stall)
         return connection
 

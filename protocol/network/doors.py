@@ -76,7 +76,7 @@ class Entrance:
             logger.warning("gRPC's server does not take a stream of %s: %s", peer, error)
             return
         try:
-            if self._tunnels.admits(peer):
+            if self._tunnels.admits_stream(peer):
                 await self._tunnels.carry_in(peer, near, far)
         finally:
             near.writer.transport.abort()
@@ -115,6 +115,12 @@ class Exit:
     def has_failed(self) -> bool:
         """Whether gRPC pauses after attempts that failed: seconds, in which calls fail unasked."""
         return self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+    @property
+    def is_connected(self) -> bool:
+        """Or about to be."""
+        state = self.channel.get_state()
+        return state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.CONNECTING)
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._tunnels.spawn(self._leave(Stream(reader, writer)))

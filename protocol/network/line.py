@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError
 from protocol.identity import PeerId
 from protocol.network.connection import Connection
 from protocol.network.control import BUFFER_BYTES
-from protocol.network.rates import Flow
 from protocol.network.tunnel import Fault, Progress, Tunnels, fault_of
 
 logger = logging.getLogger(__name__)
@@ -45,14 +45,21 @@ Deserialize = Callable[[bytes | bytearray], Any]
 
 
 class Line:
-    """Frames over one connection, and what `Tunnels` wants to know of it."""
+    """Frames over one connection, and what `Tunnels` wants to know of it. `is_ours`: we have opened it.
 
-    def __init__(self, peer: PeerId, connection: Connection, tunnels: Tunnels, idle: float) -> None:
+    Of a limited rate all lines that a peer has opened get one share, however many: they are its choice. What we ask of
+    it goes by ours, which have another one, and does not wait for what it fetches of us.
+    """
+
+    def __init__(
+        self, peer: PeerId, connection: Connection, tunnels: Tunnels, idle: float, *, is_ours: bool
+    ) -> None:
         self.peer = peer
         self._connection = connection
         self._limits, self._idle, self._traffic = tunnels.limits, idle, tunnels.traffic
         self._upload, self._download = tunnels.gates
-        self._flows = Flow(), Flow()
+        whose = "ours" if is_ours else "theirs"
+        self._flows = tunnels.flow(peer, f"up, {whose}"), tunnels.flow(peer, f"down, {whose}")
         self._sending = asyncio.Lock()
         self._sent = 0
         self._head, self._body = bytearray(HEAD.size), bytearray()  # of the frame that is coming
@@ -221,7 +228,7 @@ class LineChannel:
 
     async def _opened(self) -> Line:
         connection = await self._dial(self._peer)
-        self._line, self._turns = Line(self._peer, connection, self._tunnels, self._idle), deque()
+        self._line, self._turns = Line(self._peer, connection, self._tunnels, self._idle, is_ours=True), deque()
         self._tunnels.spawn(self._keep(self._line))
         return self._line
 
@@ -264,11 +271,18 @@ class Replies:
         try:
             async with asyncio.timeout_at(self._ends):
                 frame = await self._next()
-            return grpc.aio.EOF if frame is None else self._deserialize(frame)
+            return grpc.aio.EOF if frame is None else self._parsed(frame)
         except TimeoutError as error:
             raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time") from error
         except (UnreachableError, TransportError, OSError, EOFError, PeerFault) as error:
             raise _error(grpc.StatusCode.UNAVAILABLE, str(error) or type(error).__name__) from error
+
+    def _parsed(self, frame: bytearray) -> Any:
+        """None where it does not parse, as gRPC has it."""
+        try:
+            return self._deserialize(frame)
+        except DecodeError:
+            return None
 
     async def _next(self) -> bytearray | None:
         try:

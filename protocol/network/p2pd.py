@@ -150,14 +150,18 @@ class P2pd:
                 await self._spawn()
                 await self._attach()
         except TimeoutError as error:
-            raise TransportError(f"p2pd is not up after {START_SECONDS:g} s; is the machine busy?") from error
+            raise TransportError(
+                f"p2pd is not up after {START_SECONDS:g} s; close programs that keep the machine busy, and try again"
+            ) from error
         except OSError as error:
             raise TransportError(f"p2pd cannot be started: {error}; install hivemind again") from error
         except (EOFError, P2PDaemonError, UnreachableError) as error:
             listen = ", ".join(self._listen)
             if "address already in use" in str(error):
                 raise PortTakenError(f"another program has {listen}; give another --listen") from error
-            raise TransportError(f"p2pd ended: {error}; can it listen on {listen}, and is the key whole?") from error
+            raise TransportError(
+                f"p2pd ended: {error}; give another --listen than {listen}, or restore the key"
+            ) from error
 
     async def _spawn(self) -> None:
         environment = {**os.environ, "GOLOG_LOG_LEVEL": "error"}

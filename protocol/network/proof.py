@@ -60,7 +60,7 @@ class ServerProof:
 
 
 def client_context() -> ssl.SSLContext:
-    """For dialling; the certificate is checked by `answer` and not by TLS, which knows only authorities."""
+    """For dialling; the certificate is checked by `check_certificate` and not by TLS, which knows only authorities."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -72,7 +72,7 @@ def check_certificate(server: PeerId, certificate: bytes | None) -> None:
     """ForgedError unless the certificate (DER) of a finished TLS handshake is that of the peer which was dialled."""
     try:
         key = x509.load_der_x509_certificate(certificate or b"").public_key()
-    except (ValueError, UnsupportedAlgorithm) as error:
+    except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise ForgedError(f"whoever answered for {server} shows no certificate of a peer") from error
     if not isinstance(key, Ed25519PublicKey) or key.public_bytes_raw() != public_key(server).public_bytes_raw():
         raise ForgedError(f"whoever answered for {server} has another key")

@@ -4,6 +4,7 @@ Turns (PURE, the caller passes the time) is a token bucket behind start-time fai
 Each flow has a clock of its own that runs by the bytes it was granted; the flow whose clock shows least comes next. A
 flow that was silent starts at the clock of the one served last: it goes before all that queue for more, so a small
 message waits for one grant of somebody else's and not for their bulk, and nobody saves up turns by being silent.
+Connections may share a flow: they get together what another flow gets.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ class Turns:
         self._numbers = itertools.count()
 
     def ask(self, flow: Flow, size: int) -> Turn:
-        """`size` of at most `grant_bytes`, one at a time for each flow."""
+        """`size` of at most `grant_bytes`, one at a time for each connection."""
         turn = Turn(max(self._served, flow.clock), size, next(self._numbers))
         flow.clock = turn.start + size
         heapq.heappush(self._queue, turn)

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -37,9 +38,7 @@ class SocketFolder:
         try:
             node_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_stale(link)
-            path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_root()))
-            lock = _locked(path)
-            link.symlink_to(path)
+            path, lock = _linked(link)
         except FileExistsError as error:
             raise _in_use(link) from error
         except OSError as error:
@@ -51,6 +50,18 @@ class SocketFolder:
         self._link.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+def _linked(link: Path) -> tuple[Path, int]:
+    """A new folder, and our lock on it. FileExistsError: another process was faster. Leaves nothing where it fails."""
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_root()))
+    with ExitStack() as undoing:
+        undoing.callback(shutil.rmtree, path, ignore_errors=True)
+        lock = _locked(path)
+        undoing.callback(os.close, lock)
+        link.symlink_to(path)
+        undoing.pop_all()
+    return path, lock
 
 
 def _root() -> str:
@@ -75,6 +86,8 @@ def _in_use(link: Path) -> AlreadyRunningError:
 
 def _remove_stale(link: Path) -> None:
     if not link.is_symlink():
+        if link.exists():
+            raise StorageError(f"{link} is no link, as in a copy of a run's folder; remove it, it holds nothing of use")
         return
     target = link.readlink()
     try:

@@ -37,6 +37,7 @@ PROTOCOL = "/murmur/grpc/1"
 MAX_PEERS = 8192  # whose addresses are remembered
 MAX_ADDRESSES = 8  # of one peer
 STOP_SECONDS = 10.0
+MAX_EXITS = 128  # of which each holds a socket; beyond, those without a connection are closed
 FAILING_SECONDS = 1.0  # for calls that are failing already to say so
 
 COMMON_OPTIONS = {
@@ -56,7 +57,8 @@ CHANNEL_OPTIONS = COMMON_OPTIONS | {
     "grpc.enable_http_proxy": 0,
 }
 SERVER_OPTIONS = COMMON_OPTIONS | {
-    "grpc.max_concurrent_streams": 32,  # calls of one connection; with the tunnels of one peer, a cap by caller
+    # Calls of one connection; with the tunnels of one peer, a cap by caller: each may be kept waiting with a megabyte.
+    "grpc.max_concurrent_streams": 16,
     "grpc.max_connection_idle_ms": 120_000,
     "grpc.http2.min_ping_interval_without_data_ms": 10_000,
     "grpc.so_reuseport": 0,
@@ -80,6 +82,7 @@ class Transport:
         dialer = DirectDialer(identity, self._direct_limits)
         self.bulk = Bulk(dialer, self._tunnels, self.bulk_channel)
         self._addresses: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
+        self._tunnels.knows = self._addresses.__contains__
         self._exits: dict[tuple[PeerId, Use], Exit] = {}
         self._exits_made = 0
         self._started: P2pd | None = None
@@ -275,8 +278,16 @@ class Transport:
     def _channel(self, peer: PeerId, use: Use) -> grpc.aio.Channel:
         if (peer, use) not in self._exits:
             public_key(peer)
+            if len(self._exits) >= MAX_EXITS:
+                self._close_unused()
             self._exits[peer, use] = self._new_exit(peer, self._dial)
         return self._exits[peer, use].channel
+
+    def _close_unused(self) -> None:
+        """Of the older half: nobody else closes those of peers that never answered, or left before they were called."""
+        for key in list(self._exits)[: MAX_EXITS // 2]:
+            if not self._exits[key].is_connected:
+                self._tunnels.spawn(self._exits.pop(key).close(FAILING_SECONDS))
 
     def _new_exit(self, peer: PeerId, dial: Dial) -> Exit:
         self._exits_made += 1

@@ -11,9 +11,10 @@ import asyncio
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from protocol.identity import PeerId
 from protocol.network.control import BUFFER_BYTES, Stream
@@ -33,6 +34,8 @@ class TunnelLimits:
     linger: float = 2.0  # for the other direction, once one has ended
     tick: float = 1.0  # between two looks at the clock
     incoming_per_peer: int = 40  # a peer's calls, and the lanes of what it fetches
+    streams_per_peer: int = 4  # of these by libp2p: for what is small, for bulk, and for either the one it had before
+    strangers: int = 64  # streams of all whom we do not know yet
     incoming: int = 512
     upload: float = math.inf
     download: float = math.inf
@@ -231,10 +234,12 @@ class Tunnels:
     def __init__(self, limits: TunnelLimits, traffic: Traffic) -> None:
         self.limits = limits
         self.traffic = traffic
+        self.knows: Callable[[PeerId], bool] = lambda peer: True  # who is no stranger
         self.gates = Gates(*(Gate(rate) if rate < math.inf else None for rate in (limits.upload, limits.download)))
         for way, rate in (("upload", limits.upload), ("download", limits.download)):
             if rate < math.inf:
                 logger.info("%s of all connections together: at most %.0f kB a second", way, rate / 1000)
+        self._flows: WeakValueDictionary[tuple[PeerId, str], Flow] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
         self._incoming: set[Carried] = set()
         self._outgoing: set[Carried] = set()
@@ -244,6 +249,13 @@ class Tunnels:
 
     def __len__(self) -> int:
         return len(self._incoming) + len(self._outgoing)
+
+    def flow(self, peer: PeerId, use: str) -> Flow:
+        """One for all that hold it, so that a limited rate is shared by peers and not by their connections."""
+        flow = self._flows.get((peer, use))
+        if flow is None:
+            flow = self._flows[peer, use] = Flow()
+        return flow
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         """Run it until `stop`."""
@@ -272,22 +284,38 @@ class Tunnels:
         finally:
             group.discard(carried)
 
+    def admits_stream(self, peer: PeerId) -> bool:
+        """The same as `admits`, for a stream of libp2p's. Behind each gRPC keeps a megabyte of every call that has not
+        come whole yet, so it takes fewer of them."""
+        streams = [tunnel for tunnel in self._incoming if isinstance(tunnel, Tunnel)]
+        if sum(tunnel.peer == peer for tunnel in streams) >= self.limits.streams_per_peer:
+            return self._refuse(peer, self.limits.streams_per_peer)
+        if not self.knows(peer):
+            self._make_room([tunnel for tunnel in streams if not self.knows(tunnel.peer)], self.limits.strangers)
+        return self.admits(peer)
+
     def admits(self, peer: PeerId) -> bool:
         """Whether `peer` may open one more; where all places are taken, the tunnel that moved least lately yields."""
         if sum(tunnel.peer == peer for tunnel in self._incoming) >= self.limits.incoming_per_peer:
-            self.refusals["too many streams"] += 1
-            if peer not in self._refused:  # one line for a flood, not one a stream
-                self._refused.add(peer)
-                logger.warning("refusing %s: it holds %d tunnels", peer, self.limits.incoming_per_peer)
-            return False
+            return self._refuse(peer, self.limits.incoming_per_peer)
         self._refused.discard(peer)
-        if len(self._incoming) >= self.limits.incoming:
-            yielding = min(self._incoming, key=lambda tunnel: tunnel.moved_at)
+        self._make_room(self._incoming, self.limits.incoming)
+        return True
+
+    def _refuse(self, peer: PeerId, held: int) -> bool:
+        self.refusals["too many streams"] += 1
+        if peer not in self._refused:  # one line for a flood, not one a stream
+            self._refused.add(peer)
+            logger.warning("refusing %s: it holds %d tunnels", peer, held)
+        return False
+
+    def _make_room(self, group: Collection[Carried], most: int) -> None:
+        if len(group) >= most:
+            yielding = min(group, key=lambda tunnel: tunnel.moved_at)
             self.refusals["stream gave way"] += 1
-            logger.warning("all %d tunnels are taken: cutting that of %s", self.limits.incoming, yielding.peer)
+            logger.warning("all %d tunnels are taken: cutting that of %s", most, yielding.peer)
             self._incoming.discard(yielding)
             yielding.cut()
-        return True
 
     def cut(self, peer: PeerId) -> None:
         """End all tunnels with a peer."""

@@ -2,7 +2,6 @@
 
 import pytest
 
-from protocol.blobs import burden
 from protocol.blobs.blob import Blob
 from protocol.blobs.burden import Burden
 from protocol.errors import LimitError
@@ -13,7 +12,7 @@ def blob(seed: int, size: int = 10) -> Blob:
 
 
 def test_one_peer_may_have_so_much_carried_and_all_together_so_much() -> None:
-    held = Burden(most=50, most_each=20)
+    held = Burden(most=50, most_each=20, blobs_each=9)
     held.take("ada", blob(1), 7)
     held.take("ada", blob(2), 7)
     with pytest.raises(LimitError, match="ada has 2 blobs of 20 bytes"):
@@ -26,9 +25,8 @@ def test_one_peer_may_have_so_much_carried_and_all_together_so_much() -> None:
     assert held.size == 40 and len(held.digests()) == 3
 
 
-def test_many_small_ones_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(burden, "MAX_BLOBS_EACH", 2)
-    held = Burden(most=50, most_each=20)
+def test_many_small_ones_are_too_many() -> None:
+    held = Burden(most=50, most_each=20, blobs_each=2)
     for seed in (1, 2):
         held.take("ada", blob(seed, 1), 7)
     with pytest.raises(LimitError):
@@ -36,7 +34,7 @@ def test_many_small_ones_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_round_that_is_over_takes_along_what_it_had_carried() -> None:
-    held = Burden(most=50, most_each=20)
+    held = Burden(most=50, most_each=20, blobs_each=9)
     held.take("ada", blob(1), 7)
     held.take("ada", blob(2), 8)
     held.drop_before(8)

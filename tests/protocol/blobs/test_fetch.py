@@ -19,6 +19,7 @@ from protocol.blobs.store import BlobStore
 from protocol.errors import GoneError, MalformedError, StorageError, UnreachableError
 from protocol.murmur_pb2 import Chunk, FetchRequest
 from tests.protocol.blobs.sources import BLOB, DATA, QUICK, ROOM, SMALL, Scripted, Swarm, flipped
+from tests.protocol.garbled import garbled
 
 
 @pytest.fixture
@@ -109,6 +110,15 @@ async def test_a_lying_source_is_found_by_the_piece_and_asked_no_more(swarm: Swa
     await swarm.add_honest("honest", data)
     await swarm.fetch(blob)
     assert swarm.store.read(blob.digest) == data
+
+
+async def test_a_source_whose_answers_do_not_parse_is_a_liar_and_stops_nobody(swarm: Swarm, tmp_path: Path) -> None:
+    async with garbled(tmp_path / "garbled") as channel:
+        swarm._channels["liar"] = channel
+        for blob in (BLOB, Blob.of(SMALL)):
+            with pytest.raises(UnreachableError, match="liar: an answer that does not parse"):
+                await swarm.fetcher.fetch(blob, lambda: ["liar"], 1.0)
+    assert {peer for peer, _ in swarm.faults} == {"liar"}
 
 
 async def test_looking_at_lengths_only_lets_the_lie_in(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +267,16 @@ async def test_what_all_say_they_do_not_have_is_given_up_by_who_will_not_wait(sw
     with pytest.raises(UnreachableError if patient else GoneError) as caught:
         await wanted
     assert isinstance(caught.value, GoneError) != patient
+
+
+async def test_what_the_first_who_wait_cannot_have_others_may_name_a_source_for(swarm: Swarm) -> None:
+    await swarm.add("empty", BlobService(BlobStore(swarm.folder / "empty", ROOM), lambda context: "fetcher"))
+    patient = asyncio.create_task(swarm.fetcher.fetch(BLOB, lambda: ["empty"], 30.0))
+    with pytest.raises(GoneError):
+        await swarm.fetcher.fetch(BLOB, lambda: ["empty"], 30.0, patient=False)
+    await swarm.add_honest("one", DATA)
+    await swarm.fetcher.fetch(BLOB, lambda: ["one"], 30.0, patient=False)
+    await patient
 
 
 async def test_who_cannot_be_reached_has_not_said_that_it_does_not_have_it(swarm: Swarm) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
+from protocol.blobs.fetch import TICK, Fetcher
 from protocol.blobs.plan import Pace, Plan
 from protocol.blobs.window import LEAST_PIECES
 from protocol.blobs.wire import Wire
@@ -185,3 +186,40 @@ async def test_who_answers_another_call_first_is_not_silent(
     finally:
         await swarm.stop()
     assert serial.calls == 2 if hears else serial.calls > 2, "the control asks again, and makes it worse"
+
+
+async def test_one_look_a_tick_is_over_all_that_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look goes over all: with one for each blob, a thousand of them would take all the time there is."""
+    swarm, looks, enough = Swarm(tmp_path), list[float](), asyncio.Event()
+    share, clock = Fetcher._share, asyncio.get_running_loop().time
+
+    def counted(fetcher: Fetcher, now: float) -> None:
+        looks.append(clock())
+        share(fetcher, now)
+        if len(looks) == 6:
+            enough.set()
+
+    monkeypatch.setattr(Fetcher, "_share", counted)
+    blobs = [Blob.of(number.to_bytes(2)) for number in range(1000)]
+    waiting = [asyncio.create_task(swarm.fetcher.fetch(blob, list, 60.0)) for blob in blobs]
+    await asyncio.wait_for(enough.wait(), 30)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    await swarm.stop()
+    # The first may come while they begin, and the second soon after.
+    assert looks[5] - looks[1] >= 4 * TICK
+
+
+async def test_a_fault_of_who_names_sources_is_told_to_who_waits(tmp_path: Path) -> None:
+    def sources() -> list[str]:
+        raise ValueError("a fault of ours")
+
+    swarm = Swarm(tmp_path)
+    try:
+        with pytest.raises(ValueError, match="a fault of ours"):
+            await swarm.fetcher.fetch(Blob.of(DATA), sources, 30.0)
+        await swarm.add("shelf", Shelf(DATA))
+        await swarm.fetch(Blob.of(DATA))  # and whoever comes next is served
+    finally:
+        await swarm.stop()

@@ -1,5 +1,7 @@
 """What is fetched stays in memory if it is small and there is room: read, served, taken up and dropped as on disk."""
 
+import errno
+import os
 import random
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
 from protocol.blobs.partial import FilePartial, HeldPartial, Partial
 from protocol.blobs.store import MAX_HELD_BYTES, BlobStore
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, StorageError
 
 ROOM = 4 * PIECE_BYTES
 SIZES = [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 77]
@@ -121,3 +123,18 @@ def test_written_out_it_outlives_the_process_and_frees_its_memory(store: BlobSto
     store.write_out(blob.digest)
     assert BlobStore(tmp_path, 1 << 30).read(blob.digest) == data
     assert isinstance(opened(store, some_bytes(ROOM, 1)), HeldPartial)
+
+
+def test_a_file_that_cannot_be_made_so_long_leaves_nothing_open(
+    store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, size: int) -> None:
+        raise OSError(errno.EFBIG, "too large")
+
+    before = os.listdir("/proc/self/fd")
+    data = some_bytes(MAX_HELD_BYTES + 1)
+    with monkeypatch.context() as patch, pytest.raises(StorageError):
+        patch.setattr(os, "ftruncate", full)
+        opened(store, data)
+    assert os.listdir("/proc/self/fd") == before
+    opened(store, data).close()

@@ -179,6 +179,20 @@ async def test_a_reader_that_does_not_read_blocks_only_itself_and_not_for_ever(
     lazy.cancel()
 
 
+async def test_all_callers_together_have_so_many_calls(serve: Serve, store: BlobStore) -> None:
+    """Each holds a piece in memory for as long as its caller does not read."""
+    large = store.put(bytes(32 * PIECE_BYTES))
+    service, stub = await serve(CallerLimits(all_calls=2))
+    request = FetchRequest(digest=large.digest, length=large.size)
+    lazy = [stub.Fetch(request, timeout=60, metadata=as_caller(name)) for name in ("one", "two")]
+    for call in lazy:
+        await asyncio.wait_for(call.read(), 20)
+    assert await refusal(fetch(stub, BLOB.digest, 0, 1, "three")) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert service.refusals == {"limit": 1}
+    for call in lazy:
+        call.cancel()
+
+
 async def test_a_caller_that_hangs_up_is_let_go(serve: Serve) -> None:
     _, stub = await serve(CallerLimits(calls=1))
     for _ in range(5):

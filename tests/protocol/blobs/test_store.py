@@ -189,7 +189,7 @@ def test_the_limit_holds_for_whole_and_partial_blobs(tmp_path: Path) -> None:
     store.put(bytes(60))
     large = some_bytes(41)
     for attempt in (lambda: store.put(large), lambda: store.open_partial(Blob.of(large), piece_hashes(large))):
-        with pytest.raises(StorageError, match="allow it more"):
+        with pytest.raises(StorageError, match="remove it and start again"):
             attempt()
     small = some_bytes(40)
     partial = store.open_partial(Blob.of(small), piece_hashes(small))

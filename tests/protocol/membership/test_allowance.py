@@ -21,3 +21,11 @@ def test_callers_are_bounded_and_the_longest_silent_goes() -> None:
     assert allowance.take("third", 2.0)  # pushes out the second
     assert not allowance.take("first", 3.0)
     assert allowance.take("second", 4.0)
+
+
+def test_what_is_taken_may_be_more_than_one_at_a_time() -> None:
+    allowance = Allowance(burst=10, rate=2)
+    assert allowance.left("peer", 0.0) == 10
+    assert allowance.take("peer", 0.0, 8) and allowance.left("peer", 0.5) == 3
+    assert not allowance.take("peer", 0.5, 4)
+    assert allowance.take("peer", 1.0, 4), "what was refused took nothing"

@@ -65,7 +65,8 @@ async def test_every_byte_comes_in_its_place(secure: bool, seed: int) -> None:
             await there.drain()
             start += size
             await asyncio.sleep(rng.choice([0, 0, 0.001]))
-        there.close()
+        assert there._transport
+        there._transport.close()
 
     sending = asyncio.create_task(send())
     came = b""

@@ -36,6 +36,8 @@ def test_a_relayed_address_splits_at_its_last_peer() -> None:
         f"/ip4/300.0.0.1/tcp/1/p2p/{PEER}",
         f"/ip4/127.0.0.1/nonsense/1/p2p/{PEER}",
         f"/unix/tmp/a.sock/p2p/{PEER}",
+        f"/ip4/192.0.2.1/tcp/1/unix/x/p2p/0OIl/p2p/{PEER}",  # libraries read a path there, p2pd a peer
+        f"/ip4/192.0.2.1/tcp/1/p2p/0OIl/p2p-circuit/p2p/{PEER}",
         f"/dns4/{'a' * 600}/tcp/1/p2p/{PEER}",
     ],
 )

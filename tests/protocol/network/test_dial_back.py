@@ -63,9 +63,10 @@ async def test_each_once_a_minute_and_all_together_a_few_times() -> None:
     crowd = Doorway(SEEN)
     for number in range(MOST_A_PERIOD):
         await crowd.dial_back.answer(f"peer {number}", [4001], 0.0)
-    with pytest.raises(LimitError):
+    with pytest.raises(LimitError, match="too many others"):
         await crowd.dial_back.answer("one more", [4001], 0.0)
     assert len(crowd.knocked) == MOST_A_PERIOD
+    await crowd.dial_back.answer("one more", [4001], PERIOD / MOST_A_PERIOD)  # its own call was not counted
 
 
 @pytest.mark.parametrize(("says", "heard"), [(GREETING, True), (b"SSH-2.0-OpenSSH_9.2p1 x\n", False), (b"", False)])

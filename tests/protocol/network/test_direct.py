@@ -4,7 +4,9 @@ import asyncio
 import os
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +17,7 @@ from protocol.identity import Identity, PeerId
 from protocol.network import direct
 from protocol.network.connection import Connection
 from protocol.network.direct import WELCOME, DirectDialer, DirectDoor, DirectLimits, Place
+from protocol.network.names import MAX_WAITING, THREADS, Names
 from protocol.network.proof import NONCE_BYTES, PROOF_BYTES, client_context, prove
 
 LOOPBACK = "127.0.0.1"
@@ -272,6 +275,58 @@ async def test_of_several_hosts_the_first_to_answer_is_taken(build: Build) -> No
     for hosts in ((), ("x" * 300,)):
         with pytest.raises(UnreachableError, match="no direct connection: "):
             await DirectDialer(Identity.create(), QUICK).dial(house.peer_id, Place(hosts, house.door.port))
+
+
+@pytest.mark.parametrize("found", [[LOOPBACK], ["127.0.0.77", LOOPBACK]], ids=["one address", "the second answers"])
+async def test_a_host_may_have_a_name(build: Build, found: list[str]) -> None:
+    house, asked = build(), list[tuple[object, ...]]()
+
+    def lookup(host: str, port: int, **_: object) -> list[Any]:
+        asked.append((host, port))
+        return [(None, None, 0, "", (address, port)) for address in found]
+
+    place = Place(("house.example",), house.door.port)
+    connection, host = await DirectDialer(Identity.create(), QUICK, Names(lookup)).dial(house.peer_id, place)
+    assert host == "house.example" and asked == [(host, house.door.port)]
+    assert await echoes(connection)
+    close(connection)
+
+
+async def test_a_name_that_is_none_is_said() -> None:
+    def lookup(*_: object, **__: object) -> list[Any]:
+        raise socket.gaierror("no such name")
+
+    dialer = DirectDialer(Identity.create(), QUICK, Names(lookup))
+    with pytest.raises(UnreachableError, match="nowhere.example port 1: cut"):
+        await dialer.dial("peer", Place(("nowhere.example",), 1))
+
+
+async def test_names_that_nobody_answers_for_hold_up_nothing_else(build: Build) -> None:
+    """Such a lookup cannot be ended, and whoever announces himself chooses the name."""
+    house, over, looking = build(), threading.Event(), list[str]()
+
+    def lookup(host: str, port: int, **_: object) -> list[Any]:
+        looking.append(host)
+        over.wait(60)
+        raise socket.gaierror("no answer")
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    dialer, peer = DirectDialer(Identity.create(), QUICK, Names(lookup)), house.peer_id
+    hosts = tuple(f"host {number}.example" for number in range(2 * MAX_WAITING))
+    try:
+        with pytest.raises(UnreachableError, match="too slow"):
+            await dialer.dial(peer, Place(hosts[:10], 1))
+        with pytest.raises(UnreachableError, match="too many names"):
+            await dialer.dial(peer, Place(hosts[::-1], 1))
+        assert len(looking) == THREADS
+        assert await asyncio.wait_for(asyncio.to_thread(len, "vow"), 5) == 3
+        connection, _ = await dialer.dial(peer, house.place)  # nor who is named by an address
+        close(connection)
+    finally:
+        over.set()
+    with pytest.raises(UnreachableError, match="cut"):  # the places are free again
+        await dialer.dial(peer, Place(("another.example",), 1))
+    assert looking[-1] == "another.example"
 
 
 async def test_a_cut_in_the_middle_is_noticed_by_the_other_end(build: Build) -> None:

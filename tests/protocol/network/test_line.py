@@ -16,9 +16,10 @@ from protocol.murmur_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer
 from protocol.network.connection import Connection
 from protocol.network.desk import Desk
 from protocol.network.doors import caller
-from protocol.network.line import CALL, END, HEAD, KEPT_SECONDS, MAX_MESSAGE_BYTES, REPLY, LineChannel
+from protocol.network.line import CALL, END, HEAD, KEPT_SECONDS, MAX_MESSAGE_BYTES, REPLY, Line, LineChannel
 from protocol.network.proof import ServerProof, client_context
 from protocol.network.tunnel import Traffic, TunnelLimits, Tunnels
+from tests.protocol.garbled import GARBLED
 
 CALLER = Identity.create().peer_id
 CHUNK = 1 << 18
@@ -235,12 +236,26 @@ async def test_an_answer_that_is_none_ends_the_line(ends: Ends, answer: bytes) -
     async def peer(connection: Connection) -> None:
         await connection.read(1)
         connection.write(answer)
-        connection.close()
+        assert connection._transport
+        connection._transport.close()
 
     await ends.open_to(peer)
     for dials in (1, 2):
         assert await status_of(ends.ask(b"?")) is grpc.StatusCode.UNAVAILABLE
         assert ends.dials == dials
+
+
+async def test_an_answer_that_does_not_parse_is_none_as_grpc_has_it_and_holds_up_nobody(ends: Ends) -> None:
+    async def peer(connection: Connection) -> None:
+        for _ in range(2):
+            length, _ = HEAD.unpack(await connection.read(HEAD.size))
+            await connection.read(length)
+            connection.write(HEAD.pack(len(GARBLED), REPLY) + GARBLED + HEAD.pack(1, END) + bytes(1))
+
+    await ends.open_to(peer)
+    for _ in range(2):
+        assert await ends.stub.Pieces(PiecesRequest(), timeout=5) is None
+    assert ends.dials == 1
 
 
 async def test_a_caller_that_takes_nothing_is_cut_by_the_clock(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
@@ -305,6 +320,20 @@ async def test_rates_hold_for_lines(ends: Ends, limited: str) -> None:
     seconds = time.monotonic() - began
     least = (4 * CHUNK - 0.3 * rate) / rate
     assert seconds >= least if limited else seconds < least, "the control: without a limit it is faster"
+
+
+async def test_all_lines_that_a_peer_opens_have_one_share_of_a_limited_rate() -> None:
+    tunnels = Tunnels(TunnelLimits(), Traffic())
+    lines = [Line("greedy", Connection(), tunnels, 1.0, is_ours=False) for _ in range(3)]
+    other = Line("modest", Connection(), tunnels, 1.0, is_ours=False)
+    asking = Line("greedy", Connection(), tunnels, 1.0, is_ours=True)
+    assert all(line._flows[way] is lines[0]._flows[way] for line in lines for way in (0, 1))
+    up, down = lines[0]._flows
+    assert len({id(flow) for flow in (up, down, *other._flows, *asking._flows)}) == 6
+    lines[0]._flows[0].clock = 1e9
+    del up, down, lines
+    assert tunnels.flow("greedy", "up, theirs").clock == 0, "it goes with the last of them"
+    await tunnels.stop()
 
 
 async def test_one_peer_has_so_many_lines_and_no_more(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:

@@ -101,3 +101,11 @@ def test_a_name_in_a_certificate_is_worth_nothing(server: Identity) -> None:
     forged = dated.serial_number(own.serial_number).sign(key, None)
     with pytest.raises(ForgedError):
         check_certificate(server.peer_id, forged.public_bytes(Encoding.DER))
+
+
+def test_a_certificate_of_another_version_is_none(server: Identity) -> None:
+    version = bytes([0xA0, 0x03, 0x02, 0x01])
+    own = certificate_of(server)
+    assert own.count(version + b"\x02") == 1
+    with pytest.raises(ForgedError):
+        check_certificate(server.peer_id, own.replace(version + b"\x02", version + b"\x06"))

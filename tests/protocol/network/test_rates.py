@@ -69,6 +69,18 @@ def test_all_get_the_same_whatever_they_ask_at_once() -> None:
     assert max(grants.values()) < 1.02 * min(grants.values())
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_many_connections_that_share_a_flow_get_one_share(is_shared: bool) -> None:
+    turns, one = Turns(RATE, 0.0), Flow()
+    many = [Greedy(turns.grant_bytes, one if is_shared else Flow()) for _ in range(40)]
+    others = [Greedy(turns.grant_bytes) for _ in range(3)]
+    grants = shares(served(turns, [*many, *others], 20))
+    share = sum(grants[who] for who in range(40)) / grants.total()
+    expected = 1 / 4 if is_shared else 40 / 43  # the control: forty lines push three peers aside
+    assert share == pytest.approx(expected, rel=0.05)
+    assert not is_shared or min(grants[who] for who in range(40)) > 0, "and share it among themselves"
+
+
 def test_a_small_message_waits_for_one_grant_of_the_others() -> None:
     turns = Turns(RATE, 0.0)
     bulk = [Flow() for _ in range(20)]

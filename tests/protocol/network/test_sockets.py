@@ -4,11 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from protocol.errors import AlreadyRunningError, StorageError
+from protocol.network import sockets
 from protocol.network.sockets import SocketFolder
 
 
@@ -62,3 +64,34 @@ def test_no_place_for_it_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot make the socket folder of .*Not a directory; free or open"):
         SocketFolder.create(tmp_path / "file" / "node")
+
+
+def left_behind(root: Path) -> tuple[list[str], int]:
+    return os.listdir(root), len(os.listdir("/proc/self/fd"))
+
+
+def test_a_copied_folder_is_told_from_one_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who copies a run's folder may get a folder where the link was."""
+    root = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(root))
+    (tmp_path / "sockets").mkdir()
+    before = left_behind(root)
+    with pytest.raises(StorageError, match="sockets is no link, .*; remove it"):
+        SocketFolder.create(tmp_path)
+    assert left_behind(root) == before
+    (tmp_path / "sockets").rmdir()
+    SocketFolder.create(tmp_path).remove()
+    root.rmdir()
+
+
+def test_who_comes_second_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(root))
+    first = SocketFolder.create(tmp_path)
+    before = left_behind(root)
+    monkeypatch.setattr(sockets, "_remove_stale", lambda link: None)  # as if both had looked before either linked
+    with pytest.raises(AlreadyRunningError):
+        SocketFolder.create(tmp_path)
+    assert left_behind(root) == before
+    first.remove()
+    root.rmdir()

@@ -35,6 +35,10 @@ async def meet(client: Transport, callee: Transport) -> None:
     client.introduce(callee.peer_id, await callee.addresses())
 
 
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 async def gone(pid: int) -> None:
     async with asyncio.timeout(10):
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -116,6 +120,22 @@ async def test_who_has_come_back_is_reached_at_once(
         await ask(node, other.peer_id)
     await meet(node, other)
     assert (await ask(node, other.peer_id)).pieces.decode() == node.peer_id
+
+
+async def test_who_never_answers_holds_no_socket_for_ever(
+    start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transports, "MAX_EXITS", 8)
+    node, other = await start_transport("node"), await start_transport("other", [SampleBlobs().add])
+    await meet(node, other)
+    await ask(node, other.peer_id)
+    channel, before = node.channel(other.peer_id), descriptors()
+    for _ in range(40):
+        node.channel(Identity.create().peer_id)
+    assert node.channel(other.peer_id) is channel, "a connection is not closed for that"
+    async with asyncio.timeout(10):
+        while descriptors() > before + 8:
+            await asyncio.sleep(0.02)
 
 
 async def test_one_known_address_suffices(start_transport: StartTransport) -> None:

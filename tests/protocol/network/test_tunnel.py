@@ -196,6 +196,39 @@ async def test_places_are_counted_by_peer(caplog: pytest.LogCaptureFixture) -> N
     await tunnels.stop()
 
 
+async def test_a_peer_has_fewer_streams_than_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC keeps of each what has not come whole yet."""
+    tunnels, ends = Tunnels(TunnelLimits(), Traffic()), list[Stream]()
+    for _ in range(4):
+        assert tunnels.admits_stream("greedy")
+        ends += await opened(tunnels, "greedy")
+    assert not tunnels.admits_stream("greedy"), "the fifth"
+    assert "refusing greedy: it holds 4 tunnels" in caplog.text
+    assert tunnels.refusals == {"too many streams": 1}
+    assert tunnels.admits("greedy"), "a line is none of them"
+    assert tunnels.admits_stream("modest")
+    close(*ends)
+    await until_empty(tunnels)
+    assert tunnels.admits_stream("greedy")
+    await tunnels.stop()
+
+
+async def test_strangers_have_few_streams_between_them() -> None:
+    """As many names as one likes make no more."""
+    tunnels, ends = Tunnels(TunnelLimits(strangers=2), Traffic()), list[Stream]()
+    tunnels.knows = lambda peer: peer.startswith("known")
+    for peer in ("known 1", "known 2", "stranger 1", "stranger 2", "known 3"):
+        assert tunnels.admits_stream(peer)
+        ends += await opened(tunnels, peer)
+    assert tunnels.refusals == {} and len(tunnels) == 5
+    assert tunnels.admits_stream("stranger 3")
+    assert tunnels.refusals == {"stream gave way": 1}
+    assert await asyncio.wait_for(ends[4].reader.read(-1), 5) == b"", "the first stranger's"
+    assert len(tunnels) == 4
+    close(*ends)
+    await tunnels.stop()
+
+
 async def test_a_peer_is_cut_off_alone(tunnels: Tunnels) -> None:
     bad, good = await opened(tunnels, "bad"), await opened(tunnels, "good")
     tunnels.cut("bad")
