@@ -25,6 +25,7 @@ _STEP = re.compile(rf"\s*(?P<first>\S+)\s+until\s+(?P<round>{ROUNDS})\s+then\s+(
 _CURVE = re.compile(
     rf"\s*(?P<first>{NUMBER})\s*(?P<curve>->|=>|~>)\s*(?P<last>{NUMBER})\s+over\s+(?P<rounds>{ROUNDS})\s*"
 )
+_ENDLESS = re.compile(rf"\s*{NUMBER}\s*(->|=>|~>)\s*{NUMBER}\s*")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ def ramp(value: Scalar) -> Ramp | None:
     if not found.knots:
         raise UnknownOption(f"{value!r} never changes; write the value alone")
     return found
+
+
+def is_endless(value: object) -> bool:
+    """A curve that does not say over how many rounds: no course, but somebody meant one."""
+    return isinstance(value, str) and _ENDLESS.fullmatch(value) is not None
 
 
 def _value(text: str, number: int) -> Scalar:

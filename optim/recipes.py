@@ -35,7 +35,7 @@ from optim.inner.quasi_hyperbolic import QuasiHyperbolic
 from optim.method import Method
 from optim.parts import Scalar
 from optim.penalty import Penalty
-from optim.ramps import ramp
+from optim.ramps import is_endless, ramp
 from optim.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
 from optim.rows import RECIPES, Recipe, Table, Tables
 from optim.schedules import EverySteps, Schedule
@@ -207,7 +207,9 @@ def _first_fault(part: str, error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
     place = ".".join((part, *map(str, fault["loc"])))
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{place} = {fault['input']!r}: {message}" if fault["loc"] else f"{part}: {message}"
+    given = fault["input"]
+    hint = f'; write "{given.strip()} over ROUNDS"' if part in CHANGING and is_endless(given) else ""
+    return f"{place} = {given!r}: {message}{hint}" if fault["loc"] else f"{part}: {message}"
 
 
 def _hint(name: str, known: Any) -> str:

@@ -11,7 +11,7 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.rounds.statements import Commit, Contribution, Digest, Statement
+from protocol.rounds.statements import Commit, Contribution, Digest, Portion, Statement
 
 Exchange = Literal["butterfly", "gather", "groups"]
 Pattern = Literal["random", "ring", "exponential"]
@@ -42,6 +42,11 @@ class RoundSettings:
     def sums(self) -> int:
         """How many reduced parts a commit names."""
         return self.parts if self.exchange == "butterfly" else 0
+
+    def fits(self, commit: Commit) -> bool:
+        """Whether a commit has the shape that such a round gives it."""
+        is_whole = self.exchange == "groups" or not commit.left_out
+        return len(commit.parts) == self.sums and commit.widths == {self.parts} and is_whole
 
     @property
     def whole_exchange(self) -> float:
@@ -88,9 +93,9 @@ class Received:
 
 @dataclass(frozen=True)
 class Held:
-    """A blob is complete in our store."""
+    """A blob is complete in our store, and well-formed as that part: the answer to Fetch."""
 
-    digest: Digest
+    portion: Portion
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ Reason = Literal[
     "lost",  # a contribution that died with its owner
     "not the leader",  # a roster of a peer that does not lead that view
     "stale view",  # a statement of a view that is over
+    "far view",  # a roster of a view so far ahead that nobody can take us there alone
     "poorer roster",  # of another leader, who knows of fewer contributions than the one that we follow
     "leader left",
     "leader silent",
@@ -162,13 +168,12 @@ class Send:
 class Fetch:
     """This blob is wanted, unless an earlier process left it in our store; sources in order of preference.
 
-    Comes again when the sources change. There may be none, of whom we know. `part`: which of the model it holds, a
-    contribution's or, with `is_sum`, all contributions' together.
+    Comes again when the sources change. There may be none, of whom we know. `is_sum`: it is not a contribution's part,
+    but all contributions' together.
     """
 
-    blob: Blob
+    portion: Portion
     sources: tuple[PeerId, ...]
-    part: int = 0
     is_sum: bool = False
 
 

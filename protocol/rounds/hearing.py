@@ -3,7 +3,7 @@
 from typing import Any
 
 from protocol.rounds.reports import Acknowledgement, Decision, Holding, Inclusion, Part
-from protocol.rounds.state import MAX_VIEW, Fault, RoundState
+from protocol.rounds.state import Fault, RoundState
 from protocol.rounds.statements import Commit, Contribution, Roster, Statement
 
 
@@ -32,7 +32,7 @@ def _learn(state: RoundState, statement: Statement[Any], now: float) -> list[Fau
         case Roster():
             return _learn_roster(state, statement, now)
         case Holding():
-            state.evidence.learn_holding(statement)
+            state.evidence.learn_holding(statement, state.most_held)
         case Inclusion():
             return _learn_inclusion(state, statement, now)
         case Part():
@@ -59,8 +59,10 @@ def _learn_roster(state: RoundState, statement: Statement[Roster], now: float) -
     ballot = state.election.ballot(statement.body.view, sender)
     if statement.body.widths != {state.settings.parts}:
         return [(sender, "foreign")]
-    if not state.view <= ballot.view <= MAX_VIEW or (followed and ballot <= followed.ballot):
+    if ballot.view < state.view or (followed and ballot <= followed.ballot):
         return [(sender, "stale view")]
+    if ballot.view > state.farthest_view:
+        return [(sender, "far view")]
     if followed and len(statement.body.contributions) < len(followed.contributors):
         return [(sender, "poorer roster")]  # until our own leader fails, or half of the living have moved on
     if not state.may_lead(sender, ballot.view):
@@ -87,10 +89,9 @@ def _learn_part(state: RoundState, statement: Statement[Part]) -> list[Fault]:
 
 
 def _learn_proposal(state: RoundState, statement: Statement[Commit]) -> list[Fault]:
-    body, settings = statement.body, state.settings
-    grouped = settings.exchange == "groups"
-    if len(body.parts) != settings.sums or body.widths != {settings.parts} or (body.left_out and not grouped):
+    if not state.settings.fits(statement.body):
         return [(statement.sender, "foreign")]
     state.evidence.learn_proposal(statement)
-    state.evidence.learn_contributions(body)
+    if statement.sender == state.leader or state.may_lead(statement.sender, statement.body.view):
+        state.evidence.learn_contributions(statement.body, state.electorate.electors)
     return []

@@ -60,8 +60,8 @@ class Leadership:
         return {self._evidence.me} | {
             peer
             for peer, holding in self._evidence.holdings.items()
-            if holding.body.roster == self._view.roster.digest
-            and (not holding.body.lock or holding.body.lock in self._evidence.proposals)
+            if holding.roster == self._view.roster.digest
+            and (not holding.lock or holding.lock in self._evidence.proposals)
         }
 
     def is_joined(self) -> bool:
@@ -181,7 +181,8 @@ class Leadership:
         """What the best stocked majority holds in common; of groups, what each of them can apply."""
         if self._settings.exchange == "groups":
             return self._held_by_groups(promised, wanted)
-        stock = {peer: {e.sender for e in wanted if self._evidence.holds_all(peer, e.body.parts)} for peer in promised}
+        holds_all = self._evidence.holds_all
+        stock = {peer: {e.sender for e in wanted if holds_all(peer, e.body.portions)} for peer in promised}
         ranking = sorted(promised, key=lambda peer: (-len(stock[peer]), peer))
         size = next(size for size in range(1, len(ranking) + 1) if self._electorate.is_quorum(ranking[:size]))
         shared = set.intersection(*(stock[peer] for peer in ranking[:size]))
@@ -195,7 +196,7 @@ class Leadership:
         return tuple(entry for entry in wanted if self._is_held(entry, self._groups[entry.sender] & present))
 
     def _is_held(self, entry: Statement[Contribution], group: Collection[PeerId]) -> bool:
-        return bool(group) and all(self._evidence.holds_all(peer, entry.body.parts) for peer in group)
+        return bool(group) and all(self._evidence.holds_all(peer, entry.body.portions) for peer in group)
 
     def _left_out(self, included: Contributions) -> tuple[PeerId, ...]:
         if self._settings.exchange != "groups":
@@ -234,7 +235,8 @@ class Leadership:
     def _ready(self, reducer: PeerId, wanted: Contributions) -> set[PeerId]:
         """The contributions of which a reducer holds every part that it is to sum."""
         mine = [part for part, name in enumerate(self._view.reducers) if name == reducer]
-        return {e.sender for e in wanted if self._evidence.holds_all(reducer, [e.body.parts[part] for part in mine])}
+        holds_all = self._evidence.holds_all
+        return {e.sender for e in wanted if holds_all(reducer, [e.body.portions[part] for part in mine])}
 
     def _forced(self, wanted: Contributions, able: set[PeerId]) -> Appointment | None:
         """Without the reducers that hold less than half, then without what any of the others lacks."""
@@ -265,8 +267,8 @@ class Leadership:
         part, live = self._view.part(number), self._present
         if part is None:
             return False
-        digest = part.body.blob.digest
-        return part.sender in live or digest in self._evidence.held or bool(self._evidence.holders(digest, live))
+        blob, evidence = part.body.blob, self._evidence
+        return part.sender in live or evidence.is_here(blob) or bool(evidence.holders(blob.digest, live))
 
     def _suspect(self, missing: Iterable[int], now: float) -> None:
         """The time given doubles with each attempt: an heir has to fetch before it can sum."""

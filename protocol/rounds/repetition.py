@@ -32,7 +32,7 @@ def asked_of_leader(state: RoundState, holding: Statement[Holding]) -> list[Mess
 
 def _of_leader(state: RoundState, view: View, holding: Statement[Holding]) -> list[Message]:
     holdings = state.evidence.holdings
-    joined = {peer for peer in state.others & holdings.keys() if holdings[peer].body.roster == view.roster.digest}
+    joined = {peer for peer in state.others & holdings.keys() if holdings[peer].roster == view.roster.digest}
     # The holding is the sign of life, to those whom we hear: others are better off with another leader.
     messages: list[Message] = [(state.others - joined, view.roster), (joined, holding)]
     proposal = state.proposal()

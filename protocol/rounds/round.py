@@ -57,7 +57,7 @@ from protocol.rounds.kinds import Body, kind_of
 from protocol.rounds.repetition import Message, asked_of_leader, repeated
 from protocol.rounds.reports import Acknowledgement, Decision, Inclusion, Part
 from protocol.rounds.state import MAX_VIEW, Fault, RoundState
-from protocol.rounds.statements import NO_ROSTER, Commit, Contribution, Digest, Statement
+from protocol.rounds.statements import NO_ROSTER, Commit, Contribution, Digest, Portion, Statement
 from protocol.rounds.view import View, blobs_of
 
 Said = TypeVar("Said", bound=Body)
@@ -94,10 +94,10 @@ class Round:
         self._vowed: tuple[int, Digest] = -1, b""  # view and lock
         if vow is not None and (vow.round, vow.base) == (number, base):
             self._vowed = self._state.take_up(vow)
-            self._evidence.learn_holding(self._sign(self._state.holding()))
+            self._evidence.learn_holding(self._sign(self._state.holding()), self._state.most_held)
         self._repeat_at = now + self._state.repeat_interval
         self._reported = NO_ROSTER, 0, 0  # the roster that we told its leader that we joined, and our stock then
-        self._sources: dict[Digest, tuple[PeerId, ...]] = {}
+        self._sources: dict[Portion, tuple[PeerId, ...]] = {}
         self._ordered: list[Sum] = []  # reductions asked for; their place is the attempt that the driver hands back
         self._sums: dict[Sum, Blob] = {}
         self._actions: list[Action] = []
@@ -162,7 +162,7 @@ class Round:
         if vowed == self._vowed:
             return []
         self._vowed = vowed
-        rests_on = tuple(state.needed(state.lock)) if state.lock else ()
+        rests_on = tuple(portion.blob for portion in state.needed(state.lock)) if state.lock else ()
         return [Vow(state.number, state.base, view, state.lock, state.electorate.electors, rests_on)]
 
     def next_deadline(self, now: float) -> float | None:
@@ -180,11 +180,11 @@ class Round:
                 self._meet(event, now)
             case Offered(contribution):
                 self._offer(contribution, now)
-            case Held(digest):
-                self._evidence.held.add(digest)
-            case Reduced(_, attempt, blob):
+            case Held(portion):
+                self._evidence.hold([portion])
+            case Reduced(part, attempt, blob):
                 self._sums[self._ordered[attempt]] = blob
-                self._evidence.held.add(blob.digest)
+                self._evidence.hold([Portion(blob, part)])
             case Tick():
                 pass
 
@@ -202,7 +202,7 @@ class Round:
         if not self._evidence.learn_contribution(statement):
             self._skip(self._state.me, "equivocation")
             return
-        self._evidence.held.update(blob.digest for blob in contribution.parts)
+        self._evidence.hold(contribution.portions)
         self._send(self._state.others, statement)
         if self._state.followed:
             self._skip(self._state.me, "late")
@@ -238,12 +238,12 @@ class Round:
         if fault is None:
             return
         self._skip(state.leader, fault)
-        if fault == "leader silent" and state.leader is not None:
-            state.silent.add(state.leader)
+        if fault != "outvoted":
+            state.fail(state.leader)
         state.view, state.view_since = state.next_view(), now
         state.followed = state.leadership = None
         holding = self._sign(state.holding())
-        self._evidence.learn_holding(holding)
+        self._evidence.learn_holding(holding, state.most_held)
         self._say(asked_of_leader(state, holding))
 
     def _open_roster(self, now: float) -> None:
@@ -301,8 +301,8 @@ class Round:
             view.learn_part(statement)
             self._send(state.others, statement)
         elif wanted not in self._ordered:
-            blobs = [contribution.body.parts[part] for contribution in view.included]
-            if self._evidence.holds_all(state.me, blobs):
+            portions = [contribution.body.portions[part] for contribution in view.included]
+            if self._evidence.holds_all(state.me, portions):
                 self._ordered.append(wanted)
                 self._actions.append(Reduce(part, len(self._ordered) - 1, view.included))
 
@@ -319,11 +319,11 @@ class Round:
             self._send({proposal.sender} - {state.me}, said)
 
     def _fetch(self) -> None:
-        for blob, want in self._state.wanted().items():
-            sources = self._state.sources(blob, want.owner)
-            if sources != self._sources.get(blob.digest):
-                self._sources[blob.digest] = sources
-                self._actions.append(Fetch(blob, sources, want.part, want.is_sum))
+        for portion, want in self._state.wanted().items():
+            sources = self._state.sources(portion.blob, want.owners)
+            if sources != self._sources.get(portion):
+                self._sources[portion] = sources
+                self._actions.append(Fetch(portion, sources, want.is_sum))
 
     def _report(self) -> None:
         """To the leader: at once when we join its view, and when we have all that we want."""
@@ -347,10 +347,10 @@ class Round:
         self.commit, self.decision = commit, (commit.signed, decision.signed)
         if commit.sender == self._state.me:
             self._send(self._state.others, decision)
-        self._actions.append(Finish(commit))
         included = {contribution.sender for contribution in commit.body.contributions}
         for sender in sorted(self._evidence.contributions.keys() - included):
             self._skip(sender, "left out")
+        self._actions.append(Finish(commit))
 
     def _proof(self, commit: Statement[Commit]) -> Statement[Decision]:
         """The acknowledgements that we were shown together, or collected."""

@@ -1,6 +1,6 @@
 """What one peer knows and is bound by in a round, and what can be told from it; nothing here sends."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -10,10 +10,21 @@ from protocol.rounds.election import Election, Electorate
 from protocol.rounds.events import Reason, RoundSettings, Urgency, Vow
 from protocol.rounds.evidence import Evidence
 from protocol.rounds.grouping import drawn, group_of
-from protocol.rounds.leadership import Leadership
+from protocol.rounds.leadership import MAX_ATTEMPTS, Leadership
 from protocol.rounds.reports import Acknowledgement, Holding
-from protocol.rounds.statements import NO_ROSTER, Commit, Contribution, Digest, Roster, Statement
-from protocol.rounds.view import View, blobs_of
+from protocol.rounds.statements import (
+    MAX_CONTRIBUTIONS,
+    MAX_HELD,
+    NO_ROSTER,
+    Commit,
+    Contribution,
+    Digest,
+    Portion,
+    Roster,
+    Statement,
+    portions,
+)
+from protocol.rounds.view import View, portions_of
 
 # Within one timeout a leader is heard three times, so that one lost message deposes nobody.
 REPEATS_PER_TIMEOUT = 3
@@ -22,15 +33,16 @@ JOINING = 2  # patiences for a majority to join a leader's view
 FARTHEST = 8  # views at once
 MAX_VIEW = 2**31
 Fault = tuple[PeerId, Reason]
+LEAST_HELD = 256  # blobs of a member that we take its word for, before we know of any
+MAX_OWNERS = 4  # who are asked for the same blob
 ROUNDING = 1e-9  # of a share times a count
 
 
 class Want(NamedTuple):
-    """A blob that is needed: its first owner, and what it holds (see Fetch)."""
+    """Of what is needed: those who made it, or some of them where many made the same, and whether it is a sum."""
 
-    owner: PeerId | None
-    part: int = 0
-    is_sum: bool = False
+    owners: tuple[PeerId, ...]
+    is_sum: bool
 
 
 class RoundState:
@@ -57,7 +69,7 @@ class RoundState:
         self.whole_arrivals: list[float] = []  # when those of others came that hold most of the plan's steps
         self.hurried = False
         self.heard = now  # when the leader that owes us a roster last gave a sign of life
-        self.silent: set[PeerId] = set()  # led a view and was not heard
+        self.failed: set[PeerId] = set()  # led a view that came to nothing
         self.lock: Statement[Commit] | None = None
         self.complete_since: float | None = None  # as many have contributed as the quorum asks for
         self.half_since: float | None = None  # at least half have
@@ -68,7 +80,7 @@ class RoundState:
         if vow.lock is None:
             return vow.view, b""
         self.evidence.learn_proposal(vow.lock)
-        self.evidence.learn_contributions(vow.lock.body)
+        self.evidence.learn_contributions(vow.lock.body, self.electorate.electors)
         return vow.view, vow.lock.digest
 
     @property
@@ -86,12 +98,21 @@ class RoundState:
 
     @property
     def _candidates(self) -> frozenset[PeerId]:
-        """Whoever kept silent as the leader of a view does not get another in this round, while there are others."""
-        return self.live - self.silent or self.live if self.silent else self.live
+        """Whoever led a view to nothing does not get another in this round, while there are others."""
+        return self.live - self.failed or self.live if self.failed else self.live
+
+    def fail(self, leader: PeerId | None) -> None:
+        """The view that it led ends undecided, whoever is to blame."""
+        if leader is not None and leader != self.me:
+            self.failed.add(leader)
 
     def may_lead(self, peer: PeerId, view: int) -> bool:
-        """Our own claim does not count: who leads already stays."""
+        """Our own claim does not count: who leads already stays. Whoever failed before leads only where half of the
+        living are: they may know better, and all have to meet. Otherwise one peer could pick one view after the other
+        that its rank gives it, and hold the round for ever."""
         if peer not in self.live or peer == self.me:
+            return False
+        if peer in self.failed and not self.live - self.failed <= {self.me} and view > self.outvoting_view():
             return False
         found = {self.election.leader(view, self.live), self.election.leader(view, self._candidates)}
         if self.me in found:
@@ -135,12 +156,29 @@ class RoundState:
         return None if self.half_since is None else self.half_since + self.settings.grace
 
     def new_roster(self) -> Roster:
-        known = self.evidence.contributions
-        contributions = {peer: known[peer] for peer in self.evidence.obtainable(self.live)}
-        for proposal in self.evidence.proposals.values():
-            contributions.update((entry.sender, entry) for entry in proposal.body.contributions)
+        evidence, obtainable = self.evidence, self.evidence.obtainable(self.live)
+        entries = [entry for peer, entry in evidence.contributions.items() if peer in obtainable]
+        entries.sort(key=lambda entry: entry.sender not in self.electorate.electors)
+        backed = [proposal for digest, proposal in evidence.proposals.items() if evidence.is_backed(digest)]
+        for proposal in backed if entries else evidence.proposals.values():
+            entries += proposal.body.contributions
+        contributions = self._of_one_size(entries)
         ordered = tuple(contributions[peer] for peer in sorted(contributions))
         return Roster(self.number, self.view, self.base, ordered)
+
+    def _of_one_size(self, entries: Sequence[Statement[Contribution]]) -> dict[PeerId, Statement[Contribution]]:
+        """By sender, the first ones, as many as a roster may list. Without those who name what we hold, or what another
+        one has named before them, with a size that it does not have: it cannot be fetched, and those who hold the blob
+        would seem to hold what they name."""
+        sizes, kept = dict(self.evidence.sizes), dict[PeerId, Statement[Contribution]]()
+        for entry in entries:
+            if entry.sender in kept or len(kept) == MAX_CONTRIBUTIONS:
+                continue
+            named = {blob.digest: blob.size for blob in entry.body.parts}
+            if all(sizes.get(digest, size) == size for digest, size in named.items()):
+                sizes.update(named)
+                kept[entry.sender] = entry
+        return kept or {entry.sender: entry for entry in entries[:1]}
 
     def outvoting_view(self) -> int:
         """The latest view that half of the living have reached, or so many that the others are no majority.
@@ -153,16 +191,18 @@ class RoundState:
         moved = self.evidence.moved & self.live
         if not moved or len(moved) < enough:
             return 0
-        return sorted((self.evidence.holdings[peer].body.view for peer in moved), reverse=True)[enough - 1]
+        return sorted((self.evidence.holdings[peer].view for peer in moved), reverse=True)[enough - 1]
 
     def follow(self, roster: Statement[Roster], now: float) -> list[Fault]:
         """Take a roster for that of our view. Who contributed otherwise than it says, or too late for it."""
         ballot = self.election.ballot(roster.body.view, roster.sender)
+        if self.followed and self.followed.ballot.view < ballot.view:
+            self.fail(self.followed.leader)
         view = View(ballot, roster, self.settings.parts, now)
         self.view, self.view_since, self.followed, self.leadership = ballot.view, now, view, None
         if roster.sender == self.me:
             self.leadership = Leadership(self.settings, self.election, self.electorate, self.evidence, view)
-        twofold = self.evidence.learn_contributions(roster.body)
+        twofold = self.evidence.learn_contributions(roster.body, self.electorate.electors)
         late = sorted(self.evidence.contributions.keys() - set(view.contributors))
         return [*((peer, "equivocation") for peer in twofold), *((peer, "late") for peer in late)]
 
@@ -187,7 +227,12 @@ class RoundState:
     def _view_of(self, peer: PeerId) -> int:
         """Where another peer is, as far as it told us."""
         known = self.evidence.holdings.get(peer) if peer in self.evidence.moved else None
-        return known.body.view if known else 0
+        return known.view if known else 0
+
+    @property
+    def farthest_view(self) -> int:
+        """To which a leader's roster may take us."""
+        return min(max(self.view + FARTHEST, self.outvoting_view()), MAX_VIEW)
 
     def next_view(self) -> int:
         """When we leave ours: where others have gone already, so that all meet. Nobody can take us far alone."""
@@ -221,49 +266,60 @@ class RoundState:
         """Whether the proposal of this very leader in this very view is the one that we acknowledged."""
         return self.lock is not None and (self.lock.sender, self.lock.body.view) == (self.leader, self.view)
 
-    def needed(self, proposal: Statement[Commit]) -> Collection[Blob]:
+    def needed(self, proposal: Statement[Commit]) -> Sequence[Portion]:
         """Without these the proposed update cannot be applied. A partner's in a group may have died with it, and nobody
         else was to have it: that is done without."""
         if proposal.body.parts:
-            return proposal.body.parts
+            return portions(proposal.body.parts)
         share = group_of(proposal.body, self.me, self.settings)
         if self.settings.exchange == "groups":
             share = tuple(entry for entry in share if entry.sender in self.live or entry.sender == self.me)
-        return blobs_of(share)
+        return portions_of(share)
 
     def holding(self) -> Holding:
         """What we hold of the roster, or without one of all contributions; and the proposal that binds us."""
         view, held, lock = self.followed, self.evidence.held, self.lock.digest if self.lock else b""
         if view:
-            return Holding(self.number, self.view, view.roster.digest, tuple(sorted(view.reported(held))), lock)
-        offered = {blob.digest for blob in blobs_of([*self.evidence.contributions.values()])}
-        return Holding(self.number, self.view, NO_ROSTER, tuple(sorted(held & offered)), lock)
+            reported = view.reported(held, self.own_parts)
+            return Holding(self.number, self.view, view.roster.digest, tuple(sorted(reported)), lock)
+        offered = {p.blob.digest for p in portions_of([*self.evidence.contributions.values()]) if p in held}
+        return Holding(self.number, self.view, NO_ROSTER, tuple(sorted(offered)), lock)
 
     def acknowledgement(self) -> Statement[Acknowledgement] | None:
         """Our own, of the proposal that binds us."""
         return self.evidence.acknowledged.get(self.lock.digest, {}).get(self.me) if self.lock else None
 
-    def wanted(self) -> dict[Blob, Want]:
+    def wanted(self) -> dict[Portion, Want]:
         """What we need and lack."""
-        wanted: dict[Blob, Want] = {}
+        wanted: dict[Portion, Want] = {}
+        for portion, owner, is_sum in self._places():
+            if portion in self.evidence.held:
+                continue
+            known = wanted.get(portion)
+            owners = known.owners if known else ()
+            if owner is not None and owner not in owners and len(owners) < MAX_OWNERS:
+                owners = (*owners, owner)
+            wanted[portion] = Want(owners, is_sum)
+        return wanted
+
+    def _places(self) -> Iterator[tuple[Portion, PeerId | None, bool]]:
+        """Where what we need is named, and as whose; whether it is a sum."""
         proposal, view = self.proposal(), self.followed
         if proposal and proposal.body.parts:
-            wanted.update((blob, Want(None, part, is_sum=True)) for part, blob in enumerate(proposal.body.parts))
+            yield from ((portion, None, True) for portion in portions(proposal.body.parts))
         elif proposal:
-            included = group_of(proposal.body, self.me, self.settings)
-            wanted.update(
-                (blob, Want(entry.sender, part)) for entry in included for part, blob in enumerate(entry.body.parts)
-            )
+            yield from _places_of(group_of(proposal.body, self.me, self.settings))
         if self.settings.exchange == "gather":  # even before the roster: nearly all will be on it
-            for entry in self.evidence.contributions.values():
-                wanted[entry.body.parts[0]] = Want(entry.sender)
+            given, electors = self.evidence.contributions.values(), self.electorate.electors
+            yield from _places_of(entry for entry in given if entry.sender in electors)
+            listed = view.roster.body.contributions if view else ()
+            yield from _places_of(entry for entry in listed if entry.sender not in electors)
         elif view and self.settings.exchange == "groups":
-            wanted.update((entry.body.parts[0], Want(entry.sender)) for entry in self._of_my_group(view))
+            yield from _places_of(self._of_my_group(view))
         elif view:
             own = self.own_parts
-            wanted.update((entry.body.parts[part], Want(entry.sender, part)) for entry in view.included for part in own)
-            wanted.update((part.body.blob, Want(part.sender, part.body.part, is_sum=True)) for part in view.parts())
-        return {blob: want for blob, want in wanted.items() if blob.digest not in self.evidence.held}
+            yield from ((entry.body.portions[part], entry.sender, False) for entry in view.included for part in own)
+            yield from ((Portion(part.body.blob, part.body.part), part.sender, True) for part in view.parts())
 
     @property
     def own_parts(self) -> list[int]:
@@ -275,16 +331,23 @@ class RoundState:
         group = drawn(self.settings, self.number, view.contributors).get(self.me, frozenset())
         return [entry for entry in view.roster.body.contributions if entry.sender in group]
 
-    def sources(self, blob: Blob, owner: PeerId | None) -> tuple[PeerId, ...]:
-        """Whom to ask: the owner and known holders; where the owner is gone or unknown, in the end everybody.
+    @property
+    def most_held(self) -> int:
+        """How many blobs a member may hold of what we know of."""
+        contributed = len(self.evidence.contributions) * self.settings.parts
+        return min(MAX_HELD, max(LEAST_HELD, contributed + MAX_ATTEMPTS * self.settings.sums))
 
-        In groups nobody else can have it, but the owner may come back.
+    def sources(self, blob: Blob, owners: Sequence[PeerId]) -> tuple[PeerId, ...]:
+        """Whom to ask: the owners and known holders; where the owners are gone or unknown, in the end everybody.
+
+        In groups nobody else can have it, but an owner may come back.
         """
         holders = self.evidence.holders(blob.digest, self.live)
-        if owner is not None and owner in self.live and owner != self.me:
-            return tuple(dict.fromkeys([owner, *holders]))
+        present = [peer for peer in owners if peer in self.live and peer != self.me]
+        if present:
+            return tuple(dict.fromkeys([*present, *holders]))
         if self.settings.exchange == "groups":
-            return tuple(dict.fromkeys([*holders, *([owner] if owner else [])]))
+            return tuple(dict.fromkeys([*holders, *(peer for peer in owners if peer != self.me)]))
         return tuple(dict.fromkeys([*holders, *sorted(self.others)]))
 
     @property
@@ -295,3 +358,7 @@ class RoundState:
         half = None if self.half_since is None else self.half_since + self.settings.grace
         leading = self.leadership.deadlines() if self.leadership else []
         return [half, self.hurry_at(), self.electorate.next_change(), *leading]
+
+
+def _places_of(entries: Iterable[Statement[Contribution]]) -> Iterator[tuple[Portion, PeerId, bool]]:
+    return ((portion, entry.sender, False) for entry in entries for portion in entry.body.portions)

@@ -9,15 +9,17 @@ blobs by digest, included peers) stand in ascending order and nowhere twice: one
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob, check_digest
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
+from protocol.records import MAX_ROUND
 
 Digest = bytes  # 32 bytes, SHA-256
 Opener = Callable[[wire.Signed], "Statement[Any]"]  # checks a statement inside another, whatever its kind
@@ -26,7 +28,6 @@ MAX_CONTRIBUTIONS = 1024
 MAX_PARTS = 4096
 MAX_HELD = 65_536
 MAX_TOKENS = 2**48
-MAX_ROUND = 2**53  # also exact in JSON
 MAX_CODEC_CHARACTERS = 64
 MAX_AGE = 8  # rounds
 # A roster of 1024 contributions of 4096 parts would be 180 MB: nobody needs that, and nobody gets it.
@@ -50,6 +51,14 @@ class Terms:
         return Blob.from_wire(reference)
 
 
+class Portion(NamedTuple):
+    """A blob as a part of the model, a contribution's or a sum: whoever holds it has checked its size, and its bytes as
+    those of that part. The same bytes may be well-formed as one part and not as another."""
+
+    blob: Blob
+    part: int
+
+
 @dataclass(frozen=True)
 class Contribution:
     """What a peer offers to one round: one blob for all-gather, one a part for a butterfly.
@@ -67,6 +76,10 @@ class Contribution:
     loss: float
     parts: tuple[Blob, ...]
     age: int = 0
+
+    @cached_property
+    def portions(self) -> tuple[Portion, ...]:
+        return portions(self.parts)
 
     def to_wire(self) -> wire.Contribution:
         return wire.Contribution(
@@ -95,6 +108,7 @@ class Contribution:
             raise MalformedError(f"a contribution {body.age} rounds late, at most {MAX_AGE} are allowed")
         check_parts(len(body.parts), terms, "a contribution")
         parts = tuple(terms.blob(part) for part in body.parts)
+        check_sizes(parts)
         return cls(body.round, body.base, body.codec, body.shapes, body.tokens, body.steps, body.loss, parts, body.age)
 
 
@@ -134,12 +148,19 @@ class Roster(Listing):
     def from_wire(cls, body: wire.Roster, terms: Terms, opened: Opener) -> Self:
         check_round(body.round, body.base)
         contributions = _nested(body.contributions, body.round, body.base, opened)
+        check_sizes(blob for entry in contributions for blob in entry.body.parts)
         return cls(body.round, body.view, body.base, contributions)
 
     @cached_property
-    def offered(self) -> frozenset[Digest]:
-        """The blobs of all contributions."""
-        return frozenset(blob.digest for entry in self.contributions for blob in entry.body.parts)
+    def offered(self) -> frozenset[Portion]:
+        """What all contributions consist of."""
+        return frozenset(portion for entry in self.contributions for portion in entry.body.portions)
+
+    @cached_property
+    def repeated(self) -> frozenset[Portion]:
+        """Of these, whose blob stands here as another part as well."""
+        count = Counter(portion.blob.digest for portion in self.offered)
+        return frozenset(portion for portion in self.offered if count[portion.blob.digest] > 1)
 
 
 @dataclass(frozen=True)
@@ -174,6 +195,7 @@ class Commit(Listing):
             check_parts(len(body.parts), terms, "a commit")
         _check_left_out(body.left_out, contributions)
         parts = tuple(terms.blob(part) for part in body.parts)
+        check_sizes([*parts, *(blob for entry in contributions for blob in entry.body.parts)])
         return cls(body.round, body.view, body.base, contributions, parts, tuple(body.left_out))
 
     @property
@@ -232,6 +254,18 @@ def _check_left_out(peers: Sequence[PeerId], contributions: Sequence[Statement[C
         public_key(peer)
     if not {entry.sender for entry in contributions}.isdisjoint(peers):
         raise MalformedError("a commit that includes somebody and leaves him out")
+
+
+def portions(parts: Iterable[Blob]) -> tuple[Portion, ...]:
+    """Of blobs by part."""
+    return tuple(Portion(blob, part) for part, blob in enumerate(parts))
+
+
+def check_sizes(blobs: Iterable[Blob]) -> None:
+    """Who holds what is said by digests: none may stand for two blobs, of which only one can exist."""
+    sizes: dict[Digest, int] = {}
+    if any(sizes.setdefault(blob.digest, blob.size) != blob.size for blob in blobs):
+        raise MalformedError("a blob that is said to have two sizes")
 
 
 def check_round(number: int, digest: Digest) -> None:

@@ -1,14 +1,14 @@
 """One leader's turn in a round, as every member follows it: the roster, who reduces what, and the reduced parts."""
 
 import hashlib
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from functools import lru_cache
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.rounds.election import Ballot
 from protocol.rounds.reports import Inclusion, Part
-from protocol.rounds.statements import Contribution, Digest, Roster, Statement
+from protocol.rounds.statements import Contribution, Digest, Portion, Roster, Statement
 
 # Parts of an attempt whose inclusion has not arrived yet are kept, but not those of any attempt a peer may dream up.
 ATTEMPTS_AHEAD = 1
@@ -70,9 +70,17 @@ class View:
         found = (self.part(number) for number in range(len(self.reducers)))
         return [part for part in found if part is not None]
 
-    def reported(self, held: Set[Digest]) -> Set[Digest]:
-        """Of what a member holds, that of which it reports it: contributions and reduced parts."""
-        return held & self.roster.body.offered | held & {part.body.blob.digest for part in self.announced.values()}
+    def reported(self, held: Set[Portion], own_parts: Collection[int]) -> Set[Digest]:
+        """Of what a member holds, that of which it reports it: contributions and reduced parts. `own_parts`: which it
+        sums. Of a blob that is to be several parts not before it is held as all that concern it."""
+        roster = self.roster.body
+        announced = {Portion(part.body.blob, part.body.part) for part in self.announced.values()}
+        lacking = announced - held | {portion for portion in roster.repeated - held if portion.part in own_parts}
+        return _digests(held & roster.offered | held & announced) - _digests(lacking)
+
+
+def _digests(portions: Iterable[Portion]) -> set[Digest]:
+    return {portion.blob.digest for portion in portions}
 
 
 @lru_cache(maxsize=16)
@@ -87,6 +95,10 @@ def reassign_reducers(seed: Digest, reducers: Sequence[PeerId], able: Collection
     orphaned = [part for part, reducer in enumerate(reducers) if reducer not in able]
     heirs = dict(zip(orphaned, assign_reducers(seed, tuple(able), len(orphaned)), strict=True))
     return tuple(heirs.get(part, reducer) for part, reducer in enumerate(reducers))
+
+
+def portions_of(contributions: Sequence[Statement[Contribution]]) -> list[Portion]:
+    return [portion for contribution in contributions for portion in contribution.body.portions]
 
 
 def blobs_of(contributions: Sequence[Statement[Contribution]]) -> list[Blob]:

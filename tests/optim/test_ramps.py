@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from optim.errors import UnknownOption
 from optim.parts import Scalar
 from optim.ramps import MAX_LETTERS, Ramp, ramp
+from optim.recipes import compose
 
 numbers = st.floats(0.001, 1000).map(lambda value: f"{value:.6g}") | st.integers(1, 500).map(str)
 curves = st.sampled_from(["->", "=>", "~>"])
@@ -49,6 +52,14 @@ def values(found: Ramp, rounds: int) -> list[float]:
 )
 def test_courses_by_hand(text: str, rounds: tuple[int, ...], expected: tuple[float, ...]) -> None:
     assert [course(text).at(number) for number in rounds] == pytest.approx(expected)
+
+
+def test_the_courses_that_are_documented_are_some() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text().split("## Courses over the run")[1]
+    written = re.findall(r'^\| `"(.+)"` \|', text, re.MULTILINE)
+    assert len(written) == 5 and all(ramp(line) for line in written)
+    budgets = re.findall(r'schedule\.inner_steps = "(.+?)"', text)
+    assert budgets and all(compose("averaging", {"schedule": {"inner_steps": line}}).knots for line in budgets)
 
 
 def test_words_may_change_too() -> None:

@@ -99,7 +99,9 @@ def test_an_option_may_change_over_the_rounds() -> None:
         ({"update": {"momentum": "0.5 -> 1.5 over 5"}}, "update.momentum = 1.5: should be less than 1"),
         ({"codec": {"kind": "int8 until 5 then in4"}}, "did you mean 'int4'"),
         ({"schedule": {"inner_steps": "1 until 50 then 1.5"}}, "schedule.inner_steps = 1.5"),
-        ({"schedule": {"inner_steps": "10 -> 30"}}, "schedule.inner_steps = '10 -> 30'"),
+        ({"schedule": {"inner_steps": "10 -> 30"}}, 'schedule.inner_steps = .*; write "10 -> 30 over ROUNDS"'),
+        ({"update": {"momentum": " 0.5=>0.9"}}, 'valid number; write "0.5=>0.9 over ROUNDS"'),
+        ({"adoption": {"kind": "mix", "alpha": "0 -> 1"}}, "adoption.alpha = '0 -> 1': should be a valid number$"),
     ],
     ids=str,
 )

@@ -1,22 +1,24 @@
 """Deliberate bugs in the logic of rounds, each with the word by which the simulation shows it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
 import pytest
 
 from node.daemon.offers import Offer, Offers
-from protocol.blobs.blob import Blob
+from protocol.identity import PeerId
+from protocol.rounds import statements
 from protocol.rounds.election import Electorate
 from protocol.rounds.entries import Entries
+from protocol.rounds.evidence import Evidence
 from protocol.rounds.grouping import group_of
 from protocol.rounds.leadership import Leadership
 from protocol.rounds.round import Round, Sum
 from protocol.rounds.state import RoundState
-from protocol.rounds.statements import Commit, Contribution, Statement
-from protocol.rounds.view import View, blobs_of
+from protocol.rounds.statements import Commit, Contribution, Digest, Portion, Statement, portions
+from protocol.rounds.view import View, blobs_of, portions_of
 from tests.simulation import peers
 from tests.simulation.peers import Disk
-from tests.simulation.story import FAULTS
+from tests.simulation.story import FAULTS, TWIN
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 Order = Callable[[Round, View], tuple[Statement[Contribution], ...]]
@@ -47,8 +49,8 @@ def asks_only_a_majority_of_the_rest(patch: pytest.MonkeyPatch) -> None:
 
 
 def waits_for_what_died_with_a_partner(patch: pytest.MonkeyPatch) -> None:
-    def needed(self: RoundState, proposal: Statement[Commit]) -> Collection[Blob]:
-        return proposal.body.parts or blobs_of(group_of(proposal.body, self.me, self.settings))
+    def needed(self: RoundState, proposal: Statement[Commit]) -> Sequence[Portion]:
+        return portions(proposal.body.parts) or portions_of(group_of(proposal.body, self.me, self.settings))
 
     patch.setattr(RoundState, "needed", needed)
 
@@ -85,6 +87,23 @@ def never_changes_the_view(patch: pytest.MonkeyPatch) -> None:
 def decides_what_nobody_holds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RoundState, "needed", lambda self, proposal: ())
     patch.setattr(Leadership, "_is_stocked", lambda self, promised, blobs, now: True)
+
+
+def counts_as_held_by_the_digest_alone(patch: pytest.MonkeyPatch) -> None:
+    """Whatever size it is said to have, and as whichever part it was checked."""
+
+    def holds_all(self: Evidence, peer: PeerId, portions: Iterable[Portion]) -> bool:
+        stock = self.stock(peer)
+        return all(portion.blob.digest in stock for portion in portions)
+
+    def reported(self: View, held: Set[Portion], own_parts: Collection[int]) -> Set[Digest]:
+        named = {*self.roster.body.offered, *(Portion(part.body.blob, 0) for part in self.announced.values())}
+        return {portion.blob.digest for portion in named} & {portion.blob.digest for portion in held}
+
+    patch.setattr(Evidence, "holds_all", holds_all)
+    patch.setattr(View, "reported", reported)
+    patch.setattr(RoundState, "_of_one_size", lambda self, entries: {entry.sender: entry for entry in entries})
+    patch.setattr(statements, "check_sizes", lambda blobs: None)
 
 
 def fetches_beyond_its_group(patch: pytest.MonkeyPatch) -> None:
@@ -166,6 +185,7 @@ BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it 
     (proposes_whatever_others_are_bound_to, FORK, RELAPSES),
     (never_changes_the_view, STUCK, FAULTS),
     (decides_what_nobody_holds, STUCK, FAULTS),
+    (counts_as_held_by_the_digest_alone, STUCK, TWIN),
     (fetches_beyond_its_group, "outside of the group", FAULTS),
     (sums_in_the_order_of_arrival, "in another order", FAULTS),
     (sums_what_came_late, "a sum of something else", FAULTS),

@@ -6,7 +6,7 @@ blobs that this rests on. All else is memory, and gone.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from protocol.rounds.events import (
 )
 from protocol.rounds.grouping import group_of
 from protocol.rounds.round import Round
-from protocol.rounds.statements import Commit, Contribution, Digest, Statement
+from protocol.rounds.statements import Commit, Contribution, Digest, Portion, Statement
 from tests.simulation.network import RUN_ID, Network, signer_of, sum_of
 from tests.simulation.progress import Progress, Saved
 
@@ -84,7 +84,7 @@ class Peer:
         self.vow: Vow | None = None
         self.records: dict[PeerId, tuple[Head, float]] = {}
         self.attendance = Attendance(network.scenario.settings().leader_timeout)
-        self.sources: dict[Digest, tuple[PeerId, ...]] = {}
+        self.sources: dict[Portion, tuple[PeerId, ...]] = {}
         self.pending: Statement[Commit] | None = None  # decided, but not all its blobs are here
         self.behind_since: float | None = None
         self.round: Round
@@ -149,10 +149,16 @@ class Peer:
 
     def offer(self, machine: Round) -> None:
         contribution = self.progress.contribution(self.chain.head)
-        if contribution is not None and machine is self.round:
+        if contribution is not None and machine is self.round and self.name != self.swarm.twin:
             self.store.update(blob.digest for blob in contribution.parts)
             self.disk.store.update(blob.digest for blob in contribution.parts)
             self.feed(Offered(contribution))
+
+    def copy(self, contribution: Contribution) -> None:
+        """Of the others' messages the first that comes in a round is ours as well, but for its sizes."""
+        parts = tuple(Blob(blob.digest, blob.size - 1) for blob in contribution.parts)
+        self.swarm.invented.update(parts)
+        self.feed(Offered(replace(contribution, parts=parts)))
 
     def feed(self, event: Event) -> None:
         if not isinstance(event, Tick):
@@ -188,9 +194,11 @@ class Peer:
             case Send(peers, signed):
                 for peer in peers:
                     self.network.transmit(self.name, peer, partial(self.swarm.peers[peer].receive, signed))
-            case Fetch(blob, sources):
-                self.want(blob, sources)
+            case Fetch(portion, sources):
+                self.want(portion, sources)
             case Reduce(part, attempt, contributions):
+                if not self.swarm.invented.isdisjoint(entry.body.parts[part] for entry in contributions):
+                    return  # the twin's own: it keeps silent
                 assert {entry.body.parts[part].digest for entry in contributions} <= self.store
                 machine = self.round
                 self.after(0.05, lambda: self.reduced(machine, part, attempt, contributions))
@@ -228,6 +236,8 @@ class Peer:
         statement = self.network.open(signed)
         number = statement.body.round
         if number == self.round.number and self.round.commit is None:
+            if self.name == self.swarm.twin and isinstance(statement.body, Contribution):
+                self.copy(statement.body)
             self.feed(Received(statement))
         elif number == self.chain.round + 1:
             self.attendance.keep(statement)
@@ -236,41 +246,42 @@ class Peer:
             for answer in self.attendance.answer(number, asking.name, self.network.now):
                 self.network.transmit(self.name, asking.name, partial(asking.receive, answer))
 
-    def want(self, blob: Blob, sources: tuple[PeerId, ...]) -> None:
-        fresh = blob.digest not in self.sources
-        self.sources[blob.digest] = sources
+    def want(self, portion: Portion, sources: tuple[PeerId, ...]) -> None:
+        fresh = portion not in self.sources
+        self.sources[portion] = sources
         if fresh:
-            self._try(blob, 0)
+            self._try(portion, 0)
 
-    def _try(self, blob: Blob, attempt: int) -> None:
+    def _try(self, portion: Portion, attempt: int) -> None:
         """Until the round is over."""
-        if blob.digest not in self.sources:
+        if portion not in self.sources:
             return
-        scenario, sources = self.network.scenario, self.sources[blob.digest] or tuple(self.swarm.peers)
+        scenario, sources = self.network.scenario, self.sources[portion] or tuple(self.swarm.peers)
         source = sources[attempt % len(sources)]
-        delay = 0.0 if blob.digest in self.store else self.network.random.uniform(0.02, scenario.transfer)
-        self.after(delay, lambda: self._transferred(blob, source, attempt))
+        here = portion.blob.digest in self.store
+        delay = 0.0 if here else self.network.random.uniform(0.02, scenario.transfer)
+        self.after(delay, lambda: self._transferred(portion, source, attempt))
 
-    def _transferred(self, blob: Blob, source: PeerId, attempt: int) -> None:
-        link, digest = self.network.link, blob.digest
-        if digest not in self.sources:
+    def _transferred(self, portion: Portion, source: PeerId, attempt: int) -> None:
+        link, digest = self.network.link, portion.blob.digest
+        if portion not in self.sources or portion.blob in self.swarm.invented:
             return
         connected = link.reaches(self.name, source) and link.reaches(source, self.name)
         if digest in self.store or (connected and digest in self.swarm.peers[source].store):
             self.store.add(digest)
-            self.feed(Held(digest))
+            self.feed(Held(portion))
             self.apply()
         else:
-            self.after(0.2, lambda: self._try(blob, attempt + 1))
+            self.after(0.2, lambda: self._try(portion, attempt + 1))
 
     def finish(self, commit: Statement[Commit]) -> None:
         told = self.round.seen if commit.sender == self.name else ()
         self.attendance.decide(commit.body.round, self.round.decision, told, self.network.now)
         self.swarm.decided(self.name, commit)
         self.pending = commit
-        for blob, sources in self.swarm.needed(commit.body, self.name).items():
-            if blob.digest not in self.store:
-                self.want(blob, tuple(peer for peer in sources if peer != self.name))
+        for portion, sources in self.swarm.needed(commit.body, self.name).items():
+            if portion.blob.digest not in self.store:
+                self.want(portion, tuple(peer for peer in sources if peer != self.name))
         self.after(self.network.scenario.settings().exchange_timeout, partial(self._go_on, commit))
         self.apply()
 
@@ -288,8 +299,8 @@ class Peer:
     def apply(self) -> None:
         if self.pending is None:
             return
-        needed = self.swarm.needed(self.pending.body, self.name)
-        if all(blob.digest in self.store for blob in needed):
+        needed = {portion.blob for portion in self.swarm.needed(self.pending.body, self.name)}
+        if all(blob.digest in self.store for blob in needed) and needed.isdisjoint(self.swarm.invented):
             self._append(self.pending)
 
     def _append(self, commit: Statement[Commit]) -> None:

@@ -19,6 +19,7 @@ EXCHANGES: tuple[Exchange, ...] = ("butterfly", "butterfly", "gather", "groups")
 PATTERNS: tuple[Pattern, ...] = ("random", "random", "ring", "exponential")
 KILLS = ("kill", "kill in phase", "kill in phase", "kill in phase", "kill reducer", "kill last holder", "relapse")
 FAULTS = (*KILLS, "freeze", "split", "one way")
+TWIN = ("twin",)
 ISOLATING_FAULTS = (*FAULTS, "split", "split", "split", "one way", "freeze")
 
 
@@ -71,6 +72,8 @@ class Story:
                 self._on_first(lambda action: isinstance(action, Reduce), number, self._kill)
             elif kind == "relapse":
                 self._relapse(number)
+            elif kind == "twin":
+                self._twin()
             else:
                 time = self._chance.uniform(0.0, FAULTS_OVER)
                 self.swarm.network.schedule(time, lambda kind=kind: self._strike(kind))  # type: ignore[misc]
@@ -144,6 +147,12 @@ class Story:
                 self.swarm.kill(name, self._chance.uniform(0.1, 1.0))
 
         self._on_first(lambda action: _kind_of(action) == "decision", number, strike)
+
+    def _twin(self) -> None:
+        """A peer offers what another has offered, with another size. In groups it harms its partners alone, who go on
+        without it."""
+        if self.swarm.scenario.exchange != "groups":
+            self.swarm.twin = self._chance.choice(list(self.swarm.peers))
 
     def _on_first(self, wanted: Callable[[Action], bool], number: int, strike: Callable[[PeerId], None]) -> None:
         fired = False

@@ -8,7 +8,8 @@ from protocol.rounds.chain import genesis
 from protocol.rounds.entries import Entries
 from protocol.rounds.events import Action, Fetch, Finish, Send
 from protocol.rounds.grouping import drawn, group_of
-from protocol.rounds.statements import Commit, Digest, Statement
+from protocol.rounds.statements import Commit, Digest, Portion, Statement, portions
+from protocol.rounds.view import portions_of
 from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, sum_of
 from tests.simulation.peers import HEARTBEAT, Peer
 from tests.simulation.progress import Ledger
@@ -32,6 +33,8 @@ class Swarm:
         if scenario.exchange == "groups":
             self.watches.append(self._watch_groups)
         self.returning: set[PeerId] = set()  # dead, but not for good
+        self.twin: PeerId | None = None  # offers what others do, one byte shorter
+        self.invented: set[Blob] = set()  # by it: there are none of that digest and size
         self.peaks: dict[int, int] = {}  # by round, the most entries in the tables of any peer
         self._rosters: dict[Digest, set[tuple[PeerId, ...]]] = {}  # by the base that they continue
         self.peers = {name: Peer(name, self.network, self) for name in NAMES[: scenario.peers]}
@@ -60,12 +63,11 @@ class Swarm:
             return False
         return not self.forks_allowed or len({peer.chain.head for peer in self.alive()}) == 1
 
-    def needed(self, commit: Commit, peer: PeerId) -> dict[Blob, tuple[PeerId, ...]]:
+    def needed(self, commit: Commit, peer: PeerId) -> dict[Portion, tuple[PeerId, ...]]:
         """What that peer has to have, and whom it may ask."""
         mine = group_of(commit, peer, self.scenario.settings())
         sources = tuple(entry.sender for entry in mine) if self.scenario.exchange == "groups" else tuple(self.peers)
-        blobs = commit.parts or [blob for entry in mine for blob in entry.body.parts]
-        return dict.fromkeys(blobs, sources)
+        return dict.fromkeys(portions(commit.parts) or portions_of(mine), sources)
 
     def _watch_groups(self, name: PeerId, action: Action) -> None:
         """Nobody asks for anything outside of its group."""
@@ -76,7 +78,7 @@ class Swarm:
             machine, settings = self.peers[name].round, self.scenario.settings()
             rosters = self._rosters.get(self.peers[name].chain.digest, set())
             circles = [drawn(settings, machine.number, roster).get(name, ()) for roster in rosters]
-            owner = self.ledger.owners[action.blob.digest]
+            owner = self.ledger.owners[action.portion.blob.digest]
             assert any(owner in circle for circle in circles), "a blob from outside of the group"
 
     def decided(self, peer: PeerId, commit: Statement[Commit]) -> None:

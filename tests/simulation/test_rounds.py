@@ -10,7 +10,7 @@ from protocol.rounds import attendance
 from protocol.rounds.events import Skip
 from tests.simulation.bugs import BUGS, RARE_BUGS, Bug
 from tests.simulation.network import NAMES, Network, offer_of, signer_of
-from tests.simulation.story import BrokenError, Story, scenario_of
+from tests.simulation.story import TWIN, BrokenError, Story, scenario_of
 
 SEARCHED = 400
 
@@ -43,6 +43,14 @@ def test_a_rare_bug_is_shown_by_its_seed(bug: Bug, word: str, seed: int, monkeyp
     assert word in outcome(seed)
     monkeypatch.undo()
     assert outcome(seed) == "", "the same seed without the bug"
+
+
+def test_a_twin_of_another_size_harms_nobody() -> None:
+    """The control is the bug of counting by digests."""
+    stories = [Story(seed, faults=TWIN) for seed in range(60)]
+    for story in stories:
+        story.run()
+    assert sum(bool(story.swarm.invented) for story in stories) > 30
 
 
 def outcome(seed: int, faults: Sequence[str] = ()) -> str:

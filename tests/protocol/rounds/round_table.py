@@ -23,7 +23,7 @@ from protocol.rounds.events import (
     Tick,
 )
 from protocol.rounds.round import Round
-from protocol.rounds.statements import Commit, Digest, Statement
+from protocol.rounds.statements import Commit, Digest, Portion, Statement
 from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, offer_of, signer_of, sum_of
 
 BASE = genesis(RUN_ID).digest
@@ -39,14 +39,16 @@ class Table:
         self.now = 0.0
         self.drop: Drop = lambda sender, receiver, kind: False
         self.is_slow: Callable[[PeerId, Digest], bool] = lambda peer, digest: False  # transfers that do not end
+        self.unfit: set[Portion] = set()  # of another size, or not well-formed as that part
         self.dead: set[PeerId] = set()
         self.log: list[tuple[PeerId, Action]] = []
         self.queue: deque[tuple[PeerId, PeerId, wire.Signed]] = deque()
         self.backwards = False
         self.copies = 1
+        self.sum: Callable[[PeerId, Reduce], Blob] = lambda peer, order: sum_of(order.part, order.contributions)
         members = NAMES[:peers]
         self.stores: dict[PeerId, set[Digest]] = {name: set() for name in members}
-        self.wishes: dict[tuple[PeerId, Digest], Fetch] = {}
+        self.wishes: dict[tuple[PeerId, Portion], Fetch] = {}
         self.machines = {name: self.machine(name) for name in members}
         for name in members:
             self.feed(name, Live(frozenset(members)))
@@ -74,9 +76,9 @@ class Table:
         if isinstance(action, Send):
             self.queue.extend((name, peer, action.signed) for peer in action.peers * self.copies)
         elif isinstance(action, Fetch):
-            self.wishes[name, action.blob.digest] = action
+            self.wishes[name, action.portion] = action
         elif isinstance(action, Reduce):
-            blob = sum_of(action.part, action.contributions)
+            blob = self.sum(name, action)
             self.stores[name].add(blob.digest)
             self.feed(name, Reduced(action.part, action.attempt, blob))
 
@@ -89,12 +91,14 @@ class Table:
                     self.feed(receiver, Received(self.network.open(signed)))
 
     def _transfer(self) -> bool:
-        for (name, digest), fetch in list(self.wishes.items()):
+        for (name, portion), fetch in list(self.wishes.items()):
+            digest = portion.blob.digest
             able = [peer for peer in fetch.sources if peer not in self.dead and digest in self.stores[peer]]
+            able = [] if portion in self.unfit else able
             if able and name not in self.dead and not self.is_slow(name, digest):
-                del self.wishes[name, digest]
+                del self.wishes[name, portion]
                 self.stores[name].add(digest)
-                self.feed(name, Held(digest))
+                self.feed(name, Held(portion))
                 return True
         return False
 

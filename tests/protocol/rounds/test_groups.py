@@ -19,7 +19,7 @@ def test_everybody_is_included_and_fetches_of_its_partner_alone(peers: int) -> N
     table.offer(*table.names)
     assert table.included() == {tuple(sorted(table.names))} and table.now == 0
     for name in table.names:
-        wanted = {action.blob for who, action in table.log if who == name and isinstance(action, Fetch)}
+        wanted = {action.portion.blob for who, action in table.log if who == name and isinstance(action, Fetch)}
         partners = partner_of(table, name, name)
         assert wanted == {table.blobs(partner)[0] for partner in partners} and len(partners) <= 1
 

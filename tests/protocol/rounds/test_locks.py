@@ -56,7 +56,7 @@ def _without_what_promises_tell(patch: pytest.MonkeyPatch) -> None:
 def _with_promises_half_understood(patch: pytest.MonkeyPatch) -> None:
     def joined(self: Leadership) -> set[PeerId]:
         holdings = self._evidence.holdings.items()
-        return {self._evidence.me} | {p for p, told in holdings if told.body.roster == self._view.roster.digest}
+        return {self._evidence.me} | {p for p, told in holdings if told.roster == self._view.roster.digest}
 
     patch.setattr(Leadership, "promised", joined)
 

@@ -43,7 +43,8 @@ def test_an_order_to_fetch_says_what_the_blob_holds() -> None:
     summed = {blob: (part, True) for part, blob in enumerate(commit.parts)}
     orders = [action for _, action in table.log if isinstance(action, Fetch)]
     assert {order.is_sum for order in orders} == {False, True}
-    assert all((order.part, order.is_sum) == (contributed | summed)[order.blob] for order in orders)
+    known = contributed | summed
+    assert all((order.portion.part, order.is_sum) == known[order.portion.blob] for order in orders)
 
 
 @BOTH
@@ -149,6 +150,8 @@ def test_a_contribution_after_the_roster_is_late_and_left_out() -> None:
     table.elapse(0.2)
     assert table.included() == {tuple(sorted(table.names[:2]))}
     assert (late, "left out") in table.skips(late)
+    said = [action for name, action in table.log if name == late]
+    assert isinstance(said[-1], Finish), "whoever carries it out has closed the round"
 
 
 def test_the_first_contribution_of_a_peer_counts() -> None:

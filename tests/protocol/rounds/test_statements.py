@@ -39,6 +39,8 @@ def say(identity: Identity, body: Body) -> Statement[Any]:
 
 
 OFFERS = tuple(say(identity, OFFER) for identity in PEERS)
+OTHER_SIZE = Blob(BLOBS[0].digest, 4)
+TWIN = say(PEERS[2], replace(OFFER, parts=(OTHER_SIZE,)))
 VOTES = tuple(say(identity, Acknowledgement(3, 1, BASE)) for identity in PEERS)
 
 
@@ -117,6 +119,10 @@ def test_a_commit_counts_its_tokens() -> None:
         (Decision(3, 1, BASE, (VOTES[0], VOTES[0])), MalformedError),
         (Decision(3, 2, BASE, VOTES), ForgedError),
         (Decision(3, 1, SHAPES, VOTES), ForgedError),
+        (replace(OFFER, parts=(BLOBS[0], OTHER_SIZE)), MalformedError),
+        (Roster(3, 1, BASE, (*OFFERS[:2], TWIN)), MalformedError),
+        (Commit(3, 1, BASE, (*OFFERS[:2], TWIN), ()), MalformedError),
+        (Commit(3, 1, BASE, OFFERS[:2], (OTHER_SIZE,)), MalformedError),
         (Commit(3, 1, BASE, OFFERS[:2], (), NAMES[:1]), MalformedError),
         (Commit(3, 1, BASE, OFFERS[:1], (), NAMES[:0:-1]), MalformedError),
         (Commit(3, 1, BASE, OFFERS[:2], (), ("nobody",)), MalformedError),
