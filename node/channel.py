@@ -132,7 +132,6 @@ class Progress(_Message):
     loss: FiniteFloat
     tokens_per_second: FiniteFloat
     seconds: dict[Activity, FiniteFloat]
-    skipped: int = Field(default=0, description="steps left out because the loss or the gradient was not finite")
 
 
 class Pausing(_Message):
@@ -140,6 +139,14 @@ class Pausing(_Message):
 
     kind: Literal["pausing"] = "pausing"
     reason: str
+
+
+class Mishap(_Message):
+    """What went wrong in the trainer and was gone round: the daemon counts it, and tells the line."""
+
+    kind: Literal["mishap"] = "mishap"
+    reason: Literal["step left out", "memory short", "message gone", "work dropped"]
+    line: str
 
 
 class Adopted(_Message):
@@ -173,7 +180,7 @@ class Failed(_Message):
 
 ToTrainer = Annotated[Config | Adopt | Hurry | Evaluate | TakeSnapshot | Stop, Field(discriminator="kind")]
 FromTrainer = Annotated[
-    Ready | Progress | Message | Pausing | Adopted | Evaluated | Snapshotted | Stopped | Failed,
+    Ready | Progress | Message | Pausing | Mishap | Adopted | Evaluated | Snapshotted | Stopped | Failed,
     Field(discriminator="kind"),
 ]
 _TO_TRAINER: Final[TypeAdapter[ToTrainer]] = TypeAdapter(ToTrainer)

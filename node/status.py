@@ -22,7 +22,7 @@ def spent(seconds: Mapping[str, float], *activities: str) -> float:
 
 
 class NodeStatus(BaseModel):
-    """One node at one moment. Bytes and seconds count from `since`: the start of this process."""
+    """One node at one moment. Bytes count from `since`, the start of this process; seconds also over restarts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,6 +37,7 @@ class NodeStatus(BaseModel):
     unsaved: str = Field(default="", description="why the newest checkpoint is not on disk; empty: it is")
     alone: bool = Field(default=False, description="no other trainer is in reach, though there are or were some")
     paused: str = Field(default="", description="why the trainer stands back for others; empty: it does not")
+    standstill: str = Field(default="", description="for how long no round was decided; empty: no longer than usual")
     pace: str = Field(default="", description="why fewer steps a round than the plan's; empty: all of them")
     round: int = Field(default=0, description="rounds committed and applied")
     target_rounds: int | None = None
@@ -63,7 +64,7 @@ class NodeStatus(BaseModel):
     paths: dict[str, str] = Field(default={}, description="how bulk goes to each peer that lately had some")
     bytes_fetched_by_path: dict[str, int] = Field(default={}, description="of blobs: libp2p, direct")
     absences: dict[str, int] = Field(default={}, description="rounds without our work, by why")
-    setbacks: dict[str, int] = Field(default={}, description="what went wrong and was gone round, by reason")
+    setbacks: dict[str, int] = Field(default={}, description="what went wrong and was worked around, by reason")
     refusals: dict[str, int] = Field(default={}, description="what others sent and was refused, or stalled")
     direct_refusals: dict[str, int] = Field(default={}, description="direct connections not taken, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
@@ -92,6 +93,8 @@ class NodeStatus(BaseModel):
             return f"no: paused, {self.paused}"
         if self.alone:
             return "no: alone, no other peer that trains is in reach; see whether this machine is online"
+        if self.standstill:
+            return f"no: {self.standstill}; see whether the others are there, and `murmur doctor`"
         if self.last_included_round is None:
             return f"no: {self.absence or self.reason or 'its first message is not ready yet'}"
         missed = self.round - 1 - self.last_included_round
@@ -124,7 +127,7 @@ class NodeStatus(BaseModel):
         """Lines of what was skipped, late, excluded or refused since the start, with how often; the most first."""
         told = (
             ("rounds without its work", self.absences),
-            ("gone round", self.setbacks),
+            ("worked around", self.setbacks),
             ("refused", self.refusals),
             ("direct connections not taken", self.direct_refusals),
         )

@@ -93,7 +93,7 @@ def save(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable, keep: int) ->
 
 
 def load_newest(folder: Path, run_id: RunId, shapes: ShapeTable) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, or None, and a line for each newer one that is not.
+    """The newest checkpoint that is whole, or None, and a line for each newer one that is not: the caller tells it.
 
     OtherRunError and CheckpointError when the newest whole one is of another run or of other shapes.
     """
@@ -113,6 +113,8 @@ def load_trained(run_dir: Path) -> Trained:
         return Trained(manifest, int(body["round"]), _read_vector(path, ANCHOR, body, shapes))
 
     trained, skipped = _newest(folder, manifest.run_id, shapes, build)
+    for line in skipped:
+        logger.warning("skipped the checkpoint %s", line)
     if trained is None:
         reason = f"all are damaged ({skipped[0]})" if skipped else "there is none yet"
         raise CheckpointError(f"no usable checkpoint in {folder}: {reason}; let the node finish a round first")
@@ -194,7 +196,6 @@ def _newest(
             _check_kind(path, body, run_id, shapes)
             return build(path, body), skipped
         except DamagedError as damage:
-            logger.warning("skipped the checkpoint %s: %s", path, damage)
             skipped.append(f"{path}: {damage}")
     return None, skipped
 

@@ -13,6 +13,7 @@ class Absence(NamedTuple):
     text: str
 
 
+BEHIND = Absence("catching up", "it was decided before this node had caught up")
 MISHAPS: dict[Reason, str] = {
     "late": "our message came after the round's roster was closed; it goes with the next one",
     "left out": "too few peers got our message in time: the upload is slow; it goes on, and joins the next round",
@@ -23,7 +24,7 @@ MISHAPS: dict[Reason, str] = {
 def absence(status: NodeStatus, mishap: Reason | None, offered: bool, rounds: int) -> Absence:
     """`mishap`: what the round did to our message; `offered`: whether we had one; `rounds`: how many came at once."""
     if rounds > 1 or status.phase in ("joining", "waiting for peers", "catching up"):
-        return Absence("catching up", "it was decided before this node had caught up")
+        return BEHIND
     if mishap is not None:
         return Absence(mishap, MISHAPS.get(mishap, mishap))
     if offered:

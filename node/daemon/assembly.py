@@ -17,6 +17,7 @@ from node.daemon.background import Background
 from node.daemon.calls import ask_to_carry, deliver
 from node.daemon.carrying import MESSAGES, Carrying, Surroundings
 from node.daemon.catch_up import Scout
+from node.daemon.deliveries import Deliveries
 from node.daemon.keeper import Keeper
 from node.daemon.membership import Members
 from node.daemon.metrics import Metrics
@@ -105,7 +106,7 @@ class Assembly:
         )
         self.arena = Arena.create(Contents.of(program))
         room = STORE_STATES * state_bytes(numel, method) + MESSAGES * program.max_message_bytes + STORE_EXTRA_BYTES
-        self.store = BlobStore(folder.blobs, room, HELD_BYTES)
+        self.store, self._room = BlobStore(folder.blobs, room, HELD_BYTES), room
         self._workshop = Workshop(program, self.store, decay_of(manifest.train))
         self.metrics = Metrics()
         self.standing = Standing(self._first_status(), self.metrics, self._traffic)
@@ -191,7 +192,7 @@ class Assembly:
         self.keeper = Keeper(
             self._folder, manifest, self._shapes, self.store, self.arena, asyncio.to_thread, self.trainer.has_adopted,
             self.blobs.being_fetched, lambda: [*self.carrying.held(), *self.driver.left_out],
-            self.standing.set_back,
+            self.standing.set_back, self._room // 2,
         )  # fmt: skip
         self.standing.stands_at(self.replica.chain.head, self.replica.blob.digest)
         driver_settings = round_settings(manifest, self._program)
@@ -200,7 +201,7 @@ class Assembly:
             work=work,
             members=self._members.at_this_round,
             trains=self._members.is_trainer,
-            refused=self.standing.refused,
+            refused=lambda peer, faults: self.standing.refused(peer, *faults),
             skipped=self.standing.skipped,
             set_back=self.standing.set_back,
             decided=lambda commit: self.participant.decided(commit),
@@ -232,7 +233,8 @@ class Assembly:
     async def open(self) -> None:
         """Go on the network and say where we stand."""
         settings = self._settings
-        rounds = RoundsService(settings.run_id, self.driver, self.replica, self.standing.refused)
+        deliveries = Deliveries(self._terms.parts, settings.manifest.round.leader_timeout)
+        rounds = RoundsService(settings.run_id, self.driver, self.replica, deliveries, self.standing.refused)
         dial_back = DialBack(self.transport.remote_addresses)
         runs = RunsService(settings.manifest, dial_back, self.standing.refused)
         await self.transport.open(
@@ -255,6 +257,7 @@ class Assembly:
             lambda: (
                 self.directory.refusals,
                 self.blobs.refusals,
+                rounds.refusals,
                 self.transport.refusals,
                 {"dht": self.rendezvous.refused},
             )

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
 
 import grpc
 
@@ -11,9 +10,11 @@ from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import CarryRequest, ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
 from protocol.murmur_pb2_grpc import CarriersStub, RoundsStub
+from protocol.replies import Reply, parsed
 
 # A decision comes with the acknowledgements of a majority; the bytes are bounded by the transport.
 MAX_ANSWERS = 1024
+MAX_DETAILS = 200  # characters of what a peer says of its refusal
 CHAIN_SECONDS = 10.0
 REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -24,7 +25,6 @@ REFUSALS = (
     grpc.StatusCode.INTERNAL,
 )
 Channels = Callable[[PeerId], grpc.aio.Channel]
-Reply = TypeVar("Reply")
 
 
 async def deliver(
@@ -32,7 +32,7 @@ async def deliver(
 ) -> Iterable[Signed]:
     """Bring statements to a peer; returns what it thinks we lack."""
     request = DeliverRequest(run=bytes.fromhex(run_id), statements=statements)
-    reply: DeliverReply = await _answer(peer, lambda: RoundsStub(channel(peer)).Deliver(request, timeout=seconds))
+    reply: DeliverReply = await answered(peer, lambda: RoundsStub(channel(peer)).Deliver(request, timeout=seconds))
     if len(reply.statements) > MAX_ANSWERS:
         raise LimitError(f"{peer} answers with {len(reply.statements)} statements")
     return list(reply.statements)
@@ -41,7 +41,7 @@ async def deliver(
 async def ask_chain(run_id: RunId, channel: Channels, peer: PeerId, after_round: int) -> ChainReply:
     """Its head, the name of its state, and its commits after that round, as far as it has them."""
     request = ChainRequest(run=bytes.fromhex(run_id), after_round=after_round)
-    return await _answer(peer, lambda: RoundsStub(channel(peer)).Chain(request, timeout=CHAIN_SECONDS))
+    return await answered(peer, lambda: RoundsStub(channel(peer)).Chain(request, timeout=CHAIN_SECONDS))
 
 
 async def ask_to_carry(
@@ -49,14 +49,15 @@ async def ask_to_carry(
 ) -> None:
     """Have the peer fetch a blob that the statement names; it has it when this returns."""
     request = CarryRequest(run=bytes.fromhex(run_id), statement=statement, digest=digest)
-    await _answer(peer, lambda: CarriersStub(channel(peer)).Carry(request, timeout=seconds))
+    await answered(peer, lambda: CarriersStub(channel(peer)).Carry(request, timeout=seconds))
 
 
-async def _answer(peer: PeerId, call: Callable[[], Awaitable[Reply]]) -> Reply:
+async def answered(peer: PeerId, call: Callable[[], Awaitable[Reply | None]]) -> Reply:
+    """What a call of ours to that peer comes to."""
     try:
-        return await call()
+        return parsed(await call())
     except grpc.aio.AioRpcError as error:
-        reason = f"{error.code().name.lower()}: {error.details()}"
+        reason = f"{error.code().name.lower()}: {(error.details() or '')[:MAX_DETAILS]}"
         if error.code() in REFUSALS:
             raise LimitError(f"{peer} refuses the call ({reason})") from error
         raise UnreachableError(f"{peer} does not answer ({reason})") from error

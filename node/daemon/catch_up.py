@@ -13,9 +13,10 @@ from protocol.errors import MalformedError, PeerFault, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import ChainReply, PeerRecord
+from protocol.records import MAX_CHAIN_TOKENS, MAX_ROUND
 from protocol.rounds.chain import Chain, Head, preferred
 from protocol.rounds.kinds import parse
-from protocol.rounds.statements import MAX_ROUND, Commit, Statement, Terms
+from protocol.rounds.statements import Commit, Statement, Terms
 
 MAX_COMMITS = 64
 PATIENCE = 1.5  # seconds that the next commit may take to come by itself before we ask for it
@@ -117,8 +118,8 @@ def _linked(commits: tuple[Statement[Commit], ...], head: Head) -> tuple[Stateme
 
 def _head(reply: ChainReply) -> Head:
     check_digest(reply.digest)
-    if reply.round > MAX_ROUND:
-        raise MalformedError(f"round {reply.round} is out of range")
+    if reply.round > MAX_ROUND or reply.chain_tokens > MAX_CHAIN_TOKENS:
+        raise MalformedError(f"a head of round {reply.round} with {reply.chain_tokens} tokens is out of range")
     return Head(reply.round, reply.digest, reply.chain_tokens)
 
 

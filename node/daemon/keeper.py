@@ -1,7 +1,7 @@
 """Keeps on disk what the next start needs, and in the blob store what others may still ask for.
 
-A checkpoint is written in the background after a round. The one after it waits for that, so a kill at any moment
-costs at most one round.
+A checkpoint is written in the background, after every round or every few (`checkpoint.every_rounds`). The one after it
+waits for that, so that a kill at any moment finds on disk the last or the last but one that was due.
 """
 
 import asyncio
@@ -31,23 +31,25 @@ from protocol.rounds.statements import Commit
 
 logger = logging.getLogger(__name__)
 
-KEPT_ROUNDS = 4  # whose blobs a peer that lags may still fetch
+KEPT_ROUNDS = 4  # whose blobs a peer that lags may still fetch, where there is room
 MAX_STATES = 6  # with those that somebody is still fetching
 
 
 class Keeper:
     """`work` runs a function in a thread that may be busy for long; `adopted(round)` waits for the trainer; `wanted`
-    names the blobs that others are fetching, `carried` those that we hold for them, or may need in the next round."""
+    names the blobs that others are fetching, `carried` those that we hold for them, or may need in the next round.
+    `room`: bytes that the blobs of past rounds may take; where many peers exchange dense messages that is for fewer
+    rounds, and whoever lags by more fetches a state."""
 
     def __init__(
         self, folder: RunFolder, manifest: Manifest, shapes: ShapeTable, store: BlobStore, arena: Arena,
         work: Work, adopted: Callable[[int], Awaitable[bool]], wanted: Callable[[], Collection[bytes]],
-        carried: Callable[[], Collection[bytes]], set_back: Callable[[Setback, str], None],
+        carried: Callable[[], Collection[bytes]], set_back: Callable[[Setback, str], None], room: int,
     ) -> None:  # fmt: skip
         self._folder, self._manifest, self._shapes, self._store = folder, manifest, shapes, store
         self._arena, self._work, self._adopted, self._wanted, self._carried = arena, work, adopted, wanted, carried
-        self._set_back = set_back
-        self._rounds: deque[set[bytes]] = deque(maxlen=KEPT_ROUNDS)
+        self._set_back, self._room = set_back, room
+        self._rounds: deque[dict[bytes, int]] = deque(maxlen=KEPT_ROUNDS)  # the sizes of their blobs
         self._states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
         self.trouble = ""  # why the newest checkpoint is not on disk; empty: it is
@@ -63,7 +65,9 @@ class Keeper:
 
     def prune(self, offers: Offers, commits: Iterable[Commit]) -> None:
         """After a round (or a jump): drop the blobs that nobody should still ask for."""
-        self._rounds.extend({blob.digest for blob in commit.blobs} for commit in commits)
+        self._rounds.extend({blob.digest: blob.size for blob in commit.blobs} for commit in commits)
+        while len(self._rounds) > 1 and sum(sum(sizes.values()) for sizes in self._rounds) > self._room:
+            self._rounds.popleft()
         offered = (part.digest for part in offers.parts)
         self._store.retain(set().union(*self._rounds, self._states, offered, self._carried()))
 
@@ -71,7 +75,7 @@ class Keeper:
         try:
             await self._work(self._store.write_out, digest)
         except StorageError as error:
-            logger.warning("who is fetching an earlier state has to begin anew: %s", error)
+            self._set_back("state gone", f"who is fetching an earlier state has to begin anew: {error}")
             self._store.discard(digest)
 
     async def keep(self, replica: Replica, offers: Offers) -> None:

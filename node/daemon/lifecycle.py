@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from node.config import NodeSettings, threads_each
 from node.daemon.assembly import Assembly
 from node.daemon.metrics import metrics_server
+from node.descriptors import raise_limit
 from node.folder import RunFolder
 from protocol.errors import MurmurError
 
@@ -38,6 +39,7 @@ async def run_node(settings: NodeSettings, beside: Beside = lambda node: nullcon
 
     `beside` is entered once the node is on the network.
     """
+    raise_limit()
     folder = RunFolder(settings.folder)
     folder.claim(settings.manifest)
     try:
@@ -86,6 +88,7 @@ class Daemon:
         background = [asyncio.create_task(_forever(loop)) for loop in loops]
         main = asyncio.create_task(self._main(node), name="participant")
         stopped = asyncio.create_task(self._stop.wait())
+        failed: list[asyncio.Task[None]] = []
         try:
             await asyncio.wait({main, stopped, *background}, return_when=asyncio.FIRST_COMPLETED)
             failed = [task for task in (main, *background) if task.done()]
@@ -93,7 +96,7 @@ class Daemon:
             for task in (main, stopped):
                 task.cancel()
             await asyncio.gather(main, stopped, return_exceptions=True)
-            await self._leave(node)
+            await self._leave(node, _why(failed))
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
@@ -126,9 +129,10 @@ class Daemon:
         except TimeoutError:
             logger.info("leaving although not everyone has reached the target")
 
-    async def _leave(self, node: Assembly) -> None:
+    async def _leave(self, node: Assembly, why: str) -> None:
+        """`why`: what ended the node, for whoever asks after it; empty: it was told to end."""
         if node.standing.status().phase != "done":
-            node.standing.enter("leaving")
+            node.standing.enter("leaving", why)
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await node.directory.leave()
@@ -153,6 +157,12 @@ def collect_often() -> None:
     gc.freeze()
     gc.set_threshold(700, 10, 1)
     gc.collect()  # the collector waits for a quarter more than the last time left: now that is little
+
+
+def _why(ended: Iterable[asyncio.Task[None]]) -> str:
+    """What the first that failed says of it; empty where none did."""
+    errors = (task.exception() for task in ended if not task.cancelled())
+    return next((str(error) or type(error).__name__ for error in errors if error is not None), "")
 
 
 async def _forever(loop: Coroutine[Any, Any, None]) -> None:

@@ -24,7 +24,7 @@ from node.status import NodeStatus
 from node.web import EVERYWHERE, host_and_port, listening, serving
 from protocol.rounds.entries import Entries
 
-# What went wrong and was gone round: each with one line in the log.
+# What went wrong and was worked around: each with one line in the log.
 Setback = Literal[
     "not delivered",  # statements, to a peer that does not answer
     "not accepted",  # statements, by a peer that refuses them
@@ -37,12 +37,17 @@ Setback = Literal[
     "no carrier",  # for a blob that we cannot fetch ourselves
     "blob late",  # it has not come in a round's time, and is asked for again
     "not applied",  # a round that is decided: its state is fetched later
+    "state differs",  # from the others' at the same point of the chain: theirs is fetched
     "not adopted",  # by the trainer, in time
     "given back",  # a message of the chain that was left
     "message gone",  # from the disk: it is not offered again
     "checkpoint skipped",
+    "step left out",  # of the trainer: its loss or gradient was not finite
+    "memory short",  # the trainer goes on with smaller microbatches
+    "work dropped",  # of the trainer: on another chain it cannot be told any more what of it is still to be sent
+    "state gone",  # an earlier one that others may be fetching
 ]
-Outcome = Literal["included", "excluded", "lost", "missed", "failed"]
+Outcome = Literal["included", "excluded", "lost", "missed"]
 CatchUp = Literal["replayed", "skipped"]
 MAX_CONNECTIONS = 32
 
@@ -71,8 +76,7 @@ class Metrics(Collector):
         self._status = status
 
     def round_ended(self, outcome: Outcome) -> None:
-        """`missed`: a round was committed without an offer of ours; `lost`: what became of it is not known; `failed`:
-        it was given up by all."""
+        """`missed`: a round was committed without an offer of ours; `lost`: what became of it is not known."""
         self.rounds[outcome] += 1
 
     def entered(self, entries: Entries) -> None:
@@ -118,7 +122,7 @@ class Metrics(Collector):
         yield _labelled("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
         yield _labelled("murmur_refusals", "What peers sent and was refused, or stalled", "reason", self.refusals)
         yield _labelled("murmur_absences", "Rounds without this node's work, by why", "reason", self.absences)
-        yield _labelled("murmur_setbacks", "What went wrong and was gone round", "reason", self.setbacks)
+        yield _labelled("murmur_setbacks", "What went wrong and was worked around", "reason", self.setbacks)
         yield _labelled("murmur_entered", "What went into this node's state, round by round", "what", self.entries)
         yield _labelled("murmur_revisions", "Messages with another fate on another chain", "fate", self.revisions)
         yield _labelled("murmur_catch_ups", "Rounds that others made meanwhile, by how", "how", self.catch_ups)

@@ -29,7 +29,7 @@ from protocol.manifest import Manifest
 from protocol.pacing import Pacing
 from protocol.rounds.chain import Head, disagrees
 from protocol.rounds.entries import Entries
-from protocol.rounds.statements import Commit, Statement, Terms
+from protocol.rounds.statements import Commit, Digest, Statement, Terms
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class Participant:
     _ahead_since: float | None = None
     _replay_failed: bool = False
     _gone: int = 0
+    _differing: Digest | None = None  # the state of ours that was found to differ
 
     def decided(self, commit: Statement[Commit]) -> None:
         """From the round driver."""
@@ -97,8 +98,7 @@ class Participant:
         await self.trainer.start(self.replica.chain.round, self._shared())
         await self._assemble()
         while not self.target_reached:
-            if self._fault is not None:
-                raise self._fault
+            self._raise_fault()
             if self._decided is not None:
                 await self._take_decided()
             elif self._must_catch_up():
@@ -142,6 +142,11 @@ class Participant:
             return
         finally:
             self.wake.clear()
+            self._raise_fault()
+
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
 
     def _open_round(self) -> None:
         self.standing.enter("training")
@@ -157,10 +162,11 @@ class Participant:
         except (UnreachableError, PeerFault, MissingFileError) as error:
             line = f"round {commit.body.round} is decided but cannot be applied here: {error}"
             self.standing.set_back("not applied", line)
-            self.standing.round_failed(str(error))
+            self.standing.goes_without(str(error))
             await self._look()
 
     async def _apply(self, commit: Statement[Commit]) -> None:
+        self.driver.check(commit.body)
         share = await self._obtain(commit.body)
         state = await self.replica.after(commit, share)
         fate = self.trainer.settle([commit.body], commit.body.round + 1)
@@ -236,14 +242,13 @@ class Participant:
         return disagrees(self.replica.chain.digest, self.replica.blob.digest, voting)
 
     async def _catch_up(self) -> None:
-        self.standing.enter("catching up", "others are ahead")
         replace, heads = self._state_is_wrong(), self._heads()
         if replace:
             head = self.replica.chain.head
-            logger.error("our state differs from the others' after round %d; fetching theirs", head.round)
-            self.standing.round_failed("our state differed from the others'")
+            self._tell_difference(head)
             peers = self._not_avoided(self.members.holders(head, self.replica.blob.digest))
         else:
+            self.standing.enter("catching up", "others are ahead")
             head, peers = best(heads) if heads else (self.replica.chain.head, [])
         if not peers:
             return await self._look()
@@ -261,6 +266,14 @@ class Participant:
             if not replay:
                 self._avoided[peers[0]] = asyncio.get_running_loop().time() + AVOID_SECONDS
             await self._look()
+
+    def _tell_difference(self, head: Head) -> None:
+        """Of each state of ours once, however often its better is asked for."""
+        self.standing.enter("catching up", "our state differs from the others'; fetching theirs")
+        if self._differing != self.replica.blob.digest:
+            self._differing = self.replica.blob.digest
+            self.standing.set_back("state differs", f"ours is another than the others' after round {head.round}")
+            self.standing.goes_without("our state differed from the others'")
 
     def _offered_since(self) -> int:
         """The first round that may have taken one of our last messages."""

@@ -108,11 +108,12 @@ class Post:
                 return
             if pause is not None:
                 await asyncio.sleep(pause)
-        self._give_up(peer, fault)
+        self._give_up(peer, fault, len(batch))
 
-    def _give_up(self, peer: PeerId, reason: str) -> None:
-        dropped = self._waiting.get(peer, ())
-        self._set_back("not delivered", f"gave up {len(dropped)} statements for {peer}: {reason}")
+    def _give_up(self, peer: PeerId, reason: str, tried: int = 0) -> None:
+        """`tried`: statements that no longer wait, and did not arrive."""
+        dropped = tried + len(self._waiting.get(peer, ()))
+        self._set_back("not delivered", f"gave up {dropped} statements for {peer}: {reason}")
         self.forget(peer)
         self._unreachable(peer, reason)
 

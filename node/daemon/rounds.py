@@ -11,7 +11,7 @@ A vow of the machine is written to disk by a thread; all that the machine says m
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from node.daemon.vows import VowFile
 from node.daemon.wishes import Wishes
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
+from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.pacing import Pacing
@@ -61,14 +61,15 @@ MAX_WAITING = 4096  # actions behind a vow; messages beyond that are dropped, as
 class Hooks:
     """What the driver needs of its surroundings, and whom it tells.
 
-    `trains`: whether that peer is a live trainer of the run, whatever its round. `broken`: a fault in our own code.
+    `trains`: whether that peer is a live trainer of the run, whatever its round. `refused` hears what is wrong with the
+    statements that a peer has brought in one call. `broken`: a fault in our own code.
     """
 
     send: Callable[[Iterable[PeerId], Signed], None]
     work: Work
     members: Callable[[], Live]
     trains: Callable[[PeerId], bool]
-    refused: Callable[[PeerId, PeerFault], None]
+    refused: Callable[[PeerId, Sequence[PeerFault]], None]
     skipped: Callable[[PeerId | None, Reason], None]
     set_back: Callable[[Setback, str], None]
     decided: Callable[[Statement[Commit]], None]
@@ -89,10 +90,11 @@ class RoundDriver:
         self._store, self._workshop, self._wishes, self._hooks = store, workshop, wishes, hooks
         self._vows = vows
         self._vow = vows.load()
-        self._vowing: asyncio.Task[None] | None = None  # while a vow is being written
+        self._vowing = False  # a vow is being written
         self._waiting: deque[Action] = deque()
         self._pacing = pacing
         self._machine: Round | None = None
+        self._live: Live | None = None  # what the open round knows of its members
         self._number = -1
         self._base: Digest = b""
         self._seen: Mapping[PeerId, float] | None = None
@@ -100,6 +102,7 @@ class RoundDriver:
         self._attendance = Attendance(self._settings.leader_timeout)
         self._heard: dict[Key, Statement[Any]] = {}  # of the open round
         self._background = Background(hooks.broken)
+        self._vow_writing = Background(hooks.broken)  # outlives the round: two threads must not write at once
         self._timer: asyncio.TimerHandle | None = None
         self._events: deque[Event] = deque()
         self._feeding = False
@@ -122,9 +125,15 @@ class RoundDriver:
         me, urgency = self._identity.peer_id, self._pacing.urgency
         self._machine = Round(self._settings, me, number, base, self._sign, now, seen, self._vow, urgency)
         self._pacing.opened(number, now)
+        self._live = None
         self.members_changed()
         for statement in self._attendance.begin(number):
             self.receive(statement)
+
+    def check(self, commit: Commit) -> None:
+        """MalformedError unless a commit, from wherever it came, is one of its round."""
+        if not self._settings_of(commit.round).fits(commit):
+            raise MalformedError(f"a commit that round {commit.round} of this run cannot have")
 
     def close(self) -> None:
         """Give the open round up: this peer has moved to another chain, or stops."""
@@ -137,21 +146,33 @@ class RoundDriver:
         self._feed(Offered(contribution))
 
     def members_changed(self) -> None:
-        if self.is_open:
-            self._feed(self._hooks.members())
+        """Or may have: records are renewed far more often than any of them says something new."""
+        if not self.is_open:
+            return
+        live = self._hooks.members()
+        if live != self._live:
+            self._live = live
+            self._feed(live)
+
+    def knows(self, peer: PeerId) -> bool:
+        """Whether what it says may count: also of one that we have just lost sight of, as long as it has a vote."""
+        return self._hooks.trains(peer) or (self._machine is not None and self._machine.has_elector(peer))
 
     def take(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
         """Statements that `sender` brought (not all need be its own); returns what it seems to lack."""
         late: set[int] = set()
+        faults: list[PeerFault] = []
         for signed in envelopes:
             try:
                 statement = parse(signed, self._settings.run_id, self._terms)
             except PeerFault as fault:
-                self._hooks.refused(sender, fault)
+                faults.append(fault)
                 continue
             if self._attendance.is_late(statement):
                 late.add(statement.body.round)
             self.receive(statement)
+        if faults:
+            self._hooks.refused(sender, faults)
         # Of the oldest round only: it has to be decided there before the others are of use.
         return self._answer(min(late), sender) if late else []
 
@@ -201,14 +222,14 @@ class RoundDriver:
             self._set_timer()
 
     def _carry_out_waiting(self) -> None:
-        while self._waiting and self._vowing is None:
+        while self._waiting and not self._vowing:
             self._carry_out(self._waiting.popleft())
 
     def _carry_out(self, action: Action) -> None:
         match action:
             case Vow():
-                self._vow = action
-                self._vowing = asyncio.create_task(self._keep_vow(action))
+                self._vow, self._vowing = action, True
+                self._vow_writing.spawn(self._keep_vow(action))
             case Send(peers, signed):
                 self._hooks.send(peers, signed)
             case Fetch():
@@ -224,13 +245,13 @@ class RoundDriver:
                 self._hooks.hurry()
 
     async def _keep_vow(self, vow: Vow) -> None:
-        """Not cancelled with the round: two threads must not write at once."""
+        """Whoever cannot keep its word must not give it: where this fails, nothing more is said."""
         try:
             await asyncio.to_thread(self._write_vow, vow)
         except StorageError as error:
-            self._hooks.broken(error)  # whoever cannot keep its word must not give it
+            self._hooks.broken(error)  # for a person, who is told what to do
             return
-        self._vowing = None
+        self._vowing = False
         self._carry_out_waiting()
 
     def _write_vow(self, vow: Vow) -> None:
@@ -239,29 +260,29 @@ class RoundDriver:
         self._vows.save(vow)
 
     def _fetch(self, order: Fetch) -> None:
-        if self._wishes.want(order.blob, order.sources):
+        if self._wishes.want(order.portion, order.sources):
             self._background.spawn(self._get(order, self._number))
 
     async def _get(self, order: Fetch, number: int) -> None:
         """Until it is here and good, or the round is over (which cancels this)."""
-        blob = order.blob
+        name = order.portion.blob.name[:12]
         try:
             while not await self._arrived(order):
-                self._hooks.set_back("blob late", f"round {number} still wants blob {blob.name[:12]}")
+                self._hooks.set_back("blob late", f"round {number} still wants blob {name}")
                 await asyncio.sleep(RETRY_SECONDS)
         except (PeerFault, StorageError) as error:
-            line = f"round {number} goes on here without blob {blob.name[:12]}: {error}"
+            line = f"round {number} goes on here without blob {name}: {error}"
             self._hooks.set_back("blob missing", line)
-            self._wishes.drop(blob)
+            self._wishes.drop(order.portion)
             return
-        self._wishes.drop(blob)
-        self._feed(Held(blob.digest))
+        self._wishes.drop(order.portion)
+        self._feed(Held(order.portion))
 
     async def _arrived(self, order: Fetch) -> bool:
-        blob, seconds = order.blob, self._settings.exchange_timeout
+        (blob, part), seconds = order.portion, self._settings.exchange_timeout
         try:
-            await self._wishes.get(blob, seconds, lambda: self._offer_of(blob), self._turn_of(order))
-            await self._hooks.work(self._workshop.check, blob, self._number, order.part)
+            await self._wishes.get(order.portion, seconds, lambda: self._offer_of(blob), self._turn_of(order))
+            await self._hooks.work(self._workshop.check, blob, self._number, part)
         except (UnreachableError, MissingFileError):  # or it was damaged on our disk, and is removed
             return False
         return True
@@ -316,10 +337,11 @@ class RoundDriver:
         """What others wait for, a sum that is made here, comes before the sums of others; and one part after the other,
         so that sums can be made, and fetched, while the contributions to the next ones are on their way. Of the sums of
         others those come first that follow ours, all around: not everybody asks the same peer first."""
+        part = order.portion.part
         if not order.is_sum:
-            return order.part
+            return part
         own = self._machine.own_parts if self._machine else ()
-        return self._terms.parts + (order.part - min(own, default=0)) % self._settings.parts
+        return self._terms.parts + (part - min(own, default=0)) % self._settings.parts
 
     def _offer_of(self, blob: Blob) -> Signed | None:
         """Its owner's own words."""

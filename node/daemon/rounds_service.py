@@ -1,10 +1,14 @@
 """The Rounds service of a node."""
 
+import logging
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
 
+from node.daemon.deliveries import Deliveries
 from node.daemon.replica import Replica
 from node.daemon.rounds import RoundDriver
 from protocol.errors import LimitError, PeerFault, StaleError
@@ -14,20 +18,34 @@ from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverR
 from protocol.murmur_pb2_grpc import RoundsServicer
 from protocol.network.transport import SOMEBODY, caller
 
+logger = logging.getLogger(__name__)
+
 MAX_STATEMENTS = 64  # of one call
+QUIET_SECONDS = 10.0  # between two lines about calls that are too many
 MAX_REPLY_BYTES = 512 * 1024  # of commits in one answer
 
 
 class RoundsService(RoundsServicer):
-    """`refused` hears of the calls that are not answered."""
+    """`refused` hears of the calls that are not answered, but for those that are too much: `refusals` counts these, by
+    reason, as whoever is flooded must not flood its log."""
 
     def __init__(
-        self, run_id: RunId, driver: RoundDriver, replica: Replica, refused: Callable[[PeerId, PeerFault], None]
-    ) -> None:
+        self, run_id: RunId, driver: RoundDriver, replica: Replica, deliveries: Deliveries,
+        refused: Callable[[PeerId, PeerFault], None],
+    ) -> None:  # fmt: skip
         self._run_id, self._driver, self._replica, self._refused = run_id, driver, replica, refused
+        self._deliveries = deliveries
+        self.refusals: Counter[str] = Counter()
+        self._quiet_until = float("-inf")
 
     async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
         peer = await self._admit(request, context, len(request.statements))
+        try:
+            sizes = [signed.ByteSize() for signed in request.statements]
+            self._deliveries.take(peer, sizes, self._driver.knows(peer), time.monotonic())
+        except LimitError as fault:
+            self._note_flood(fault)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(fault))
         return DeliverReply(statements=self._driver.take(peer, request.statements))
 
     async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
@@ -41,6 +59,12 @@ class RoundsService(RoundsServicer):
             chain_tokens=chain.tokens,
             state=self._replica.blob.to_wire(),
         )
+
+    def _note_flood(self, fault: LimitError) -> None:
+        self.refusals[fault.word] += 1
+        if time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + QUIET_SECONDS
+            logger.warning("refused what comes too fast: %s", fault)
 
     async def _admit(self, request: DeliverRequest | ChainRequest, context: Any, statements: int) -> PeerId:
         peer = SOMEBODY

@@ -23,6 +23,7 @@ from node.channel import (
     FromTrainer,
     Hurry,
     Message,
+    Mishap,
     Pausing,
     Progress,
     Ready,
@@ -121,7 +122,7 @@ class TrainerLink:
         """Hand the trainer a new anchor, and the fate of its message if that is decided."""
         if not self._running:
             return
-        if not await self.has_adopted(self._round, ADOPTION_SECONDS):
+        while not await self.has_adopted(self._round, ADOPTION_SECONDS):  # one that is stuck is started again
             line = f"the trainer has not adopted round {self._round} for {ADOPTION_SECONDS:g} s"
             self._set_back("not adopted", line)
         await self._work(self._arena.write_anchor, round_number, shared)
@@ -158,7 +159,7 @@ class TrainerLink:
                     await self._take(message)
                 case Adopted():
                     await self._note_adopted(message.round)
-                case Progress() | Evaluated() | Pausing():
+                case Progress() | Evaluated() | Pausing() | Mishap():
                     pass
             self._heard(message)
 

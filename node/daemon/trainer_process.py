@@ -70,7 +70,7 @@ class TrainerProcess:
 
     async def start(self) -> None:
         """Spawn it; returns once it has been given its config. Ready comes through `messages`."""
-        self._life = await self._spawn()
+        self._life = await self._begin()
         self._supervisor = asyncio.create_task(self._supervise(self._life), name="trainer")
 
     async def messages(self) -> AsyncIterator[FromTrainer]:
@@ -143,7 +143,7 @@ class TrainerProcess:
                 await asyncio.sleep(self._pause())
                 if self._stopping:
                     break
-                self._life = life = await self._spawn()
+                self._life = life = await self._begin()
         except MurmurError as error:
             self._failure = error
             await self._bury(life)
@@ -191,11 +191,19 @@ class TrainerProcess:
         logger.warning("the trainer died (%s), death %d: %s", cause, self.deaths, words)
         if self._deaths_in_a_row >= MAX_DEATHS:
             raise errors.DeviceError(
-                f"the trainer died {MAX_DEATHS} times in a row ({cause}), last: {words}; see the log"
+                f"the trainer died {MAX_DEATHS} times in a row ({cause}), last: {words}; see the lines above, and try "
+                "--device cpu or a smaller --memory"
             )
 
     def _pause(self) -> float:
         return float(min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 4 ** (self._deaths_in_a_row - 1)))
+
+    async def _begin(self) -> "_Life":
+        """Where it was to stop meanwhile, nobody could tell it: it has nothing to write yet."""
+        life = await self._spawn()
+        if self._stopping:
+            life.kill()
+        return life
 
     async def _spawn(self) -> "_Life":
         ours, theirs = socket.socketpair()

@@ -7,6 +7,7 @@ have, one that can be called is asked to fetch it first, and then gives it to us
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,12 +18,13 @@ from protocol.blobs.fetch import Fetcher
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
-from protocol.rounds.statements import Digest
+from protocol.rounds.statements import Digest, Portion
 
 PATIENCE = 2.0  # seconds for those who are named, before others are asked as well
 OTHERS = 8
 SMALL_BYTES = 32 * 1024  # goes through a relay, which passes on 128 KiB at a time, beside what else is said
 CARRIERS = 3  # are asked, one after the other
+ASKED_AT_ONCE = 8  # of one carrier: what is said to it goes by the same connection, and must not wait for them
 
 
 @dataclass(frozen=True)
@@ -64,25 +66,27 @@ class Wishes:
         self._everyone = everyone
         self._porters = porters
         self._clock = clock
-        self._open: dict[Digest, _Wish] = {}
+        self._open: dict[Portion, _Wish] = {}
+        self._places: defaultdict[PeerId, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(ASKED_AT_ONCE))
 
-    def want(self, blob: Blob, sources: Sequence[PeerId]) -> bool:
-        """Whether this is a new wish; otherwise only its sources are renewed."""
-        known = self._open.get(blob.digest)
+    def want(self, portion: Portion, sources: Sequence[PeerId]) -> bool:
+        """Whether this is a new wish; otherwise only its sources are renewed. The same blob as another part is another
+        wish, for it is to be checked as that, and so is the same digest with another size, which cannot come."""
+        known = self._open.get(portion)
         if known is not None:
             known.sources = tuple(sources)
             return False
-        beyond = self._porters.beyond() if blob.size > SMALL_BYTES else frozenset[PeerId]()
-        self._open[blob.digest] = _Wish(tuple(sources), self._clock(), beyond)
+        beyond = self._porters.beyond() if portion.blob.size > SMALL_BYTES else frozenset[PeerId]()
+        self._open[portion] = _Wish(tuple(sources), self._clock(), beyond)
         return True
 
     async def get(
-        self, blob: Blob, deadline: float, offer: Callable[[], Signed | None] = lambda: None, turn: int = 0
+        self, portion: Portion, deadline: float, offer: Callable[[], Signed | None] = lambda: None, turn: int = 0
     ) -> None:
         """The blob is in the store when this returns; errors and `turn` are those of Fetcher.fetch. `offer`: its
         owner's."""
-        with self._asking(blob, deadline, offer):
-            await self._fetcher.fetch(blob, lambda: self._among(blob.digest), deadline, turn)
+        with self._asking(portion, deadline, offer):
+            await self._fetcher.fetch(portion.blob, lambda: self._among(portion), deadline, turn)
 
     async def get_named(self, blob: Blob, deadline: float, holders: Sequence[PeerId]) -> None:
         """From those of the holders that live, or else from anyone. GoneError: they do not have it any more."""
@@ -93,13 +97,14 @@ class Wishes:
 
         await self._fetcher.fetch(blob, sources, deadline, patient=False)
 
-    def drop(self, blob: Blob) -> None:
+    def drop(self, portion: Portion) -> None:
         """It is no longer wanted."""
-        self._open.pop(blob.digest, None)
+        self._open.pop(portion, None)
 
     def clear(self) -> None:
         """Nothing is wanted any more."""
         self._open.clear()
+        self._places.clear()
 
     async def get_from_anyone(self, deadline: float, *blobs: Blob) -> None:
         """All at once, the first ones first; the first error ends all. GoneError: nobody has one of them any more."""
@@ -111,20 +116,20 @@ class Wishes:
         except ExceptionGroup as faults:
             raise faults.exceptions[0] from faults
 
-    def _among(self, digest: Digest) -> tuple[PeerId, ...]:
-        wish = self._open.get(digest)
+    def _among(self, portion: Portion) -> tuple[PeerId, ...]:
+        wish = self._open.get(portion)
         if wish is None or not wish.sources:
             return tuple(self._everyone())
         asked = [*wish.sources, *wish.carriers]
         if self._clock() - wish.since >= PATIENCE:
             # Python's hash has a salt of its own in each process: the same few at every look, others for other nodes.
-            asked += sorted(self._everyone(), key=lambda peer: hash((digest, peer)))[:OTHERS]
+            asked += sorted(self._everyone(), key=lambda peer: hash((portion, peer)))[:OTHERS]
         return tuple(peer for peer in dict.fromkeys(asked) if peer not in wish.beyond)
 
     @contextmanager
-    def _asking(self, blob: Blob, seconds: float, offer: Callable[[], Signed | None]) -> Iterator[None]:
+    def _asking(self, portion: Portion, seconds: float, offer: Callable[[], Signed | None]) -> Iterator[None]:
         """While inside, somebody is asked to carry what we cannot fetch ourselves."""
-        wish = self._open.get(blob.digest)
+        blob, wish = portion.blob, self._open.get(portion)
         if wish is None or not wish.sources or not wish.beyond.issuperset(wish.sources):
             yield
             return
@@ -140,7 +145,8 @@ class Wishes:
             if offer is None:
                 break
             try:
-                await self._porters.ask(carrier, offer, blob.digest, seconds)
+                async with self._places[carrier]:
+                    await self._porters.ask(carrier, offer, blob.digest, seconds)
             except (UnreachableError, PeerFault) as error:
                 faults.append(f"{carrier}: {error}")
             else:

@@ -10,7 +10,6 @@ its round (arXiv 1901.09847): what is applied plus the residual plus (reference 
 Other signals measure something else, and share more vectors than the weights (`optim.signals`).
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
@@ -31,7 +30,6 @@ from optim.layout import Span, within
 from optim.program import Plan, Program
 from optim.signals import Progress
 
-logger = logging.getLogger(__name__)
 MAX_ROUNDS_BACK = 64
 KEPT_FATES = 8
 
@@ -107,7 +105,6 @@ class Counters(_Record):
     round: NonNegativeInt = 0
     began: NonNegativeInt = 0  # local steps that the run was old when this trainer joined it
     position: NonNegativeInt = 0
-    skipped: NonNegativeInt = 0
     since_message: Work = Work()
     unreported: Work = Work()  # of messages that were excluded
     messages: NonNegativeInt = 0  # made so far
@@ -225,26 +222,25 @@ class InnerState:
         settled = sorted([*others, Settled.of(message, fate)], key=lambda entry: entry.serial)
         self.update(settled=tuple(settled[-KEPT_FATES:]))
 
-    def revise(self, message: Message, fate: Fate, payloads: Callable[[], Sequence[bytes]]) -> None:
+    def revise(self, message: Message, fate: Fate, payloads: Callable[[], Sequence[bytes]]) -> bool:
         """A message whose fate we know may have another one on the chain that we went over to: give it back after all,
         or take out again what was given back. Where its payloads are not to be had any more (none at all), nothing is
-        given back, or all that was to be sent is dropped."""
+        given back, or all that was to be sent is dropped: False."""
         known = next((entry.fate for entry in self.counters.settled if entry.serial == message.serial), fate)
         if known == fate:
-            return
+            return True
         self._settle(message, fate)
-        if "excluded" in (known, fate):
-            self._add_again(message, payloads(), -1 if known == "excluded" else 1)
+        return "excluded" not in (known, fate) or self._add_again(message, payloads(), -1 if known == "excluded" else 1)
 
-    def _add_again(self, message: Message, payloads: Sequence[bytes], times: int) -> None:
+    def _add_again(self, message: Message, payloads: Sequence[bytes], times: int) -> bool:
         unreported, work = self.counters.unreported, Work.of(message)
         if payloads:
             self._sender.take_back(message.round, payloads, self.residual, times * self._weight(message))
             self.update(unreported=unreported + work if times > 0 else unreported - work)
         elif times < 0:
-            logger.warning("the message of round %d is gone: all that was still to be sent is dropped", message.round)
             self.residual.zero_()
             self.update(unreported=Work())
+        return bool(payloads) or times > 0
 
     def _weight(self, message: Message) -> float:
         """What the later messages of the same values have left of a residual that it was added to."""

@@ -4,7 +4,6 @@ State is snapshotted into the arena every SNAPSHOT_SECONDS and, always before th
 adoption: whatever the daemon knows of survives this process.
 """
 
-import logging
 import math
 import time
 from functools import partial
@@ -21,6 +20,7 @@ from node.channel import (
     Evaluate,
     Evaluated,
     Hurry,
+    Mishap,
     Pausing,
     Progress,
     Ready,
@@ -49,7 +49,6 @@ from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError, MurmurError
 from protocol.manifest import Manifest
 
-logger = logging.getLogger(__name__)
 SNAPSHOT_SECONDS = 10.0
 PROGRESS_SECONDS = 1.0
 WAIT_SECONDS = 1.0
@@ -160,7 +159,9 @@ class Trainer:
         with self._watch.spend("adopt"):
             self._state.adopt(command.round, command.fate)
             for entry in command.revised:
-                self._state.revise(entry.message, entry.fate, partial(self._payloads, entry))
+                if not self._state.revise(entry.message, entry.fate, partial(self._payloads, entry)):
+                    line = f"all that was still to be sent, with the message of round {entry.message.round}"
+                    self._channel.send(Mishap(reason="work dropped", line=line))
         self._save()
         self._channel.send(Adopted(round=command.round))
 
@@ -170,7 +171,7 @@ class Trainer:
         try:
             payloads = [(folder / name).read_bytes() for name in revised.parts]
         except OSError as error:
-            logger.warning("cannot read an earlier message: %s", error)
+            self._channel.send(Mishap(reason="message gone", line=f"cannot read an earlier message: {error}"))
             return []
         whole = all(Blob.of(data).name == name for data, name in zip(payloads, revised.parts, strict=True))
         return payloads if whole else []
@@ -200,7 +201,7 @@ class Trainer:
             applied = math.isfinite(loss) and self._optimizer.step(step)
             self._optimizer.clear_gradient()
         if not applied:
-            self._count_skipped()
+            self._leave_out(step)
             return
         self._skipped_in_a_row = 0
         tokens = self._manifest.train.batch_tokens
@@ -217,13 +218,14 @@ class Trainer:
                     raise
             self._optimizer.clear_gradient()
             self._microbatch //= 2
-            logger.warning("out of memory; going on with microbatches of %d sequences", self._microbatch)
+            line = f"going on with microbatches of {self._microbatch} sequences"
+            self._channel.send(Mishap(reason="memory short", line=line))
 
-    def _count_skipped(self) -> None:
+    def _leave_out(self, step: int) -> None:
         self._skipped_in_a_row += 1
-        skipped = self._state.counters.skipped + 1
-        self._state.update(skipped=skipped, position=self._batches.position)
-        logger.warning("left out inner step %d: the loss or its gradient is not finite", self._state.counters.step)
+        self._state.update(position=self._batches.position)
+        line = f"the loss of inner step {step} or its gradient is not finite"
+        self._channel.send(Mishap(reason="step left out", line=line))
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise MurmurError(
                 f"the loss was not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row; lower train.learning_rate"
@@ -249,7 +251,6 @@ class Trainer:
                 loss=work.mean_loss,
                 tokens_per_second=speed,
                 seconds=self._watch.seconds,
-                skipped=counters.skipped,
             )
         )
         self._unshown, self._shown_at = Work(), now

@@ -1,12 +1,20 @@
 import asyncio
 import math
+import re
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from node.daemon.absence import MISHAPS
+from node.daemon.metrics import Setback
 from node.status import NodeStatus, fetch_status, short_bytes, short_count
-from protocol.errors import UnreachableError
+from protocol.blobs.service import _STATUS
+from protocol.errors import PeerFault, UnreachableError
+from protocol.rounds.events import Reason
 
+ROOT = Path(__file__).parents[2]
 WORKING = NodeStatus(
     peer_id="12D3KooWTest",
     run="demo",
@@ -140,6 +148,31 @@ def test_reasons_with_their_counts_the_most_frequent_first() -> None:
     )
     assert counted.reasons() == (
         "rounds without its work: slow 3, late 1",
-        "gone round: blob late 2, not delivered 2",
+        "worked around: blob late 2, not delivered 2",
         "direct connections not taken: forged 1",
     )
+
+
+def explained(heading: str) -> set[str]:
+    """The words of one table of docs/status.md."""
+    text = (ROOT / "docs" / "status.md").read_text().split(f"## {heading}\n", 1)[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)
+    return {word for row in rows for word in row.split(", ")} - {"word"}
+
+
+def said(pattern: str, *files: str) -> set[str]:
+    """What the source says in such places."""
+    return {word for file in files for word in re.findall(pattern, (ROOT / file).read_text())}
+
+
+def test_every_word_is_explained_where_it_is_shown_and_no_other() -> None:
+    assert explained("Worked around") == set(get_args(Setback))
+    absences = set(MISHAPS) | said(r'Absence\("([a-z ]+)"', "node/daemon/absence.py", "node/daemon/standing.py")
+    assert {"slow", "excluded"} < absences and explained("Rounds without its work") == absences
+    counted = {word for _, word in _STATUS.values()} | {kind("").word for kind in PeerFault.__subclasses__()}
+    streams = said(r'refusals\["([a-z ]+)"\]', *(f"protocol/network/{name}.py" for name in ("tunnel", "doors")))
+    ours = said(r'metrics\.refused\("([a-z ]+)"\)', "node/daemon/assembly.py")
+    assert "stream lost" in streams and "wrong blob" in ours
+    assert explained("Refused") == {*get_args(Reason), *counted, *streams, *ours}
+    direct = said(r'(?:_refuse\(|return )"([A-Za-z ]+)"', "protocol/network/direct.py")
+    assert "cut" in direct and explained("Direct connections not taken") == direct

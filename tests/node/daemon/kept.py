@@ -21,7 +21,7 @@ OUTBOX = b"firstsecond"
 
 
 class World:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, room: int = 1 << 26) -> None:
         self.folder = RunFolder(folder)
         self.store, self.sent = store_in(self.folder.blobs), OfferFile(self.folder.offer)
         self.arena = Arena.create(Contents.of(PROGRAM))
@@ -33,7 +33,7 @@ class World:
         self.carried: set[bytes] = set()
         self.keeper = Keeper(
             self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted, lambda: self.wanted,
-            lambda: self.carried, lambda reason, line: self.setbacks.append(reason),
+            lambda: self.carried, lambda reason, line: self.setbacks.append(reason), room,
         )  # fmt: skip
         self.replica: Replica = replica_in(self.store)
 

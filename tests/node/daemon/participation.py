@@ -11,6 +11,8 @@ from node.daemon.offers import Offers, Past, Verdict
 from node.daemon.participant import Participant
 from node.daemon.replica import Replica
 from node.daemon.wishes import Wishes
+from node.program import round_settings
+from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.murmur_pb2 import PeerRecord
@@ -19,6 +21,7 @@ from protocol.rounds.chain import Head
 from protocol.rounds.entries import Entries
 from protocol.rounds.statements import Commit, Contribution, Statement
 from tests.node.small_run import (
+    MANIFEST,
     METHOD,
     PEERS,
     PROGRAM,
@@ -34,6 +37,7 @@ from tests.node.small_run import (
 )
 
 ME = PEERS[1].peer_id
+SETTINGS = round_settings(MANIFEST, PROGRAM)
 FRIEND, LIAR = PEERS[2].peer_id, PEERS[3].peer_id
 
 
@@ -49,6 +53,10 @@ class FakeDriver:
 
     def close(self) -> None:
         self.is_open = False
+
+    def check(self, commit: Commit) -> None:
+        if not SETTINGS(commit.round).fits(commit):
+            raise MalformedError("another shape")
 
     def offer(self, contribution: Contribution, steps: int | None) -> None:
         self.offered.append(contribution)
@@ -121,6 +129,7 @@ class FakeScout:
         self.mine = mine
         self.chains: dict[PeerId, Replica] = {}
         self.faults: dict[PeerId, Exception] = {}
+        self.ways: dict[PeerId, Way] = {}  # instead
         self.asked: list[tuple[PeerId, bool]] = []
 
     async def find_way(self, peer: PeerId, replay: bool, since: int) -> Way:
@@ -128,6 +137,8 @@ class FakeScout:
         await asyncio.sleep(0)
         if peer in self.faults:
             raise self.faults[peer]
+        if peer in self.ways:
+            return self.ways[peer]
         theirs = self.chains[peer]
         commits = theirs.chain.since(self.mine.chain.round) or ()
         if replay and commits and commits[0].body.base == self.mine.chain.digest:
@@ -165,7 +176,7 @@ class FakeStanding:
     def paced(self, *_: object) -> None:
         pass
 
-    def round_failed(self, reason: str) -> None:
+    def goes_without(self, reason: str) -> None:
         self.failures.append(reason)
 
 

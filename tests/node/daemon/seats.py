@@ -84,6 +84,7 @@ class Seat:
         self.fetcher = CopyingFetcher(self.store, {})
         self.wishes = Wishes(cast(Any, self.fetcher), lambda: table.seats)
         self.workshop = Workshop(table.program, self.store, lambda step: 1.0)
+        self.resting: set[PeerId] = set()
         self.sent: list[Signed] = []
         self.decided: list[Statement[Commit]] = []
         self.hurried: list[float] = []
@@ -94,9 +95,9 @@ class Seat:
         hooks = Hooks(
             send=self.send,
             work=at_once,
-            members=lambda: Live(frozenset(table.seats)),
+            members=lambda: Live(frozenset(table.seats), resting=frozenset(self.resting)),
             trains=lambda peer: peer in table.seats,
-            refused=lambda _, fault: self.refused.append(fault),
+            refused=lambda _, faults: self.refused.extend(faults),
             skipped=lambda peer, reason: self.skipped.append((peer, reason)),
             set_back=lambda reason, line: self.setbacks.append((reason, line)),
             decided=self.decided.append,

@@ -1,5 +1,7 @@
 """A blob is carried if its owner named it for the round at hand, a member asks, and it is not too much."""
 
+import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +20,16 @@ from protocol.murmur_pb2_grpc import add_CarriersServicer_to_server
 from protocol.rounds.chain import Head
 from protocol.rounds.reports import Part
 from protocol.rounds.statements import Roster
-from tests.node.small_run import PEERS, RUN_ID, TERMS, CopyingFetcher, contribution_of, payload, stated, store_in
+from tests.node.small_run import (
+    PEERS,
+    RUN_ID,
+    TERMS,
+    CopyingFetcher,
+    contribution_of,
+    payload,
+    stated,
+    store_in,
+)
 
 CARRIER, ASKER, OWNER, STRANGER = (identity.peer_id for identity in PEERS[:4])
 ROUND = 5
@@ -105,6 +116,50 @@ async def test_more_than_a_few_messages_for_one_peer_are_refused(scene: Scene) -
             await scene.ask(*scene.message(seed))
             taken.append(seed)
     assert len(taken) == carrying.MESSAGES_EACH
+
+
+def missing(number: int) -> tuple[Signed, Blob]:
+    """A blob of one byte that nobody has, and its owner's word for it."""
+    blob = Blob(hashlib.sha256(bytes([number])).digest(), 1)
+    return stated(PEERS[2], Part(ROUND, 0, bytes(32), 0, 0, blob)).signed, blob
+
+
+async def test_what_does_not_come_holds_few_fetches_and_the_rest_waits_behind_it(scene: Scene) -> None:
+    """However little it takes up: a member names as much as it likes that nobody has."""
+    names = [missing(number) for number in range(carrying.LEAST_BLOBS_EACH + 1)]
+    most, half = 0, carrying.CALLS_EACH
+    for some in (names[:half], names[half:-1]):
+        asking = [asyncio.create_task(scene.ask(*named)) for named in some]
+        while not all(task.done() for task in asking):
+            most = max(most, scene.fetcher.under_way)
+            await asyncio.sleep(0.005)
+        assert {type(task.exception()) for task in asking} == {UnreachableError}
+    assert most == carrying.RUNNING_EACH and len(scene.fetcher.asked) == carrying.LEAST_BLOBS_EACH
+    with pytest.raises(LimitError, match=r"has 32 blobs of 32 bytes carried already"):
+        await scene.ask(*names[-1])
+    assert scene.refused == [(ASKER, "LimitError")]
+    scene.round += 1
+    scene.carrying.held()
+    await scene.ask(*scene.message(1, number=ROUND + 1))  # the control: the places are free again
+
+
+async def test_nobody_waits_with_more_calls_than_a_connection_takes(scene: Scene) -> None:
+    asking = [asyncio.create_task(scene.ask(*missing(0))) for _ in range(carrying.CALLS_EACH + 1)]
+    await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+    assert [str(task.exception()) for task in asking if task.done()][0].endswith("carried at once)")
+    assert scene.refused == [(ASKER, "LimitError")]
+    for task in asking:
+        task.cancel()
+    await asyncio.wait(asking)
+
+
+async def test_a_strangers_statement_is_not_even_read(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(carrying, "parse", lambda *asked: read.append(asked))
+    monkeypatch.setattr(carrying, "caller", lambda context: STRANGER)
+    with pytest.raises(LimitError, match="takes no part"):
+        await scene.ask(*scene.message(1))
+    assert scene.refused == [(STRANGER, "StaleError")] and read == []
 
 
 async def test_an_owner_that_does_not_answer_is_said_without_names_of_folders(scene: Scene) -> None:

@@ -12,8 +12,8 @@ from protocol.blobs.blob import Blob
 from protocol.errors import ForgedError, LimitError, MalformedError, PeerFault, StaleError, UnreachableError
 from protocol.murmur_pb2 import ChainReply, ChainRequest, PeerRecord
 from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
+from protocol.records import MAX_ROUND
 from protocol.rounds.chain import Chain, Head
-from protocol.rounds.statements import MAX_ROUND
 from tests.node.small_run import (
     PEERS,
     RUN_ID,

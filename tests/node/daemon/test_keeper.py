@@ -1,6 +1,7 @@
 """What is kept: the blobs that others may ask for, and on disk never less than the round before the last."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from protocol.blobs.blob import Blob
 from protocol.errors import StorageError
 from protocol.rounds.chain import Head
 from tests.node.daemon.kept import World
-from tests.node.small_run import PROGRAM, commit_of, grown, until
+from tests.node.small_run import PROGRAM, commit_of, grown, payload, until
 
 
 def offer_of(*blobs: Blob) -> Offer:
@@ -43,6 +44,19 @@ async def test_prune_keeps_the_last_rounds_and_states_and_the_offer(world: World
     offers.arrive(MAX_AGE + 1)
     await world.pruned(offers, [])
     assert not store.has(Blob.of(b"ours, part 0").digest)
+
+
+async def test_rounds_for_which_there_is_no_room_go_first(tmp_path: Path) -> None:
+    """The last one stays in any case."""
+    for rounds in (0, 1, 2, KEPT_ROUNDS):
+        world, messages = World(tmp_path / str(rounds), room=rounds * len(payload(0))), list[bytes]()
+        for _ in range(KEPT_ROUNDS):
+            (commit,) = await grown(world.replica, world.store, 1)
+            messages.append(commit.body.blobs[0].digest)
+            await world.pruned(Offers(PROGRAM), [commit.body])
+        kept = max(1, rounds)
+        assert [world.store.has(digest) for digest in messages] == [False] * (KEPT_ROUNDS - kept) + [True] * kept
+        world.arena.close()
 
 
 async def test_a_state_that_somebody_is_fetching_stays_while_rounds_go_on(world: World) -> None:

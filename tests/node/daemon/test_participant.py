@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,19 @@ import pytest
 
 from node.channel import Message
 from node.daemon import catch_up, participant
+from node.daemon.catch_up import Way
 from node.daemon.offers import Offer
 from protocol.blobs.blob import Blob
 from protocol.errors import GoneError, MalformedError, UnreachableError
-from protocol.rounds.chain import Head
+from protocol.rounds.chain import Head, after
 from tests.node.daemon.participation import FRIEND, LIAR, Make
 from tests.node.small_run import (
+    PEERS,
     CopyingFetcher,
     commit_of,
     grown,
     payload,
+    stated,
     until,
 )
 
@@ -105,6 +109,35 @@ async def test_a_small_gap_is_replayed(worlds: Make) -> None:
     await world.until_round(3)
     assert world.scout.asked == [(FRIEND, True)] and world.standing.catch_ups == [("replayed", 1)] * 3
     assert world.replica.blob == theirs.blob and world.replica.chain.since(0) is not None
+
+
+async def test_a_commit_that_the_round_cannot_have_is_not_replayed_and_ends_nobody(worlds: Make) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 2)
+    blob, mine = world.store.put(payload(1)), world.replica.chain.head
+    body = replace(commit_of(mine, {2: blob, 3: blob}).body, parts=(blob,))  # as of a butterfly
+    head = replace(after(mine, body), tokens=2**40)
+    world.show(LIAR, head, bytes(32))
+    world.scout.ways[LIAR] = Way(head, (stated(PEERS[3], body),), None)
+    world.run()
+    await world.until_round(2)
+    assert world.replica.chain.head == theirs.chain.head and world.scout.asked[0] == (LIAR, True)
+    assert world.standing.setbacks == 2 * ["way lost"]
+
+
+async def test_that_our_state_differs_is_told_once_however_often_its_better_is_asked_for(worlds: Make) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 2)
+    world.show(LIAR, theirs.chain.head, theirs.blob.digest)
+    await world.replica.take_over(theirs.chain.head, world.replica.blob, theirs.chain.since(0) or ())
+    world.scout.faults = dict.fromkeys((FRIEND, LIAR), UnreachableError("no answer"))
+    world.run()
+    await until(lambda: world.scout.asked.count((FRIEND, False)) + world.scout.asked.count((LIAR, False)) == 2)
+    for _ in range(20):  # both are put aside: each turn of the loop looks for somebody
+        world.participant.wake.set()
+        await asyncio.sleep(0)
+    assert world.standing.setbacks.count("state differs") == len(world.standing.failures) == 1
+    assert world.standing.phases[-1] == "catching up"
 
 
 async def test_a_large_gap_takes_the_state(worlds: Make) -> None:
@@ -237,7 +270,8 @@ async def test_who_is_the_odd_one_out_fetches_the_state_of_the_others(worlds: Ma
     world.fetcher.stores[LIAR], world.scout.chains[LIAR] = world.fetcher.stores[FRIEND], theirs
     world.run()
     await until(lambda: world.replica.blob == theirs.blob)
-    assert "our state differed from the others'" in world.standing.failures
+    assert world.standing.failures == ["our state differed from the others'"]
+    assert world.standing.setbacks == ["state differs"]
     assert [replay for _, replay in world.scout.asked] == [False]
 
 

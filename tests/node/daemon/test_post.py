@@ -22,6 +22,7 @@ class Receiver:
         self.given_up: list[tuple[PeerId, str]] = []
         self.faults: list[BaseException] = []
         self.setbacks: list[str] = []
+        self.lines: list[str] = []
         self.attempts = 0
         self.open = asyncio.Event()
         self.open.set()
@@ -30,6 +31,7 @@ class Receiver:
 
     def set_back(self, reason: str, line: str) -> None:
         self.setbacks.append(reason)
+        self.lines.append(line)
 
     async def deliver(self, peer: PeerId, statements: Sequence[Signed], seconds: float) -> Iterable[Signed]:
         self.attempts += 1
@@ -79,6 +81,14 @@ async def test_no_batch_is_larger_than_a_call(receiver: Receiver) -> None:
     sizes = [len(batch) for _, batch in receiver.batches]
     assert sum(sizes) == 6 and max(sizes) == 2
     assert not receiver.given_up
+
+
+async def test_all_that_was_given_up_is_counted_with_what_was_tried(receiver: Receiver) -> None:
+    receiver.fault = lambda: UnreachableError("lost")
+    for number in range(MAX_BATCH + 5):
+        receiver.post.send(["a"], Signed(kind=str(number)))
+    await until(lambda: bool(receiver.given_up))
+    assert receiver.lines == [f"gave up {MAX_BATCH + 5} statements for a: lost"]
 
 
 async def test_a_lost_call_is_made_again(receiver: Receiver) -> None:

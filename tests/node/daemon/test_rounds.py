@@ -9,11 +9,13 @@ import pytest
 
 from node.daemon import rounds
 from protocol.blobs.blob import Blob
-from protocol.errors import StorageError, UnreachableError
+from protocol.errors import PeerFault, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.rounds.chain import Head
-from protocol.rounds.events import Exchange, Fetch
+from protocol.rounds.events import Exchange, Fetch, Live
+from protocol.rounds.round import Round
+from protocol.rounds.statements import Portion
 from tests.node.daemon.seats import HEAD, Table
 from tests.node.small_run import (
     PEERS,
@@ -69,6 +71,14 @@ async def test_a_silent_peer_is_left_out(table: Table) -> None:
     assert len(table[0].decided[0].body.contributions) == 2
 
 
+async def test_whose_message_is_left_out_is_told_so_before_the_round_is_closed(table: Table) -> None:
+    table.begin()
+    table[2].offer(parts=[table[2].store.put(b"\0" * len(payload(0)))])  # does not decode
+    table.offer(0, 1)
+    await table.all_decided(0, 1, 2)
+    assert all((PEERS[2].peer_id, "left out") in seat.skipped for seat in table.seats.values())
+
+
 async def test_a_blob_that_is_late_is_counted_and_asked_for_again(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +115,35 @@ async def test_what_does_not_decode_is_never_held(table: Table) -> None:
     assert held and not any(bad.digest in signed.body for signed in held)
     assert {reason for reason, _ in table[0].setbacks} == {"blob missing"}
     assert "goes on here without blob" in table[0].setbacks[0][1]
+
+
+async def test_a_twin_of_another_size_keeps_nobody_from_what_it_names(table: Table) -> None:
+    """Whichever of the two comes first, the other one's blob is another wish."""
+    table.begin()
+    (blob,) = table[1].parts()
+    table[2].offer(parts=[Blob(blob.digest, blob.size - 1)])
+    await until(lambda: len(table[0].fetcher.asked) == 1)
+    table[1].offer(parts=[blob])
+    machine = table[0].driver._machine
+    assert machine is not None
+    await until(lambda: Portion(blob, 0) in machine._evidence.held)
+    table.offer(0)
+    await table.all_decided(0, 1)
+    for seat in (table[0], table[1]):
+        contributions = seat.decided[0].body.contributions
+        assert {entry.sender for entry in contributions} == {PEERS[0].peer_id, PEERS[1].peer_id}
+
+
+async def test_one_blob_as_several_parts_is_checked_as_each(tables: list[Table], tmp_path: Path) -> None:
+    table = Table(tmp_path, 2, "butterfly", parts=4)
+    tables.append(table)
+    table.begin()
+    sizes = {stop - start for start, stop in table.bounds}
+    assert len(sizes) == 1
+    table[1].offer(parts=[table[1].store.put(payload(5, *sizes))] * len(table.bounds))
+    table.offer(0)
+    assert len(await table.all_decided(0, 1)) == 1
+    assert len(table[0].decided[0].body.contributions) == 2
 
 
 async def test_who_comes_late_is_told_the_decision(table: Table) -> None:
@@ -185,27 +224,44 @@ async def test_forged_statements_are_refused(table: Table) -> None:
     assert [type(fault).__name__ for fault in table[0].refused] == ["ForgedError", "MalformedError"]
 
 
+async def test_all_that_is_wrong_in_one_call_is_told_at_once(table: Table) -> None:
+    told: list[Sequence[PeerFault]] = []
+    driver = table[0].driver
+    driver._hooks.refused = lambda peer, faults: told.append(faults)
+    driver.take(PEERS[1].peer_id, [Signed(kind="nonsense")] * 64)
+    assert [len(faults) for faults in told] == [64]
+
+
+async def test_whoever_has_a_vote_is_known_though_the_directory_lost_it(table: Table) -> None:
+    driver, peer = table[0].driver, PEERS[1].peer_id
+    table.begin()
+    driver._hooks.trains = lambda _: False
+    assert driver.knows(peer) and not driver.knows(PEERS[5].peer_id)
+    driver.close()
+    assert not driver.knows(peer)
+
+
 async def test_the_end_of_a_round_ends_its_fetches_and_its_timer(table: Table) -> None:
     table.begin()
     driver, wanted = table[0].driver, Blob.of(b"nobody has it")
-    driver._carry_out(Fetch(wanted, (PEERS[1].peer_id,)))
+    driver._carry_out(Fetch(Portion(wanted, 0), (PEERS[1].peer_id,)))
     await until(lambda: table[0].fetcher.under_way == 1)
     assert driver._timer is not None
     driver.close()
     await until(lambda: table[0].fetcher.under_way == 0)
     assert driver._timer is None and not driver._background and not driver.is_open
     driver.begin(0, HEAD.digest, table.seats)
-    driver._carry_out(Fetch(wanted, (PEERS[1].peer_id,)))
+    driver._carry_out(Fetch(Portion(wanted, 0), (PEERS[1].peer_id,)))
     await until(lambda: table[0].fetcher.under_way == 1)  # a wish that died with its round is a new wish
 
 
 async def test_a_fetch_that_is_cancelled_before_it_began_is_wanted_again(table: Table) -> None:
     table.begin()
     driver, wanted = table[0].driver, Blob.of(b"nobody has it")
-    driver._carry_out(Fetch(wanted, (PEERS[1].peer_id,)))
+    driver._carry_out(Fetch(Portion(wanted, 0), (PEERS[1].peer_id,)))
     driver.close()
     driver.begin(0, HEAD.digest, table.seats)
-    driver._carry_out(Fetch(wanted, (PEERS[1].peer_id,)))
+    driver._carry_out(Fetch(Portion(wanted, 0), (PEERS[1].peer_id,)))
     await until(lambda: table[0].fetcher.under_way == 1)
 
 
@@ -246,7 +302,7 @@ async def test_a_fault_of_our_own_is_told(
 
     monkeypatch.setattr(table[0].fetcher, "fetch", broken)
     table.begin()
-    table[0].driver._carry_out(Fetch(Blob.of(b"x"), (PEERS[1].peer_id,)))
+    table[0].driver._carry_out(Fetch(Portion(Blob.of(b"x"), 0), (PEERS[1].peer_id,)))
     await until(lambda: bool(table[0].broken))
     assert isinstance(table[0].broken.pop(), KeyError) and "broke" in caplog.text
 
@@ -273,6 +329,26 @@ async def test_what_an_action_causes_waits_until_all_actions_are_carried_out(tab
     table.offer(0, 1, 2)
     assert len(await table.all_decided(0, 1, 2)) == 1
     assert deepest == 1
+
+
+async def test_a_round_hears_of_its_members_when_they_change(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Live] = []
+    handle = Round.handle
+
+    def noted(self: Round, event: Any, now: float) -> Any:
+        heard.extend([event] if isinstance(event, Live) else [])
+        return handle(self, event, now)
+
+    monkeypatch.setattr(Round, "handle", noted)
+    driver = table[0].driver
+    driver.begin(0, HEAD.digest, table.seats)
+    for resting in ((), (), (PEERS[1].peer_id,), (PEERS[1].peer_id,), ()):
+        table[0].resting = {*resting}
+        driver.members_changed()
+    assert [len(live.resting) for live in heard] == [0, 1, 0]
+    driver.close()
+    driver.begin(0, HEAD.digest, table.seats)
+    assert len(heard) == 4, "another machine knows nobody yet"
 
 
 async def test_votes_are_remembered_from_round_to_round_and_over_a_close(table: Table) -> None:
@@ -302,8 +378,8 @@ async def test_a_blob_is_checked_as_what_it_was_ordered_as(tables: list[Table], 
     blob = table[1].store.put(payload(90, sizes[2]))
     driver, machine = table[0].driver, table[0].driver._machine
     assert machine is not None and not driver._heard
-    driver._carry_out(Fetch(blob, (PEERS[1].peer_id,), 2, is_sum=True))
-    await until(lambda: blob.digest in machine._evidence.held)
+    driver._carry_out(Fetch(Portion(blob, 2), (PEERS[1].peer_id,), is_sum=True))
+    await until(lambda: Portion(blob, 2) in machine._evidence.held)
     assert not table[0].setbacks
 
 
@@ -312,6 +388,6 @@ async def test_a_blob_of_another_part_is_not_held(tables: list[Table], tmp_path:
     tables.append(table)
     table.begin()
     first = table[1].store.put(payload(90, table.bounds[0][1] - table.bounds[0][0]))
-    table[0].driver._carry_out(Fetch(first, (PEERS[1].peer_id,), 2, is_sum=True))
+    table[0].driver._carry_out(Fetch(Portion(first, 2), (PEERS[1].peer_id,), is_sum=True))
     await until(lambda: bool(table[0].setbacks))
     assert "does not decode" in table[0].setbacks[0][1]

@@ -10,6 +10,7 @@ import pytest
 
 from node.daemon import calls, rounds_service
 from node.daemon.calls import ask_chain, deliver
+from node.daemon.deliveries import Deliveries
 from node.daemon.replica import Replica
 from node.daemon.rounds_service import MAX_STATEMENTS, RoundsService
 from protocol.errors import LimitError, MalformedError, PeerFault, UnreachableError
@@ -24,6 +25,7 @@ THEM = PEERS[3].peer_id
 
 class FakeDriver:
     def __init__(self) -> None:
+        self.known = True
         self.taken: list[tuple[PeerId, int]] = []
         self.answers = [Signed(kind="answer")]
         self.refused: list[tuple[PeerId, str]] = []
@@ -31,14 +33,19 @@ class FakeDriver:
     def refuse(self, peer: PeerId, fault: PeerFault) -> None:
         self.refused.append((peer, fault.word))
 
+    def knows(self, peer: PeerId) -> bool:
+        return self.known
+
     def take(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
         self.taken.append((sender, len(list(envelopes))))
         return self.answers
 
 
 class World:
-    def __init__(self, channel: grpc.aio.Channel, replica: Replica, driver: FakeDriver) -> None:
-        self.channel, self.replica, self.driver = channel, replica, driver
+    def __init__(
+        self, channel: grpc.aio.Channel, replica: Replica, driver: FakeDriver, service: RoundsService
+    ) -> None:
+        self.channel, self.replica, self.driver, self.service = channel, replica, driver, service
 
     def to_them(self, _: PeerId) -> grpc.aio.Channel:
         return self.channel
@@ -53,11 +60,12 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     store = store_in(tmp_path / "blobs")
     replica, driver, server = replica_in(store), FakeDriver(), grpc.aio.server()
     await grown(replica, store, 3)
-    add_RoundsServicer_to_server(RoundsService(RUN_ID, cast(Any, driver), replica, driver.refuse), server)
+    service = RoundsService(RUN_ID, cast(Any, driver), replica, Deliveries(1, 5.0), driver.refuse)
+    add_RoundsServicer_to_server(service, server)
     server.add_insecure_port(f"unix:{tmp_path}/s")
     await server.start()
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
-        yield World(channel, replica, driver)
+        yield World(channel, replica, driver, service)
     await server.stop(None)
 
 
@@ -84,6 +92,34 @@ async def test_too_many_another_run_and_no_identity_are_refused(world: World, mo
     assert len(world.driver.taken) == 1
     nameless = [("somebody unknown", "malformed")] * 2
     assert world.driver.refused == [(CALLER, "limit"), (CALLER, "stale"), *nameless]
+
+
+async def test_a_stranger_may_say_a_little_and_a_flood_is_one_line(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused, calls_made = 0, 60
+    world.driver.known = False
+    for _ in range(calls_made):
+        try:
+            await world.deliver()
+        except LimitError as error:
+            assert "resource_exhausted" in str(error) and "not known as a member" in str(error)
+            refused += 1
+    assert refused and len(world.driver.taken) == calls_made - refused >= 16
+    assert world.service.refusals == {"limit": refused} and world.driver.refused == []
+    assert caplog.text.count("not known as a member") == 1
+    world.driver.known = True
+    await world.deliver()  # the control: as soon as it is one
+
+
+async def test_a_member_says_far_more_but_not_any_amount(world: World) -> None:
+    for _ in range(200):
+        await world.deliver()
+    assert len(world.driver.taken) == 200
+    whole = [Signed(kind="x", body=bytes(700_000))]
+    with pytest.raises(LimitError, match="more than a leader"):
+        for _ in range(20):
+            await deliver(RUN_ID, world.to_them, THEM, whole, 5.0)
 
 
 async def test_the_chain_with_its_head_and_state(world: World) -> None:
@@ -139,8 +175,35 @@ async def test_a_channel_closed_under_a_call_is_no_end_of_our_own(tmp_path: Path
     await server.stop(None)
 
 
+class Talkative(RoundsServicer):
+    async def Deliver(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await context.abort(grpc.StatusCode.INTERNAL, "no" * 2000)
+
+    async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "no" * 2000)
+        raise AssertionError("abort always raises")
+
+
+async def test_of_what_a_peer_says_of_its_refusal_little_is_kept(tmp_path: Path) -> None:
+    server = grpc.aio.server()
+    add_RoundsServicer_to_server(Talkative(), server)
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+            for ask, kind in (
+                (lambda: deliver(RUN_ID, lambda _: channel, THEM, [], 5.0), LimitError),
+                (lambda: ask_chain(RUN_ID, lambda _: channel, THEM, 0), UnreachableError),
+            ):
+                with pytest.raises(kind) as caught:
+                    await ask()
+                assert "no" * 100 in str(caught.value) and len(str(caught.value)) < 350
+    finally:
+        await server.stop(None)
+
+
 async def test_our_own_end_is_one(tmp_path: Path) -> None:
-    waiting = asyncio.create_task(calls._answer(THEM, asyncio.Event().wait))
+    waiting = asyncio.create_task(calls.answered(THEM, asyncio.Event().wait))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -9,7 +9,7 @@ from node.daemon import rounds
 from node.daemon.vows import VowFile
 from protocol.blobs.store import BlobStore
 from protocol.errors import StorageError
-from protocol.rounds.events import Exchange, Vow
+from protocol.rounds.events import Action, Exchange, Vow
 from tests.node.daemon.seats import HEAD, Table
 from tests.node.small_run import (
     PEERS,
@@ -88,6 +88,38 @@ async def test_a_disk_that_cannot_keep_a_vow_ends_the_node(table: Table, monkeyp
     await until(lambda: any(seat.broken for seat in table.seats.values()))
     for seat in table.seats.values():
         assert not seat.decided and {str(error) for error in seat.broken} <= {"no space"}
+        seat.broken.clear()
+
+
+async def test_a_fault_while_a_vow_is_written_is_told(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: VowFile, vow: Vow) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(VowFile, "save", broken)
+    table.begin()
+    table.offer(0, 1, 2)
+    await _until_broken(table)
+
+
+async def test_a_fault_in_what_waited_for_a_vow_is_told(table: Table, released: threading.Event) -> None:
+    def broken(action: Action) -> None:
+        driver._carry_out = carry_out  # type: ignore[method-assign]
+        raise KeyError("a bug")
+
+    table.begin()
+    table.offer(0, 1, 2)
+    seats = table.seats.values()
+    await until(lambda: any(seat.driver._vowing for seat in seats))
+    driver = next(seat.driver for seat in seats if seat.driver._vowing)
+    carry_out, driver._carry_out = driver._carry_out, broken  # type: ignore[method-assign]
+    released.set()
+    await _until_broken(table)
+
+
+async def _until_broken(table: Table) -> None:
+    await until(lambda: any(seat.broken for seat in table.seats.values()))
+    for seat in table.seats.values():
+        assert all(isinstance(error, KeyError) for error in seat.broken) and not seat.decided
         seat.broken.clear()
 
 

@@ -4,17 +4,17 @@ import logging
 
 import pytest
 
-from node.channel import Evaluated, Message, Pausing, Progress, Ready
+from node.channel import Evaluated, Message, Mishap, Pausing, Progress, Ready
 from node.daemon.metrics import Metrics
 from node.daemon.offers import Offer, Past
 from node.daemon.standing import Standing
-from node.status import NodeStatus
+from node.status import NodeStatus, Phase
 from protocol.blobs.blob import Blob
-from protocol.errors import ForgedError
+from protocol.errors import ForgedError, MalformedError
 from protocol.rounds.chain import Head
 from protocol.rounds.entries import Entries
 from protocol.rounds.statements import Commit
-from tests.node.small_run import commit_of
+from tests.node.small_run import PEERS, commit_of
 
 HEAD = Head(3, bytes([7]) * 32, 900)
 MESSAGE = Message(round=2, sizes=(3,), tokens=9, steps=1, loss=1.0)
@@ -102,15 +102,75 @@ def test_included(standing: Standing) -> None:
     assert standing._metrics.rounds == {"included": 1}
 
 
-def test_given_back_missed_and_failed(standing: Standing) -> None:
+def test_given_back_and_missed(standing: Standing) -> None:
     standing.applied(HEAD, bytes(32), commits(1), "excluded")
     standing.applied(HEAD, bytes(32), commits(3), "none")
     standing.applied(HEAD, bytes(32), commits(3), "included")
     standing.applied(HEAD, bytes(32), [], "none")
-    standing.round_failed("the state differed")
-    assert standing._metrics.rounds == {"excluded": 1, "missed": 5, "included": 1, "failed": 1}
+    standing.goes_without("the state differed")
+    assert standing._metrics.rounds == {"excluded": 1, "missed": 5, "included": 1}
     assert standing.status().absence == "the state differed" and standing.status().contributions_excluded == 1
-    assert standing._metrics.absences == {"excluded": 1, "catching up": 3}
+    assert standing._metrics.absences == {"excluded": 1, "catching up": 5}, "each round without us has its reason"
+
+
+def test_of_rounds_that_came_at_once_the_one_with_our_work_counts_as_the_last(standing: Standing) -> None:
+    standing._status = standing._status.model_copy(update={"peer_id": PEERS[1].peer_id})
+    ours = commit_of(Head(0, bytes(32), 0), {1: Blob.of(b"x")}).body
+    others = [commit_of(Head(number, bytes(32), 0), {2: Blob.of(b"x")}).body for number in range(1, 10)]
+    standing.applied(Head(10, bytes(32), 900), bytes(32), [ours, *others], "included")
+    standing.enter("training")
+    why = "no, not in the last 9 rounds: it was decided before this node had caught up"
+    assert standing.status().last_included_round == 0 and standing.status().contributing() == why
+
+
+def test_what_another_chain_took_is_no_contribution_to_this_one(standing: Standing) -> None:
+    standing.applied(Head(200, bytes(32), 10_000), bytes(32), commits(1), "included")
+    assert standing.status().contributing() == "no: starting"
+    standing.enter("training")
+    assert standing.status().contributing() == "yes"
+    standing.applied(Head(50, bytes(32), 20_000), bytes(32), commits(2), "none")
+    assert standing.status().last_included_round is None
+    assert standing.status().contributing() == "no: it was decided before this node had caught up"
+
+
+def test_who_rests_has_no_speed_and_who_goes_on_has_its_own_again(standing: Standing) -> None:
+    standing.heard(Progress(step=7, tokens=70, loss=2.5, tokens_per_second=9.0, seconds={}))
+    standing.heard(Pausing(reason="others use the processors"))
+    assert standing.status().tokens_per_second == 0
+    standing.heard(Pausing(reason=""))
+    assert standing.status().tokens_per_second == 9
+    standing._traffic = lambda: {"trainer_trouble": "it died"}
+    assert standing.status().tokens_per_second == 0
+
+
+def test_that_no_round_is_decided_any_more_is_said() -> None:
+    now = [100.0]
+    standing = Standing(NodeStatus(peer_id="me", run="small", run_id="00" * 32), Metrics(), dict, lambda: now[0])
+
+    def round_after(seconds: float, phase: Phase = "training") -> str:
+        standing.enter(phase)
+        now[0] += seconds
+        told = standing.status().standstill
+        standing.applied(HEAD, bytes(32), commits(1), "included")
+        return told
+
+    assert [round_after(seconds) for seconds in (9000, 30, 40, 30)] == 4 * [""], "how long the first takes nobody knows"
+    assert round_after(150) == ""
+    assert round_after(900) == "no round was decided for 15 min, the last ones took 150 s at most"
+    assert round_after(3600) == "", "they take so long now"
+    standing.enter("training")
+    now[0] += 6 * 3600
+    assert standing.status().contributing().startswith("no: no round was decided for 360 min")
+    assert round_after(1, "catching up").startswith("no round")
+    assert round_after(9000) == "", "what was replayed is no measure"
+
+
+def test_what_goes_wrong_in_the_trainer_is_counted_and_said(
+    standing: Standing, caplog: pytest.LogCaptureFixture
+) -> None:
+    standing.heard(Mishap(reason="step left out", line="the loss of inner step 3 is not finite"))
+    assert standing.status().setbacks == {"step left out": 1}
+    assert caplog.messages == ["step left out: the loss of inner step 3 is not finite"]
 
 
 def test_the_mishap_of_a_round_is_said_until_a_round_takes_our_work(
@@ -120,6 +180,7 @@ def test_the_mishap_of_a_round_is_said_until_a_round_takes_our_work(
     standing.enter("training")
     standing.heard(MESSAGE)
     standing.skipped("me", "left out")
+    standing.skipped("me", "late")  # what came of it
     standing.applied(HEAD, bytes(32), commits(1), "none")
     assert "ours not among them (left out)" in caplog.messages[-1]
     standing.enter("training")
@@ -174,6 +235,14 @@ def test_setbacks_are_counted_and_said(standing: Standing, caplog: pytest.LogCap
     told = [(record.levelno, record.getMessage()) for record in caplog.records]
     lines = "not delivered: gave up 3 statements", "blob missing: round 3 goes on"
     assert told == [(logging.INFO, lines[0]), (logging.WARNING, lines[1])]
+
+
+def test_all_that_was_wrong_in_one_call_is_counted_and_said_in_one_line(
+    standing: Standing, caplog: pytest.LogCaptureFixture
+) -> None:
+    standing.refused("them", ForgedError("a wrong signature"), MalformedError("nonsense"), ForgedError("another"))
+    assert standing.status().refusals == {"forged": 2, "malformed": 1}
+    assert caplog.messages == ["refused what them sent (forged): a wrong signature (and 2 more)"]
 
 
 def test_refusals_are_counted_and_said(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:

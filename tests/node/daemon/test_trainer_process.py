@@ -60,7 +60,8 @@ async def test_who_keeps_dying_is_given_up_with_its_last_words(
     caplog.set_level(logging.INFO)
     scripted.write_text("import sys; sys.stderr.write('first\\nout of memory\\n'); sys.exit(3)")
     await bench.trainer.start()
-    with pytest.raises(DeviceError, match=r"died 5 times in a row \(exit code 3\), last: out of memory") as caught:
+    line = r"died 5 times in a row \(exit code 3\), last: out of memory; .* try --device cpu"
+    with pytest.raises(DeviceError, match=line) as caught:
         await everything(bench.trainer)
     assert "\n" not in str(caught.value)
     assert bench.trainer.deaths == MAX_DEATHS and bench.trainer.pid is None
@@ -171,6 +172,33 @@ async def test_stop_during_the_pause_after_a_death_starts_no_other(
     await bench.trainer.stop()
     assert bench.trainer.deaths == 1 and bench.trainer.pid is None
     assert bench.trainer.trouble == "the trainer died (exit code 1) and is started again"
+
+
+async def test_stop_while_another_is_spawned_does_not_wait_for_it(
+    bench: Bench, scripted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted.write_text(SAY + READY + "time.sleep(600)")
+    await bench.trainer.start()
+    await bench.until(Ready)
+    spawn, spawned, goes_on = bench.trainer._spawn, list[int](), asyncio.Event()
+
+    async def slowly() -> trainer_process._Life:
+        life = await spawn()
+        spawned.append(life.process.pid)
+        await goes_on.wait()
+        return life
+
+    monkeypatch.setattr(bench.trainer, "_spawn", slowly)
+    assert bench.trainer.pid is not None
+    os.kill(bench.trainer.pid, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        while not spawned:
+            await asyncio.sleep(0.01)
+    stopping = asyncio.create_task(bench.trainer.stop())
+    await asyncio.sleep(0)
+    goes_on.set()
+    await asyncio.wait_for(stopping, trainer_process.STOP_SECONDS / 2)
+    assert not psutil.pid_exists(spawned[0]) and bench.trainer.pid is None
 
 
 async def test_stopping_politely_and_again(bench: Bench) -> None:

@@ -1,18 +1,20 @@
 """Wishes are new once, their sources change under way, others are asked as well, and some are asked to carry."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from node.daemon.metrics import Setback
-from node.daemon.wishes import PATIENCE, SMALL_BYTES, Porters, Wishes
+from node.daemon.wishes import ASKED_AT_ONCE, PATIENCE, SMALL_BYTES, Porters, Wishes
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.errors import GoneError, LimitError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
+from protocol.rounds.statements import Portion
 from tests.node.small_run import CopyingFetcher, store_in
 
 
@@ -25,21 +27,30 @@ def wishes_in(folder: Path) -> tuple[Wishes, BlobStore, dict[str, BlobStore]]:
 async def test_a_wish_is_new_until_it_is_dropped(tmp_path: Path) -> None:
     wishes, _, _ = wishes_in(tmp_path)
     blob = Blob.of(b"x")
-    assert wishes.want(blob, ["a"]) and not wishes.want(blob, ["b"])
-    wishes.drop(blob)
-    assert wishes.want(blob, ["a"])
+    assert wishes.want(Portion(blob, 0), ["a"]) and not wishes.want(Portion(blob, 0), ["b"])
+    wishes.drop(Portion(blob, 0))
+    assert wishes.want(Portion(blob, 0), ["a"])
     wishes.clear()
-    assert wishes.want(blob, ["a"])
+    assert wishes.want(Portion(blob, 0), ["a"])
+
+
+async def test_the_same_digest_of_another_size_or_part_is_another_wish(tmp_path: Path) -> None:
+    wishes, _, _ = wishes_in(tmp_path)
+    blob = Blob.of(b"x")
+    named = [Portion(blob, 0), Portion(blob, 1), Portion(Blob(blob.digest, 2), 0)]
+    assert all(wishes.want(portion, ["a"]) for portion in named)
+    wishes.drop(named[0])
+    assert [wishes.want(portion, ["a"]) for portion in named] == [True, False, False]
 
 
 async def test_sources_may_change_while_a_fetch_is_under_way(tmp_path: Path) -> None:
     wishes, mine, stores = wishes_in(tmp_path)
     blob = stores["b"].put(b"x")
-    wishes.want(blob, ["a"])
-    fetch = asyncio.create_task(wishes.get(blob, 5.0))
+    wishes.want(Portion(blob, 0), ["a"])
+    fetch = asyncio.create_task(wishes.get(Portion(blob, 0), 5.0))
     await asyncio.sleep(0.02)
     assert not fetch.done()
-    wishes.want(blob, ["a", "b"])
+    wishes.want(Portion(blob, 0), ["a", "b"])
     await fetch
     assert mine.read(blob.digest) == b"x"
 
@@ -50,13 +61,13 @@ async def test_who_is_named_has_a_while_before_all_others_are_asked(tmp_path: Pa
     moment = 10.0
     wishes = Wishes(cast(Any, fetcher), lambda: ["b"], clock=lambda: moment)
     blob = stores["b"].put(b"x")
-    wishes.want(blob, ["a"])
+    wishes.want(Portion(blob, 0), ["a"])
     moment += PATIENCE / 2
     with pytest.raises(UnreachableError):
-        await wishes.get(blob, 0.02)
-    wishes.want(blob, ["a", "c"])  # what is said of it anew does not begin anew
+        await wishes.get(Portion(blob, 0), 0.02)
+    wishes.want(Portion(blob, 0), ["a", "c"])  # what is said of it anew does not begin anew
     moment += PATIENCE / 2
-    await wishes.get(blob, 5.0)
+    await wishes.get(Portion(blob, 0), 5.0)
     assert mine.has(blob.digest)
 
 
@@ -64,10 +75,10 @@ async def test_where_nobody_is_named_everybody_is_asked(tmp_path: Path) -> None:
     wishes, mine, stores = wishes_in(tmp_path)
     for text in (b"x", b"y"):
         blob = stores["b"].put(text)
-        await (wishes.get(blob, 5.0) if text == b"x" else wishes.get_from_anyone(5.0, blob))
+        await (wishes.get(Portion(blob, 0), 5.0) if text == b"x" else wishes.get_from_anyone(5.0, blob))
         assert mine.has(blob.digest)
     with pytest.raises(UnreachableError):
-        await wishes.get(stores["a"].put(b"z"), 0.02)
+        await wishes.get(Portion(stores["a"].put(b"z"), 0), 0.02)
 
 
 class HangingFetcher(CopyingFetcher):
@@ -143,8 +154,8 @@ class Streets:
 
     async def get(self, data: bytes, seconds: float = 5.0, sources: str = "a") -> None:
         blob = self.stores["a"].put(data)
-        self.wishes.want(blob, list(sources))
-        await self.wishes.get(blob, seconds, lambda: OFFER)
+        self.wishes.want(Portion(blob, 0), list(sources))
+        await self.wishes.get(Portion(blob, 0), seconds, lambda: OFFER)
         assert self.mine.read(blob.digest) == data
 
 
@@ -172,6 +183,24 @@ async def test_where_nobody_carries_the_owner_is_asked_after_all(tmp_path: Path,
     assert [reason for reason, _ in streets.setbacks] == ["no carrier"] * bool(carriers)
     tried = "which is asked now (c: it is too much; d: it is too much)"
     assert all(tried in line for _, line in streets.setbacks)
+
+
+async def test_one_carrier_is_asked_for_few_at_once(tmp_path: Path) -> None:
+    """What else is said to it would wait behind them."""
+    streets, at_once, most = Streets(tmp_path, carriers="c"), 0, 0
+    ask = streets.ask
+
+    async def slowly(carrier: PeerId, offer: Signed, digest: bytes, seconds: float) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0.01)
+        at_once -= 1
+        await ask(carrier, offer, digest, seconds)
+
+    streets.wishes._porters = replace(streets.wishes._porters, ask=slowly)
+    await asyncio.gather(*(streets.get(LARGE + bytes([number])) for number in range(30)))
+    assert most == ASKED_AT_ONCE and len(streets.asked) == 30
 
 
 async def test_without_carriers_it_does_not_come(tmp_path: Path) -> None:

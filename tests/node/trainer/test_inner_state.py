@@ -145,9 +145,9 @@ def test_where_a_message_is_gone_it_is_not_given_back_and_nothing_is_sent_twice(
     bench = make("sparseloco")
     message, _ = settled(bench, "included")
     left = bench.state.residual.clone()
-    bench.state.revise(message, "excluded", list)
+    assert bench.state.revise(message, "excluded", list)
     assert torch.equal(bench.state.residual, left) and float(left.norm()) > 0
-    bench.state.revise(message, "lost", list)
+    assert not bench.state.revise(message, "lost", list)
     assert float(bench.state.residual.norm()) == 0 and bench.state.counters.unreported == Work()
 
 

@@ -20,6 +20,7 @@ from node.channel import (
     Evaluate,
     Evaluated,
     Message,
+    Mishap,
     Progress,
     Ready,
     Revised,
@@ -248,6 +249,8 @@ async def test_a_loss_that_is_not_finite_is_left_out_and_then_ends_it(make: Make
     await bench.trainer.start()
     with pytest.raises(MurmurError, match=r"20 steps in a row; lower train\.learning_rate"):
         await bench.until(Progress)
+    told = [message.reason for message in bench.seen if isinstance(message, Mishap)]
+    assert told == 20 * ["step left out"]
 
 
 def test_it_dies_with_its_daemon(tmp_path: Path) -> None:

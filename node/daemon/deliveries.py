@@ -1,0 +1,51 @@
+"""PURE: how much a peer may bring to our rounds; the caller passes the time (seconds, monotonic).
+
+All that is brought is checked at once, signature by signature, and everything else waits meanwhile: a roster of a
+thousand takes a fifth of a second. So what one peer brings is limited, in bytes, as its signatures fill them.
+
+A member may bring as much as the leader of the largest round there can be, which says its roster or its proposal again
+at every repetition, and far more at once. Of whom the directory does not know yet little is taken, and little of all of
+them together, as anybody has as many names as he likes: enough for what a newcomer says before its record is about.
+What is refused costs no more than a repetition.
+"""
+
+from node.daemon.post import MAX_BATCH_BYTES
+from protocol.errors import LimitError
+from protocol.identity import PeerId
+from protocol.membership.allowance import Allowance
+from protocol.rounds.state import REPEATS_PER_TIMEOUT
+from protocol.rounds.statements import MAX_CONTRIBUTIONS
+
+CONTRIBUTION_BYTES, PART_BYTES = 320, 48  # of a signed one, rounded up
+CALL_BYTES = 1024  # that any call counts at least
+STATEMENT_BYTES = 256  # and any statement
+BURST = 8  # of the largest statements: a round's, and the decisions of those before
+LEAST_RATE = 64 * 1024
+STRANGERS_BURST, STRANGERS_RATE = 1024 * 1024, 128 * 1024  # all of them together
+STRANGER_RATE = 8 * 1024
+STRANGERS = "strangers"
+
+
+class Deliveries:
+    """`parts`: the most that a contribution has."""
+
+    def __init__(self, parts: int, leader_timeout: float) -> None:
+        contribution = CONTRIBUTION_BYTES + parts * PART_BYTES
+        largest = min(MAX_BATCH_BYTES, MAX_CONTRIBUTIONS * contribution)
+        rate = max(LEAST_RATE, largest * REPEATS_PER_TIMEOUT / leader_timeout)
+        self._members = Allowance(BURST * largest, rate)
+        self._each_stranger = Allowance(2 * contribution + 16 * CALL_BYTES, STRANGER_RATE)
+        self._strangers = Allowance(STRANGERS_BURST, STRANGERS_RATE)
+
+    def take(self, peer: PeerId, sizes: list[int], is_member: bool, now: float) -> None:
+        """`sizes`: of the statements of one call. LimitError: it is too much for now."""
+        size = max(CALL_BYTES, sum(max(STATEMENT_BYTES, size) for size in sizes))
+        if is_member:
+            if not self._members.take(peer, now, size):
+                raise LimitError(f"{peer} delivers more than a leader has to say; later again")
+        elif self._each_stranger.left(peer, now) < size:
+            raise LimitError(f"{peer} delivers {size} bytes and is not known as a member; later again")
+        elif not self._strangers.take(STRANGERS, now, size):
+            raise LimitError(f"{peer} is not known as a member, and too many such deliver just now; later again")
+        else:
+            self._each_stranger.take(peer, now, size)
