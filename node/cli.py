@@ -29,12 +29,19 @@ app = typer.Typer(
 
 LOOPBACK = "127.0.0.1:0"
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to train")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="of each trainer, and of its daemon's work")]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="of each trainer, and of its daemon's work; default: all cores, shared in `up`"),
+]
 MemoryOption = Annotated[
     str | None, typer.Option(metavar="SIZE", help="of each trainer, such as 4GB; microbatches shrink to fit")
 ]
 PauseOption = Annotated[
     bool, typer.Option("--pause-when-busy", help="train only while other programs leave the device alone")
+]
+ListenOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="MULTIADDR", help="take connections there; default /ip4/0.0.0.0/tcp/0; repeatable"),
 ]
 DirectOption = Annotated[
     str, typer.Option(metavar="PORT|off", help="for direct TLS connections, at the hosts of --listen; 0: a free one")
@@ -61,7 +68,7 @@ def options(
 
 @app.command(epilog="Example: murmur up configs/demo.toml --peers 4 --rounds 40")
 def up(
-    run: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="the manifest; if absent, the demo")] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="the manifest; if absent, the demo")] = None,
     peers: Annotated[int | None, typer.Option(min=1, max=64, help="how many; at least 3 if not given")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="stop after so many, whatever the manifest says")] = None,
     folder: Annotated[Path | None, typer.Option("--dir", help="resumed if it exists; default runs/NAME-N")] = None,
@@ -90,14 +97,16 @@ def up(
 @app.command(epilog="Example: murmur join https://run.example.org/run.toml")
 def join(
     run: Annotated[str, typer.Argument(metavar="RUN", help="a manifest's file, an http(s) address or murmur:// link")],
-    folder: Annotated[Path | None, typer.Option("--dir", help="the node's folder; default: one a run")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="the node's folder; default ~/.local/state/murmur/NAME-RUNID")
+    ] = None,
     peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer first; repeatable")] = None,
     device: DeviceOption = "auto",
     name: Annotated[str, typer.Option(help="shown to the others")] = "",
     threads: ThreadsOption = None,
     memory: MemoryOption = None,
     pause_when_busy: PauseOption = False,
-    listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="repeatable")] = None,
+    listen: ListenOption = None,
     metrics: Annotated[str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")] = LOOPBACK,
     direct: DirectOption = "0",
     log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
@@ -130,13 +139,17 @@ def join(
 @app.command(epilog="Example: murmur host run.toml --http 0.0.0.0:8080")
 def host(
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="the manifest")],
-    folder: Annotated[Path | None, typer.Option("--dir", help="identity and journal; default: one a run")] = None,
-    http: Annotated[str, typer.Option(metavar="ADDR", help="where the page is served")] = "127.0.0.1:8080",
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="identity and journal; default ~/.local/state/murmur/hosts/NAME-RUNID")
+    ] = None,
+    http: Annotated[
+        str, typer.Option(metavar="ADDR", help="where the page is served; 0.0.0.0:8080 opens it to others")
+    ] = "127.0.0.1:8080",
     public_url: Annotated[str | None, typer.Option(help="how others reach it, behind a proxy")] = None,
-    public: Annotated[bool, typer.Option("--public", help="announce the run to everybody; see `murmur runs`")] = False,
+    public: Annotated[bool, typer.Option("--public", help="announce the run for `murmur runs`")] = False,
     train: Annotated[bool, typer.Option("--train/--watch", help="take part, or only watch")] = False,
     peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer first; repeatable")] = None,
-    listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="repeatable")] = None,
+    listen: ListenOption = None,
     direct: DirectOption = "0",
     name: Annotated[str, typer.Option(help="shown to the others")] = "",
     device: DeviceOption = "auto",
@@ -161,7 +174,7 @@ def host(
 
 @app.command(epilog="Example: murmur doctor https://run.example.org/run.toml")
 def doctor(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="as for `murmur join`")] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="as for `murmur join`")] = None,
     folder: Annotated[Path | None, typer.Option("--dir", help="the node's folder; default: that of the run")] = None,
     listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="as for `murmur join`")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
@@ -217,7 +230,7 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="to add")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="choose among so many; default: all")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="the same one gives the same text")] = 0,
 ) -> None:
     """Let the newest checkpoint go on with a text."""
     from node.places import trained_folder
@@ -234,9 +247,9 @@ def generate(
 
 @app.command(epilog="Example: murmur tokenize tokenizer.json shards corpus/*.txt")
 def tokenize(
-    tokenizer: Annotated[Path, typer.Argument(help="a Hugging Face tokenizer.json")],
+    tokenizer: Annotated[Path, typer.Argument(metavar="TOKENIZER", help="a Hugging Face tokenizer.json")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="the folder for the shards")],
-    files: Annotated[list[Path], typer.Argument(help="UTF-8 text")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILES", help="UTF-8 text")],
 ) -> None:
     """Turn text files into token shards for the source `tokens`."""
     from node.data.tokens import tokenize_files
@@ -247,11 +260,11 @@ def tokenize(
 
 @app.command(epilog="Example: murmur status runs/demo-1 --json")
 def status(
-    folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="default: what was started last")] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="default: what was started last")] = None,
     check: Annotated[bool, typer.Option("--check", help="fail if no node answers")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say in one line what a node does and whether it contributes."""
+    """Say what a node does and whether it contributes: a line for each, and below it what went wrong, by reason."""
     from node.inquiry import status_lines
 
     for line in status_lines(folder, as_json, check):
@@ -270,7 +283,7 @@ def key(
 
 @app.command(epilog="Example: murmur sim diloco sparseloco --peers 8 --steps 200 --bandwidth 20")
 def sim(
-    recipe: Annotated[list[str], typer.Argument(metavar="RECIPE...", help="names from `murmur recipes`")],
+    recipe: Annotated[list[str], typer.Argument(metavar="RECIPE", help="names from `murmur recipes`")],
     peers: Annotated[int, typer.Option(min=1, max=1000, help="how many virtual peers")] = 8,
     steps: Annotated[int | None, typer.Option(min=1, help="inner steps of each peer; default 200")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="of all peers together, instead of --steps")] = None,
@@ -301,7 +314,7 @@ def sim(
 
 @app.command(epilog="Example: murmur recipes sparseloco")
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="one recipe in full")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="one recipe in full")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the training methods and what they are made of."""
@@ -319,10 +332,12 @@ def main() -> None:
 
 def _guarded(command: Callable[[], object]) -> int:
     """Run a command; what it ends with, as an exit code."""
+    from node.harmless import harmless
+
     try:
         command()
     except MurmurError as error:
-        sys.stderr.write(f"murmur: {error}\n")
+        sys.stderr.write(f"murmur: {harmless(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130

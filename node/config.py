@@ -19,6 +19,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LOOPBACK_LISTEN = "/ip4/127.0.0.1/tcp/0"
 EVERYWHERE_LISTEN = "/ip4/0.0.0.0/tcp/0"
 MULTIADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/\s]+(/[^/\s]+)*$")
+PORT = re.compile(r"^[0-9]{1,5}\Z")
 
 
 class NodeSettings(BaseModel):
@@ -44,10 +45,21 @@ class NodeSettings(BaseModel):
     upload: float = Field(default=math.inf, gt=0, description="bytes a second, of all connections together")
     download: float = Field(default=math.inf, gt=0, description="likewise")
 
+    @field_validator("name")
+    @classmethod
+    def _is_printable(cls, name: str) -> str:
+        if not name.isprintable():
+            raise ValueError(f"{name!r} has control characters, which others refuse; leave them out")
+        return name
+
     @field_validator("direct", mode="before")
     @classmethod
     def _is_port_or_off(cls, value: object) -> object:
-        return None if value == "off" else value
+        if value == "off":
+            return None
+        if isinstance(value, str) and not (PORT.match(value) and int(value) <= 65535):
+            raise ValueError(f"{value!r} is no port; write one from 0 to 65535, or off")
+        return value
 
     @field_validator("peers", "listen")
     @classmethod

@@ -20,6 +20,7 @@ from protocol.errors import AlreadyRunningError, MurmurError, OtherRunError, Sto
 from protocol.manifest import Manifest, load_manifest
 
 TOKENIZER = "tokenizer.json"
+LAST_WORD = "status.json"
 
 
 class RunFolder:
@@ -45,6 +46,7 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._belong_to(manifest)
+            (self.path / LAST_WORD).unlink(missing_ok=True)  # from now on it would tell of an earlier life
         except BlockingIOError as error:
             self.release()
             raise AlreadyRunningError(
@@ -52,7 +54,7 @@ class RunFolder:
             ) from error
         except OSError as error:
             self.release()
-            raise StorageError(f"cannot lock {self.path}: {error.strerror}; choose another --dir") from error
+            raise StorageError(f"cannot use the folder {self.path}: {error.strerror}; choose another --dir") from error
         except MurmurError:
             self.release()
             raise
@@ -78,11 +80,11 @@ class RunFolder:
 
     def leave_word(self, status: str) -> None:
         """The last status, as JSON, for whoever asks after the node has ended."""
-        write_atomically(self.path / "status.json", status.encode())
+        write_atomically(self.path / LAST_WORD, status.encode())
 
     def usual_port(self) -> int:
         """The TCP port of the last start, so that the addresses others remember stay true; 0: none yet."""
-        addresses = self._read("node.json").get("addresses", ())
+        addresses = left_behind(self.path / "node.json").get("addresses", ())
         found = (re.search(r"/tcp/(\d{1,5})\b", str(address)) for address in addresses)
         return next((int(match[1]) for match in found if match), 0)
 
@@ -98,13 +100,29 @@ class RunFolder:
         else:
             write_atomically(path, manifest.to_toml().encode())
 
-    def _read(self, name: str) -> dict[str, Any]:
-        """What an earlier start left; a torn or absent file only means that nothing is remembered."""
-        try:
-            values = json.loads((self.path / name).read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return values if isinstance(values, dict) else {}
+
+def left_behind(path: Path) -> dict[str, Any]:
+    """What an earlier start has left there; a torn or absent file only means that nothing is remembered."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether a node holds the folder. Its lock is tried and let go at once: ask only where no node answers."""
+    try:
+        lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def tokenizer_of(run_dir: Path, manifest: Manifest) -> Path:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from node.checkpoints.checkpoint import load_trained
+from node.data.vocabulary import open_tokenizer
 from node.folder import tokenizer_of
+from node.harmless import harmless
 from node.model import Llama
-from protocol.errors import MissingFileError, UsageError
+from protocol.errors import UsageError
 from protocol.manifest import Manifest
 
 BYTES = 256
-REPLACED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Codec(Protocol):
@@ -52,13 +53,7 @@ class FileCodec:
     """A Hugging Face tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise UsageError("this run has its own tokenizer: pip install murmuration[data]") from error
-        if not path.is_file():
-            raise MissingFileError(f"the tokenizer {path} does not exist; put it there")
-        self.tokenizer = Tokenizer.from_file(str(path))
+        self.tokenizer = open_tokenizer(path)
         self.vocabulary: int = self.tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
@@ -82,7 +77,7 @@ def generate(
     """Pieces of the continuation of `prompt` by the newest checkpoint of the node in `run_dir`.
 
     `temperature` 0 always takes the likeliest token; `top_k` samples among the k likeliest alone. Errors come at the
-    call, not while iterating: UsageError, MissingFileError, CheckpointError.
+    call, not while iterating: UsageError, MissingFileError, DataError, CheckpointError.
     """
     if tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
         raise UsageError("tokens and top_k must be at least 1, and the temperature at least 0")
@@ -92,17 +87,13 @@ def generate(
     model = Llama(config)
     model.load_flat(trained.anchor)
     start = codec.encode(prompt or "\n")  # the model continues something, be it a line break
+    if not start:
+        raise UsageError("this run's tokenizer makes no token of the prompt; use another prompt")
     usable = min(codec.vocabulary, config.vocabulary)
     if max(start) >= usable:
         raise UsageError(f"the prompt has tokens that this model of {usable} does not know; use another prompt")
     sampled = sample(model, start, temperature, top_k, seed, usable)
-    return harmless(codec.decode(itertools.islice(sampled, tokens)))
-
-
-def harmless(pieces: Iterator[str]) -> Iterator[str]:
-    """Strangers trained the model: what it says must not steer the terminal. Other control characters are marked."""
-    for piece in pieces:
-        yield "".join(sign if sign.isprintable() or sign in "\n\t" else REPLACED for sign in piece)
+    return (harmless(piece, "\n\t") for piece in codec.decode(itertools.islice(sampled, tokens)))
 
 
 def sample(

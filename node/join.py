@@ -60,8 +60,10 @@ def join_run(
         download=parse_rate(download, "--download"),
     )
     from node.daemon.lifecycle import run_node
+    from node.program import program_of
     from node.trainer.device import require_fit
 
+    program_of(manifest)  # a method that does not exist must not claim the folder
     require_fit(settings)
     _meet(own, invitation)
     asyncio.run(run_node(settings))

@@ -35,6 +35,7 @@ from protocol.manifest import Manifest, load_manifest, parse_manifest
 from protocol.murmur_pb2 import ManifestReply, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsStub
 from protocol.records import peer_of
+from protocol.replies import parsed
 from protocol.signed_manifest import MAX_SIGNED_BYTES, SignedManifest, open_sealed
 
 DOWNLOAD_SECONDS = 20.0
@@ -123,7 +124,7 @@ async def _body(client: httpx2.AsyncClient, url: str) -> bytes:
         async for chunk in response.aiter_bytes():
             text += chunk
             if len(text) > MAX_SIGNED_BYTES:
-                raise ManifestError(f"{url} is no manifest: it has more than {MAX_SIGNED_BYTES} bytes")
+                raise ManifestError(f"{url} is no manifest, it is over {MAX_SIGNED_BYTES} bytes; check the address")
     return bytes(text)
 
 
@@ -150,7 +151,7 @@ async def _from_peer(link: str) -> Invitation:
     try:
         peer_of(address)
     except MalformedError as error:
-        raise UsageError(f"{address} does not end in /p2p/ and a peer id") from error
+        raise UsageError(f"{address} does not end in /p2p/ and a peer id; copy the whole link") from error
     text = await _ask_peer(run_id, address)
     manifest = _checked(lambda: SignedManifest(parse_manifest(text, link), None)).manifest
     if manifest.run_id != run_id:
@@ -168,9 +169,12 @@ async def _ask_peer(run_id: str, address: str) -> bytes:
         try:
             peer = await transport.connect(address, PEER_SECONDS)
             request = ManifestRequest(run=bytes.fromhex(run_id))
-            reply: ManifestReply = await RunsStub(transport.channel(peer)).Manifest(request, timeout=PEER_SECONDS)
+            stub = RunsStub(transport.channel(peer))
+            reply: ManifestReply = parsed(await stub.Manifest(request, timeout=PEER_SECONDS))
         except grpc.aio.AioRpcError as error:
             raise UnreachableError(f"{address} does not tell the run: {error.details()}; try another peer") from error
+        except MalformedError as fault:
+            raise UnreachableError(f"{address} does not tell the run: {fault}; try another peer") from fault
         finally:
             await transport.stop()
     return reply.toml
@@ -181,5 +185,6 @@ def require_tame(manifest: Manifest) -> None:
     for key, path in (("data.path", manifest.data.path), ("data.tokenizer", manifest.data.tokenizer)):
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or path.startswith("~"):
             raise OrganiserError(
-                f"{key} = {path[:80]!r} leads out of the node's folder; a run from elsewhere may not name files here"
+                f"{key} = {path[:80]!r} leads out of the node's folder, and a run from elsewhere may not name files "
+                "here; ask the organiser for a manifest with relative paths"
             )

@@ -6,10 +6,10 @@
                              and hosts/NAME-RUNID for each that was hosted
 """
 
-import json
 import os
 from pathlib import Path
 
+from node.folder import left_behind
 from protocol.errors import CheckpointError, MissingFileError, UsageError
 from protocol.manifest import Manifest
 
@@ -90,11 +90,14 @@ def newest_checkpoint(node: Path) -> Path | None:
 
 def announced_port(folder: Path) -> int | None:
     """The metrics port of the node that runs (or ran last) in `folder`."""
-    try:
-        port = json.loads((folder / "node.json").read_bytes())["metrics_port"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    port = left_behind(folder / "node.json").get("metrics_port")
     return port if isinstance(port, int) else None
+
+
+def announced_peer(folder: Path) -> str | None:
+    """Who runs (or ran last) in `folder`."""
+    peer = left_behind(folder / "node.json").get("peer_id")
+    return peer if isinstance(peer, str) else None
 
 
 def _require_folder(path: Path) -> None:

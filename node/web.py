@@ -2,17 +2,21 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protocol.errors import UsageError
 
 STOP_DEADLINE = 3.0
 WRITE_SECONDS = 20.0  # that the other side may take to accept what is sent
+REQUEST_SECONDS = 10.0  # that a connection may take to bring a request
+LEAST_SHARE = 8  # connections that one address may always have
 BACKLOG = 32
 ADDRESS = re.compile(r"^(?:(?P<host>[A-Za-z0-9.\-]*|\[[0-9A-Fa-f:.]+\]):)?(?P<port>\d{1,5})$")
 EVERYWHERE = ("0.0.0.0", "::")
@@ -26,15 +30,22 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(application: Starlette, listener: socket.socket, connections: int) -> AsyncIterator[int]:
-    """Serve at most so many connections; yields the port. The listener is closed at the end."""
+async def serving(
+    application: Starlette, listener: socket.socket, connections: int, patience: float = REQUEST_SECONDS
+) -> AsyncIterator[int]:
+    """Serve at most so many connections; yields the port. The listener is closed at the end.
+
+    One address has at most a quarter of them, but for this machine's own, where a proxy may stand before us. What
+    brings no whole request for `patience` seconds is closed: a held connection costs its other side nothing.
+    """
     config = uvicorn.Config(
         application,
         log_config=None,
         access_log=False,
         lifespan="off",
         ws="none",
-        limit_concurrency=connections,
+        http=_guarded(connections, patience),
+        backlog=BACKLOG,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=1,
     )
@@ -46,6 +57,51 @@ async def serving(application: Starlette, listener: socket.socket, connections: 
         server.should_exit = True
         await _finish(running)
         listener.close()
+
+
+def _guarded(most: int, patience: float) -> type[H11Protocol]:
+    share = max(LEAST_SHARE, most // 4)
+
+    class Guarded(H11Protocol):
+        host = ""
+        watch: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.host = self.client[0] if self.client else ""
+            same = sum(isinstance(other, Guarded) and other.host == self.host for other in self.connections)
+            if len(self.connections) > most or (same > share and not is_own(self.host)):
+                transport.abort()
+            else:
+                self.look_after(None)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self.watch is not None:
+                self.watch.cancel()
+            super().connection_lost(exc)
+
+        def look_after(self, seen: object) -> None:
+            """`seen`: the request that was answered when we looked last; None: there was none yet."""
+            self.watch = self.loop.call_later(patience, self.look, seen)
+
+        def look(self, seen: object) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.look_after(None)
+            elif self.cycle is not seen:
+                self.look_after(self.cycle)
+            else:
+                self.transport.abort()
+
+    return Guarded
+
+
+def is_own(host: str) -> bool:
+    """Whether an address is of this machine's loopback, also where IPv6 carries IPv4."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 async def _finish(running: asyncio.Task[None]) -> None:

@@ -125,7 +125,9 @@ def _load(config: Data, base: Path) -> Any:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise DataError("data.source = 'hf' needs the package datasets; pip install 'murmuration[hf]'") from error
+        raise DataError(
+            "data.source = 'hf' needs the package datasets; in murmur's source: pip install -e '.[hf]'"
+        ) from error
     if not config.path:
         raise DataError("data.path is empty; set it to the folder or the name of a data set")
     folder = base / config.path

@@ -1,7 +1,7 @@
 """From text to token ids: bytes, or a Hugging Face tokenizer file (the `data` extra)."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -37,17 +37,7 @@ class TokenizerVocabulary:
     """A tokenizer.json; its end-of-text token, if it has one of the usual names, closes each document."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise DataError("a tokenizer file needs the package tokenizers; pip install 'murmuration[data]'") from error
-        if not path.is_file():
-            raise MissingFileError(f"no tokenizer file {path}; set data.tokenizer to an existing tokenizer.json")
-        try:
-            # The library raises bare Exception on a file it cannot read; its text goes into ours.
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise DataError(f"{path} is no tokenizer.json: {error}") from error
+        self._tokenizer = open_tokenizer(path)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(ids.values(), default=-1) + 1
         self.end: Shard = self._array([ids[name] for name in END_OF_TEXT if name in ids][:1])
@@ -57,6 +47,23 @@ class TokenizerVocabulary:
 
     def _array(self, ids: list[int]) -> Shard:
         return np.array(ids, dtype=token_type(self.size))
+
+
+def open_tokenizer(path: Path) -> Any:
+    """The library's Tokenizer. Raises MissingFileError or DataError."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise DataError(
+            "a tokenizer.json needs the package tokenizers; in murmur's source: pip install -e '.[data]'"
+        ) from error
+    if not path.is_file():
+        raise MissingFileError(f"no tokenizer file {path}; put a tokenizer.json there, or name another")
+    try:
+        # The library raises bare Exception on a file it cannot read; its text goes into ours.
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise DataError(f"{path} is no tokenizer.json ({error}); name one of Hugging Face's") from error
 
 
 def token_type(size: int) -> type[np.uint16] | type[np.uint32]:

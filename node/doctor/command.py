@@ -21,9 +21,11 @@ from node.config import EVERYWHERE_LISTEN
 from node.doctor import machine
 from node.doctor.findings import Finding, failed, judged_clock
 from node.doctor.network import network
+from node.harmless import harmless
 from node.links import Invitation, accept
 from node.model import shape_table
 from node.places import joined_folder
+from node.program import program_of
 from node.status import short_count
 from protocol.errors import MurmurError
 
@@ -48,12 +50,14 @@ def examine(run: str | None, folder: Path | None, listen: Sequence[str], insecur
     if run is not None:
         try:
             invitation = accept(run, insecure)
+            program_of(invitation.manifest)
         except MurmurError as error:
             return [*findings, failed("run", error)]
         findings.append(_run(invitation))
-    home = folder or (joined_folder(invitation.manifest) if invitation else Path.cwd())
-    findings.append(machine.key(home / "key"))
-    if invitation is not None:
+    home = folder or (joined_folder(invitation.manifest) if invitation else None)
+    if home is not None:
+        findings.append(machine.key(home / "key"))
+    if invitation is not None and home is not None:
         findings += machine.room(invitation.manifest, home)
     found = asyncio.run(network(invitation, listen or (EVERYWHERE_LISTEN,)))
     if not any(finding.check == "clock" for finding in found):
@@ -85,5 +89,5 @@ def _table(findings: Sequence[Finding]) -> Table:
         table.add_column(name, overflow="fold")
     for finding in findings:
         level = Text(finding.level, style=COLOURS[finding.level])
-        table.add_row(finding.check, level, Text(finding.found), Text(finding.mend))
+        table.add_row(finding.check, level, Text(harmless(finding.found)), Text(harmless(finding.mend)))
     return table

@@ -8,6 +8,7 @@ import torch
 
 from node.daemon.assembly import STORE_EXTRA_BYTES, STORE_STATES
 from node.daemon.replica import state_bytes
+from node.doctor.container import cores_allowed, memory_left
 from node.doctor.findings import Finding, failed, judged_microbatch, judged_room
 from node.footprint import fixed_bytes
 from node.model import shape_table
@@ -24,9 +25,11 @@ BASE_BYTES = 1_000_000_000  # of the daemon and p2pd
 
 def device() -> Finding:
     chosen = choose_device("auto")
-    cores = len(os.sched_getaffinity(0))
+    cores = float(len(os.sched_getaffinity(0)))
+    cores = min(cores, cores_allowed() or cores)
     if chosen.type == "cpu":
-        return Finding("device", "warn", f"no accelerator, {cores} cores", "trains, but slowly; install a CUDA torch")
+        found = f"no accelerator, {cores:.3g} cores"
+        return Finding("device", "warn", found, "trains, but slowly; install a CUDA torch")
     free, total = torch.cuda.mem_get_info()
     return Finding("device", "ok", f"{device_name(chosen)}, {short_bytes(free)} of {short_bytes(total)} free")
 
@@ -57,7 +60,12 @@ def room(manifest: Manifest, home: Path) -> list[Finding]:
 
 
 def free_memory() -> int:
-    """Bytes of main memory that programs can still have."""
+    """Bytes of main memory that programs can still have here: of the machine, and of the container if this is one."""
+    free, left = _free_of_machine(), memory_left()
+    return free if left is None else min(free, left)
+
+
+def _free_of_machine() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

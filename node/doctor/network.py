@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from node.daemon.calls import answered, ask_chain
 from node.doctor.findings import (
     Finding,
     judged_addresses,
@@ -34,7 +35,6 @@ from protocol.errors import MurmurError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.membership.directory import Table
 from protocol.murmur_pb2 import (
-    ChainRequest,
     DialBackReply,
     DialBackRequest,
     FetchRequest,
@@ -42,9 +42,10 @@ from protocol.murmur_pb2 import (
     GossipRequest,
     PeerRecord,
 )
-from protocol.murmur_pb2_grpc import BlobsStub, MembershipStub, RoundsStub, RunsStub
+from protocol.murmur_pb2_grpc import BlobsStub, MembershipStub, RunsStub
 from protocol.network.reach import is_public
 from protocol.network.transport import Transport
+from protocol.replies import parsed
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +106,10 @@ class Probe:
         sent = time.time()
         stub = MembershipStub(self.transport.channel(peer))
         try:
-            reply: GossipReply = await stub.Gossip(GossipRequest(run=self._run), timeout=CALL_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            logger.info("%s does not tell who is there: %s", peer, error.details())
+            request = GossipRequest(run=self._run)
+            reply: GossipReply = await answered(peer, lambda: stub.Gossip(request, timeout=CALL_SECONDS))
+        except (UnreachableError, PeerFault) as error:
+            logger.info("%s does not tell who is there: %s", peer, error)
             return
         if math.isfinite(reply.time):
             self.offsets.append((sent + time.time()) / 2 - reply.time)
@@ -133,9 +135,10 @@ class Probe:
     async def _dial_back(self, peer: PeerId, port: int) -> DialBackReply | None:
         request = DialBackRequest(run=self._run, ports=[port])
         try:
-            reply: DialBackReply = await RunsStub(self.transport.channel(peer)).DialBack(request, timeout=CALL_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            logger.info("%s does not dial back: %s", peer, error.details())
+            stub = RunsStub(self.transport.channel(peer))
+            reply: DialBackReply = await answered(peer, lambda: stub.DialBack(request, timeout=CALL_SECONDS))
+        except (UnreachableError, PeerFault) as error:
+            logger.info("%s does not dial back: %s", peer, error)
             return None
         return reply
 
@@ -146,11 +149,9 @@ class Probe:
         # Asked again, as a newcomer does: a state that is named may be gone with the next round, before it is fetched.
         for peer in ATTEMPTS * random.sample(trainers, min(MAX_ASKED, len(trainers))):
             try:
-                chain = await RoundsStub(self.transport.channel(peer)).Chain(
-                    ChainRequest(run=self._run, after_round=2**63), timeout=CALL_SECONDS
-                )
+                chain = await ask_chain(self.invitation.manifest.run_id, self.transport.channel, peer, 2**63)
                 state = Blob.from_wire(chain.state)
-            except (grpc.aio.AioRpcError, PeerFault) as error:
+            except (UnreachableError, PeerFault) as error:
                 logger.info("%s does not name its state: %s", peer, error)
                 continue
             count, seconds = await self._fetch(peer, state)
@@ -166,9 +167,10 @@ class Probe:
         try:
             call = BlobsStub(self.transport.bulk_channel(peer)).Fetch(request, timeout=FETCH_SECONDS)
             async for chunk in call:
-                count += len(chunk.data)
-        except grpc.aio.AioRpcError as error:
-            logger.info("the transfer from %s ended early: %s", peer, error.details())
+                count += len(parsed(chunk).data)
+        except (grpc.aio.AioRpcError, PeerFault) as error:
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+            logger.info("the transfer from %s ended early: %s", peer, reason)
         return count, time.monotonic() - began
 
 

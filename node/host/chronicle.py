@@ -1,7 +1,8 @@
 """The chain of commits as the host knows it: fetched from the peers, proved by their digests, told as events.
 
 A head is believed when two trainers stand there (one, where there are fewer than three). What a peer then answers is
-followed from commit to commit; it counts only if it leads to that very head, so no single peer can invent a round.
+followed from commit to commit; it counts only if it leads to that very head, so no single peer can invent a round. Who
+cannot show the way to where it says it stands is not asked for a while, so that it does not hide the others' head.
 A host that was away asks for what it missed; where the logs do not reach back so far, it says which rounds are missing.
 """
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ANSWERS = 64  # of one peer, for one stretch of the chain
 MAX_LOSS = 1e6  # what is claimed beyond it would spoil every mean
+AVOID_SECONDS = 10.0  # not to ask a peer that could not show the way to its head
 RECENT_SECONDS = 5.0  # a round that was learned within so many is dated with the moment
 BACKWARDS = (KEPT_COMMITS, 32, 16, 8, 4, 2, 1)
 
@@ -45,6 +47,7 @@ class Chronicle:
     def __init__(self, run_id: RunId, terms: Terms, channel: Channels) -> None:
         self._run_id, self._terms, self._channel = run_id, terms, channel
         self._followed: float | None = None
+        self._failed: dict[PeerId, float] = {}  # when it could not show the way
 
     def head(self, state: State) -> Head:
         last = state.rows.last
@@ -52,12 +55,17 @@ class Chronicle:
             return genesis(self._run_id)
         return Head(last.round + 1, bytes.fromhex(last.digest), last.tokens)
 
-    def believed(self, state: State, trainers: Mapping[PeerId, PeerRecord]) -> tuple[Head, list[PeerId]] | None:
-        """The best head that is vouched for, if it is better than what is known; and who stands there."""
+    def believed(
+        self, state: State, trainers: Mapping[PeerId, PeerRecord], now: float
+    ) -> tuple[Head, list[PeerId]] | None:
+        """The best head that is vouched for, if it is better than what is known; and who of those can be asked."""
+        self._failed = {peer: since for peer, since in self._failed.items() if 0 <= now - since < AVOID_SECONDS}
         needed = 1 if len(trainers) < 3 else 2
         standing = ahead(self.head(state), trainers)
-        vouched = {head: sorted(peers) for head, peers in standing.items() if len(peers) >= needed}
-        return best(vouched) if vouched else None
+        vouched = [(head, peers) for head, peers in standing.items() if len(peers) >= needed]
+        heads = {head: sorted(set(peers) - set(self._failed)) for head, peers in vouched}
+        asked = {head: peers for head, peers in heads.items() if peers}
+        return best(asked) if asked else None
 
     async def fetch(self, state: State, target: Head, peers: Sequence[PeerId], now: float) -> list[Durable]:
         """The events from what `state` knows to that head; none where nobody can tell it now, which is logged."""
@@ -66,6 +74,7 @@ class Chronicle:
                 steps = await self._steps(peer, self.head(state), target)
             except (UnreachableError, PeerFault) as error:
                 logger.info("%s could not tell the rounds up to %d: %s", peer, target.round, error)
+                self._failed[peer] = now
                 continue
             recent = self._followed is not None and now - self._followed < RECENT_SECONDS
             self._followed = now
@@ -97,7 +106,8 @@ class Chronicle:
                 break
             found += [_commit(statement) for statement in statements]
         commits = found[: target.round - start]
-        if commits and [commit.round for commit in commits] != list(range(start, target.round)):
+        in_order = all(commit.round == start + place for place, commit in enumerate(commits))
+        if commits and not (in_order and len(commits) == target.round - start):
             raise MalformedError("rounds that do not follow one another")
         return commits
 

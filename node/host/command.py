@@ -14,6 +14,7 @@ from node.config import EVERYWHERE_LISTEN, NodeSettings, node_settings
 from node.daemon.assembly import Assembly
 from node.daemon.lifecycle import run_node
 from node.daemon.metrics import Metrics, metrics_server
+from node.descriptors import raise_limit
 from node.folder import RunFolder
 from node.host.advertisement import advertisement
 from node.host.hosting import MAX_CONNECTIONS, Door, hosting
@@ -25,6 +26,7 @@ from node.host.status import watching_status
 from node.host.window import Window, window_of
 from node.logs import configure_logs
 from node.places import hosted_folder
+from node.program import program_of
 from node.public_runs import packaged
 from node.quantities import parse_rate, parse_size
 from node.trainer.device import require_fit
@@ -66,6 +68,7 @@ class Wish:
 def host(wish: Wish) -> None:
     """Until Ctrl-C. Raises MurmurError."""
     manifest = load_manifest(wish.run)
+    program_of(manifest)  # a method that does not exist must not claim the folder
     door = Door.parse(wish.http, wish.public_url)
     settings = node_settings(
         manifest=manifest,
@@ -108,18 +111,21 @@ async def _train(settings: NodeSettings, door: Door, public: bool) -> None:
 def _advertise(rendezvous: Rendezvous, window: Window, recorder: Recorder, door: Door) -> None:
     doors = {peer_of(address): (address,) for address in packaged()}
     rendezvous.advertise(lambda now: advertisement(window, recorder.state, door, now), doors)
-    logger.info("the run is announced to everybody; `murmur runs --peer ADDRESS` shows it")
+    logger.info("the run is announced; `murmur runs --peer ADDRESS` shows it")
 
 
 async def _watch(settings: NodeSettings, door: Door, public: bool) -> None:
+    raise_limit()
     folder = RunFolder(settings.folder)
     folder.claim(settings.manifest)
     try:
         async with watching(settings, folder, version("murmuration")) as observer:
             window = observer.window
             async with hosting(window, folder, door) as shown:
-                status = watching_status(window, shown)
-                async with metrics_server(settings.metrics, Metrics(), status) as port:
+                metrics = Metrics()
+                metrics.add_refusals(observer.refusals)
+                status = watching_status(window, shown, metrics)
+                async with metrics_server(settings.metrics, metrics, status) as port:
                     folder.announce(window.peer_id, await window.transport.addresses(), port)
                     if public:
                         _advertise(observer.rendezvous, window, shown.recorder, door)
@@ -164,12 +170,12 @@ def replay(journal: Path, http: str) -> None:
     if recorder.state.facts is None:
         raise DataError(f"{journal} tells of no run; name the events.jsonl of a host")
     configure_logs(False)
+    raise_limit()
     asyncio.run(_replay(recorder, Door.parse(http, None)))
 
 
 async def _replay(recorder: Recorder, door: Door) -> None:
-    ended = max((line.at for line in recorder.state.log), default=recorder.state.opened)
-    face = Face(recorder, None, clock=lambda: ended)
+    face = Face(recorder, None, clock=lambda: recorder.state.newest)
     stop = asyncio.Event()
     _stop_by_signals(stop)
     async with serving(application(face), listening(door.host, door.port, "--http"), MAX_CONNECTIONS) as port:

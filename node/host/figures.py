@@ -39,7 +39,7 @@ class Figures(Collector):
 
 def _peers(values: Mapping[str, Any]) -> GaugeMetricFamily:
     family = GaugeMetricFamily("murmur_swarm_peers", "Peers by what they do", labels=["state"])
-    counts = dict.fromkeys(("training", "late", "behind", "joining", "watching"), 0)
+    counts = dict.fromkeys(("training", "resting", "late", "behind", "joining", "watching"), 0)
     for peer in values["peers"]:
         if peer["state"] in counts:
             counts[peer["state"]] += 1

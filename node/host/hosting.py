@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from node.folder import RunFolder
 from node.host.events import Facts, Opened
@@ -17,7 +18,7 @@ from node.host.watch import Watch
 from node.host.window import Window
 from node.model import shape_table
 from node.web import EVERYWHERE, host_and_port, listening, serving
-from protocol.errors import TransportError, UnreachableError, UsageError
+from protocol.errors import MurmurError, TransportError, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.network.reach import own_address
@@ -121,9 +122,9 @@ async def hosting(window: Window, folder: RunFolder, door: Door) -> AsyncIterato
     facts = facts_of(window.manifest, window.peer_id)
     listener = listening(door.host, door.port, "--http")
     recorder = Recorder.at(folder.path / NAME, Opened(at=time.time(), facts=facts))
-    face = Face(recorder, Seal(window).text, door.public_url)
     watch = asyncio.create_task(Watch(window, recorder).run(), name="watch")
-    watch.add_done_callback(_ended)
+    watch.add_done_callback(partial(_ended, trains=window.trains))
+    face = Face(recorder, Seal(window).text, door.public_url, watches=lambda: not watch.done())
     try:
         async with serving(application(face), listener, MAX_CONNECTIONS) as port:
             base = door.base(port)
@@ -143,6 +144,12 @@ def _say(facts: Facts, base: str, alone: bool) -> None:
         print("open to      this machine alone; --http 0.0.0.0:PORT opens it to others", flush=True)
 
 
-def _ended(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("the watch has ended, the page stands still; training goes on", exc_info=error)
+def _ended(task: asyncio.Task[None], trains: bool) -> None:
+    """What a person can mend is told in one line; the traceback is for what nobody has thought of."""
+    if task.cancelled() or (error := task.exception()) is None:
+        return
+    goes_on = "; training goes on" if trains else ""
+    if isinstance(error, MurmurError):
+        logger.error("the watch has ended, the page stands still%s: %s", goes_on, error)
+    else:
+        logger.error("the watch has ended, the page stands still%s", goes_on, exc_info=error)

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from node.config import NodeSettings
 from node.daemon.runs_service import RunsService
@@ -29,6 +29,10 @@ class Observer:
 
     def __init__(self, window: Window, rendezvous: Rendezvous) -> None:
         self.window, self.rendezvous = window, rendezvous
+
+    def refusals(self) -> tuple[Mapping[str, int], ...]:
+        window = self.window
+        return window.directory.refusals, window.transport.refusals, {"dht": self.rendezvous.refused}
 
 
 @contextlib.asynccontextmanager

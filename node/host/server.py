@@ -58,13 +58,14 @@ HEADERS = {
 class Face:
     """`manifest`: the signed text of this moment; None where there is nothing to join, as in a replay.
 
-    `public_url`: how others reach us, where that is not what their browser says.
+    `public_url`: how others reach us, where that is not what their browser says. `watches`: whether news still come in.
     """
 
     recorder: Recorder
     manifest: Callable[[], Awaitable[bytes]] | None
     public_url: str | None = None
     clock: Callable[[], float] = time.time
+    watches: Callable[[], bool] = lambda: True
 
     def values(self) -> dict[str, Any]:
         values = snapshot(self.recorder.state, self.clock())
@@ -130,6 +131,8 @@ def application(face: Face) -> Starlette:
         return Response(encoder(figures.registry), headers={"content-type": content_type})
 
     async def health(_: Request) -> Response:
+        if not face.watches():
+            return PlainTextResponse("the watch has ended: what is told stands still\n", 503)
         return PlainTextResponse(f"ok {status(face.recorder.state)[0]}\n")
 
     routes = [

@@ -135,9 +135,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`index`: how many durable events it is made of. `sent`, `raw`: sums over the rounds of which both are known."""
+    """`index`: how many durable events it is made of; `newest`: when the last of them was.
+
+    `sent`, `raw`: sums over the rounds of which both are known.
+    """
 
     index: int = 0
+    newest: float = 0.0
     facts: Facts | None = None
     opened: float = 0.0
     peers: Mapping[PeerId, Peer] = field(default_factory=dict)
@@ -162,7 +166,7 @@ def apply(state: State, event: Event) -> State:
     """The state after the event."""
     if isinstance(event, Moved):
         return _moved(state, event)
-    after = replace(_changed(state, event), index=state.index + 1)
+    after = replace(_changed(state, event), index=state.index + 1, newest=event.at or state.newest)
     said = said_of(state, event)
     if said is None:
         return after

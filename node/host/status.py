@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable
 
+from node.daemon.metrics import Metrics
 from node.host.hosting import Hosting
 from node.host.window import Window
 from node.status import NodeStatus
 
 
-def watching_status(window: Window, shown: Hosting) -> Callable[[], NodeStatus]:
+def watching_status(window: Window, shown: Hosting, metrics: Metrics) -> Callable[[], NodeStatus]:
     manifest = window.manifest
     beginning = NodeStatus(
         peer_id=window.peer_id,
@@ -32,7 +33,7 @@ def watching_status(window: Window, shown: Hosting) -> Callable[[], NodeStatus]:
             "peers": len(state.trainers),
             "bytes_sent": transport.bytes_sent,
             "bytes_received": transport.bytes_received,
-            "refusals": dict(window.directory.refusals),
+            "refusals": dict(metrics.refusals),
             "addresses": tuple(own.addresses) if own else (),
         }
         return beginning.model_copy(update=seen)

@@ -11,11 +11,14 @@ from protocol.identity import PeerId
 from protocol.murmur_pb2 import PeerRecord
 
 PATIENCE = 5.0  # seconds for the last lanes of a round
+LATE_SECONDS = 60.0  # that a record may have been under way
 KEPT_ROUNDS = 8
+AHEAD = 4  # rounds that a peer may claim to be ahead of the known chain; what is beyond is nobody's lane
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
+    at: float  # when the record came
     round: int
     compute: float
     exchange: float
@@ -23,9 +26,9 @@ class Totals:
     sent: int
 
     @classmethod
-    def of(cls, record: PeerRecord) -> "Totals":
+    def of(cls, record: PeerRecord, now: float) -> "Totals":
         return cls(
-            record.round, record.compute_seconds, record.exchange_seconds, record.wait_seconds, record.bytes_sent
+            now, record.round, record.compute_seconds, record.exchange_seconds, record.wait_seconds, record.bytes_sent
         )
 
 
@@ -40,13 +43,15 @@ class Lanes:
         self._begun: dict[PeerId, Totals] = {}
         self._open: dict[int, dict[PeerId, Lane]] = {}
         self._since: dict[int, float] = {}
+        self._given = -1  # the newest round that was given
 
     def forget(self, peer: PeerId) -> None:
         self._begun.pop(peer, None)
         self._whole.discard(peer)
 
-    def note(self, peer: PeerId, record: PeerRecord, now: float) -> None:
-        totals = Totals.of(record)
+    def note(self, peer: PeerId, record: PeerRecord, now: float, known: int) -> None:
+        """`known`: the newest round of the chain."""
+        totals = Totals.of(record, now)
         begun = self._begun.get(peer)
         if begun is not None and totals.round == begun.round:
             return
@@ -54,16 +59,20 @@ class Lanes:
         if begun is None:
             return
         if peer in self._whole and totals.round > begun.round and totals.sent >= begun.sent:
-            self._close(totals.round - 1, _lane(peer, begun, totals), now)
+            lane, number = _lane(peer, begun, totals), totals.round - 1
+            if self._given < number <= known + AHEAD:  # who comes when its round was given comes too late
+                self._close(number, lane, now)
         self._whole.add(peer)
 
     def finished(self, now: float, known: int) -> list[tuple[int, tuple[Lane, ...]]]:
         """The rounds up to `known` whose lanes are all there, in order; each is given once."""
+        self._given = min(self._given, known)  # on another chain there are rounds of these numbers anew
         done = [
             number
             for number, lanes in self._open.items()
             if number <= known and (self._whole <= lanes.keys() or now - self._since[number] > PATIENCE)
         ]
+        self._given = max([self._given, *done])
         return [self._pop(number) for number in sorted(done)]
 
     def _close(self, number: int, lane: Lane, now: float) -> None:
@@ -79,10 +88,16 @@ class Lanes:
 
 
 def _lane(peer: PeerId, begun: Totals, ended: Totals) -> Lane:
+    """No activity took longer than it was between the two records: what one claims must not dwarf the others."""
+    most = max(0.0, ended.at - begun.at) + LATE_SECONDS
+
+    def spent(before: float, after: float) -> float:
+        return min(max(0.0, after - before), most)
+
     return Lane(
         peer=peer,
-        compute=max(0.0, ended.compute - begun.compute),
-        exchange=max(0.0, ended.exchange - begun.exchange),
-        wait=max(0.0, ended.wait - begun.wait),
+        compute=spent(begun.compute, ended.compute),
+        exchange=spent(begun.exchange, ended.exchange),
+        wait=spent(begun.wait, ended.wait),
         sent=min(ended.sent - begun.sent, 2**53),
     )

@@ -61,7 +61,7 @@ def summary(state: State, now: float) -> Values:
         "validation": next((row.validation for row in reversed(recent) if row.validation is not None), None),
         "progress": _progress(state),
         "seconds_left": _seconds_left(state, recent, pace),
-        "tokens_per_second": sum(peer.now.tokens_per_second for peer in trainers),
+        "tokens_per_second": sum(peer.now.tokens_per_second for peer in trainers if not peer.now.resting),
         "active": len(trainers),
         "joining": sum(1 for peer in trainers if standing(state, peer)[0] == "joining"),
         "left_today": _left_since(state, now - DAY),

@@ -10,7 +10,7 @@ import time
 from collections import deque
 
 from node.host.chronicle import MAX_LOSS, Chronicle, strays
-from node.host.events import Found, Joined, Left, Lost, Measured, Moved, PeerNow, Reach, Strayed, Timed
+from node.host.events import Forked, Found, Joined, Left, Lost, Measured, Moved, PeerNow, Reach, Strayed, Timed
 from node.host.recorder import Recorder
 from node.host.timing import Lanes
 from node.host.views import peer_values, summary
@@ -18,6 +18,7 @@ from node.host.window import Window
 from node.program import program_of
 from protocol.identity import PeerId
 from protocol.membership import directory
+from protocol.membership.allowance import Allowance
 from protocol.murmur_pb2 import PeerRecord
 from protocol.network.reach import carriers_of, is_hidden
 
@@ -28,6 +29,9 @@ PACE_SECONDS = 2.0  # over which a peer's sending is measured
 KEPT_STRAYS = 256
 MAX_SPEED = 1e15  # tokens a second: sums of what peers claim must stay finite
 MAX_SHOWN = 1024  # peers; who comes later is shown when one of them leaves
+ALL = ""  # strangers share one measure: keys cost nothing, and the journal is never cut
+NEWS_AT_ONCE = 1024  # of strangers, each with its lines in the journal, and
+NEWS_A_SECOND = 0.1  # from then on: 10 MB a day, whatever they do
 
 
 class Watch:
@@ -42,6 +46,7 @@ class Watch:
         self._paces: dict[PeerId, Pace] = {}
         self._strays: deque[tuple[PeerId, int]] = deque(maxlen=KEPT_STRAYS)
         self._measured = 0
+        self._allowance = Allowance(NEWS_AT_ONCE, NEWS_A_SECOND)
         self._alone_since: float | None = None
         window.directory.subscribe(self._note)
 
@@ -68,16 +73,19 @@ class Watch:
             await asyncio.sleep(TICK)
 
     async def _follow(self) -> None:
-        target = self._chronicle.believed(self._recorder.state, self._trainers())
+        now = time.time()
+        target = self._chronicle.believed(self._recorder.state, self._trainers(now), now)
         if target is None:
             return
         head, peers = target
-        for event in await self._chronicle.fetch(self._recorder.state, head, peers, time.time()):
+        for event in await self._chronicle.fetch(self._recorder.state, head, peers, now):
             self._recorder.record(event)
+            if isinstance(event, Forked):  # on the other chain, rounds of these numbers are measured anew
+                self._measured = min(self._measured, event.round)
 
     def look(self, now: float) -> None:
         """Tell what is different since the last look."""
-        live = self._live()
+        live = self._live(now)
         for peer in [peer for peer in self._known if peer not in live]:
             self._gone(peer, now)
         self._reasons.clear()  # of those who came and went unseen
@@ -89,15 +97,21 @@ class Watch:
         self._tell_sight(now)
         self._tell_moment(moved, now)
 
-    def _live(self) -> dict[PeerId, PeerRecord]:
+    @property
+    def _known_round(self) -> int:
+        last = self._recorder.state.rows.last
+        return last.round if last else -1
+
+    def _live(self, now: float) -> dict[PeerId, PeerRecord]:
         me = self._window.peer_id
         live = self._window.directory.live()
         shown = [peer for peer in live if peer != me or self._window.trains]
         shown.sort(key=lambda peer: peer not in self._known)
-        return {peer: live[peer] for peer in shown[:MAX_SHOWN]}
+        room = sum(peer in self._known for peer in shown) + int(self._allowance.left(ALL, now))
+        return {peer: live[peer] for peer in shown[: min(MAX_SHOWN, room)]}
 
-    def _trainers(self) -> dict[PeerId, PeerRecord]:
-        return {peer: record for peer, record in self._live().items() if record.role == "trainer"}
+    def _trainers(self, now: float) -> dict[PeerId, PeerRecord]:
+        return {peer: record for peer, record in self._live(now).items() if record.role == "trainer"}
 
     def _is_news(self, peer: PeerId, record: PeerRecord) -> bool:
         known = self._known.get(peer)
@@ -107,9 +121,10 @@ class Watch:
         pace = self._paces.setdefault(peer, Pace(now, record.bytes_sent))
         told = peer_now(peer, record, pace.measured(record.bytes_sent, now), now)
         if peer not in self._known:
+            self._allowance.take(ALL, now)
             self._recorder.record(Joined(at=now, now=told))
         if record.role == "trainer":
-            self._lanes.note(peer, record, now)
+            self._lanes.note(peer, record, now, self._known_round)
         return told
 
     def _gone(self, peer: PeerId, now: float) -> None:
@@ -118,25 +133,24 @@ class Watch:
         self._paces.pop(peer, None)
 
     def _tell_rounds(self, now: float) -> None:
-        state = self._recorder.state
-        known = state.rows.last.round if state.rows.last else -1
+        known = self._known_round
         for number, lanes in self._lanes.finished(now, known):
             self._recorder.record(Timed(at=now, round=number, lanes=lanes))
-        trainers = self._trainers()
+        trainers = self._trainers(now)
         for peer, record in trainers.items():
             if record.validation_round > self._measured and record.validation_round <= known + 1:
                 self._measured = record.validation_round
                 measured = Measured(at=now, peer=peer, round=self._measured, loss=min(record.validation_loss, MAX_LOSS))
                 self._recorder.record(measured)
         for stray in strays(trainers) if self._one_state else ():
-            if stray not in self._strays:
+            if stray not in self._strays and self._allowance.take(ALL, now):
                 self._strays.append(stray)
-                self._recorder.record(Strayed(at=now, peer=stray[0], round=stray[1]))
+                self._recorder.record(Strayed(at=now, peer=stray[0], round=_bounded(stray[1])))
 
     def _tell_sight(self, now: float) -> None:
         """Lost, once nobody has been seen for as long as a record lives; it may only be our own link."""
         state = self._recorder.state
-        if self._trainers():
+        if self._trainers(now):
             self._alone_since = None
             if state.lost is not None:
                 self._recorder.record(Found(at=now))

@@ -13,10 +13,12 @@ from node import places
 from node.config import LOOPBACK_LISTEN, Device, threads_each
 from node.folder import RunFolder, write_atomically
 from node.local.drill import Drill
+from node.local.findings import examine
 from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
 from node.local.report import Outcome, summarise
 from node.local.swarm_table import Display
+from node.program import program_of
 from node.quantities import parse_rate, parse_size
 from protocol.manifest import Manifest, load_manifest
 
@@ -59,6 +61,7 @@ class Plan:
 def up(wish: Wish) -> int:
     """Runs the swarm to its target, prints the report and returns the exit code. Raises MurmurError."""
     plan = settle(wish)
+    program_of(plan.manifest)  # a method that does not exist must not claim the folder
     claimed = RunFolder(plan.folder)
     claimed.claim(plan.manifest)
     try:
@@ -112,9 +115,6 @@ def _train(plan: Plan) -> int:
 
 
 def _conclude(plan: Plan, outcome: Outcome) -> int:
-    # Here, not above: torch takes a second, and the peers should start before that.
-    from node.local.findings import examine
-
     report = summarise(plan.manifest, outcome, examine(plan.manifest, plan.folder))
     write_atomically(plan.folder / "report.json", report.model_dump_json(indent=2).encode())
     if plan.json:
@@ -147,8 +147,6 @@ def swarm_manifest(manifest: Manifest, base: Path, peers: int, wish: Wish) -> Ma
 
 def tokens_in(manifest: Manifest, rounds: int, peers: int) -> int:
     """What so many rounds of the manifest's own method train on."""
-    from node.program import program_of  # here: torch takes a second
-
     return program_of(manifest).steps_before(rounds) * manifest.train.batch_tokens * peers
 
 

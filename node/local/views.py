@@ -87,11 +87,9 @@ class Ledger:
         return sum(status.bytes_sent for status in self.lives.values())
 
     def seconds(self) -> dict[str, float]:
-        total: dict[str, float] = {}
-        for status in self.lives.values():
-            for activity, seconds in status.seconds.items():
-                total[activity] = total.get(activity, 0.0) + seconds
-        return total
+        """Of the newest life that told any: a trainer goes on counting where the life before it was saved."""
+        told = {since: status.seconds for since, status in self.lives.items() if status.seconds}
+        return dict(told[max(told)]) if told else {}
 
 
 def compute_share(ledgers: Sequence[Ledger]) -> float | None:

@@ -17,7 +17,7 @@ from node.folder import write_atomically
 from node.model.compiled import has_compiler
 from node.simulation import plot, report
 from node.simulation.baselines import DATA_PARALLEL, LOCAL
-from node.simulation.comparison import compare, steps_in_all
+from node.simulation.comparison import Comparison, compare, steps_in_all
 from node.simulation.liars import KINDS, Liars, LieKind
 from node.simulation.links import BYTES_PER_MEGABIT
 from node.simulation.setting import Setting, default_manifest, for_each_peer
@@ -63,9 +63,13 @@ def simulate(wish: Wish) -> None:
     points = PLOT_POINTS if wish.plot else 1
     with _progress(steps_in_all(setting, len(methods), wish.seeds)) as counted:
         comparison = compare(setting, methods, corpus, wish.seeds, points, counted)
+    _show(comparison, wish.json)
     if wish.plot:
         write_atomically(wish.plot, plot.svg(comparison).encode())
-    if wish.json:
+
+
+def _show(comparison: Comparison, as_json: bool) -> None:
+    if as_json:
         sys.stdout.write(json.dumps(comparison.to_json(), indent=1) + "\n")
         return
     console = Console(width=report.WIDTH)
@@ -79,6 +83,8 @@ def settle(wish: Wish) -> Setting:
         raise UsageError("--steps and --tokens both say how long; give one of them")
     if wish.compiled and not has_compiler():
         raise UsageError("--compiled needs a C++ compiler (g++ or clang++); install one, or leave it out")
+    if wish.plot and not wish.plot.parent.is_dir():  # said now: a comparison may take hours
+        raise UsageError(f"--plot: there is no folder {wish.plot.parent}; make it, or name a file elsewhere")
     given = load_manifest(wish.run) if wish.run else None
     batch = (given or default_manifest(USUAL_STEPS)).train.batch_tokens
     steps = wish.steps or USUAL_STEPS

@@ -48,7 +48,7 @@ from protocol.rounds.events import (
 )
 from protocol.rounds.grouping import group_of
 from protocol.rounds.round import Round
-from protocol.rounds.statements import Commit, Digest, Statement, Terms
+from protocol.rounds.statements import Commit, Digest, Portion, Statement, Terms
 
 REACTION = 0.01  # virtual seconds in which a peer gathers what came in before it looks at it
 RETRY = 0.2  # until it asks again for a blob that nobody had
@@ -99,7 +99,7 @@ class VirtualPeer:
         self._inbox: list[Event] = []
         self._attendance = Attendance(swarm.round_settings(0).leader_timeout)
         self._pacing = pacing_of(swarm.setting.manifest, swarm.program)
-        self._wanted: dict[Digest, tuple[PeerId, ...]] = {}
+        self._wanted: dict[Portion, tuple[PeerId, ...]] = {}
         self._pending: Statement[Commit] | None = None  # decided, but not all its blobs are here
         self._behind_since: float | None = None
         self._taking_over = self._busy = False
@@ -114,8 +114,7 @@ class VirtualPeer:
         """Open the next round on our chain, and go on training."""
         swarm, head = self.swarm, self.chain.head
         if self.is_done:
-            self.train()  # adopts the last anchor
-            return
+            return self.train()  # adopts the last anchor
         swarm.vault.enter(head.round)
         self.held = {digest: since for digest, since in self.held.items() if since >= head.round - KEPT_ROUNDS}
         now = swarm.clock.now
@@ -185,8 +184,8 @@ class VirtualPeer:
         match action:
             case Send(peers, signed):
                 self.swarm.say(self, peers, signed)
-            case Fetch(blob, sources, part):
-                self._want(blob, part, sources)
+            case Fetch(portion, sources):
+                self._want(portion, sources)
             case Reduce():
                 self._reduce(action)
             case Finish(commit):
@@ -218,10 +217,10 @@ class VirtualPeer:
         self._attendance.decide(machine.number, machine.decision, told, self.swarm.clock.now)
         self._machine, self._pending = None, commit
         self.swarm.ledger.decide(commit.body)
+        others = tuple(sorted(self.swarm.peers.keys() - {self.name}))
         for place, blob in enumerate(blobs_of(commit.body, self._share(commit.body))):
-            if blob.digest not in self.held:
-                part = place if commit.body.parts else 0  # or it is somebody's message, whole
-                self._want(blob, part, tuple(sorted(self.swarm.peers.keys() - {self.name})))
+            if blob.digest not in self.held:  # a sum's part, or somebody's message, whole
+                self._want(Portion(blob, place if commit.body.parts else 0), others)
         self._apply_when_whole()
 
     def _share(self, commit: Commit) -> Share:
@@ -273,35 +272,35 @@ class VirtualPeer:
             for answer in self._attendance.answer(statement.body.round, statement.sender, self.swarm.clock.now):
                 self.swarm.say(self, [statement.sender], answer)
 
-    def _want(self, blob: Blob, part: int, sources: tuple[PeerId, ...]) -> None:
-        if blob.digest in self.held:
-            self._queue(Held(blob.digest))
-            return
-        fresh = blob.digest not in self._wanted
-        self._wanted[blob.digest] = sources
+    def _want(self, portion: Portion, sources: tuple[PeerId, ...]) -> None:
+        if portion.blob.digest in self.held:
+            return self._check(portion)
+        fresh, self._wanted[portion] = portion not in self._wanted, sources
         if fresh:
-            self._ask(blob, part)
+            self._ask(portion)
 
-    def _ask(self, blob: Blob, part: int) -> None:
+    def _ask(self, portion: Portion) -> None:
         """Of those who have it, the one whose uplink is free first: a daemon asks several at once."""
-        links, peers = self.swarm.links, self.swarm.peers
-        found = [peers[name] for name in self._wanted[blob.digest] if name in peers]
+        links, peers, blob = self.swarm.links, self.swarm.peers, portion.blob
+        found = (peers[name] for name in self._wanted[portion] if name in peers)
         holders = [peer for peer in found if peer.alive and blob.digest in peer.held]
         if not holders:
-            self._later(RETRY, lambda: self._ask(blob, part))
+            self._later(RETRY, lambda: self._ask(portion))
             self._apply_when_whole()
             return
         source = min(holders, key=lambda peer: links.backlog(peer.slot))
-        links.carry(source.slot, self.slot, blob.size, self._if_alive(lambda: self._arrived(blob, part, source)))
+        links.carry(source.slot, self.slot, blob.size, self._if_alive(lambda: self._arrived(portion, source)))
 
-    def _arrived(self, blob: Blob, part: int, source: "VirtualPeer") -> None:
+    def _arrived(self, portion: Portion, source: "VirtualPeer") -> None:
         if not source.alive:
-            self._ask(blob, part)
-            return
-        self._wanted.pop(blob.digest, None)
-        if self.swarm.vault.is_well_formed(blob, self.chain.round, part):
-            self.held[blob.digest] = self.chain.round
-            self._queue(Held(blob.digest))
+            return self._ask(portion)
+        self._wanted.pop(portion, None)
+        self._check(portion)
+
+    def _check(self, portion: Portion) -> None:
+        if self.swarm.vault.is_well_formed(portion.blob, self.chain.round, portion.part):
+            self.held[portion.blob.digest] = self.chain.round
+            self._queue(Held(portion))
             self._apply_when_whole()
 
     def _catch_up(self) -> None:
@@ -339,8 +338,7 @@ class VirtualPeer:
     ) -> None:
         self._taking_over = False
         if not source.alive:
-            self._catch_up()
-            return
+            return self._catch_up()
         self.applied = applied  # who gives it out keeps it for as long as that takes
         offer, bodies, left = self.offers.current, [commit.body for commit in commits], self.chain.head
         self.chain.restart(head, commits)

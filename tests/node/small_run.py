@@ -15,7 +15,7 @@ from optim.program import Program
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.errors import GoneError, UnreachableError
+from protocol.errors import GoneError, MalformedError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest, parse_manifest
 from protocol.murmur_pb2 import Signed
@@ -159,6 +159,8 @@ class CopyingFetcher:
                     elif not patient:
                         raise GoneError("nobody has it any more")
                     await asyncio.sleep(0.005)
+                if self.store.blob(blob.digest) != blob:
+                    raise MalformedError("a blob of that digest has another size")
         except TimeoutError as error:
             raise UnreachableError(f"nobody has {blob.name[:8]}") from error
         finally:

@@ -43,6 +43,13 @@ def test_help_of_each_command_has_an_example(command: str) -> None:
     assert f"Example: murmur {command} " in result.stdout
 
 
+@pytest.mark.parametrize("command", ("up", "doctor", "tokenize", "status", "sim", "recipes"))
+def test_a_usage_line_has_each_bracket_once(command: str) -> None:
+    usage = murmur(command, "-h").stdout.splitlines()[0]
+    assert re.search(r"\[OPTIONS\]( [\[{]\w+(\.toml)?[\]}](\.\.\.)?)+$", usage), usage
+    assert not re.search(r"[a-z]", usage.split("[OPTIONS]")[1].replace(".toml", "")), usage
+
+
 def test_help_imports_nothing_heavy() -> None:
     program = "import sys, node.cli; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
@@ -100,6 +107,17 @@ def test_every_error_has_its_line_and_code(kind: type[errors.MurmurError], capsy
 
     assert node.cli._guarded(fail) == kind.exit_code
     assert capsys.readouterr().err == "murmur: mend this\n"
+
+
+def test_what_a_peer_says_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "refused (x\nmurmur: forged\x1b[2J)"
+
+    def fail() -> None:
+        raise errors.UnreachableError(said)
+
+    node.cli._guarded(fail)
+    assert capsys.readouterr().err == "murmur: refused (x\ufffdmurmur: forged\ufffd[2J)\n"
+    assert not said.isprintable(), "the control: it would"
 
 
 def test_codes_are_distinct_and_documented() -> None:

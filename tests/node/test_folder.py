@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from node.folder import RunFolder, tokenizer_of, write_atomically
+from node.folder import RunFolder, is_claimed, tokenizer_of, write_atomically
 from protocol.errors import AlreadyRunningError, OtherRunError, StorageError
 from protocol.manifest import Manifest, load_manifest
 from tests.node.small_run import MANIFEST, manifest_of
@@ -82,9 +82,26 @@ def test_what_cannot_be_read_is_not_remembered(tmp_path: Path, text: str) -> Non
     assert RunFolder(tmp_path).usual_port() == 0
 
 
-def test_a_last_word(tmp_path: Path) -> None:
-    RunFolder(tmp_path).leave_word("{}")
+def test_a_last_word_is_gone_with_the_next_start(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.claim(MANIFEST)
+    folder.leave_word("{}")
+    folder.release()
     assert (tmp_path / "status.json").read_text() == "{}"
+    folder.claim(MANIFEST)
+    folder.release()
+    assert not (tmp_path / "status.json").exists(), "a killed node left none: the one before it is not its own"
+
+
+def test_whether_a_folder_is_held(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert not is_claimed(tmp_path)
+    folder.claim(MANIFEST)
+    assert is_claimed(tmp_path)
+    folder.release()
+    assert not is_claimed(tmp_path)
+    folder.claim(MANIFEST)
+    folder.release()
 
 
 def test_a_write_that_fails_leaves_the_old_content_and_no_litter(

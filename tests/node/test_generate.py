@@ -1,6 +1,7 @@
 """Generation: sampling rules, the sliding window, and text that arrives in whole characters."""
 
 import itertools
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from node.checkpoints.checkpoint import Checkpoint, save
-from node.generate import ByteCodec, choose, generate, harmless, sample
+from node.generate import ByteCodec, choose, generate, sample
 from node.model import Llama, initial_weights, shape_table
-from protocol.errors import CheckpointError, MissingFileError, UsageError
+from protocol.errors import CheckpointError, DataError, MissingFileError, UsageError
 from protocol.manifest import Manifest
 
 torch.set_num_threads(1)
@@ -115,11 +116,32 @@ def test_a_run_with_its_own_tokenizer(tmp_path: Path) -> None:
     own = Tokenizer(models.WordLevel({"bird": 0, "sky": 1, "?": 2}, unk_token="?"))
     own.pre_tokenizer, own.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
     folder = node_folder(tmp_path, manifest(tokenizer="words.json", vocabulary=8))
-    with pytest.raises(MissingFileError, match=r"words\.json does not exist"):
+    with pytest.raises(MissingFileError, match=r"no tokenizer file .*words\.json; put"):
+        generate(folder, "bird")
+    (folder / "words.json").write_text("{}")
+    with pytest.raises(DataError, match=r"words\.json is no tokenizer\.json \(.*\); name one"):
         generate(folder, "bird")
     own.save(str(folder / "words.json"))
     text = "".join(generate(folder, "bird", 30))
     assert set(text.split()) <= {"bird", "sky", "?"} and len(text.split()) == 30
+
+
+def test_a_prompt_of_no_token_is_refused(tmp_path: Path) -> None:
+    own = Tokenizer(models.WordLevel({"bird": 0, "sky": 1}))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = node_folder(tmp_path, manifest(tokenizer="words.json", vocabulary=8))
+    own.save(str(folder / "words.json"))
+    for prompt in ("", " "):
+        with pytest.raises(UsageError, match="no token of the prompt; use another"):
+            generate(folder, prompt)
+
+
+def test_the_package_of_tokenizers_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"needs the package tokenizers; .* pip install -e '\.\[data\]'"):
+        generate(node_folder(tmp_path, manifest(tokenizer="words.json")), "bird")
 
 
 def test_a_prompt_outside_the_model_is_refused(tmp_path: Path) -> None:
@@ -142,7 +164,9 @@ def test_nothing_to_generate_from(tmp_path: Path) -> None:
         generate(tmp_path, "x")
 
 
-def test_what_a_model_says_does_not_steer_the_terminal() -> None:
-    said = ["fine\n\t", "\x1b[2J", "\x00\r", "\u202e", "\x9b", "ok"]
-    assert "".join(harmless(iter(said))) == "fine\n\t\ufffd[2J\ufffd\ufffd\ufffd\ufffdok"
-    assert not "".join(said).replace("\n", "").replace("\t", "").isprintable(), "the control: these would"
+def test_what_a_model_says_does_not_steer_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers trained it. Its line breaks and tabs are its own."""
+    said = "fine\n\t\x1b[2J\r\u202eok"
+    monkeypatch.setattr("node.generate.sample", lambda *_: iter(said.encode()))
+    assert "".join(generate(node_folder(tmp_path, manifest()), "x")) == "fine\n\t\ufffd[2J\ufffd\ufffdok"
+    assert not said.replace("\n", "").replace("\t", "").isprintable(), "the control: it would"

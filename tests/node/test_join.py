@@ -9,8 +9,9 @@ from node.config import EVERYWHERE_LISTEN, NodeSettings
 from node.daemon import lifecycle
 from node.links import Invitation
 from node.pins import keep_pin
-from protocol.errors import MissingFileError, UnreachableError
+from protocol.errors import ManifestError, MissingFileError, UnreachableError
 from protocol.identity import Identity
+from protocol.signed_manifest import seal
 from tests.node.small_run import MANIFEST
 
 
@@ -41,6 +42,16 @@ def test_a_run_that_is_not_there(started: list[NodeSettings], tmp_path: Path) ->
     with pytest.raises(MissingFileError):
         join.join_run(str(tmp_path / "none.toml"), None, (), "cpu", "", None, (), ":0", False)
     assert not started
+
+
+def test_a_method_that_does_not_exist_claims_nothing(started: list[NodeSettings], tmp_path: Path) -> None:
+    """Nor is the organiser's key kept."""
+    method = MANIFEST.method.model_copy(update={"recipe": "dilocco"})
+    run = tmp_path / "run.toml"
+    run.write_bytes(seal(MANIFEST.model_copy(update={"method": method}), Identity.create()))
+    with pytest.raises(ManifestError, match="did you mean 'diloco'"):
+        join.join_run(str(run), tmp_path / "node", (), "cpu", "", None, (), ":0", False)
+    assert not started and not (tmp_path / "node").exists()
 
 
 def test_a_host_that_is_gone_keeps_nobody_from_coming_back(

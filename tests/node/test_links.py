@@ -62,8 +62,8 @@ def test_a_signed_run_from_the_web() -> None:
         (seal(MANIFEST, ORGANISER).replace(b"small", b"other"), OrganiserError, "is not what 12D3KooW"),
         (b"<html>", ManifestError, "not valid TOML"),
         (b"[run]\nname = 'x'\ncolour = 1\n", ManifestError, "unknown key run.colour .*may need another version"),
-        (b"#" * 1_000_000, ManifestError, "is no manifest: it has more than"),
-        (seal(data(path="/etc/passwd"), ORGANISER), OrganiserError, "leads out of the node's folder"),
+        (b"#" * 1_000_000, ManifestError, "is no manifest, it is over .*; check the address"),
+        (seal(data(path="/etc/passwd"), ORGANISER), OrganiserError, "leads out of .*; ask the organiser"),
     ],
 )
 def test_what_the_web_must_not_give_us(body: bytes, fault: type[MurmurError], text: str) -> None:

@@ -2,10 +2,14 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from node.logs import OURS, configure_logs
+from node.logs import OURS, TOLD_BY_US, configure_logs
+from protocol.murmur_pb2 import PiecesRequest
+from protocol.murmur_pb2_grpc import BlobsStub
+from tests.protocol.garbled import garbled
 
 Capture = pytest.CaptureFixture[str]
 
@@ -14,7 +18,7 @@ Capture = pytest.CaptureFixture[str]
 def loggers() -> Iterator[None]:
     """The loggers are as before afterwards."""
     root = logging.getLogger()
-    handlers, levels = root.handlers[:], {name: logging.getLogger(name).level for name in ("", *OURS)}
+    handlers, levels = root.handlers[:], {name: logging.getLogger(name).level for name in ("", *OURS, *TOLD_BY_US)}
     yield
     root.handlers[:] = handlers
     for name, level in levels.items():
@@ -34,6 +38,42 @@ def test_lines_for_a_person(capsys: Capture) -> None:
     first, second = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"\d\d:\d\d:\d\d round 3", first)
     assert re.fullmatch(r"\d\d:\d\d:\d\d warning: but this \[uvicorn.error\]", second)
+
+
+FORGED = "peer refuses (x\n12:00:00 error: forged\x1b[2J)"
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING, logging.ERROR])
+def test_what_a_peer_says_forges_no_line(capsys: Capture, level: int) -> None:
+    configure_logs(as_json=False)
+    logging.getLogger("node").log(level, "%s", FORGED)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "\x1b" not in told
+    assert "peer refuses (x\ufffd12:00:00 error: forged\ufffd[2J)" in told
+    assert FORGED.count("\n") == 1 and "\x1b" in FORGED, "the control: it would"
+
+
+def test_a_traceback_keeps_its_lines_and_no_more(capsys: Capture) -> None:
+    configure_logs(as_json=False)
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        logging.getLogger("node").exception("it broke")
+    told = capsys.readouterr().err
+    assert "it broke [node]\nTraceback (most recent call last):\n" in told
+    assert "forged\ufffd[2J" in told and "\x1b" not in told
+
+
+async def test_bytes_that_do_not_parse_leave_no_traceback(capsys: Capture, tmp_path: Path) -> None:
+    async def told() -> str:
+        async with garbled(tmp_path / "s") as channel:
+            await BlobsStub(channel).Pieces(PiecesRequest(), timeout=10)
+        return capsys.readouterr().err
+
+    configure_logs(as_json=False)
+    assert await told() == ""
+    logging.getLogger("grpc._common").setLevel(logging.NOTSET)
+    assert "Traceback" in await told(), "the control"
 
 
 def test_one_object_a_line(capsys: Capture) -> None:

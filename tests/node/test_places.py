@@ -104,4 +104,4 @@ def test_port_of_a_torn_file_is_unknown(home: Path, content: str) -> None:
     folder = node(home / "node", port=4321)
     assert places.announced_port(folder) == 4321
     (folder / "node.json").write_text(content)
-    assert places.announced_port(folder) is None
+    assert places.announced_port(folder) is None and places.announced_peer(folder) is None

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from node.doctor import command, machine
 from node.doctor.command import doctor, examine
@@ -33,6 +34,14 @@ def test_there_is_some_memory_here() -> None:
     assert machine.free_memory() > 1e6
 
 
+def test_a_container_bounds_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = machine.free_memory()
+    monkeypatch.setattr(machine, "memory_left", lambda: 7)
+    monkeypatch.setattr(machine, "cores_allowed", lambda: 0.5)
+    monkeypatch.setattr(machine, "choose_device", lambda _: torch.device("cpu"))
+    assert machine.free_memory() == 7 < free and "0.5 cores" in machine.device().found
+
+
 def test_a_run_is_examined_and_the_exit_code_says_how_it_went(
     quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,9 +54,41 @@ def test_a_run_is_examined_and_the_exit_code_says_how_it_went(
     assert doctor(run, tmp_path / "node", (), False, False) == code and "what to do" in capsys.readouterr().out
 
 
+def test_what_peers_said_does_not_steer_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The control: it is there, as an escape, for programs."""
+
+    async def network(*_: object) -> list[Finding]:
+        return [Finding("ports", "warn", "no\x1b[2Jway")]
+
+    monkeypatch.setattr(command, "network", network)
+    doctor(None, tmp_path, (), False, False)
+    told = capsys.readouterr().out
+    assert "no\ufffd[2Jway" in told and "\x1b[2J" not in told
+    doctor(None, tmp_path, (), False, True)
+    assert "no\\u001b[2Jway" in capsys.readouterr().out
+
+
 def test_a_run_that_cannot_be_had_is_a_finding(quick: None, tmp_path: Path) -> None:
     last = examine(str(tmp_path / "none.toml"), None, (), False)[-1]
     assert (last.check, last.level, last.mend) == ("run", "fail", "name an existing file")
+
+
+def test_a_method_that_does_not_exist_is_a_finding(quick: None, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(MANIFEST.to_toml().replace('recipe = "', 'recipe = "x'))
+    assert doctor(str(tmp_path / "run.toml"), None, (), False, False) == 1
+    last = examine(str(tmp_path / "run.toml"), None, (), False)[-1]
+    assert (last.check, last.level) == ("run", "fail") and last.mend.startswith("did you mean")
+
+
+def test_no_key_is_looked_for_where_no_folder_is_meant(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Identity.load_or_create(tmp_path / "key")
+    assert "key" not in {found.check for found in examine(None, None, (), False)}
+    assert "key" in {found.check for found in examine(None, tmp_path, (), False)}
 
 
 def test_a_key_that_others_can_read(quick: None, tmp_path: Path) -> None:

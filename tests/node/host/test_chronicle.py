@@ -66,7 +66,7 @@ def a_chronicle() -> Chronicle:
 
 
 async def learned(chronicle: Chronicle, network: Network, state: State, now: float = 100.0) -> list[Durable]:
-    believed = chronicle.believed(state, {peer: log.record() for peer, log in network.items()})
+    believed = chronicle.believed(state, {peer: log.record() for peer, log in network.items()}, now)
     return [] if believed is None else await chronicle.fetch(state, *believed, now)
 
 
@@ -132,6 +132,25 @@ async def test_a_single_peer_cannot_invent_rounds_among_three(network: Network) 
     assert len(rounds(await learned(a_chronicle(), {NAMES[3]: liar}, folded([OPENED])))) == 30
 
 
+async def test_heads_that_nobody_can_show_the_way_to_do_not_hide_the_honest_one(network: Network) -> None:
+    honest, liar = Log().grow(4), Log().grow(30, "lie")
+    liar.lies = []
+    network |= {NAMES[0]: honest, NAMES[1]: honest, NAMES[2]: liar, NAMES[3]: liar}
+    chronicle, state = a_chronicle(), folded([OPENED])
+    assert await learned(chronicle, network, state, 100.0) == [], "more tokens, vouched for by two"
+    assert rounds(await learned(chronicle, network, state, 100.5)) == [0, 1, 2, 3]
+    liar.lies = None
+    later = 100.5 + module.AVOID_SECONDS
+    assert len(rounds(await learned(chronicle, network, state, later))) == 30, "it is asked again"
+
+
+async def test_a_head_that_no_run_reaches_costs_no_memory(network: Network) -> None:
+    log = Log().grow(1)
+    network[NAMES[1]] = log
+    target = Head(2**60, log.chain.digest, 2**40)
+    assert await a_chronicle().fetch(folded([OPENED]), target, [NAMES[1]], 1.0) == []
+
+
 async def test_commits_that_do_not_lead_to_the_believed_head_are_refused_and_another_is_asked(network: Network) -> None:
     honest, liar = Log().grow(4), Log().grow(4)
     liar.lies = list(Log().grow(4, "lie").chain.since(0) or ())
@@ -183,4 +202,5 @@ def test_the_odd_state_out() -> None:
 def test_nothing_is_believed_of_whoever_stands_at_the_beginning() -> None:
     start = genesis(RUN_ID)
     record = PeerRecord(role="trainer", round=0, digest=start.digest)
-    assert a_chronicle().believed(folded([OPENED]), {NAMES[1]: record, NAMES[2]: PeerRecord(role="trainer")}) is None
+    trainers = {NAMES[1]: record, NAMES[2]: PeerRecord(role="trainer")}
+    assert a_chronicle().believed(folded([OPENED]), trainers, 1.0) is None

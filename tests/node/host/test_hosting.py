@@ -1,12 +1,19 @@
 """The door of a host, and the manifest that it hands out."""
 
+import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
+import httpx2
 import pytest
 
-from node.host.hosting import MAX_BOOTSTRAP, Door, Seal, facts_of, reachable_first
-from protocol.errors import TransportError, UsageError
+from node.folder import RunFolder
+from node.host.hosting import MAX_BOOTSTRAP, Door, Seal, facts_of, hosting, reachable_first
+from node.host.watch import Watch
+from node.host.window import Window
+from protocol.errors import StorageError, TransportError, UsageError
 from protocol.signed_manifest import open_sealed
 from tests.node.small_run import MANIFEST, PEERS
 
@@ -88,3 +95,54 @@ def test_the_facts_of_a_run() -> None:
     facts = facts_of(MANIFEST, ME)
     assert (facts.run, facts.run_id, facts.organiser) == (MANIFEST.run.name, MANIFEST.run_id, ME)
     assert facts.parameters > 0
+
+
+@dataclass
+class FakeWindow:
+    """Of a run that nobody takes part in."""
+
+    trains: bool
+    manifest = MANIFEST
+    identity = PEERS[0]
+    peer_id = ME
+    directory = SimpleNamespace(live=dict, subscribe=lambda _: None)
+
+    def terms(self) -> None:
+        pass
+
+    def channel(self, _: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "trains", "line", "traceback"),
+    [
+        (StorageError("cannot write it; free some space"), False, "stands still: cannot write it; free", False),
+        (StorageError("cannot write it; free some space"), True, "stands still; training goes on: cannot", False),
+        (ValueError("a fault"), False, "stands still", True),
+        (ValueError("a fault"), True, "stands still; training goes on", True),
+    ],
+)
+async def test_a_watch_that_ends_says_so_and_the_page_is_not_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    error: Exception, trains: bool, line: str, traceback: bool,
+) -> None:  # fmt: skip
+    full = asyncio.Event()
+
+    async def run(_: Watch) -> None:
+        await full.wait()
+        raise error
+
+    monkeypatch.setattr(Watch, "run", run)
+    window = cast(Window, FakeWindow(trains))
+    async with (
+        hosting(window, RunFolder(tmp_path), Door("127.0.0.1", 0)) as shown,
+        httpx2.AsyncClient(timeout=10) as client,
+    ):
+        assert (await client.get(f"{shown.page}healthz")).status_code == 200
+        full.set()
+        await asyncio.wait({shown.watch})
+        assert (await client.get(f"{shown.page}healthz")).status_code == 503
+    (record,) = [record for record in caplog.records if "the watch has ended" in record.message]
+    assert line in record.message and bool(record.exc_info) == traceback
+    assert ("training goes on" in record.message) == trains

@@ -76,6 +76,15 @@ async def test_state_history_and_timeline() -> None:
         assert "murmur_swarm_round 20.0" in metrics and 'murmur_swarm_peers{state="' in metrics
 
 
+async def test_a_page_that_stands_still_is_not_well() -> None:
+    watches = True
+    async with served(a_face(watches=lambda: watches)) as client:
+        assert (await client.get("/healthz")).status_code == 200
+        watches = False
+        answer = await client.get("/healthz")
+        assert answer.status_code == 503 and "stands still" in answer.text
+
+
 @pytest.mark.parametrize(
     "path",
     ["/api/v1/history?series=none", "/api/v1/history?max=x", "/api/v1/timeline?round=-1", "/api/v1/events?after=1e9"],

@@ -145,3 +145,9 @@ def test_no_order_of_events_breaks_it(seed: int) -> None:
     events += [Forked(at=1.0, round=2), Started(at=3.0), Missing(at=1.0, first=1, last=2), joined(NAMES[2])]
     random.Random(seed).shuffle(events)
     assert folded(events, State()).index == len(events)
+
+
+def test_when_the_newest_event_was_also_one_that_the_log_does_not_tell() -> None:
+    state = folded([*beginning(), committed(0, at=1500.0)])
+    assert state.newest == 1500.0 > max(line.at for line in state.log)
+    assert folded([committed(1, at=None)], state).newest == 1500.0

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from node.host.events import Forked, Left, Lost, Measured, Moved, Started
+from node.host.figures import Figures
 from node.host.state import State
 from node.host.views import SERIES, history, one_series, snapshot, status, summary, thinned
 from tests.node.host.story import FACTS, NAMES, OPENED, beginning, committed, folded, joined, now_of, timed
@@ -51,6 +52,17 @@ def test_the_word_for_each_peer() -> None:
     assert words(resting)[NAMES[1]] == "resting"
     behind = folded([*events, *(committed(number, NAMES[:1]) for number in range(10, 14))])
     assert words(behind)[NAMES[1]] == "behind" and words(behind)[NAMES[0]] == "training"
+
+
+def test_who_rests_is_counted_as_such_and_adds_no_speed() -> None:
+    at_head = tuple(now_of(name, round=10) for name in NAMES[:3])
+    working = folded([*RUN, joined(NAMES[2]), joined(NAMES[3], role="observer"), Moved(at=1.0, peers=at_head)])
+    assert summary(working, 1.0)["tokens_per_second"] == 150.0
+    resting = folded([Moved(at=2.0, peers=(now_of(NAMES[1], round=10, resting=True),))], working)
+    assert summary(resting, 1.0)["tokens_per_second"] == 100.0
+    families = {family.name: family for family in Figures(lambda: snapshot(resting, 1.0)).collect()}
+    counts = {sample.labels["state"]: sample.value for sample in families["murmur_swarm_peers"].samples}
+    assert counts["resting"] == 1 and sum(counts.values()) == len(resting.live) == 4
 
 
 def test_the_path_of_a_hidden_peer_and_who_carries_it() -> None:

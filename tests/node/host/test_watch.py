@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from node.host.events import Event as Happening
+from node.host.events import Forked
 from node.host.recorder import Recorder
-from node.host.watch import MAX_SHOWN, Pace, Watch, peer_now
+from node.host.watch import MAX_SHOWN, NEWS_A_SECOND, NEWS_AT_ONCE, Pace, Watch, peer_now
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
 from protocol.membership.directory import Event, Left
@@ -130,6 +132,26 @@ def test_a_validation_is_told_once_and_not_before_its_round_is_known() -> None:
     assert row is not None and row.validation == 2.5
 
 
+async def test_a_validation_on_the_chain_that_was_taken_over_is_told_too() -> None:
+    scene = Scene()
+    for number in range(6):
+        scene.recorder.record(committed(number))
+    scene.directory.records = {ADA: record(validation_round=6, validation_loss=2.0)}
+    scene.watch.look(1.0)
+    assert "measured" in scene.kinds()
+
+    async def other_chain(*_: object) -> list[Happening]:
+        return [Forked(at=2.0, round=3), committed(3)]
+
+    chronicle = SimpleNamespace(believed=lambda *_: (None, []), fetch=other_chain)
+    scene.watch._chronicle = chronicle  # type: ignore[assignment]
+    await scene.watch._follow()
+    scene.directory.records = {ADA: record(2, validation_round=4, validation_loss=2.5)}
+    scene.watch.look(3.0)
+    row = scene.recorder.state.rows.last
+    assert "measured" in scene.kinds() and row is not None and (row.round, row.validation) == (3, 2.5)
+
+
 def test_a_stray_is_told_once() -> None:
     scene = Scene()
     states = {ADA: b"x", BOB: b"x", PEERS[3].peer_id: b"y"}
@@ -139,6 +161,29 @@ def test_a_stray_is_told_once() -> None:
     for now in (1.0, 2.0):
         scene.watch.look(now)
     assert scene.kinds().count("strayed") == 1
+
+
+def test_a_churn_of_names_writes_no_more_than_its_measure() -> None:
+    """The control: who has been shown stays, and whoever comes later is shown in turn."""
+    scene, seconds = Scene(), 100
+    for now in range(seconds):
+        thrown = {f"{now}-{number}": record() for number in range(100)}
+        scene.directory.records = {ADA: record(now + 1), **thrown}
+        scene.watch.look(float(now))
+    joined = scene.kinds().count("joined")
+    assert NEWS_AT_ONCE <= joined <= NEWS_AT_ONCE + NEWS_A_SECOND * seconds and ADA in scene.recorder.state.live
+    scene.directory.records = {ADA: record(seconds + 1), BOB: record()}
+    scene.watch.look(seconds + 1 / NEWS_A_SECOND)
+    assert set(scene.recorder.state.live) == {ADA, BOB}
+
+
+def test_strays_that_are_claimed_write_no_more_than_their_measure() -> None:
+    scene, head, liar = Scene(), b"d" * 32, PEERS[3].peer_id
+    scene.directory.records = {peer: record(digest=head, state_digest=b"x" * 32) for peer in (ADA, BOB)}
+    for number in range(NEWS_AT_ONCE + 100):
+        scene.directory.records[liar] = record(number + 1, digest=head, state_digest=b"y" * 32, round=number)
+        scene.watch.look(1.0)
+    assert 0 < scene.kinds().count("strayed") <= NEWS_AT_ONCE
 
 
 def test_a_crowd_is_shown_up_to_a_number_and_who_is_shown_stays() -> None:
@@ -170,6 +215,14 @@ async def test_what_a_peer_claims_never_breaks_the_page(wild: dict[str, Any]) ->
             }
             scene.watch.look(float(sequence))
     assert len(scene.recorder.state.live) == 3
+
+
+def test_a_stray_that_claims_a_round_beyond_all_is_told_like_any_other() -> None:
+    scene, head = Scene(), b"d" * 32
+    scene.directory.records = {peer: record(digest=head, state_digest=b"x" * 32) for peer in (ADA, BOB)}
+    scene.directory.records[PEERS[3].peer_id] = record(digest=head, state_digest=b"y" * 32, round=2**64 - 1)
+    scene.watch.look(1.0)
+    assert "strayed" in scene.kinds()
 
 
 def test_how_a_peer_is_reached() -> None:

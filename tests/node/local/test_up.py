@@ -13,7 +13,7 @@ from node.folder import RunFolder
 from node.local.peer_process import PeerProcess
 from node.local.report import Findings
 from node.local.up import Wish, peer_processes, settle, swarm_manifest, up
-from protocol.errors import AlreadyRunningError, MissingFileError, OtherRunError, UsageError
+from protocol.errors import AlreadyRunningError, ManifestError, MissingFileError, OtherRunError, UsageError
 from protocol.manifest import load_manifest
 
 ROOT = Path(__file__).parents[3]
@@ -120,6 +120,15 @@ def test_a_folder_of_another_run_or_in_use_is_refused_before_anything_starts(tmp
     assert not (tmp_path / "peer-0").exists()
 
 
+def test_a_method_that_does_not_exist_claims_nothing(tmp_path: Path) -> None:
+    """The mended manifest is another run, which the folder would refuse."""
+    wrong = tmp_path / "run.toml"
+    wrong.write_text(TEST_RUN.read_text().replace('recipe = "', 'recipe = "x'))
+    with pytest.raises(ManifestError, match="did you mean"):
+        up(Wish(run=wrong, folder=tmp_path / "swarm"))
+    assert not (tmp_path / "swarm").exists()
+
+
 def test_manifest_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         up(Wish(run=tmp_path / "nowhere.toml"))
@@ -148,7 +157,7 @@ class Stage:
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     made = Stage(target=10)
     monkeypatch.setattr(node.local.up, "peer_processes", made.processes)
-    monkeypatch.setattr("node.local.findings.examine", made.examine)
+    monkeypatch.setattr(node.local.up, "examine", made.examine)
     return made
 
 

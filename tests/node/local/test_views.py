@@ -48,13 +48,21 @@ def test_remaining_counts_from_the_first_progress_seen() -> None:
     assert resumed.elapsed * (1 - resumed.progress) / resumed.progress < 20
 
 
-def test_ledger_adds_lives_and_not_repeated_looks() -> None:
+def test_ledger_adds_bytes_of_lives_and_not_repeated_looks() -> None:
     ledger = Ledger({})
     ledger.note(status(since=1.0, bytes_sent=10, seconds={"compute": 1.0}))
     ledger.note(status(since=1.0, bytes_sent=30, seconds={"compute": 3.0, "wait": 1.0}))
-    ledger.note(status(since=9.0, bytes_sent=5, seconds={"compute": 2.0}))
+    ledger.note(status(since=9.0, bytes_sent=5))
     assert ledger.bytes_sent == 35
-    assert ledger.seconds() == {"compute": 5.0, "wait": 1.0}
+    assert ledger.seconds() == {"compute": 3.0, "wait": 1.0}, "its trainer has not told any yet"
+
+
+def test_who_was_started_again_counts_once_in_the_share() -> None:
+    """Its trainer's seconds go on from its checkpoint, here at 8 of 10. The control: its bytes begin anew."""
+    restarted, idle = Ledger({}), Ledger({1.0: status(seconds={"wait": 12.0})})
+    restarted.note(status(since=1.0, bytes_sent=10, seconds={"compute": 10.0}))
+    restarted.note(status(since=9.0, bytes_sent=5, seconds={"compute": 12.0}))
+    assert compute_share([restarted, idle]) == 0.5 and restarted.bytes_sent == 15
 
 
 def test_compute_share_is_over_all_peers() -> None:

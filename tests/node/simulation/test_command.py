@@ -14,7 +14,7 @@ from node.simulation.command import Wish, compose_all, overrides, settle, simula
 from node.simulation.liars import Liars
 from optim.recipes import PARTS
 from optim.rows import RECIPES
-from protocol.errors import MurmurError, UsageError
+from protocol.errors import MurmurError, StorageError, UsageError
 from tests.node.simulation.virtual_swarm import setting
 
 WISH = Wish(recipes=("diloco",))
@@ -40,6 +40,12 @@ def test_a_comparison_as_json_with_charts(manifest: Path, capsys: pytest.Capture
     assert set(figures) == {"diloco", "data-parallel", "local"}
     assert figures["diloco"]["rounds"] == 2
     assert (manifest.parent / "plot.svg").read_text().startswith("<svg")
+
+
+def test_a_chart_that_cannot_be_written_costs_no_table(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(StorageError, match="cannot write"):
+        simulate(replace(WISH, peers=2, steps=4, seeds=1, run=manifest, plot=manifest.parent))
+    assert "data-parallel" in capsys.readouterr().out
 
 
 def test_a_comparison_for_people(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +96,7 @@ def test_options_are_read_as_in_a_manifest() -> None:
         (lambda: settle(replace(WISH, bandwidth="0")), "--bandwidth takes one positive"),
         (lambda: settle(replace(WISH, liars="2:zero")), "--liars '2:zero': write share:kind"),
         (lambda: settle(replace(WISH, liars="0.1:shout")), "kinds: sign-flip, scale10, zero, random"),
+        (lambda: settle(replace(WISH, plot=Path("no/where/plot.svg"))), "--plot: there is no folder no/where; make it"),
         (lambda: overrides(["codec=3"]), "--set 'codec=3': write it as part.option=value"),
         (lambda: simulate(replace(WISH, recipes=("dilco",))), "no recipe is called 'dilco'; did you mean 'diloco'?"),
         (lambda: simulate(replace(WISH, options=("codec.q=3",))), "has no option 'q'"),

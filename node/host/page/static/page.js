@@ -313,10 +313,12 @@ const refreshSoon = later(refresh, 200);
 async function refresh() {
   const answer = await fetch("/api/v1/state");
   if (answer.ok) begin(await answer.json());
+  return answer.ok;
 }
 async function loadHistory() {
   const answer = await fetch("/api/v1/history?max=2000");
   if (answer.ok) setHistory(await answer.json());
+  return answer.ok;
 }
 function listen() {
   const source = new EventSource(`/api/v1/events?after=${state.index - 1}`);
@@ -370,14 +372,19 @@ function byClick() {
     setTimeout(() => put("copy", "Copy"), 2000);
   };
 }
+async function firstLook() {
+  try {
+    return await refresh() && await loadHistory();
+  } catch {
+    return false;  // nobody answers: `watchHost` says so
+  }
+}
 async function start() {
   document.documentElement.classList.remove("no-script");
   byClick();
   makeCharts();
-  await refresh();
-  await loadHistory();
-  if (page.dataset.live !== "yes") return;
-  listen();
-  setInterval(watchHost, 1000);
+  if (page.dataset.live === "yes") setInterval(watchHost, 1000);
+  while (!await firstLook()) await new Promise((done) => setTimeout(done, 3000));
+  if (page.dataset.live === "yes") listen();
 }
 start();
