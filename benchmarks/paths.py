@@ -1,16 +1,20 @@
-"""What the two paths between peers carry and cost: `python benchmarks/paths.py [TURNS]`.
+"""What the two paths between peers carry and cost.
 
 Two processes on this machine, one stream of gRPC from one to the other in messages of 256 KiB, in turns by libp2p and
 directly. Counted is the processor time of both processes and of both their p2pd, whichever path is used.
+
+    python benchmarks/paths.py [--turns 5] [--json]
 """
 
+import argparse
 import asyncio
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +71,21 @@ async def measured(transport: Transport, peer: str, way: Way, other: int) -> tup
         await asyncio.sleep(0.05)
 
 
-async def compare(turns: int) -> None:
+Found = dict[Way, list[tuple[float, float]]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Medians. `times_the_cost`: of libp2p's processor time over that of direct, by turns."""
+
+    rates: dict[str, float]
+    seconds: dict[str, float]
+    times_the_cost: float
+    least: float
+    most: float
+
+
+async def compare(turns: int) -> Found:
     with tempfile.TemporaryDirectory(prefix="murmur-") as name:
         source = await asyncio.create_subprocess_exec(
             sys.executable, "-W", "ignore", __file__, "serve", f"{name}/source", stdout=asyncio.subprocess.PIPE
@@ -77,28 +95,41 @@ async def compare(turns: int) -> None:
         transport = await Transport.start(Path(name) / "taker/key", Path(name) / "taker", [])
         transport.introduce(peer, addresses, port)
         try:
-            found: dict[Way, list[tuple[float, float]]] = {way: [] for way in Way}
+            found: Found = {way: [] for way in Way}
             for _ in range(turns):
                 for way in Way:
                     found[way].append(await measured(transport, peer, way, source.pid))
-            show(found)
+            return found
         finally:
             source.terminate()
             await source.wait()
             await transport.stop()
 
 
-def show(found: dict[Way, list[tuple[float, float]]]) -> None:
-    print("| path | MB/s | processor seconds a 64 MiB |\n|---|---|---|")
-    for way, results in found.items():
-        rates, costs = zip(*results, strict=True)
-        print(f"| {way} | {statistics.median(rates):.0f} | {statistics.median(costs):.3f} |")
+def summed_up(found: Found) -> Report:
+    rates, seconds = ({str(way): statistics.median(turn[i] for turn in found[way]) for way in found} for i in (0, 1))
     ratios = [usual[1] / direct[1] for usual, direct in zip(found[Way.LIBP2P], found[Way.DIRECT], strict=True)]
-    print(f"libp2p costs {statistics.median(ratios):.1f} times as much ({min(ratios):.1f} to {max(ratios):.1f})")
+    return Report(rates, seconds, statistics.median(ratios), min(ratios), max(ratios))
+
+
+def table(report: Report) -> str:
+    lines = ["| path | MB/s | processor seconds a 64 MiB |", "|---|---|---|"]
+    lines += [f"| {way} | {rate:.0f} | {report.seconds[way]:.3f} |" for way, rate in report.rates.items()]
+    costs = f"{report.times_the_cost:.1f} times as much ({report.least:.1f} to {report.most:.1f})"
+    return "\n".join((*lines, f"libp2p costs {costs}"))
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    words = parser.parse_args(arguments)
+    report = summed_up(asyncio.run(compare(words.turns)))
+    print(json.dumps(asdict(report)) if words.json else table(report))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
         asyncio.run(serve(Path(sys.argv[2])))
     else:
-        asyncio.run(compare(int(sys.argv[1]) if sys.argv[1:] else 5))
+        main(sys.argv[1:])

@@ -92,8 +92,9 @@ def measure(minutes: float, peers: int, seed: int) -> Report:
 
         ends = time.monotonic() + 60 * minutes
         until(watch, lambda: time.monotonic() > ends and bool(watch.curve), act, 60 * minutes + STUCK_SECONDS)
-        tokens, rounds = watch.curve[-1][0], watch.round
-        loss = loss_up_to(watch.curve, tokens)
+        curve, rounds = watch.curve, watch.round
+        tokens = curve[-1][0]
+        loss = loss_up_to(curve, tokens)
         faults.stop()
         watch.absent = []
         agreed = agree(flock)

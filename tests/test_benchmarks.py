@@ -1,13 +1,14 @@
 """The scripts that give the figures of the documentation, on a small model."""
 
 import dataclasses
+import re
 from itertools import count, takewhile
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import compared, horizon, recipes, traffic
+from benchmarks import compared, horizon, paths, recipes, traffic
 from node.model import shape_table
 from node.program import program_of
 from node.recipe_table import bits_of
@@ -19,6 +20,7 @@ from optim.recipes import compose
 from optim.rows import RECIPES
 from optim.updates.adaptive import Sign
 from protocol.manifest import Manifest, load_manifest
+from protocol.network.paths import Path as Way
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 OUTCOME = Outcome(2.0, 0.1, 1.0, 10.0, 0.9, 4, 100, 5.0, (Point(100, 10.0, 5.0, 2.0),))
@@ -29,6 +31,19 @@ DEMO = shape_table(load_manifest(CONFIGS / "demo.toml").model)
 def manifest() -> Manifest:
     torch.set_num_threads(1)
     return load_manifest(CONFIGS / "demo.toml")
+
+
+def test_every_script_that_is_documented_gives_an_object() -> None:
+    text = (CONFIGS.parent / "docs" / "benchmarks.md").read_text()
+    scripts = set(re.findall(r"^\| `python (benchmarks/\w+\.py)", text, re.MULTILINE))
+    assert len(scripts) > 10
+    assert not [script for script in scripts if '"--json"' not in (CONFIGS.parent / script).read_text()]
+
+
+def test_what_two_paths_come_to() -> None:
+    report = paths.summed_up({Way.LIBP2P: [(100.0, 0.6), (300.0, 0.9)], Way.DIRECT: [(400.0, 0.2)] * 2})
+    assert report.rates == {"libp2p": 200, "direct": 400} and report.times_the_cost == pytest.approx(3.75)
+    assert "libp2p costs 3.8 times as much (3.0 to 4.5)" in paths.table(report)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -41,7 +41,8 @@ def until(
 
 def reaches(tokens: int, watch: Watch) -> bool:
     """Whether a loss was measured there or beyond."""
-    return bool(watch.curve) and watch.curve[-1][0] >= tokens
+    curve = watch.curve
+    return bool(curve) and curve[-1][0] >= tokens
 
 
 def agree(flock: Flock) -> bool:

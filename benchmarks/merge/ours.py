@@ -21,6 +21,7 @@ import torch
 from benchmarks.merge.values import relative_error, vector
 from benchmarks.merge.worker import Conversation, peer_parser
 from node.daemon.calls import deliver
+from node.daemon.deliveries import Deliveries
 from node.daemon.post import Post
 from node.daemon.replica import OuterState, Replica, Workshop
 from node.daemon.rounds import Hooks, RoundDriver
@@ -84,7 +85,7 @@ class Peer:
             work=self._work,
             members=lambda: Live(frozenset([self.identity.peer_id, *self._others])),
             trains=lambda peer: peer in self._others,
-            refused=lambda peer, fault: self._failed(peer, str(fault)),
+            refused=lambda peer, faults: self._failed(peer, str(faults[0])),
             skipped=lambda peer, reason: self._failed(peer or "", reason),
             set_back=self._failed,
             decided=lambda commit: self._decided.set_result(commit),
@@ -97,7 +98,10 @@ class Peer:
         )  # fmt: skip
 
     async def open(self, conversation: Conversation) -> None:
-        rounds = RoundsService(RUN_ID, self._driver, self._replica, lambda peer, fault: self._failed(peer, str(fault)))
+        deliveries = Deliveries(self._terms.parts, Round().leader_timeout)
+        rounds = RoundsService(
+            RUN_ID, self._driver, self._replica, deliveries, lambda peer, fault: self._failed(peer, str(fault))
+        )
         services = [
             lambda server: add_BlobsServicer_to_server(self._blobs, server),
             lambda server: add_RoundsServicer_to_server(rounds, server),

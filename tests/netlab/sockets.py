@@ -3,7 +3,7 @@
 sockets.py sink PORT             accepts one connection after the other; prints bytes and seconds of each
 sockets.py send HOST PORT BYTES  prints how long the connection took to stand
 sockets.py echo PORT             answers each datagram
-sockets.py ask HOST PORT COUNT   datagrams; prints how many were answered, and a quick round trip
+sockets.py ask HOST PORT COUNT   datagrams; prints how many were answered, and the quickest round trip
 """
 
 import contextlib
