@@ -1,11 +1,8 @@
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from optim.codecs.cosine import PRECISION, SIDE, forward, inverse, table
+from tests.optim.codecs.kernels import printed_on_all
 
 # Prints digests of a decoded tile's bits, exact and, as the control, by a plain product in fp32.
 PROGRAM = """
@@ -73,14 +70,7 @@ def test_zeros_stay_zeros() -> None:
 
 
 def test_every_matrix_library_gives_the_same_bits() -> None:
-    """MKL runs with the kernels of other processors, which sum in other orders and with or without fused steps."""
-    digests = []
-    for processor, threads in (("SSE4_2", "1"), ("AVX2", "1"), ("AVX512", "1")):
-        environment = os.environ | {"MKL_ENABLE_INSTRUCTIONS": processor, "OMP_NUM_THREADS": threads}
-        command = [sys.executable, "-c", PROGRAM]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-        digests.append(result.stdout.split())
-    exact, plain = (set(column) for column in zip(*digests, strict=True))
+    exact, plain = printed_on_all(PROGRAM)
     assert len(exact) == 1
     # The control: a sum that rounds tells the kernels apart.
     assert len(plain) > 1

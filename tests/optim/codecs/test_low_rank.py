@@ -1,7 +1,3 @@
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -10,6 +6,7 @@ from optim.codecs.low_rank import INNER, Inner, LowRank
 from optim.errors import CodecError
 from optim.layout import Layout
 from optim.vectors import SLAB, Floats
+from tests.optim.codecs.kernels import printed_on_all
 
 LAYOUT = Layout(((96, 128), (128,), (40, 8, 16), (4, 6), (300, 80)))
 # Prints digests of a payload, of what it decodes to, and, as the control, of the product in fp32.
@@ -135,14 +132,7 @@ def test_a_vector_of_another_layout_is_the_callers_mistake() -> None:
 
 
 def test_every_matrix_library_gives_the_same_bits() -> None:
-    """MKL run with the kernels of other processors, and with other numbers of threads."""
-    digests = []
-    for processor, threads in (("SSE4_2", "1"), ("AVX2", "1"), ("AVX512", "2")):
-        environment = os.environ | {"MKL_ENABLE_INSTRUCTIONS": processor, "OMP_NUM_THREADS": threads}
-        command = [sys.executable, "-c", PROGRAM]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-        digests.append(result.stdout.split())
-    payload, decoded, plain = (set(column) for column in zip(*digests, strict=True))
+    payload, decoded, plain = printed_on_all(PROGRAM)
     assert len(payload) == len(decoded) == 1
     # The control: a sum that rounds tells the kernels apart.
     assert len(plain) > 1
