@@ -11,7 +11,7 @@ from tests.netlab.laboratory import Laboratory
 from tests.netlab.scattered import ScatteredFlock, ScatteredPeer, scattered
 from tests.swarm.flock import ENDLESS, join_command, manifest_with
 
-pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
 ROUNDS = 5
 HOUR = 3600.0

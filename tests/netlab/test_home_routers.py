@@ -15,7 +15,7 @@ from tests.netlab.laboratory import Laboratory, Link, Node
 from tests.netlab.scattered import LISTEN, ScatteredFlock, ScatteredPeer, scattered
 from tests.swarm.flock import ENDLESS, manifest_with
 
-pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
 ROUNDS = 8
 LINK = Link(up=20, down=50, delay=0.01)
@@ -67,7 +67,7 @@ def test_hidden_peers_train_together_through_one_that_is_not(laboratory: Laborat
         )
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_what_one_hidden_peer_has_for_another_is_carried(laboratory: Laboratory, tmp_path: Path) -> None:
     manifest, nodes = manifest_with(**DENSE), homes(laboratory)
     assert program_of(manifest).max_part_bytes > 1.5 * CIRCUIT_BYTES

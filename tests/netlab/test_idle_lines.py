@@ -8,7 +8,7 @@ import pytest
 from protocol.network import direct
 from tests.netlab.laboratory import Laboratory
 
-pytestmark = [pytest.mark.netlab, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]
 
 PORT = 5001
 

@@ -12,7 +12,7 @@ from tests.netlab import sockets
 from tests.netlab.laboratory import HOME, Laboratory, Link, Node
 from tests.netlab.namespaces import FOLDER, PREFIX, remove_orphans
 
-pytestmark = [pytest.mark.netlab, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]
 
 PORT = "5001"
 PAYLOAD_SHARE = 1448 / 1514  # of a full Ethernet frame, what TCP carries

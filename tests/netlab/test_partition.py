@@ -20,7 +20,7 @@ from tests.netlab.laboratory import Laboratory, Link
 from tests.netlab.scattered import ScatteredFlock, scattered
 from tests.swarm.flock import ENDLESS, manifest_with
 
-pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
 PEERS = 5
 INNER_STEPS = 20

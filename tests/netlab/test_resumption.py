@@ -17,7 +17,7 @@ from tests.netlab import blob_server
 from tests.netlab.laboratory import Laboratory, Link, Node
 from tests.swarm.flock import own_world
 
-pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
 SIZE = 12 * PIECE_BYTES
 SLACK = 3 * PIECE_BYTES  # pieces that were under way at the cut

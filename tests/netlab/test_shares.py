@@ -7,7 +7,7 @@ from benchmarks.links import FLOAT_BYTES, PEERS, Place
 from benchmarks.merge.stepper import Stepper
 from tests.netlab.laboratory import Laboratory, Link
 
-pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
 NUMEL = 500_000
 

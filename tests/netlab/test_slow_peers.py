@@ -10,7 +10,7 @@ from tests.netlab.laboratory import Laboratory, Link
 from tests.netlab.scattered import ScatteredFlock, scattered
 from tests.swarm.flock import ENDLESS, manifest_with
 
-pytestmark = [pytest.mark.netlab, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
 PEERS, ROUNDS = 4, 5
 LONGEST = 5.0  # seconds: a round that takes more is not waited for

@@ -14,7 +14,7 @@ from optim.rows import Tables
 from protocol.manifest import Manifest
 from tests.swarm.flock import flying, manifest_with, write_run
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 PEERS, ROUNDS = 3, 4
 SHORT = {"inner_steps": 4}

@@ -11,7 +11,7 @@ import pytest
 from node.config import LOOPBACK_LISTEN
 from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 
 def findings(flock: Flock, home: Path) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from node.places import announced_port
 from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with, pid_of
 from tests.swarm.processes import doors, family, inet_sockets, p2pd_of, trainer_of
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 METRICS = ("tokens", "loss", "rounds", "bytes", "seconds", "peers_known", "blobs", "refusals", "round", "node_info")
 

@@ -24,7 +24,7 @@ from protocol.manifest import Manifest
 from protocol.signed_manifest import open_sealed
 from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 LINE_SECONDS = 60.0  # from the line to a contribution
 AWAY_ROUNDS = 10

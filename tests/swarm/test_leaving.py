@@ -19,7 +19,7 @@ from node.places import newest_checkpoint
 from tests.swarm.flock import ENDLESS, LOOK, Flock, flying, manifest_with, own_world, pid_of, write_run
 from tests.swarm.processes import alive, doors, family, listeners, marked, shared_memory
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 SHARED = Path("/dev/shm")
 CYCLES = 10
@@ -195,7 +195,7 @@ def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.S
 
 
 @pytest.mark.ordeal
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_ten_times_up_and_stop(tmp_path: Path, world: str) -> None:
     run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
     folder = tmp_path / "swarm"

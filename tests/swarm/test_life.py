@@ -7,7 +7,7 @@ import pytest
 from protocol.manifest import Manifest
 from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 ROUNDS = 12
 NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"  # nobody listens

@@ -11,7 +11,7 @@ import pytest
 from tests.swarm.flock import flying
 from tests.swarm.test_host import Hosted, open_run
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 
 def listed(address: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.swarm.flock import ENDLESS, Flock, flying, join_command, manifest_with, own_world, write_run
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "exit-codes.md"
 NOBODY = "12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"

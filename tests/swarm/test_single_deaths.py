@@ -10,7 +10,7 @@ from protocol.rounds.election import Election
 from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with, pid_of
 from tests.swarm.processes import family, p2pd_of, trainer_of
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 INNER_STEPS = 60  # a round takes long enough that who leads it can be told, and killed
 
