@@ -27,7 +27,7 @@ from tests.swarm.processes import MARK, alive, family, marked
 
 CONFIG = Path(__file__).parents[2] / "configs" / "test.toml"
 LOOK = 0.05  # seconds between two looks at a condition
-START_SECONDS = 120.0  # until a peer answers; it imports torch, and others do so beside it on a machine that may be slow
+START_SECONDS = 120.0  # until a peer answers; it imports torch, as others do beside it, on a machine that may be slow
 ENDLESS = 1_000_000  # rounds
 WORDS = ("flock", "murmur", "wing", "evening", "reed", "turn", "seven", "neighbours", "sky", "roost", "falcon", "and")
 
