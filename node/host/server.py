@@ -34,6 +34,7 @@ from protocol.errors import LimitError
 
 PAUSE_SECONDS = 15.0  # between two signs of life on a quiet stream
 USUAL_POINTS = 2000
+ENDED = "the watch has ended: what is told stands still\n"
 HOST = re.compile(r"^[A-Za-z0-9.\-]{1,253}(:\d{1,5})?$|^\[[0-9A-Fa-f:.]{2,45}\](:\d{1,5})?$")
 POLICY = "default-src 'none'; " + "; ".join(
     (
@@ -127,12 +128,14 @@ def application(face: Face) -> Starlette:
         return JSONResponse(face.values())
 
     async def metrics(request: Request) -> Response:
+        if not face.watches():  # a scrape that fails is told apart from figures that stand still
+            return PlainTextResponse(ENDED, 503)
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encoder(figures.registry), headers={"content-type": content_type})
 
     async def health(_: Request) -> Response:
         if not face.watches():
-            return PlainTextResponse("the watch has ended: what is told stands still\n", 503)
+            return PlainTextResponse(ENDED, 503)
         return PlainTextResponse(f"ok {status(face.recorder.state)[0]}\n")
 
     routes = [

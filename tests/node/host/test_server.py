@@ -79,10 +79,12 @@ async def test_state_history_and_timeline() -> None:
 async def test_a_page_that_stands_still_is_not_well() -> None:
     watches = True
     async with served(a_face(watches=lambda: watches)) as client:
-        assert (await client.get("/healthz")).status_code == 200
-        watches = False
-        answer = await client.get("/healthz")
-        assert answer.status_code == 503 and "stands still" in answer.text
+        for path in ("/healthz", "/metrics"):
+            watches = True
+            assert (await client.get(path)).status_code == 200
+            watches = False
+            answer = await client.get(path)
+            assert answer.status_code == 503 and "stands still" in answer.text
 
 
 @pytest.mark.parametrize(
