@@ -306,20 +306,24 @@ class PiecesReply(_message.Message):
     def __init__(self, size: _Optional[int] = ..., pieces: _Optional[bytes] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("digest", "offset", "length")
+    __slots__ = ("digest", "offset", "length", "squeezed")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SQUEEZED_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     offset: int
     length: int
-    def __init__(self, digest: _Optional[bytes] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+    squeezed: bool
+    def __init__(self, digest: _Optional[bytes] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., squeezed: _Optional[bool] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("data",)
+    __slots__ = ("data", "squeezed")
     DATA_FIELD_NUMBER: _ClassVar[int]
+    SQUEEZED_FIELD_NUMBER: _ClassVar[int]
     data: bytes
-    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+    squeezed: int
+    def __init__(self, data: _Optional[bytes] = ..., squeezed: _Optional[int] = ...) -> None: ...
 
 class CarryRequest(_message.Message):
     __slots__ = ("run", "statement", "digest")

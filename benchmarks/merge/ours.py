@@ -59,10 +59,11 @@ class Peer:
         self.program = Program(compose(words.recipe, overrides(words)), Layout(((words.numel,),)), PARTS)
         self.identity = Identity.load_or_create(folder / "key")
         self._own, self._residual = vector(words.rank, words.numel), torch.zeros(words.numel)
+        self._weights = vector(words.peers, words.numel)  # as of one peer more
         self._terms = Terms(words.recipe, SHAPES, self.program.max_parts, 1 << 40, self.program.max_part_bytes)
         self._store = BlobStore(folder / "blobs", STORE_BYTES, HELD_BYTES)
         self._workshop = Workshop(self.program, self._store, lambda step: 1.0)
-        self._replica = Replica(Chain.begin(RUN_ID), self._zero(), self._workshop, self._work)
+        self._replica = Replica(Chain.begin(RUN_ID), self._begun(), self._workshop, self._work)
         self.transport = Transport.create(folder / "key", folder)
         self._blobs = BlobService(self._store, caller)
         fetcher = Fetcher(self._store, self.transport.bulk, self._failed, random.Random(words.rank))
@@ -116,9 +117,9 @@ class Peer:
         conversation.say()
 
     async def prepare(self) -> None:
-        """Open a round, from an anchor of zeros."""
+        """Open a round, from an anchor that has all bits, like weights."""
         self._residual.zero_()
-        self._replica.state = self._zero()
+        self._replica.state = self._begun()
         self._store.retain(set())  # a state that comes out the same as in the turn before would not be written
         self._decided = asyncio.get_running_loop().create_future()
         chain = self._replica.chain
@@ -149,15 +150,15 @@ class Peer:
         await self._naming
 
     def check(self) -> float:
-        return relative_error(-self._replica.state.anchor, self._words.peers)
+        return relative_error(self._weights - self._replica.state.anchor, self._words.peers)
 
     def _encode(self) -> tuple[Blob, ...]:
         sender = Sender(self.program)
         payloads = sender.message(self._replica.chain.round, self._own, self._residual)
         return tuple(self._store.put(payload) for payload in payloads)
 
-    def _zero(self) -> OuterState:
-        return OuterState.initial(torch.zeros(self._words.numel), self.program.method)
+    def _begun(self) -> OuterState:
+        return OuterState.initial(self._weights.clone(), self.program.method)
 
     def _settings(self, number: int) -> RoundSettings:
         plan, timing = self.program.plan(number), Round()

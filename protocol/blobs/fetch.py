@@ -234,7 +234,7 @@ class Fetcher:
         self._pace = pace or Pace()
         self._carrier = carrier
         self._max_calls = max_calls
-        self._wire = Wire(carrier, self._pace.stall)
+        self._wire = Wire(carrier, self._pace.stall, lambda: self._window.is_slow)
         self._window = Window()
         self._downloads: dict[Blob, Download] = {}
         self._inflow = Inflow()  # while anything is fetched,

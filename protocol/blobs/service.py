@@ -2,6 +2,7 @@
 
 A range is sent in chunks of 256 KiB (less where our upload is limited) and one piece is in memory at a time. A piece is
 checked before it goes out: a blob that has rotted on the disk is removed instead of being taken for a lie of ours.
+Who asks for a piece squeezed gets it so where that pays.
 Limits are for each caller, but for the number of calls, which has one for all as well.
 """
 
@@ -16,7 +17,8 @@ from typing import Any, Self
 
 import grpc
 
-from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob
+from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
+from protocol.blobs.squeeze import squeezed
 from protocol.blobs.store import BlobStore
 from protocol.errors import LimitError, MalformedError, MissingFileError, MurmurError, StorageError
 from protocol.identity import PeerId
@@ -108,20 +110,22 @@ class BlobService(BlobsServicer):
             _check_range(blob, request.offset, request.length)
             with self._admit(peer, request.length):
                 self._note(blob)
-                async for data in self._chunks(blob, request.offset, request.offset + request.length):
+                async for chunk in self._chunks(blob, request):
                     async with asyncio.timeout(self._limits.chunk_seconds):
-                        await context.write(Chunk(data=data))
-                    self._count(peer, len(data))
+                        await context.write(chunk)
+                    self._count(peer, len(chunk.data))
 
-    async def _chunks(self, blob: Blob, offset: int, end: int) -> AsyncIterator[bytes]:
-        size = self._limits.chunk_bytes
+    async def _chunks(self, blob: Blob, request: FetchRequest) -> AsyncIterator[Chunk]:
+        offset, end = request.offset, request.offset + request.length
+        is_one_piece = offset // PIECE_BYTES == (end - 1) // PIECE_BYTES
         while offset < end:
             piece, start = divmod(offset, PIECE_BYTES)
             data = await asyncio.to_thread(self._store.read_piece, blob.digest, piece)
-            stop = min(len(data), start + end - offset)
-            for place in range(start, stop, size):
-                yield bytes(memoryview(data)[place : min(place + size, stop)])
-            offset += stop - start
+            wanted = memoryview(data)[start : start + end - offset]
+            packed = await asyncio.to_thread(squeezed, wanted) if request.squeezed and is_one_piece else None
+            for chunk in _cut(packed or wanted, self._limits.chunk_bytes):
+                yield Chunk(data=chunk, squeezed=len(packed or b""))
+            offset += len(wanted)
 
     @asynccontextmanager
     async def _answer(self, context: Any) -> AsyncIterator[PeerId]:
@@ -167,6 +171,10 @@ class BlobService(BlobsServicer):
         self.bytes_served[peer] = self.bytes_served.pop(peer, 0) + size
         if len(self.bytes_served) > COUNTED_CALLERS:
             self.bytes_served.popitem(last=False)
+
+
+def _cut(data: Bytes, size: int) -> Iterator[bytes]:
+    return (bytes(memoryview(data)[place : place + size]) for place in range(0, len(data), size))
 
 
 def _check_range(blob: Blob, offset: int, length: int) -> None:

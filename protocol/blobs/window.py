@@ -11,6 +11,7 @@ SECONDS = 2.0
 SAMPLE_SECONDS = 0.5
 KEPT = 0.9  # of a rate, from one sample to the next: it was one source that paused, or the link that changed
 LEAST_PIECES = 4
+SLOW = 30e6  # bytes a second: where fewer come, squeezing them takes a few hundredths of a core, and saves a sixth
 
 
 class Window:
@@ -30,6 +31,11 @@ class Window:
             rate = (received - self._since[1]) / (now - self._since[0])
             self.rate = max(rate, KEPT * self.rate)
             self._since = now, received
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a line is known to be what we wait for."""
+        return 0 < self.rate < SLOW
 
     def bytes(self, calls: int) -> int:
         """`calls`: those that the source with the most connections needs."""

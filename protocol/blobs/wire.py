@@ -9,6 +9,7 @@ import grpc
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob
 from protocol.blobs.plan import Call, Failure, Plan
+from protocol.blobs.squeeze import unsqueezed
 from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
@@ -56,8 +57,10 @@ class Carrier(Protocol):
 class Wire:
     """The two calls, each with a deadline."""
 
-    def __init__(self, carrier: Carrier, stall: float) -> None:
+    def __init__(self, carrier: Carrier, stall: float, is_thrifty: Callable[[], bool]) -> None:
+        """`is_thrifty`: whether what comes is to be squeezed: work for both ends, and fewer bytes."""
         self.bytes_received = 0
+        self._is_thrifty = is_thrifty
         self._carrier = carrier
         self._stall = stall
         self._limits: dict[PeerId, dict[asyncio.Timeout, float]] = {}  # of the calls that run, to their ends
@@ -73,19 +76,26 @@ class Wire:
 
     async def piece(self, blob: Blob, plan: Plan, call: Call, keep: Callable[[bytearray], object]) -> None:
         """`keep` checks the piece and writes it, in a thread; the piece takes up memory until it has."""
+        length = blob.piece_length(call.piece)
         with self._leased(call) as lease:
             data = await self._stream(blob, plan, call, lease)
         with failures():
+            if len(data) < length:
+                data = await asyncio.to_thread(unsqueezed, data, length)
             await asyncio.to_thread(keep, data)
 
     async def _stream(self, blob: Blob, plan: Plan, call: Call, lease: Lease) -> bytearray:
+        """The piece; squeezed, where it has fewer bytes."""
         data, received = bytearray(blob.piece_length(call.piece)), 0
         request = FetchRequest(digest=blob.digest, offset=call.piece * PIECE_BYTES, length=len(data))
+        request.squeezed = self._is_thrifty()
         stream = BlobsStub(lease.channel).Fetch(request, timeout=call.seconds)
         try:
             async with self._deadline(call):
                 async for chunk in stream:
-                    came = parsed(chunk).data  # a copy at each look
+                    if not received and 0 < parsed(chunk).squeezed < len(data):
+                        data = bytearray(chunk.squeezed)
+                    came = chunk.data  # a copy at each look
                     received = _place(data, received, came)
                     # Empty chunks are no progress.
                     if came:

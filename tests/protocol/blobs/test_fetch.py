@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
-from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
+from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
 from protocol.blobs.partial import FilePartial
 from protocol.blobs.plan import Pace
 from protocol.blobs.service import BlobService, CallerLimits
 from protocol.blobs.store import BlobStore
+from protocol.blobs.window import Window
 from protocol.errors import GoneError, MalformedError, StorageError, UnreachableError
 from protocol.murmur_pb2 import Chunk, FetchRequest
 from tests.protocol.blobs.sources import BLOB, DATA, QUICK, ROOM, SMALL, Scripted, Swarm, flipped
@@ -43,6 +45,42 @@ async def test_a_blob_of_any_size_arrives(swarm: Swarm, data: bytes) -> None:
     await swarm.fetch(Blob.of(data))  # here already
     assert swarm.fetcher.bytes_received <= len(data) + len(piece_hashes(data))
     assert swarm.faults == []
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+async def test_on_a_slow_line_numbers_come_squeezed(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    monkeypatch.setattr(Window, "is_slow", is_slow)
+    data = np.random.default_rng(1).normal(0, 0.02, PIECE_BYTES).astype("<f4").tobytes() + b"and a few"
+    await swarm.add_honest("one", data)
+    await swarm.fetch(Blob.of(data))
+    assert swarm.store.read(Blob.of(data).digest) == data
+    assert (swarm.fetcher.bytes_received < 0.87 * len(data)) == is_slow
+    assert swarm.faults == []
+
+
+class Squeezer(Scripted):
+    """Says of whatever it sends that it is squeezed, to so many bytes."""
+
+    said = 0
+
+    async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
+        async for chunk in super().Fetch(request, context):
+            yield Chunk(data=chunk.data[: self.said], squeezed=self.said)
+
+
+@pytest.mark.parametrize("data", [DATA[:PIECE_BYTES], DATA], ids=len)
+@pytest.mark.parametrize("said", [1, 9, CHUNK_BYTES - 1])
+async def test_a_squeezed_piece_that_does_not_open_is_a_lie(swarm: Swarm, data: bytes, said: int) -> None:
+    liar = Squeezer(data)
+    liar.said = said
+    await swarm.add("liar", liar)
+    with pytest.raises(UnreachableError):
+        await swarm.fetch(Blob.of(data), deadline=0.5)
+    assert {peer for peer, _ in swarm.faults} == {"liar"}
+    await swarm.add_honest("honest", data)
+    await swarm.fetch(Blob.of(data))
 
 
 async def test_several_sources_share_the_work_and_no_byte_comes_twice(swarm: Swarm) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
 from protocol.blobs.fetch import Fetcher
 from protocol.blobs.service import COUNTED_CALLERS, BlobService, CallerLimits
+from protocol.blobs.squeeze import unsqueezed
 from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError
 from protocol.murmur_pb2 import FetchRequest, PiecesRequest
@@ -26,6 +28,7 @@ StartTransport = Callable[..., Awaitable[Transport]]
 Serve = Callable[..., Awaitable[tuple[BlobService, BlobsStub]]]
 DATA = random.Random(1).randbytes(3 * PIECE_BYTES + 12345)
 BLOB = Blob.of(DATA)
+NUMBERS = np.random.default_rng(1).normal(0, 0.02, PIECE_BYTES).astype("<f2").tobytes()
 
 
 def caller_of(context: Any) -> str:
@@ -75,6 +78,37 @@ async def refusal(call: Awaitable[object]) -> grpc.StatusCode:
         await call
     assert caught.value.details() == "", "a refusal tells nothing about this machine"
     return caught.value.code()
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "pays"),
+    [
+        (0, PIECE_BYTES, True),
+        (PIECE_BYTES, 99_999, True),
+        (77, 99_999, True),
+        (PIECE_BYTES - 9, 99_999, False),
+        (0, 1, False),
+    ],
+)
+async def test_who_asks_for_it_gets_numbers_squeezed(
+    serve: Serve, store: BlobStore, offset: int, length: int, pays: bool
+) -> None:
+    blob, (service, stub) = store.put(NUMBERS), await serve()
+    request = FetchRequest(digest=blob.digest, offset=offset, length=length, squeezed=True)
+    chunks = [chunk async for chunk in stub.Fetch(request, timeout=20, metadata=as_caller("one"))]
+    came = b"".join(chunk.data for chunk in chunks)
+    assert {chunk.squeezed for chunk in chunks} == {len(came) if pays else 0}
+    assert (unsqueezed(came, length) if pays else came) == NUMBERS[offset : offset + length]
+    assert service.total_bytes_served == len(came) < (0.9 * length if pays else length + 1)
+    assert b"".join(await fetch(stub, blob.digest, offset, length)) == NUMBERS[offset : offset + length], "unasked"
+
+
+async def test_what_does_not_get_smaller_comes_as_it_is(serve: Serve) -> None:
+    _, stub = await serve()
+    request = FetchRequest(digest=BLOB.digest, length=PIECE_BYTES, squeezed=True)
+    chunks = [chunk async for chunk in stub.Fetch(request, timeout=20, metadata=as_caller("one"))]
+    assert not any(chunk.squeezed for chunk in chunks)
+    assert b"".join(chunk.data for chunk in chunks) == DATA[:PIECE_BYTES]
 
 
 async def test_the_list_of_pieces(serve: Serve) -> None:

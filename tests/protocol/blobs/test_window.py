@@ -21,6 +21,12 @@ def test_it_is_what_comes_in_two_seconds_and_a_few_pieces_at_least(rate: float) 
     assert after(rate, 5.0).bytes(0) == pytest.approx(max(LEAST, SECONDS * rate), rel=0.02)
 
 
+@pytest.mark.parametrize(("rate", "slow"), [(1e5, True), (12.5e6, True), (125e6, False)])
+def test_a_slow_line_is_known(rate: float, slow: bool) -> None:
+    assert after(rate, 5.0).is_slow == slow
+    assert not Window().is_slow, "nothing is known of a line on which nothing came"
+
+
 def test_many_connections_need_a_call_each() -> None:
     assert after(1e5, 5.0).bytes(32) == 32 * PIECE_BYTES
 
