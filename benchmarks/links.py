@@ -8,7 +8,8 @@ Four peers, each behind a link of 100 Mbit/s, or of 20 Mbit/s with 80 ms round t
     merge_line_share       payload bits that a peer sends in one dense fp16 merge over (nominal rate x time from the
                            order to the last peer's new anchor: encoding, decoding and the outer update are in it)
     merge_wire_ratio       bytes that left the peers' interfaces in all turns over that payload: heads of packets,
-                           acknowledgements, what was sent twice; one plain connection has 1.046
+                           acknowledgements, what was sent twice; one plain connection has 1.046. Below 1, and a share
+                           above it, because pieces of numbers come squeezed on slow lines
     hivemind_line_share    the same for hivemind's averager in fp16, from the trigger on; 0: three times it found no
                            group, or lost members
     sparse_times_faster    seconds of hivemind's averager at 8 bit over those of a merge by the recipe frugal

@@ -11,7 +11,7 @@ SECONDS = 2.0
 SAMPLE_SECONDS = 0.5
 KEPT = 0.9  # of a rate, from one sample to the next: it was one source that paused, or the link that changed
 LEAST_PIECES = 4
-SLOW = 30e6  # bytes a second: where fewer come, squeezing them takes a few hundredths of a core, and saves a sixth
+SLOW = 16e6  # bytes a second: where fewer come, squeezing them takes a twentieth of a core at most, and saves a sixth
 
 
 class Window:

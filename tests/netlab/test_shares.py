@@ -19,8 +19,8 @@ def test_a_merge_and_a_download_use_what_the_link_has(
     place = Place.built(laboratory, Link(up=20, down=20), PEERS)
     with place.team("benchmarks.merge.ours", numel=NUMEL, recipe="averaging", codec="fp16") as team:
         share, ratio = links.merged(place, team, NUMEL, turns=1)
-        assert 0.02 < share < 1 < ratio < 1.3
-        assert 0.1 < links.download_share(place, team, NUMEL, turns=1) < 1
+        assert 0.02 < share < 1.2 and 0.8 < ratio < 1.3, "squeezed, a sixth falls away; heads come on top"
+        assert 0.1 < links.download_share(place, team, NUMEL, turns=1) < 1.2
         assert 0.3 < beside.step_ratio(team, Stepper(links.DEMO, 0), turns=1) < 30
 
 
