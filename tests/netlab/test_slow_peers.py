@@ -8,23 +8,23 @@ import pytest
 
 from tests.netlab.laboratory import Laboratory, Link
 from tests.netlab.scattered import ScatteredFlock, scattered
-from tests.swarm.flock import ENDLESS, manifest_with
+from tests.swarm.flock import ENDLESS, START_SECONDS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
 PEERS, ROUNDS = 4, 5
-LONGEST = 5.0  # seconds: a round that takes more is not waited for
 FAST, SLOW = Link(up=2, down=4), Link(up=0.2, down=0.4)
 GRACE = 0.5
+ALLOWED, WATCHED = 6 * GRACE, 10 * GRACE  # seconds more than a usual round; a round that takes more is not waited for
 
 
-def seconds_a_round(flock: ScatteredFlock) -> float:
-    """Of the three that are fast, the median, `LONGEST` at most: the round in which a link turns slow has its parts
+def seconds_a_round(flock: ScatteredFlock, longest: float) -> float:
+    """Of the three that are fast, the median, so many at most: the round in which a link turns slow has its parts
     already given out."""
     fast = flock.peers[:3]
 
     def seconds_to_the_next() -> float:
-        number, end = flock.highest(*fast) + 1, time.monotonic() + LONGEST
+        number, end = flock.highest(*fast) + 1, time.monotonic() + longest
         return flock.wait(lambda: flock.highest(*fast) >= number or time.monotonic() >= end, f"round {number}")
 
     seconds_to_the_next()  # which began before
@@ -36,6 +36,7 @@ def test_a_tenth_of_the_bandwidth(laboratory: Laboratory, tmp_path: Path, grace:
     """The control: whoever is ready to wait for ever does wait."""
     manifest = manifest_with(
         target={"rounds": ENDLESS},
+        model={"hidden": 256},
         method={"recipe": "averaging", "schedule": {"inner_steps": 20}},
         round={"grace": grace, "exchange_timeout": 60.0},
     )
@@ -43,11 +44,11 @@ def test_a_tenth_of_the_bandwidth(laboratory: Laboratory, tmp_path: Path, grace:
     with scattered(tmp_path, manifest, laboratory, nodes) as flock:
         flock.start()
         flock.wait(lambda: all(status.contributing() == "yes" for status in flock.look()), "all take part")
-        usual = seconds_a_round(flock)
+        usual = seconds_a_round(flock, START_SECONDS)
         laboratory.set_link(nodes[3], SLOW)
-        slowed = seconds_a_round(flock)
+        slowed = seconds_a_round(flock, usual + WATCHED)
         print(f"grace {grace:g} s: {usual:.2f} s a round, {slowed:.2f} s with one slow link")
         if grace == GRACE:
-            assert slowed < usual + 3 * GRACE
+            assert slowed < usual + ALLOWED
         else:
-            assert slowed > usual + 3 * GRACE
+            assert slowed > usual + ALLOWED
