@@ -214,8 +214,8 @@ def main() -> None:
     words = parser.parse_args()
     conversation = Conversation()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="mm", dir="/tmp") as folder, suppress(EOFError):
-        asyncio.run(serve(words, Path(folder), conversation))
+    with suppress(EOFError):
+        asyncio.run(serve(words, Path(tempfile.gettempdir()), conversation))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,9 @@ class Worker:
     def __init__(self, module: str, words: Iterable[str]) -> None:
         command = [sys.executable, "-m", module, *words]
         self._stack = ExitStack()
+        # Its own, as it is killed in the end; short, as paths of sockets must be.
+        folder = tempfile.TemporaryDirectory(prefix="mm", dir="/tmp", ignore_cleanup_errors=True)
+        temporary = self._stack.enter_context(folder)
         self._errors = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - the stack closes it
         self._process = subprocess.Popen(
             command,
@@ -68,7 +71,7 @@ class Worker:
             stderr=self._errors,
             text=True,
             cwd=REPOSITORY,
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | ENVIRONMENT | {"TMPDIR": temporary},
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
