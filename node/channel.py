@@ -142,7 +142,7 @@ class Pausing(_Message):
 
 
 class Mishap(_Message):
-    """What went wrong in the trainer and was gone round: the daemon counts it, and tells the line."""
+    """What went wrong in the trainer and was worked around: the daemon counts it, and tells the line."""
 
     kind: Literal["mishap"] = "mishap"
     reason: Literal["step left out", "memory short", "message gone", "work dropped"]

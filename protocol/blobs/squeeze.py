@@ -13,6 +13,7 @@ already nothing; a look at a sample tells. Squeezed, a piece is
 import struct
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Final
 
 import numpy as np
 import zstandard
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from protocol.blobs.blob import Bytes
 from protocol.errors import MalformedError
 
-WIDTHS = (2, 4)
+HEADS: Final = {width: struct.Struct(f"<B{width}I") for width in (2, 4)}
 LEVEL = 1
 LEAST_BYTES = 4096
 SAMPLE_BYTES = 1 << 15
@@ -35,7 +36,7 @@ def squeezed(data: Bytes) -> bytes | None:
     if len(data) < LEAST_BYTES:
         return None
     values = np.frombuffer(data, np.uint8)
-    narrow, wide = ([_left_of(place) for place in _places(values[:SAMPLE_BYTES], width)] for width in WIDTHS)
+    narrow, wide = ([_left_of(place) for place in _places(values[:SAMPLE_BYTES], width)] for width in HEADS)
     left = wide if fmean(wide) < CLEARLY_LESS * fmean(narrow) else narrow
     if fmean(left) > WORTH_WHILE:
         return None
@@ -44,26 +45,22 @@ def squeezed(data: Bytes) -> bytes | None:
     parts = [_smaller(place, compressor) if share < WORTH_WHILE else place.tobytes() for place, share in places]
     if sum(map(len, parts)) > WORTH_WHILE * len(data):
         return None
-    return b"".join([_head(len(left)).pack(len(left), *map(len, parts)), *parts])
+    return b"".join([HEADS[len(parts)].pack(len(parts), *map(len, parts)), *parts])
 
 
 def unsqueezed(packed: Bytes, size: int) -> bytearray:
     """The piece, which has `size` bytes. Raises MalformedError; never takes up more than that."""
-    width = packed[0] if len(packed) else 0
-    if width not in WIDTHS or len(packed) < _head(width).size:
+    head = HEADS.get(packed[0]) if packed else None
+    if head is None or len(packed) < head.size:
         raise MalformedError("a squeezed piece has no such head")
-    _, *lengths = _head(width).unpack_from(packed)
-    if _head(width).size + sum(lengths) != len(packed):
+    width, *lengths = head.unpack_from(packed)
+    if head.size + sum(lengths) != len(packed):
         raise MalformedError("a squeezed piece is not as long as its head says")
-    values, start = np.empty(size, np.uint8), _head(width).size
-    for number, (place, length) in enumerate(zip(_places(values, width), lengths, strict=True)):
-        values[number::width] = _whole(bytes(packed[start : start + length]), place.size)
+    data, start = bytearray(size), head.size
+    for place, length in zip(_places(np.frombuffer(data, np.uint8), width), lengths, strict=True):
+        place[:] = _whole(bytes(packed[start : start + length]), place.size)
         start += length
-    return bytearray(values.data)
-
-
-def _head(width: int) -> struct.Struct:
-    return struct.Struct(f"<B{width}I")
+    return data
 
 
 def _places(values: NDArray[np.uint8], width: int) -> Places:
