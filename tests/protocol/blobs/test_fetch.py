@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import os
 import random
 from collections.abc import AsyncIterator, Callable
@@ -401,14 +402,12 @@ async def test_a_cancelled_fetch_leaves_no_task_and_can_be_begun_at_once(swarm: 
 
 
 async def test_a_full_disk_ends_the_fetch_and_room_lets_it_go_on(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = await swarm.add_honest("one", DATA)
-    kept = 0
+    await swarm.add_honest("one", DATA)
+    written = itertools.count()
     write = os.pwrite
 
     def fill_up(descriptor: int, data: bytes, offset: int) -> int:
-        nonlocal kept
-        kept += 1
-        if kept > 5:
+        if next(written) >= 5:
             raise OSError(errno.ENOSPC, "full")
         return write(descriptor, data, offset)
 
@@ -416,10 +415,10 @@ async def test_a_full_disk_ends_the_fetch_and_room_lets_it_go_on(swarm: Swarm, m
         patch.setattr(os, "pwrite", fill_up)
         await swarm.fetch()
     assert swarm.faults == []
-    before = service.total_bytes_served
+    before = swarm.fetcher.bytes_received
     await swarm.fetch()
     assert swarm.store.read(BLOB.digest) == DATA
-    assert service.total_bytes_served - before == len(DATA) - 5 * PIECE_BYTES
+    assert swarm.fetcher.bytes_received - before == len(DATA) - 5 * PIECE_BYTES
 
 
 async def test_many_blobs_at_once_share_the_calls(swarm: Swarm) -> None:
