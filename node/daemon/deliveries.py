@@ -12,7 +12,7 @@ What is refused costs no more than a repetition.
 from node.daemon.post import MAX_BATCH_BYTES
 from protocol.errors import LimitError
 from protocol.identity import PeerId
-from protocol.membership.allowance import Allowance
+from protocol.membership.allowance import Allowance, SharedAllowance
 from protocol.rounds.state import REPEATS_PER_TIMEOUT
 from protocol.rounds.statements import MAX_CONTRIBUTIONS
 
@@ -23,7 +23,6 @@ BURST = 8  # of the largest statements: a round's, and the decisions of those be
 LEAST_RATE = 64 * 1024
 STRANGERS_BURST, STRANGERS_RATE = 1024 * 1024, 128 * 1024  # all of them together
 STRANGER_RATE = 8 * 1024
-STRANGERS = "strangers"
 
 
 class Deliveries:
@@ -34,8 +33,8 @@ class Deliveries:
         largest = min(MAX_BATCH_BYTES, MAX_CONTRIBUTIONS * contribution)
         rate = max(LEAST_RATE, largest * REPEATS_PER_TIMEOUT / leader_timeout)
         self._members = Allowance(BURST * largest, rate)
-        self._each_stranger = Allowance(2 * contribution + 16 * CALL_BYTES, STRANGER_RATE)
-        self._strangers = Allowance(STRANGERS_BURST, STRANGERS_RATE)
+        each = Allowance(2 * contribution + 16 * CALL_BYTES, STRANGER_RATE)
+        self._strangers = SharedAllowance(each, Allowance(STRANGERS_BURST, STRANGERS_RATE))
 
     def take(self, peer: PeerId, sizes: list[int], is_member: bool, now: float) -> None:
         """`sizes`: of the statements of one call. LimitError: it is too much for now."""
@@ -43,9 +42,6 @@ class Deliveries:
         if is_member:
             if not self._members.take(peer, now, size):
                 raise LimitError(f"{peer} delivers more than a leader has to say; later again")
-        elif self._each_stranger.left(peer, now) < size:
-            raise LimitError(f"{peer} delivers {size} bytes and is not known as a member; later again")
-        elif not self._strangers.take(STRANGERS, now, size):
-            raise LimitError(f"{peer} is not known as a member, and too many such deliver just now; later again")
-        else:
-            self._each_stranger.take(peer, now, size)
+        elif lack := self._strangers.take(peer, now, size):
+            much = f"delivers {size} bytes" if lack == "caller" else "delivers while too many such do"
+            raise LimitError(f"{peer} {much} and is not known as a member; later again")

@@ -1,5 +1,7 @@
 """How much a peer may ask of us: PURE, the caller passes the time (seconds, monotonic)."""
 
+from typing import Literal
+
 from protocol.identity import PeerId
 
 MAX_CALLERS = 4096
@@ -25,3 +27,19 @@ class Allowance:
         if len(self._buckets) > self._max_callers:
             del self._buckets[next(iter(self._buckets))]
         return granted
+
+
+class SharedAllowance:
+    """One for each caller, and one for all of them together, as anybody has as many names as he likes."""
+
+    def __init__(self, each: Allowance, together: Allowance) -> None:
+        self._each, self._together = each, together
+
+    def take(self, peer: PeerId, now: float, amount: float = 1.0) -> Literal["caller", "all"] | None:
+        """Whose share is used up; None: it is granted. What is refused takes nothing of either."""
+        if self._each.left(peer, now) < amount:
+            return "caller"
+        if not self._together.take("", now, amount):
+            return "all"
+        self._each.take(peer, now, amount)
+        return None

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId
-from protocol.membership.allowance import Allowance
+from protocol.membership.allowance import Allowance, SharedAllowance
 from protocol.murmur_pb2 import DialBackReply
 from protocol.network.reach import RELAYED
 
@@ -23,7 +23,6 @@ MAX_PORTS = 2
 KNOCK_SECONDS = 5.0
 PERIOD = 60.0  # seconds between two calls of one peer
 MOST_A_PERIOD = 20  # calls of all peers together
-EVERYBODY = "everybody"
 GREETING = b"\x13/multistream/1.0.0\n"  # what a libp2p listener says first
 Seen = Callable[[PeerId], Awaitable[Sequence[str]]]
 Knock = Callable[[str, int], Awaitable[bool]]
@@ -60,18 +59,16 @@ class DialBack:
 
     def __init__(self, seen: Seen, knock: Knock = greets) -> None:
         self._seen, self._knock = seen, knock
-        self._each = Allowance(1, 1 / PERIOD)
-        self._all = Allowance(MOST_A_PERIOD, MOST_A_PERIOD / PERIOD)
+        together = Allowance(MOST_A_PERIOD, MOST_A_PERIOD / PERIOD)
+        self._allowance = SharedAllowance(Allowance(1, 1 / PERIOD), together)
 
     async def answer(self, peer: PeerId, ports: Sequence[int], now: float) -> DialBackReply:
         """`now` in seconds, monotonic. Raises MalformedError and LimitError."""
         if len(ports) > MAX_PORTS or not all(0 < port < 65536 for port in ports):
             raise MalformedError(f"{peer} names {len(ports)} ports, or one that is none; at most {MAX_PORTS}")
-        if self._each.left(peer, now) < 1:
-            raise LimitError(f"{peer} asks to be dialled back more than once in {PERIOD:.0f} s; try again later")
-        if not self._all.take(EVERYBODY, now):
-            raise LimitError(f"{peer} asks to be dialled back while too many others do; try again in a few seconds")
-        self._each.take(peer, now)
+        if lack := self._allowance.take(peer, now):
+            much = f"more than once in {PERIOD:.0f} s" if lack == "caller" else "while too many others do"
+            raise LimitError(f"{peer} asks to be dialled back {much}; try again later")
         found = host_of(await self._seen(peer))
         if found is None:
             return DialBackReply()

@@ -1,4 +1,4 @@
-from protocol.membership.allowance import Allowance
+from protocol.membership.allowance import Allowance, SharedAllowance
 
 
 def test_a_burst_and_then_the_rate() -> None:
@@ -29,3 +29,11 @@ def test_what_is_taken_may_be_more_than_one_at_a_time() -> None:
     assert allowance.take("peer", 0.0, 8) and allowance.left("peer", 0.5) == 3
     assert not allowance.take("peer", 0.5, 4)
     assert allowance.take("peer", 1.0, 4), "what was refused took nothing"
+
+
+def test_all_together_have_one_as_well() -> None:
+    allowance = SharedAllowance(each=Allowance(burst=2, rate=1), together=Allowance(burst=3, rate=1))
+    assert [allowance.take("first", 0.0) for _ in range(3)] == [None, None, "caller"]
+    assert [allowance.take("second", 0.0) for _ in range(2)] == [None, "all"]
+    # Had what was refused taken of its own share, the second would have to wait until 3.0.
+    assert [allowance.take("second", now, 2) for now in (1.0, 2.0)] == ["all", None]
