@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import SplitResult, urlsplit
 
-import grpc
 import httpx2
 
+from node.daemon.calls import answered
 from protocol.errors import (
     MalformedError,
     ManifestError,
     MissingFileError,
     OrganiserError,
+    PeerFault,
     UnreachableError,
     UsageError,
 )
@@ -35,7 +36,6 @@ from protocol.manifest import Manifest, load_manifest, parse_manifest
 from protocol.murmur_pb2 import ManifestReply, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsStub
 from protocol.records import peer_of
-from protocol.replies import parsed
 from protocol.signed_manifest import MAX_SIGNED_BYTES, SignedManifest, open_sealed
 
 DOWNLOAD_SECONDS = 20.0
@@ -168,13 +168,11 @@ async def _ask_peer(run_id: str, address: str) -> bytes:
         transport = await Transport.start(Path(folder) / "key", Path(folder), [])
         try:
             peer = await transport.connect(address, PEER_SECONDS)
-            request = ManifestRequest(run=bytes.fromhex(run_id))
-            stub = RunsStub(transport.channel(peer))
-            reply: ManifestReply = parsed(await stub.Manifest(request, timeout=PEER_SECONDS))
-        except grpc.aio.AioRpcError as error:
-            raise UnreachableError(f"{address} does not tell the run: {error.details()}; try another peer") from error
-        except MalformedError as fault:
-            raise UnreachableError(f"{address} does not tell the run: {fault}; try another peer") from fault
+            stub, request = RunsStub(transport.channel(peer)), ManifestRequest(run=bytes.fromhex(run_id))
+            try:
+                reply: ManifestReply = await answered(peer, lambda: stub.Manifest(request, timeout=PEER_SECONDS))
+            except (UnreachableError, PeerFault) as fault:
+                raise UnreachableError(f"{address} does not tell the run: {fault}; try another peer") from fault
         finally:
             await transport.stop()
     return reply.toml
