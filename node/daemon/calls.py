@@ -54,6 +54,9 @@ async def ask_to_carry(
 
 async def answered(peer: PeerId, call: Callable[[], Awaitable[Reply | None]]) -> Reply:
     """What a call of ours to that peer comes to."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()  # of earlier times: who catches a cancel may leave it counted
     try:
         return parsed(await call())
     except grpc.aio.AioRpcError as error:
@@ -65,7 +68,6 @@ async def answered(peer: PeerId, call: Callable[[], Awaitable[Reply | None]]) ->
         raise UnreachableError(f"the channel to {peer} is closed") from error
     except asyncio.CancelledError as cancelled:
         # A call ends as cancelled, too, when its channel is closed under it because the peer counts as gone.
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if task.cancelling() > before:
             raise
         raise UnreachableError(f"the channel to {peer} was closed") from cancelled

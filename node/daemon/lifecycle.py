@@ -161,7 +161,7 @@ def collect_often() -> None:
 
 def _why(ended: Iterable[asyncio.Task[None]]) -> str:
     """What the first that failed says of it; empty where none did."""
-    errors = (task.exception() for task in ended if not task.cancelled())
+    errors = (asyncio.CancelledError() if task.cancelled() else task.exception() for task in ended)
     return next((str(error) or type(error).__name__ for error in errors if error is not None), "")
 
 

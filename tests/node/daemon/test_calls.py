@@ -1,14 +1,18 @@
 """Whatever a peer answers, a call ends with what the caller expects, or with a fault of the peer."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from node.daemon.calls import ask_chain, ask_to_carry, deliver
-from protocol.errors import MalformedError
-from protocol.murmur_pb2 import Signed
+from protocol.errors import MalformedError, UnreachableError
+from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
+from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
 from tests.node.small_run import PEERS, RUN_ID
 from tests.protocol.garbled import garbled
 
@@ -29,3 +33,60 @@ async def test_answers_that_do_not_parse_are_faults(channel: grpc.aio.Channel) -
     ):
         with pytest.raises(MalformedError, match="does not parse"):
             await call
+
+
+class Silent(RoundsServicer):
+    """Answers nothing."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
+        self.asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def asked(folder: Path, catches: int) -> AsyncIterator[tuple[asyncio.Task[Any], grpc.aio.Channel]]:
+    """A call under way, of a task that has caught so many cancels before; and its channel."""
+    server, silent = grpc.aio.server(), Silent()
+    add_RoundsServicer_to_server(silent, server)
+    server.add_insecure_port(f"unix:{folder}/s")
+    await server.start()
+    channel = grpc.aio.insecure_channel(f"unix:{folder}/s")
+
+    async def ask() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        for _ in range(catches):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+        await ask_chain(RUN_ID, lambda _: channel, THEM, 0)
+
+    task = asyncio.create_task(ask())
+    async with asyncio.timeout(20):
+        await silent.asked.wait()
+    yield task, channel
+    await channel.close()
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("catches", [0, 1])
+async def test_a_channel_closed_under_a_call_ends_the_call_and_not_its_task(tmp_path: Path, catches: int) -> None:
+    async with asked(tmp_path, catches) as (task, channel):
+        await channel.close()
+        with pytest.raises(UnreachableError, match="was closed"):
+            await task
+
+
+@pytest.mark.parametrize("catches", [0, 1])
+async def test_a_task_that_is_cancelled_ends(tmp_path: Path, catches: int) -> None:
+    async with asked(tmp_path, catches) as (task, _):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task

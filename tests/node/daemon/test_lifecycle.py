@@ -83,6 +83,17 @@ async def test_why_a_node_ended_is_its_last_word(tmp_path: Path) -> None:
     assert (said["phase"], said["step"], said["reason"]) == ("leaving", 300, "the trainer does not start; see its log")
 
 
+async def stray() -> None:
+    raise asyncio.CancelledError
+
+
+async def test_a_cancel_out_of_nowhere_does_not_end_it_without_a_word(tmp_path: Path) -> None:
+    daemon = Daemon(cast(Any, None), RunFolder(tmp_path), cast(Any, None))
+    with pytest.raises(asyncio.CancelledError):
+        await daemon._take_part(cast(Any, Node(stray)))
+    assert json.loads((tmp_path / "status.json").read_bytes())["reason"] == "CancelledError"
+
+
 async def test_a_node_that_is_told_to_end_has_no_reason(tmp_path: Path) -> None:
     daemon = Daemon(cast(Any, None), RunFolder(tmp_path), cast(Any, None))
     daemon._signalled()

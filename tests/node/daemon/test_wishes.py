@@ -109,6 +109,21 @@ async def test_from_anyone_come_all_at_once_and_what_is_gone_ends_the_others(tmp
     with pytest.raises(GoneError):
         await wishes.get_from_anyone(60.0, hanging, gone)
     assert fetcher.under_way == 0
+    task = asyncio.current_task()
+    assert task is not None and task.cancelling() == 0, "who asked goes on as if nothing had happened"
+
+
+async def test_who_is_cancelled_leaves_nothing_under_way(tmp_path: Path) -> None:
+    mine, other = store_in(tmp_path / "mine"), store_in(tmp_path / "other")
+    hanging = Blob.of(b"hanging")
+    fetcher: Any = HangingFetcher(mine, {"b": other}, hanging)
+    getting = asyncio.create_task(Wishes(fetcher, lambda: ["b"]).get_from_anyone(60.0, hanging))
+    while not fetcher.under_way:
+        await asyncio.sleep(0)
+    getting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await getting
+    assert fetcher.under_way == 0
 
 
 async def test_what_somebody_named_is_asked_of_those_who_had_it(tmp_path: Path) -> None:
