@@ -30,6 +30,7 @@ from protocol.errors import (
     PeerFault,
     UnreachableError,
     UsageError,
+    told,
 )
 from protocol.identity import PeerId
 from protocol.manifest import Manifest, load_manifest, parse_manifest
@@ -105,7 +106,7 @@ def _download(url: str) -> bytes:
     try:
         return asyncio.run(fetch())
     except (TimeoutError, httpx2.HTTPError, httpx2.InvalidURL, ssl.SSLError) as error:
-        reason = str(error) or "no answer in time"
+        reason = told(error)
         if "WRONG_VERSION_NUMBER" in reason:
             reason = "what answers there does not speak https"
         raise UnreachableError(f"cannot get {url}: {reason}; check the address and the network") from error

@@ -24,6 +24,11 @@
 """
 
 
+def told(error: BaseException) -> str:
+    """What it says of itself; many of Python's own say nothing."""
+    return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+
+
 class MurmurError(Exception):
     """An error whose text is one line that says what to do."""
 

@@ -22,7 +22,7 @@ from node.daemon.assembly import Assembly
 from node.daemon.metrics import metrics_server
 from node.descriptors import raise_limit
 from node.folder import RunFolder
-from protocol.errors import MurmurError
+from protocol.errors import MurmurError, told
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def collect_often() -> None:
 def _why(ended: Iterable[asyncio.Task[None]]) -> str:
     """What the first that failed says of it; empty where none did."""
     errors = (asyncio.CancelledError() if task.cancelled() else task.exception() for task in ended)
-    return next((str(error) or type(error).__name__ for error in errors if error is not None), "")
+    return next((told(error) for error in errors if error is not None), "")
 
 
 async def _forever(loop: Coroutine[Any, Any, None]) -> None:

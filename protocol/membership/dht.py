@@ -16,7 +16,7 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.proto import dht_pb2
 
-from protocol.errors import TransportError, UnreachableError
+from protocol.errors import TransportError, UnreachableError, told
 from protocol.identity import PeerId
 from protocol.membership.board import Board, Notice
 from protocol.membership.clock import Clock
@@ -78,7 +78,7 @@ class Dht:
         try:
             await asyncio.wait_for(node.shutdown(), STOP_SECONDS)
         except FAILURES as error:
-            logger.info("the DHT node did not end in order: %s", str(error) or type(error).__name__)
+            logger.info("the DHT node did not end in order: %s", told(error))
 
     async def _make_node(self) -> Any:
         p2p = self._transport.p2p
@@ -115,7 +115,7 @@ class Dht:
             self._clock.observe(peer, response.dht_time, sent, self._clock.local())
             await node.protocol.update_routing_table(node_id(remote), remote, responded=True)
         except FAILURES as error:
-            logger.info("no DHT answer from %s: %s", peer, str(error) or type(error).__name__)
+            logger.info("no DHT answer from %s: %s", peer, told(error))
             return False
         return True
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from protocol.errors import LimitError, MalformedError, PeerFault, StaleError, TransportError, UnreachableError
+from protocol.errors import LimitError, MalformedError, PeerFault, StaleError, TransportError, UnreachableError, told
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
 from protocol.membership.allowance import Allowance
@@ -210,7 +210,7 @@ class Directory(MembershipServicer):
             async with asyncio.timeout(self._deadline):
                 addresses = await self._transport.addresses()
         except (TimeoutError, TransportError, UnreachableError) as error:
-            logger.warning("our own addresses cannot be read now (%s); the last ones stay", error or "time-out")
+            logger.warning("our own addresses cannot be read now (%s); the last ones stay", told(error))
             return
         self._own.move(addresses)
 

@@ -103,7 +103,7 @@ class Rendezvous:
                 await self._dht.exchange(self._board, notice, self._report)
                 await self._advertise()
         except FAILURES as error:
-            logger.warning("the DHT is out of reach for now: %s", str(error) or type(error).__name__)
+            logger.warning("the DHT is out of reach for now: %s", errors.told(error))
 
     async def _greet_some(self) -> None:
         neighbours = list(self._neighbours().items())

@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import base58
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
@@ -22,6 +23,10 @@ from protocol.identity import PeerId, public_key
 BUFFER_BYTES = 256 * 1024  # what a reader holds at most is twice this
 ANSWER_SECONDS = 10.0  # p2pd answers what needs no network at once
 MAX_TROUBLE = 300  # characters
+OURS = "dial to self attempted"  # of no use beside others: behind routers, peers often have an address in common
+TROUBLES: Final = MappingProxyType(
+    {"dial backoff": "nothing answered there a moment ago", OURS: "its address is one of ours"}
+)
 MAX_ADDRESS_LENGTH = 512
 P2P_CODE = b"\xa5\x03"  # of a multiaddress's /p2p/ part
 HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
@@ -134,8 +139,9 @@ def plain(trouble: str) -> str:
     if "all dials failed" not in line:
         return line[:MAX_TROUBLE]
     reasons = dict.fromkeys(entry.rpartition(": ")[2].split(" * ")[0].strip() for entry in line.split("] ")[1:])
-    known = {"dial backoff": "nothing answered there a moment ago"}
-    return ", ".join(known.get(reason, reason) for reason in reasons if reason)[:MAX_TROUBLE] or line[:MAX_TROUBLE]
+    reasons.pop("", None)
+    known = [TROUBLES.get(reason, reason) for reason in reasons if reason != OURS or len(reasons) == 1]
+    return (", ".join(known) or line)[:MAX_TROUBLE]
 
 
 def _encoded(address: str) -> bytes:

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from protocol.errors import ForgedError, PeerFault, PortTakenError, TransportError, UnreachableError
+from protocol.errors import ForgedError, PeerFault, PortTakenError, TransportError, UnreachableError, told
 from protocol.identity import Identity, PeerId
 from protocol.network.connection import Connection
 from protocol.network.names import Names
@@ -168,7 +168,8 @@ class DirectDoor:
 
     def _refuse(self, reason: str, host: str, error: Exception | None) -> None:
         self.refusals[reason] += 1
-        logger.info("refusing a direct connection from %s: %s: %s", host, reason, error or "no more is known")
+        more = told(error) if error else "no more is known"
+        logger.info("refusing a direct connection from %s: %s: %s", host, reason, more)
 
 
 class DirectDialer:

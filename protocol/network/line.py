@@ -24,7 +24,7 @@ from typing import Any, Final
 import grpc
 from google.protobuf.message import DecodeError
 
-from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError
+from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError, told
 from protocol.identity import PeerId
 from protocol.network.connection import Connection
 from protocol.network.control import BUFFER_BYTES
@@ -275,7 +275,7 @@ class Replies:
         except TimeoutError as error:
             raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time") from error
         except (UnreachableError, TransportError, OSError, EOFError, PeerFault) as error:
-            raise _error(grpc.StatusCode.UNAVAILABLE, str(error) or type(error).__name__) from error
+            raise _error(grpc.StatusCode.UNAVAILABLE, told(error)) from error
 
     def _parsed(self, frame: bytearray) -> Any:
         """None where it does not parse, as gRPC has it."""

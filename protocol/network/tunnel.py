@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
+from protocol.errors import told
 from protocol.identity import PeerId
 from protocol.network.control import BUFFER_BYTES, Stream
 from protocol.network.rates import Flow, Gate
@@ -186,7 +187,7 @@ class Tunnel:
                 for writer in self._writers:
                     await writer.wait_closed()
         except OSError as error:  # also a TimeoutError
-            logger.debug("the last bytes of a tunnel with %s were lost: %s", self.peer, error or "not taken")
+            logger.debug("the last bytes of a tunnel with %s were lost: %s", self.peer, told(error))
 
     def cut(self) -> None:
         """Ends `run` at once, whatever is under way."""

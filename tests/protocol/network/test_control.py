@@ -80,5 +80,8 @@ def test_of_dials_that_failed_only_what_came_of_them_is_told() -> None:
     assert plain(f"{one}connection refused") == "connection refused"
     told = "connection refused, i/o timeout, nothing answered there a moment ago"
     assert plain(f"{one}connection refused{more}") == told
+    ours = " * [/ip4/192.168.0.2/tcp/4001] dial to self attempted"
+    assert plain(f"{one}connection refused{ours}{more}") == told
+    assert plain(f"failed to dial: all dials failed{ours}") == "its address is one of ours"
     assert plain("protocols not\n  supported") == "protocols not supported"
     assert plain("all dials failed") == "all dials failed" and len(plain("x" * 999)) == 300

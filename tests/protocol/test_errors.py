@@ -1,0 +1,15 @@
+import pytest
+
+from protocol.errors import StorageError, told
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (StorageError("the disk is full"), "the disk is full"),
+        (TimeoutError(), "no answer in time"),
+        (ConnectionResetError(), "ConnectionResetError"),
+    ],
+)
+def test_no_error_says_nothing(error: Exception, words: str) -> None:
+    assert told(error) == words
