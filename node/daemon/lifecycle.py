@@ -5,7 +5,6 @@ Order of an end: leave the directory (others stop counting on us), stop the trai
 """
 
 import asyncio
-import gc
 import logging
 import os
 import random
@@ -19,6 +18,7 @@ import torch
 
 from node.config import NodeSettings, threads_each
 from node.daemon.assembly import Assembly
+from node.daemon.memory import collect_often, give_back_often
 from node.daemon.metrics import metrics_server
 from node.descriptors import raise_limit
 from node.folder import RunFolder
@@ -84,7 +84,7 @@ class Daemon:
         self._stop.set()
 
     async def _take_part(self, node: Assembly) -> None:
-        loops = [node.directory.run(), node.rendezvous.run(), self._publish(node)]
+        loops = [node.directory.run(), node.rendezvous.run(), self._publish(node), give_back_often()]
         background = [asyncio.create_task(_forever(loop)) for loop in loops]
         main = asyncio.create_task(self._main(node), name="participant")
         stopped = asyncio.create_task(self._stop.wait())
@@ -146,17 +146,6 @@ class Daemon:
         while True:
             node.publish_progress()
             await asyncio.sleep(PUBLISH_SECONDS)
-
-
-def collect_often() -> None:
-    """To be called once all is imported and built: that is not looked at again, so that looking at the rest takes
-    milliseconds and can be done ten times as often. By default the cycles that gRPC and asyncio leave behind hold up to
-    30 MB for a quarter of an hour.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(700, 10, 1)
-    gc.collect()  # the collector waits for a quarter more than the last time left: now that is little
 
 
 def _why(ended: Iterable[asyncio.Task[None]]) -> str:
