@@ -154,6 +154,9 @@ class ScatteredFake(FakePeer):
         super().__init__(name)
         self.node, self.public = name, self.addresses
 
+    def last_words(self, lines: int) -> list[str]:
+        return ["why"][-lines:]
+
 
 class FakeScatteredFlock:
     def __init__(self, count: int) -> None:
@@ -181,6 +184,9 @@ def test_faults_come_one_after_the_other_and_end(monkeypatch: pytest.MonkeyPatch
     assert killed == {f"peer-{index}" for index in range(8 - faults.SPARED)}, "but some live on"
     storm.stop()
     assert all(peer.running for peer in flock.scattered) and not storm.absent
+    flock.scattered[2].kill()
+    with pytest.raises(SystemExit, match="peer-2 ended by itself:\nwhy"):
+        storm.go_on(3000.0)
 
 
 class FakeProcess:

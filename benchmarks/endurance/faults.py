@@ -15,6 +15,7 @@ from tests.swarm.processes import family
 PERIOD = 15.0  # seconds from one fault to the next
 LASTS = (4.0, 12.0)  # seconds that a machine sleeps, or a line is cut
 MOST_DEAD = 3
+LAST_LINES = 60  # of the log of a peer that ended by itself
 SPARED = 2  # peers that are never killed: what a daemon takes over the whole flight shows in them alone
 
 
@@ -35,6 +36,10 @@ class Faults:
         return [peer.name for _, peer, _ in self._ending]
 
     def go_on(self, now: float) -> None:
+        """SystemExit: a peer has ended that nobody killed."""
+        for peer in self._flock.scattered:
+            if not peer.running and peer not in self._dead:
+                raise SystemExit("\n".join([f"{peer.name} ended by itself:", *peer.last_words(LAST_LINES)]))
         for entry in [entry for entry in self._ending if entry[0] <= now]:
             self._end(entry)
         if self._next is None or now >= self._next:
