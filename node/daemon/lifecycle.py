@@ -23,6 +23,7 @@ from node.daemon.metrics import metrics_server
 from node.descriptors import raise_limit
 from node.folder import RunFolder
 from protocol.errors import MurmurError, told
+from protocol.tasks import end
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +94,9 @@ class Daemon:
             await asyncio.wait({main, stopped, *background}, return_when=asyncio.FIRST_COMPLETED)
             failed = [task for task in (main, *background) if task.done()]
         finally:
-            for task in (main, stopped):
-                task.cancel()
-            await asyncio.gather(main, stopped, return_exceptions=True)
+            await end((main, stopped))
             await self._leave(node, _why(failed))
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await end(background)
         for task in failed:
             await task
 
@@ -113,9 +110,7 @@ class Daemon:
                 if task.done():
                     await task
         finally:
-            for task in (part, failure):
-                task.cancel()
-            await asyncio.gather(part, failure, return_exceptions=True)
+            await end((part, failure))
         await node.finish()
         node.standing.enter("done", "the target is reached")
         await self._linger(node)

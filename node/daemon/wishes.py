@@ -19,6 +19,7 @@ from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.rounds.statements import Digest, Portion
+from protocol.tasks import end
 
 PATIENCE = 2.0  # seconds for those who are named, before others are asked as well
 OTHERS = 8
@@ -119,9 +120,7 @@ class Wishes:
         try:
             await asyncio.gather(*fetches)
         finally:
-            for fetch in fetches:
-                fetch.cancel()
-            await asyncio.gather(*fetches, return_exceptions=True)
+            await end(fetches)
 
     def _among(self, portion: Portion) -> tuple[PeerId, ...]:
         wish = self._open.get(portion)

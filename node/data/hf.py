@@ -17,7 +17,7 @@ import numpy as np
 
 from node.data.corpus import Corpus, Integers, Shard, TokenArray, held_out
 from node.data.vocabulary import Vocabulary
-from protocol.errors import DataError, MissingFileError
+from protocol.errors import DataError, MissingFileError, told
 from protocol.manifest import Data
 
 SHUFFLE_BUFFER = 1000
@@ -140,4 +140,4 @@ def _load(config: Data, base: Path) -> Any:
 
 
 def _line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return told(error).splitlines()[0]

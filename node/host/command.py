@@ -36,6 +36,7 @@ from protocol.identity import Identity
 from protocol.manifest import load_manifest
 from protocol.membership.rendezvous import Rendezvous
 from protocol.records import peer_of
+from protocol.tasks import end
 
 logger = logging.getLogger(__name__)
 
@@ -146,9 +147,7 @@ async def _until_told(observer: Observer, watch: asyncio.Task[None]) -> None:
         for task in done:
             await task
     finally:
-        for task in (stopped, *loops):
-            task.cancel()
-        await asyncio.gather(stopped, *loops, return_exceptions=True)
+        await end((stopped, *loops))
         with contextlib.suppress(TimeoutError):  # whoever could not be told will notice
             async with asyncio.timeout(LEAVE_SECONDS):
                 await observer.window.directory.leave()

@@ -21,6 +21,7 @@ from protocol.membership import directory
 from protocol.membership.allowance import Allowance
 from protocol.murmur_pb2 import PeerRecord
 from protocol.network.reach import carriers_of, is_hidden
+from protocol.tasks import end
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,7 @@ class Watch:
             for task in done:
                 await task
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(tasks)
 
     async def _look_forever(self) -> None:
         while True:

@@ -22,6 +22,7 @@ from protocol.blobs.wire import CallFailedError, Carrier, UncertainError, Wire, 
 from protocol.errors import GoneError, MalformedError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import PiecesReply
+from protocol.tasks import end
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class Download:
                     self._settle(errand, task)
         finally:
             self.errand = None
-            await _cancel(list(errand.running))
+            await end(errand.running)
             self._stir()
 
     def _settle(self, errand: Errand, task: asyncio.Task[None]) -> None:
@@ -362,7 +363,7 @@ class Fetcher:
         download.wanted.remove(sources)
         if not download.wanted and not download.task.done():
             download.ending = True
-            await _cancel([download.task])
+            await end([download.task])
 
 
 def _failure_of(task: asyncio.Task[None]) -> CallFailedError | None:
@@ -373,12 +374,6 @@ def _failure_of(task: asyncio.Task[None]) -> CallFailedError | None:
     if error is None or isinstance(error, CallFailedError):
         return error
     raise error
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _check_size(blob: Blob, reply: PiecesReply) -> None:

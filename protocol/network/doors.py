@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from protocol.errors import MalformedError, TransportError, UnreachableError
+from protocol.errors import MalformedError, TransportError, UnreachableError, told
 from protocol.identity import PeerId, public_key
 from protocol.network.control import BUFFER_BYTES, Stream, accept
 from protocol.network.tunnel import Tunnels
@@ -61,7 +61,7 @@ class Entrance:
             logger.warning("refusing a stream: %s", error)
         except (OSError, EOFError) as error:
             self._tunnels.refusals["stream lost"] += 1
-            logger.warning("an incoming stream was lost: %s", error or type(error).__name__)
+            logger.warning("an incoming stream was lost: %s", told(error))
         else:
             await self._welcome(peer, far)
         finally:

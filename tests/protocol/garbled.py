@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 
 from protocol.murmur_pb2 import DESCRIPTOR
+from tests.protocol.served import served
 
 GARBLED = b"\xff\xff\xff"
 
@@ -32,9 +33,5 @@ async def _several(request: bytes, context: object) -> AsyncIterator[bytes]:
 @asynccontextmanager
 async def garbled(path: Path) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to it, over this socket."""
-    server = grpc.aio.server(handlers=[_Answers()])
-    server.add_insecure_port(f"unix:{path}")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+    async with served(path, lambda server: server.add_generic_rpc_handlers((_Answers(),))) as channel:
         yield channel
-    await server.stop(None)

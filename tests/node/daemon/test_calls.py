@@ -10,11 +10,12 @@ import grpc
 import pytest
 
 from node.daemon.calls import ask_chain, ask_to_carry, deliver
-from protocol.errors import MalformedError, UnreachableError
+from protocol.errors import LimitError, MalformedError, UnreachableError
 from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
 from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
 from tests.node.small_run import PEERS, RUN_ID
 from tests.protocol.garbled import garbled
+from tests.protocol.served import served
 
 THEM = PEERS[3].peer_id
 
@@ -53,13 +54,9 @@ class Silent(RoundsServicer):
 @asynccontextmanager
 async def asked(folder: Path, catches: int) -> AsyncIterator[tuple[asyncio.Task[Any], grpc.aio.Channel]]:
     """A call under way, of a task that has caught so many cancels before; and its channel."""
-    server, silent = grpc.aio.server(), Silent()
-    add_RoundsServicer_to_server(silent, server)
-    server.add_insecure_port(f"unix:{folder}/s")
-    await server.start()
-    channel = grpc.aio.insecure_channel(f"unix:{folder}/s")
+    silent = Silent()
 
-    async def ask() -> None:
+    async def ask(channel: grpc.aio.Channel) -> None:
         task = asyncio.current_task()
         assert task is not None
         for _ in range(catches):
@@ -68,12 +65,11 @@ async def asked(folder: Path, catches: int) -> AsyncIterator[tuple[asyncio.Task[
                 await asyncio.sleep(0)
         await ask_chain(RUN_ID, lambda _: channel, THEM, 0)
 
-    task = asyncio.create_task(ask())
-    async with asyncio.timeout(20):
-        await silent.asked.wait()
-    yield task, channel
-    await channel.close()
-    await server.stop(None)
+    async with served(folder / "s", lambda server: add_RoundsServicer_to_server(silent, server)) as channel:
+        task = asyncio.create_task(ask(channel))
+        async with asyncio.timeout(20):
+            await silent.asked.wait()
+        yield task, channel
 
 
 @pytest.mark.parametrize("catches", [0, 1])
@@ -90,3 +86,23 @@ async def test_a_task_that_is_cancelled_ends(tmp_path: Path, catches: int) -> No
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+class Talkative(RoundsServicer):
+    async def Deliver(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await context.abort(grpc.StatusCode.INTERNAL, "no" * 2000)
+
+    async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "no" * 2000)
+        raise AssertionError("abort always raises")
+
+
+async def test_of_what_a_peer_says_of_its_refusal_little_is_kept(tmp_path: Path) -> None:
+    async with served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(Talkative(), server)) as channel:
+        for ask, kind in (
+            (lambda: deliver(RUN_ID, lambda _: channel, THEM, [], 5.0), LimitError),
+            (lambda: ask_chain(RUN_ID, lambda _: channel, THEM, 0), UnreachableError),
+        ):
+            with pytest.raises(kind) as caught:
+                await ask()
+            assert "no" * 100 in str(caught.value) and len(str(caught.value)) < 350

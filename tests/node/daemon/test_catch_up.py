@@ -26,6 +26,7 @@ from tests.node.small_run import (
     stated,
     store_in,
 )
+from tests.protocol.served import served
 
 THEM = PEERS[3].peer_id
 Ask = Callable[..., Any]
@@ -69,15 +70,11 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    answer, server = Answer(), grpc.aio.server()
-    add_RoundsServicer_to_server(answer, server)
-    server.add_insecure_port(f"unix:{tmp_path}/s")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+    answer = Answer()
+    async with served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(answer, server)) as channel:
         made = World(tmp_path, answer, channel)
         await grown(made.theirs, made.store, 3)
         yield made
-    await server.stop(None)
 
 
 async def test_commits_that_continue_our_chain_are_replayed(world: World) -> None:
@@ -153,14 +150,10 @@ async def test_who_does_not_answer_is_unreachable_and_who_refuses_is_not(world: 
             await world.way()
     with pytest.raises(UnreachableError, match="closed"):
         await world.way()
-    other = grpc.aio.server()
-    other.add_insecure_port(f"unix:{tmp_path}/other")
-    await other.start()
-    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/other") as channel:
+    async with served(tmp_path / "other", lambda server: None) as channel:
         world.channel = channel
         with pytest.raises(LimitError, match="refuses"):
             await world.way()
-    await other.stop(None)
 
 
 def test_ahead_is_who_has_a_preferred_chain() -> None:

@@ -1,6 +1,5 @@
 """The service and the calls to it: who may ask what, what fits into an answer, and how calls fail."""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -13,11 +12,12 @@ from node.daemon.calls import ask_chain, deliver
 from node.daemon.deliveries import Deliveries
 from node.daemon.replica import Replica
 from node.daemon.rounds_service import MAX_STATEMENTS, RoundsService
-from protocol.errors import LimitError, MalformedError, PeerFault, UnreachableError
+from protocol.errors import LimitError, MalformedError, PeerFault
 from protocol.identity import PeerId
-from protocol.murmur_pb2 import ChainReply, ChainRequest, Signed
-from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
+from protocol.murmur_pb2 import Signed
+from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
 from tests.node.small_run import PEERS, RUN_ID, grown, replica_in, store_in
+from tests.protocol.served import served
 
 CALLER = PEERS[2].peer_id
 THEM = PEERS[3].peer_id
@@ -58,15 +58,11 @@ class World:
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(rounds_service, "caller", lambda context: CALLER)
     store = store_in(tmp_path / "blobs")
-    replica, driver, server = replica_in(store), FakeDriver(), grpc.aio.server()
+    replica, driver = replica_in(store), FakeDriver()
     await grown(replica, store, 3)
     service = RoundsService(RUN_ID, cast(Any, driver), replica, Deliveries(1, 5.0), driver.refuse)
-    add_RoundsServicer_to_server(service, server)
-    server.add_insecure_port(f"unix:{tmp_path}/s")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+    async with served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(service, server)) as channel:
         yield World(channel, replica, driver, service)
-    await server.stop(None)
 
 
 async def test_statements_go_to_the_driver_under_the_callers_name(world: World) -> None:
@@ -144,67 +140,3 @@ async def test_a_decision_of_many_acknowledgements_is_taken_but_not_any_number(w
     world.driver.answers = [Signed(kind="answer")] * (calls.MAX_ANSWERS + 1)
     with pytest.raises(LimitError, match="answers with"):
         await world.deliver()
-
-
-class Deaf(RoundsServicer):
-    def __init__(self) -> None:
-        self.asked, self.over = asyncio.Event(), asyncio.Event()
-
-    async def Deliver(self, request: Any, context: Any) -> Any:  # noqa: N802
-        raise AssertionError("nothing is delivered here")
-
-    async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
-        self.asked.set()
-        await self.over.wait()
-        return ChainReply()
-
-
-async def test_a_channel_closed_under_a_call_is_no_end_of_our_own(tmp_path: Path) -> None:
-    """The peer counts as gone while we wait for it: an error, where a cancellation would end the caller."""
-    deaf, server = Deaf(), grpc.aio.server()
-    add_RoundsServicer_to_server(deaf, server)
-    server.add_insecure_port(f"unix:{tmp_path}/s")
-    await server.start()
-    channel = grpc.aio.insecure_channel(f"unix:{tmp_path}/s")
-    waiting = asyncio.create_task(ask_chain(RUN_ID, lambda _: channel, THEM, 0))
-    await deaf.asked.wait()
-    await channel.close()
-    with pytest.raises(UnreachableError, match="closed"):
-        await waiting
-    deaf.over.set()
-    await server.stop(None)
-
-
-class Talkative(RoundsServicer):
-    async def Deliver(self, request: Any, context: Any) -> Any:  # noqa: N802
-        await context.abort(grpc.StatusCode.INTERNAL, "no" * 2000)
-
-    async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "no" * 2000)
-        raise AssertionError("abort always raises")
-
-
-async def test_of_what_a_peer_says_of_its_refusal_little_is_kept(tmp_path: Path) -> None:
-    server = grpc.aio.server()
-    add_RoundsServicer_to_server(Talkative(), server)
-    server.add_insecure_port(f"unix:{tmp_path}/s")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
-            for ask, kind in (
-                (lambda: deliver(RUN_ID, lambda _: channel, THEM, [], 5.0), LimitError),
-                (lambda: ask_chain(RUN_ID, lambda _: channel, THEM, 0), UnreachableError),
-            ):
-                with pytest.raises(kind) as caught:
-                    await ask()
-                assert "no" * 100 in str(caught.value) and len(str(caught.value)) < 350
-    finally:
-        await server.stop(None)
-
-
-async def test_our_own_end_is_one(tmp_path: Path) -> None:
-    waiting = asyncio.create_task(calls.answered(THEM, asyncio.Event().wait))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting

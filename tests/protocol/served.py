@@ -1,0 +1,21 @@
+"""A server of its own for a test, over a socket in a folder."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+
+
+@asynccontextmanager
+async def served(path: Path, register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to what is registered with it."""
+    server = grpc.aio.server()
+    register(server)
+    server.add_insecure_port(f"unix:{path}")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+            yield channel
+    finally:
+        await server.stop(None)

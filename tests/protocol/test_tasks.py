@@ -1,0 +1,21 @@
+import asyncio
+
+from protocol.tasks import end
+
+
+async def test_all_have_ended_also_those_that_fail_or_take_their_time() -> None:
+    async def stubborn() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+
+    async def broken() -> None:
+        raise ValueError
+
+    tasks = [asyncio.create_task(stubborn()), asyncio.create_task(broken())]
+    await asyncio.sleep(0)
+    await end(tasks)
+    assert all(task.done() for task in tasks)
+    assert tasks[0].cancelled() and isinstance(tasks[1].exception(), ValueError)
+    await end([])
