@@ -7,7 +7,7 @@ draws, and those of the round before are started again in their folders. After `
 agree. Then the same run without deaths, until as many tokens are in its committed rounds: the losses are compared
 there, on the same held-out text. `seconds_lost_per_death`: the difference of the two runs' lengths for these tokens, by
 deaths; all peers share this machine's cores, so a death also makes the others faster. `longest_standstill`: seconds
-that a living peer went without a round, starting included.
+that a living peer went without a round, from its first answer on.
 
 Real processes take about 7 minutes a seed on two cores. `--virtual`: the simulator instead, with real gradients and
 round machines, under a virtual clock; there a peer that comes back has lost its disk too, and fewer than half die in
@@ -101,7 +101,7 @@ class Deaths:
         living = [peer for peer in self._flock.peers if peer.running and peer.addresses()]
         introducers = [address for peer in living for address in peer.addresses()[:1]]
         for peer in self._dead:
-            self._watch.standstill.excuse(peer.name)
+            self._watch.excuse(peer.name)
             peer.start(introducers)
         self._dead.clear()
 
@@ -113,7 +113,7 @@ class Deaths:
 
     def _kill(self, victim: PeerProcess) -> None:
         victim.kill()
-        self._watch.standstill.excuse(victim.name)
+        self._watch.excuse(victim.name)
         self._dead.append(victim)
         self.count += 1
 

@@ -4,10 +4,12 @@
 
 Links of 20 Mbit/s, packets 30 to 50 ms on their way, 1 % lost. The faults, drawn by the seed: kill -9 of a peer, one
 that was killed comes back, a machine stands still for some seconds (SIGSTOP, SIGCONT), a line is cut for some.
-At the end all come back, and must agree. Then the same run without faults, on the same links, until as many tokens are
-in its committed rounds; the losses of the last tenth of them are compared. `growth_per_hour`: of the daemons that live
-for half an hour and more (two are cut off and sleep, but are never killed), the middle and the greatest slope of each
-minute's least behind a warm-up of ten minutes (resident and shared memory in MB, descriptors, threads).
+At the end all come back, and must agree. `longest_standstill`: seconds that a living peer went without a round;
+`longest_start`: that one took from its start to its first answer (eight share this machine's cores). Then the same run
+without faults, on the same links, until as many tokens are in its committed rounds; the losses of the last tenth of
+them are compared. `growth_per_hour`: of the daemons that live for 35 minutes and more (two are cut off and sleep, but
+are never killed), the middle and the greatest slope of each minute's least behind a warm-up of fifteen minutes
+(resident and shared memory in MB, descriptors, threads).
 
 Takes twice the minutes, and 3 more. Needs root, iproute2, nftables and iptables. Exit code 1 where somebody stood still
 for a minute, the peers do not agree, the loss is worse by more than 1 %, or the middle growth of resident memory is
@@ -49,6 +51,7 @@ class Report:
     faults: dict[str, int]
     rounds: int
     longest_standstill: float
+    longest_start: float
     digests_equal: bool
     loss: float
     calm_loss: float
@@ -61,7 +64,8 @@ class Report:
     @property
     def passed(self) -> bool:
         growth = self.growth_per_hour.get("resident_mb", (0.0, 0.0))[0]
-        is_flat, is_going = growth <= ALLOWED_GROWTH, self.longest_standstill <= STUCK_SECONDS
+        is_flat = growth <= ALLOWED_GROWTH
+        is_going = max(self.longest_standstill, self.longest_start) <= STUCK_SECONDS
         return is_flat and is_going and self.digests_equal and self.excess <= ALLOWED_EXCESS
 
 
@@ -100,13 +104,14 @@ def measure(minutes: float, peers: int, seed: int) -> Report:
         agreed = agree(flock)
         slopes_of = resources.growth()
         growth = {name: (statistics.median(slopes), slopes[-1]) for name, slopes in slopes_of.items() if slopes}
-        standstill = watch.standstill.worst
+        standstill, start = watch.standstill.worst, watch.starting.worst
         print(f"  {rounds} rounds, {dict(faults.counts)}, agreed: {agreed}, loss {loss:.3f}", file=sys.stderr)
         print(f"  longest without a round: {watch.standstill.longest}; growth: {growth}", file=sys.stderr)
+        print(f"  longest start: {watch.starting.longest}", file=sys.stderr)
     with flight(peers, seed) as (flock, calm):
         until(calm, lambda: reaches(tokens, calm), seconds=CALM_TIMES * 60 * minutes + STUCK_SECONDS)
         calm_loss = loss_up_to(calm.curve, tokens)
-    return Report(minutes, dict(faults.counts), rounds, standstill, agreed, loss, calm_loss, growth)
+    return Report(minutes, dict(faults.counts), rounds, standstill, start, agreed, loss, calm_loss, growth)
 
 
 @contextmanager
@@ -128,8 +133,8 @@ def table(report: Report) -> str:
     struck = ", ".join(f"{count} x {kind}" for kind, count in sorted(report.faults.items()))
     lines = [
         f"{report.minutes:g} minutes, {report.rounds} rounds; {struck}",
-        f"longest without a round {report.longest_standstill:.0f} s; digests "
-        + ("equal" if report.digests_equal else "DIFFER"),
+        f"longest without a round {report.longest_standstill:.0f} s, longest start {report.longest_start:.0f} s",
+        f"digests {'equal' if report.digests_equal else 'DIFFER'}",
         f"loss {report.loss:.3f}, without faults {report.calm_loss:.3f}: {report.excess:+.2%}",
         "",
         "| growth an hour | middle | greatest |",

@@ -1,5 +1,6 @@
 """What the benchmarks of endurance see and do: standstills, losses at equal tokens, who dies when."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -84,6 +85,9 @@ class FakeFlock:
     def __init__(self, count: int) -> None:
         self.peers = [FakePeer(f"peer-{index}") for index in range(count)]
 
+    def look(self, *peers: FakePeer) -> list[NodeStatus]:
+        return [peer.status for peer in peers if peer.status is not None]
+
     @property
     def living(self) -> int:
         return sum(peer.running for peer in self.peers)
@@ -124,14 +128,37 @@ def test_a_virtual_run_with_deaths_is_compared_with_one_without() -> None:
     assert "deaths" in churn.table(report)
 
 
+def test_a_start_is_no_standstill_and_is_told_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, clock = FakeFlock(1), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    watch, peer = Watch(cast(Any, flock)), flock.peers[0]
+
+    def look(now: float, *, answers: bool) -> None:
+        peer.status = NodeStatus(peer_id=peer.name, run="r", run_id="00") if answers else None
+        clock[0] = now
+        watch.look()
+
+    for now in (0.0, 15.0, 30.0):
+        look(now, answers=False)
+    look(40.0, answers=True)
+    look(45.0, answers=True)
+    assert watch.starting.worst == 40.0 and watch.standstill.worst == 5.0
+    watch.excuse(peer.name)
+    look(50.0, answers=False)
+    watch.excuse(peer.name)  # killed in its start
+    look(100.0, answers=False)
+    look(110.0, answers=True)
+    assert watch.starting.worst == 40.0, "what is dead does not start"
+
+
 def test_the_excess_is_of_the_means() -> None:
     assert Report({0: 2.0, 1: 4.0}, {0: 2.2, 1: 4.1}).excess == pytest.approx(0.05)
 
 
 def test_growth_is_of_each_life_behind_its_warm_up() -> None:
     resources = Resources()
-    starting = [(float(now), 50.0 + now) for now in range(0, 600, 5)]
-    flat = [(float(now), 100.0 + now % 60) for now in range(600, 2000, 5)]
+    starting = [(float(now), 50.0 + now) for now in range(0, 900, 5)]
+    flat = [(float(now), 100.0 + now % 60) for now in range(900, 2300, 5)]
     leaking = [(now, amount + now / 3600) for now, amount in flat]
     resources.lives["resident_mb"] = {1: starting + flat, 2: starting + leaking, 3: starting}
     assert resources.growth()["resident_mb"] == pytest.approx([0.0, 1.0]), "what comes and goes in a minute is none"
@@ -204,13 +231,14 @@ class FakeProcess:
     "change",
     [
         {"longest_standstill": 61.0},
+        {"longest_start": 61.0},
         {"digests_equal": False},
         {"loss": 2.1},
         {"growth_per_hour": {"resident_mb": (2.0, 9.0)}},
     ],
 )
 def test_a_soak_fails_for_any_one_reason(change: dict[str, Any]) -> None:
-    good = soak.Report(30.0, {"kill": 3}, 9, 20.0, True, 2.0, 2.0, {"resident_mb": (0.5, 9.0)})
+    good = soak.Report(30.0, {"kill": 3}, 9, 20.0, 30.0, True, 2.0, 2.0, {"resident_mb": (0.5, 9.0)})
     assert good.passed and not replace(good, **change).passed
     assert replace(good, growth_per_hour={}).passed, "minutes are too few to tell"
     assert "3 x kill" in soak.table(good)

@@ -67,7 +67,7 @@ class Faults:
         if kind == "rejoin":
             return self._rejoin()
         victim = self._random.choice(mortal if kind == "kill" else list(filter(self._is_well, self._flock.scattered)))
-        self._watch.standstill.excuse(victim.name)
+        self._watch.excuse(victim.name)
         if kind == "kill":
             victim.kill()
             self._dead.append(victim)
@@ -98,11 +98,11 @@ class Faults:
 
     def _rejoin(self) -> None:
         peer = self._dead.pop(0)
-        self._watch.standstill.excuse(peer.name)
+        self._watch.excuse(peer.name)
         living = [other for other in self._flock.scattered if self._is_well(other)]
         peer.start([address for other in living for address in other.public()[:1]])
 
     def _end(self, entry: tuple[float, PeerProcess, Callable[[], None]]) -> None:
         self._ending.remove(entry)
         entry[2]()
-        self._watch.standstill.excuse(entry[1].name)
+        self._watch.excuse(entry[1].name)

@@ -11,7 +11,7 @@ import psutil
 from node.local.peer_process import PeerProcess
 from tests.swarm.flock import pid_of
 
-WARM_UP_SECONDS = 600.0  # of a life, which are not looked at: until each kind of fault has been met
+WARM_UP_SECONDS = 900.0  # of a life, not looked at: until the tables of the last 64 rounds are full
 LEAST_SECONDS = 1200.0  # that are: in minutes, an hour's megabyte is far below what comes and goes
 LOW_SECONDS = 60.0  # of which the least counts: the rest is what a round takes and gives back
 SAMPLE_SECONDS = 2.0

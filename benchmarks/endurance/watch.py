@@ -14,7 +14,7 @@ Curve = Sequence[tuple[int, float]]  # tokens of all peers in committed rounds, 
 
 @dataclass
 class Standstill:
-    """The longest that each peer has gone without a round, from when it was started or let go on."""
+    """The longest that each peer has gone without a change, from when it was first seen or let go on."""
 
     longest: dict[str, float] = field(default_factory=dict)
     _since: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -26,7 +26,6 @@ class Standstill:
             self._since[peer] = round_number, now
 
     def excuse(self, peer: str) -> None:
-        """It was killed, frozen or cut, or is so no longer."""
         self._since.pop(peer, None)
 
     @property
@@ -51,7 +50,8 @@ class Watch:
     """
 
     def __init__(self, flock: Flock) -> None:
-        self.standstill = Standstill()
+        self.standstill = Standstill()  # without a round, from its first answer on
+        self.starting = Standstill()  # from its start to its first answer
         self.round = 0
         self.absent: Sequence[str] = ()
         self._flock = flock
@@ -63,8 +63,17 @@ class Watch:
         told = self._flock.look(*present) if present else []
         for status in told:
             self._note(status)
+        now = time.monotonic()
         for peer in present:
-            self.standstill.note(peer.name, peer.status.round if peer.status else -1, time.monotonic())
+            self.starting.note(peer.name, int(peer.status is not None), now)
+            if peer.status is not None:
+                self.starting.excuse(peer.name)
+                self.standstill.note(peer.name, peer.status.round, now)
+
+    def excuse(self, peer: str) -> None:
+        """It was killed, frozen or cut, or is so no longer."""
+        self.starting.excuse(peer)
+        self.standstill.excuse(peer)
 
     def _note(self, status: NodeStatus) -> None:
         self.round = max(self.round, status.round)
