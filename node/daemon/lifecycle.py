@@ -18,7 +18,7 @@ import torch
 
 from node.config import NodeSettings, threads_each
 from node.daemon.assembly import Assembly
-from node.daemon.memory import collect_often, give_back_often
+from node.daemon.memory import collect_often, give_back_often, share_one_arena
 from node.daemon.metrics import metrics_server
 from node.descriptors import raise_limit
 from node.folder import RunFolder
@@ -41,6 +41,7 @@ async def run_node(settings: NodeSettings, beside: Beside = lambda node: nullcon
     `beside` is entered once the node is on the network.
     """
     raise_limit()
+    share_one_arena()
     folder = RunFolder(settings.folder)
     folder.claim(settings.manifest)
     try:

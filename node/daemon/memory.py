@@ -5,7 +5,20 @@ import ctypes
 import gc
 
 TRIM_SECONDS = 60.0
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; others have no need of it, or no such thing
+ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
+# Of glibc; others have no need of them, or no such thing.
+_libc = ctypes.CDLL(None)
+_trim = getattr(_libc, "malloc_trim", None)
+_options = getattr(_libc, "mallopt", None)
+
+
+def share_one_arena() -> None:
+    """To be called before threads are many. By default each gets memory from an arena of its own, up to eight a core.
+    What is freed in one is of no use in another, so that a daemon takes 30 to 50 KB more with every peer that comes
+    back, and now 2.
+    """
+    if _trim and _options:
+        _options(ARENA_MAX, 1)
 
 
 def collect_often() -> None:

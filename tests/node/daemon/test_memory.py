@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,9 +39,36 @@ if sys.argv[1] == "back":
 print(psutil.Process().memory_info().rss)
 """
 
+ARENAS = """
+import ctypes, sys, threading
+from pathlib import Path
+import node.daemon.lifecycle  # some threads are there
+from node.daemon.memory import share_one_arena
+if sys.argv[1] == "one":
+    share_one_arena()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+met = threading.Barrier(8)
+def work():
+    libc.malloc(100_000)
+    met.wait()
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+file = ctypes.c_void_p(libc.fopen(sys.argv[2].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+print(Path(sys.argv[2]).read_text().count("<heap "))
+"""
 
-def told_by(program: str, word: str) -> str:
-    ended = subprocess.run([sys.executable, "-c", program, word], capture_output=True, text=True, timeout=60)
+
+of_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+
+
+def told_by(program: str, *words: str) -> str:
+    ended = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -56,8 +84,15 @@ def test_what_cycles_hold_is_freed_soon() -> None:
     assert often < 50_000 < usually
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+@of_glibc
 def test_what_lies_between_others_in_use_is_given_back() -> None:
     back, usual = (int(told_by(HOLES, word)) for word in ("back", "as usual"))
     print(f"{back / 1e6:.0f} MB, as usual {usual / 1e6:.0f}")
     assert usual - back > 60e6, "of 100 MB that were freed, in pages, as what is in use shares some"
+
+
+@of_glibc
+def test_threads_share_one_arena(tmp_path: Path) -> None:
+    one, usual = (int(told_by(ARENAS, word, str(tmp_path / "arenas"))) for word in ("one", "as usual"))
+    print(f"{one} arenas, as usual {usual}")
+    assert one < usual - 4
