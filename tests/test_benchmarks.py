@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compared, horizon, paths, recipes, traffic
+from benchmarks import compared, horizon, paths, recipes, returns, traffic
 from node.model import shape_table
 from node.program import program_of
 from node.recipe_table import bits_of
@@ -38,6 +38,13 @@ def test_every_script_that_is_documented_gives_an_object() -> None:
     scripts = set(re.findall(r"^\| `python (benchmarks/\w+\.py)", text, re.MULTILINE))
     assert len(scripts) > 10
     assert not [script for script in scripts if '"--json"' not in (CONFIGS.parent / script).read_text()]
+
+
+def test_what_a_return_costs_is_a_slope_behind_the_warm_up() -> None:
+    starting = [1000 * number for number in range(returns.WARM_UP)]
+    assert returns.cost([*starting, 50_000, 50_030, 50_060, 50_090]) == pytest.approx(30.0)
+    assert returns.cost([*starting, 50_000, 50_900, 50_000]) == 0.0, "what comes and goes"
+    assert "| one | 1.5 |" in returns.table(returns.Report(1.5, 28.6))
 
 
 def test_what_two_paths_come_to() -> None:
