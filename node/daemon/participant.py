@@ -287,6 +287,7 @@ class Participant:
             seconds = STATE_SECONDS + way.state.size / SLOWEST_BYTES
             await self.wishes.get_named(way.state, seconds, holders)
             await self.replica.take_over(way.head, way.state, way.commits)
+            self.standing.moved_to(way.head)
             self.standing.caught_up("skipped", max(0, way.head.round - before.round))
             commits = [commit.body for commit in way.commits]
             verdict = self.trainer.jump(commits, way.head.round, before)

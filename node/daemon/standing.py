@@ -41,6 +41,7 @@ class Standing:
         self._lengths: deque[float] = deque(maxlen=RECENT_LENGTHS)  # seconds of the last rounds
         self._metrics = metrics
         self._traffic = traffic
+        self._measures_from = 0  # the first round of the chain that we are on whose model the trainer has seen
         self._offered = False  # whether a message of ours waits for its fate
         self._mishap: Reason | None = None  # what the open round has done to it
 
@@ -73,8 +74,7 @@ class Standing:
                     seconds=dict(message.seconds),
                 )
             case Evaluated():
-                logger.info("round %d: validation loss %.4f", message.round, message.loss)
-                self._set(validation_loss=message.loss, validation_round=message.round)
+                self._measured(message)
             case Ready():
                 logger.info("the trainer is ready on %s at step %d", message.device, message.step)
                 self._set(paused="")
@@ -84,6 +84,11 @@ class Standing:
                 self._pause(message.reason)
             case Mishap():
                 self.set_back(message.reason, message.line)
+
+    def _measured(self, message: Evaluated) -> None:
+        if self._measures_from <= message.round <= self._status.round:  # or it is of a chain that we have left
+            logger.info("round %d: validation loss %.4f", message.round, message.loss)
+            self._set(validation_loss=message.loss, validation_round=message.round)
 
     def _standstill(self) -> str:
         """Why nothing is decided any more is not known here; that it is so, is."""
@@ -171,6 +176,11 @@ class Standing:
         self._metrics.was_absent(found.word, rounds if fate == "none" else min(1, rounds))
         self._set(absence=found.text)
         return found
+
+    def moved_to(self, head: Head) -> None:
+        """By taking over a state. What was measured before is of another chain, perhaps of the same round."""
+        self._measures_from = head.round
+        self._set(validation_loss=None, validation_round=None)
 
     def caught_up(self, how: CatchUp, rounds: int) -> None:
         """`rounds` that others made without us were replayed, or skipped by taking over a state."""

@@ -153,6 +153,7 @@ class FakeStanding:
         self.entries: list[Entries] = []
         self.setbacks: list[str] = []
         self.catch_ups: list[tuple[str, int]] = []
+        self.moves: list[Head] = []
 
     def set_back(self, reason: str, line: str) -> None:
         self.setbacks.append(reason)
@@ -162,6 +163,9 @@ class FakeStanding:
 
     def revised(self, past: Sequence[Past]) -> None:
         pass
+
+    def moved_to(self, head: Head) -> None:
+        self.moves.append(head)
 
     def caught_up(self, how: str, rounds: int) -> None:
         self.catch_ups.append((how, rounds))

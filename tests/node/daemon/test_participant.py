@@ -146,7 +146,7 @@ async def test_a_large_gap_takes_the_state(worlds: Make) -> None:
     world.run()
     await world.until_round(6)
     assert world.scout.asked == [(FRIEND, False)] and world.replica.blob == theirs.blob
-    assert world.standing.catch_ups == [("skipped", 6)]
+    assert world.standing.catch_ups == [("skipped", 6)] and world.standing.moves == [theirs.chain.head]
 
 
 async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(worlds: Make) -> None:

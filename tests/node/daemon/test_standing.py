@@ -33,11 +33,30 @@ def commits(count: int) -> list[Commit]:
 def test_what_the_trainer_says_and_what_is_read_when_asked(standing: Standing) -> None:
     standing.heard(Ready(device="cpu", step=0, round=0, outstanding=None))
     standing.heard(Progress(step=7, tokens=70, loss=2.5, tokens_per_second=9.0, seconds={"compute": 1.0}))
+    standing.stands_at(Head(3, bytes(32), 0), bytes(32))
     standing.heard(Evaluated(round=3, loss=2.0, tokens=10))
     status = standing.status()
     assert (status.step, status.tokens, status.loss, status.seconds) == (7, 70, 2.5, {"compute": 1.0})
     assert (status.validation_loss, status.validation_round, status.peers) == (2.0, 3, 4)
     assert status.since > 0
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_a_loss_that_was_measured_on_a_chain_that_we_left_is_told_no_more(standing: Standing, number: int) -> None:
+    def measure(number: int) -> tuple[float | None, int | None]:
+        standing.heard(Evaluated(round=number, loss=float(number), tokens=10))
+        return standing.status().validation_loss, standing.status().validation_round
+
+    standing.stands_at(Head(3, b"ours" * 8, 0), bytes(32))
+    assert measure(3) == (3.0, 3)
+    standing.moved_to(Head(number, b"them" * 8, 0))
+    assert standing.status().validation_loss is standing.status().validation_round is None
+    standing.stands_at(Head(number, b"them" * 8, 0), bytes(32))
+    if number != 3:  # of the same round, one that comes late cannot be told from the other chain's
+        assert measure(3) == (None, None)
+    assert measure(number) == (number, number)
+    standing.stands_at(Head(number + 1, b"them" * 8, 0), bytes(32))
+    assert measure(number + 1) == (number + 1, number + 1)
 
 
 def test_fewer_steps_are_told_once_and_stand_in_the_line(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:
