@@ -14,8 +14,8 @@ _options = getattr(_libc, "mallopt", None)
 
 def share_one_arena() -> None:
     """To be called before threads are many. By default each gets memory from an arena of its own, up to eight a core.
-    What is freed in one is of no use in another: a daemon takes some 30 KB more with every peer that comes back, and
-    with one arena 2 (`benchmarks/returns.py`).
+    What is freed in one is of no use in another: a daemon takes 13 to 30 KB more with every peer that comes back,
+    and with one arena 2 (`benchmarks/returns.py`).
     """
     if _trim and _options:
         _options(ARENA_MAX, 1)
