@@ -39,10 +39,16 @@ class Source(BlobsServicer):
             yield Chunk(data=bytes(CHUNK_BYTES))
 
 
-async def serve(folder: Path) -> None:
+async def opened(folder: Path) -> Transport:
+    """Serves, and has said on standard output who it is and where."""
     services = [lambda server: add_BlobsServicer_to_server(Source(), server)]
     transport = await Transport.start(folder / "key", folder, services, direct=0)
     print(json.dumps([transport.peer_id, await transport.addresses(), transport.direct_port]), flush=True)
+    return transport
+
+
+async def serve(folder: Path) -> None:
+    await opened(folder)
     await asyncio.Event().wait()
 
 

@@ -1,9 +1,9 @@
 """What a daemon's end of the line keeps for good of a peer that comes back again and again.
 
 One process calls a peer over both paths; the peer's network ends and starts anew, with the same key. After each return
-the memory of the caller's own (RssAnon, after collecting cycles and giving back) is noted; the line of least squares
-through these, behind a warm-up, says what a return costs. Once with threads that share one arena of malloc, as a
-daemon's do, and once without, as the control.
+the memory of the caller's own (resident and not shared, after collecting cycles and giving back) is noted; the line of
+least squares through these, behind a warm-up, says what a return costs. Once with threads that share one arena of
+malloc, as a daemon's do, and once without, as the control.
 
     python benchmarks/returns.py [--times 60] [--json]
 
@@ -23,12 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import grpc
+import psutil
 
-from benchmarks.paths import Source
+from benchmarks.paths import opened
 from node.daemon.memory import collect_often, give_back, share_one_arena
 from protocol.blobs.blob import CHUNK_BYTES
 from protocol.murmur_pb2 import FetchRequest
-from protocol.murmur_pb2_grpc import BlobsStub, add_BlobsServicer_to_server
+from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.network.transport import Transport
 
 WARM_UP = 10  # returns
@@ -47,10 +48,8 @@ class Report:
 
 async def serve(folder: Path) -> None:
     """A new network for each line of standard input."""
-    services = [lambda server: add_BlobsServicer_to_server(Source(), server)]
     while True:
-        transport = await Transport.start(folder / "key", folder, services, direct=0)
-        print(json.dumps([transport.peer_id, await transport.addresses(), transport.direct_port]), flush=True)
+        transport = await opened(folder)
         line = await asyncio.to_thread(sys.stdin.readline)
         await transport.stop()
         if not line:
@@ -70,34 +69,35 @@ async def call(transport: Transport, peer: str) -> None:
                     await asyncio.sleep(0.1)  # the path of its last life
 
 
-async def take(times: int, folder: Path) -> list[int]:
+async def take(times: int, folder: Path) -> list[float]:
     """KB of memory after each return."""
     command = [sys.executable, "-W", "ignore", __file__, "serve", str(folder / "source")]
-    source = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    source = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert source.stdin and source.stdout
     transport = await Transport.start(folder / "taker/key", folder / "taker", [])
     collect_often()
     taken = []
-    for _ in range(times):
-        peer, addresses, port = json.loads(await asyncio.to_thread(source.stdout.readline))
-        transport.introduce(peer, addresses, port)
-        await call(transport, peer)
-        taken.append(own_kilobytes())
-        source.stdin.write("\n")
-    source.stdin.close()
-    source.wait(SECONDS)
-    await transport.stop()
+    try:
+        for _ in range(times):
+            transport.introduce(*(told := json.loads(await source.stdout.readline())))
+            await call(transport, told[0])
+            taken.append(own_kilobytes())
+            source.stdin.write(b"\n")
+    finally:
+        source.stdin.close()
+        await source.wait()
+        await transport.stop()
     return taken
 
 
-def own_kilobytes() -> int:
+def own_kilobytes() -> float:
     gc.collect()
     give_back()
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    memory = psutil.Process().memory_info()
+    return (memory.rss - memory.shared) / 1e3
 
 
-def cost(taken: Sequence[int]) -> float:
+def cost(taken: Sequence[float]) -> float:
     """KB a return, behind the warm-up."""
     behind = taken[WARM_UP:]
     return statistics.linear_regression(range(len(behind)), behind).slope

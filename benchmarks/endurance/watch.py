@@ -19,11 +19,11 @@ class Standstill:
     longest: dict[str, float] = field(default_factory=dict)
     _since: dict[str, tuple[int, float]] = field(default_factory=dict)
 
-    def note(self, peer: str, round_number: int, now: float) -> None:
-        known, since = self._since.setdefault(peer, (round_number, now))
+    def note(self, peer: str, reached: int, now: float) -> None:
+        known, since = self._since.setdefault(peer, (reached, now))
         self.longest[peer] = max(self.longest.get(peer, 0.0), now - since)
-        if round_number != known:
-            self._since[peer] = round_number, now
+        if reached != known:
+            self._since[peer] = reached, now
 
     def excuse(self, peer: str) -> None:
         self._since.pop(peer, None)

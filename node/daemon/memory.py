@@ -6,10 +6,8 @@ import gc
 
 TRIM_SECONDS = 60.0
 ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
-# Of glibc; others have no need of them, or no such thing.
 _libc = ctypes.CDLL(None)
-_trim = getattr(_libc, "malloc_trim", None)
-_options = getattr(_libc, "mallopt", None)
+_is_glibc = hasattr(_libc, "malloc_trim")  # others have no need of what follows, or no such thing
 
 
 def share_one_arena() -> None:
@@ -17,8 +15,8 @@ def share_one_arena() -> None:
     What is freed in one is of no use in another: a daemon takes 13 to 30 KB more with every peer that comes back,
     and with one arena 2 (`benchmarks/returns.py`).
     """
-    if _trim and _options:
-        _options(ARENA_MAX, 1)
+    if _is_glibc:
+        _libc.mallopt(ARENA_MAX, 1)
 
 
 def collect_often() -> None:
@@ -42,5 +40,5 @@ async def give_back_often() -> None:
 
 def give_back() -> None:
     """Takes milliseconds; what is needed again is got again."""
-    if _trim:
-        _trim(0)
+    if _is_glibc:
+        _libc.malloc_trim(0)

@@ -63,7 +63,6 @@ libc.fclose(file)
 print(Path(sys.argv[2]).read_text().count("<heap "))
 """
 
-
 of_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
 
 

@@ -263,6 +263,7 @@ from protocol.blobs.partial import FilePartial
 from protocol.blobs.store import BlobStore
 from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server
 from tests.protocol.blobs.plain import PlainCarrier
+from tests.protocol.served import served
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -274,16 +275,12 @@ async def main(folder, size):
             file.write(random.Random(seed).randbytes(1 << 20))
     store, target = BlobStore(folder / "from", 1 << 30), BlobStore(folder / "to", 1 << 30)
     blob = store.put_file(folder / "source")
-    server = grpc.aio.server()
-    add_BlobsServicer_to_server(BlobService(store, lambda context: "fetcher"), server)
-    server.add_insecure_port(f"unix:{folder}/socket")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"unix:{folder}/socket") as channel:
+    service = BlobService(store, lambda context: "fetcher")
+    async with served(folder / "socket", lambda server: add_BlobsServicer_to_server(service, server)) as channel:
         fetcher = Fetcher(target, PlainCarrier(lambda peer: channel), lambda *fault: None, random.Random(0))
         before = peak()
         await fetcher.fetch(blob, lambda: ["a", "b", "c", "d"], 60.0)
         fetched = peak()
-    await server.stop(None)
     assert len(target.read(blob.digest)) == size
     print(json.dumps({"fetching": fetched - before, "reading": peak() - before}))
 
