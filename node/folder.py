@@ -13,10 +13,12 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from protocol.errors import AlreadyRunningError, MurmurError, OtherRunError, StorageError
+from protocol.errors import AlreadyRunningError, OtherRunError, StorageError
 from protocol.manifest import Manifest, load_manifest
 
 TOKENIZER = "tokenizer.json"
@@ -34,30 +36,27 @@ class RunFolder:
         self.offer = path / "offer.json"
         self.blobs = path / "blobs"
         self.checkpoints = path / "checkpoints"
-        self._lock: int | None = None
 
-    def claim(self, manifest: Manifest) -> None:
-        """Raises AlreadyRunningError, OtherRunError or StorageError."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StorageError(f"cannot use the folder {self.path}: {error.strerror}; choose another --dir") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._belong_to(manifest)
-            (self.path / LAST_WORD).unlink(missing_ok=True)  # from now on it would tell of an earlier life
-        except BlockingIOError as error:
-            self.release()
-            raise AlreadyRunningError(
-                f"another node runs in {self.path}; stop it first, or give this one its own --dir"
-            ) from error
-        except OSError as error:
-            self.release()
-            raise StorageError(f"cannot use the folder {self.path}: {error.strerror}; choose another --dir") from error
-        except MurmurError:
-            self.release()
-            raise
+    @contextmanager
+    def claimed(self, manifest: Manifest) -> Iterator[Self]:
+        """No other process has it while inside. Raises AlreadyRunningError, OtherRunError or StorageError."""
+        with ExitStack() as stack:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._belong_to(manifest)
+                (self.path / LAST_WORD).unlink(missing_ok=True)  # from now on it would tell of an earlier life
+            except BlockingIOError as error:
+                raise AlreadyRunningError(
+                    f"another node runs in {self.path}; stop it first, or give this one its own --dir"
+                ) from error
+            except OSError as error:
+                raise StorageError(
+                    f"cannot use the folder {self.path}: {error.strerror}; choose another --dir"
+                ) from error
+            yield self
 
     def keep_tokenizer(self, manifest: Manifest, base: Path) -> None:
         """A copy of the run's tokenizer, for `murmur export` and `murmur generate`, which know only this folder.
@@ -67,11 +66,6 @@ class RunFolder:
         source = base / manifest.data.tokenizer
         if manifest.data.tokenizer and source.is_file():
             write_atomically(self.path / TOKENIZER, source.read_bytes())
-
-    def release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def announce(self, peer_id: str, addresses: tuple[str, ...], metrics_port: int) -> None:
         """Say where the running node is found, for `murmur status` and `murmur up`."""

@@ -9,9 +9,9 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,15 +40,18 @@ async def run_node(settings: NodeSettings, beside: Beside = lambda node: nullcon
 
     `beside` is entered once the node is on the network.
     """
-    raise_limit()
-    share_one_arena()
-    folder = RunFolder(settings.folder)
-    folder.claim(settings.manifest)
-    try:
+    with settled(settings) as folder:
         folder.keep_tokenizer(settings.manifest, settings.base)
         await Daemon(settings, folder, beside).run()
-    finally:
-        folder.release()
+
+
+@contextmanager
+def settled(settings: NodeSettings) -> Iterator[RunFolder]:
+    """The process is made ready to run for weeks, and the run's folder is its own while inside."""
+    raise_limit()
+    share_one_arena()
+    with RunFolder(settings.folder).claimed(settings.manifest) as folder:
+        yield folder
 
 
 class Daemon:

@@ -1,18 +1,19 @@
 """`murmur host` and `murmur replay`."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from node.config import EVERYWHERE_LISTEN, NodeSettings, node_settings
 from node.daemon.assembly import Assembly
-from node.daemon.lifecycle import run_node
+from node.daemon.lifecycle import run_node, settled
+from node.daemon.memory import collect_often, give_back_often
 from node.daemon.metrics import Metrics, metrics_server
 from node.descriptors import raise_limit
 from node.folder import RunFolder
@@ -97,7 +98,7 @@ async def _train(settings: NodeSettings, door: Door, public: bool) -> None:
     """A node like any other, and the page beside it. Where the page fails, the node goes on."""
     folder = RunFolder(settings.folder)
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def beside(node: Assembly) -> AsyncIterator[None]:
         identity = Identity.load_or_create(folder.key)
         window = window_of(node, identity, settings.manifest)
@@ -116,31 +117,29 @@ def _advertise(rendezvous: Rendezvous, window: Window, recorder: Recorder, door:
 
 
 async def _watch(settings: NodeSettings, door: Door, public: bool) -> None:
-    raise_limit()
-    folder = RunFolder(settings.folder)
-    folder.claim(settings.manifest)
-    try:
-        async with watching(settings, folder, version("murmuration")) as observer:
-            window = observer.window
-            async with hosting(window, folder, door) as shown:
-                metrics = Metrics()
-                metrics.add_refusals(observer.refusals)
-                status = watching_status(window, shown, metrics)
-                async with metrics_server(settings.metrics, metrics, status) as port:
-                    folder.announce(window.peer_id, await window.transport.addresses(), port)
-                    if public:
-                        _advertise(observer.rendezvous, window, shown.recorder, door)
-                    await _until_told(observer, shown.watch)
-                folder.leave_word(status().model_dump_json())
-    finally:
-        folder.release()
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(settled(settings))
+        observer = await stack.enter_async_context(watching(settings, folder, version("murmuration")))
+        window = observer.window
+        shown = await stack.enter_async_context(hosting(window, folder, door))
+        metrics = Metrics()
+        metrics.add_refusals(observer.refusals)
+        status = watching_status(window, shown, metrics)
+        port = await stack.enter_async_context(metrics_server(settings.metrics, metrics, status))
+        collect_often()
+        folder.announce(window.peer_id, await window.transport.addresses(), port)
+        if public:
+            _advertise(observer.rendezvous, window, shown.recorder, door)
+        await _until_told(observer, shown.watch)
+        folder.leave_word(status().model_dump_json())
 
 
 async def _until_told(observer: Observer, watch: asyncio.Task[None]) -> None:
     """Gossip until a signal comes or something ends that never should; then tell the others that we go."""
     stop = asyncio.Event()
     _stop_by_signals(stop)
-    loops = [asyncio.create_task(observer.window.directory.run()), asyncio.create_task(observer.rendezvous.run())]
+    forever = (observer.window.directory.run(), observer.rendezvous.run(), give_back_often())
+    loops = [asyncio.create_task(loop) for loop in forever]
     stopped = asyncio.create_task(stop.wait())
     try:
         done, _ = await asyncio.wait({watch, stopped, *loops}, return_when=asyncio.FIRST_COMPLETED)
@@ -148,7 +147,7 @@ async def _until_told(observer: Observer, watch: asyncio.Task[None]) -> None:
             await task
     finally:
         await end((stopped, *loops))
-        with contextlib.suppress(TimeoutError):  # whoever could not be told will notice
+        with suppress(TimeoutError):  # whoever could not be told will notice
             async with asyncio.timeout(LEAVE_SECONDS):
                 await observer.window.directory.leave()
 

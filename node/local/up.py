@@ -62,12 +62,8 @@ def up(wish: Wish) -> int:
     """Runs the swarm to its target, prints the report and returns the exit code. Raises MurmurError."""
     plan = settle(wish)
     program_of(plan.manifest)  # a method that does not exist must not claim the folder
-    claimed = RunFolder(plan.folder)
-    claimed.claim(plan.manifest)
-    try:
+    with RunFolder(plan.folder).claimed(plan.manifest):
         return _train(plan)
-    finally:
-        claimed.release()
 
 
 def settle(wish: Wish) -> Plan:

@@ -16,37 +16,39 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def claim_once(folder: RunFolder, manifest: Manifest = MANIFEST) -> None:
+    with folder.claimed(manifest):
+        pass
+
+
 def test_the_first_claim_makes_the_folder_and_its_manifest(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "deep" / "run")
-    folder.claim(MANIFEST)
-    assert load_manifest(folder.path / "run.toml").run_id == MANIFEST.run_id
-    assert folder.path.stat().st_mode & 0o777 == 0o700
-    folder.release()
-    folder.release()
-    folder.claim(MANIFEST)
-    folder.release()
+    with RunFolder(tmp_path / "deep" / "run").claimed(MANIFEST) as folder:
+        assert load_manifest(folder.path / "run.toml").run_id == MANIFEST.run_id
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+    claim_once(folder)
 
 
 def test_two_nodes_or_two_runs_in_one_folder_are_refused_and_leave_nothing_open(tmp_path: Path) -> None:
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
-    first.claim(MANIFEST)
     before = descriptors()
-    with pytest.raises(AlreadyRunningError, match="another node runs"):
-        second.claim(MANIFEST)
-    assert descriptors() == before
-    first.release()
-    before = descriptors()
+    with first.claimed(MANIFEST), pytest.raises(AlreadyRunningError, match="another node runs"):
+        claim_once(second)
     with pytest.raises(OtherRunError, match="belongs to the run small"):
-        second.claim(manifest_of("rounds = 5"))
+        claim_once(second, manifest_of("rounds = 5"))
     assert descriptors() == before, "the lock stays held"
-    first.claim(MANIFEST)
-    first.release()
+    claim_once(first)
+
+
+def test_what_fails_inside_is_not_the_folders_fault(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="of its own"), RunFolder(tmp_path).claimed(MANIFEST):
+        raise OSError("of its own")
+    assert not is_claimed(tmp_path)
 
 
 def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="choose another --dir"):
-        RunFolder(tmp_path / "file").claim(MANIFEST)
+        claim_once(RunFolder(tmp_path / "file"))
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
@@ -55,16 +57,13 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     values = MANIFEST.model_dump(mode="json", exclude_none=True)
     values["data"]["tokenizer"] = "words/tokenizer.json"
     manifest = Manifest.model_validate_json(json.dumps(values))
-    folder.claim(manifest)
-    try:
+    with folder.claimed(manifest):
         folder.keep_tokenizer(manifest, run)
         assert tokenizer_of(folder.path, manifest) == folder.path / "words" / "tokenizer.json", "there was none to keep"
         (run / "words").mkdir()
         (run / "words" / "tokenizer.json").write_text("{}")
         folder.keep_tokenizer(manifest, run)
         assert tokenizer_of(folder.path, manifest).read_text() == "{}"
-    finally:
-        folder.release()
 
 
 def test_the_port_of_the_last_start(tmp_path: Path) -> None:
@@ -84,24 +83,20 @@ def test_what_cannot_be_read_is_not_remembered(tmp_path: Path, text: str) -> Non
 
 def test_a_last_word_is_gone_with_the_next_start(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.claim(MANIFEST)
-    folder.leave_word("{}")
-    folder.release()
+    with folder.claimed(MANIFEST):
+        folder.leave_word("{}")
     assert (tmp_path / "status.json").read_text() == "{}"
-    folder.claim(MANIFEST)
-    folder.release()
+    claim_once(folder)
     assert not (tmp_path / "status.json").exists(), "a killed node left none: the one before it is not its own"
 
 
 def test_whether_a_folder_is_held(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert not is_claimed(tmp_path)
-    folder.claim(MANIFEST)
-    assert is_claimed(tmp_path)
-    folder.release()
+    with folder.claimed(MANIFEST):
+        assert is_claimed(tmp_path)
     assert not is_claimed(tmp_path)
-    folder.claim(MANIFEST)
-    folder.release()
+    claim_once(folder)
 
 
 def test_a_write_that_fails_leaves_the_old_content_and_no_litter(

@@ -77,15 +77,11 @@ def test_what_peers_said_does_not_steer_the_terminal(tmp_path: Path, unused_tcp_
 
 
 def test_a_node_that_starts_is_not_told_to_start(tmp_path: Path, unused_tcp_port: int) -> None:
-    folder = RunFolder(node(tmp_path / "peer-0", unused_tcp_port))
-    folder.claim(MANIFEST)
-    try:
+    with RunFolder(node(tmp_path / "peer-0", unused_tcp_port)).claimed(MANIFEST):
         assert status_lines(tmp_path, False) == ["peer-0: is starting, or does not answer"]
         with pytest.raises(UnreachableError, match="no node answers: peer-0 is starting, or does not answer"):
             status_lines(tmp_path, False, check=True)
         assert json.loads(status_lines(tmp_path, True)[0]) == {str(tmp_path / "peer-0"): None}
-    finally:
-        folder.release()
     assert status_lines(tmp_path, False) == ["peer-0: does not run; start it with `murmur join`"]
 
 

@@ -110,11 +110,8 @@ def test_peers_are_told_to_spare_this_machine(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_run_or_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None:
     up_claims = settle(Wish(run=TEST_RUN, folder=tmp_path))
-    claimed = RunFolder(tmp_path)
-    claimed.claim(up_claims.manifest)
-    with pytest.raises(AlreadyRunningError):
+    with RunFolder(tmp_path).claimed(up_claims.manifest), pytest.raises(AlreadyRunningError):
         up(Wish(run=TEST_RUN, folder=tmp_path))
-    claimed.release()
     with pytest.raises(OtherRunError):
         up(Wish(run=TEST_RUN, folder=tmp_path, seed=1))
     assert not (tmp_path / "peer-0").exists()
