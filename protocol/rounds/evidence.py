@@ -158,23 +158,19 @@ class Evidence:
         """But for us, ascending."""
         return sorted(peer for peer in self._holders.get(digest, ()) if peer in among and peer != self.me)
 
-    def is_obtainable(self, contribution: Statement[Contribution], part: int, live: frozenset[PeerId]) -> bool:
-        """Whether somebody alive can still give out that part; its owner always can."""
+    def is_whole(self, contribution: Statement[Contribution], parts: Iterable[int], live: frozenset[PeerId]) -> bool:
+        """Whether all these parts can still be had of somebody alive; its owner can always give them out."""
         if contribution.sender in live or contribution.sender == self.me:
             return True
-        blob = contribution.body.parts[part]
-        return self.is_here(blob) or not live.isdisjoint(self._holders.get(blob.digest, ()))
+        blobs = (contribution.body.parts[part] for part in parts)
+        return all(self.is_here(blob) or not live.isdisjoint(self._holders.get(blob.digest, ())) for blob in blobs)
 
     def obtainable(self, live: frozenset[PeerId]) -> Set[PeerId]:
         """The senders of contributions of which no part is lost."""
         if self._senders <= live:
             return self._senders
         absent = [self.contributions[peer] for peer in self._senders - live]
-        lost = {
-            contribution.sender
-            for contribution in absent
-            if not all(self.is_obtainable(contribution, part, live) for part in range(len(contribution.body.parts)))
-        }
+        lost = {entry.sender for entry in absent if not self.is_whole(entry, range(len(entry.body.parts)), live)}
         return self._senders - lost
 
     def bound_to(self, digest: Digest) -> set[PeerId]:

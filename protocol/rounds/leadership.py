@@ -283,8 +283,7 @@ class Leadership:
         return self._view.included_at + self._settings.grace * float(2**self._view.attempt)
 
     def _still_whole(self, contributions: Contributions, parts: Collection[int]) -> Contributions:
-        live = self._present
-        return tuple(e for e in contributions if all(self._evidence.is_obtainable(e, part, live) for part in parts))
+        return tuple(entry for entry in contributions if self._evidence.is_whole(entry, parts, self._present))
 
     def deadlines(self) -> list[float]:
         grace = self._settings.grace
