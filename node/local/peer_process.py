@@ -89,7 +89,7 @@ class PeerProcess:
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def view(self) -> PeerView:
-        return PeerView(self.name, self._state(), self.status)
+        return PeerView(self.name, self._state(), self.status, self.ledger.bytes_sent)
 
     def interrupt(self) -> None:
         """Ask it to leave politely."""

@@ -82,7 +82,7 @@ def cells(peer: PeerView) -> tuple[Text, ...]:
         str(status.step),
         "-" if status.loss is None else f"{status.loss:.3f}",
         short_count(status.tokens_per_second),
-        short_bytes(status.bytes_sent),
+        short_bytes(peer.sent),
         f"{status.contributions_included}/{offered}",
         status.digest[:8] or "-",
     )
@@ -94,7 +94,7 @@ def plain_line(view: SwarmView, remaining: float | None) -> str:
     losses = [status.loss for status in statuses if status.loss is not None]
     loss = f"loss {sum(losses) / len(losses):.3f}" if losses else "loss -"
     speed = f"{short_count(sum(status.tokens_per_second for status in statuses))} tok/s"
-    sent = f"sent {short_bytes(sum(status.bytes_sent for status in statuses))}"
+    sent = f"sent {short_bytes(sum(peer.sent for peer in view.peers))}"
     states = ", ".join(f"{peer.name} {peer.word}" for peer in view.peers)
     return " · ".join((_round(view), clock(view.elapsed), f"left {clock(remaining)}", loss, speed, sent, states))
 

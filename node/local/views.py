@@ -11,11 +11,12 @@ State = Literal["starting", "running", "lost", "ended"]
 
 @dataclass(frozen=True)
 class PeerView:
-    """One peer process. `status` is the last it told in its present life."""
+    """One peer process. `status` is the last it told in its present life; `sent`: bytes in all its lives."""
 
     name: str
     state: State
     status: NodeStatus | None
+    sent: int = 0
 
     @property
     def word(self) -> str:

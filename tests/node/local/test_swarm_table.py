@@ -15,14 +15,13 @@ STATUS = NodeStatus(
     step=240,
     loss=2.3456,
     tokens_per_second=4500,
-    bytes_sent=4_200_000,
     contributions_included=11,
     contributions_excluded=1,
     digest="ab12cd34" * 8,
 )
 PEERS = (
-    PeerView("peer-0", "running", STATUS),
-    PeerView("peer-1", "lost", STATUS),
+    PeerView("peer-0", "running", STATUS, sent=4_200_000),
+    PeerView("peer-1", "lost", STATUS, sent=3_000_000),
     PeerView("peer-2", "starting", None),
 )
 
@@ -55,7 +54,7 @@ def test_table_fits_a_terminal_of_eighty() -> None:
 def test_header_and_plain_line() -> None:
     assert header(view(), 75.0) == "demo · 1 of 3 peers · round 12 of 30 · 0:31 · left 1:15"
     expected = (
-        "round 12 of 30 · 0:31 · left - · loss 2.346 · 4.5k tok/s · sent 4.2 MB · "
+        "round 12 of 30 · 0:31 · left - · loss 2.346 · 4.5k tok/s · sent 7.2 MB · "
         "peer-0 training, peer-1 lost, peer-2 starting"
     )
     assert plain_line(view(), None) == expected
