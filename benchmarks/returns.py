@@ -79,13 +79,16 @@ async def take(times: int, folder: Path) -> list[float]:
     taken = []
     try:
         for _ in range(times):
-            transport.introduce(*(told := json.loads(await source.stdout.readline())))
-            await call(transport, told[0])
+            async with asyncio.timeout(SECONDS):
+                peer, addresses, port = json.loads(await source.stdout.readline())
+            transport.introduce(peer, addresses, port)
+            await call(transport, peer)
             taken.append(own_kilobytes())
             source.stdin.write(b"\n")
     finally:
         source.stdin.close()
-        await source.wait()
+        async with asyncio.timeout(SECONDS):
+            await source.wait()
         await transport.stop()
     return taken
 

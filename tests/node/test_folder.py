@@ -31,8 +31,11 @@ def test_the_first_claim_makes_the_folder_and_its_manifest(tmp_path: Path) -> No
 def test_two_nodes_or_two_runs_in_one_folder_are_refused_and_leave_nothing_open(tmp_path: Path) -> None:
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
     before = descriptors()
-    with first.claimed(MANIFEST), pytest.raises(AlreadyRunningError, match="another node runs"):
-        claim_once(second)
+    with first.claimed(MANIFEST):
+        while_held = descriptors()
+        with pytest.raises(AlreadyRunningError, match="another node runs"):
+            claim_once(second)
+        assert descriptors() == while_held, "the refused one leaves its file open"
     with pytest.raises(OtherRunError, match="belongs to the run small"):
         claim_once(second, manifest_of("rounds = 5"))
     assert descriptors() == before, "the lock stays held"
