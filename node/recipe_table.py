@@ -18,7 +18,7 @@ from node.arena import carried
 from node.model import shape_table
 from node.places import demo_manifest
 from optim.errors import OptimError
-from optim.method import MEMORY, Method
+from optim.method import NO_VECTORS, Method
 from optim.program import Program
 from optim.ramps import ramp
 from optim.recipes import PARTS, compose
@@ -83,7 +83,7 @@ def bits_of(program: Program, rounds: Iterable[int]) -> tuple[float, int]:
 
 def vectors(method: Method) -> int:
     """Of the model's size, beside the weights and the inner optimizer's: anchor, slots, references and residual."""
-    slots = sum(name != MEMORY for name in method.slots)
+    slots = sum(name not in NO_VECTORS for name in method.slots)
     return 1 + slots + len(carried(method)) + method.signal.width
 
 

@@ -14,6 +14,8 @@ from optim.topologies import Topology
 from optim.updates import Update
 
 MEMORY = "aggregate_memory"  # the slot of what the aggregate remembers
+USUAL = "usual_weight"  # the slot of what is usually behind a round
+NO_VECTORS = (MEMORY, USUAL)  # slots that are not of the model's size
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ class Method:
     def slots(self) -> tuple[str, ...]:
         """The vectors beside the anchor that all peers hold alike, in ascending order; each zero at the start."""
         remembered = (MEMORY,) if self.aggregate.memory else ()
-        return tuple(sorted({*self.update.slots, *self.signal.shares[1:], *remembered}))
+        usual = (USUAL,) if self.update.is_shortened else ()
+        return tuple(sorted({*self.update.slots, *self.signal.shares[1:], *remembered, *usual}))
 
     def size_of(self, slot: str, numel: int) -> int:
         """Values of that vector, for a model of `numel` parameters."""
-        return self.aggregate.memory if slot == MEMORY else numel
+        return {MEMORY: self.aggregate.memory, USUAL: 1}.get(slot, numel)

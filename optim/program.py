@@ -13,10 +13,11 @@ from optim.codecs.codec import Codec
 from optim.errors import UnknownOption
 from optim.layout import Layout, Span, within
 from optim.memory import copy, empty
-from optim.method import Method
+from optim.method import NO_VECTORS, USUAL, Method
 from optim.penalty import MOST_BLOCKS
 from optim.threads import each, scratch
 from optim.updates import Moment
+from optim.usual import share_of_usual
 from optim.vectors import PlainVector, Vector, slabs
 
 KEPT_PLANS = 64
@@ -156,22 +157,38 @@ class Program:
         return Moment(updates, self.steps_before(round_number), decay, self.layout.matrices)
 
     def moved(
-        self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: Vector, decay: float
+        self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: Vector, decay: float,
+        weights: Sequence[float],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A new anchor and new slots, moved by what a round came to; flat fp32 on the CPU, `merged` as in the plan."""
+        """A new anchor and new slots, moved by what a round came to; flat fp32 on the CPU, `merged` as in the plan.
+        `weights`: of the round's members."""
+        numbers = {name: slots[name] for name in NO_VECTORS if name in slots}
+        share = 1.0
+        if USUAL in numbers:
+            share, numbers[USUAL] = share_of_usual(weights, numbers[USUAL])
+        vectors = {name: slot for name, slot in slots.items() if name not in numbers}
+        anchor, vectors = self._move(plan, anchor, vectors, merged, decay, share)
+        return anchor, vectors | numbers
+
+    def _move(
+        self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: Vector, decay: float,
+        share: float,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """`share`: of the way that the update would make of it."""
         signal, update = plan.method.signal, plan.method.update
         is_whole = plan.numel == self.numel * signal.width and not signal.averaged
         if is_whole and update.is_elementwise:
-            return self._move_in_slabs(plan, anchor, slots, merged, decay)
+            return self._move_in_slabs(plan, anchor, slots, merged, decay, share)
         anchor, slots = copy(anchor), {name: copy(slot) for name, slot in slots.items()}
         if is_whole:
-            update.apply(anchor, slots, _dense(merged), self.moment(plan.round, decay))
+            update.apply(anchor, slots, _shortened(_dense(merged), share), self.moment(plan.round, decay))
         else:
-            self._move_spans(plan, anchor, slots, _dense(merged), decay)
+            self._move_spans(plan, anchor, slots, _dense(merged), decay, share)
         return anchor, slots
 
     def _move_in_slabs(
-        self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: Vector, decay: float
+        self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: Vector, decay: float,
+        share: float,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Everything that is done to a slab while it is in the cache."""
         update, moment = plan.method.update, self.moment(plan.round, decay)
@@ -181,6 +198,8 @@ class Program:
         def move(part: slice) -> None:
             delta = scratch("delta", np.float32, part.stop - part.start)
             merged.restore(part, delta)
+            if share != 1:
+                delta *= np.float32(share)
             moving = {name: vector[part].copy_(slots[name][part]) for name, vector in new.items()}
             update.move(anchor[part], moved[part], moving, torch.from_numpy(delta), moment)
 
@@ -188,7 +207,8 @@ class Program:
         return moved, new
 
     def _move_spans(
-        self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: torch.Tensor, decay: float
+        self, plan: Plan, anchor: torch.Tensor, slots: Mapping[str, torch.Tensor], merged: torch.Tensor, decay: float,
+        share: float,
     ) -> None:
         update, moment = plan.method.update, self.moment(plan.round, decay)
         spans = within(plan.spans, 0, self.numel)
@@ -196,7 +216,7 @@ class Program:
         sent, averaged = torch.split(merged, [size := _size(spans), plan.numel - size])
         vectors = [anchor, *(slots[name] for name in update.slots)]
         near = [_gather(vector, spans) for vector in vectors]
-        update.apply(near[0], dict(zip(update.slots, near[1:], strict=True)), sent, moment)
+        update.apply(near[0], dict(zip(update.slots, near[1:], strict=True)), _shortened(sent, share), moment)
         for piece, vector in zip(near, vectors, strict=True):
             _scatter(piece, vector, spans)
         self._average(plan, slots, averaged)
@@ -216,6 +236,10 @@ def _dense(merged: Vector) -> torch.Tensor:
     whole = empty(merged.numel)
     merged.write_to(whole)
     return torch.from_numpy(whole)
+
+
+def _shortened(delta: torch.Tensor, share: float) -> torch.Tensor:
+    return delta if share == 1 else delta * share
 
 
 def _gather(vector: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from optim.compiled import LOOPS
 from optim.exchange import Merger, Sender
 from optim.layout import Layout
 from optim.machine_code import processor
-from optim.method import MEMORY, Method
+from optim.method import Method
 from optim.program import Program
 from optim.recipes import CODECS, compose
 from optim.rows import RECIPES
@@ -51,8 +51,8 @@ def _round(program: Program, number: int) -> None:
     memory = torch.zeros(method.aggregate.memory) if method.aggregate.memory else None
     merged = merger.merge(number, payloads, WEIGHTS[: len(payloads)], memory)
     merged.dense()
-    slots = {name: torch.zeros(method.size_of(name, program.numel)) for name in method.slots if name != MEMORY}
-    program.moved(plan, torch.zeros(program.numel), slots, merged, 1.0)
+    slots = {name: torch.zeros(method.size_of(name, program.numel)) for name in method.slots}
+    program.moved(plan, torch.zeros(program.numel), slots, merged, 1.0, WEIGHTS)
 
 
 def _methods() -> Iterator[Method]:

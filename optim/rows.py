@@ -35,6 +35,8 @@ USUAL: Final[Tables] = types.MappingProxyType(
         "adoption": {"kind": "carry"},
     }
 )
+# Who leaves for a round takes a share of its step along (see docs/recipes.md).
+SHORTENED: Final[Table] = types.MappingProxyType({**USUAL["update"], "shorten": True})
 # What could not be sent is trained on from: what is sent later is then no second correction of the same errors.
 INT8: Final[Mapping[str, Table]] = types.MappingProxyType(
     {
@@ -90,7 +92,7 @@ def _recipe(name: str, paper: str, common: Tables = USUAL, **tables: Table) -> R
 
 
 SYNCHRONOUS: Final = (
-    _recipe("diloco", "arXiv 2311.08105", INT8, schedule=_every(100)),
+    _recipe("diloco", "arXiv 2311.08105", INT8, schedule=_every(100), update=SHORTENED),
     _recipe("sparseloco", "arXiv 2508.15706", SPARSE, schedule=_every(30)),
     _recipe(
         "sparseloco-senders",

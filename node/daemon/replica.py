@@ -44,7 +44,7 @@ Work = Callable[..., Awaitable[Any]]  # calls a function with arguments in the w
 
 @dataclass(frozen=True)
 class OuterState:
-    """Never changed in place. `slots` by name, each flat fp32, of the anchor's size but for the aggregate's memory."""
+    """Never changed in place. `slots` by name, each flat fp32, of the anchor's size but for the method's numbers."""
 
     anchor: Tensor
     slots: Mapping[str, Tensor]
@@ -131,11 +131,11 @@ class Workshop:
             merged = self._merger.merge(number, payloads, weights, memory.get(MEMORY))
         except OptimError as error:
             raise MalformedError(f"the commit of round {number} does not decode: {error}") from error
-        slots = {name: slot for name, slot in state.slots.items() if name != MEMORY}
-        decay = self._decay(self._program.steps_before(number))
-        anchor, slots = self._program.moved(self._program.plan(number), state.anchor, slots, merged, decay)
+        plan, decay = self._program.plan(number), self._decay(self._program.steps_before(number))
+        slots = {**state.slots, **memory}
+        anchor, slots = self._program.moved(plan, state.anchor, slots, merged, decay, weights)
         self._read.clear()
-        return OuterState(anchor, slots | memory)
+        return OuterState(anchor, slots)
 
     def _payload(self, blob: Blob, round_number: int, part: int) -> Payload | Vector:
         """As `check` has read it, where there was room to keep that."""

@@ -12,11 +12,23 @@ from optim.updates.update import Moment, Slots, Update, length, slabs_of
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Sgd(Update):
+class _Step(Update):
+    """`shorten`: a round with less behind it than usual moves by its share (see optim.usual)."""
+
+    is_elementwise: ClassVar[bool] = True
+
+    shorten: bool = Field(default=False, description="a round with less behind it than usual moves by its share")
+
+    @property
+    def is_shortened(self) -> bool:
+        return self.shorten
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Sgd(_Step):
     """phi <- phi - eta * delta. With eta = 1 and a mean this is plain parameter averaging (arXiv 1602.05629)."""
 
     kind: ClassVar[str] = "sgd"
-    is_elementwise: ClassVar[bool] = True
 
     learning_rate: float = Field(default=1.0, gt=0, le=10)
 
@@ -35,10 +47,9 @@ class Sgd(Update):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class _Momentum(Update):
+class _Momentum(_Step):
     """m <- mu * m + delta; what the step is made of beside m is the subclass's affair."""
 
-    is_elementwise: ClassVar[bool] = True
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
 
     learning_rate: float = Field(default=0.7, gt=0, le=10)

@@ -41,6 +41,11 @@ class Update(ABC):
     signals: ClassVar[tuple[str, ...]] = ("pseudo-gradient", "gradient", "inner-state")
     is_elementwise: ClassVar[bool] = False  # stretch by stretch, in any order and beside one another, gives the same
 
+    @property
+    def is_shortened(self) -> bool:
+        """Whether a round with less behind it than usual is to move by its share (see optim.usual)."""
+        return False
+
     @abstractmethod
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
         """Change `anchor` and `slots` in place. All are flat fp32 tensors of one size on the CPU."""

@@ -84,11 +84,9 @@ class Replica:
         return self.merger.merge(number, reduced, ())
 
     def apply(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
-        merged, memory = self._merged(number, messages, weights), self.slots.pop(MEMORY, None)
+        merged = self._merged(number, messages, weights)
         plan = self.program.plan(number)
-        self.anchor, self.slots = self.program.moved(plan, self.anchor, self.slots, merged, 1.0)
-        if memory is not None:
-            self.slots[MEMORY] = memory
+        self.anchor, self.slots = self.program.moved(plan, self.anchor, self.slots, merged, 1.0, weights)
         return torch.from_numpy(merged.dense())
 
     @property

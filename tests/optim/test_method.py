@@ -7,7 +7,7 @@ import pytest
 from optim.codecs.dense import Uncompressed
 from optim.codecs.signs import BlockSign
 from optim.inner.inner import WEIGHTS
-from optim.method import MEMORY
+from optim.method import MEMORY, USUAL
 from optim.recipes import PARTS, compose
 from optim.rows import RECIPES
 from optim.updates import Nesterov
@@ -39,7 +39,8 @@ def test_what_peers_hold_alike_is_the_same_in_every_round(recipe: str) -> None:
         assert now.topology == method.topology and now.adoption == method.adoption
     assert list(method.slots) == sorted(set(method.slots)) and WEIGHTS not in method.slots
     remembered = {MEMORY} if method.aggregate.memory else set()
-    assert {*method.update.slots, *method.signal.shares[1:], *remembered} == set(method.slots)
+    usual = {USUAL} if method.update.is_shortened else set()
+    assert {*method.update.slots, *method.signal.shares[1:], *remembered, *usual} == set(method.slots)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

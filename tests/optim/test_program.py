@@ -196,7 +196,7 @@ def test_a_fragment_moves_its_own_values_and_no_others() -> None:
     for number in range(6):
         plan, delta = program.plan(number), draw(number)
         before, mask = anchor, sent(program, number).bool()
-        anchor, slots = program.moved(plan, anchor, slots, plain(plan.gather(delta)), 0.5)
+        anchor, slots = program.moved(plan, anchor, slots, plain(plan.gather(delta)), 0.5, [1.0])
         assert torch.equal(anchor[mask], before[mask] - delta[mask]) and torch.equal(anchor[~mask], before[~mask])
     assert torch.equal(slots["momentum"], -anchor)
     assert [moment.round for _, moment in Watching.seen] == [0, 0, 0, 1, 1, 1], "updates of these values, not rounds"
@@ -212,9 +212,9 @@ def test_averaged_vectors_move_by_the_whole_mean_in_their_rounds() -> None:
     program = program_of("averaging", LOSSLESS | NO_PROGRESS | signal)
     anchor, slots = torch.zeros(NUMEL), {name: torch.ones(NUMEL) for name in program.method.slots}
     whole = draw(1, 3 * NUMEL)
-    anchor, slots = program.moved(program.plan(0), anchor, slots, plain(program.plan(0).gather(whole)), 1.0)
+    anchor, slots = program.moved(program.plan(0), anchor, slots, plain(program.plan(0).gather(whole)), 1.0, [1.0])
     assert torch.equal(anchor, -whole[:NUMEL]) and slots["first_moment"].eq(1).all()
-    anchor, slots = program.moved(program.plan(1), anchor, slots, plain(program.plan(1).gather(whole)), 1.0)
+    anchor, slots = program.moved(program.plan(1), anchor, slots, plain(program.plan(1).gather(whole)), 1.0, [1.0])
     assert torch.equal(slots["first_moment"], 1 - whole[NUMEL : 2 * NUMEL])
     assert torch.equal(slots["second_moment"], 1 - whole[2 * NUMEL :])
     assert torch.equal(anchor, -2 * whole[:NUMEL])
@@ -285,7 +285,7 @@ def moved_and_applied(update: Update) -> tuple[list[torch.Tensor], list[torch.Te
     start, delta, *slots = [draw(seed, SLAB + 1000).abs_() for seed in range(2 + len(update.slots))]
     held = dict(zip(update.slots, slots, strict=True))
     kept = [start.clone(), *(slot.clone() for slot in slots)]
-    anchor, after = program.moved(program.plan(3), start, held, plain(delta), 0.5)
+    anchor, after = program.moved(program.plan(3), start, held, plain(delta), 0.5, [1.0])
     assert all(map(torch.equal, [start, *slots], kept)), "what was before stays as it was"
     update.apply(start, held, delta, program.moment(3, 0.5))
     return [anchor, *after.values()], [start, *held.values()]

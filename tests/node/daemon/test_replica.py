@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from node.daemon.replica import OuterState, Workshop, state_bytes
+from optim.method import USUAL
 from optim.parts import Scalar
 from optim.recipes import compose
 from optim.rows import RECIPES
@@ -39,22 +40,23 @@ from tests.optim.replicas import LOSSLESS, Tables
 def state_of(seed: int) -> OuterState:
     generator = torch.Generator().manual_seed(seed)
     anchor, momentum = torch.randn(2, NUMEL, generator=generator)
-    return OuterState(anchor.clone(), {"momentum": momentum.clone()})
+    return OuterState(anchor.clone(), {"momentum": momentum.clone(), USUAL: torch.tensor([4096.0])})
 
 
 def test_state_to_bytes_and_back() -> None:
     state = state_of(1)
     raw = b"".join(state.views())
-    assert len(raw) == STATE_BYTES == 8 * NUMEL
+    assert len(raw) == STATE_BYTES == 8 * NUMEL + 4
     back = OuterState.from_bytes(bytearray(raw), NUMEL, METHOD)
-    assert torch.equal(back.anchor, state.anchor) and torch.equal(back.slots["momentum"], state.slots["momentum"])
+    assert torch.equal(back.anchor, state.anchor)
+    assert all(torch.equal(back.slots[name], state.slots[name]) for name in ("momentum", USUAL))
     assert b"".join(back.views()) == raw
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", [0, NUMEL - 1, NUMEL, 2 * NUMEL - 1])
+@pytest.mark.parametrize("place", [0, NUMEL - 1, NUMEL, 2 * NUMEL - 1, 2 * NUMEL])
 def test_a_state_that_is_not_finite_is_refused(value: float, place: int) -> None:
-    values = torch.zeros(2 * NUMEL)
+    values = torch.zeros(2 * NUMEL + 1)
     values[place] = value
     with pytest.raises(MalformedError, match="not finite"):
         OuterState.from_bytes(bytearray(values.numpy().tobytes()), NUMEL, METHOD)

@@ -148,9 +148,7 @@ class Swarm:
         self._fates = ["included" if index in kept else "excluded" for index in range(len(self.peers))]
         plan = self.program.plan(number)
         merged = self._merged(number, [self.peers[index].payloads() for index in kept])
-        memory = {MEMORY: self.slots.pop(MEMORY)} if MEMORY in self.slots else {}
-        anchor, slots = self.program.moved(plan, self.anchors[-1], self.slots, merged, 1.0)
-        self.slots = slots | memory
+        anchor, self.slots = self.program.moved(plan, self.anchors[-1], self.slots, merged, 1.0, [1.0] * len(kept))
         for index in kept:
             self.sent[index] += decoded(self.peers[index])
         self.anchors.append(anchor)
