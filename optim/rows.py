@@ -31,12 +31,10 @@ USUAL: Final[Tables] = types.MappingProxyType(
         "feedback": {"kind": "none"},
         "topology": {"kind": "butterfly"},
         "aggregate": {"kind": "mean", "staleness": LATE},
-        "update": {"kind": "nesterov", "learning_rate": 0.7, "momentum": 0.9},
+        "update": {"kind": "nesterov", "learning_rate": 0.7, "momentum": 0.9, "shorten": True},
         "adoption": {"kind": "carry"},
     }
 )
-# Who leaves for a round takes a share of its step along (see docs/recipes.md).
-SHORTENED: Final[Table] = types.MappingProxyType({**USUAL["update"], "shorten": True})
 # What could not be sent is trained on from: what is sent later is then no second correction of the same errors.
 INT8: Final[Mapping[str, Table]] = types.MappingProxyType(
     {
@@ -92,7 +90,7 @@ def _recipe(name: str, paper: str, common: Tables = USUAL, **tables: Table) -> R
 
 
 SYNCHRONOUS: Final = (
-    _recipe("diloco", "arXiv 2311.08105", INT8, schedule=_every(100), update=SHORTENED),
+    _recipe("diloco", "arXiv 2311.08105", INT8, schedule=_every(100)),
     _recipe("sparseloco", "arXiv 2508.15706", SPARSE, schedule=_every(30)),
     _recipe(
         "sparseloco-senders",
@@ -157,6 +155,7 @@ WARM: Final = (
             "kind": "nesterov",
             "learning_rate": "1.0 until 50 then 0.7",
             "momentum": "0.0 until 50 then 0.5 -> 0.9 over 30",
+            "shorten": True,
         },
     ),
     _recipe(
@@ -180,7 +179,8 @@ OVERLAPPED: Final = (
         "arXiv 2502.12996",
         INT8,
         schedule=_overlapped(100),
-        update={"kind": "nesterov", "learning_rate": 0.4, "momentum": 0.6},  # a round late, more would not be stable
+        # A round late, more would not be stable.
+        update={"kind": "nesterov", "learning_rate": 0.4, "momentum": 0.6, "shorten": True},
         adoption={"kind": "carry", "keep": 0.125},
     ),
     _recipe(

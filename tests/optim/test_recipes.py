@@ -28,7 +28,7 @@ def test_diloco() -> None:
     assert method.codec == BlockInt8(block=256)
     assert method.feedback == ErrorFeedback(decay=1.0)
     assert method.topology == Butterfly()
-    assert method.update == Nesterov(learning_rate=0.7, momentum=0.9)
+    assert method.update == Nesterov(learning_rate=0.7, momentum=0.9, shorten=True)
 
 
 def test_sparseloco() -> None:
@@ -54,7 +54,9 @@ def test_another_kind_starts_from_its_own_defaults() -> None:
 
 
 def test_whole_numbers_may_stand_for_reals() -> None:
-    assert compose("diloco", {"update": {"learning_rate": 1}}).update == Nesterov(learning_rate=1.0, momentum=0.9)
+    assert compose("diloco", {"update": {"learning_rate": 1}}).update == Nesterov(
+        learning_rate=1.0, momentum=0.9, shorten=True
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

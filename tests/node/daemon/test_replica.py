@@ -180,6 +180,22 @@ def test_the_methods_rule_says_what_a_contribution_weighs(tmp_path: Path) -> Non
     assert found == pytest.approx([3 / 4, 1 / 2, 1 / 3, 3 / 8 / (1 + 3 / 8)])
 
 
+async def test_a_lone_round_moves_by_its_share_and_so_it_does_for_who_took_the_state_over(tmp_path: Path) -> None:
+    """delta <- s delta with s = 1 / (4 * 63/64): what is usual is part of the state."""
+    store = store_in(tmp_path)
+    replica, taker = replica_in(store), replica_in(store)
+    delta = torch.full((NUMEL,), 0.5)
+    blob = store.put(METHOD.codec.encode(delta))
+    await apply(replica, commit_of(replica.chain.head, dict.fromkeys(range(4), blob)))
+    await taker.take_over(replica.chain.head, replica.blob, ())
+    before, lone = replica.state.anchor, commit_of(replica.chain.head, {2: blob})
+    for each in (replica, taker):
+        await apply(each, lone)
+    share = 1 / (4 * 63 / 64)
+    assert torch.allclose(before - replica.state.anchor, 0.7 * (share + 0.9 * (0.9 + share)) * delta)
+    assert replica.blob == taker.blob
+
+
 async def test_each_round_is_applied_by_its_own_plan(tmp_path: Path) -> None:
     """Of two fragments, each moves in its rounds; and the update hears of the learning rate that is left."""
     heard: list[int] = []
