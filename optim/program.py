@@ -17,7 +17,7 @@ from optim.method import NO_VECTORS, USUAL, Method
 from optim.penalty import MOST_BLOCKS
 from optim.threads import each, scratch
 from optim.updates import Moment
-from optim.usual import share_of_usual
+from optim.usual import share_of, usual_after
 from optim.vectors import PlainVector, Vector, slabs
 
 KEPT_PLANS = 64
@@ -165,7 +165,8 @@ class Program:
         numbers = {name: slots[name] for name in NO_VECTORS if name in slots}
         share = 1.0
         if USUAL in numbers:
-            share, numbers[USUAL] = share_of_usual(weights, numbers[USUAL])
+            numbers[USUAL] = usual_after(weights, numbers[USUAL])
+            share = share_of(weights, numbers[USUAL])
         vectors = {name: slot for name, slot in slots.items() if name not in numbers}
         anchor, vectors = self._move(plan, anchor, vectors, merged, decay, share)
         return anchor, vectors | numbers

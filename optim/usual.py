@@ -23,11 +23,20 @@ FALL: Final = np.float32(1 / 64)  # a round, of what is usual
 RISE: Final = np.float32(1 / 4)
 
 
-def share_of_usual(weights: Sequence[float], usual: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Of a round's whole step, in 0 to 1; and U after it. `usual`: U before it, fp32 of one value, zero at the start.
+def usual_after(weights: Sequence[float], usual: torch.Tensor) -> torch.Tensor:
+    """U after a round of these members; before it `usual`, fp32 of one value, zero at the start.
 
-    The same bits on every machine: each operation is one in fp32.
+    The same bits on every machine, as those of `share_of`: each operation is one in fp32.
     """
-    weight, before = np.float32(math.fsum(weights)), np.float32(usual.item())
+    weight, before = _total(weights), np.float32(usual.item())
     after = before + min(max(weight - before, -before * FALL), before * RISE) if before else weight
-    return float(min(np.float32(1), weight / after)), torch.from_numpy(np.array([after]))
+    return torch.from_numpy(np.array([after]))
+
+
+def share_of(weights: Sequence[float], usual: torch.Tensor) -> float:
+    """Of a whole step, in 0 to 1, that such a round makes. `usual`: U after it."""
+    return float(min(np.float32(1), _total(weights) / np.float32(usual.item())))
+
+
+def _total(weights: Sequence[float]) -> np.float32:
+    return np.float32(math.fsum(weights))

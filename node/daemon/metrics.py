@@ -62,6 +62,7 @@ class Metrics(Collector):
         self.absences: collections.Counter[str] = collections.Counter()
         self.setbacks: collections.Counter[str] = collections.Counter()
         self.entries: collections.Counter[str] = collections.Counter()
+        self.outer_steps = 0.0
         self.revisions: collections.Counter[str] = collections.Counter()
         self.catch_ups: collections.Counter[str] = collections.Counter()
         self.pauses = self.hurries = 0
@@ -79,9 +80,10 @@ class Metrics(Collector):
         """`missed`: a round was committed without an offer of ours; `lost`: what became of it is not known."""
         self.rounds[outcome] += 1
 
-    def entered(self, entries: Entries) -> None:
-        """What went into this node's state with one more round."""
+    def entered(self, entries: Entries, step: float) -> None:
+        """What went into this node's state with one more round, and which share of a whole step that was."""
         self.entries.update(contributions=len(entries.peers), parts=entries.parts, bytes=entries.size)
+        self.outer_steps += step
 
     def set_back(self, reason: Setback) -> None:
         self.setbacks[reason] += 1
@@ -124,6 +126,7 @@ class Metrics(Collector):
         yield _labelled("murmur_absences", "Rounds without this node's work, by why", "reason", self.absences)
         yield _labelled("murmur_setbacks", "What went wrong and was worked around", "reason", self.setbacks)
         yield _labelled("murmur_entered", "What went into this node's state, round by round", "what", self.entries)
+        yield CounterMetricFamily("murmur_outer_steps", "Rounds, each by its share of a step", value=self.outer_steps)
         yield _labelled("murmur_revisions", "Messages with another fate on another chain", "fate", self.revisions)
         yield _labelled("murmur_catch_ups", "Rounds that others made meanwhile, by how", "how", self.catch_ups)
         yield CounterMetricFamily("murmur_pauses", "Times that training stood back for others", value=self.pauses)

@@ -17,8 +17,9 @@ from optim.codecs.codec import Payload
 from optim.errors import OptimError
 from optim.exchange import Merger
 from optim.memory import copy
-from optim.method import MEMORY, Method
+from optim.method import MEMORY, USUAL, Method
 from optim.program import Program
+from optim.usual import share_of
 from optim.vectors import SparseVector, Vector
 from protocol.blobs.blob import Blob, Bytes
 from protocol.errors import MalformedError
@@ -137,6 +138,13 @@ class Workshop:
         self._read.clear()
         return OuterState(anchor, slots)
 
+    def step_share(self, state: OuterState, round_number: int, share: Share) -> float:
+        """Of a whole step, that the round made by which `state` came about."""
+        usual = state.slots.get(USUAL)
+        if usual is None or not share:
+            return 1.0
+        return share_of(self._weights(round_number, [entry.body for entry in share]), usual)
+
     def _payload(self, blob: Blob, round_number: int, part: int) -> Payload | Vector:
         """As `check` has read it, where there was room to keep that."""
         known = self._read.get((blob.digest, round_number, part))
@@ -188,6 +196,10 @@ class Replica:
         blob = await self._work(self._workshop.keep, state)
         self.chain.append(commit)
         self.state, self.blob = state, blob
+
+    def step_share(self, commit: Commit, share: Share) -> float:
+        """Of a whole step, that the last round made."""
+        return self._workshop.step_share(self.state, commit.round, share)
 
     async def take_over(self, head: Head, blob: Blob, commits: Sequence[Statement[Commit]]) -> None:
         """Another chain: its head, its state (in the store) and commits of it that follow one another; they are kept

@@ -122,18 +122,19 @@ class Standing:
         self._metrics.set_back(reason)
         logger.log(logging.INFO if reason in QUIET else logging.WARNING, "%s: %s", reason, line)
 
-    def entered(self, entries: Entries) -> None:
-        """What went into our state with a round."""
-        self._metrics.entered(entries)
-        size = short_bytes(entries.size)
-        logger.info("%d contributions went in, %d parts of %s", len(entries.peers), entries.parts, size)
+    def entered(self, entries: Entries, step: float) -> None:
+        """What went into our state with a round, and which share of a whole step that was."""
+        self._metrics.entered(entries, step)
+        short = "" if step == 1 else f", {step:.2f} of a step"
+        count, size = _contributions(len(entries.peers)), short_bytes(entries.size)
+        logger.info("%s went in, %d parts of %s%s", count, entries.parts, size, short)
 
     def applied(self, head: Head, state: Digest, commits: Sequence[Commit], fate: Fate) -> None:
         """New rounds are in place, and what became of our message in them."""
         self._time()
         self.stands_at(head, state)
         # Of a round that was skipped by taking over a state we cannot say what went into it.
-        went_in = f"{len(commits[0].contributions)} contributions" if len(commits) == 1 else "taken over"
+        went_in = _contributions(len(commits[0].contributions)) if len(commits) == 1 else "taken over"
         mark = head.digest.hex()[:8]
         if fate == "included":
             self._include(head, commits)
@@ -221,3 +222,7 @@ class Standing:
 
     def _set(self, **values: object) -> None:
         self._status = self._status.model_copy(update=values)
+
+
+def _contributions(count: int) -> str:
+    return f"{count} contribution{'s' * (count != 1)}"

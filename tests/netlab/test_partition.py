@@ -189,7 +189,7 @@ def check_words(flock: ScatteredFlock, commits: Sequence[Commit]) -> None:
     }
     for peer in flock.peers:
         assert peer.status is not None
-        said = re.findall(r"round \d+: (\d+) contributions, ours (.+), digest (\w{8})", flock.log(peer))
+        said = re.findall(r"round \d+: (\d+) contributions?, ours (.+), digest (\w{8})", flock.log(peer))
         heard = [(int(count), fate, senders[digest]) for count, fate, digest in said if digest in senders]
         assert len(heard) >= 2, "who takes a state over says nothing of the rounds before"
         for count, fate, entered in heard:

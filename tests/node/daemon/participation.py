@@ -158,7 +158,7 @@ class FakeStanding:
     def set_back(self, reason: str, line: str) -> None:
         self.setbacks.append(reason)
 
-    def entered(self, entries: Entries) -> None:
+    def entered(self, entries: Entries, step: float) -> None:
         self.entries.append(entries)
 
     def revised(self, past: Sequence[Past]) -> None:

@@ -96,7 +96,7 @@ def test_of_rounds_that_were_skipped_nothing_is_said_that_we_do_not_know(
 ) -> None:
     caplog.set_level(logging.INFO)
     standing.applied(HEAD, bytes(32), commits(1), "none")
-    assert "round 3: 1 contributions, ours not among them" in caplog.text
+    assert "round 3: 1 contribution, ours not among them" in caplog.text
     caplog.clear()
     standing.applied(HEAD, bytes(32), [], "none")
     standing.applied(HEAD, bytes(32), commits(2), "included")
@@ -240,10 +240,14 @@ def test_another_fate_on_another_chain_is_counted_and_said(
 def test_what_went_in_is_counted_and_said(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     parts = (Blob.of(b"four"), Blob.of(b"of six"))
-    for entries in (Entries.of(commit_of(HEAD, {0: parts, 1: parts[:1]}).body.contributions), Entries.of(())):
-        standing.entered(entries)
+    both = commit_of(HEAD, {0: parts, 1: parts[:1]}).body.contributions
+    standing.entered(Entries.of(both), 1.0)
+    standing.entered(Entries.of(()), 0.25)
     assert standing._metrics.entries == {"contributions": 2, "parts": 3, "bytes": 14}
-    assert "2 contributions went in, 3 parts of 14 B" in caplog.text
+    assert standing._metrics.outer_steps == 1.25
+    assert caplog.messages == [
+        "2 contributions went in, 3 parts of 14 B", "0 contributions went in, 0 parts of 0 B, 0.25 of a step",
+    ]  # fmt: skip
 
 
 def test_setbacks_are_counted_and_said(standing: Standing, caplog: pytest.LogCaptureFixture) -> None:
