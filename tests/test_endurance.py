@@ -1,5 +1,7 @@
 """What the benchmarks of endurance see and do: standstills, losses at equal tokens, who dies when."""
 
+import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +13,7 @@ from benchmarks import churn, soak
 from benchmarks.churn import Deaths, Report
 from benchmarks.endurance import faults
 from benchmarks.endurance.faults import Faults
-from benchmarks.endurance.resources import Resources, slope_of
+from benchmarks.endurance.resources import Growth, Resources, slope_of
 from benchmarks.endurance.watch import Standstill, Watch, loss_at, loss_up_to
 from node.status import NodeStatus
 
@@ -161,8 +163,23 @@ def test_growth_is_of_each_life_behind_its_warm_up() -> None:
     flat = [(float(now), 100.0 + now % 60) for now in range(900, 2300, 5)]
     leaking = [(now, amount + now / 3600) for now, amount in flat]
     resources.lives["resident_mb"] = {1: starting + flat, 2: starting + leaking, 3: starting}
-    assert resources.growth()["resident_mb"] == pytest.approx([0.0, 1.0]), "what comes and goes in a minute is none"
+    growth = resources.growth()
+    assert list(growth) == ["resident_mb"], "of the others there is nothing to tell"
+    assert growth["resident_mb"] == pytest.approx((0.5, 1.0, 0.0, 2)), "what comes and goes in a minute is none"
     assert slope_of([*starting, *flat[:30]]) is None, "too short to tell"
+
+
+def test_a_slope_is_as_sure_as_its_minutes_are_alike() -> None:
+    drawn = random.Random(7)
+    minutes = [(900.0 + 60 * minute, 2.0 * minute / 60) for minute in range(45)]
+    errors, rates = [], []
+    for _ in range(200):
+        slope = slope_of([(0.0, 0.0), *((now, amount + drawn.gauss(0.0, 3.0)) for now, amount in minutes)])
+        assert slope is not None
+        errors.append(slope.error)
+        rates.append(slope.rate)
+    assert statistics.fmean(rates) == pytest.approx(2.0, abs=0.5)
+    assert statistics.fmean(errors) == pytest.approx(statistics.stdev(rates), rel=0.2)
 
 
 class FakeLaboratory:
@@ -234,11 +251,12 @@ class FakeProcess:
         {"longest_start": 61.0},
         {"digests_equal": False},
         {"loss": 2.1},
-        {"growth_per_hour": {"resident_mb": (2.0, 9.0)}},
+        {"growth": {"resident_mb": Growth(2.0, 9.0, 1.0, 2)}},
+        {"calm_growth": {"resident_mb": Growth(2.0, 9.0, 1.0, 8)}},
     ],
 )
 def test_a_soak_fails_for_any_one_reason(change: dict[str, Any]) -> None:
-    good = soak.Report(30.0, {"kill": 3}, 9, 20.0, 30.0, True, 2.0, 2.0, {"resident_mb": (0.5, 9.0)})
+    good = soak.Report(30.0, {"kill": 3}, 9, 20.0, 30.0, True, 2.0, 2.0, {"resident_mb": Growth(0.5, 9.0, 1.0, 2)})
     assert good.passed and not replace(good, **change).passed
-    assert replace(good, growth_per_hour={}).passed, "minutes are too few to tell"
-    assert "3 x kill" in soak.table(good)
+    assert replace(good, growth={}).passed, "minutes are too few to tell"
+    assert "3 x kill" in soak.table(good) and "| resident_mb, with faults | 2 | 0.5 | 9.0 | 1.0 |" in soak.table(good)

@@ -1,10 +1,11 @@
 """What daemons take of their machine over time, and whether it grows."""
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import psutil
 
@@ -20,6 +21,22 @@ UNITS: Final[Mapping[str, float]] = MappingProxyType(
     {"resident_mb": MEGABYTE, "shared_mb": MEGABYTE, "descriptors": 1.0, "threads": 1.0}
 )
 Samples = list[tuple[float, float]]  # seconds, and how much there was then
+
+
+class Slope(NamedTuple):
+    """Of one life, an hour, with its standard error."""
+
+    rate: float
+    error: float
+
+
+class Growth(NamedTuple):
+    """An hour: the middle and the greatest of so many lives, and the standard error of the middle one of them."""
+
+    middle: float
+    greatest: float
+    error: float
+    lives: int
 
 
 @dataclass
@@ -44,16 +61,20 @@ class Resources:
             for (name, unit), amount in zip(UNITS.items(), taken, strict=True):
                 self.lives[name].setdefault(process.pid, []).append((now, amount / unit))
 
-    def growth(self) -> dict[str, list[float]]:
-        """An hour, of each life that was long enough, smallest first."""
-        return {
-            name: sorted(slope for samples in lives.values() if (slope := slope_of(samples)) is not None)
-            for name, lives in self.lives.items()
-        }
+    def growth(self) -> dict[str, Growth]:
+        """Of the lives that were long enough; a quantity is left out where none was."""
+        slopes = {name: [slope_of(samples) for samples in lives.values()] for name, lives in self.lives.items()}
+        long_enough = {name: [slope for slope in found if slope is not None] for name, found in slopes.items()}
+        return {name: growth_of(found) for name, found in long_enough.items() if found}
 
 
-def slope_of(samples: Sequence[tuple[float, float]]) -> float | None:
-    """An hour, the line of least squares through each minute's least behind the warm-up; None where that is short."""
+def growth_of(slopes: Sequence[Slope]) -> Growth:
+    rates = [slope.rate for slope in slopes]
+    return Growth(statistics.median(rates), max(rates), statistics.median(slope.error for slope in slopes), len(rates))
+
+
+def slope_of(samples: Sequence[tuple[float, float]]) -> Slope | None:
+    """The line of least squares through each minute's least behind the warm-up; None where that is short."""
     begins = samples[0][0] + WARM_UP_SECONDS
     if samples[-1][0] - begins < LEAST_SECONDS:
         return None
@@ -62,5 +83,8 @@ def slope_of(samples: Sequence[tuple[float, float]]) -> float | None:
         if now >= begins:
             minute = int((now - begins) / LOW_SECONDS)
             lows[minute] = min(amount, lows.get(minute, amount))
-    slope, _ = statistics.linear_regression(list(lows), list(lows.values()))
-    return slope * 3600 / LOW_SECONDS
+    slope, intercept = statistics.linear_regression(list(lows), list(lows.values()))
+    middle = statistics.fmean(lows)
+    squares = sum((amount - slope * minute - intercept) ** 2 for minute, amount in lows.items())
+    error = math.sqrt(squares / (len(lows) - 2) / sum((minute - middle) ** 2 for minute in lows))
+    return Slope(slope * 3600 / LOW_SECONDS, error * 3600 / LOW_SECONDS)
