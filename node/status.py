@@ -134,7 +134,7 @@ class NodeStatus(BaseModel):
         return tuple(f"{what}: {_counted(counts)}" for what, counts in told if counts)
 
     def _watched(self) -> str:
-        there = f"{self.peers} {'peer' if self.peers == 1 else 'peers'} there"
+        there = f"{plural(self.peers, 'peer')} there"
         moved = f"sent {short_bytes(self.bytes_sent)}"
         return " · ".join((self.round_of_target(), there, moved, "watching", f"page {self.page}"))
 
@@ -171,6 +171,11 @@ def short_bytes(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f} B"
+
+
+def plural(count: int, noun: str) -> str:
+    """1, peer -> 1 peer; 2, peer -> 2 peers"""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 async def fetch_status(port: int, deadline: float) -> NodeStatus:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+import numpy as np
 import psutil
 
 from node.local.peer_process import PeerProcess
@@ -83,8 +84,6 @@ def slope_of(samples: Sequence[tuple[float, float]]) -> Slope | None:
         if now >= begins:
             minute = int((now - begins) / LOW_SECONDS)
             lows[minute] = min(amount, lows.get(minute, amount))
-    slope, intercept = statistics.linear_regression(list(lows), list(lows.values()))
-    middle = statistics.fmean(lows)
-    squares = sum((amount - slope * minute - intercept) ** 2 for minute, amount in lows.items())
-    error = math.sqrt(squares / (len(lows) - 2) / sum((minute - middle) ** 2 for minute in lows))
-    return Slope(slope * 3600 / LOW_SECONDS, error * 3600 / LOW_SECONDS)
+    line, covariance = np.polyfit(list(lows), list(lows.values()), 1, cov=True)
+    per_hour = 3600 / LOW_SECONDS
+    return Slope(float(line[0]) * per_hour, math.sqrt(covariance[0, 0]) * per_hour)

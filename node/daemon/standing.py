@@ -10,7 +10,7 @@ from node.channel import Evaluated, Fate, FromTrainer, Message, Mishap, Pausing,
 from node.daemon.absence import BEHIND, MISHAPS, Absence, absence
 from node.daemon.metrics import CatchUp, Metrics, Setback
 from node.daemon.offers import Past
-from node.status import NodeStatus, Phase, short_bytes
+from node.status import NodeStatus, Phase, plural, short_bytes
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.rounds.chain import Head
@@ -126,7 +126,7 @@ class Standing:
         """What went into our state with a round, and which share of a whole step that was."""
         self._metrics.entered(entries, step)
         short = "" if step == 1 else f", {step:.2f} of a step"
-        count, size = _contributions(len(entries.peers)), short_bytes(entries.size)
+        count, size = plural(len(entries.peers), "contribution"), short_bytes(entries.size)
         logger.info("%s went in, %d parts of %s%s", count, entries.parts, size, short)
 
     def applied(self, head: Head, state: Digest, commits: Sequence[Commit], fate: Fate) -> None:
@@ -134,7 +134,7 @@ class Standing:
         self._time()
         self.stands_at(head, state)
         # Of a round that was skipped by taking over a state we cannot say what went into it.
-        went_in = _contributions(len(commits[0].contributions)) if len(commits) == 1 else "taken over"
+        went_in = plural(len(commits[0].contributions), "contribution") if len(commits) == 1 else "taken over"
         mark = head.digest.hex()[:8]
         if fate == "included":
             self._include(head, commits)
@@ -222,7 +222,3 @@ class Standing:
 
     def _set(self, **values: object) -> None:
         self._status = self._status.model_copy(update=values)
-
-
-def _contributions(count: int) -> str:
-    return f"{count} contribution{'s' * (count != 1)}"

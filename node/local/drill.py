@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from node.local.views import PeerView, SwarmView
+from node.status import plural
 
 RETURN_DEADLINE = 60.0  # seconds; others that cannot go on alone get the victim back
 ROUNDS_ALONE = 1  # committed without the victim before it returns, if the others have noticed its absence
@@ -63,7 +64,7 @@ class Drill:
         if not (enough or late):
             return None
         self._enter("returning", view)
-        went = f"the others finished {alone} round{'s' * (alone != 1)} without it" if enough else "the others wait"
+        went = f"the others finished {plural(alone, 'round')} without it" if enough else "the others wait"
         return Order("start", f"drill: {went}; {victim.name} is started again")
 
     def _welcome(self, victim: PeerView, others: tuple[PeerView, ...]) -> Order | None:

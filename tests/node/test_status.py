@@ -9,7 +9,7 @@ import pytest
 
 from node.daemon.absence import MISHAPS
 from node.daemon.metrics import Setback
-from node.status import NodeStatus, fetch_status, short_bytes, short_count
+from node.status import NodeStatus, fetch_status, plural, short_bytes, short_count
 from protocol.blobs.service import _STATUS
 from protocol.errors import PeerFault, UnreachableError
 from protocol.rounds.events import Reason
@@ -96,6 +96,10 @@ def test_short_count(number: float, text: str) -> None:
 @pytest.mark.parametrize(("number", "text"), [(12, "12 B"), (1500, "1.5 kB"), (4.2e6, "4.2 MB"), (7e12, "7.0 TB")])
 def test_short_bytes(number: float, text: str) -> None:
     assert short_bytes(number) == text
+
+
+def test_plural() -> None:
+    assert [plural(count, "peer") for count in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]
 
 
 async def served(handler: Handler) -> tuple[asyncio.Server, int]:
