@@ -142,7 +142,7 @@ def test_one_recipe_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     row = describe("diloco")
     assert row["memory_per_parameter"] == 16  # anchor, reference, residual, momentum
     assert row["bits_per_parameter_step"] == pytest.approx(row["bits_per_parameter_sync"] / 100)
-    assert row["options"]["update"] == {"learning_rate": 0.7, "momentum": 0.9}
+    assert row["options"]["update"] == {"learning_rate": 0.7, "momentum": 0.9, "shorten": True}
     assert "fates" in row["needs"]
 
 

@@ -45,9 +45,11 @@ def test_the_same_seed_gives_the_same_numbers(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco", "averaging"])
 def test_two_peers_with_the_same_data_are_one(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(peers: int) -> bytes:
-        swarm, _ = finished(setting(peers, 6), method(recipe, 3))
+        swarm, _ = finished(setting(peers, 6), method(recipe, 3, whole))
         return swarm.alive[0].applied[1].digest
 
+    # What rounds usually have behind them is part of the state, and is twice as much of two.
+    whole: Tables = {"update": {"shorten": False}} if recipe == "diloco" else {}
     assert end(2) != end(1)  # different data does matter
     monkeypatch.setattr(node.data.batches, "order_key", lambda seed, peer: seed)
     assert end(2) == end(1)
