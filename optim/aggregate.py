@@ -6,9 +6,8 @@ Messages are summed in the order in which they are given, in fp32, and divided o
 import math
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass as plain_dataclass
-from dataclasses import replace
 from itertools import chain
 from typing import ClassVar, Literal, Self
 
@@ -21,6 +20,8 @@ from optim.errors import OptimError
 from optim.exact import power
 from optim.memory import zeros
 from optim.parts import STRICT
+from optim.sparse_means import MeanVector, SenderMeanVector, Stack, divide_where_sent
+from optim.threads import each
 from optim.vectors import Floats, PlainVector, SparseVector, Vector, slabs
 
 Reader = Callable[[], Vector]
@@ -126,13 +127,15 @@ class _Weighted(Aggregate):
         most = max(message.weight for message in present(messages))
         return [message.weight / most for message in messages]
 
-    def _shrink(self, readers: Sequence[Reader], weights: Sequence[float]) -> list[float]:
-        """The factor of each message: 1, or what brings its norm down to the median of those that count."""
+    def _scales(self, vectors: Iterable[Vector], weights: Sequence[float]) -> list[float]:
+        """What each message is multiplied by: its weight, and what brings its norm down to the median of those that
+        count. Without a clip `vectors` are not looked at."""
         if not self.clip:
-            return [1.0] * len(readers)
-        norms = [read().norm() for read in readers]
+            return list(weights)
+        norms = [vector.norm() for vector in vectors]
         median = statistics.median(norm for norm, weight in zip(norms, weights, strict=True) if weight)
-        return [min(1.0, median / norm) if norm else 1.0 for norm in norms]
+        factors = [min(1.0, median / norm) if norm else 1.0 for norm in norms]
+        return [weight * factor for weight, factor in zip(weights, factors, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -160,11 +163,11 @@ class Mean(_Weighted):
     def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         weights = self._weigh(messages)
         readers = readers_of(messages)
-        factors, vectors = self._shrink(readers, weights), (read() for read in readers)
+        scales, vectors = self._scales((read() for read in readers), weights), (read() for read in readers)
         first = next(vectors)
         total = zeros(first.sent.numel)
-        for vector, weight, factor in zip(chain((first,), vectors), weights, factors, strict=True):
-            vector.sent.add_to(total, weight * factor)
+        for vector, scale in zip(chain((first,), vectors), scales, strict=True):
+            vector.sent.add_to(total, scale)
         # What transforms values is linear: it is undone once.
         return first.decoded(PlainVector(_divide(total, self._divisor(messages, weights)))).dense()
 
@@ -172,30 +175,9 @@ class Mean(_Weighted):
         vectors = sparse_of(messages)
         if not vectors:
             return super().combined(messages, memory)
-        decoded = [replace(message, payload=vector) for message, vector in zip(messages, vectors, strict=True)]
         weights = self._weigh(messages)
-        factors = self._shrink([message.read for message in decoded], weights)
-        scales = tuple(weight * factor for weight, factor in zip(weights, factors, strict=True))
-        return MeanVector(tuple(vectors), scales, self._divisor(messages, weights))
-
-
-@plain_dataclass(frozen=True)
-class MeanVector(Vector):
-    """sum_i scale_i x_i / divisor"""
-
-    vectors: tuple[SparseVector, ...]
-    scales: tuple[float, ...]
-    divisor: np.float32
-
-    @property
-    def numel(self) -> int:  # type: ignore[override]
-        return self.vectors[0].numel
-
-    def restore(self, part: slice, out: Floats) -> None:
-        out.fill(0)
-        for vector, scale in zip(self.vectors, self.scales, strict=True):
-            vector.add_span(part, out, scale)
-        out /= self.divisor
+        scales = np.array(self._scales(vectors, weights), np.float32)
+        return MeanVector(Stack.of(vectors), scales, self._divisor(messages, weights))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -212,17 +194,25 @@ class SenderMean(_Weighted):
     def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
         weights = self._weigh(messages)
         readers = readers_of(messages)
-        factors, vectors = self._shrink(readers, weights), (read() for read in readers)
+        scales, vectors = self._scales((read() for read in readers), weights), (read() for read in readers)
         first = next(vectors)
         total, senders = zeros(first.sent.numel), zeros(first.sent.numel)
-        for vector, weight, factor in zip(chain((first,), vectors), weights, factors, strict=True):
-            vector.sent.add_to(total, weight * factor)
+        for vector, weight, scale in zip(chain((first,), vectors), weights, scales, strict=True):
+            vector.sent.add_to(total, scale)
             vector.sent.add_presence_to(senders, weight)
-        senders[senders == 0] = 1
-        return first.decoded(PlainVector(_divide(total, senders))).dense()
+        each(lambda part: divide_where_sent(total[part], senders[part]), slabs(total.size))
+        return first.decoded(PlainVector(total)).dense()
+
+    def combined(self, messages: Sequence[Message], memory: Floats | None = None) -> Vector:
+        vectors = sparse_of(messages)
+        if not vectors:
+            return super().combined(messages, memory)
+        weights = self._weigh(messages)
+        scales = np.array(self._scales(vectors, weights), np.float32)
+        return SenderMeanVector(Stack.of(vectors), scales, np.array(weights, np.float32))
 
 
-def _divide(total: Floats, divisor: Floats | np.float32) -> Floats:
+def _divide(total: Floats, divisor: np.float32) -> Floats:
     for part in slabs(total.size):
-        total[part] /= divisor[part] if isinstance(divisor, np.ndarray) else divisor
+        total[part] /= divisor
     return total

@@ -2,7 +2,7 @@
 
 CHANNEL and ARENA are inherited file descriptors (see node.channel, node.arena), PARENT is the daemon's process id.
 The first message on the channel is Config. The process opens no socket and no shared memory of its own, ignores
-Ctrl-C (the daemon decides), and dies with the daemon. Exit codes: 0 stopped, or the daemon went away; those of
+Ctrl-C (the daemon decides), leaves the processors to the daemon first, and dies with it. Exit codes: 0 stopped, or the daemon went away; those of
 protocol.errors when going on is pointless (the reason was sent as Failed before); anything else is a crash.
 """
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from protocol.errors import MurmurError
 
 CONFIG_SECONDS = 60.0
+# Below the daemon's: where the model is computed on the processors, a round's few milliseconds would each wait for an
+# inner step's many, and in the end the trainer for the round.
+NICENESS = 5
 PR_SET_PDEATHSIG = 1
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,7 @@ def main(arguments: list[str]) -> int:
     channel_fd, arena_fd, parent = (int(argument) for argument in arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
+    os.nice(NICENESS)  # inherited by all threads to come
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     return serve(socket.socket(fileno=channel_fd), arena_fd)
 

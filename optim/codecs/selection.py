@@ -1,8 +1,9 @@
 """The largest magnitudes of a chunk, exactly, in one pass through memory.
 
-Of the maxima of groups, the keep-th largest is a floor: at least `keep` values reach it. With four times as many groups
-as are kept, few more do, and only among those is searched. Of equal magnitudes the earlier is kept, so the choice is
-the same everywhere. Magnitudes are compared as integers, which sort as the numbers do and in many lanes of a register.
+Of the maxima of groups, the keep-th largest is a floor: at least `keep` values reach it. With eight times as many
+groups as are kept, few more do, and only among those is searched. Of equal magnitudes the earlier is kept, so the
+choice is the same everywhere. Magnitudes are compared as integers, which sort as the numbers do and in many lanes of a
+register.
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ from optim.compiled import MAGNITUDE, compiled
 Bits = npt.NDArray[np.uint32]  # of fp32, or of its magnitude
 
 INFINITY = np.uint32(0x7F800000)
-GROUPS_PER_KEPT = 4
+GROUPS_PER_KEPT = 8
 LANES = 32  # what is not a multiple of so many is compared one by one
 NEAR = 8  # a floor that one value in so many more than needed reach is as good as the highest
 

@@ -27,6 +27,7 @@ from node.channel import (
     Snapshotted,
     TakeSnapshot,
 )
+from node.trainer.__main__ import NICENESS
 from node.trainer.inner_state import Counters
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
@@ -84,6 +85,15 @@ async def test_the_loss_falls_and_everything_is_counted(make: Make) -> None:
     assert progress.seconds["compute"] > 0 and {"encode", "adopt", "evaluate", "snapshot"} <= set(progress.seconds)
     assert await bench.trainer.send(TakeSnapshot())
     assert (await bench.until(Snapshotted)).step >= progress.step
+
+
+async def test_the_processors_are_the_daemons_first(make: Make) -> None:
+    bench = make(recipe="diloco", inner_steps=100)
+    await bench.trainer.start()
+    await bench.until(Progress)
+    trainer = psutil.Process(bench.trainer.pid)
+    threads = [os.getpriority(os.PRIO_PROCESS, thread.id) for thread in trainer.threads()]
+    assert set(threads) == {psutil.Process().nice() + NICENESS}
 
 
 async def step_now(bench: Bench) -> int:
