@@ -2,8 +2,9 @@
 
 CHANNEL and ARENA are inherited file descriptors (see node.channel, node.arena), PARENT is the daemon's process id.
 The first message on the channel is Config. The process opens no socket and no shared memory of its own, ignores
-Ctrl-C (the daemon decides), leaves the processors to the daemon first, and dies with it. Exit codes: 0 stopped, or the daemon went away; those of
-protocol.errors when going on is pointless (the reason was sent as Failed before); anything else is a crash.
+Ctrl-C (the daemon decides), leaves the processors to the daemon first, and dies with it.
+Exit codes: 0 stopped, or the daemon went away; those of protocol.errors when going on is pointless (the reason was sent
+as Failed before); anything else is a crash.
 """
 
 import ctypes
