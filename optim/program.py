@@ -21,7 +21,6 @@ from optim.usual import share_of, usual_after
 from optim.vectors import PlainVector, Vector, slabs
 
 KEPT_PLANS = 64
-MOVED = 1 << 17  # values at a time: a few vectors' stay in the cache of one core
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class Program:
             moving = {name: vector[part].copy_(slots[name][part]) for name, vector in new.items()}
             update.move(anchor[part], moved[part], moving, torch.from_numpy(delta), moment)
 
-        each(move, slabs(self.numel, MOVED))
+        each(move, slabs(self.numel))
         return moved, new
 
     def _move_spans(
