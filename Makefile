@@ -8,6 +8,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Where Python is to keep no bytecode, each of the tests' hundreds of processes would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check rehearsal modules processes test-long ordeals seeds links proto image image-check clean
 

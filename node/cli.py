@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from node.collector import rare_collections
 from protocol.errors import MurmurError
 
 app = typer.Typer(
@@ -84,8 +85,9 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Train with several peers on this machine, until the run's target."""
-    from node.local.up import Wish
-    from node.local.up import up as run_swarm
+    with rare_collections():
+        from node.local.up import Wish
+        from node.local.up import up as run_swarm
 
     wish = Wish(
         run, folder, peers, rounds, recipe, seed, drill, device, as_json, threads, memory, pause_when_busy,
@@ -161,8 +163,9 @@ def host(
     download: DownloadOption = None,
 ) -> None:
     """Open a run to others: a peer to begin with, its page, and the link to join by."""
-    from node.host.command import Wish
-    from node.host.command import host as open_run
+    with rare_collections():
+        from node.host.command import Wish
+        from node.host.command import host as open_run
 
     open_run(
         Wish(

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+from node.collector import rare_collections
 from node.config import EVERYWHERE_LISTEN, node_settings
 from node.links import Invitation, accept
 from node.logs import configure_logs
@@ -59,9 +60,10 @@ def join_run(
         upload=parse_rate(upload, "--upload"),
         download=parse_rate(download, "--download"),
     )
-    from node.daemon.lifecycle import run_node
-    from node.program import program_of
-    from node.trainer.device import require_fit
+    with rare_collections():
+        from node.daemon.lifecycle import run_node
+        from node.program import program_of
+        from node.trainer.device import require_fit
 
     program_of(manifest)  # a method that does not exist must not claim the folder
     require_fit(settings)

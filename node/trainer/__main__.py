@@ -15,6 +15,8 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+from node.collector import rare_collections
+
 if TYPE_CHECKING:
     from node.channel import TrainerEnd
     from protocol.errors import MurmurError
@@ -47,15 +49,16 @@ def die_with(parent: int) -> None:
 def serve(connection: socket.socket, arena_fd: int) -> int:
     """Train until the daemon says stop; returns the exit code."""
     # Importing torch takes seconds, in which the daemon may already die: only after die_with.
-    import torch
+    with rare_collections():
+        import torch
 
-    from node.arena import Arena, Contents
-    from node.channel import ChannelClosed, Config, TrainerEnd
-    from node.program import program_of
-    from node.trainer.device import is_out_of_memory
-    from node.trainer.training import Trainer
-    from protocol.errors import DeviceError, MurmurError
-    from protocol.manifest import parse_manifest
+        from node.arena import Arena, Contents
+        from node.channel import ChannelClosed, Config, TrainerEnd
+        from node.program import program_of
+        from node.trainer.device import is_out_of_memory
+        from node.trainer.training import Trainer
+        from protocol.errors import DeviceError, MurmurError
+        from protocol.manifest import parse_manifest
 
     channel, memory = TrainerEnd(connection), None
     try:
