@@ -76,7 +76,7 @@ class Peer:
 
     def _made_driver(self, vows: VowFile) -> RoundDriver:
         post = Post(
-            lambda peer, statements, seconds: deliver(RUN_ID, self.transport.channel, peer, statements, seconds),
+            lambda peer, statements, seconds: deliver(RUN_ID, self.transport, peer, statements, seconds),
             lambda peer, statements: self._ignore(self._driver.take(peer, statements)),
             self._failed,
             self._broken,

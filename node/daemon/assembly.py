@@ -150,9 +150,7 @@ class Assembly:
             self.directory, self.replica.chain, bool(self._contacts), self._rng, lambda: self._progress()
         )
         self._post = Post(
-            lambda peer, statements, seconds: deliver(
-                manifest.run_id, self.transport.channel, peer, statements, seconds
-            ),
+            lambda peer, statements, seconds: deliver(manifest.run_id, self.transport, peer, statements, seconds),
             lambda peer, statements: self._take(peer, statements),
             self.directory.suspect,
             lambda error: self.participant.broken(error),

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import grpc
 
@@ -27,12 +29,31 @@ REFUSALS = (
 Channels = Callable[[PeerId], grpc.aio.Channel]
 
 
+class Ways(Protocol):
+    """How calls go to a peer."""
+
+    def channel(self, peer: PeerId) -> grpc.aio.Channel: ...
+    def spare(self, peer: PeerId) -> AbstractContextManager[Any]: ...  # a channel, or None
+
+
 async def deliver(
-    run_id: RunId, channel: Channels, peer: PeerId, statements: Sequence[Signed], seconds: float
+    run_id: RunId, ways: Ways, peer: PeerId, statements: Sequence[Signed], seconds: float
 ) -> Iterable[Signed]:
-    """Bring statements to a peer; returns what it thinks we lack."""
-    request = DeliverRequest(run=bytes.fromhex(run_id), statements=statements)
-    reply: DeliverReply = await answered(peer, lambda: RoundsStub(channel(peer)).Deliver(request, timeout=seconds))
+    """Bring statements to a peer; returns what it thinks we lack. A round need not wait for libp2p, which calls nobody
+    for five seconds after a dial that failed, nor for a p2pd that is being started again: a direct path serves too."""
+    request, clock = DeliverRequest(run=bytes.fromhex(run_id), statements=statements), asyncio.get_running_loop().time
+    ends = clock() + seconds
+
+    async def by(channel: Any) -> DeliverReply:
+        return await answered(peer, lambda: RoundsStub(channel).Deliver(request, timeout=ends - clock()))
+
+    try:
+        reply = await by(ways.channel(peer))
+    except UnreachableError:
+        with ways.spare(peer) as direct:
+            if direct is None or clock() >= ends:
+                raise
+            reply = await by(direct)
     if len(reply.statements) > MAX_ANSWERS:
         raise LimitError(f"{peer} answers with {len(reply.statements)} statements")
     return list(reply.statements)

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -154,6 +155,20 @@ class Bulk:
             return Lease(self, link, path, self._usual(peer), None)
         lane = self._lane(peer, link)
         return Lease(self, link, path, lane.channel, lane)
+
+    @contextmanager
+    def standing(self, peer: PeerId) -> Iterator[LineChannel | None]:
+        """A lane for one call that is no bulk and tells nothing of a path; None where no direct path is proved."""
+        link = self._links.get(peer)
+        if link is None or not link.place or not link.choice.is_proved:
+            yield None
+            return
+        lane = self._lane(peer, link)
+        lane.calls += 1
+        try:
+            yield lane.channel
+        finally:
+            self.leave_lane(link, lane)
 
     def places(self, peer: PeerId) -> int:
         """How many calls to `peer` may well run at once."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -22,7 +22,7 @@ from protocol.network.control import Stream, split_address
 from protocol.network.desk import Desk
 from protocol.network.direct import DirectDialer, DirectDoor, DirectLimits, Place
 from protocol.network.doors import SOMEBODY, Dial, Entrance, Exit, caller
-from protocol.network.line import MAX_MESSAGE_BYTES
+from protocol.network.line import MAX_MESSAGE_BYTES, LineChannel
 from protocol.network.p2pd import Options, P2pd
 from protocol.network.ports import patiently
 from protocol.network.reach import RELAYED
@@ -270,6 +270,11 @@ class Transport:
     def channel(self, peer: PeerId) -> grpc.aio.Channel:
         """The one channel for small calls, until `forget`. They fail as UNAVAILABLE where `peer` cannot be reached."""
         return self._channel(peer, "words")
+
+    def spare(self, peer: PeerId) -> AbstractContextManager[LineChannel | None]:
+        """A direct connection for one small call, where such a path stands: for when the channel fails. It may queue
+        behind bulk."""
+        return self.bulk.standing(peer)
 
     def bulk_channel(self, peer: PeerId) -> grpc.aio.Channel:
         """The libp2p side of `bulk`: in a tunnel of their own, calls that move much queue before no small one."""

@@ -13,6 +13,7 @@ from node.daemon.calls import ask_chain, ask_to_carry, deliver
 from protocol.errors import LimitError, MalformedError, UnreachableError
 from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
 from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
+from tests.node.daemon.ways import Only
 from tests.node.small_run import PEERS, RUN_ID
 from tests.protocol.garbled import garbled
 from tests.protocol.served import served
@@ -28,7 +29,7 @@ async def channel(tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
 
 async def test_answers_that_do_not_parse_are_faults(channel: grpc.aio.Channel) -> None:
     for call in (
-        deliver(RUN_ID, lambda _: channel, THEM, [], 5.0),
+        deliver(RUN_ID, Only(channel), THEM, [], 5.0),
         ask_chain(RUN_ID, lambda _: channel, THEM, 0),
         ask_to_carry(RUN_ID, lambda _: channel, THEM, Signed(), bytes(32), 5.0),
     ):
@@ -100,9 +101,52 @@ class Talkative(RoundsServicer):
 async def test_of_what_a_peer_says_of_its_refusal_little_is_kept(tmp_path: Path) -> None:
     async with served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(Talkative(), server)) as channel:
         for ask, kind in (
-            (lambda: deliver(RUN_ID, lambda _: channel, THEM, [], 5.0), LimitError),
+            (lambda: deliver(RUN_ID, Only(channel), THEM, [], 5.0), LimitError),
             (lambda: ask_chain(RUN_ID, lambda _: channel, THEM, 0), UnreachableError),
         ):
             with pytest.raises(kind) as caught:
                 await ask()
             assert "no" * 100 in str(caught.value) and len(str(caught.value)) < 350
+
+
+class Mailbox(RoundsServicer):
+    """Counts what is delivered, and answers at once or never."""
+
+    def __init__(self, *, answers: bool = True) -> None:
+        self.letters, self._answers = 0, answers
+
+    async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
+        self.letters += 1
+        if not self._answers:
+            await asyncio.Event().wait()
+        return DeliverReply()
+
+    async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
+        raise NotImplementedError
+
+
+async def test_what_libp2p_cannot_deliver_goes_by_a_direct_path(tmp_path: Path) -> None:
+    mailbox = Mailbox()
+    async with (
+        served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(mailbox, server)) as direct,
+        grpc.aio.insecure_channel(f"unix:{tmp_path}/nobody") as broken,
+    ):
+        await deliver(RUN_ID, Only(broken, direct), THEM, [Signed()], 5.0)
+        assert mailbox.letters == 1
+        await deliver(RUN_ID, Only(direct, direct), THEM, [Signed()], 5.0)
+        assert mailbox.letters == 2, "once, where libp2p delivers"
+        with pytest.raises(UnreachableError, match="does not answer"):
+            await deliver(RUN_ID, Only(broken), THEM, [Signed()], 5.0)
+        assert mailbox.letters == 2, "the control: without another path it is lost"
+
+
+async def test_a_peer_that_is_silent_has_the_time_of_one_call(tmp_path: Path) -> None:
+    """A frozen peer does not answer by any path: it is given up no later for having two."""
+    frozen, mailbox = Mailbox(answers=False), Mailbox()
+    async with (
+        served(tmp_path / "f", lambda server: add_RoundsServicer_to_server(frozen, server)) as silent,
+        served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(mailbox, server)) as direct,
+    ):
+        with pytest.raises(UnreachableError, match="deadline"):
+            await deliver(RUN_ID, Only(silent, direct), THEM, [Signed()], 0.3)
+        assert (frozen.letters, mailbox.letters) == (1, 0)

@@ -16,6 +16,7 @@ from protocol.errors import LimitError, MalformedError, PeerFault
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
+from tests.node.daemon.ways import Only
 from tests.node.small_run import PEERS, RUN_ID, grown, replica_in, store_in
 from tests.protocol.served import served
 
@@ -51,7 +52,7 @@ class World:
         return self.channel
 
     async def deliver(self, count: int = 1, run_id: str = RUN_ID) -> list[Signed]:
-        return list(await deliver(run_id, self.to_them, THEM, [Signed(kind="x")] * count, 5.0))
+        return list(await deliver(run_id, Only(self.channel), THEM, [Signed(kind="x")] * count, 5.0))
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ async def test_a_member_says_far_more_but_not_any_amount(world: World) -> None:
     whole = [Signed(kind="x", body=bytes(700_000))]
     with pytest.raises(LimitError, match="more than a leader"):
         for _ in range(20):
-            await deliver(RUN_ID, world.to_them, THEM, whole, 5.0)
+            await deliver(RUN_ID, Only(world.channel), THEM, whole, 5.0)
 
 
 async def test_the_chain_with_its_head_and_state(world: World) -> None:

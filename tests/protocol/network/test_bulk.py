@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -100,6 +101,27 @@ async def test_the_servicer_knows_its_callers_on_either_path(start_transport: St
         assert await ask(client, callee.peer_id) == client.peer_id
         assert client.bulk.paths() == {callee.peer_id: "direct, 1 connection"}
     assert not callee.direct_refusals
+
+
+async def test_a_small_call_takes_a_direct_connection_where_one_stands(start_transport: StartTransport) -> None:
+    """And tells nothing of how fast a path is, and opens none."""
+    callee = await start_transport("callee", [SampleBlobs().add], direct=0)
+    client = await start_transport("client")
+    await meet(client, callee)
+    with client.spare(callee.peer_id) as channel:
+        assert channel is None, "nothing is known of a direct path"
+    await directly(client, callee)
+    link = client.bulk._link(callee.peer_id)
+    before = link.choice.goodput[Way.DIRECT]
+    known = replace(before)
+    with client.spare(callee.peer_id) as channel:
+        assert link.busy == 1, "it is not closed under the call"
+        reply: PiecesReply = await BlobsStub(channel).Pieces(PiecesRequest(), timeout=10)
+    assert reply.pieces.decode() == client.peer_id
+    assert (before, link.busy) == (known, 0)
+    client.forget(callee.peer_id)
+    with client.spare(callee.peer_id) as channel:
+        assert channel is None
 
 
 async def test_a_blob_comes_directly_and_every_byte_is_counted(library: Library) -> None:
