@@ -18,8 +18,8 @@ GRACE = 0.5
 ALLOWED, WATCHED = 6 * GRACE, 10 * GRACE  # seconds more than a usual round; a round that takes more is not waited for
 
 
-def seconds_a_round(flock: ScatteredFlock, longest: float) -> float:
-    """Of the three that are fast, the median, so many at most: the round in which a link turns slow has its parts
+def seconds_of_rounds(flock: ScatteredFlock, longest: float) -> list[float]:
+    """Of the three that are fast, sorted, each so many at most: the round in which a link turns slow has its parts
     already given out."""
     fast = flock.peers[:3]
 
@@ -28,7 +28,7 @@ def seconds_a_round(flock: ScatteredFlock, longest: float) -> float:
         return flock.wait(lambda: flock.highest(*fast) >= number or time.monotonic() >= end, f"round {number}")
 
     seconds_to_the_next()  # which began before
-    return statistics.median(seconds_to_the_next() for _ in range(ROUNDS))
+    return sorted(seconds_to_the_next() for _ in range(ROUNDS))
 
 
 @pytest.mark.parametrize("grace", [GRACE, 60.0], ids=["bounded", "control"])
@@ -44,11 +44,11 @@ def test_a_tenth_of_the_bandwidth(laboratory: Laboratory, tmp_path: Path, grace:
     with scattered(tmp_path, manifest, laboratory, nodes) as flock:
         flock.start()
         flock.wait(lambda: all(status.contributing() == "yes" for status in flock.look()), "all take part")
-        usual = seconds_a_round(flock, START_SECONDS)
+        usual = statistics.median(seconds_of_rounds(flock, START_SECONDS))
         laboratory.set_link(nodes[3], SLOW)
-        slowed = seconds_a_round(flock, usual + WATCHED)
-        print(f"grace {grace:g} s: {usual:.2f} s a round, {slowed:.2f} s with one slow link")
+        slowed = seconds_of_rounds(flock, usual + WATCHED)
+        print(f"grace {grace:g} s: {usual:.2f} s a round, {slowed} with one slow link")
         if grace == GRACE:
-            assert slowed < usual + ALLOWED
+            assert statistics.median(slowed) < usual + ALLOWED
         else:
-            assert slowed > usual + ALLOWED
+            assert slowed[-2] > usual + ALLOWED, "it is not in every round, but in more than one"
