@@ -137,6 +137,18 @@ class _Weighted(Aggregate):
         factors = [min(1.0, median / norm) if norm else 1.0 for norm in norms]
         return [weight * factor for weight, factor in zip(weights, factors, strict=True)]
 
+    def combined(self, messages: Sequence[Message], memory: Floats | None = None) -> Vector:
+        vectors = sparse_of(messages)
+        if not vectors:
+            return super().combined(messages, memory)
+        weights = self._weigh(messages)
+        scales = np.array(self._scales(vectors, weights), np.float32)
+        return self._mean_of(Stack.of(vectors), scales, weights, messages)
+
+    @abstractmethod
+    def _mean_of(self, stack: Stack, scales: Floats, weights: Sequence[float], messages: Sequence[Message]) -> Vector:
+        """Of sparse messages, to be had span by span."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Mean(_Weighted):
@@ -171,13 +183,8 @@ class Mean(_Weighted):
         # What transforms values is linear: it is undone once.
         return first.decoded(PlainVector(_divide(total, self._divisor(messages, weights)))).dense()
 
-    def combined(self, messages: Sequence[Message], memory: Floats | None = None) -> Vector:
-        vectors = sparse_of(messages)
-        if not vectors:
-            return super().combined(messages, memory)
-        weights = self._weigh(messages)
-        scales = np.array(self._scales(vectors, weights), np.float32)
-        return MeanVector(Stack.of(vectors), scales, self._divisor(messages, weights))
+    def _mean_of(self, stack: Stack, scales: Floats, weights: Sequence[float], messages: Sequence[Message]) -> Vector:
+        return MeanVector(stack, scales, self._divisor(messages, weights))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -203,13 +210,8 @@ class SenderMean(_Weighted):
         each(lambda part: divide_where_sent(total[part], senders[part]), slabs(total.size))
         return first.decoded(PlainVector(total)).dense()
 
-    def combined(self, messages: Sequence[Message], memory: Floats | None = None) -> Vector:
-        vectors = sparse_of(messages)
-        if not vectors:
-            return super().combined(messages, memory)
-        weights = self._weigh(messages)
-        scales = np.array(self._scales(vectors, weights), np.float32)
-        return SenderMeanVector(Stack.of(vectors), scales, np.array(weights, np.float32))
+    def _mean_of(self, stack: Stack, scales: Floats, weights: Sequence[float], messages: Sequence[Message]) -> Vector:
+        return SenderMeanVector(stack, scales, np.array(weights, np.float32))
 
 
 def _divide(total: Floats, divisor: np.float32) -> Floats:

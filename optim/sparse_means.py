@@ -7,6 +7,7 @@ were summed one by one.
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Self
 
@@ -35,6 +36,12 @@ class Stack:
         values = np.concatenate([vector.values for vector in vectors])
         ends = np.array(list(accumulate(vector.values.size for vector in vectors)), np.int64)
         return cls(positions, values, ends, vectors[0].numel)
+
+    @cached_property
+    def presence(self) -> Floats:
+        """1 for each value but zero."""
+        present: Floats = (self.values != 0).astype(np.float32)
+        return present
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class SenderMeanVector(_SparseMean):
 
     def _divide(self, part: slice, total: Floats) -> None:
         senders = scratch("senders", np.float32, total.size)
-        _weigh(self.stack.positions, self.stack.values, self.stack.ends, self.weights, part.start, senders)
+        _sum(self.stack.positions, self.stack.presence, self.stack.ends, self.weights, part.start, senders)
         divide_where_sent(total, senders)
 
 
@@ -87,19 +94,6 @@ def _sum(positions: Positions, values: Floats, ends: Ends, scales: Floats, start
         own = positions[first : ends[vector]]
         for place in range(first + below(own, start), first + below(own, start + total.size)):
             total[positions[place] - start] += values[place] * scales[vector]
-        first = ends[vector]
-
-
-@compiled
-def _weigh(positions: Positions, values: Floats, ends: Ends, weights: Floats, start: int, senders: Floats) -> None:
-    """The same of the weights of those whose value is not zero."""
-    senders[:] = 0
-    first = 0
-    for vector in range(ends.size):
-        own = positions[first : ends[vector]]
-        for place in range(first + below(own, start), first + below(own, start + senders.size)):
-            if values[place] != 0:
-                senders[positions[place] - start] += weights[vector]
         first = ends[vector]
 
 
