@@ -180,8 +180,9 @@ class Mean(_Weighted):
         total = zeros(first.sent.numel)
         for vector, scale in zip(chain((first,), vectors), scales, strict=True):
             vector.sent.add_to(total, scale)
+        total /= self._divisor(messages, weights)
         # What transforms values is linear: it is undone once.
-        return first.decoded(PlainVector(_divide(total, self._divisor(messages, weights)))).dense()
+        return first.decoded(PlainVector(total)).dense()
 
     def _mean_of(self, stack: Stack, scales: Floats, weights: Sequence[float], messages: Sequence[Message]) -> Vector:
         return MeanVector(stack, scales, self._divisor(messages, weights))
@@ -212,9 +213,3 @@ class SenderMean(_Weighted):
 
     def _mean_of(self, stack: Stack, scales: Floats, weights: Sequence[float], messages: Sequence[Message]) -> Vector:
         return SenderMeanVector(stack, scales, np.array(weights, np.float32))
-
-
-def _divide(total: Floats, divisor: np.float32) -> Floats:
-    for part in slabs(total.size):
-        total[part] /= divisor
-    return total
