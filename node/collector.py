@@ -9,8 +9,8 @@ RARELY = 200_000  # new objects between two collections
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Modules that are being imported leave next to no cycles, and the collector would look at all of them some twenty
-    times: a sixth of a node's start. What was there before is let be."""
+    """Modules that are being imported leave next to no cycles, and while a node's are, the collector would come some
+    hundred times: a sixth of its start. What was there before is let be."""
     usual = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(RARELY)

@@ -39,8 +39,9 @@ class Ways(Protocol):
 async def deliver(
     run_id: RunId, ways: Ways, peer: PeerId, statements: Sequence[Signed], seconds: float
 ) -> Iterable[Signed]:
-    """Bring statements to a peer; returns what it thinks we lack. A round need not wait for libp2p, which calls nobody
-    for five seconds after a dial that failed, nor for a p2pd that is being started again: a direct path serves too."""
+    """Bring statements to a peer; returns what it thinks we lack. A round need not wait for libp2p, which calls a peer
+    again only some time after a dial that failed, nor for a p2pd that is being started again: a direct path serves too.
+    """
     request, clock = DeliverRequest(run=bytes.fromhex(run_id), statements=statements), asyncio.get_running_loop().time
     ends = clock() + seconds
 
