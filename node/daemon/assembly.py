@@ -202,6 +202,7 @@ class Assembly:
             refused=lambda peer, faults: self.standing.refused(peer, *faults),
             skipped=self.standing.skipped,
             set_back=self.standing.set_back,
+            foreseen=lambda commit: self.participant.foreseen(commit),
             decided=lambda commit: self.participant.decided(commit),
             hurry=self._hurry,
             broken=lambda error: self.participant.broken(error),

@@ -42,7 +42,7 @@ AVOID_SECONDS = 60.0  # not to follow a peer that could not show us the way to i
 
 @dataclass(kw_only=True)
 class Participant:
-    """`decided`, `offer`, `broken` and `wake` are called from outside; everything else happens in `run`."""
+    """`foreseen`, `decided`, `offer`, `broken` and `wake` are called from outside; everything else happens in `run`."""
 
     manifest: Manifest
     method: Method
@@ -65,6 +65,10 @@ class Participant:
     _replay_failed: bool = False
     _gone: int = 0
     _differing: Digest | None = None  # the state of ours that was found to differ
+
+    def foreseen(self, commit: Statement[Commit]) -> None:
+        """From the round driver, which has told the leader that all of it is here."""
+        self.replica.foresee(commit, self.share(commit.body))
 
     def decided(self, commit: Statement[Commit]) -> None:
         """From the round driver."""

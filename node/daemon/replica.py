@@ -6,7 +6,9 @@ order of their names, raw little-endian fp32) is a blob: its digest proves agree
 everyone who agrees.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +24,7 @@ from optim.program import Program
 from optim.usual import share_of
 from optim.vectors import SparseVector, Vector
 from protocol.blobs.blob import Blob, Bytes
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError
 from protocol.rounds.chain import Chain, Head
 from protocol.rounds.statements import Commit, Contribution, Digest, Statement
 
@@ -170,6 +172,19 @@ class Workshop:
         return OuterState.from_bytes(own, self._program.numel, self._program.method)
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """A state that is being computed before it is certain that it will be wanted: None where that cannot be done."""
+
+    before: OuterState
+    commit: Digest
+    share: Share
+    work: asyncio.Task[OuterState | None]
+
+    def is_after(self, before: OuterState, commit: Digest, share: Share) -> bool:
+        return self.before is before and self.commit == commit and self.share == share
+
+
 class Replica:
     """Where this peer stands: `state` belongs to the head of `chain`, `blob` is the state's name."""
 
@@ -177,6 +192,25 @@ class Replica:
         self.chain, self.state = chain, state
         self.blob = workshop.keep(state)
         self._workshop, self._work = workshop, work
+        self._foreseen: Foreseen | None = None
+
+    def foresee(self, commit: Statement[Commit], share: Share) -> None:
+        """Begin with what `after` will be asked for, while the votes for this commit are on their way. Of two that are
+        foreseen the later one counts: what has been asked for last is what can still be decided."""
+        self._forget()
+        work = asyncio.create_task(self._computed(self.state, commit.body, share), name="foresee")
+        self._foreseen = Foreseen(self.state, commit.digest, share, work)
+
+    def _forget(self) -> None:
+        if self._foreseen is not None:
+            self._foreseen.work.cancel()
+        self._foreseen = None
+
+    async def _computed(self, state: OuterState, commit: Commit, share: Share) -> OuterState | None:
+        with suppress(PeerFault, MissingFileError, StorageError):  # whoever wants it for certain will hear why
+            computed: OuterState = await self._work(self._workshop.apply, state, commit, share)
+            return computed
+        return None
 
     async def after(self, commit: Statement[Commit], share: Share) -> OuterState:
         """The state that a commit leads to. The blobs of `share` must be in the store; nothing changes here yet.
@@ -184,6 +218,9 @@ class Replica:
         Raises StaleError or MalformedError.
         """
         self.chain.would_lead_to([commit])
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen and foreseen.is_after(self.state, commit.digest, share) and (known := await foreseen.work):
+            return known
         state: OuterState = await self._work(self._workshop.apply, self.state, commit.body, share)
         return state
 
@@ -205,5 +242,6 @@ class Replica:
         """Another chain: its head, its state (in the store) and commits of it that follow one another; they are kept
         where they lead to its head. MalformedError: nothing has changed."""
         state = await self._work(self._workshop.load, blob)
+        self._forget()
         self.chain.restart(head, commits if commits and commits[-1].body.round == head.round - 1 else ())
         self.state, self.blob = state, blob

@@ -62,7 +62,8 @@ class Hooks:
     """What the driver needs of its surroundings, and whom it tells.
 
     `trains`: whether that peer is a live trainer of the run, whatever its round. `refused` hears what is wrong with the
-    statements that a peer has brought in one call. `broken`: a fault in our own code.
+    statements that a peer has brought in one call. `foreseen` hears what will most likely be decided, its blobs in the
+    store. `broken`: a fault in our own code.
     """
 
     send: Callable[[Iterable[PeerId], Signed], None]
@@ -72,6 +73,7 @@ class Hooks:
     refused: Callable[[PeerId, Sequence[PeerFault]], None]
     skipped: Callable[[PeerId | None, Reason], None]
     set_back: Callable[[Setback, str], None]
+    foreseen: Callable[[Statement[Commit]], None]
     decided: Callable[[Statement[Commit]], None]
     hurry: Callable[[], None]
     broken: Callable[[BaseException], None]
@@ -230,6 +232,8 @@ class RoundDriver:
             case Vow():
                 self._vow, self._vowing = action, True
                 self._vow_writing.spawn(self._keep_vow(action))
+                if action.lock:
+                    self._hooks.foreseen(action.lock)
             case Send(peers, signed):
                 self._hooks.send(peers, signed)
             case Fetch():

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -116,6 +117,18 @@ def replica_in(store: BlobStore) -> Replica:
     workshop = Workshop(PROGRAM, store, lambda step: 1.0)
     anchor = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
     return Replica(Chain.begin(RUN_ID), OuterState.initial(anchor, METHOD), workshop, at_once)
+
+
+def states_computed_by(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> list[OuterState]:
+    """One for each time that a commit is applied; it grows."""
+    apply, computed = replica._workshop.apply, list[OuterState]()
+
+    def noted(*arguments: Any) -> OuterState:
+        computed.append(apply(*arguments))
+        return computed[-1]
+
+    monkeypatch.setattr(replica._workshop, "apply", noted)
+    return computed
 
 
 async def apply(replica: Replica, commit: Statement[Commit]) -> None:

@@ -86,6 +86,7 @@ class Seat:
         self.workshop = Workshop(table.program, self.store, lambda step: 1.0)
         self.resting: set[PeerId] = set()
         self.sent: list[Signed] = []
+        self.foreseen: list[Statement[Commit]] = []
         self.decided: list[Statement[Commit]] = []
         self.hurried: list[float] = []
         self.refused: list[PeerFault] = []
@@ -100,6 +101,7 @@ class Seat:
             refused=lambda _, faults: self.refused.extend(faults),
             skipped=lambda peer, reason: self.skipped.append((peer, reason)),
             set_back=lambda reason, line: self.setbacks.append((reason, line)),
+            foreseen=self.foreseen.append,
             decided=self.decided.append,
             hurry=lambda: self.hurried.append(table.settings.grace),
             broken=self.broken.append,

@@ -23,6 +23,7 @@ from tests.node.small_run import (
     grown,
     payload,
     stated,
+    states_computed_by,
     until,
 )
 
@@ -49,6 +50,20 @@ async def test_rounds_until_the_target_of_rounds(worlds: Make) -> None:
     assert world.driver.begun == [0, 1] and not world.driver.is_open
     assert world.trainer.adopted == [1, 2] and world.keeper.kept == [1, 2]
     assert [head.round for head in world.members.heads] == [1, 2]
+
+
+async def test_a_round_that_was_foreseen_is_computed_once(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = worlds("rounds = 1")
+    computed = states_computed_by(world.replica, monkeypatch)
+    world.run()
+    await until(lambda: world.driver.is_open)
+    commit = commit_of(world.replica.chain.head, {1: world.store.put(payload(1))})
+    world.participant.foreseen(commit)
+    await until(lambda: bool(computed))
+    assert world.replica.chain.round == 0 and not world.trainer.adopted, "it is not decided yet"
+    world.participant.decided(commit)
+    await world.done()
+    assert world.trainer.adopted == [1] and computed == [world.replica.state]
 
 
 async def test_the_target_of_tokens(worlds: Make) -> None:

@@ -1,5 +1,6 @@
 """The same bits on every replica, and nothing changed by what is refused."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,9 @@ from tests.node.small_run import (
     payload,
     program_of,
     replica_in,
+    states_computed_by,
     store_in,
+    until,
 )
 from tests.optim.replicas import LOSSLESS, Tables
 
@@ -103,6 +106,70 @@ async def test_a_new_state_can_be_used_before_it_has_a_name(tmp_path: Path) -> N
     await replica.advance(commit, state)
     assert replica.state is state and replica.blob == Blob.of(b"".join(state.views()))
     assert replica.chain.round == 1
+
+
+async def test_what_was_foreseen_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_in(tmp_path)
+    replica, other = replica_in(store), replica_in(store)
+    (commit,) = await grown(other, store, 1)
+    computed, head = states_computed_by(replica, monkeypatch), replica.chain.head
+    replica.foresee(commit, commit.body.contributions)
+    await until(lambda: len(computed) == 1)
+    assert replica.chain.head == head and replica.state.anchor is not other.state.anchor, "it is not decided yet"
+    await apply(replica, commit)
+    assert replica.state is computed[0] and len(computed) == 1 and replica.blob == other.blob
+    (commit,) = await grown(other, store, 1)
+    await apply(replica, commit)
+    assert len(computed) == 2 and replica.blob == other.blob, "what nobody has foreseen is computed when it is wanted"
+
+
+async def test_where_another_commit_is_decided_than_foreseen_it_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(tmp_path)
+    replica, other = replica_in(store), replica_in(store)
+    head = replica.chain.head
+    decided, foreseen = (commit_of(head, {peer: store.put(payload(peer))}) for peer in (1, 2))
+    await apply(other, decided)
+    computed = states_computed_by(replica, monkeypatch)
+    replica.foresee(foreseen, foreseen.body.contributions)
+    replica.foresee(decided, ())  # the same with another share of it
+    await until(lambda: len(computed) >= 1)
+    before = len(computed)
+    await apply(replica, decided)
+    assert len(computed) == before + 1 and replica.blob == other.blob
+
+
+async def test_what_was_foreseen_on_another_chain_is_not_taken(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    replica, other = replica_in(store), replica_in(store)
+    commits = await grown(other, store, 1)
+    ahead = commit_of(other.chain.head, {1: store.put(payload(5))})
+    replica.foresee(ahead, ahead.body.contributions)  # from a state that is not the one before it
+    await replica.take_over(other.chain.head, other.blob, commits)
+    await apply(replica, ahead)
+    await apply(other, ahead)
+    assert replica.blob == other.blob
+
+
+async def test_what_could_not_be_foreseen_is_tried_again(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    replica, other = replica_in(store), replica_in(store)
+    lost = store.put(payload(9))
+    commit = commit_of(replica.chain.head, {1: lost})
+    store.discard(lost.digest)
+    replica.foresee(commit, commit.body.contributions)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    with pytest.raises(MissingFileError):
+        await replica.after(commit, commit.body.contributions)
+    replica.foresee(commit, commit.body.contributions)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    store.put(payload(9))
+    await apply(replica, commit)
+    await apply(other, commit)
+    assert replica.blob == other.blob
 
 
 async def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:

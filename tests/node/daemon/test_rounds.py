@@ -41,6 +41,16 @@ async def test_all_decide_the_same_and_can_apply_it(tables: list[Table], tmp_pat
     assert not table[0].driver.is_open and len(table[0].decided) == 1
 
 
+async def test_what_is_decided_was_foreseen_by_all_who_had_all_of_it(table: Table) -> None:
+    table.begin()
+    table[2].offer(parts=[table[2].store.put(b"\0" * len(payload(0)))])  # does not decode
+    table.offer(0, 1)
+    await table.all_decided(0, 1, 2)
+    for seat in table.seats.values():
+        assert [commit.digest for commit in seat.foreseen] == [seat.decided[0].digest]
+        assert all(seat.store.has(blob.digest) for blob in seat.foreseen[0].body.blobs)
+
+
 async def test_what_is_summed_here_comes_before_the_sums_of_others_and_part_after_part(
     tables: list[Table], tmp_path: Path
 ) -> None:
