@@ -26,7 +26,7 @@ import grpc
 import psutil
 
 from benchmarks.paths import opened
-from node.daemon.memory import collect_often, give_back, share_one_arena
+from node.daemon.memory import collect_often, give_back, keep_heap_dense
 from protocol.blobs.blob import CHUNK_BYTES
 from protocol.murmur_pb2 import FetchRequest
 from protocol.murmur_pb2_grpc import BlobsStub
@@ -134,7 +134,7 @@ if __name__ == "__main__":
         asyncio.run(serve(Path(sys.argv[2])))
     elif sys.argv[1:2] == ["take"]:
         if sys.argv[4] == "one":
-            share_one_arena()
+            keep_heap_dense()
         print(json.dumps(asyncio.run(take(int(sys.argv[2]), Path(sys.argv[3])))))
     else:
         sys.exit(main(sys.argv[1:]))
