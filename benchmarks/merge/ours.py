@@ -35,11 +35,11 @@ from optim.program import Program
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.blobs.fetch import Fetcher
-from protocol.blobs.service import BlobService
+from protocol.blobs.service import BlobService, add_blobs
 from protocol.blobs.store import HELD_BYTES, BlobStore
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Round
-from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server, add_RoundsServicer_to_server
+from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
 from protocol.network.transport import Transport, caller
 from protocol.pacing import Pacing
 from protocol.rounds.chain import Chain
@@ -106,7 +106,7 @@ class Peer:
             RUN_ID, self._driver, self._replica, deliveries, lambda peer, fault: self._failed(peer, str(fault))
         )
         services = [
-            lambda server: add_BlobsServicer_to_server(self._blobs, server),
+            lambda server: add_blobs(self._blobs, server),
             lambda server: add_RoundsServicer_to_server(rounds, server),
         ]
         await self.transport.open(services, listen=[f"/ip4/{self._words.address}/tcp/0"], direct=0)

@@ -43,7 +43,7 @@ from optim.method import Method
 from optim.program import Program
 from optim.rehearsal import rehearse
 from protocol.blobs.fetch import Fetcher
-from protocol.blobs.service import BlobService, CallerLimits
+from protocol.blobs.service import BlobService, CallerLimits, add_blobs
 from protocol.blobs.store import HELD_BYTES, BlobStore
 from protocol.identity import Identity, PeerId
 from protocol.membership.clock import Clock
@@ -53,7 +53,6 @@ from protocol.membership.own_record import FieldValue
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2 import Signed
 from protocol.murmur_pb2_grpc import (
-    add_BlobsServicer_to_server,
     add_CarriersServicer_to_server,
     add_RoundsServicer_to_server,
     add_RunsServicer_to_server,
@@ -239,7 +238,7 @@ class Assembly:
         await self.transport.open(
             [
                 self.directory.register,
-                lambda server: add_BlobsServicer_to_server(self.blobs, server),
+                lambda server: add_blobs(self.blobs, server),
                 lambda server: add_CarriersServicer_to_server(self.carrying, server),
                 lambda server: add_RoundsServicer_to_server(rounds, server),
                 lambda server: add_RunsServicer_to_server(runs, server),

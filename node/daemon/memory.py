@@ -5,9 +5,10 @@ import ctypes
 import gc
 
 TRIM_SECONDS = 60.0
-ARENA_MAX, MMAP_THRESHOLD = -8, -3  # M_ARENA_MAX and M_MMAP_THRESHOLD of glibc's malloc.h
+ARENA_MAX, MMAP_THRESHOLD, TRIM_THRESHOLD = -8, -3, -1  # of glibc's malloc.h
 # Above the frames of 256 KiB, of which a merge takes and frees so many that new pages for each would double its time.
 LARGE_BYTES = 288 * 1024
+FREE_BYTES = 1 << 26  # at the heap's end, until it is given back once a minute: what is freed there is wanted again
 _libc = ctypes.CDLL(None)
 _is_glibc = hasattr(_libc, "malloc_trim")  # others have no need of what follows, or no such thing
 
@@ -24,7 +25,7 @@ def keep_heap_dense() -> None:
     if _is_glibc:
         _libc.mallopt(ARENA_MAX, 1)
         _libc.mallopt(MMAP_THRESHOLD, LARGE_BYTES)
-        _libc.mallopt(-1, 64 << 20)
+        _libc.mallopt(TRIM_THRESHOLD, FREE_BYTES)
 
 
 def collect_often() -> None:

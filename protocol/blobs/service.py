@@ -13,20 +13,22 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import grpc
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
+from protocol.blobs.chunk import Chunk
 from protocol.blobs.squeeze import squeezed
 from protocol.blobs.store import BlobStore
 from protocol.errors import LimitError, MalformedError, MissingFileError, MurmurError, StorageError
 from protocol.identity import PeerId
-from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
+from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer
 
 logger = logging.getLogger(__name__)
 
+BLOBS: Final = "murmur.v1.Blobs"  # the service's name
 COUNTED_CALLERS = 1024
 CHUNK_OF_RATE = 0.05  # seconds
 LEAST_CHUNK_BYTES = 4096
@@ -124,7 +126,7 @@ class BlobService(BlobsServicer):
             wanted = memoryview(data)[start : start + end - offset]
             packed = await asyncio.to_thread(squeezed, wanted) if request.squeezed and is_one_piece else None
             for chunk in _cut(packed or wanted, self._limits.chunk_bytes):
-                yield Chunk(data=chunk, squeezed=len(packed or b""))
+                yield Chunk(chunk, len(packed or b""))
             offset += len(wanted)
 
     @asynccontextmanager
@@ -173,8 +175,20 @@ class BlobService(BlobsServicer):
             self.bytes_served.popitem(last=False)
 
 
-def _cut(data: Bytes, size: int) -> Iterator[bytes]:
-    return (bytes(memoryview(data)[place : place + size]) for place in range(0, len(data), size))
+def add_blobs(service: BlobService, server: Any) -> None:
+    """As the generated code adds it, but for who writes the chunks."""
+    handlers = {
+        "Pieces": grpc.unary_unary_rpc_method_handler(
+            service.Pieces, PiecesRequest.FromString, PiecesReply.SerializeToString
+        ),
+        "Fetch": grpc.unary_stream_rpc_method_handler(service.Fetch, FetchRequest.FromString, Chunk.written),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BLOBS, handlers),))
+    server.add_registered_method_handlers(BLOBS, handlers)
+
+
+def _cut(data: Bytes, size: int) -> Iterator[memoryview]:
+    return (memoryview(data)[place : place + size] for place in range(0, len(data), size))
 
 
 def _check_range(blob: Blob, offset: int, length: int) -> None:

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import grpc
 
-from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob
+from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
+from protocol.blobs.chunk import read
 from protocol.blobs.plan import Call, Failure, Plan
 from protocol.blobs.squeeze import unsqueezed
 from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError
@@ -16,6 +17,7 @@ from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.replies import parsed
 
+FETCH: Final = "/murmur.v1.Blobs/Fetch"
 _FAILURES = {
     grpc.StatusCode.NOT_FOUND: Failure.ABSENT,
     # The size we were told may be wrong: no reason to blame the source.
@@ -89,20 +91,20 @@ class Wire:
         data, received = bytearray(blob.piece_length(call.piece)), 0
         request = FetchRequest(digest=blob.digest, offset=call.piece * PIECE_BYTES, length=len(data))
         request.squeezed = self._is_thrifty()
-        stream = BlobsStub(lease.channel).Fetch(request, timeout=call.seconds)
+        stream = _fetch(lease.channel, request, call.seconds)
         try:
             async with self._deadline(call):
                 async for chunk in stream:
                     if not received and 0 < parsed(chunk).squeezed < len(data):
                         data = bytearray(chunk.squeezed)
-                    came = chunk.data  # a copy at each look
-                    received = _place(data, received, came)
+                    came = len(chunk.data)
+                    received = _place(data, received, chunk.data)
                     # Empty chunks are no progress.
                     if came:
                         self._hear(call.peer)
-                        self.bytes_received += len(came)
-                        lease.received(len(came))
-                        plan.received(call, len(came))
+                        self.bytes_received += came
+                        lease.received(came)
+                        plan.received(call, came)
         finally:
             stream.cancel()
         if received != len(data):
@@ -158,7 +160,13 @@ def failures() -> Iterator[None]:
         raise CallFailedError(Failure.LOST, str(error)) from error
 
 
-def _place(data: bytearray, received: int, came: bytes) -> int:
+def _fetch(channel: Any, request: FetchRequest, seconds: float) -> Any:
+    """The stub's call, but for who reads the chunks."""
+    call = channel.unary_stream(FETCH, request_serializer=FetchRequest.SerializeToString, response_deserializer=read)
+    return call(request, timeout=seconds)
+
+
+def _place(data: bytearray, received: int, came: Bytes) -> int:
     """Behind the bytes received so far; how many there are then."""
     stop = received + len(came)
     if len(came) > CHUNK_BYTES or stop > len(data):

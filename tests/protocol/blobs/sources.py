@@ -11,7 +11,7 @@ import grpc
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
 from protocol.blobs.fetch import Fetcher
 from protocol.blobs.plan import Pace
-from protocol.blobs.service import BlobService, CallerLimits
+from protocol.blobs.service import BlobService, CallerLimits, add_blobs
 from protocol.blobs.store import BlobStore
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer, add_BlobsServicer_to_server
@@ -67,7 +67,10 @@ class Swarm:
 
     async def add(self, name: str, service: BlobsServicer) -> None:
         server = self.servers[name] = grpc.aio.server()
-        add_BlobsServicer_to_server(service, server)
+        if isinstance(service, BlobService):
+            add_blobs(service, server)
+        else:
+            add_BlobsServicer_to_server(service, server)
         server.add_insecure_port(f"unix:{self.folder}/{name}.sock")
         await server.start()
 

@@ -16,12 +16,12 @@ import pytest
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
 from protocol.blobs.fetch import Fetcher
-from protocol.blobs.service import COUNTED_CALLERS, BlobService, CallerLimits
+from protocol.blobs.service import COUNTED_CALLERS, BlobService, CallerLimits, add_blobs
 from protocol.blobs.squeeze import unsqueezed
 from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError
 from protocol.murmur_pb2 import FetchRequest, PiecesRequest
-from protocol.murmur_pb2_grpc import BlobsStub, add_BlobsServicer_to_server
+from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.network.transport import Transport, caller
 
 StartTransport = Callable[..., Awaitable[Transport]]
@@ -56,7 +56,7 @@ async def serve(store: BlobStore, tmp_path: Path) -> AsyncIterator[Serve]:
 
     async def start(limits: CallerLimits | None = None) -> tuple[BlobService, BlobsStub]:
         service, server = BlobService(store, caller_of, limits), grpc.aio.server()
-        add_BlobsServicer_to_server(service, server)
+        add_blobs(service, server)
         server.add_insecure_port(f"unix:{tmp_path}/socket")
         await server.start()
         channel = grpc.aio.insecure_channel(f"unix:{tmp_path}/socket")
@@ -258,10 +258,9 @@ from pathlib import Path
 import grpc
 from protocol.blobs.fetch import Fetcher
 from protocol.blobs.fetch import Fetcher
-from protocol.blobs.service import BlobService
+from protocol.blobs.service import BlobService, add_blobs
 from protocol.blobs.partial import FilePartial
 from protocol.blobs.store import BlobStore
-from protocol.murmur_pb2_grpc import add_BlobsServicer_to_server
 from tests.protocol.blobs.plain import PlainCarrier
 from tests.protocol.served import served
 
@@ -276,7 +275,7 @@ async def main(folder, size):
     store, target = BlobStore(folder / "from", 1 << 30), BlobStore(folder / "to", 1 << 30)
     blob = store.put_file(folder / "source")
     service = BlobService(store, lambda context: "fetcher")
-    async with served(folder / "socket", lambda server: add_BlobsServicer_to_server(service, server)) as channel:
+    async with served(folder / "socket", lambda server: add_blobs(service, server)) as channel:
         fetcher = Fetcher(target, PlainCarrier(lambda peer: channel), lambda *fault: None, random.Random(0))
         before = peak()
         await fetcher.fetch(blob, lambda: ["a", "b", "c", "d"], 60.0)
@@ -306,7 +305,7 @@ async def test_over_the_real_transport(start_transport: StartTransport, tmp_path
     here, there = BlobStore(tmp_path / "here", 1 << 30), BlobStore(tmp_path / "there", 1 << 30)
     there.put(DATA)
     service = BlobService(there, caller)
-    source = await start_transport("source", [lambda server: add_BlobsServicer_to_server(service, server)])
+    source = await start_transport("source", [lambda server: add_blobs(service, server)])
     taker = await start_transport("taker")
     taker.introduce(source.peer_id, await source.addresses())
     fetcher = Fetcher(here, taker.bulk, lambda *fault: None, random.Random(0))

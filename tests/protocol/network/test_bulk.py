@@ -14,12 +14,12 @@ import pytest
 
 from protocol.blobs.blob import PIECE_BYTES, Blob
 from protocol.blobs.fetch import Fetcher
-from protocol.blobs.service import BlobService
+from protocol.blobs.service import BlobService, add_blobs
 from protocol.blobs.store import BlobStore
 from protocol.errors import UnreachableError
 from protocol.identity import Identity
 from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
-from protocol.murmur_pb2_grpc import BlobsStub, add_BlobsServicer_to_server
+from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.network.bulk import Bulk
 from protocol.network.paths import Path as Way
 from protocol.network.transport import Transport, caller
@@ -71,7 +71,7 @@ class Library:
 
     async def open(self) -> None:
         self.source = await self._start(
-            "source", [lambda server: add_BlobsServicer_to_server(self.service, server)], direct=0
+            "source", [lambda server: add_blobs(self.service, server)], direct=0
         )
         self.taker = await self._start("taker")
         self.fetcher = Fetcher(self.here, self.taker.bulk, lambda *fault: None, random.Random(0))
