@@ -41,6 +41,8 @@ class Store(Protocol):
 
     def read(self, digest: Digest) -> Bytes: ...
 
+    def view(self, digest: Digest) -> Bytes: ...
+
 
 Work = Callable[..., Awaitable[Any]]  # calls a function with arguments in the worker thread
 
@@ -103,7 +105,7 @@ class Workshop:
     def check(self, blob: Blob, round_number: int, part: int) -> None:
         """Raises MalformedError unless the blob is a well-formed payload of that part."""
         try:
-            vector = self._merger.read(round_number, self._store.read(blob.digest), part)
+            vector = self._merger.read(round_number, self._store.view(blob.digest), part)
         except OptimError as error:
             raise MalformedError(f"a payload does not decode: {error}") from error
         if isinstance(vector, SparseVector):
@@ -150,7 +152,7 @@ class Workshop:
     def _payload(self, blob: Blob, round_number: int, part: int) -> Payload | Vector:
         """As `check` has read it, where there was room to keep that."""
         known = self._read.get((blob.digest, round_number, part))
-        return self._store.read(blob.digest) if known is None else known
+        return self._store.view(blob.digest) if known is None else known
 
     def _remember(self, key: tuple[Digest, int, int], vector: SparseVector) -> None:
         """Until the round is applied, or another one is open; in no more memory than one dense message takes."""

@@ -43,6 +43,9 @@ class MemoryStore:
         except KeyError as error:
             raise MissingFileError(f"blob {digest.hex()} is not kept any more") from error
 
+    def view(self, digest: Digest) -> bytes:
+        return self.read(digest)
+
     def forget_before(self, number: int) -> None:
         """Drop what was put before that round."""
         for digest in [known for known, put in self._rounds.items() if put < number]:

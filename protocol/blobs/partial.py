@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, hash_of
 from protocol.blobs.files import disk_errors, has_data, hash_piece, write_at
 from protocol.errors import MalformedError
@@ -16,7 +18,7 @@ class Home(Protocol):
     """Whose blobs they become."""
 
     def complete_partial(self, blob: Blob) -> None: ...
-    def complete_held(self, blob: Blob, hashes: bytes, pieces: tuple[bytes | bytearray, ...]) -> None: ...
+    def complete_held(self, blob: Blob, hashes: bytes, data: memoryview) -> None: ...
     def close_partial(self, blob: Blob) -> None: ...
 
 
@@ -34,7 +36,7 @@ class Partial(ABC):
 
     @abstractmethod
     def write(self, piece: int, data: bytes | bytearray) -> None:
-        """Check and keep a piece, which must not change; MalformedError where it is not the one that was asked for."""
+        """Check and keep a piece; MalformedError where it is not the one that was asked for."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -57,24 +59,24 @@ class Partial(ABC):
 
 
 class HeldPartial(Partial):
-    """In memory, as it came: nothing is copied."""
+    """In memory, as one: whoever decodes it more than once, to check it and to use it, need not copy it."""
 
     def __init__(self, home: Home, blob: Blob, hashes: bytes) -> None:
         super().__init__(home, blob, hashes)
-        self._pieces: dict[int, bytes | bytearray] = {}
+        self._data = np.empty(blob.size, np.uint8).data  # no memory until it is written to
 
     def recheck(self) -> None:
         """What is here was checked."""
 
     def write(self, piece: int, data: bytes | bytearray) -> None:
         self._check(piece, data)
-        self._pieces[piece] = data
+        start = piece * PIECE_BYTES
+        self._data[start : start + len(data)] = data
         self.missing.discard(piece)
 
     def finish(self) -> None:
         self._require_all()
-        pieces = tuple(self._pieces[piece] for piece in range(self.blob.pieces))
-        self._home.complete_held(self.blob, self.hashes, pieces)
+        self._home.complete_held(self.blob, self.hashes, self._data)
 
     def close(self) -> None:
         self._home.close_partial(self.blob)

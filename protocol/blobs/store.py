@@ -145,6 +145,11 @@ class BlobStore:
             raise self._rotten(digest)
         return data
 
+    def view(self, digest: bytes) -> Bytes:
+        """As `read`, to be looked at only: not copied where it lies in memory as one."""
+        held = self._lent.get(digest)
+        return held.views[0] if held and len(held.views) == 1 else self.read(digest)
+
     def read_piece(self, digest: bytes, piece: int) -> Bytes:
         """One piece, checked. Raises MissingFileError as `read` does."""
         if held := self._lent.get(digest):
@@ -223,10 +228,10 @@ class BlobStore:
         with self._lock:
             self._open.discard(blob.digest)
 
-    def complete_held(self, blob: Blob, hashes: bytes, pieces: tuple[bytes | bytearray, ...]) -> None:
+    def complete_held(self, blob: Blob, hashes: bytes, data: memoryview) -> None:
         """For Partial: every piece is there and checked."""
         with self._lock:
-            self._lent[blob.digest] = lent(blob, hashes, pieces)
+            self._lent[blob.digest] = lent(blob, hashes, (data,))
             self._growing.pop(blob.digest, None)
 
     def _growing_partial(self, blob: Blob, hashes: bytes) -> HeldPartial | None:

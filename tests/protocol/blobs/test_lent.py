@@ -49,6 +49,16 @@ def test_whoever_reads_a_whole_blob_may_change_what_it_got(store: BlobStore) -> 
     assert memory == b"murmur"
 
 
+def test_a_view_is_the_memory_itself_where_that_is_one_and_cannot_be_written(store: BlobStore) -> None:
+    memory, apart = np.arange(PIECE_BYTES, dtype=np.float32), (b"mur", b"mur")
+    view, joined = store.view(store.lend(memory.data).digest), store.view(store.lend(*apart).digest)
+    assert isinstance(view, memoryview) and view.readonly and joined == b"murmur"
+    assert np.shares_memory(np.frombuffer(view, np.uint8), memory)
+    assert store.view(store.put(b"on disk").digest) == b"on disk"
+    with pytest.raises(MissingFileError):
+        store.view(bytes(32))
+
+
 def test_it_goes_when_it_is_discarded_or_no_longer_retained(store: BlobStore) -> None:
     first, second = store.lend(b"first"), store.lend(b"second")
     store.discard(first.digest)

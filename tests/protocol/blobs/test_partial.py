@@ -92,6 +92,15 @@ def test_a_fetch_that_was_given_up_goes_on_where_it_was(store: BlobStore) -> Non
     assert opened(store, data).missing == {0, 1, 2}
 
 
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 5])
+def test_what_was_held_as_it_came_is_looked_at_without_a_copy(store: BlobStore, size: int) -> None:
+    data = some_bytes(size)
+    blob = fetched(store, data)
+    view = store.view(blob.digest)
+    assert isinstance(view, memoryview) and view.readonly and view == data
+    assert store.read(blob.digest) == data and store.read(blob.digest) is not store.view(blob.digest)
+
+
 def test_what_finds_no_room_in_memory_goes_to_the_disk(store: BlobStore, tmp_path: Path) -> None:
     first, second, third = (some_bytes(3 * PIECE_BYTES, seed) for seed in range(3))
     kept = fetched(store, first)
