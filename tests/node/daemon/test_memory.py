@@ -66,9 +66,9 @@ print(Path(sys.argv[2]).read_text().count("<heap "))
 LARGE = """
 import ctypes, sys
 from node.daemon.memory import keep_heap_dense
+bytes(30_000_000)  # from now on, as usual, all that is smaller lies in the heap
 if sys.argv[1] == "dense":
     keep_heap_dense()
-bytes(30_000_000)  # from now on, as usual, all that is smaller lies in the heap
 pairs = [(bytes(1_000_000), bytes(1_000)) for _ in range(100)]
 held = [small for _, small in pairs]
 del pairs
