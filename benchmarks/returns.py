@@ -2,8 +2,8 @@
 
 One process calls a peer over both paths; the peer's network ends and starts anew, with the same key. After each return
 the memory of the caller's own (resident and not shared, after collecting cycles and giving back) is noted; the line of
-least squares through these, behind a warm-up, says what a return costs. Once with malloc as a daemon has it (one arena
-for all threads, and what is large apart), and once as usual, as the control.
+least squares through these, behind a warm-up, says what a return costs. Once with threads that share one arena of
+malloc, as a daemon's do, and once without, as the control.
 
     python benchmarks/returns.py [--times 60] [--json]
 
@@ -26,7 +26,7 @@ import grpc
 import psutil
 
 from benchmarks.paths import opened
-from node.daemon.memory import collect_often, give_back, keep_heap_dense
+from node.daemon.memory import collect_often, give_back, share_one_arena
 from protocol.blobs.blob import CHUNK_BYTES
 from protocol.murmur_pb2 import FetchRequest
 from protocol.murmur_pb2_grpc import BlobsStub
@@ -42,7 +42,7 @@ ALLOWED_KILOBYTES = 10.0
 class Report:
     """KB that each return costs for good, by what malloc was told."""
 
-    dense: float
+    one_arena: float
     usual: float
 
 
@@ -106,17 +106,17 @@ def cost(taken: Sequence[float]) -> float:
     return statistics.linear_regression(range(len(behind)), behind).slope
 
 
-def measured(times: int, heap: str) -> float:
-    """In a process of its own: malloc is told at its start."""
+def measured(times: int, arenas: str) -> float:
+    """In a process of its own, as arenas stay."""
     with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
-        command = [sys.executable, "-W", "ignore", __file__, "take", str(times), folder, heap]
+        command = [sys.executable, "-W", "ignore", __file__, "take", str(times), folder, arenas]
         told = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
     return cost(json.loads(told))
 
 
 def table(report: Report) -> str:
-    lines = ["| malloc | KB kept of each return |", "|---|---|"]
-    return "\n".join([*lines, f"| as a daemon's | {report.dense:.1f} |", f"| as usual | {report.usual:.1f} |"])
+    lines = ["| arenas of malloc | KB kept of each return |", "|---|---|"]
+    return "\n".join([*lines, f"| one | {report.one_arena:.1f} |", f"| as usual | {report.usual:.1f} |"])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -124,17 +124,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--times", type=int, default=60)
     parser.add_argument("--json", action="store_true")
     words = parser.parse_args(arguments)
-    report = Report(measured(words.times, "dense"), measured(words.times, "usual"))
+    report = Report(measured(words.times, "one"), measured(words.times, "usual"))
     print(json.dumps(asdict(report)) if words.json else table(report))
-    return int(report.dense >= ALLOWED_KILOBYTES)
+    return int(report.one_arena >= ALLOWED_KILOBYTES)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
         asyncio.run(serve(Path(sys.argv[2])))
     elif sys.argv[1:2] == ["take"]:
-        if sys.argv[4] == "dense":
-            keep_heap_dense()
+        if sys.argv[4] == "one":
+            share_one_arena()
         print(json.dumps(asyncio.run(take(int(sys.argv[2]), Path(sys.argv[3])))))
     else:
         sys.exit(main(sys.argv[1:]))

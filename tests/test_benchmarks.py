@@ -44,7 +44,7 @@ def test_what_a_return_costs_is_a_slope_behind_the_warm_up() -> None:
     starting = [1000 * number for number in range(returns.WARM_UP)]
     assert returns.cost([*starting, 50_000, 50_030, 50_060, 50_090]) == pytest.approx(30.0)
     assert returns.cost([*starting, 50_000, 50_900, 50_000]) == 0.0, "what comes and goes"
-    assert "| as a daemon's | 1.5 |" in returns.table(returns.Report(1.5, 28.6))
+    assert "| one | 1.5 |" in returns.table(returns.Report(1.5, 28.6))
 
 
 def test_what_two_paths_come_to() -> None:

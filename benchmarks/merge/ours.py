@@ -22,7 +22,7 @@ from benchmarks.merge.values import relative_error, vector
 from benchmarks.merge.worker import Conversation, peer_parser
 from node.daemon.calls import deliver
 from node.daemon.deliveries import Deliveries
-from node.daemon.memory import keep_heap_dense
+from node.daemon.memory import share_one_arena
 from node.daemon.post import Post
 from node.daemon.replica import OuterState, Replica, Workshop
 from node.daemon.rounds import Hooks, RoundDriver
@@ -216,7 +216,7 @@ def main() -> None:
     words = parser.parse_args()
     conversation = Conversation()
     torch.set_num_threads(1)
-    keep_heap_dense()
+    share_one_arena()
     with suppress(EOFError):
         asyncio.run(serve(words, Path(tempfile.gettempdir()), conversation))
 

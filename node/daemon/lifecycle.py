@@ -18,7 +18,7 @@ import torch
 
 from node.config import NodeSettings, threads_each
 from node.daemon.assembly import Assembly
-from node.daemon.memory import collect_often, give_back_often, keep_heap_dense
+from node.daemon.memory import collect_often, give_back_often, share_one_arena
 from node.daemon.metrics import metrics_server
 from node.descriptors import raise_limit
 from node.folder import RunFolder
@@ -49,7 +49,7 @@ async def run_node(settings: NodeSettings, beside: Beside = lambda node: nullcon
 def settled(settings: NodeSettings) -> Iterator[RunFolder]:
     """The process is made ready to run for weeks, and the run's folder is its own while inside."""
     raise_limit()
-    keep_heap_dense()
+    share_one_arena()
     with RunFolder(settings.folder).claimed(settings.manifest) as folder:
         yield folder
 

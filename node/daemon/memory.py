@@ -5,27 +5,18 @@ import ctypes
 import gc
 
 TRIM_SECONDS = 60.0
-ARENA_MAX, MMAP_THRESHOLD, TRIM_THRESHOLD = -8, -3, -1  # of glibc's malloc.h
-# Above the frames of 256 KiB, of which a merge takes and frees so many that new pages for each would double its time.
-LARGE_BYTES = 288 * 1024
-FREE_BYTES = 1 << 26  # at the heap's end, until it is given back once a minute: what is freed there is wanted again
+ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
 _libc = ctypes.CDLL(None)
 _is_glibc = hasattr(_libc, "malloc_trim")  # others have no need of what follows, or no such thing
 
 
-def keep_heap_dense() -> None:
+def share_one_arena() -> None:
     """To be called before threads are many. By default each gets memory from an arena of its own, up to eight a core.
     What is freed in one is of no use in another: a daemon takes 13 to 30 KB more with every peer that comes back,
     and with one arena 2 (`benchmarks/returns.py`).
-
-    What is large lies in pages of its own and leaves no hole. By default glibc has it in the heap as soon as some of
-    that size was freed, and what is small and stays comes to lie in between: of a daemon's heap of 120 MB 15 to 19
-    were holes after minutes, and now 4 of 106.
     """
     if _is_glibc:
         _libc.mallopt(ARENA_MAX, 1)
-        _libc.mallopt(MMAP_THRESHOLD, LARGE_BYTES)
-        _libc.mallopt(TRIM_THRESHOLD, FREE_BYTES)
 
 
 def collect_often() -> None:

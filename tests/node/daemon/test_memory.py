@@ -43,9 +43,9 @@ ARENAS = """
 import ctypes, sys, threading
 from pathlib import Path
 import node.daemon.lifecycle  # some threads are there
-from node.daemon.memory import keep_heap_dense
+from node.daemon.memory import share_one_arena
 if sys.argv[1] == "one":
-    keep_heap_dense()
+    share_one_arena()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
 met = threading.Barrier(8)
@@ -61,22 +61,6 @@ file = ctypes.c_void_p(libc.fopen(sys.argv[2].encode(), b"w"))
 libc.malloc_info(0, file)
 libc.fclose(file)
 print(Path(sys.argv[2]).read_text().count("<heap "))
-"""
-
-LARGE = """
-import ctypes, sys
-from node.daemon.memory import keep_heap_dense
-bytes(30_000_000)  # from now on, as usual, all that is smaller lies in the heap
-if sys.argv[1] == "dense":
-    keep_heap_dense()
-pairs = [(bytes(1_000_000), bytes(1_000)) for _ in range(100)]
-held = [small for _, small in pairs]
-del pairs
-class Sizes(ctypes.Structure):
-    _fields_ = [(str(number), ctypes.c_size_t) for number in range(10)]
-libc = ctypes.CDLL(None)
-libc.mallinfo2.restype = Sizes
-print(getattr(libc.mallinfo2(), "0"))  # of the heap, holes included
 """
 
 of_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
@@ -107,14 +91,7 @@ def test_what_lies_between_others_in_use_is_given_back() -> None:
 
 
 @of_glibc
-def test_threads_keep_heap_dense(tmp_path: Path) -> None:
+def test_threads_share_one_arena(tmp_path: Path) -> None:
     one, usual = (int(told_by(ARENAS, word, str(tmp_path / "arenas"))) for word in ("one", "as usual"))
     print(f"{one} arenas, as usual {usual}")
     assert one < usual - 4
-
-
-@of_glibc
-def test_what_is_large_leaves_no_holes_between_what_stays() -> None:
-    dense, usual = (int(told_by(LARGE, word)) for word in ("dense", "as usual"))
-    print(f"a heap of {dense / 1e6:.1f} MB, as usual {usual / 1e6:.1f}")
-    assert dense < 10e6 and usual > 90e6
