@@ -198,7 +198,10 @@ class Replica:
 
     def foresee(self, commit: Statement[Commit], share: Share) -> None:
         """Begin with what `after` will be asked for, while the votes for this commit are on their way. Of two that are
-        foreseen the later one counts: what has been asked for last is what can still be decided."""
+        foreseen the later one counts: what has been asked for last is what can still be decided. In a later view the
+        same may come again."""
+        if self._foreseen and self._foreseen.is_after(self.state, commit.digest, share):
+            return
         self._forget()
         work = asyncio.create_task(self._computed(self.state, commit.body, share), name="foresee")
         self._foreseen = Foreseen(self.state, commit.digest, share, work)

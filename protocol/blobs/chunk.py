@@ -4,11 +4,13 @@ protobuf copies the bytes of a field twice on each side, and a large merge is ma
 is written here, and what it has written is read where it lies; anything else that is a `Chunk` is left to it.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Bytes
 
+BLOBS: Final = wire.DESCRIPTOR.services_by_name["Blobs"].full_name
+FETCH: Final = f"/{BLOBS}/Fetch"
 DATA, SQUEEZED = b"\x0a", b"\x10"  # the fields' tags: 1, by its length, and 2, a varint
 MAX_VARINT_BYTES = 5  # of 32 bits
 

@@ -13,12 +13,12 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import grpc
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
-from protocol.blobs.chunk import Chunk
+from protocol.blobs.chunk import BLOBS, Chunk
 from protocol.blobs.squeeze import squeezed
 from protocol.blobs.store import BlobStore
 from protocol.errors import LimitError, MalformedError, MissingFileError, MurmurError, StorageError
@@ -28,7 +28,6 @@ from protocol.murmur_pb2_grpc import BlobsServicer
 
 logger = logging.getLogger(__name__)
 
-BLOBS: Final = "murmur.v1.Blobs"  # the service's name
 COUNTED_CALLERS = 1024
 CHUNK_OF_RATE = 0.05  # seconds
 LEAST_CHUNK_BYTES = 4096

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import grpc
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
-from protocol.blobs.chunk import read
+from protocol.blobs.chunk import FETCH, read
 from protocol.blobs.plan import Call, Failure, Plan
 from protocol.blobs.squeeze import unsqueezed
 from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError
@@ -17,7 +17,6 @@ from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.replies import parsed
 
-FETCH: Final = "/murmur.v1.Blobs/Fetch"
 _FAILURES = {
     grpc.StatusCode.NOT_FOUND: Failure.ABSENT,
     # The size we were told may be wrong: no reason to blame the source.

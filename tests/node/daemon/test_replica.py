@@ -113,8 +113,9 @@ async def test_what_was_foreseen_is_not_computed_again(tmp_path: Path, monkeypat
     replica, other = replica_in(store), replica_in(store)
     (commit,) = await grown(other, store, 1)
     computed, head = states_computed_by(replica, monkeypatch), replica.chain.head
-    replica.foresee(commit, commit.body.contributions)
-    await until(lambda: len(computed) == 1)
+    for _ in range(2):
+        replica.foresee(commit, commit.body.contributions)
+        await until(lambda: len(computed) == 1)
     assert replica.chain.head == head and replica.state.anchor is not other.state.anchor, "it is not decided yet"
     await apply(replica, commit)
     assert replica.state is computed[0] and len(computed) == 1 and replica.blob == other.blob
