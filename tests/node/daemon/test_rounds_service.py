@@ -43,9 +43,7 @@ class FakeDriver:
 
 
 class World:
-    def __init__(
-        self, channel: grpc.aio.Channel, replica: Replica, driver: FakeDriver, service: RoundsService
-    ) -> None:
+    def __init__(self, channel: grpc.aio.Channel, replica: Replica, driver: FakeDriver, service: RoundsService) -> None:
         self.channel, self.replica, self.driver, self.service = channel, replica, driver, service
 
     def to_them(self, _: PeerId) -> grpc.aio.Channel:

@@ -1,0 +1,15 @@
+"""A store and its fetcher among sources, ended with the test."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.protocol.blobs.sources import Swarm
+
+
+@pytest.fixture
+async def swarm(tmp_path: Path) -> AsyncIterator[Swarm]:
+    swarm = Swarm(tmp_path)
+    yield swarm
+    await swarm.stop()
