@@ -32,7 +32,8 @@ def collect_often() -> None:
 
 async def give_back_often() -> None:
     """Each round takes and frees tens of megabytes in pieces of all sizes. glibc keeps what lies between others that
-    are in use, and round by round that becomes more."""
+    are in use, and round by round that becomes more. What failed leaves its frames behind in cycles, with the bytes
+    that were on their way; the collector comes by when enough cycles are there, however large they are."""
     while True:
         await asyncio.sleep(TRIM_SECONDS)
         await asyncio.to_thread(give_back)
@@ -40,5 +41,6 @@ async def give_back_often() -> None:
 
 def give_back() -> None:
     """Takes milliseconds; what is needed again is got again."""
+    gc.collect()
     if _is_glibc:
         _libc.malloc_trim(0)

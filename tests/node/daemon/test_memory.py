@@ -39,6 +39,24 @@ if sys.argv[1] == "back":
 print(psutil.Process().memory_info().rss)
 """
 
+FAILURES = """
+import sys
+import psutil
+from node.daemon.memory import collect_often, give_back
+collect_often()
+def fail():
+    on_the_way = bytearray(b"x") * 1_000_000
+    try:
+        raise ValueError
+    except ValueError as error:
+        kept = error  # whose traceback holds this frame
+for _ in range(100):
+    fail()
+if sys.argv[1] == "back":
+    give_back()
+print(psutil.Process().memory_info().rss)
+"""
+
 ARENAS = """
 import ctypes, sys, threading
 from pathlib import Path
@@ -88,6 +106,12 @@ def test_what_lies_between_others_in_use_is_given_back() -> None:
     back, usual = (int(told_by(HOLES, word)) for word in ("back", "as usual"))
     print(f"{back / 1e6:.0f} MB, as usual {usual / 1e6:.0f}")
     assert usual - back > 60e6, "of 100 MB that were freed, in pages, as what is in use shares some"
+
+
+def test_what_failures_left_in_cycles_is_given_back() -> None:
+    back, usual = (int(told_by(FAILURES, word)) for word in ("back", "as usual"))
+    print(f"{back / 1e6:.0f} MB, as usual {usual / 1e6:.0f}")
+    assert usual - back > 60e6, "of 100 MB in few cycles"
 
 
 @of_glibc
