@@ -4,7 +4,7 @@ import asyncio
 import ctypes
 import gc
 
-TRIM_SECONDS = 60.0
+TRIM_SECONDS = 15.0
 ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
 _libc = ctypes.CDLL(None)
 _is_glibc = hasattr(_libc, "malloc_trim")  # others have no need of what follows, or no such thing
@@ -32,7 +32,7 @@ def collect_often() -> None:
 
 async def give_back_often() -> None:
     """Each round takes and frees tens of megabytes in pieces of all sizes. glibc keeps what lies between others that
-    are in use, and round by round that becomes more. What failed leaves its frames behind in cycles, with the bytes
+    are in use, and from round to round that becomes more. What failed leaves its frames behind in cycles, with the bytes
     that were on their way; the collector comes by when enough cycles are there, however large they are."""
     while True:
         await asyncio.sleep(TRIM_SECONDS)
