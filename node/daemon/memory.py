@@ -32,7 +32,7 @@ def collect_often() -> None:
 
 async def give_back_often() -> None:
     """Each round takes and frees tens of megabytes in pieces of all sizes. glibc keeps what lies between others that
-    are in use, and from round to round that becomes more. What failed leaves its frames behind in cycles, with the bytes
+    are in use, and round by round that becomes more. What failed leaves its frames behind in cycles, with the bytes
     that were on their way; the collector comes by when enough cycles are there, however large they are."""
     while True:
         await asyncio.sleep(TRIM_SECONDS)
