@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from benchmarks import beside, sync
+from benchmarks import arithmetic, beside, sync
 from benchmarks.links import DEMO
 from benchmarks.merge.stepper import Stepper
 from benchmarks.merge.values import BLOCK, relative_error, vector
@@ -63,3 +63,15 @@ def test_real_peers_merge_ours_and_theirs() -> None:
     assert costs["gloo_fp32"].relative_error < 1e-6
     assert all(cost.seconds > 0 for cost in costs.values()) and costs["ours_dense"].cpu_seconds > 0
     assert costs["ours_sparse"].bytes < costs["ours_dense"].bytes < costs["gloo_fp32"].bytes
+
+
+def test_the_arithmetic_that_is_timed_is_that_of_a_merge() -> None:
+    dense, sparse = (arithmetic.Merge(recipe, 2 * BLOCK) for recipe in ("averaging", "sparseloco"))
+    spent, message_spent = dense.run(), sparse.run()
+    assert spent.keys() - message_spent.keys() == {"sum"}
+    assert dense.error() < 0.02 < sparse.error() < 1, "what a sparse message leaves out is not in the mean"
+
+
+def test_of_four_peers_on_two_cores_each_core_has_two() -> None:
+    cost = arithmetic.cost_of([{"encode": 30.0, arithmetic.STATE: 9.0}, {"encode": 50.0, arithmetic.STATE: 9.0}], 2)
+    assert cost.all == 40.0 and cost.least_seconds == pytest.approx(0.08)
