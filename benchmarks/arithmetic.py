@@ -4,7 +4,7 @@
 
 One process and one thread does what a node does, function by function: encode a message, name what is sent and what
 has come (BLAKE3), check what has come, sum (of a butterfly every fourth part), the outer update, and name the new
-state. `seal` is AES-128-GCM, as TLS takes it, on the records of 16 KiB that go out and come in. Rounds, calls, the
+state. `seal` is AES-128-GCM on what goes out and comes in, in records of 16 KiB as TLS cuts it. Rounds, calls, the
 kernel and the disk are left out. Each figure is the median of processor milliseconds over the turns; the messages are
 those of `sync.py`. `all`: of one peer, but for the name of the state, which no trainer waits for.
 """
@@ -59,14 +59,14 @@ class Merge:
     def __init__(self, recipe: str, numel: int) -> None:
         self._program = Program(compose(recipe, {}), Layout(((numel,),)), Round().parts)
         self._plan, self._merger = self._program.plan(0), Merger(self._program)
-        self._deltas = [vector(rank, numel) for rank in range(PEERS)]
+        self._delta = vector(0, numel)
         self._before = self._after = OuterState.initial(vector(PEERS, numel), self._program.method)
-        self._messages = [self._encoded(delta) for delta in self._deltas]
+        self._messages = [self._encoded(vector(rank, numel)) for rank in range(PEERS)]
 
     def run(self) -> dict[str, float]:
         ledger = Ledger()
         residual = torch.zeros(self._program.numel)
-        own = ledger.of("encode", lambda: Sender(self._program).message(0, self._deltas[0], residual))
+        own = ledger.of("encode", lambda: Sender(self._program).message(0, self._delta, residual))
         ledger.of("name", lambda: [Blob.of(payload) for payload in own])
         exchange = self._summed if self._plan.method.topology.kind == "butterfly" else self._gathered
         payloads = exchange(ledger, own)
@@ -92,9 +92,7 @@ class Merge:
         come = {part: [message[part] for message in self._messages[1:]] for part in mine}
         _passed(ledger, [own[part] for part in others], [payload for part in mine for payload in come[part]])
         ledger.of("check", lambda: [self._merger.read(0, one, part) for part in mine for one in come[part]])
-        reduced = dict(
-            ledger.of("sum", lambda: [(part, self._reduced(part, [own[part], *come[part]])) for part in mine])
-        )
+        reduced = ledger.of("sum", lambda: {part: self._reduced(part, [own[part], *come[part]]) for part in mine})
         ledger.of("name", lambda: [Blob.of(payload) for payload in reduced.values()])
         sums = [self._reduced(part, [message[part] for message in self._messages]) for part in others]
         _passed(ledger, list(reduced.values()) * (PEERS - 1), sums)
