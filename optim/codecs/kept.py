@@ -11,7 +11,7 @@ import numpy.typing as npt
 from optim.codecs import gaps, rans
 from optim.codecs.levels import fit
 from optim.codecs.selection import Bits, largest
-from optim.compiled import compiled
+from optim.compiled import bits_of, compiled, float_of
 from optim.errors import CodecError
 from optim.threads import each
 from optim.vectors import AT_ONCE, Floats, Positions, SparseVector, slabs
@@ -132,6 +132,32 @@ def _restore(codes: Codes, levels: Floats, first: int, span: int, positions: Pos
     for row in range(rows):
         for kept in range(keep):
             code = codes[row, kept]
-            level = levels[row, code & LEVEL]
             positions[row * keep + kept] = first + row * span + (code >> INDEX)
-            values[row * keep + kept] = -level if code >> NEGATIVE & np.uint32(1) else level
+            values[row * keep + kept] = _value(code, levels[row])
+
+
+def subtract_from(codes: Codes, levels: Floats, layout: Layout, values: Floats) -> None:
+    """values <- values - what the codes say"""
+
+    def take(chunks: slice) -> None:
+        part, keep = layout.kept_of(chunks)
+        run = values[chunks.start * layout.span : chunks.stop * layout.span]
+        _subtract(codes[part].reshape(-1, keep), levels[chunks], layout.span, run)
+
+    each(take, layout.runs())
+
+
+@compiled
+def _subtract(codes: Codes, levels: Floats, span: int, values: Floats) -> None:
+    rows, keep = codes.shape
+    for row in range(rows):
+        for kept in range(keep):
+            code = codes[row, kept]
+            values[row * span + (code >> INDEX)] -= _value(code, levels[row])
+
+
+@compiled
+def _value(code: np.uint32, levels: Floats) -> np.float32:
+    """For compiled functions alone. The sign is written where it belongs: a branch could not be foretold."""
+    negative = np.uint32(code >> NEGATIVE & np.uint32(1))
+    return float_of(np.uint32(bits_of(levels[code & LEVEL]) | negative << SIGN))

@@ -42,15 +42,22 @@ def rank(magnitudes: Bits, ranks: Ranks) -> None:
     if magnitudes.size > FEW:
         _rank_by_digits(magnitudes, ranks)
         return
-    total = 0
+    _count_larger(magnitudes.view(np.int32), ranks)
+    total = 0  # in a loop of its own: within the one that counts it keeps those many lanes from being used
+    for place in range(ranks.size):
+        total += int(ranks[place])
+    if total < magnitudes.size * (magnitudes.size - 1) // 2:  # as they were, if no two were equal
+        _part_equals(magnitudes, ranks)
+
+
+@compiled
+def _count_larger(magnitudes: Ranks, ranks: Ranks) -> None:
+    """Of numbers with a sign, as older processors compare only such in one step."""
     for place in range(magnitudes.size):
         magnitude, larger = magnitudes[place], np.int32(0)
         for other in range(magnitudes.size):
             larger += np.int32(magnitudes[other] > magnitude)
         ranks[place] = larger
-        total += int(larger)
-    if total < magnitudes.size * (magnitudes.size - 1) // 2:  # as they were, if no two were equal
-        _part_equals(magnitudes, ranks)
 
 
 @compiled

@@ -15,6 +15,8 @@ from optim.compiled import compiled
 Bytes = npt.NDArray[np.uint8]
 Widths = npt.NDArray[np.uint8]  # of a class's low bits
 
+ZERO, ONE = np.uint64(0), np.uint64(1)
+IN_BYTE, LAST = np.uint64(3), np.uint64(7)  # bits of a bit's place in its byte, and the last one
 BEHIND = 2  # bytes that can be read behind the last: low bits, at most 13, are taken from three
 
 
@@ -57,21 +59,28 @@ def read(
 ) -> int:
     """Undo `write`, for chunks with `keep` codes each but the last; how far the last chunk's indices go. Below zero if
     those of another leave it. `BEHIND` bytes behind the last are read."""
-    bit, place, index = bits * classes.size, 0, -1
-    for first in range(0, classes.size, keep):
+    size, bit, index = np.uint64(classes.size), np.uint64(bits * classes.size), -1
+    for first in range(np.uint64(0), size, np.uint64(keep)):  # a place that may be negative is looked at each time
         if index >= span:
             return -1
         index = -1
-        for place in range(first, min(first + keep, classes.size)):
+        for place in range(first, min(first + np.uint64(keep), size)):
             symbol = classes[place]
-            width, byte = widths[symbol], bit >> 3
-            window = packed[byte] << 16 | packed[byte + 1] << 8 | packed[byte + 2]
-            index += 1 + lowest[symbol] + (window >> 24 - (bit & 7) - width & (1 << width) - 1)
+            width = np.uint64(widths[symbol])
+            index += 1 + int(lowest[symbol]) + int(_low_bits(packed, bit, width))
             bit += width
-            code = index
+            code = np.uint64(index)
             for plane in (2, 1, 0):
                 flag = 0 if plane == 2 else plane + 1
-                here = flag * classes.size + place
-                code = code << 1 | (packed[here >> 3] >> 7 - (here & 7) & 1 if flag < bits else 0)
-            codes[place] = code
+                code = code << ONE | (_low_bits(packed, np.uint64(flag) * size + place, ONE) if flag < bits else ZERO)
+            codes[place] = np.uint32(code)
     return index
+
+
+@compiled
+def _low_bits(packed: Bytes, bit: np.uint64, width: np.uint64) -> np.uint64:
+    """So many bits from that one on. For compiled functions alone."""
+    byte = bit >> IN_BYTE
+    window = np.uint64(packed[byte]) << np.uint64(16) | np.uint64(packed[byte + ONE]) << np.uint64(8)
+    window |= np.uint64(packed[byte + ONE + ONE])
+    return window >> np.uint64(24) - (bit & LAST) - width & (ONE << width) - ONE

@@ -48,10 +48,10 @@ def _push(symbols: Symbols, frequencies: Frequencies, starts: Frequencies, lanes
         for lane in range(min(lanes.size, symbols.size - first) - 1, -1, -1):
             symbol, state = symbols[first + lane], lanes[lane]
             frequency = frequencies[symbol]
-            if state >= frequency << SPARE:
-                position -= 1
-                words[position] = state & LOW
-                state >>= WORD
+            words[position - 1] = state & LOW  # written anyway: a branch could not be foretold
+            large = state >= frequency << SPARE
+            position -= int(large)
+            state = np.uint32(state >> WORD) if large else state
             quotient = state // frequency
             lanes[lane] = (quotient << SHARE) + (state - quotient * frequency) + starts[symbol]
     return position
@@ -65,8 +65,8 @@ def decode(count: int, frequencies: Frequencies, lanes: States, words: Words) ->
     symbol_at = np.repeat(kinds, frequencies)
     offset_at = np.arange(TOTAL, dtype=np.uint32) - _starts(frequencies)[symbol_at]
     symbols = np.empty(count, np.uint8)
-    lanes, words = lanes.astype(np.uint32), words.astype(np.uint16)
-    read = _pop(lanes, words, symbol_at, frequencies[symbol_at], offset_at, symbols)
+    lanes = lanes.astype(np.uint32)
+    read = _pop(lanes, np.append(words, LOW).astype(np.uint16), symbol_at, frequencies[symbol_at], offset_at, symbols)
     if read > words.size:
         raise CodecError("the entropy-coded stream is too short")
     if read < words.size or (lanes >> np.uint32(16) != 1).any():
@@ -78,21 +78,19 @@ def decode(count: int, frequencies: Frequencies, lanes: States, words: Words) ->
 def _pop(
     lanes: States, words: Words, symbol_at: Symbols, share_at: Frequencies, offset_at: Frequencies, symbols: Symbols
 ) -> int:
-    """How many words it took; one more than there are where they do not suffice."""
-    position = 0
-    for first in range(0, symbols.size, lanes.size):
-        for lane in range(min(lanes.size, symbols.size - first)):
+    """How many words it took; the last one, which is no part of the stream, stands for all that are missing."""
+    size, step = np.uint64(symbols.size), np.uint64(lanes.size)
+    position, last = np.uint64(0), np.uint64(words.size - 1)
+    for first in range(np.uint64(0), size, step):
+        for lane in range(min(step, size - first)):
             state = lanes[lane]
             slot = state & np.uint32(TOTAL - 1)
             symbols[first + lane] = symbol_at[slot]
-            state = (state >> SHARE) * share_at[slot] + offset_at[slot]
-            if state <= LOW:
-                if position == words.size:
-                    return position + 1
-                state = state << WORD | words[position]
-                position += 1
-            lanes[lane] = state
-    return position
+            state = np.uint32((state >> SHARE) * share_at[slot] + offset_at[slot])
+            word, small = words[min(position, last)], state <= LOW  # read anyway: a branch could not be foretold
+            lanes[lane] = np.uint32(state << WORD | word) if small else state
+            position += np.uint64(small)
+    return int(position)
 
 
 def normalized(counts: npt.NDArray[np.int64]) -> Frequencies:

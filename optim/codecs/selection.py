@@ -14,6 +14,7 @@ from optim.compiled import MAGNITUDE, compiled
 Bits = npt.NDArray[np.uint32]  # of fp32, or of its magnitude
 
 INFINITY = np.uint32(0x7F800000)
+OCTAVE = np.uint32(1 << 23)  # from a magnitude to twice as much
 GROUPS_PER_KEPT = 8
 LANES = 32  # what is not a multiple of so many is compared one by one
 NEAR = 8  # a floor that one value in so many more than needed reach is as good as the highest
@@ -62,9 +63,15 @@ def _reaching(magnitudes: Bits, floor: np.uint32) -> int:
 @compiled
 def _floor(magnitudes: Bits, keep: int, low: np.uint32, spare: int) -> np.uint32:
     """From `low` on, which at least `keep` reach, to one that at most `spare` more do; to the highest if none is."""
-    high = INFINITY
+    top, width = np.uint32(0), OCTAVE
+    for place in range(magnitudes.size):
+        top = max(top, magnitudes[place])
+    high = np.uint32(top + np.uint32(1))
+    while high - low > width and _reaching(magnitudes, np.uint32(high - width)) < keep:  # they are seldom far apart
+        high, width = np.uint32(high - width), np.uint32(width + width)
+    low = max(low, np.uint32(high - min(high, width)))
     while low + np.uint32(1) < high:
-        middle = low + (high - low) // np.uint32(2)
+        middle = np.uint32(low + (high - low) // np.uint32(2))
         count = _reaching(magnitudes, middle)
         if count < keep:
             high = middle
@@ -77,18 +84,20 @@ def _floor(magnitudes: Bits, keep: int, low: np.uint32, spare: int) -> np.uint32
 
 @compiled
 def _gather(chunk: Bits, maxima: Bits, floor: np.uint32, places: Bits, magnitudes: Bits) -> int:
-    """Write what reaches the floor to the front of both arrays; how many do. No branches: none could be foretold."""
-    groups, count = np.empty(maxima.size, np.uint32), 0
+    """Write what reaches the floor to the front of both arrays; how many do. No branches: none could be foretold; and
+    places without a sign, as one that may be negative is looked at each time."""
+    groups, count = np.empty(maxima.size, np.uint64), np.uint64(0)
     for group in range(maxima.size):
         groups[count] = group
-        count += maxima[group] >= floor
-    found = 0
-    for first in range(0, chunk.size, maxima.size):
+        count += np.uint64(maxima[group] >= floor)
+    found = np.uint64(0)
+    for first in range(np.uint64(0), np.uint64(chunk.size), np.uint64(maxima.size)):
         for group in groups[:count]:
-            magnitude = chunk[first + group] & MAGNITUDE
-            places[found], magnitudes[found] = first + group, magnitude
-            found += magnitude >= floor
-    return found
+            place = first + group
+            magnitude = chunk[place] & MAGNITUDE
+            places[found], magnitudes[found] = np.uint32(place), magnitude
+            found += np.uint64(magnitude >= floor)
+    return int(found)
 
 
 @compiled

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs import gaps, plain, rans
 from optim.codecs.codec import Codec, Payload, Reader
-from optim.codecs.kept import INDEX, Codes, Layout, select, vector
+from optim.codecs.kept import INDEX, Codes, Layout, select, subtract_from, vector
 from optim.codecs.scales import read_scales, write_scales
 from optim.errors import CodecError
 from optim.parts import STRICT
@@ -61,7 +61,7 @@ class ChunkTopK(Codec):
         wire, levels = write_scales(fitted.ravel())
         payload = self.head() + _pack(codes, layout, wire)
         if subtract:
-            vector(codes, levels.reshape(fitted.shape), layout).subtract_from(values)
+            subtract_from(codes, levels.reshape(fitted.shape), layout, values)
         return payload
 
     def read(self, payload: Payload, numel: int) -> SparseVector:
