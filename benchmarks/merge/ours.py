@@ -11,10 +11,8 @@ import hashlib
 import random
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,13 +20,14 @@ from benchmarks.merge.values import relative_error, vector
 from benchmarks.merge.worker import Conversation, peer_parser
 from node.daemon.calls import deliver
 from node.daemon.deliveries import Deliveries
-from node.daemon.memory import share_one_arena
+from node.daemon.memory import collect_often, share_one_arena
 from node.daemon.post import Post
 from node.daemon.replica import OuterState, Replica, Workshop
 from node.daemon.rounds import Hooks, RoundDriver
 from node.daemon.rounds_service import RoundsService
 from node.daemon.vows import VowFile
 from node.daemon.wishes import Wishes
+from node.daemon.workers import Workers, workers
 from optim.exchange import Sender
 from optim.layout import Layout
 from optim.program import Program
@@ -55,8 +54,8 @@ PARTS = Round().parts
 
 
 class Peer:
-    def __init__(self, words: argparse.Namespace, folder: Path, pool: ThreadPoolExecutor) -> None:
-        self._words, self._pool = words, pool
+    def __init__(self, words: argparse.Namespace, folder: Path, at_work: Workers) -> None:
+        self._words, self._work = words, at_work.arithmetic
         self.program = Program(compose(words.recipe, overrides(words)), Layout(((words.numel,),)), PARTS)
         self.identity = Identity.load_or_create(folder / "key")
         self._own, self._residual = vector(words.rank, words.numel), torch.zeros(words.numel)
@@ -64,7 +63,7 @@ class Peer:
         self._terms = Terms(words.recipe, SHAPES, self.program.max_parts, 1 << 40, self.program.max_part_bytes)
         self._store = BlobStore(folder / "blobs", STORE_BYTES, HELD_BYTES)
         self._workshop = Workshop(self.program, self._store, lambda step: 1.0)
-        self._replica = Replica(Chain.begin(RUN_ID), self._begun(), self._workshop, self._work)
+        self._replica = Replica(Chain.begin(RUN_ID), self._begun(), self._workshop, self._work, at_work.aside)
         self.transport = Transport.create(folder / "key", folder)
         self._blobs = BlobService(self._store, caller)
         fetcher = Fetcher(self._store, self.transport.bulk, self._failed, random.Random(words.rank))
@@ -167,9 +166,6 @@ class Peer:
         exchange: Exchange = "butterfly" if plan.method.topology.kind == "butterfly" else "gather"
         return RoundSettings(RUN_ID, exchange, len(plan.bounds), timing.grace, timing.leader_timeout, ROUND_SECONDS)
 
-    async def _work(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
-
     def _failed(self, peer: str, reason: str) -> None:
         """What matters is said again; who is left out in the end is not among the members."""
         sys.stderr.write(f"{peer}: {reason}\n")
@@ -186,9 +182,10 @@ def overrides(words: argparse.Namespace) -> dict[str, dict[str, str]]:
 
 
 async def serve(words: argparse.Namespace, folder: Path, conversation: Conversation) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        peer = Peer(words, folder, pool)
+    with workers() as at_work:
+        peer = Peer(words, folder, at_work)
         await peer.open(conversation)
+        collect_often()
         try:
             while True:
                 match next(iter(await asyncio.to_thread(conversation.hear))):

@@ -4,10 +4,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
+from collections.abc import Iterable
 from importlib.metadata import version
-from typing import Any
 
 from node.arena import Arena, Contents
 from node.channel import Adopted, Config, FromTrainer, Message, Pausing, Progress, Ready
@@ -24,7 +22,7 @@ from node.daemon.metrics import Metrics
 from node.daemon.offer_file import OfferFile
 from node.daemon.participant import Participant
 from node.daemon.post import Post
-from node.daemon.replica import OuterState, Replica, Work, Workshop, state_bytes
+from node.daemon.replica import OuterState, Replica, Workshop, state_bytes
 from node.daemon.resumption import restore_inner, restored_offers
 from node.daemon.rounds import Hooks, RoundDriver
 from node.daemon.rounds_service import RoundsService
@@ -35,6 +33,7 @@ from node.daemon.trainer_process import TrainerProcess
 from node.daemon.usual_port import usual_listen
 from node.daemon.vows import VowFile
 from node.daemon.wishes import Porters, Wishes
+from node.daemon.workers import Workers
 from node.folder import RunFolder
 from node.model import initial_weights, shape_table
 from node.program import decay_of, pacing_of, program_of, round_settings
@@ -78,23 +77,22 @@ class Assembly:
     """One node. `build` loads what the disk has; `open` goes on the network."""
 
     @classmethod
-    async def build(cls, settings: NodeSettings, folder: RunFolder, pool: Executor, rng: random.Random) -> "Assembly":
-        async def work(function: Callable[..., Any], *arguments: Any) -> Any:
-            return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
-
+    async def build(
+        cls, settings: NodeSettings, folder: RunFolder, workers: Workers, rng: random.Random
+    ) -> "Assembly":
         identity, program = Identity.load_or_create(folder.key), program_of(settings.manifest)
         began = time.monotonic()
-        await work(rehearse, program.method)
+        await workers.arithmetic(rehearse, program.method)
         if time.monotonic() - began > COMPILED_SECONDS:
             logger.info("compiled what rounds compute with, once for this machine")
-        return cls(settings, folder, identity, program, rng, work)
+        return cls(settings, folder, identity, program, rng, workers)
 
     def __init__(
         self, settings: NodeSettings, folder: RunFolder, identity: Identity, program: Program, rng: random.Random,
-        work: Work,
+        workers: Workers,
     ) -> None:  # fmt: skip
         manifest = settings.manifest
-        self._settings, self._folder, self._identity, self._work = settings, folder, identity, work
+        self._settings, self._folder, self._identity, self._workers = settings, folder, identity, workers
         self._background = Background(lambda error: self.participant.broken(error))
         self._finishing: asyncio.Task[None] | None = None
         self.peer_id = identity.peer_id
@@ -133,7 +131,7 @@ class Assembly:
         else:
             chain = Chain.begin(manifest.run_id)
             state = OuterState.initial(initial_weights(manifest.model, manifest.run.seed), method)
-        return Replica(chain, state, self._workshop, self._work)
+        return Replica(chain, state, self._workshop, self._workers.arithmetic, self._workers.aside)
 
     def _build_network(self) -> None:
         settings, manifest = self._settings, self._settings.manifest
@@ -178,7 +176,7 @@ class Assembly:
         )  # fmt: skip
 
     def _build_round(self, method: Method) -> None:
-        manifest, work = self._settings.manifest, self._work
+        manifest, work = self._settings.manifest, self._workers.arithmetic
         process = TrainerProcess(self.arena, self._trainer_config)
         self._pacing = pacing_of(manifest, self._program)
         self.trainer = TrainerLink(

@@ -18,8 +18,9 @@ from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.metrics import Setback
 from node.daemon.offers import Offers
-from node.daemon.replica import OuterState, Replica, Work
+from node.daemon.replica import OuterState, Replica
 from node.daemon.resumption import OUTBOX
+from node.daemon.workers import Work
 from node.folder import RunFolder
 from node.model import ShapeTable
 from protocol.blobs.blob import Blob

@@ -20,6 +20,7 @@ from node.config import NodeSettings, threads_each
 from node.daemon.assembly import Assembly
 from node.daemon.memory import collect_often, give_back_often, share_one_arena
 from node.daemon.metrics import metrics_server
+from node.daemon.workers import workers
 from node.descriptors import raise_limit
 from node.folder import RunFolder
 from protocol.errors import MurmurError, told
@@ -66,10 +67,10 @@ class Daemon:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
         async with AsyncExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="arithmetic"))
+            at_work = stack.enter_context(workers())
             threads = self._settings.threads or threads_each(1)
             loop.set_default_executor(ThreadPoolExecutor(1 + threads, thread_name_prefix="disk"))
-            node = await Assembly.build(self._settings, self._folder, pool, random.Random(os.urandom(16)))
+            node = await Assembly.build(self._settings, self._folder, at_work, random.Random(os.urandom(16)))
             stack.push_async_callback(node.transport.stop)
             await node.open()
             port = await stack.enter_async_context(

@@ -7,14 +7,15 @@ everyone who agrees.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from node.daemon.workers import Work
 from optim.codecs.codec import Payload
 from optim.errors import OptimError
 from optim.exchange import Merger
@@ -43,8 +44,6 @@ class Store(Protocol):
 
     def view(self, digest: Digest) -> Bytes: ...
 
-
-Work = Callable[..., Awaitable[Any]]  # calls a function with arguments in the worker thread
 
 
 @dataclass(frozen=True)
@@ -190,10 +189,10 @@ class Foreseen:
 class Replica:
     """Where this peer stands: `state` belongs to the head of `chain`, `blob` is the state's name."""
 
-    def __init__(self, chain: Chain, state: OuterState, workshop: Workshop, work: Work) -> None:
+    def __init__(self, chain: Chain, state: OuterState, workshop: Workshop, work: Work, aside: Work) -> None:
         self.chain, self.state = chain, state
         self.blob = workshop.keep(state)
-        self._workshop, self._work = workshop, work
+        self._workshop, self._work, self._aside = workshop, work, aside
         self._foreseen: Foreseen | None = None
 
     def foresee(self, commit: Statement[Commit], share: Share) -> None:
@@ -233,9 +232,9 @@ class Replica:
         """Go to the state that `after` has computed; head, state and blob change together.
 
         It is a step of its own because to name a state takes as long as to read all of it, and a trainer need not wait
-        for that. Raises StaleError, and nothing changes.
+        for that, nor any round on this machine. Raises StaleError, and nothing changes.
         """
-        blob = await self._work(self._workshop.keep, state)
+        blob = await self._aside(self._workshop.keep, state)
         self.chain.append(commit)
         self.state, self.blob = state, blob
 

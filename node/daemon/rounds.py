@@ -17,9 +17,10 @@ from typing import Any
 
 from node.daemon.background import Background
 from node.daemon.metrics import Setback
-from node.daemon.replica import Work, Workshop
+from node.daemon.replica import Workshop
 from node.daemon.vows import VowFile
 from node.daemon.wishes import Wishes
+from node.daemon.workers import Work
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError, UnreachableError

@@ -16,15 +16,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from node.collector import rare_collections
+from node.priority import give_way
 
 if TYPE_CHECKING:
     from node.channel import TrainerEnd
     from protocol.errors import MurmurError
 
 CONFIG_SECONDS = 60.0
-# Below the daemon's: where the model is computed on the processors, a round's few milliseconds would each wait for an
-# inner step's many, and in the end the trainer for the round.
-NICENESS = 5
 PR_SET_PDEATHSIG = 1
 logger = logging.getLogger(__name__)
 
@@ -33,7 +31,7 @@ def main(arguments: list[str]) -> int:
     channel_fd, arena_fd, parent = (int(argument) for argument in arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
-    os.nice(NICENESS)  # inherited by all threads to come
+    give_way()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     return serve(socket.socket(fileno=channel_fd), arena_fd)
 

@@ -116,7 +116,7 @@ async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
 def replica_in(store: BlobStore) -> Replica:
     workshop = Workshop(PROGRAM, store, lambda step: 1.0)
     anchor = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
-    return Replica(Chain.begin(RUN_ID), OuterState.initial(anchor, METHOD), workshop, at_once)
+    return Replica(Chain.begin(RUN_ID), OuterState.initial(anchor, METHOD), workshop, at_once, at_once)
 
 
 def states_computed_by(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> list[OuterState]:

@@ -27,7 +27,7 @@ from node.channel import (
     Snapshotted,
     TakeSnapshot,
 )
-from node.trainer.__main__ import NICENESS
+from node.priority import NICENESS
 from node.trainer.inner_state import Counters
 from optim.recipes import compose
 from protocol.blobs.blob import Blob

@@ -1,0 +1,38 @@
+"""The threads in which a daemon computes, beside the one that talks with others."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from node.priority import give_way
+
+Work = Callable[..., Awaitable[Any]]  # calls a function with arguments in a thread
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Each does one thing after the other. `arithmetic`: what a round or a trainer waits for. `aside`: what nobody
+    does; it comes behind the rounds, as the trainer does, on all daemons of a machine."""
+
+    arithmetic: Work
+    aside: Work
+
+
+@contextmanager
+def workers() -> Iterator[Workers]:
+    """Leaving waits for what they are at."""
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="arithmetic") as arithmetic,
+        ThreadPoolExecutor(1, thread_name_prefix="aside", initializer=give_way) as aside,
+    ):
+        yield Workers(_in(arithmetic), _in(aside))
+
+
+def _in(pool: Executor) -> Work:
+    async def work(function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+
+    return work

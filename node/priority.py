@@ -1,0 +1,17 @@
+"""Who goes first where all want the processors at once."""
+
+import os
+import sys
+
+# Where the model is computed on the processors, a round's few milliseconds would each wait for an inner step's many,
+# and in the end the trainer for the round.
+NICENESS = 5
+
+
+def give_way() -> None:
+    """From here on this thread, and those that it starts, come behind the other threads of a daemon.
+
+    Elsewhere than on Linux a niceness is a whole process's: there all threads stay alike.
+    """
+    if sys.platform == "linux":
+        os.nice(NICENESS)
