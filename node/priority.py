@@ -1,17 +1,18 @@
-"""Who goes first where all want the processors at once."""
+"""Who goes first where all want the processors at once: what a round waits for, then the trainer, then the rest."""
 
 import os
 import sys
 
 # Where the model is computed on the processors, a round's few milliseconds would each wait for an inner step's many,
 # and in the end the trainer for the round.
-NICENESS = 5
+TRAINER = 5
+ASIDE = 10  # what nobody waits for
 
 
-def give_way() -> None:
-    """From here on this thread, and those that it starts, come behind the other threads of a daemon.
+def give_way(niceness: int) -> None:
+    """From here on this thread, and those that it starts, come so far behind the other threads of a daemon.
 
     Elsewhere than on Linux a niceness is a whole process's: there all threads stay alike.
     """
     if sys.platform == "linux":
-        os.nice(NICENESS)
+        os.nice(niceness)

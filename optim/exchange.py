@@ -12,7 +12,7 @@ from optim.compiled import MAGNITUDE, compiled
 from optim.errors import CodecError
 from optim.program import Plan, Program
 from optim.threads import each
-from optim.vectors import Floats, JoinedVector, Vector, slabs
+from optim.vectors import Floats, JoinedVector, Vector, wide_slabs
 
 Payloads = Sequence[Payload | Vector]  # as they came, or as `Merger.read` has read them
 
@@ -64,7 +64,7 @@ def carried_by(plan: Plan, payloads: Sequence[Payload], numel: int) -> torch.Ten
 
 def _decay_and_add(total: Floats, decay: float, sent: Floats) -> None:
     """total <- decay * total + sent, each rounded. CodecError if a value of `sent` is not finite or too large."""
-    each(lambda part: check_largest(_move_on(total[part], np.float32(decay), sent[part])), slabs(total.size))
+    each(lambda part: check_largest(_move_on(total[part], np.float32(decay), sent[part])), wide_slabs(total.size))
 
 
 @compiled

@@ -18,7 +18,7 @@ from optim.penalty import MOST_BLOCKS
 from optim.threads import each, scratch
 from optim.updates import Moment
 from optim.usual import share_of, usual_after
-from optim.vectors import PlainVector, Vector, slabs
+from optim.vectors import PlainVector, Vector, wide_slabs
 
 KEPT_PLANS = 64
 
@@ -203,7 +203,7 @@ class Program:
             moving = {name: vector[part].copy_(slots[name][part]) for name, vector in new.items()}
             update.move(anchor[part], moved[part], moving, torch.from_numpy(delta), moment)
 
-        each(move, slabs(self.numel))
+        each(move, wide_slabs(self.numel))
         return moved, new
 
     def _move_spans(

@@ -20,6 +20,7 @@ from optim.threads import each, scratch
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
 SLAB = 1 << 18  # values whose temporaries stay in the cache
+WIDE, SLABS = 4, 16  # so many times as long at most, and where so many are left for threads to share
 AT_ONCE = 1 << 16  # of a sparse vector's values, in one thread
 
 
@@ -203,6 +204,11 @@ def _add_squares(values: Floats, sums: npt.NDArray[np.float64]) -> None:
 
 def slabs(numel: int, size: int = SLAB) -> Iterator[slice]:
     return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
+
+
+def wide_slabs(numel: int) -> Iterator[slice]:
+    """Of a long vector longer ones: for what goes over memory once, where each call costs more than a cache saves."""
+    return slabs(numel, SLAB * max(1, min(WIDE, numel // (SLABS * SLAB))))
 
 
 def norm(pieces: Iterable[Floats]) -> float:

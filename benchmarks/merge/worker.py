@@ -72,7 +72,7 @@ class Worker:
             text=True,
             cwd=REPOSITORY,
             env=os.environ | ENVIRONMENT | {"TMPDIR": temporary},
-            start_new_session=True,
+            process_group=0,  # in one session: between sessions the kernel forgets who is to go first
             preexec_fn=die_with_parent,
         )
         self._lines: queue.Queue[str] = queue.Queue()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from node.priority import give_way
+from node.priority import ASIDE, give_way
 
 Work = Callable[..., Awaitable[Any]]  # calls a function with arguments in a thread
 
@@ -15,7 +15,7 @@ Work = Callable[..., Awaitable[Any]]  # calls a function with arguments in a thr
 @dataclass(frozen=True)
 class Workers:
     """Each does one thing after the other. `arithmetic`: what a round or a trainer waits for. `aside`: what nobody
-    does; it comes behind the rounds, as the trainer does, on all daemons of a machine."""
+    does, behind all the rest."""
 
     arithmetic: Work
     aside: Work
@@ -26,7 +26,7 @@ def workers() -> Iterator[Workers]:
     """Leaving waits for what they are at."""
     with (
         ThreadPoolExecutor(1, thread_name_prefix="arithmetic") as arithmetic,
-        ThreadPoolExecutor(1, thread_name_prefix="aside", initializer=give_way) as aside,
+        ThreadPoolExecutor(1, thread_name_prefix="aside", initializer=give_way, initargs=(ASIDE,)) as aside,
     ):
         yield Workers(_in(arithmetic), _in(aside))
 

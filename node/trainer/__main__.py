@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from node.collector import rare_collections
-from node.priority import give_way
+from node.priority import TRAINER, give_way
 
 if TYPE_CHECKING:
     from node.channel import TrainerEnd
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     channel_fd, arena_fd, parent = (int(argument) for argument in arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
-    give_way()
+    give_way(TRAINER)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     return serve(socket.socket(fileno=channel_fd), arena_fd)
 

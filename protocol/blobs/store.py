@@ -2,7 +2,8 @@
 
     <hex digest>          a complete blob
     <hex digest>.part     a blob that is being fetched: full length, with holes where pieces are missing
-    <hex digest>.pieces   the piece hashes of either
+    <hex digest>.pieces   the piece hashes of either, but for a complete one of few pieces: to make a file takes longer
+                          than to hash those again after a restart
     *.new                 a file that is being written; removed at the next start
 
 Nothing is fsynced: a blob can be fetched again, and is hashed again before it is trusted, but for what this process
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 HELD_BYTES = 1 << 28  # for all that a node keeps in memory of what it fetches
 MAX_HELD_BYTES = 8 * PIECE_BYTES  # of one blob in memory: more is worth taking up again after a restart
+FEW_PIECES = 8
 FRESH_SECONDS = 60.0  # so long after it was written a blob is taken to be as it was hashed
 _OURS = re.compile(r"([0-9a-f]{64})(\.part|\.pieces)?")
 
@@ -47,6 +49,7 @@ class BlobStore:
         self._max_bytes, self._memory_bytes = max_bytes, memory_bytes
         self._lock = threading.Lock()
         self._complete: dict[bytes, int] = {}
+        self._hashes: dict[bytes, bytes] = {}  # of complete ones of few pieces
         self._lent: dict[bytes, Lent] = {}
         self._growing: dict[bytes, HeldPartial] = {}
         self._held: dict[bytes, int] = {}  # sizes of those in memory that nobody has lent, growing or whole
@@ -168,14 +171,14 @@ class BlobStore:
         if held := self._lent.get(digest):
             return held.hashes
         blob = self.blob(digest)
-        known = self._read_hashes(blob)
+        known = self._hashes.get(digest) or self._read_hashes(blob)
         if known is not None:
             return known
         with self._opened(digest) as descriptor:
             found = b"".join(hash_piece(descriptor, piece * PIECE_BYTES) for piece in range(blob.pieces))
         if Blob.from_hashes(found, blob.size) != blob:
             raise self._rotten(digest)
-        self._write_hashes(blob, found)
+        self._keep_hashes(blob, found)
         return found
 
     def discard(self, digest: bytes) -> None:
@@ -184,7 +187,7 @@ class BlobStore:
         with self._lock:
             if digest not in self._open:
                 self._complete.pop(digest, None)
-                for known in (self._lent, self._held, self._growing):
+                for known in (self._lent, self._held, self._growing, self._hashes):
                     known.pop(digest, None)
                 self._partial.pop(digest, None)
                 self._fresh.pop(digest, None)
@@ -307,7 +310,7 @@ class BlobStore:
                 Path(file.name).unlink(missing_ok=True)
 
     def _adopt(self, file: IO[bytes], blob: Blob, hashes: bytes) -> None:
-        self._write_hashes(blob, hashes)
+        self._keep_hashes(blob, hashes)
         file.flush()
         with self._lock:
             self._appear(Path(file.name), blob)
@@ -326,6 +329,12 @@ class BlobStore:
     def _is_fresh(self, digest: bytes, descriptor: int) -> bool:
         mark, written = self._fresh.get(digest, (0, -FRESH_SECONDS))
         return time.monotonic() - written < FRESH_SECONDS and os.fstat(descriptor).st_mtime_ns == mark
+
+    def _keep_hashes(self, blob: Blob, hashes: bytes) -> None:
+        if blob.pieces > FEW_PIECES:
+            self._write_hashes(blob, hashes)
+        else:
+            self._hashes[blob.digest] = hashes
 
     def _write_hashes(self, blob: Blob, hashes: bytes) -> None:
         with disk_errors(self._folder), self._temporary() as file:

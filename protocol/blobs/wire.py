@@ -26,6 +26,9 @@ _FAILURES = {
 }
 
 
+SELDOM = 0.05  # of the seconds in which nothing may come: by so much a deadline may lie too early
+
+
 class CallFailedError(Exception):
     """A call that did not deliver, and why."""
 
@@ -126,10 +129,12 @@ class Wire:
                     self._limits.pop(call.peer, None)
 
     def _hear(self, peer: PeerId) -> None:
+        """Deadlines are moved on seldom: a fast link brings a thousand chunks in a second."""
         silent = asyncio.get_running_loop().time() + self._stall
         for limit, end in self._limits[peer].items():
-            if not limit.expired():
-                limit.reschedule(min(end, silent))
+            later = min(end, silent)
+            if not limit.expired() and later - (limit.when() or 0.0) > self._stall * SELDOM:
+                limit.reschedule(later)
 
     @contextmanager
     def _leased(self, call: Call) -> Iterator[Lease]:

@@ -3,7 +3,19 @@ import math
 import numpy as np
 import pytest
 
-from optim.vectors import SLAB, DenseVector, Floats, JoinedVector, PlainVector, SparseVector, norm, slabs
+from optim.vectors import (
+    SLAB,
+    SLABS,
+    WIDE,
+    DenseVector,
+    Floats,
+    JoinedVector,
+    PlainVector,
+    SparseVector,
+    norm,
+    slabs,
+    wide_slabs,
+)
 
 
 def sparse(numel: int, seed: int) -> SparseVector:
@@ -83,3 +95,11 @@ def test_a_span_of_a_sparse_vector_adds_what_the_whole_does() -> None:
     for part in slabs(vector.numel, 777):
         vector.add_span(part, totals[1][part], 0.3)
     assert np.array_equal(totals[0], totals[1]) and (totals[0] != 1).any()
+
+
+@pytest.mark.parametrize("numel", [1, SLAB, SLABS * SLAB - 1, 2 * SLABS * SLAB + 7, 1000 * SLABS * SLAB + 7])
+def test_wide_slabs_follow_one_another_and_leave_threads_enough(numel: int) -> None:
+    found = list(wide_slabs(numel))
+    assert [part.start for part in found] == [0, *(part.stop for part in found[:-1])] and found[-1].stop == numel
+    assert max(part.stop - part.start for part in found) <= WIDE * SLAB
+    assert len(found) >= min(SLABS, len(list(slabs(numel))))

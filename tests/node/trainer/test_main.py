@@ -27,7 +27,7 @@ from node.channel import (
     Snapshotted,
     TakeSnapshot,
 )
-from node.priority import NICENESS
+from node.priority import TRAINER
 from node.trainer.inner_state import Counters
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
@@ -93,7 +93,7 @@ async def test_the_processors_are_the_daemons_first(make: Make) -> None:
     await bench.until(Progress)
     trainer = psutil.Process(bench.trainer.pid)
     threads = [os.getpriority(os.PRIO_PROCESS, thread.id) for thread in trainer.threads()]
-    assert set(threads) == {psutil.Process().nice() + NICENESS}
+    assert set(threads) == {psutil.Process().nice() + TRAINER}
 
 
 async def step_now(bench: Bench) -> int:

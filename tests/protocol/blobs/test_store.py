@@ -13,10 +13,11 @@ from blake3 import blake3
 
 from protocol.blobs import blob
 from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
-from protocol.blobs.store import FRESH_SECONDS, BlobStore
+from protocol.blobs.store import FEW_PIECES, FRESH_SECONDS, BlobStore
 from protocol.errors import LimitError, MalformedError, MissingFileError, StorageError
 
 ROOM = 64 * PIECE_BYTES
+MANY_BYTES = FEW_PIECES * PIECE_BYTES + 1
 
 
 def some_bytes(size: int, seed: int = 0) -> bytes:
@@ -112,7 +113,7 @@ def test_a_new_store_finds_what_is_there_and_clears_what_is_not_whole(store: Blo
     (folder / "somebody's notes").write_bytes(b"not ours")
     again = BlobStore(folder, ROOM)
     assert again.read(kept.digest) == b"kept"
-    assert files(folder) == {kept.name, f"{kept.name}.pieces", "somebody's notes"}
+    assert files(folder) == {kept.name, "somebody's notes"}
     assert again.size == 4
 
 
@@ -158,12 +159,23 @@ def test_a_damaged_or_cut_blob_is_never_read(store: BlobStore, tmp_path: Path) -
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 64, b"x" * 1000, None])
 def test_lost_or_damaged_hashes_are_made_anew(store: BlobStore, tmp_path: Path, damage: bytes | None) -> None:
-    data = some_bytes(PIECE_BYTES + 1)
+    data = some_bytes(MANY_BYTES)
     blob = store.put(data)
     path = tmp_path / "blobs" / f"{blob.name}.pieces"
     path.unlink() if damage is None else path.write_bytes(damage)
     assert store.hashes(blob.digest) == piece_hashes(data)
     assert path.read_bytes() == piece_hashes(data)
+
+
+@pytest.mark.parametrize("size", [1, MANY_BYTES - 1])
+def test_few_pieces_take_no_second_file(store: BlobStore, tmp_path: Path, size: int) -> None:
+    data = some_bytes(size)
+    blob = store.put(data)
+    again = BlobStore(tmp_path / "blobs", ROOM)
+    assert store.hashes(blob.digest) == again.hashes(blob.digest) == piece_hashes(data)
+    assert files(tmp_path / "blobs") == {blob.name}
+    store.discard(blob.digest)
+    assert not store._hashes, "one for every blob that ever was would fill the memory"
 
 
 def test_a_file_taken_away_is_missing_not_an_accident(store: BlobStore) -> None:
@@ -180,7 +192,7 @@ def test_discard_and_retain(store: BlobStore, tmp_path: Path) -> None:
     store.discard(first.digest)
     store.retain([second.digest, b"z" * 32])
     assert [store.has(blob.digest) for blob in (first, second, third)] == [False, True, False]
-    assert files(tmp_path / "blobs") == {second.name, f"{second.name}.pieces"}
+    assert files(tmp_path / "blobs") == {second.name}
     assert store.size == 3
 
 

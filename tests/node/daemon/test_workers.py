@@ -1,0 +1,53 @@
+"""The threads of a daemon: one thing after the other, and who goes first."""
+
+import asyncio
+import os
+import threading
+
+import pytest
+
+from node.daemon.workers import Workers, workers
+from node.priority import ASIDE, TRAINER
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+async def test_what_nobody_waits_for_comes_behind_the_trainer_and_the_rest_before_it() -> None:
+    own = niceness()
+    with workers() as at_work:
+        assert await at_work.arithmetic(niceness) == own
+        assert await at_work.aside(niceness) == own + ASIDE > own + TRAINER
+    assert niceness() == own, "of its thread alone"
+
+
+@pytest.mark.parametrize("kind", ["arithmetic", "aside"])
+async def test_one_thing_comes_after_the_other_and_faults_come_back(kind: str) -> None:
+    done: list[int] = []
+
+    def divide(number: int) -> float:
+        done.append(number)
+        return 1 / number
+
+    with workers() as at_work:
+        work = getattr(at_work, kind)
+        halves, nothing, quarter = await asyncio.gather(
+            work(divide, 2), work(divide, 0), work(divide, 4), return_exceptions=True
+        )
+    assert (halves, quarter, done) == (0.5, 0.25, [2, 0, 4])
+    assert isinstance(nothing, ZeroDivisionError)
+
+
+async def test_no_round_waits_for_what_nobody_waits_for() -> None:
+    """With one thread for both, the second would come when the first is done."""
+    goes_on = threading.Event()
+
+    async def together(at_work: Workers) -> None:
+        slow = asyncio.create_task(at_work.aside(goes_on.wait))
+        await at_work.arithmetic(goes_on.set)
+        assert await slow
+
+    with workers() as at_work:
+        async with asyncio.timeout(20):
+            await together(at_work)
