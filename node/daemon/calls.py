@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 import grpc
@@ -18,6 +18,7 @@ from protocol.replies import Reply, parsed
 MAX_ANSWERS = 1024
 MAX_DETAILS = 200  # characters of what a peer says of its refusal
 CHAIN_SECONDS = 10.0
+QUICK_SECONDS = 1.0  # for an answer by a direct connection that may have died unnoticed
 REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -33,31 +34,44 @@ class Ways(Protocol):
     """How calls go to a peer."""
 
     def channel(self, peer: PeerId) -> grpc.aio.Channel: ...
-    def spare(self, peer: PeerId) -> AbstractContextManager[Any]: ...  # a channel, or None
+    def quick(self, peer: PeerId) -> AbstractContextManager[Any]: ...  # a channel, or None
+    def spare(self, peer: PeerId) -> AbstractContextManager[Any]: ...  # the same
 
 
 async def deliver(
     run_id: RunId, ways: Ways, peer: PeerId, statements: Sequence[Signed], seconds: float
 ) -> Iterable[Signed]:
-    """Bring statements to a peer; returns what it thinks we lack. A round need not wait for libp2p, which calls a peer
-    again only some time after a dial that failed, nor for a p2pd that is being started again: a direct path serves too.
-    """
+    """Bring statements to a peer, in so many seconds; returns what it thinks we lack."""
     request, clock = DeliverRequest(run=bytes.fromhex(run_id), statements=statements), asyncio.get_running_loop().time
     ends = clock() + seconds
 
-    async def by(channel: Any) -> DeliverReply:
-        return await answered(peer, lambda: RoundsStub(channel).Deliver(request, timeout=ends - clock()))
+    async def by(channel: Any, most: float) -> DeliverReply:
+        seconds = min(most, ends - clock())
+        return await answered(peer, lambda: RoundsStub(channel).Deliver(request, timeout=seconds))
 
-    try:
-        reply = await by(ways.channel(peer))
-    except UnreachableError:
-        with ways.spare(peer) as direct:
-            if direct is None or clock() >= ends:
-                raise
-            reply = await by(direct)
+    reply = await _by_any_way(ways, peer, by, lambda: ends - clock())
     if len(reply.statements) > MAX_ANSWERS:
         raise LimitError(f"{peer} answers with {len(reply.statements)} statements")
     return list(reply.statements)
+
+
+async def _by_any_way(
+    ways: Ways, peer: PeerId, by: Callable[[Any, float], Awaitable[Reply]], left: Callable[[], float]
+) -> Reply:
+    """By a direct connection that has nothing to do, as libp2p costs more than a small call; by libp2p, where that does
+    not answer soon; and as a round need not wait for a dial that libp2p puts off, or for a p2pd that is being started
+    again, by a direct connection that may be busy."""
+    with ways.quick(peer) as direct:
+        if direct is not None:
+            with suppress(UnreachableError):
+                return await by(direct, min(QUICK_SECONDS, left() / 2))
+    try:
+        return await by(ways.channel(peer), left())
+    except UnreachableError:
+        with ways.spare(peer) as direct:
+            if direct is None or left() <= 0:
+                raise
+            return await by(direct, left())
 
 
 async def ask_chain(run_id: RunId, channel: Channels, peer: PeerId, after_round: int) -> ChainReply:

@@ -163,7 +163,22 @@ class Bulk:
         if link is None or not link.place or not link.choice.is_proved:
             yield None
             return
-        lane = self._lane(peer, link)
+        with self._on(link, self._lane(peer, link)) as channel:
+            yield channel
+
+    @contextmanager
+    def idle(self, peer: PeerId) -> Iterator[LineChannel | None]:
+        """The same, but on a connection that is open and without work."""
+        link = self._links.get(peer)
+        free = [lane for lane in link.open if not lane.calls and lane.channel.stands] if link else []
+        if link is None or not free or link.choice.best is not Path.DIRECT:
+            yield None
+            return
+        with self._on(link, free[0]) as channel:
+            yield channel
+
+    @contextmanager
+    def _on(self, link: Link, lane: Lane) -> Iterator[LineChannel]:
         lane.calls += 1
         try:
             yield lane.channel

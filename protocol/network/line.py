@@ -216,6 +216,11 @@ class LineChannel:
         if self._line:
             self._line.cut()
 
+    @property
+    def stands(self) -> bool:
+        """Nothing need be dialled."""
+        return self._line is not None and not self._line.is_cut
+
     async def send(self, body: bytes) -> Turn:
         async with self._sending:
             line = self._line

@@ -271,6 +271,11 @@ class Transport:
         """The one channel for small calls, until `forget`. They fail as UNAVAILABLE where `peer` cannot be reached."""
         return self._channel(peer, "words")
 
+    def quick(self, peer: PeerId) -> AbstractContextManager[LineChannel | None]:
+        """A direct connection for one small call, where one is open and without work: by the channel its bytes would
+        go through two more processes."""
+        return self.bulk.idle(peer)
+
     def spare(self, peer: PeerId) -> AbstractContextManager[LineChannel | None]:
         """A direct connection for one small call, where such a path stands: for when the channel fails. It may queue
         behind bulk."""

@@ -140,6 +140,31 @@ async def test_what_libp2p_cannot_deliver_goes_by_a_direct_path(tmp_path: Path) 
         assert mailbox.letters == 2, "the control: without another path it is lost"
 
 
+async def test_a_direct_path_without_work_delivers_first(tmp_path: Path) -> None:
+    quick, usual = Mailbox(), Mailbox()
+    async with (
+        served(tmp_path / "q", lambda server: add_RoundsServicer_to_server(quick, server)) as direct,
+        served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(usual, server)) as channel,
+        grpc.aio.insecure_channel(f"unix:{tmp_path}/nobody") as broken,
+    ):
+        await deliver(RUN_ID, Only(channel, quick=direct), THEM, [Signed()], 5.0)
+        assert (quick.letters, usual.letters) == (1, 0)
+        await deliver(RUN_ID, Only(channel, quick=broken), THEM, [Signed()], 5.0)
+        assert (quick.letters, usual.letters) == (1, 1)
+
+
+async def test_a_direct_path_that_is_silent_takes_no_more_than_half_the_time(tmp_path: Path) -> None:
+    silent, usual = Mailbox(answers=False), Mailbox()
+    async with (
+        served(tmp_path / "f", lambda server: add_RoundsServicer_to_server(silent, server)) as direct,
+        served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(usual, server)) as channel,
+    ):
+        await deliver(RUN_ID, Only(channel, quick=direct), THEM, [Signed()], 1.0)
+        assert (silent.letters, usual.letters) == (1, 1)
+        with pytest.raises(UnreachableError, match="deadline"):
+            await deliver(RUN_ID, Only(direct), THEM, [Signed()], 1.0)
+
+
 async def test_a_peer_that_is_silent_has_the_time_of_one_call(tmp_path: Path) -> None:
     """A frozen peer does not answer by any path: it is given up no later for having two."""
     frozen, mailbox = Mailbox(answers=False), Mailbox()

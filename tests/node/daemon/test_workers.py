@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+from typing import Any
 
 import pytest
 
@@ -32,11 +33,9 @@ async def test_one_thing_comes_after_the_other_and_faults_come_back(kind: str) -
 
     with workers() as at_work:
         work = getattr(at_work, kind)
-        halves, nothing, quarter = await asyncio.gather(
-            work(divide, 2), work(divide, 0), work(divide, 4), return_exceptions=True
-        )
-    assert (halves, quarter, done) == (0.5, 0.25, [2, 0, 4])
-    assert isinstance(nothing, ZeroDivisionError)
+        found: list[Any] = await asyncio.gather(*(work(divide, by) for by in (2, 0, 4)), return_exceptions=True)
+    assert (found[0], found[2], done) == (0.5, 0.25, [2, 0, 4])
+    assert isinstance(found[1], ZeroDivisionError)
 
 
 async def test_no_round_waits_for_what_nobody_waits_for() -> None:
@@ -44,9 +43,8 @@ async def test_no_round_waits_for_what_nobody_waits_for() -> None:
     goes_on = threading.Event()
 
     async def together(at_work: Workers) -> None:
-        slow = asyncio.create_task(at_work.aside(goes_on.wait))
-        await at_work.arithmetic(goes_on.set)
-        assert await slow
+        came, _ = await asyncio.gather(at_work.aside(goes_on.wait), at_work.arithmetic(goes_on.set))
+        assert came
 
     with workers() as at_work:
         async with asyncio.timeout(20):

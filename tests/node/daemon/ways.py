@@ -9,13 +9,21 @@ from protocol.identity import PeerId
 
 
 class Only:
-    """One channel to everybody, and one other that is spare, or none."""
+    """One channel to everybody, and others that are quick or spare, or none."""
 
-    def __init__(self, channel: grpc.aio.Channel, spare: grpc.aio.Channel | None = None) -> None:
-        self._channel, self._spare = channel, spare
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        spare: grpc.aio.Channel | None = None,
+        quick: grpc.aio.Channel | None = None,
+    ) -> None:
+        self._channel, self._spare, self._quick = channel, spare, quick
 
     def channel(self, peer: PeerId) -> grpc.aio.Channel:
         return self._channel
+
+    def quick(self, peer: PeerId) -> AbstractContextManager[Any]:
+        return nullcontext(self._quick)
 
     def spare(self, peer: PeerId) -> AbstractContextManager[Any]:
         return nullcontext(self._spare)

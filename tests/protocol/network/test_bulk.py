@@ -124,6 +124,30 @@ async def test_a_small_call_takes_a_direct_connection_where_one_stands(start_tra
         assert channel is None
 
 
+async def test_a_quick_call_takes_a_direct_connection_that_is_open_and_without_work(
+    start_transport: StartTransport,
+) -> None:
+    callee = await start_transport("callee", [SampleBlobs().add], direct=0)
+    client = await start_transport("client")
+    await meet(client, callee)
+    await directly(client, callee)
+    link = client.bulk._link(callee.peer_id)
+    assert await ask(client, callee.peer_id) == client.peer_id
+    with client.quick(callee.peer_id) as channel:
+        reply: PiecesReply = await BlobsStub(channel).Pieces(PiecesRequest(), timeout=10)
+        with client.quick(callee.peer_id) as another:
+            assert another is None, "it has work now"
+    assert reply.pieces.decode() == client.peer_id
+    for is_proved in (False, True):
+        link.choice.is_proved = is_proved
+        with client.quick(callee.peer_id) as channel:
+            assert (channel is None) is not is_proved, "only where the path is the better one"
+    (lane,) = link.open
+    await lane.channel.close()
+    with client.quick(callee.peer_id) as channel:
+        assert channel is None, "nothing is dialled for it"
+
+
 async def test_a_blob_comes_directly_and_every_byte_is_counted(library: Library) -> None:
     await library.fetch()
     ways, taker, source = library.taker.bulk.bytes_received, library.taker, library.source
