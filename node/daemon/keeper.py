@@ -81,9 +81,17 @@ class Keeper:
 
     async def keep(self, replica: Replica, offers: Offers) -> None:
         """Save in the background, where the manifest says so; returns once the save before this one is on disk."""
-        if replica.chain.round % self._manifest.checkpoint.every_rounds == 0:
+        if self._is_to_save(replica):
             await self.saved()
             self._saving = asyncio.create_task(self._save(_Moment.of(replica, offers)), name="checkpoint")
+
+    async def ready(self, replica: Replica) -> None:
+        """For people and peers to hear of its round: a kill may take back one that was told, and no two."""
+        if self._is_to_save(replica):
+            await self.saved()
+
+    def _is_to_save(self, replica: Replica) -> bool:
+        return replica.chain.round % self._manifest.checkpoint.every_rounds == 0
 
     async def saved(self) -> None:
         """The save under way, if there is one, is on disk, or has failed with a line in the log."""

@@ -176,6 +176,7 @@ class Participant:
         fate = self.trainer.settle([commit.body], commit.body.round + 1)
         await self.trainer.adopt(commit.body.round + 1, state.shared(self.method))
         await self.replica.advance(commit, state)
+        await self.keeper.ready(self.replica)
         self.standing.entered(Entries.of(share), self.replica.step_share(commit.body, share))
         self._tell([commit.body], fate)
         await self._keep([commit.body])

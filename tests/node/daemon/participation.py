@@ -109,8 +109,15 @@ class FakeTrainer:
 
 
 class FakeKeeper:
+    """`is_ready`: the last save is on disk."""
+
     def __init__(self) -> None:
         self.kept: list[int] = []
+        self.is_ready = asyncio.Event()
+        self.is_ready.set()
+
+    async def ready(self, replica: Replica) -> None:
+        await self.is_ready.wait()
 
     async def replace(self, *_: object) -> None:
         """Nothing is fetched here."""

@@ -52,6 +52,21 @@ async def test_rounds_until_the_target_of_rounds(worlds: Make) -> None:
     assert [head.round for head in world.members.heads] == [1, 2]
 
 
+async def test_a_round_is_told_of_once_the_save_before_it_is_on_disk(worlds: Make) -> None:
+    """The trainer has it before: it need not wait."""
+    world = worlds("rounds = 2")
+    world.run()
+    await world.decide(1)
+    world.keeper.is_ready.clear()
+    await world.decide(2)
+    await until(lambda: world.replica.chain.round == 2)
+    assert world.trainer.adopted == [1, 2]
+    assert [head.round for head in world.members.heads] == [1] and len(world.standing.entries) == 1
+    world.keeper.is_ready.set()
+    await world.done()
+    assert [head.round for head in world.members.heads] == [1, 2] and len(world.standing.entries) == 2
+
+
 async def test_a_round_that_was_foreseen_is_computed_once(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     world = worlds("rounds = 1")
     computed = states_computed_by(world.replica, monkeypatch)
