@@ -20,7 +20,7 @@ from optim.threads import each, scratch
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
 SLAB = 1 << 18  # values whose temporaries stay in the cache
-WIDE, SLABS = 4, 16  # so many times as long at most, and where so many are left for threads to share
+WIDE, SLABS = 2, 16  # so many times as long at most, and where so many are left for threads to share
 AT_ONCE = 1 << 16  # of a sparse vector's values, in one thread
 
 
