@@ -45,8 +45,7 @@ async def deliver(
     request, clock = DeliverRequest(run=bytes.fromhex(run_id), statements=statements), asyncio.get_running_loop().time
     ends = clock() + seconds
 
-    async def by(channel: Any, most: float) -> DeliverReply:
-        seconds = min(most, ends - clock())
+    async def by(channel: Any, seconds: float) -> DeliverReply:
         return await answered(peer, lambda: RoundsStub(channel).Deliver(request, timeout=seconds))
 
     reply = await _by_any_way(ways, peer, by, lambda: ends - clock())

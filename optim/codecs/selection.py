@@ -9,6 +9,7 @@ register.
 import numpy as np
 import numpy.typing as npt
 
+from optim.codecs.dense import largest_bits
 from optim.compiled import MAGNITUDE, compiled
 
 Bits = npt.NDArray[np.uint32]  # of fp32, or of its magnitude
@@ -25,11 +26,12 @@ def largest(chunk: Bits, keep: int, places: Bits, magnitudes: Bits) -> bool:
     """Write the places of the `keep` largest magnitudes, ascending, and those to the front of both arrays, which are as
     long as the chunk. False if a value is not finite."""
     maxima = _maxima(chunk, _groups(chunk.size, keep))
-    if _reaching(maxima, INFINITY):
+    top = np.uint32(largest_bits(maxima.view(np.float32)))
+    if top >= INFINITY:
         return False
-    floor = _floor(maxima, keep, np.uint32(0), keep // NEAR)
+    floor = _floor(maxima, keep, np.uint32(0), top, keep // NEAR)
     found = _gather(chunk, maxima, floor, places, magnitudes)
-    _narrow(keep, floor, found, places, magnitudes)
+    _narrow(keep, floor, top, found, places, magnitudes)
     return True
 
 
@@ -61,12 +63,10 @@ def _reaching(magnitudes: Bits, floor: np.uint32) -> int:
 
 
 @compiled
-def _floor(magnitudes: Bits, keep: int, low: np.uint32, spare: int) -> np.uint32:
-    """From `low` on, which at least `keep` reach, to one that at most `spare` more do; to the highest if none is."""
-    top, width = np.uint32(0), OCTAVE
-    for place in range(magnitudes.size):
-        top = max(top, magnitudes[place])
-    high = np.uint32(top + np.uint32(1))
+def _floor(magnitudes: Bits, keep: int, low: np.uint32, top: np.uint32, spare: int) -> np.uint32:
+    """From `low` on, which at least `keep` reach, to one that at most `spare` more do; to the highest if none is. `top`
+    is the largest."""
+    high, width = np.uint32(top + np.uint32(1)), OCTAVE
     while high - low > width and _reaching(magnitudes, np.uint32(high - width)) < keep:  # they are seldom far apart
         high, width = np.uint32(high - width), np.uint32(width + width)
     low = max(low, np.uint32(high - min(high, width)))
@@ -101,11 +101,11 @@ def _gather(chunk: Bits, maxima: Bits, floor: np.uint32, places: Bits, magnitude
 
 
 @compiled
-def _narrow(keep: int, floor: np.uint32, found: int, places: Bits, magnitudes: Bits) -> None:
+def _narrow(keep: int, floor: np.uint32, top: np.uint32, found: int, places: Bits, magnitudes: Bits) -> None:
     """Move the `keep` largest of those `found` to the front."""
     whole = min(-(-found // LANES) * LANES, magnitudes.size)
     magnitudes[found:whole] = 0
-    floor = _floor(magnitudes[:whole], keep, floor, 0)
+    floor = _floor(magnitudes[:whole], keep, floor, top, 0)
     equals = keep - _reaching(magnitudes[:whole], floor + np.uint32(1))
     kept = 0
     for place in range(found):

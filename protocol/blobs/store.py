@@ -2,8 +2,8 @@
 
     <hex digest>          a complete blob
     <hex digest>.part     a blob that is being fetched: full length, with holes where pieces are missing
-    <hex digest>.pieces   the piece hashes of either, but for a complete one of few pieces: to make a file takes longer
-                          than to hash those again after a restart
+    <hex digest>.pieces   the piece hashes of either; a complete one of few pieces needs none, as to make a file takes
+                          longer than to hash those again after a restart
     *.new                 a file that is being written; removed at the next start
 
 Nothing is fsynced: a blob can be fetched again, and is hashed again before it is trusted, but for what this process

@@ -24,8 +24,6 @@ _FAILURES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Failure.BUSY,
     grpc.StatusCode.DEADLINE_EXCEEDED: Failure.SLOW,
 }
-
-
 SELDOM = 0.05  # of the seconds in which nothing may come: by so much a deadline may lie too early
 
 

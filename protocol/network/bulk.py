@@ -10,7 +10,7 @@ import logging
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -156,26 +156,20 @@ class Bulk:
         lane = self._lane(peer, link)
         return Lease(self, link, path, lane.channel, lane)
 
-    @contextmanager
-    def standing(self, peer: PeerId) -> Iterator[LineChannel | None]:
+    def standing(self, peer: PeerId) -> AbstractContextManager[LineChannel | None]:
         """A lane for one call that is no bulk and tells nothing of a path; None where no direct path is proved."""
         link = self._links.get(peer)
         if link is None or not link.place or not link.choice.is_proved:
-            yield None
-            return
-        with self._on(link, self._lane(peer, link)) as channel:
-            yield channel
+            return nullcontext()
+        return self._on(link, self._lane(peer, link))
 
-    @contextmanager
-    def idle(self, peer: PeerId) -> Iterator[LineChannel | None]:
+    def idle(self, peer: PeerId) -> AbstractContextManager[LineChannel | None]:
         """The same, but on a connection that is open and without work."""
         link = self._links.get(peer)
-        free = [lane for lane in link.open if not lane.calls and lane.channel.stands] if link else []
-        if link is None or not free or link.choice.best is not Path.DIRECT:
-            yield None
-            return
-        with self._on(link, free[0]) as channel:
-            yield channel
+        if link is None or link.choice.best is not Path.DIRECT:
+            return nullcontext()
+        free = next((lane for lane in link.open if not lane.calls and lane.channel.stands), None)
+        return self._on(link, free) if free else nullcontext()
 
     @contextmanager
     def _on(self, link: Link, lane: Lane) -> Iterator[LineChannel]:

@@ -219,13 +219,15 @@ class LineChannel:
     @property
     def stands(self) -> bool:
         """Nothing need be dialled."""
-        return self._line is not None and not self._line.is_cut
+        return self._standing is not None
+
+    @property
+    def _standing(self) -> Line | None:
+        return None if self._line is None or self._line.is_cut else self._line
 
     async def send(self, body: bytes) -> Turn:
         async with self._sending:
-            line = self._line
-            if line is None or line.is_cut:
-                line = await self._opened()
+            line = self._standing or await self._opened()
             await line.send(CALL, body)
             turn = Turn(line, self._turns)
             turn.wait()
