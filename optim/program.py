@@ -177,6 +177,10 @@ class Program:
         """`share`: of the way that the update would make of it."""
         signal, update = plan.method.signal, plan.method.update
         is_whole = plan.numel == self.numel * signal.width and not signal.averaged
+        if is_whole and update.rate is not None:
+            moved = empty(self.numel)
+            merged.write_sum(anchor.numpy(), -update.rate * share, moved)
+            return torch.from_numpy(moved), dict(slots)
         if is_whole and update.is_elementwise:
             return self._move_in_slabs(plan, anchor, slots, merged, decay, share)
         anchor, slots = copy(anchor), {name: copy(slot) for name, slot in slots.items()}
@@ -201,7 +205,7 @@ class Program:
             if share != 1:
                 delta *= np.float32(share)
             moving = {name: vector[part].copy_(slots[name][part]) for name, vector in new.items()}
-            update.move(anchor[part], moved[part], moving, torch.from_numpy(delta), moment)
+            update.apply(moved[part].copy_(anchor[part]), moving, torch.from_numpy(delta), moment)
 
         each(move, wide_slabs(self.numel))
         return moved, new

@@ -49,10 +49,11 @@ def _round(program: Program, number: int) -> None:
     if method.topology.kind == "butterfly":
         payloads = [merger.reduce_part(number, 0, payloads, WEIGHTS)]
     memory = torch.zeros(method.aggregate.memory) if method.aggregate.memory else None
-    merged = merger.merge(number, payloads, WEIGHTS[: len(payloads)], memory)
-    merged.dense()
     slots = {name: torch.zeros(method.size_of(name, program.numel)) for name in method.slots}
-    program.moved(plan, torch.zeros(program.numel), slots, merged, 1.0, WEIGHTS)
+    for messages in (payloads, [merger.read(number, payload, 0) for payload in payloads]):
+        merged = merger.merge(number, messages, WEIGHTS[: len(payloads)], memory)
+        merged.dense()
+        program.moved(plan, torch.zeros(program.numel), slots, merged, 1.0, WEIGHTS)
 
 
 def _methods() -> Iterator[Method]:

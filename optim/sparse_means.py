@@ -1,24 +1,26 @@
 """Means of sparse vectors, computed span by span when they are asked for: no dense vector is made of a message.
 
 All messages lie one after the other, so that one loop sums them; each position is added to in their order, as if they
-were summed one by one.
+were summed one by one. The loop goes over blocks that stay in the innermost cache from the sum to what becomes of it.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from optim.compiled import compiled
-from optim.threads import scratch
-from optim.vectors import Floats, Positions, SparseVector, Vector, below
+from optim.threads import each, scratch
+from optim.vectors import Floats, Positions, SparseVector, Vector, below, wide_slabs
 
-Ends = npt.NDArray[np.int64]
+Places = npt.NDArray[np.uint64]  # without a sign: a loop need not ask whether one counts from the end
+
+BLOCK: Final = 1 << 11  # values
+NOTHING: Final = np.float32(-0.0)  # added to a number, it leaves its bits as they are; 0 turns -0 to 0
 
 
 @dataclass(frozen=True)
@@ -27,25 +29,19 @@ class Stack:
 
     positions: Positions
     values: Floats
-    ends: Ends
+    ends: Places
     numel: int
 
     @classmethod
     def of(cls, vectors: Sequence[SparseVector]) -> Self:
         positions = np.concatenate([vector.positions for vector in vectors])
         values = np.concatenate([vector.values for vector in vectors])
-        ends = np.array(list(accumulate(vector.values.size for vector in vectors)), np.int64)
+        ends = np.array(list(accumulate(vector.values.size for vector in vectors)), np.uint64)
         return cls(positions, values, ends, vectors[0].numel)
-
-    @cached_property
-    def presence(self) -> Floats:
-        """1 for each value but zero."""
-        present: Floats = (self.values != 0).astype(np.float32)
-        return present
 
 
 @dataclass(frozen=True)
-class _SparseMean(Vector):
+class SparseMean(Vector):
     """sum_i scale_i x_i, divided value by value."""
 
     stack: Stack
@@ -56,45 +52,74 @@ class _SparseMean(Vector):
         return self.stack.numel
 
     def restore(self, part: slice, out: Floats) -> None:
-        _sum(self.stack.positions, self.stack.values, self.stack.ends, self.scales, part.start, out)
-        self._divide(part, out)
+        nothing = scratch("nothing", np.float32, out.size)
+        nothing.fill(NOTHING)
+        self._add_span(part, nothing, 1.0, out)
+
+    def write_sum(self, before: Floats, weight: float, out: Floats) -> None:
+        """out <- before + weight * self, the product rounded before it is added, in one pass over whole vectors."""
+        each(lambda part: self._add_span(part, before[part], weight, out[part]), wide_slabs(self.numel))
+
+    def _add_span(self, part: slice, before: Floats, weight: float, out: Floats) -> None:
+        stack, (divisor, shares) = self.stack, self._divisor()
+        places, sums, divisors = np.empty_like(stack.ends), *scratch("means", np.float32, 2 * BLOCK).reshape(2, BLOCK)
+        _add_means(
+            stack.positions, stack.values, stack.ends, self.scales, divisor, shares, part.start, places, sums, divisors,
+            np.float32(weight), before, out,
+        )  # fmt: skip
 
     @abstractmethod
-    def _divide(self, part: slice, total: Floats) -> None: ...
+    def _divisor(self) -> tuple[np.float32, Floats]:
+        """What every value is divided by, and what each vector adds to that wherever it is not zero."""
 
 
 @dataclass(frozen=True)
-class MeanVector(_SparseMean):
+class MeanVector(SparseMean):
     """Divided by one number."""
 
     divisor: np.float32
 
-    def _divide(self, part: slice, total: Floats) -> None:
-        total /= self.divisor
+    def _divisor(self) -> tuple[np.float32, Floats]:
+        return self.divisor, np.zeros_like(self.scales)
 
 
 @dataclass(frozen=True)
-class SenderMeanVector(_SparseMean):
+class SenderMeanVector(SparseMean):
     """Divided by the `weights` of those who sent something for the value."""
 
     weights: Floats
 
-    def _divide(self, part: slice, total: Floats) -> None:
-        senders = scratch("senders", np.float32, total.size)
-        _sum(self.stack.positions, self.stack.presence, self.stack.ends, self.weights, part.start, senders)
-        divide_where_sent(total, senders)
+    def _divisor(self) -> tuple[np.float32, Floats]:
+        return np.float32(0), self.weights
 
 
 @compiled
-def _sum(positions: Positions, values: Floats, ends: Ends, scales: Floats, start: int, total: Floats) -> None:
-    """The span of the sum from `start` on; each product is rounded before it is added."""
-    total[:] = 0
-    first = 0
+def _add_means(
+    positions: Positions, values: Floats, ends: Places, scales: Floats, divisor: np.float32, shares: Floats, start: int,
+    places: Places, sums: Floats, divisors: Floats, weight: np.float32, before: Floats, out: Floats,
+) -> None:  # fmt: skip
+    """out <- before + weight * sum / divisor: of the span from `start` on. Each product is rounded before it is added.
+    `places`, `sums` and `divisors` may hold anything; a block has the length of the latter two."""
+    first = np.uint64(0)
     for vector in range(ends.size):
-        own = positions[first : ends[vector]]
-        for place in range(first + below(own, start), first + below(own, start + total.size)):
-            total[positions[place] - start] += values[place] * scales[vector]
+        places[vector] = first + np.uint64(below(positions[first : ends[vector]], start))
         first = ends[vector]
+    for begin in range(0, out.size, sums.size):
+        old, block, offset = before[begin : begin + sums.size], out[begin : begin + sums.size], start + begin
+        sums[:] = 0
+        divisors[:] = divisor
+        for vector in range(ends.size):
+            scale, share = scales[vector], shares[vector]
+            place, end = places[vector], ends[vector]
+            while place < end and positions[place] < offset + block.size:
+                spot, value = np.uint64(positions[place] - offset), values[place]
+                sums[spot] += value * scale
+                divisors[spot] += share if value != 0 else np.float32(0)
+                place += np.uint64(1)
+            places[vector] = place
+        for at in range(block.size):
+            mean = sums[at] / (divisors[at] if divisors[at] > 0 else np.float32(1))
+            block[at] = old[at] + mean * weight
 
 
 @compiled

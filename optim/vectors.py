@@ -64,6 +64,18 @@ class Vector(ABC):
 
         each(add, self.pieces())
 
+    def write_sum(self, before: Floats, weight: float, out: Floats) -> None:
+        """out <- before + weight * self, the product rounded before it is added."""
+
+        def write(part: slice) -> None:
+            values = scratch("vector", np.float32, part.stop - part.start)
+            self.restore(part, values)
+            if weight != -1:
+                values *= np.float32(-weight)
+            np.subtract(before[part], values, out[part])
+
+        each(write, wide_slabs(self.numel))
+
     def add_presence_to(self, total: Floats, weight: float) -> None:
         """Add `weight` wherever this vector is not zero."""
 

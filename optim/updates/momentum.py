@@ -34,16 +34,11 @@ class Sgd(_Step):
 
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
         for part in slabs_of(anchor):
-            anchor[part] -= self._step(delta[part])
+            anchor[part] -= delta[part] * self.learning_rate
 
-    def move(
-        self, before: torch.Tensor, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment
-    ) -> None:
-        torch.sub(before, self._step(delta), out=anchor)  # a pass less than to copy first
-
-    def _step(self, delta: torch.Tensor) -> torch.Tensor:
-        """Times one is what it was, and a pass over the memory less."""
-        return delta if self.learning_rate == 1 else delta * self.learning_rate
+    @property
+    def rate(self) -> float:
+        return self.learning_rate
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -50,12 +50,10 @@ class Update(ABC):
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
         """Change `anchor` and `slots` in place. All are flat fp32 tensors of one size on the CPU."""
 
-    def move(
-        self, before: torch.Tensor, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment
-    ) -> None:
-        """The same, but that `anchor`, with anything in it, becomes what `before` would."""
-        anchor.copy_(before)
-        self.apply(anchor, slots, delta, moment)
+    @property
+    def rate(self) -> float | None:
+        """Of an update that is phi <- phi - rate * delta, and no more."""
+        return None
 
 
 def slabs_of(vector: torch.Tensor) -> Iterator[slice]:

@@ -19,7 +19,7 @@ from optim.penalty import MOST_BLOCKS
 from optim.program import Program, part_bounds
 from optim.recipes import CODECS, UPDATES, compose
 from optim.rows import RECIPES
-from optim.updates import Adam, Gossip, Moment, Update
+from optim.updates import Adam, Gossip, Moment, Sgd, Update
 from optim.vectors import SLAB
 from tests.optim.replicas import LAYOUT, LOSSLESS, NO_PROGRESS, NUMEL, PARTS, Tables, draw, plain, program_of, sent
 
@@ -295,6 +295,14 @@ def moved_and_applied(update: Update) -> tuple[list[torch.Tensor], list[torch.Te
 def test_an_elementwise_update_may_be_made_stretch_by_stretch(update: Update) -> None:
     for moved, applied in zip(*moved_and_applied(update), strict=True):
         assert torch.equal(moved, applied)
+
+
+def test_an_update_that_has_a_rate_alone_moves_by_it() -> None:
+    """Any other rate than 1 is rounded into each step first."""
+    for rate in (1.0, 0.65):
+        moved, applied = moved_and_applied(Sgd(learning_rate=rate))
+        assert torch.equal(moved[0], applied[0])
+    assert not torch.equal(moved[0], moved_and_applied(Sgd())[0][0]), "the control"
 
 
 def test_an_update_by_a_norm_is_made_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

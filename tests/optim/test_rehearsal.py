@@ -22,9 +22,10 @@ from optim.rehearsal import rehearse
 def known():
     return sum(len(loop.signatures) for loop in LOOPS)
 
-for codec in ("none", "int4"):
+for codec in ("none", "int4", "topk"):
     before = known()
-    method = compose("diloco", {"codec": {"kind": codec}, "topology": {"kind": "gather"}})
+    parts = {"codec": {"kind": codec}, "topology": {"kind": "gather"}, "update": {"kind": "sgd"}}
+    method = compose("diloco", parts)
     rehearse(method)
     rehearsed = known()
     program = Program(method, Layout(((300, 301), (7,))), 1)
@@ -32,7 +33,9 @@ for codec in ("none", "int4"):
     payloads = Sender(program).message(0, delta, torch.zeros(program.numel))
     merger = Merger(program)
     received = [merger.read(0, form(payloads[0]), 0) for form in (bytes, bytearray, memoryview)]
-    merger.merge(0, received, [1.0, 0.3, 0.2]).dense()
+    merged = merger.merge(0, received, [1.0, 0.3, 0.2])
+    merged.dense()
+    program.moved(program.plan(0), delta, {}, merged, 1.0, [1.0, 0.3, 0.2])
     Sender(program).take_back(0, payloads, torch.zeros(program.numel), -0.5)
     print(rehearsed - before, known() - rehearsed)
 """

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from optim.sparse_means import MeanVector, SenderMeanVector, Stack, divide_where_sent
+from optim.sparse_means import BLOCK, MeanVector, SenderMeanVector, SparseMean, Stack, divide_where_sent
 from optim.vectors import Floats, SparseVector
 
-NUMEL = 1000
+NUMEL = 2 * BLOCK + 1000
 SCALES = np.array([1.0, 0.25, 0.7], np.float32)
 WEIGHTS = np.array([1.0, 0.5, 0.7], np.float32)
 
@@ -38,19 +38,38 @@ def senders() -> Floats:
     return weight
 
 
-PARTS = [slice(0, NUMEL), slice(0, 1), slice(333, 777), slice(999, 1000), slice(5, 5)]
+MEAN = MeanVector(Stack.of(VECTORS), SCALES, np.float32(1.95))
+OF_SENDERS = SenderMeanVector(Stack.of(VECTORS), SCALES, WEIGHTS)
+PARTS = [slice(0, NUMEL), slice(0, 1), slice(333, 777), slice(999, 2 * BLOCK + 7), slice(NUMEL - 1, NUMEL), slice(5, 5)]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_a_span_of_either_mean_is_that_of_the_whole_to_the_bit(part: slice) -> None:
-    stack, divisor = Stack.of(VECTORS), np.float32(1.95)
-    mean = MeanVector(stack, SCALES, divisor)
-    assert mean.span(part).tobytes() == (summed() / divisor)[part].tobytes()
+    assert MEAN.span(part).tobytes() == (summed() / MEAN.divisor)[part].tobytes()
     weight = senders()
     expected = summed() / np.where(weight > 0, weight, np.float32(1))
-    found = SenderMeanVector(stack, SCALES, WEIGHTS)
-    assert found.span(part).tobytes() == expected[part].tobytes()
-    assert mean.numel == found.numel == NUMEL
+    assert OF_SENDERS.span(part).tobytes() == expected[part].tobytes()
+    assert MEAN.numel == OF_SENDERS.numel == NUMEL
+
+
+@pytest.mark.parametrize("weight", [-1.0, -0.65, 0.3])
+@pytest.mark.parametrize("mean", [MEAN, OF_SENDERS], ids=["mean", "senders"])
+def test_a_sum_with_a_mean_is_that_of_its_values_to_the_bit(mean: SparseMean, weight: float) -> None:
+    """What is summed in one pass, rounding by rounding, is what a dense mean comes to."""
+    before, out = np.random.default_rng(9).standard_normal((2, NUMEL)).astype(np.float32)
+    mean.write_sum(before, weight, out)
+    scaled = mean.dense() * np.float32(weight)
+    assert out.tobytes() == (before + scaled).tobytes() != before.tobytes()
+    exact = (before + mean.dense().astype(np.float64) * np.float32(weight)).astype(np.float32)
+    assert weight == -1 or (out != exact).any(), "the control: multiplied and added in one step, with one rounding"
+
+
+def test_a_mean_below_all_numbers_keeps_its_sign() -> None:
+    """As where a dense mean is divided; the control is to begin with a plain zero."""
+    tiny = SparseVector(np.array([1]), np.array([-1e-45], np.float32), 3)
+    mean = MeanVector(Stack.of([tiny]), np.ones(1, np.float32), np.float32(4))
+    expected = tiny.dense() / np.float32(4)
+    assert np.signbit(mean.dense()).tolist() == np.signbit(expected).tolist() == [False, True, False]
 
 
 def test_who_sent_a_zero_is_no_sender_of_that_value() -> None:

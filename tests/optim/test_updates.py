@@ -81,14 +81,3 @@ def test_threads_and_place_in_the_vector_change_no_bit(update: Update) -> None:
 
 def test_slots_are_named() -> None:
     assert Nesterov.slots == HeavyBall.slots == ("momentum",) and Sgd.slots == Sign.slots == ()
-
-
-@pytest.mark.parametrize("update", [*UPDATES, Sgd()], ids=str)
-def test_moving_to_other_memory_gives_the_same_bits(update: Update) -> None:
-    before, delta = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
-    slots = [{name: torch.ones(1000) for name in update.slots} for _ in range(2)]
-    expected, moved = before.clone(), torch.full((1000,), torch.nan)
-    update.apply(expected, slots[0], delta, Moment())
-    update.move(before, moved, slots[1], delta, Moment())
-    assert torch.equal(moved, expected) and not torch.equal(moved, before)
-    assert all(torch.equal(slots[0][name], slots[1][name]) for name in update.slots)

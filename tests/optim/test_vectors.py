@@ -82,6 +82,15 @@ def test_a_span_is_a_part_of_the_whole(part: slice) -> None:
         assert vector.norm() == pytest.approx(np.linalg.norm(vector.dense()), rel=1e-6)
 
 
+@pytest.mark.parametrize("weight", [-1.0, 1.0, -0.65])
+def test_a_sum_is_written_beside_what_it_is_made_of(weight: float) -> None:
+    before, out = np.random.default_rng(7).standard_normal((2, SLAB + 1000)).astype(np.float32)
+    vector, kept = sparse(SLAB + 1000, 8), before.copy()
+    vector.write_sum(before, weight, out)
+    assert out.tobytes() == (before + vector.dense() * np.float32(weight)).tobytes()
+    assert before.tobytes() == kept.tobytes()
+
+
 def test_joined_vectors_come_one_after_the_other() -> None:
     parts = [sparse(size, size) for size in (SLAB - 7, 20, SLAB + 300)]
     joined = JoinedVector(tuple(parts))
