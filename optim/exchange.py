@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from optim.aggregate import Message
-from optim.codecs.codec import Payload, as_array
-from optim.codecs.dense import check_largest
-from optim.compiled import MAGNITUDE, compiled
+from optim.codecs.accumulation import Accumulation
+from optim.codecs.codec import Codec, Payload, as_array
 from optim.errors import CodecError
+from optim.feedback import Feedback
 from optim.program import Plan, Program
-from optim.threads import each
-from optim.vectors import Floats, JoinedVector, Vector, wide_slabs
+from optim.vectors import Floats, JoinedVector, Vector
 
 Payloads = Sequence[Payload | Vector]  # as they came, or as `Merger.read` has read them
 
@@ -32,9 +30,11 @@ class Sender:
         CodecError if a value of `delta` is not finite; then `residual` is of no use any more.
         """
         plan = self._program.plan(round_number)
-        total = plan.gather(residual)
-        _decay_and_add(as_array(total), plan.method.feedback.decay, as_array(plan.gather(delta)))
-        payloads = _encode(plan, total)
+        total, sent = plan.gather(residual), as_array(plan.gather(delta))
+        payloads = [
+            _encode(plan.method.feedback, codec, total[start:stop], sent[start:stop])
+            for codec, (start, stop) in plan.parts
+        ]
         plan.scatter(total, residual)
         return payloads
 
@@ -62,35 +62,18 @@ def carried_by(plan: Plan, payloads: Sequence[Payload], numel: int) -> torch.Ten
     return whole != 0
 
 
-def _decay_and_add(total: Floats, decay: float, sent: Floats) -> None:
-    """total <- decay * total + sent, each rounded. CodecError if a value of `sent` is not finite or too large."""
-    each(lambda part: check_largest(_move_on(total[part], np.float32(decay), sent[part])), wide_slabs(total.size))
-
-
-@compiled
-def _move_on(total: Floats, decay: np.float32, sent: Floats) -> int:
-    """The bits of the largest magnitude sent; those of infinities and NaN are above all numbers'."""
-    bits, top = sent.view(np.uint32), np.uint32(0)
-    for place in range(total.size):
-        total[place] = total[place] * decay + sent[place]
-        top = max(top, np.uint32(bits[place] & MAGNITUDE))
-    return int(top)
-
-
-def _encode(plan: Plan, total: torch.Tensor) -> list[Payload]:
-    """The payloads; `total` is left with what they do not carry."""
-    feedback = plan.method.feedback
-    payloads: list[Payload] = []
-    for codec, (start, stop) in plan.parts:
-        part = total[start:stop]
-        if not feedback.keeps_error:
-            payloads.append(codec.encode(part))
-            part.zero_()
-            continue
-        payloads.append(codec.extract(part))
-        if feedback.share < 1:
-            codec.read(payloads[-1], stop - start).add_to(as_array(part), 1 - feedback.share)
-    return payloads
+def _encode(feedback: Feedback, codec: Codec, total: torch.Tensor, sent: Floats) -> Payload:
+    """The payload of a part; `total` is left with what it does not carry."""
+    before = Accumulation(feedback.decay, sent)
+    if not feedback.keeps_error:
+        before.apply(as_array(total))
+        payload = codec.encode(total)
+        total.zero_()
+        return payload
+    payload = codec.extract_after(before, total)
+    if feedback.share < 1:
+        codec.read(payload, total.numel()).add_to(as_array(total), 1 - feedback.share)
+    return payload
 
 
 class Merger:

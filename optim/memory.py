@@ -8,6 +8,7 @@ import mmap
 import weakref
 from collections import deque
 from contextlib import suppress
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ KEPT = 4  # pieces of memory that nobody holds, of each size
 SIZES = 32  # those that were asked for last: a message's many small parts must not drive out the few large vectors
 
 Bytes = npt.NDArray[np.uint8]
+Number = TypeVar("Number", bound=np.number[Any])
 _free: dict[int, deque[mmap.mmap]] = {}  # by size, that which was asked for last at the end
 
 
@@ -37,7 +39,12 @@ def raw(size: int) -> Bytes:
 
 def empty(numel: int) -> Floats:
     """(numel,) fp32 with anything in it."""
-    return raw(4 * numel).view(np.float32)
+    return empty_of(np.float32, numel)
+
+
+def empty_of(number: type[Number], numel: int) -> npt.NDArray[Number]:
+    """(numel,) numbers of that kind."""
+    return raw(np.dtype(number).itemsize * numel).view(number)
 
 
 def zeros(numel: int) -> Floats:

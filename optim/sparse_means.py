@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.compiled import compiled
+from optim.memory import empty, empty_of
 from optim.threads import each, scratch
 from optim.vectors import Floats, Positions, SparseVector, Vector, below, wide_slabs
 
@@ -34,9 +35,10 @@ class Stack:
 
     @classmethod
     def of(cls, vectors: Sequence[SparseVector]) -> Self:
-        positions = np.concatenate([vector.positions for vector in vectors])
-        values = np.concatenate([vector.values for vector in vectors])
         ends = np.array(list(accumulate(vector.values.size for vector in vectors)), np.uint64)
+        positions, values = empty_of(np.int64, int(ends[-1])), empty(int(ends[-1]))
+        np.concatenate([vector.positions for vector in vectors], out=positions)
+        np.concatenate([vector.values for vector in vectors], out=values)
         return cls(positions, values, ends, vectors[0].numel)
 
 

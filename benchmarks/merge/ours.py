@@ -89,7 +89,7 @@ class Peer:
             refused=lambda peer, faults: self._failed(peer, str(faults[0])),
             skipped=lambda peer, reason: self._failed(peer or "", reason),
             set_back=self._failed,
-            foreseen=lambda commit: self._replica.foresee(commit, commit.body.contributions),
+            foreseen=lambda commit: self._replica.foresee(commit, commit.contributions),
             decided=lambda commit: self._decided.set_result(commit),
             hurry=lambda: None,
             broken=self._broken,

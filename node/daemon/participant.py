@@ -66,9 +66,9 @@ class Participant:
     _gone: int = 0
     _differing: Digest | None = None  # the state of ours that was found to differ
 
-    def foreseen(self, commit: Statement[Commit]) -> None:
-        """From the round driver, which has told the leader that all of it is here."""
-        self.replica.foresee(commit, self.share(commit.body))
+    def foreseen(self, commit: Commit) -> None:
+        """From the round driver, once all of it is here."""
+        self.replica.foresee(commit, self.share(commit))
 
     def decided(self, commit: Statement[Commit]) -> None:
         """From the round driver."""

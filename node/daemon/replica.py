@@ -175,15 +175,16 @@ class Workshop:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """A state that is being computed before it is certain that it will be wanted: None where that cannot be done."""
+    """A state that is being computed before it is certain that it will be wanted: None where that cannot be done.
+    `content`: what the commit decides, whoever may propose it."""
 
     before: OuterState
-    commit: Digest
+    content: Digest
     share: Share
     work: asyncio.Task[OuterState | None]
 
-    def is_after(self, before: OuterState, commit: Digest, share: Share) -> bool:
-        return self.before is before and self.commit == commit and self.share == share
+    def is_after(self, before: OuterState, commit: Commit, share: Share) -> bool:
+        return self.before is before and self.content == commit.content and self.share == share
 
 
 class Replica:
@@ -195,15 +196,15 @@ class Replica:
         self._workshop, self._work, self._aside = workshop, work, aside
         self._foreseen: Foreseen | None = None
 
-    def foresee(self, commit: Statement[Commit], share: Share) -> None:
-        """Begin with what `after` will be asked for, while the votes for this commit are on their way. Of two that are
-        foreseen the later one counts: what has been asked for last is what can still be decided. In a later view the
-        same may come again."""
-        if self._foreseen and self._foreseen.is_after(self.state, commit.digest, share):
+    def foresee(self, commit: Commit, share: Share) -> None:
+        """Begin with what `after` will be asked for, while others have still to agree on it. Of two that are foreseen
+        the later one counts: what has been asked for last is what can still be decided. The same may come again, as a
+        proposal and in a later view."""
+        if self._foreseen and self._foreseen.is_after(self.state, commit, share):
             return
         self._forget()
-        work = asyncio.create_task(self._computed(self.state, commit.body, share), name="foresee")
-        self._foreseen = Foreseen(self.state, commit.digest, share, work)
+        work = asyncio.create_task(self._computed(self.state, commit, share), name="foresee")
+        self._foreseen = Foreseen(self.state, commit.content, share, work)
 
     def _forget(self) -> None:
         if self._foreseen is not None:
@@ -223,7 +224,7 @@ class Replica:
         """
         self.chain.would_lead_to([commit])
         foreseen, self._foreseen = self._foreseen, None
-        if foreseen and foreseen.is_after(self.state, commit.digest, share) and (known := await foreseen.work):
+        if foreseen and foreseen.is_after(self.state, commit.body, share) and (known := await foreseen.work):
             return known
         state: OuterState = await self._work(self._workshop.apply, self.state, commit.body, share)
         return state

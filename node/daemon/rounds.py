@@ -34,6 +34,7 @@ from protocol.rounds.events import (
     Event,
     Fetch,
     Finish,
+    Foresee,
     Held,
     Hurry,
     Live,
@@ -74,7 +75,7 @@ class Hooks:
     refused: Callable[[PeerId, Sequence[PeerFault]], None]
     skipped: Callable[[PeerId | None, Reason], None]
     set_back: Callable[[Setback, str], None]
-    foreseen: Callable[[Statement[Commit]], None]
+    foreseen: Callable[[Commit], None]
     decided: Callable[[Statement[Commit]], None]
     hurry: Callable[[], None]
     broken: Callable[[BaseException], None]
@@ -234,7 +235,9 @@ class RoundDriver:
                 self._vow, self._vowing = action, True
                 self._vow_writing.spawn(self._keep_vow(action))
                 if action.lock:
-                    self._hooks.foreseen(action.lock)
+                    self._hooks.foreseen(action.lock.body)
+            case Foresee(commit):
+                self._hooks.foreseen(commit)
             case Send(peers, signed):
                 self._hooks.send(peers, signed)
             case Fetch():

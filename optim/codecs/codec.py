@@ -9,7 +9,7 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from optim.layout import Layout, Shape
 from optim.memory import raw
 from optim.threads import ALIGNMENT
 from optim.vectors import Floats, Vector
+
+if TYPE_CHECKING:
+    from optim.codecs.accumulation import Accumulation
 
 Payload = bytes | bytearray | memoryview
 SAMPLE = 1 << 20  # values that are enough to tell a codec's rate
@@ -65,6 +68,11 @@ class Codec(ABC):
     def extract(self, values: torch.Tensor) -> Payload:
         """As `encode`, and subtract in place what the receiver will decode; `values` is of no use after an error."""
         return self.write(as_array(values), subtract=True)
+
+    def extract_after(self, before: "Accumulation", values: torch.Tensor) -> Payload:
+        """The same of what `values` become by that, in place."""
+        before.apply(as_array(values))
+        return self.extract(values)
 
     def decode(self, payload: Payload, numel: int) -> torch.Tensor:
         """Flat fp32 of `numel` values, all finite. CodecError if the payload is malformed or of another length."""

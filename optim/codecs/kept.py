@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.codecs import gaps, rans
+from optim.codecs.accumulation import NOTHING, Accumulation
 from optim.codecs.levels import fit
 from optim.codecs.selection import Bits, largest
 from optim.compiled import bits_of, compiled, float_of
 from optim.errors import CodecError
+from optim.memory import empty, empty_of
 from optim.threads import each
 from optim.vectors import AT_ONCE, Floats, Positions, SparseVector, slabs
 
@@ -80,16 +82,17 @@ class Layout:
         return slice(first, first + (chunks.stop - chunks.start) * keep), keep
 
 
-def select(values: Floats, layout: Layout) -> tuple[Codes, Floats]:
+def select(values: Floats, layout: Layout, before: Accumulation = NOTHING) -> tuple[Codes, Floats]:
     """The codes of all kept values in chunk order, ascending by index, and (chunks, levels) levels. CodecError if a
-    value is not finite."""
-    codes, levels = np.empty(layout.kept, np.uint32), np.empty((layout.chunks, layout.levels), np.float32)
+    value is not finite. `before`: what the values become, each chunk just before it is looked at."""
+    codes, levels = empty_of(np.uint32, layout.kept), np.empty((layout.chunks, layout.levels), np.float32)
     bits = values.view(np.uint32)
 
     def choose(chunks: slice) -> None:
         part, keep = layout.kept_of(chunks)
-        run = bits[chunks.start * layout.span : chunks.stop * layout.span]
-        if not _select(run.reshape(chunks.stop - chunks.start, -1), codes[part].reshape(-1, keep), levels[chunks]):
+        run, shape = slice(chunks.start * layout.span, chunks.stop * layout.span), (chunks.stop - chunks.start, -1)
+        decay, sent = np.float32(before.decay), before.sent[run].reshape(shape)
+        if not _select(decay, sent, bits[run].reshape(shape), codes[part].reshape(-1, keep), levels[chunks]):
             raise CodecError("values to encode are not finite")
 
     each(choose, layout.runs())
@@ -97,13 +100,16 @@ def select(values: Floats, layout: Layout) -> tuple[Codes, Floats]:
 
 
 @compiled
-def _select(chunks: Bits, codes: Codes, levels: Floats) -> bool:
-    """(rows, span) values, (rows, keep) codes and (rows, count) levels. False if a value is not finite."""
+def _select(decay: np.float32, sent: Floats, chunks: Bits, codes: Codes, levels: Floats) -> bool:
+    """(rows, span) values, (rows, keep) codes and (rows, count) levels; values <- decay * values + sent before, where
+    anything is `sent`. False if a value is not finite."""
     rows, span = chunks.shape
     keep = codes.shape[1]
     places, magnitudes, numbers = np.empty(span, np.uint32), np.empty(span, np.uint32), np.empty(keep, np.uint32)
     for row in range(rows):
         chunk = chunks[row]
+        if sent.size:
+            _move_on(chunk, decay, sent[row])
         if not largest(chunk, keep, places, magnitudes):
             return False
         fit(magnitudes[:keep], numbers, levels[row])
@@ -113,8 +119,14 @@ def _select(chunks: Bits, codes: Codes, levels: Floats) -> bool:
     return True
 
 
+@compiled
+def _move_on(chunk: Bits, decay: np.float32, sent: Floats) -> None:
+    for place in range(chunk.size):
+        chunk[place] = bits_of(float_of(chunk[place]) * decay + sent[place])
+
+
 def vector(codes: Codes, levels: Floats, layout: Layout) -> SparseVector:
-    positions, values = np.empty(layout.kept, np.int64), np.empty(layout.kept, np.float32)
+    positions, values = empty_of(np.int64, layout.kept), empty(layout.kept)
 
     def restore(chunks: slice) -> None:
         part, keep = layout.kept_of(chunks)

@@ -19,12 +19,15 @@ FEW = 256  # are ranked by comparing each with each, in many lanes of a register
 @compiled
 def fit(magnitudes: Bits, numbers: Bits, levels: Floats) -> None:
     """Write `levels.size` ascending levels, and of each magnitude (at most 2^16) the number of its level."""
+    numbers[:] = 0
+    if levels.size == 1:
+        levels[0] = _mean(magnitudes.view(np.float32))
+        return
     ranks = np.empty(magnitudes.size, np.int32)
     rank(magnitudes, ranks)
     sums = _sums(magnitudes.view(np.float32), ranks)
     edges = np.zeros(levels.size + 1, np.int64)
     _cut(sums, edges)
-    numbers[:] = 0
     for edge in edges[1:-1]:
         for place in range(magnitudes.size):
             numbers[place] += np.uint32(ranks[place] < edge)
@@ -34,6 +37,15 @@ def fit(magnitudes: Bits, numbers: Bits, levels: Floats) -> None:
         # A group without members counts as the next smaller one's equal, so that levels always ascend.
         mean = max(mean, (sums[last] - sums[first]) / max(last - first, 1))
         levels[number] = mean
+
+
+@compiled
+def _mean(magnitudes: Floats) -> float:
+    """In double precision."""
+    total = 0.0
+    for magnitude in magnitudes:
+        total += magnitude
+    return total / magnitudes.size
 
 
 @compiled

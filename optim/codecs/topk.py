@@ -15,14 +15,17 @@ from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from optim.codecs import gaps, plain, rans
-from optim.codecs.codec import Codec, Payload, Reader
+from optim.codecs.accumulation import NOTHING, Accumulation
+from optim.codecs.codec import Codec, Payload, Reader, as_array
 from optim.codecs.kept import INDEX, Codes, Layout, select, subtract_from, vector
 from optim.codecs.scales import read_scales, write_scales
 from optim.errors import CodecError
+from optim.memory import empty_of
 from optim.parts import STRICT
 from optim.vectors import Floats, SparseVector
 
@@ -56,8 +59,14 @@ class ChunkTopK(Codec):
         return 8 + table + 2 * layout.levels * layout.chunks + 4 * rans.lanes_for(layout.kept) + 5 * layout.kept
 
     def write(self, values: Floats, subtract: bool) -> Payload:
+        return self._write(values, subtract, NOTHING)
+
+    def extract_after(self, before: Accumulation, values: torch.Tensor) -> Payload:
+        return self._write(as_array(values), True, before)
+
+    def _write(self, values: Floats, subtract: bool, before: Accumulation) -> Payload:
         layout = self._layout(values.size)
-        codes, fitted = select(values, layout)
+        codes, fitted = select(values, layout, before)
         wire, levels = write_scales(fitted.ravel())
         payload = self.head() + _pack(codes, layout, wire)
         if subtract:
@@ -74,9 +83,11 @@ class ChunkTopK(Codec):
 
 def _pack(codes: Codes, layout: Layout, levels: bytes) -> bytes:
     lowest, widths = gaps.class_table(layout.reach)
-    distances, classes = np.empty(codes.size, np.uint16), np.empty(codes.size, np.uint8)
+    places, distances = empty_of(np.uint32, codes.size), empty_of(np.uint16, codes.size)
+    classes = empty_of(np.uint8, codes.size)
     counts = np.zeros(len(lowest), np.int64)
-    gaps.between(codes >> INDEX, layout.keep, gaps.classes_below(layout.reach), distances, classes, counts)
+    np.right_shift(codes, INDEX, places)
+    gaps.between(places, layout.keep, gaps.classes_below(layout.reach), distances, classes, counts)
     model, frequencies, table = _choose_model(counts, layout)
     bits = layout.bits * codes.size + int(counts @ widths)
     packed = np.zeros(max(-(-bits // 8), 2 * rans.lanes_for(codes.size)), np.uint8)
@@ -100,7 +111,7 @@ def _unpack(reader: Reader, layout: Layout) -> SparseVector:
     classes, carried = rans.decode(layout.kept, frequencies, lanes, words)
     lowest, widths = gaps.class_table(layout.reach)
     packed = _read_plain(reader, carried, layout.bits * layout.kept + plain.count(classes, widths))
-    codes = np.empty(layout.kept, np.uint32)
+    codes = empty_of(np.uint32, layout.kept)
     last = plain.read(packed, layout.bits, classes, lowest, widths, layout.span, layout.keep, codes)
     if not 0 <= last < (layout.rest or layout.span):
         raise CodecError("an index is beyond its chunk")

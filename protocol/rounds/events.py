@@ -209,4 +209,11 @@ class Hurry:
     """The others' patience is about to end, and nothing was offered here yet. Once a round."""
 
 
-Action = Vow | Send | Fetch | Reduce | Finish | Skip | Hurry
+@dataclass(frozen=True)
+class Foresee:
+    """What will most likely be decided, by whichever leader's proposal; all that it takes is here. It binds nobody."""
+
+    commit: Commit
+
+
+Action = Vow | Send | Fetch | Reduce | Finish | Skip | Hurry | Foresee

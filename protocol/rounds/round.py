@@ -37,6 +37,7 @@ from protocol.rounds.events import (
     Event,
     Fetch,
     Finish,
+    Foresee,
     Held,
     Hurry,
     Live,
@@ -100,6 +101,7 @@ class Round:
         self._sources: dict[Portion, tuple[PeerId, ...]] = {}
         self._ordered: list[Sum] = []  # reductions asked for; their place is the attempt that the driver hands back
         self._sums: dict[Sum, Blob] = {}
+        self._foreseen = NO_ROSTER, -1  # of which roster, in which attempt
         self._actions: list[Action] = []
 
     @property
@@ -218,6 +220,7 @@ class Round:
         self._open_roster(now)
         self._appoint(now)
         self._reduce()
+        self._foresee()
         self._propose(now)
         self._acknowledge()
         self._fetch()
@@ -305,6 +308,15 @@ class Round:
             if self._evidence.holds_all(state.me, portions):
                 self._ordered.append(wanted)
                 self._actions.append(Reduce(part, len(self._ordered) - 1, view.included))
+
+    def _foresee(self) -> None:
+        """Once all is here: to compute what comes of it takes as long as to agree on it."""
+        state, view = self._state, self._state.followed
+        if view is None or state.proposal() is not None or self._foreseen == (view.roster.digest, view.attempt):
+            return
+        if (likely := state.likely(view)) is not None:
+            self._foreseen = view.roster.digest, view.attempt
+            self._actions.append(Foresee(likely))
 
     def _acknowledge(self) -> None:
         """Once we hold all that it needs: from now on nothing older gets our vote."""

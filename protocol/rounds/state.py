@@ -276,6 +276,16 @@ class RoundState:
             share = tuple(entry for entry in share if entry.sender in self.live or entry.sender == self.me)
         return portions_of(share)
 
+    def likely(self, view: View) -> Commit | None:
+        """What its leader will propose where nobody fails, if we hold all that it takes. In groups no member can tell:
+        of each it is what all of it hold."""
+        parts, all_in_one = tuple(part.body.blob for part in view.parts()), self.settings.exchange == "gather"
+        needed = portions_of(view.included) if all_in_one else portions(parts)
+        if self.settings.exchange == "groups" or len(parts) < self.settings.sums:
+            return None
+        whole = self.evidence.holds_all(self.me, needed)
+        return Commit(self.number, self.view, self.base, view.included, parts) if whole else None
+
     def holding(self) -> Holding:
         """What we hold of the roster, or without one of all contributions; and the proposal that binds us."""
         view, held, lock = self.followed, self.evidence.held, self.lock.digest if self.lock else b""

@@ -21,6 +21,7 @@ from protocol.rounds.events import (
     Event,
     Fetch,
     Finish,
+    Foresee,
     Held,
     Live,
     Offered,
@@ -202,6 +203,8 @@ class Peer:
                 assert {entry.body.parts[part].digest for entry in contributions} <= self.store
                 machine = self.round
                 self.after(0.05, lambda: self.reduced(machine, part, attempt, contributions))
+            case Foresee(commit):
+                assert {blob.digest for blob in commit.blobs} <= self.store, "foreseen without what it takes"
             case Finish(commit):
                 self.finish(commit)
             case Skip():

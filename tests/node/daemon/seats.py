@@ -86,7 +86,7 @@ class Seat:
         self.workshop = Workshop(table.program, self.store, lambda step: 1.0)
         self.resting: set[PeerId] = set()
         self.sent: list[Signed] = []
-        self.foreseen: list[Statement[Commit]] = []
+        self.foreseen: list[Commit] = []
         self.decided: list[Statement[Commit]] = []
         self.hurried: list[float] = []
         self.refused: list[PeerFault] = []

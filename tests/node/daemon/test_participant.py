@@ -73,7 +73,7 @@ async def test_a_round_that_was_foreseen_is_computed_once(worlds: Make, monkeypa
     world.run()
     await until(lambda: world.driver.is_open)
     commit = commit_of(world.replica.chain.head, {1: world.store.put(payload(1))})
-    world.participant.foreseen(commit)
+    world.participant.foreseen(commit.body)
     await until(lambda: bool(computed))
     assert world.replica.chain.round == 0 and not world.trainer.adopted, "it is not decided yet"
     world.participant.decided(commit)

@@ -113,8 +113,8 @@ async def test_what_was_foreseen_is_not_computed_again(tmp_path: Path, monkeypat
     replica, other = replica_in(store), replica_in(store)
     (commit,) = await grown(other, store, 1)
     computed, head = states_computed_by(replica, monkeypatch), replica.chain.head
-    for _ in range(2):
-        replica.foresee(commit, commit.body.contributions)
+    for view in range(2):  # whoever proposes it
+        replica.foresee(replace(commit.body, view=view), commit.body.contributions)
         await until(lambda: len(computed) == 1)
     assert replica.chain.head == head and replica.state.anchor is not other.state.anchor, "it is not decided yet"
     await apply(replica, commit)
@@ -133,8 +133,8 @@ async def test_where_another_commit_is_decided_than_foreseen_it_is_computed(
     decided, foreseen = (commit_of(head, {peer: store.put(payload(peer))}) for peer in (1, 2))
     await apply(other, decided)
     computed = states_computed_by(replica, monkeypatch)
-    replica.foresee(foreseen, foreseen.body.contributions)
-    replica.foresee(decided, ())  # the same with another share of it
+    replica.foresee(foreseen.body, foreseen.body.contributions)
+    replica.foresee(decided.body, ())  # the same with another share of it
     await until(lambda: len(computed) >= 1)
     before = len(computed)
     await apply(replica, decided)
@@ -146,7 +146,7 @@ async def test_what_was_foreseen_on_another_chain_is_not_taken(tmp_path: Path) -
     replica, other = replica_in(store), replica_in(store)
     commits = await grown(other, store, 1)
     ahead = commit_of(other.chain.head, {1: store.put(payload(5))})
-    replica.foresee(ahead, ahead.body.contributions)  # from a state that is not the one before it
+    replica.foresee(ahead.body, ahead.body.contributions)  # from a state that is not the one before it
     await replica.take_over(other.chain.head, other.blob, commits)
     await apply(replica, ahead)
     await apply(other, ahead)
@@ -159,12 +159,12 @@ async def test_what_could_not_be_foreseen_is_tried_again(tmp_path: Path) -> None
     lost = store.put(payload(9))
     commit = commit_of(replica.chain.head, {1: lost})
     store.discard(lost.digest)
-    replica.foresee(commit, commit.body.contributions)
+    replica.foresee(commit.body, commit.body.contributions)
     for _ in range(10):
         await asyncio.sleep(0)
     with pytest.raises(MissingFileError):
         await replica.after(commit, commit.body.contributions)
-    replica.foresee(commit, commit.body.contributions)
+    replica.foresee(commit.body, commit.body.contributions)
     for _ in range(10):
         await asyncio.sleep(0)
     store.put(payload(9))
