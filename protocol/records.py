@@ -5,6 +5,7 @@ Only the one canonical encoding of a body is accepted, so a statement has a sing
 fields on it that we do not know and would pass on.
 """
 
+from functools import lru_cache
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -18,6 +19,7 @@ from protocol.manifest import RunId
 DOMAIN = b"murmur/1"
 MAX_BODY_BYTES = 512 * 1024
 SIGNATURE_BYTES = 64
+SHORT_BYTES, KEPT = 4096, 512  # a statement of which it is remembered that its signature is genuine; how many of them
 MAX_ROUND = 2**24  # a round each half minute for sixteen years
 MAX_CHAIN_TOKENS = 2**60
 
@@ -58,7 +60,14 @@ def read_unverified(signed: murmur_pb2.Signed, kind: str, into: type[M], max_byt
 
 def verify_signed(signed: murmur_pb2.Signed, run_id: RunId) -> None:
     """Raises ForgedError unless the peer that it names signed it, for this run and its kind."""
-    verify(signed.peer, _covered(signed.kind, run_id, signed.body), signed.signature)
+    covered = _covered(signed.kind, run_id, signed.body)
+    (_verify_short if len(covered) <= SHORT_BYTES else verify)(signed.peer, covered, signed.signature)
+
+
+@lru_cache(maxsize=KEPT)
+def _verify_short(peer: PeerId, covered: bytes, signature: bytes) -> None:
+    """A contribution comes from its maker, in a roster and in a commit; what was genuine once is so again."""
+    verify(peer, covered, signature)
 
 
 def _check_envelope(signed: murmur_pb2.Signed, kind: str, max_bytes: int) -> None:

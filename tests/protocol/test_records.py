@@ -2,10 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol import records
 from protocol.errors import ForgedError, MalformedError, PeerFault
-from protocol.identity import Identity
+from protocol.identity import Identity, verify
 from protocol.murmur_pb2 import Contribution, PeerRecord, Signed
-from protocol.records import open_signed, peer_of, sign
+from protocol.records import SHORT_BYTES, open_signed, peer_of, sign
 
 RUN = "11" * 32
 OTHER_RUN = "22" * 32
@@ -118,3 +119,26 @@ def test_peer_of_an_address() -> None:
     for address in ("", "/ip4/1.2.3.4/tcp/5", "/ip4/1.2.3.4/tcp/5/p2p/", "/p2p/nobody", f"/p2p/{peer}/tcp/1"):
         with pytest.raises(MalformedError):
             peer_of(address)
+
+
+def test_a_genuine_signature_is_checked_once_and_a_forged_one_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A roster and a commit bring a contribution again. The control: what is too long to be kept is checked again."""
+    checked: list[int] = []
+
+    def counted(peer: str, message: bytes, signature: bytes) -> None:
+        checked.append(len(message))
+        verify(peer, message, signature)
+
+    monkeypatch.setattr(records, "verify", counted)
+    short, long = (sign(IDENTITY, "peer", RUN, PeerRecord(sequence=9, name="x" * size)) for size in (1, SHORT_BYTES))
+    for signed, times in ((short, 1), (long, 2)):
+        checked.clear()
+        for _ in range(2):
+            open_signed(signed, RUN, "peer", PeerRecord)
+        assert len(checked) == times
+    forged = signed_copy(signature=short.signature)
+    for _ in range(2):
+        with pytest.raises(ForgedError):
+            open_signed(forged, RUN, "peer", PeerRecord)
+    with pytest.raises(ForgedError):
+        open_signed(short, OTHER_RUN, "peer", PeerRecord)
