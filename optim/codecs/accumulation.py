@@ -20,15 +20,15 @@ class Accumulation:
     def apply(self, total: Floats) -> None:
         """CodecError if a value of `sent` is not finite or too large."""
         decay = np.float32(self.decay)
-        each(lambda part: check_largest(_move_on(total[part], decay, self.sent[part])), wide_slabs(total.size))
+        each(lambda part: check_largest(move_on(total[part], decay, self.sent[part])), wide_slabs(total.size))
 
 
 NOTHING = Accumulation(1.0, np.empty(0, np.float32))
 
 
 @compiled
-def _move_on(total: Floats, decay: np.float32, sent: Floats) -> int:
-    """The bits of the largest magnitude sent; those of infinities and NaN are above all numbers'."""
+def move_on(total: Floats, decay: np.float32, sent: Floats) -> int:
+    """And the bits of the largest magnitude sent; those of infinities and NaN are above all numbers'."""
     bits, top = sent.view(np.uint32), np.uint32(0)
     for place in range(total.size):
         total[place] = total[place] * decay + sent[place]

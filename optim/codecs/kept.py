@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.codecs import gaps, rans
-from optim.codecs.accumulation import NOTHING, Accumulation
+from optim.codecs.accumulation import NOTHING, Accumulation, move_on
 from optim.codecs.levels import fit
 from optim.codecs.selection import Bits, largest
 from optim.compiled import bits_of, compiled, float_of
@@ -109,7 +109,7 @@ def _select(decay: np.float32, sent: Floats, chunks: Bits, codes: Codes, levels:
     for row in range(rows):
         chunk = chunks[row]
         if sent.size:
-            _move_on(chunk, decay, sent[row])
+            move_on(chunk.view(np.float32), decay, sent[row])
         if not largest(chunk, keep, places, magnitudes):
             return False
         fit(magnitudes[:keep], numbers, levels[row])
@@ -117,12 +117,6 @@ def _select(decay: np.float32, sent: Floats, chunks: Bits, codes: Codes, levels:
             place = places[kept]
             codes[row, kept] = place << INDEX | chunk[place] >> SIGN << NEGATIVE | numbers[kept]
     return True
-
-
-@compiled
-def _move_on(chunk: Bits, decay: np.float32, sent: Floats) -> None:
-    for place in range(chunk.size):
-        chunk[place] = bits_of(float_of(chunk[place]) * decay + sent[place])
 
 
 def vector(codes: Codes, levels: Floats, layout: Layout) -> SparseVector:

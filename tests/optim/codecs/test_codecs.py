@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optim.codecs.accumulation import Accumulation
 from optim.codecs.codec import Codec, Draft
 from optim.codecs.cosine_topk import CosineTopK
 from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
@@ -110,6 +111,26 @@ def test_extract_leaves_exactly_what_the_receiver_does_not_get(codec: Codec, num
     payload = codec.extract(rest)
     assert payload == codec.encode(values)
     assert torch.equal(rest, values - codec.decode(payload, numel))
+
+
+@each_codec
+@pytest.mark.parametrize("numel", [1, 4096, 70_001])
+def test_what_is_left_and_what_is_new_may_be_added_on_the_way(codec: Codec, numel: int) -> None:
+    """Each product and each sum is rounded, wherever a codec makes them."""
+    left, new = sample(numel, 1), sample(numel, 2)
+    expected, decay = left * 0.8, Accumulation(0.8, new.numpy())
+    expected += new
+    assert codec.extract_after(decay, left) == codec.extract(expected)
+    assert torch.equal(left, expected)
+
+
+@each_codec
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**60])
+def test_what_is_new_must_be_finite_and_within_bounds(codec: Codec, bad: float) -> None:
+    new = sample(5000, 2)
+    new[1234] = bad
+    with pytest.raises(CodecError):
+        codec.extract_after(Accumulation(0.8, new.numpy()), sample(5000, 1))
 
 
 @each_codec
