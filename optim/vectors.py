@@ -20,6 +20,7 @@ from optim.threads import each, scratch
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
 SLAB = 1 << 18  # values whose temporaries stay in the cache
+SUMS = 1 << 12  # of squares, side by side: they stay in the innermost cache
 WIDE, SLABS = 2, 16  # so many times as long at most, and where so many are left for threads to share
 AT_ONCE = 1 << 16  # of a sparse vector's values, in one thread
 
@@ -184,7 +185,7 @@ class SparseVector(Vector):
         _add(self.positions, present, 0, np.float32(weight), total)
 
     def norm(self) -> float:
-        return norm([self.values[part] for part in slabs(self.values.size)])
+        return norm([self.values])
 
 
 @compiled
@@ -209,9 +210,12 @@ def below(positions: Positions, bound: int) -> int:
 
 @compiled
 def _add_squares(values: Floats, sums: npt.NDArray[np.float64]) -> None:
-    for place in range(values.size):
-        value = np.float64(values[place])
-        sums[place] += value * value
+    """Of every so many values to the same sum."""
+    for first in range(0, values.size, sums.size):
+        row = values[first : first + sums.size]
+        for place in range(row.size):
+            value = np.float64(row[place])
+            sums[place] += value * value
 
 
 def slabs(numel: int, size: int = SLAB) -> Iterator[slice]:
@@ -228,10 +232,9 @@ def norm(pieces: Iterable[Floats]) -> float:
 
     Squares of fp32 are exact in fp64; folding halves sums them in an order that never depends on the machine.
     """
-    sums = np.zeros(SLAB, np.float64)
+    sums = np.zeros(SUMS, np.float64)
     for piece in pieces:
-        for part in slabs(piece.size):
-            _add_squares(piece[part], sums)
+        _add_squares(piece, sums)
     while sums.size > 1:
         half = sums.size // 2
         sums = sums[:half] + sums[half:]
