@@ -50,8 +50,7 @@ def measure(numel: int, turns: int) -> Report:
     blob = Blob.of(payload)
     body = Contribution(0, bytes.fromhex(RUN_ID), "topk", SHAPES, 1, 1, 0.0, (blob,))
     # Each by another peer: of one that has been seen it is known that it is genuine.
-    signed = (sign(Identity.create(), kind_of(body), RUN_ID, body.to_wire()) for _ in range(turns + 1))
-    statements = iter(list(signed))
+    statements = iter([sign(Identity.create(), kind_of(body), RUN_ID, body.to_wire()) for _ in range(turns + 1)])
     terms = Terms("topk", SHAPES, 1, 1 << 40, codec.max_bytes(numel))
 
     def check_hash() -> None:

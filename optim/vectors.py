@@ -55,27 +55,20 @@ class Vector(ABC):
 
     def add_to(self, total: Floats, weight: float) -> None:
         """total <- total + weight * self, the product rounded before it is added."""
-
-        def add(part: slice) -> None:
-            values = scratch("vector", np.float32, part.stop - part.start)
-            self.restore(part, values)
-            if weight != 1:
-                values *= np.float32(weight)
-            total[part] += values
-
-        each(add, self.pieces())
+        self.write_sum(total, weight, total)
 
     def write_sum(self, before: Floats, weight: float, out: Floats) -> None:
-        """out <- before + weight * self, the product rounded before it is added."""
+        """out <- before + weight * self, the product rounded before it is added; `out` may be `before`."""
+        size, combine = abs(weight), np.add if weight >= 0 else np.subtract
 
         def write(part: slice) -> None:
             values = scratch("vector", np.float32, part.stop - part.start)
             self.restore(part, values)
-            if weight != -1:
-                values *= np.float32(-weight)
-            np.subtract(before[part], values, out[part])
+            if size != 1:
+                values *= np.float32(size)
+            combine(before[part], values, out[part])
 
-        each(write, wide_slabs(self.numel))
+        each(write, self.pieces())
 
     def add_presence_to(self, total: Floats, weight: float) -> None:
         """Add `weight` wherever this vector is not zero."""

@@ -101,7 +101,6 @@ class Round:
         self._sources: dict[Portion, tuple[PeerId, ...]] = {}
         self._ordered: list[Sum] = []  # reductions asked for; their place is the attempt that the driver hands back
         self._sums: dict[Sum, Blob] = {}
-        self._foreseen = NO_ROSTER, -1  # of which roster, in which attempt
         self._actions: list[Action] = []
 
     @property
@@ -312,10 +311,10 @@ class Round:
     def _foresee(self) -> None:
         """Once all is here: to compute what comes of it takes as long as to agree on it."""
         state, view = self._state, self._state.followed
-        if view is None or state.proposal() is not None or self._foreseen == (view.roster.digest, view.attempt):
+        if view is None or view.foreseen == view.attempt or state.proposal() is not None:
             return
         if (likely := state.likely(view)) is not None:
-            self._foreseen = view.roster.digest, view.attempt
+            view.foreseen = view.attempt
             self._actions.append(Foresee(likely))
 
     def _acknowledge(self) -> None:

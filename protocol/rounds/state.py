@@ -279,12 +279,12 @@ class RoundState:
     def likely(self, view: View) -> Commit | None:
         """What its leader will propose where nobody fails, if we hold all that it takes. In groups no member can tell:
         of each it is what all of it hold."""
-        parts, all_in_one = tuple(part.body.blob for part in view.parts()), self.settings.exchange == "gather"
-        needed = portions_of(view.included) if all_in_one else portions(parts)
+        parts = tuple(part.body.blob for part in view.parts()) if self.settings.sums else ()
         if self.settings.exchange == "groups" or len(parts) < self.settings.sums:
             return None
-        whole = self.evidence.holds_all(self.me, needed)
-        return Commit(self.number, self.view, self.base, view.included, parts) if whole else None
+        if not self.evidence.holds_all(self.me, portions(parts) or portions_of(view.included)):
+            return None
+        return Commit(self.number, self.view, self.base, view.included, parts)
 
     def holding(self) -> Holding:
         """What we hold of the roster, or without one of all contributions; and the proposal that binds us."""

@@ -26,6 +26,7 @@ class View:
         self.since = now
         self.heard = now
         self.included_at: float | None = None
+        self.foreseen = -1  # the attempt of which it was told what will most likely be decided
         self.included = roster.body.contributions  # what is to be summed, in roster order
         self.inclusion: Statement[Inclusion] | None = None
         self.announced: dict[tuple[int, int, PeerId], Statement[Part]] = {}
