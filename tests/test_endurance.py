@@ -167,6 +167,7 @@ def test_growth_is_of_each_life_behind_its_warm_up() -> None:
     assert list(growth) == ["resident_mb"], "of the others there is nothing to tell"
     assert growth["resident_mb"] == pytest.approx((0.5, 1.0, 0.0, 2)), "what comes and goes in a minute is none"
     assert slope_of([*starting, *flat[:30]]) is None, "too short to tell"
+    assert replace(resources, warm_up=0.0).growth()["resident_mb"].middle < -100, "what rises first was left out"
 
 
 def test_a_slope_is_as_sure_as_its_minutes_are_alike() -> None:

@@ -13,7 +13,7 @@ import psutil
 from node.local.peer_process import PeerProcess
 from tests.swarm.flock import pid_of
 
-WARM_UP_SECONDS = 900.0  # of a life, not looked at: until the tables of the last 64 rounds are full
+WARM_UP_SECONDS = 900.0  # of a life, not looked at, if nothing else is said: the tables of the last 64 rounds fill
 LEAST_SECONDS = 1200.0  # that are: in minutes, an hour's megabyte is far below what comes and goes
 LOW_SECONDS = 60.0  # of which the least counts: the rest is what a round takes and gives back
 SAMPLE_SECONDS = 2.0
@@ -42,8 +42,9 @@ class Growth(NamedTuple):
 
 @dataclass
 class Resources:
-    """By quantity, and by life of a daemon."""
+    """By quantity, and by life of a daemon. `warm_up`: so many seconds of each life do not count."""
 
+    warm_up: float = WARM_UP_SECONDS
     lives: dict[str, dict[int, Samples]] = field(default_factory=lambda: {name: {} for name in UNITS})
     _next: float = 0.0
 
@@ -64,7 +65,9 @@ class Resources:
 
     def growth(self) -> dict[str, Growth]:
         """Of the lives that were long enough; a quantity is left out where none was."""
-        slopes = {name: [slope_of(samples) for samples in lives.values()] for name, lives in self.lives.items()}
+        slopes = {
+            name: [slope_of(samples, self.warm_up) for samples in lives.values()] for name, lives in self.lives.items()
+        }
         long_enough = {name: [slope for slope in found if slope is not None] for name, found in slopes.items()}
         return {name: growth_of(found) for name, found in long_enough.items() if found}
 
@@ -74,9 +77,9 @@ def growth_of(slopes: Sequence[Slope]) -> Growth:
     return Growth(statistics.median(rates), max(rates), statistics.median(slope.error for slope in slopes), len(rates))
 
 
-def slope_of(samples: Sequence[tuple[float, float]]) -> Slope | None:
+def slope_of(samples: Sequence[tuple[float, float]], warm_up: float = WARM_UP_SECONDS) -> Slope | None:
     """The line of least squares through each minute's least behind the warm-up; None where that is short."""
-    begins = samples[0][0] + WARM_UP_SECONDS
+    begins = samples[0][0] + warm_up
     if samples[-1][0] - begins < LEAST_SECONDS:
         return None
     lows: dict[int, float] = {}
