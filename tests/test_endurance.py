@@ -13,7 +13,7 @@ from benchmarks import churn, soak
 from benchmarks.churn import Deaths, Report
 from benchmarks.endurance import faults
 from benchmarks.endurance.faults import Faults
-from benchmarks.endurance.resources import Growth, Resources, slope_of
+from benchmarks.endurance.resources import WARM_UP_SECONDS, Growth, Resources, slope_of
 from benchmarks.endurance.watch import Standstill, Watch, loss_at, loss_up_to
 from node.status import NodeStatus
 
@@ -166,7 +166,7 @@ def test_growth_is_of_each_life_behind_its_warm_up() -> None:
     growth = resources.growth()
     assert list(growth) == ["resident_mb"], "of the others there is nothing to tell"
     assert growth["resident_mb"] == pytest.approx((0.5, 1.0, 0.0, 2)), "what comes and goes in a minute is none"
-    assert slope_of([*starting, *flat[:30]]) is None, "too short to tell"
+    assert slope_of([*starting, *flat[:30]], WARM_UP_SECONDS) is None, "too short to tell"
     assert replace(resources, warm_up=0.0).growth()["resident_mb"].middle < -100, "what rises first was left out"
 
 
@@ -175,7 +175,9 @@ def test_a_slope_is_as_sure_as_its_minutes_are_alike() -> None:
     minutes = [(900.0 + 60 * minute, 2.0 * minute / 60) for minute in range(45)]
     errors, rates = [], []
     for _ in range(200):
-        slope = slope_of([(0.0, 0.0), *((now, amount + drawn.gauss(0.0, 3.0)) for now, amount in minutes)])
+        slope = slope_of(
+            [(0.0, 0.0), *((now, amount + drawn.gauss(0.0, 3.0)) for now, amount in minutes)], WARM_UP_SECONDS
+        )
         assert slope is not None
         errors.append(slope.error)
         rates.append(slope.rate)

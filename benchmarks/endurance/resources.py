@@ -13,8 +13,8 @@ import psutil
 from node.local.peer_process import PeerProcess
 from tests.swarm.flock import pid_of
 
-WARM_UP_SECONDS = 900.0  # of a life, not looked at, if nothing else is said: the tables of the last 64 rounds fill
-LEAST_SECONDS = 1200.0  # that are: in minutes, an hour's megabyte is far below what comes and goes
+WARM_UP_SECONDS = 900.0  # of a life, usually: until the tables of the last 64 rounds are full
+LEAST_SECONDS = 1200.0  # behind it: in minutes, an hour's megabyte is far below what comes and goes
 LOW_SECONDS = 60.0  # of which the least counts: the rest is what a round takes and gives back
 SAMPLE_SECONDS = 2.0
 MEGABYTE = 1e6
@@ -77,7 +77,7 @@ def growth_of(slopes: Sequence[Slope]) -> Growth:
     return Growth(statistics.median(rates), max(rates), statistics.median(slope.error for slope in slopes), len(rates))
 
 
-def slope_of(samples: Sequence[tuple[float, float]], warm_up: float = WARM_UP_SECONDS) -> Slope | None:
+def slope_of(samples: Sequence[tuple[float, float]], warm_up: float) -> Slope | None:
     """The line of least squares through each minute's least behind the warm-up; None where that is short."""
     begins = samples[0][0] + warm_up
     if samples[-1][0] - begins < LEAST_SECONDS:
