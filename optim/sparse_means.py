@@ -1,22 +1,20 @@
 """Means of sparse vectors, computed span by span when they are asked for: no dense vector is made of a message.
 
-All messages lie one after the other, so that one loop sums them; each position is added to in their order, as if they
-were summed one by one. The loop goes over blocks that stay in the innermost cache from the sum to what becomes of it.
+One loop sums all messages, each from where it lies; each position is added to in their order, as if they were summed
+one by one. The loop goes over blocks that stay in the innermost cache from the sum to what becomes of it.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from optim.compiled import compiled
-from optim.memory import empty, empty_of
 from optim.threads import each, scratch
-from optim.vectors import Floats, Positions, SparseVector, Vector, below, wide_slabs
+from optim.vectors import Floats, Positions, SparseVector, Vector, wide_slabs
 
 Places = npt.NDArray[np.uint64]  # without a sign: a loop need not ask whether one counts from the end
 
@@ -26,20 +24,37 @@ NOTHING: Final = np.float32(-0.0)  # added to a number, it leaves its bits as th
 
 @dataclass(frozen=True)
 class Stack:
-    """Sparse vectors of one length. `ends`: where each ends."""
+    """Sparse vectors of one length, as one array in which each lies somewhere: places count from where the first one
+    lies, modulo 2^64, over whatever is between. `begins`: of their positions; `shifts`: how many places later in the
+    array of values than in that of positions."""
 
-    positions: Positions
-    values: Floats
-    ends: Places
-    numel: int
+    vectors: tuple[SparseVector, ...]
+    begins: Places
+    shifts: Places
 
     @classmethod
     def of(cls, vectors: Sequence[SparseVector]) -> Self:
-        ends = np.array(list(accumulate(vector.values.size for vector in vectors)), np.uint64)
-        positions, values = empty_of(np.int64, int(ends[-1])), empty(int(ends[-1]))
-        np.concatenate([vector.positions for vector in vectors], out=positions)
-        np.concatenate([vector.values for vector in vectors], out=values)
-        return cls(positions, values, ends, vectors[0].numel)
+        begins = _places([vector.positions for vector in vectors])
+        return cls(tuple(vectors), begins, _places([vector.values for vector in vectors]) - begins)
+
+    @property
+    def numel(self) -> int:
+        return self.vectors[0].numel
+
+    def spans(self, part: slice) -> tuple[Places, Places]:
+        """Where the positions in a part begin and end."""
+        found = [np.searchsorted(vector.positions, (part.start, part.stop)) for vector in self.vectors]
+        first, last = np.array(found, np.uint64).T
+        return self.begins + first, self.begins + last
+
+
+def _places(arrays: Sequence[npt.NDArray[Any]]) -> Places:
+    """Where each begins, in items from the first. ValueError for what a loop could not go over."""
+    for array in arrays:
+        if not array.flags.carray or array.dtype != arrays[0].dtype:
+            raise ValueError("arrays of different numbers, or whose values do not lie one after the other")
+    addresses = np.array([array.ctypes.data for array in arrays], np.int64)
+    return ((addresses - addresses[0]) // arrays[0].itemsize).astype(np.uint64)
 
 
 @dataclass(frozen=True)
@@ -63,11 +78,11 @@ class SparseMean(Vector):
         each(lambda part: self._add_span(part, before[part], weight, out[part]), wide_slabs(self.numel))
 
     def _add_span(self, part: slice, before: Floats, weight: float, out: Floats) -> None:
-        stack, (divisor, shares) = self.stack, self._divisor()
-        places, sums, divisors = np.empty_like(stack.ends), *scratch("means", np.float32, 2 * BLOCK).reshape(2, BLOCK)
+        stack, first, (divisor, shares) = self.stack, self.stack.vectors[0], self._divisor()
+        sums, divisors = scratch("means", np.float32, 2 * BLOCK).reshape(2, BLOCK)
         _add_means(
-            stack.positions, stack.values, stack.ends, self.scales, divisor, shares, part.start, places, sums, divisors,
-            np.float32(weight), before, out,
+            first.positions, first.values, *stack.spans(part), stack.shifts, self.scales, divisor, shares, part.start,
+            sums, divisors, np.float32(weight), before, out,
         )  # fmt: skip
 
     @abstractmethod
@@ -97,24 +112,22 @@ class SenderMeanVector(SparseMean):
 
 @compiled
 def _add_means(
-    positions: Positions, values: Floats, ends: Places, scales: Floats, divisor: np.float32, shares: Floats, start: int,
-    places: Places, sums: Floats, divisors: Floats, weight: np.float32, before: Floats, out: Floats,
+    positions: Positions, values: Floats, places: Places, ends: Places, shifts: Places, scales: Floats,
+    divisor: np.float32, shares: Floats, start: int, sums: Floats, divisors: Floats, weight: np.float32, before: Floats,
+    out: Floats,
 ) -> None:  # fmt: skip
     """out <- before + weight * sum / divisor: of the span from `start` on. Each product is rounded before it is added.
-    `places`, `sums` and `divisors` may hold anything; a block has the length of the latter two."""
-    first = np.uint64(0)
-    for vector in range(ends.size):
-        places[vector] = first + np.uint64(below(positions[first : ends[vector]], start))
-        first = ends[vector]
+    Of each vector those between `places`, which move there, and `ends`. `sums` and `divisors` may hold anything; a
+    block has their length."""
     for begin in range(0, out.size, sums.size):
         old, block, offset = before[begin : begin + sums.size], out[begin : begin + sums.size], start + begin
         sums[:] = 0
         divisors[:] = divisor
         for vector in range(ends.size):
-            scale, share = scales[vector], shares[vector]
+            scale, share, shift = scales[vector], shares[vector], shifts[vector]
             place, end = places[vector], ends[vector]
-            while place < end and positions[place] < offset + block.size:
-                spot, value = np.uint64(positions[place] - offset), values[place]
+            while place != end and positions[place] < offset + block.size:
+                spot, value = np.uint64(positions[place] - offset), values[place + shift]
                 sums[spot] += value * scale
                 divisors[spot] += share if value != 0 else np.float32(0)
                 place += np.uint64(1)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.codec import Codec, Draft, Payload
+from optim.codecs.codec import Codec, Draft, Payload, Reader
 from optim.codecs.dense import LIMIT, largest_bits
 from optim.codecs.packing import Bytes, Integers, Packing, packing
 from optim.compiled import bits_of, compiled, float_of
@@ -72,15 +72,12 @@ class BlockCodec(Codec):
 
     def read(self, payload: Payload, numel: int) -> "BlockVector":
         reader = self.open(payload, numel)
-        halves: Halves = reader.take("u2", self._blocks(numel))
+        scales = read_scales(reader, self._blocks(numel))
         layout = self._packing(numel)
         packed: Bytes = reader.take("u1", layout.size)
         reader.end()
-        # As integers: a sign bit, an infinity and a NaN all lie above every bfloat16 from +0 to the limit.
-        if halves.max() > LIMIT_HALF or (halves[halves > 0] < LOWEST_HALF).any():
-            raise CodecError("a scale is negative, not finite, too large or too small")
         layout.check_padding(packed)
-        return BlockVector(numel, self, layout, packed, _widened(halves))
+        return BlockVector(numel, self, layout, packed, scales)
 
     @abstractmethod
     def coder(self, values: Floats) -> Coder:
@@ -189,5 +186,10 @@ def inverse_of(scale: np.float32) -> np.float32:
     return np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
 
 
-def _widened(halves: Halves) -> Floats:
+def read_scales(reader: Reader, count: int) -> Floats:
+    """So many, of which the payload has the upper halves. CodecError if one is none of those that `settled` writes."""
+    halves: Halves = reader.take("u2", count)
+    # As integers: a sign bit, an infinity and a NaN all lie above every bfloat16 from +0 to the limit.
+    if halves.max() > LIMIT_HALF or (halves[halves > 0] < LOWEST_HALF).any():
+        raise CodecError("a scale is negative, not finite, too large or too small")
     return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -9,8 +9,8 @@ import numpy.typing as npt
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.codec import Codec, Draft, Payload
+from optim.codecs.exponents import HALF_LIMIT, HIGHEST, TOP, power, read_exponent, shared_exponent
 from optim.codecs.packing import Bytes
-from optim.codecs.scales import HALF_LIMIT, HIGHEST, TOP, power, read_exponent, shared_exponent
 from optim.compiled import MAGNITUDE, bits_of, compiled, float_of
 from optim.errors import CodecError
 from optim.parts import STRICT

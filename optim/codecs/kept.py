@@ -1,6 +1,7 @@
 """What is kept of a vector's chunks: a code for each value, and the levels that the codes of a chunk name.
 
-A code holds a value's index in its chunk, whether it is negative, and the number of its level.
+A code holds a value's index in its chunk, whether it is negative, and the number of its level. A level is a bfloat16,
+so that its bits follow from its chunk alone: what the codes say is subtracted while the chunk is in the cache.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from optim.codecs import gaps, rans
 from optim.codecs.accumulation import NOTHING, Accumulation, move_on
+from optim.codecs.blocks import NEAREST, Halves, settled
 from optim.codecs.levels import fit
 from optim.codecs.selection import Bits, largest
 from optim.compiled import bits_of, compiled, float_of
@@ -82,40 +84,52 @@ class Layout:
         return slice(first, first + (chunks.stop - chunks.start) * keep), keep
 
 
-def select(values: Floats, layout: Layout, before: Accumulation = NOTHING) -> tuple[Codes, Floats]:
-    """The codes of all kept values in chunk order, ascending by index, and (chunks, levels) levels. CodecError if a
-    value is not finite. `before`: what the values become, each chunk just before it is looked at."""
-    codes, levels = empty_of(np.uint32, layout.kept), np.empty((layout.chunks, layout.levels), np.float32)
+def select(
+    values: Floats, layout: Layout, subtract: bool = False, before: Accumulation = NOTHING
+) -> tuple[Codes, Halves]:
+    """The codes of all kept values in chunk order, ascending by index, and (chunks, levels) levels' upper halves.
+    CodecError if a value is not finite or too large. `before`: what the values become, each chunk just before it is
+    looked at; `subtract`: and what of them is left just behind that."""
+    codes, halves = empty_of(np.uint32, layout.kept), np.empty((layout.chunks, layout.levels), np.uint16)
     bits = values.view(np.uint32)
 
     def choose(chunks: slice) -> None:
         part, keep = layout.kept_of(chunks)
         run, shape = slice(chunks.start * layout.span, chunks.stop * layout.span), (chunks.stop - chunks.start, -1)
         decay, sent = np.float32(before.decay), before.sent[run].reshape(shape)
-        if not _select(decay, sent, bits[run].reshape(shape), codes[part].reshape(-1, keep), levels[chunks]):
-            raise CodecError("values to encode are not finite")
+        rows = bits[run].reshape(shape), codes[part].reshape(-1, keep), halves[chunks]
+        if not _select(decay, sent, *rows, subtract):
+            raise CodecError("a value is not finite or too large")
 
     each(choose, layout.runs())
-    return codes, levels
+    return codes, halves
 
 
 @compiled
-def _select(decay: np.float32, sent: Floats, chunks: Bits, codes: Codes, levels: Floats) -> bool:
+def _select(decay: np.float32, sent: Floats, chunks: Bits, codes: Codes, halves: Halves, subtract: bool) -> bool:
     """(rows, span) values, (rows, keep) codes and (rows, count) levels; values <- decay * values + sent before, where
-    anything is `sent`. False if a value is not finite."""
+    anything is `sent`. False if a value is not finite or too large."""
     rows, span = chunks.shape
     keep = codes.shape[1]
     places, magnitudes, numbers = np.empty(span, np.uint32), np.empty(span, np.uint32), np.empty(keep, np.uint32)
+    levels = np.empty(halves.shape[1], np.float32)
     for row in range(rows):
-        chunk = chunks[row]
+        chunk, values = chunks[row], chunks[row].view(np.float32)
         if sent.size:
-            move_on(chunk.view(np.float32), decay, sent[row])
+            move_on(values, decay, sent[row])
         if not largest(chunk, keep, places, magnitudes):
             return False
-        fit(magnitudes[:keep], numbers, levels[row])
+        fit(magnitudes[:keep], numbers, levels)
+        for level in range(levels.size):
+            levels[level] = settled(levels[level], NEAREST, halves[row], level)
+        if levels[-1] < 0:
+            return False
         for kept in range(keep):
             place = places[kept]
-            codes[row, kept] = place << INDEX | chunk[place] >> SIGN << NEGATIVE | numbers[kept]
+            code = place << INDEX | chunk[place] >> SIGN << NEGATIVE | numbers[kept]
+            codes[row, kept] = code
+            if subtract:
+                values[place] -= _value(code, levels)
     return True
 
 
@@ -140,26 +154,6 @@ def _restore(codes: Codes, levels: Floats, first: int, span: int, positions: Pos
             code = codes[row, kept]
             positions[row * keep + kept] = first + row * span + (code >> INDEX)
             values[row * keep + kept] = _value(code, levels[row])
-
-
-def subtract_from(codes: Codes, levels: Floats, layout: Layout, values: Floats) -> None:
-    """values <- values - what the codes say"""
-
-    def take(chunks: slice) -> None:
-        part, keep = layout.kept_of(chunks)
-        run = values[chunks.start * layout.span : chunks.stop * layout.span]
-        _subtract(codes[part].reshape(-1, keep), levels[chunks], layout.span, run)
-
-    each(take, layout.runs())
-
-
-@compiled
-def _subtract(codes: Codes, levels: Floats, span: int, values: Floats) -> None:
-    rows, keep = codes.shape
-    for row in range(rows):
-        for kept in range(keep):
-            code = codes[row, kept]
-            values[row * span + (code >> INDEX)] -= _value(code, levels[row])
 
 
 @compiled

@@ -5,7 +5,7 @@ chunk are sent as one, two or four levels that fit them best (levels.py). (The p
 width over a whole tensor; kept values are far from zero, so only two of the four bins are ever used.)
 
 Payload: head; model of the gaps (0: uniform positions, 1: a table follows); number of words; table of frequencies;
-levels (exponent, one fp16 each, ascending in a chunk); lanes; words; plain bits. The plain bits are all signs (1:
+levels (bfloat16, ascending in a chunk); lanes; words; plain bits. The plain bits are all signs (1:
 negative), all low and then all high bits of the levels' numbers and the low bits of the gaps, in chunk order; the first
 16 a lane travel inside the lanes (rans.py).
 """
@@ -21,9 +21,9 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs import gaps, plain, rans
 from optim.codecs.accumulation import NOTHING, Accumulation
+from optim.codecs.blocks import read_scales
 from optim.codecs.codec import Codec, Payload, Reader, as_array
-from optim.codecs.kept import INDEX, Codes, Layout, select, subtract_from, vector
-from optim.codecs.scales import read_scales, write_scales
+from optim.codecs.kept import INDEX, Codes, Layout, select, vector
 from optim.errors import CodecError
 from optim.memory import empty_of
 from optim.parts import STRICT
@@ -36,7 +36,7 @@ UNIFORM, COUNTED = 0, 1  # models of the gaps
 class ChunkTopK(Codec):
     kind: ClassVar[str] = "topk"
     number: ClassVar[int] = 4
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     k: int = Field(default=64, ge=1, le=65_536, description="values kept of each chunk")
     chunk: int = Field(default=4096, ge=64, le=65_536, description="values of a chunk")
@@ -56,7 +56,7 @@ class ChunkTopK(Codec):
         layout = self._layout(numel)
         table = 2 * len(gaps.class_table(layout.reach)[0])
         # At most one 16-bit word, 15 low bits, a sign and two magnitude bits a value: 34 bits.
-        return 8 + table + 2 * layout.levels * layout.chunks + 4 * rans.lanes_for(layout.kept) + 5 * layout.kept
+        return 7 + table + 2 * layout.levels * layout.chunks + 4 * rans.lanes_for(layout.kept) + 5 * layout.kept
 
     def write(self, values: Floats, subtract: bool) -> Payload:
         return self._write(values, subtract, NOTHING)
@@ -66,12 +66,8 @@ class ChunkTopK(Codec):
 
     def _write(self, values: Floats, subtract: bool, before: Accumulation) -> Payload:
         layout = self._layout(values.size)
-        codes, fitted = select(values, layout, before)
-        wire, levels = write_scales(fitted.ravel())
-        payload = self.head() + _pack(codes, layout, wire)
-        if subtract:
-            subtract_from(codes, levels.reshape(fitted.shape), layout, values)
-        return payload
+        codes, halves = select(values, layout, subtract, before)
+        return self.head() + _pack(codes, layout, halves.astype("<u2").tobytes())
 
     def read(self, payload: Payload, numel: int) -> SparseVector:
         layout = self._layout(numel)

@@ -190,7 +190,7 @@ def test_sparse_messages_are_decoded_once_where_there_is_room(
     monkeypatch.setattr(ChunkTopK, "read", counted)
     clipped = Mean(clip=True).combine(members)
     assert decoded == times
-    assert np.count_nonzero(clipped) == np.count_nonzero(expected)
+    assert np.allclose(clipped, expected, atol=0.02) and expected.any()
 
 
 @each_rule

@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.codecs.blocks import LOWEST, NEAREST, UP, BlockCodec
+from optim.codecs.exponents import LOWEST as LOWEST_EXPONENT
 from optim.codecs.integers import BlockInt4, BlockInt8
 from optim.codecs.noise import Key, key_of
 from optim.codecs.powers import PowersOfTwo
-from optim.codecs.scales import LOWEST as LOWEST_EXPONENT
 from optim.codecs.signs import BlockSign
 from optim.vectors import Floats
 

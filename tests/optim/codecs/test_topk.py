@@ -35,7 +35,7 @@ def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
     sizes = [min(codec.chunk, numel - start) for start in range(0, numel, codec.chunk)]
     keeps = [-(-codec.k * size // codec.chunk) for size in sizes]
     number, version, model, words = struct.unpack_from("<BBBI", payload)
-    if (number, version) != (4, 1) or model > 1:
+    if (number, version) != (4, 2) or model > 1:
         raise ValueError("head")
     lowest, widths = (table.tolist() for table in class_table(sizes[0]))
     position, frequencies = 7, uniform_frequencies(sizes[0], keeps[0]).tolist()
@@ -45,14 +45,14 @@ def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
     if sum(frequencies) != 4096:
         raise ValueError("frequencies")
     per_chunk = 2 ** (codec.bits - 1)
-    exponent, *halves = struct.unpack_from(f"<b{per_chunk * len(sizes)}e", payload, position)
-    signs = payload[position + 2 : position + 1 + 2 * len(halves) : 2]
-    if not -100 <= exponent <= 32 or any(byte & 128 for byte in signs):
-        raise ValueError("scales")
-    levels = [halves[first : first + per_chunk] for first in range(0, len(halves), per_chunk)]
-    if any(not half <= 2.0**15 for half in halves) or any(row != sorted(row) for row in levels):
-        raise ValueError("scales")
-    position += 1 + 2 * len(halves)
+    words_of_levels = struct.unpack_from(f"<{per_chunk * len(sizes)}H", payload, position)
+    upper = [struct.unpack("<f", struct.pack("<HH", 0, word))[0] for word in words_of_levels]
+    if any(word and not 2.0**-118 <= level <= 2.0**47 for word, level in zip(words_of_levels, upper, strict=True)):
+        raise ValueError("levels")
+    levels = [upper[first : first + per_chunk] for first in range(0, len(upper), per_chunk)]
+    if any(row != sorted(row) for row in levels):
+        raise ValueError("levels")
+    position += 2 * len(upper)
     count = sum(keeps)
     lane_count = -(-count // 96)
     lanes = list(struct.unpack_from(f"<{lane_count}I", payload, position))
@@ -79,7 +79,7 @@ def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
             if index >= size:
                 raise ValueError("index")
             number = sum(bits[plane * count + kept] << plane - 1 for plane in range(1, codec.bits))
-            level = levels[chunk][number] * 2.0**exponent
+            level = levels[chunk][number]
             decoded[chunk * codec.chunk + index] = -level if bits[kept] else level
             kept += 1
     return decoded
@@ -211,21 +211,34 @@ def forged(field: str) -> bytes:
     payload = bytearray(
         ChunkTopK().encode(torch.from_numpy(np.random.default_rng(2).standard_normal(4096, np.float32)))
     )
-    small, large = struct.unpack_from("<ee", payload, 8)
-    halves = {"nan": float("nan"), "infinity": float("inf"), "minus zero": -0.0, "negative": -small, "huge": 65504.0}
-    if field in halves:
-        struct.pack_into("<e", payload, 8, halves[field])
-    elif field == "levels in the wrong order":
-        struct.pack_into("<ee", payload, 8, large, small)
+    small, large = struct.unpack_from("<HH", payload, 7)
+    words = {"nan": 0x7FC0, "infinity": 0x7F80, "minus zero": 0x8000, "negative": small | 0x8000, "huge": 0x5701}
+    if field in words:
+        struct.pack_into("<H", payload, 7, words[field])
     else:
-        struct.pack_into("<b", payload, 7, {"exponent": 100, "low exponent": -101}[field])
+        struct.pack_into("<HH", payload, 7, *{"levels in the wrong order": (large, small), "tiny": (1, large)}[field])
     return bytes(payload)
 
 
 @pytest.mark.parametrize(
-    "field",
-    ["nan", "infinity", "minus zero", "negative", "huge", "levels in the wrong order", "exponent", "low exponent"],
+    "field", ["nan", "infinity", "minus zero", "negative", "huge", "levels in the wrong order", "tiny"]
 )
 def test_bad_levels_are_refused(field: str) -> None:
     with pytest.raises(CodecError):
         ChunkTopK().read(forged(field), 4096)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_what_is_subtracted_chunk_by_chunk_is_what_the_receiver_decodes(bits: int) -> None:
+    """Chunks whose levels are far apart, and one without any. Nothing of it would come out were levels subtracted as
+    they were fitted, before they are rounded."""
+    generator = np.random.default_rng(bits)
+    values = generator.standard_normal((9, 4096), np.float32) * np.float32(10) ** np.arange(-35, 10, 5)[:, None]
+    values[4] = 0
+    whole = values.astype(np.float32).ravel()
+    left, codec = torch.from_numpy(whole.copy()), ChunkTopK(bits=bits)
+    payload = codec.extract(left)
+    assert payload == codec.encode(torch.from_numpy(whole))
+    decoded = codec.decode(payload, whole.size).numpy()
+    assert left.numpy().tobytes() == (whole - decoded).tobytes()
+    assert np.count_nonzero(decoded[:4096]) == 64 and not decoded[4 * 4096 : 5 * 4096].any()
