@@ -53,8 +53,9 @@ def _places(arrays: Sequence[npt.NDArray[Any]]) -> Places:
     for array in arrays:
         if not array.flags.carray or array.dtype != arrays[0].dtype:
             raise ValueError("arrays of different numbers, or whose values do not lie one after the other")
-    addresses = np.array([array.ctypes.data for array in arrays], np.int64)
-    return ((addresses - addresses[0]) // arrays[0].itemsize).astype(np.uint64)
+    addresses = np.array([array.ctypes.data for array in arrays], np.uint64)
+    places: Places = (addresses - addresses[0]).view(np.int64) // arrays[0].itemsize
+    return places.view(np.uint64)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ class Store(Protocol):
     def view(self, digest: Digest) -> Bytes: ...
 
 
-
 @dataclass(frozen=True)
 class OuterState:
     """Never changed in place. `slots` by name, each flat fp32, of the anchor's size but for the method's numbers."""

@@ -64,6 +64,30 @@ def test_a_sum_with_a_mean_is_that_of_its_values_to_the_bit(mean: SparseMean, we
     assert weight == -1 or (out != exact).any(), "the control: multiplied and added in one step, with one rounding"
 
 
+def test_it_is_no_matter_where_the_messages_lie() -> None:
+    """The first one right behind the second, so that this one ends at place 0, where a smaller than another is not."""
+    sizes = [vector.values.size for vector in VECTORS]
+    positions, values = np.empty(sum(sizes), np.int64), np.empty(sum(sizes) + 3, np.float32)
+    moved, end = list[SparseVector](), sum(sizes)
+    for vector, size in zip(VECTORS, sizes, strict=True):
+        there, its_values = positions[end - size : end], values[3 + end - size : 3 + end]
+        there[:], its_values[:] = vector.positions, vector.values
+        moved.append(SparseVector(there, its_values, NUMEL))
+        end -= size
+    stack = Stack.of(moved)
+    assert stack.begins[1] == np.uint64(2**64 - sizes[1])
+    assert MeanVector(stack, SCALES, MEAN.divisor).dense().tobytes() == MEAN.dense().tobytes()
+
+
+def test_what_does_not_lie_as_it_should_is_not_read() -> None:
+    one, two = VECTORS[:2]
+    scattered = SparseVector(two.positions[::2], two.values, NUMEL)
+    wide = SparseVector(two.positions, two.values.astype(np.float64), NUMEL)  # type: ignore[arg-type]
+    for bad in (scattered, wide):
+        with pytest.raises(ValueError, match="one after the other"):
+            Stack.of([one, bad])
+
+
 def test_a_mean_below_all_numbers_keeps_its_sign() -> None:
     """As where a dense mean is divided; the control is to begin with a plain zero."""
     tiny = SparseVector(np.array([1]), np.array([-1e-45], np.float32), 3)
