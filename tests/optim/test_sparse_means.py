@@ -82,7 +82,7 @@ def test_it_is_no_matter_where_the_messages_lie() -> None:
 def test_what_does_not_lie_as_it_should_is_not_read() -> None:
     one, two = VECTORS[:2]
     scattered = SparseVector(two.positions[::2], two.values, NUMEL)
-    wide = SparseVector(two.positions, two.values.astype(np.float64), NUMEL)  # type: ignore[arg-type]
+    wide = SparseVector(two.positions, two.values.astype(np.float64), NUMEL)
     for bad in (scattered, wide):
         with pytest.raises(ValueError, match="one after the other"):
             Stack.of([one, bad])
