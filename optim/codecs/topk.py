@@ -5,9 +5,9 @@ chunk are sent as one, two or four levels that fit them best (levels.py). (The p
 width over a whole tensor; kept values are far from zero, so only two of the four bins are ever used.)
 
 Payload: head; model of the gaps (0: uniform positions, 1: a table follows); number of words; table of frequencies;
-levels (bfloat16, ascending in a chunk); lanes; words; plain bits. The plain bits are all signs (1:
-negative), all low and then all high bits of the levels' numbers and the low bits of the gaps, in chunk order; the first
-16 a lane travel inside the lanes (rans.py).
+levels (bfloat16, ascending in a chunk); lanes; words; plain bits. The plain bits are all signs (1: negative), all low
+and then all high bits of the levels' numbers and the low bits of the gaps, in chunk order; the first 16 a lane travel
+inside the lanes (rans.py).
 """
 
 import struct
