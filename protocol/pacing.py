@@ -8,7 +8,9 @@ before half of the others were in:
 and the share of the full steps that fitted, as the median of the last three rounds, is what it makes of the next. While
 that is above two thirds it makes all of them: machines are noisy, and equal ones shall make equal steps. What is made
 less weighs less, for contributions are weighed by their tokens. Only those who made most of their steps are an example
-to others (`Urgency.whole_tokens`): otherwise two could lower each other's steps for ever.
+to others (`Urgency.whole_tokens`): otherwise two could lower each other's steps for ever. Where nobody was one, who was
+in time makes up to twice as many: otherwise a swarm of which half were slow for a while would go on with their few
+steps, in rounds too short for whoever makes all.
 
 A peer that has not offered when the others' patience is about to end is asked for what it has (`Urgency.reserve`). That
 is no noise any more: such a round alone decides the next one's steps. A short peer whose single step takes about as
@@ -115,7 +117,9 @@ class Pacing:
     def decided(self, arrivals: Collection[float]) -> None:
         """The round is over. `arrivals`: when each whole contribution of others came."""
         self._coarse = COARSE if len(arrivals) > 1 else COARSE_IN_PAIRS  # of a pair, either one starts the grace
-        fits = self._fits(sorted(arrivals)) if arrivals and not self._overlaps(self._number) else None
+        if self._overlaps(self._number):
+            return
+        fits = self._fits(sorted(arrivals)) if arrivals else self._without_example()
         if fits is None:
             return
         share = max(0.0, min(1.0, fits / self._full(self._number)))
@@ -133,6 +137,10 @@ class Pacing:
         if not self.is_short and self._asked_at is None and late < SLIGHT * self._grace:
             return float(self._full(self._number))
         return made - late / self._seconds
+
+    def _without_example(self) -> float | None:
+        _, steps = self._offered or (0.0, None)
+        return 2.0 * steps if steps is not None and self.is_short and self._asked_at is None else None
 
     def words(self, number: int) -> str:
         """For a person; empty where there is nothing to say."""

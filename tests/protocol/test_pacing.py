@@ -101,6 +101,59 @@ def test_two_short_peers_do_not_lower_each_other() -> None:
     assert FULL // 4 * TOKENS < least <= FULL * TOKENS, "a quarter of the steps is no example"
 
 
+def rounds_that_close(machines: Sequence[Machine], count: int) -> list[list[int]]:
+    """The same where a round is over when half are in and the grace has passed; 0: too late, and nobody was asked."""
+    made = []
+    for number in range(count):
+        came = [one.arrival(number, float("inf")) for one in machines]
+        over = sorted(at for at, _ in came)[(len(came) - 1) // 2] + GRACE
+        for me, machine in enumerate(machines):
+            if came[me][0] > over:
+                machine.pacing.opened(number, 0.0)
+            least = machine.pacing.urgency(number).whole_tokens
+            whole = [who for who, (_, steps) in enumerate(came) if who != me and steps * TOKENS >= least]
+            others = [came[who][0] for who in whole if came[who][0] <= over]
+            machine.pacing.decided(others)
+        made.append([steps if at <= over else 0 for at, steps in came])
+    return made
+
+
+def slow_for_a_while() -> list[Machine]:
+    """Five of eight were four times slower; now all are alike, and a whole round's steps take longer than the grace."""
+    machines = [Machine(1.0) for _ in range(8)]
+    for machine in machines[3:]:
+        machine._seconds = 4.0
+    slow = rounds(machines[:5], 6)[-1]
+    rounds([*machines[:3], *machines[5:]], 6)
+    assert slow[3:] == [FULL // 4] * 2
+    for machine in machines:
+        machine._seconds = 1.0
+        machine.seconds()
+    return machines
+
+
+def test_a_swarm_of_which_half_were_slow_makes_whole_rounds_again() -> None:
+    made = rounds_that_close(slow_for_a_while(), 10)
+    assert made[0] == [0, 0, 0, *[FULL // 4] * 5], "who makes all is too late for the rounds of those who do not"
+    assert made[-1] == [FULL] * 8
+
+
+def test_it_would_stay_at_their_steps_if_they_waited_for_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(Pacing, "_without_example", lambda self: None)
+    assert rounds_that_close(slow_for_a_while(), 30)[-1] == [0, 0, 0, *[FULL // 4] * 5]
+
+
+def test_one_round_without_an_example_changes_nothing_and_two_no_more_than_double() -> None:
+    slow = Machine(0.4)
+    rounds([Machine(0.1), Machine(0.1), Machine(0.1), slow], 6)
+    before = slow.pacing.steps(6)
+    for number, steps in ((6, before), (7, 2 * before)):
+        slow.arrival(number, float("inf"))
+        slow.pacing.decided([])
+        assert slow.pacing.steps(number + 1) == steps
+
+
 def test_a_peer_of_coarse_steps_is_asked_as_soon_as_the_others_are_in() -> None:
     slow = Machine(COARSE * GRACE * 1.1, full=FULL)
     rounds([Machine(0.5), Machine(0.5), slow], 4)
