@@ -8,9 +8,10 @@ before half of the others were in:
 and the share of the full steps that fitted, as the median of the last three rounds, is what it makes of the next. While
 that is above two thirds it makes all of them: machines are noisy, and equal ones shall make equal steps. What is made
 less weighs less, for contributions are weighed by their tokens. Only those who made most of their steps are an example
-to others (`Urgency.whole_tokens`): otherwise two could lower each other's steps for ever. Where nobody was one, who was
-in time makes up to twice as many: otherwise a swarm of which half were slow for a while would go on with their few
-steps, in rounds too short for whoever makes all.
+to others (`Urgency.whole_tokens`): otherwise two could lower each other's steps for ever; and of these only who was in
+time for the round before, for whoever was too late has trained for longer than this one. Where nobody was an example,
+who was in time makes up to twice as many: otherwise a swarm of which half were slow for a while would go on with their
+few steps, in rounds too short for whoever makes all.
 
 A peer that has not offered when the others' patience is about to end is asked for what it has (`Urgency.reserve`). That
 is no noise any more: such a round alone decides the next one's steps. A short peer whose single step takes about as
@@ -20,9 +21,10 @@ it is asked as soon as they are. Times are the caller's clock, in seconds.
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from statistics import median
 
+from protocol.identity import PeerId
 from protocol.rounds.events import Urgency
 
 KEPT_ROUNDS = 3
@@ -51,6 +53,7 @@ class Pacing:
         self._seconds: float | None = None  # of a step
         self._totals: tuple[int, float] | None = None
         self._coarse = COARSE_IN_PAIRS
+        self._included = dict[int, frozenset[PeerId]]()  # of the last round that we were in, by its number
         self._begin(0, 0.0)
 
     def _begin(self, number: int, now: float) -> None:
@@ -114,12 +117,14 @@ class Pacing:
         if self._asked_at is not None:
             self._delays.append(now - self._asked_at)
 
-    def decided(self, arrivals: Collection[float]) -> None:
-        """The round is over. `arrivals`: when each whole contribution of others came."""
+    def decided(self, arrivals: Mapping[PeerId, float], included: Collection[PeerId]) -> None:
+        """The round is over. `arrivals`: when each whole contribution of others came; `included`: who was in time."""
         self._coarse = COARSE if len(arrivals) > 1 else COARSE_IN_PAIRS  # of a pair, either one starts the grace
+        before, self._included = self._included.get(self._number - 1), {self._number: frozenset(included)}
         if self._overlaps(self._number):
             return
-        fits = self._fits(sorted(arrivals)) if arrivals else self._without_example()
+        examples = sorted(at for peer, at in arrivals.items() if before is None or peer in before)
+        fits = self._fits(examples) if examples else self._without_example()
         if fits is None:
             return
         share = max(0.0, min(1.0, fits / self._full(self._number)))

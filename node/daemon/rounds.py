@@ -307,7 +307,7 @@ class RoundDriver:
 
     def _finish(self, commit: Statement[Commit]) -> None:
         assert self._machine is not None
-        self._pacing.decided(self._machine.arrivals)
+        self._pacing.decided(self._machine.arrivals, commit.body.in_time)
         self.left_out = self._machine.left_out
         told = self._machine.seen if commit.sender == self._identity.peer_id else ()
         self._attendance.decide(self._number, self._machine.decision, told, _now())

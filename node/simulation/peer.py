@@ -212,7 +212,7 @@ class VirtualPeer:
         machine = self._machine
         assert machine is not None
         self._seen = machine.seen
-        self._pacing.decided(machine.arrivals)
+        self._pacing.decided(machine.arrivals, commit.body.in_time)
         told = self._seen if commit.sender == self.name else ()
         self._attendance.decide(machine.number, machine.decision, told, self.swarm.clock.now)
         self._machine, self._pending = None, commit

@@ -122,7 +122,7 @@ class Round:
         return electorate.remembered if self.commit is None else electorate.seen
 
     @property
-    def arrivals(self) -> list[float]:
+    def arrivals(self) -> dict[PeerId, float]:
         """When each whole contribution of others was first known of here."""
         return self._state.whole_arrivals
 

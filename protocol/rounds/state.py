@@ -66,7 +66,7 @@ class RoundState:
         self.leadership: Leadership | None = None
         self.offered_at: float | None = None  # when we contributed
         self._watched = 0  # contributions
-        self.whole_arrivals: list[float] = []  # when those of others came that hold most of the plan's steps
+        self.whole_arrivals: dict[PeerId, float] = {}  # when those of others came that hold most of the plan's steps
         self.hurried = False
         self.heard = now  # when the leader that owes us a roster last gave a sign of life
         self.failed: set[PeerId] = set()  # led a view that came to nothing
@@ -135,7 +135,8 @@ class RoundState:
         if fresh and self._urgency is not None:
             least = self._urgency(self.number).whole_tokens
             newest = islice(reversed(known.items()), fresh)
-            self.whole_arrivals += [now for peer, one in newest if peer != self.me and one.body.tokens >= least]
+            whole = (peer for peer, one in newest if peer != self.me and one.body.tokens >= least)
+            self.whole_arrivals |= dict.fromkeys(whole, now)
         self._watched += fresh
 
     def hurry_at(self) -> float | None:
@@ -145,7 +146,7 @@ class RoundState:
         if not self.whole_arrivals:
             return None
         reserve = self._urgency(self.number).reserve
-        return max(self.whole_arrivals[0], self.half_since) + max(0.0, self.settings.grace - reserve)
+        return max(min(self.whole_arrivals.values()), self.half_since) + max(0.0, self.settings.grace - reserve)
 
     def roster_due(self) -> float | None:
         """Since when (or from when on) a roster is due; None: not in sight."""

@@ -199,6 +199,11 @@ class Commit(Listing):
         return cls(body.round, body.view, body.base, contributions, parts, tuple(body.left_out))
 
     @property
+    def in_time(self) -> frozenset[PeerId]:
+        """Who was there when the roster was made, as far as it tells."""
+        return frozenset([*(entry.sender for entry in self.contributions), *self.left_out])
+
+    @property
     def tokens(self) -> int:
         return sum(contribution.body.tokens for contribution in self.contributions)
 

@@ -47,8 +47,8 @@ def rounds(machines: Sequence[Machine], count: int) -> list[list[int]]:
         came = [one.arrival(number, half + GRACE - one.pacing.urgency(number).reserve) for one in machines]
         for me, machine in enumerate(machines):
             least = machine.pacing.urgency(number).whole_tokens
-            others = [at for who, (at, steps) in enumerate(came) if who != me and steps * TOKENS >= least]
-            machine.pacing.decided(others)
+            others = {str(who): at for who, (at, steps) in enumerate(came) if who != me and steps * TOKENS >= least}
+            machine.pacing.decided(others, list(map(str, range(len(machines)))))
         made.append([steps for _, steps in came])
     return made
 
@@ -111,9 +111,9 @@ def rounds_that_close(machines: Sequence[Machine], count: int) -> list[list[int]
             if came[me][0] > over:
                 machine.pacing.opened(number, 0.0)
             least = machine.pacing.urgency(number).whole_tokens
-            whole = [who for who, (_, steps) in enumerate(came) if who != me and steps * TOKENS >= least]
-            others = [came[who][0] for who in whole if came[who][0] <= over]
-            machine.pacing.decided(others)
+            in_time = {str(who): steps for who, (at, steps) in enumerate(came) if at <= over}
+            whole = [who for who, steps in in_time.items() if who != str(me) and steps * TOKENS >= least]
+            machine.pacing.decided({who: came[int(who)][0] for who in whole}, in_time)
         made.append([steps if at <= over else 0 for at, steps in came])
     return made
 
@@ -150,8 +150,21 @@ def test_one_round_without_an_example_changes_nothing_and_two_no_more_than_doubl
     before = slow.pacing.steps(6)
     for number, steps in ((6, before), (7, 2 * before)):
         slow.arrival(number, float("inf"))
-        slow.pacing.decided([])
+        slow.pacing.decided({}, ())
         assert slow.pacing.steps(number + 1) == steps
+
+
+@pytest.mark.parametrize(("number", "included", "steps"), [(6, ["late"], 10), (6, ["other"], 20), (8, ["other"], 10)])
+def test_who_was_too_late_for_the_last_round_is_no_example(number: int, included: list[str], steps: int) -> None:
+    """It comes early, with steps that are older than the round. Of a round that we missed we do not know."""
+    slow = Machine(0.4)
+    rounds([Machine(0.1), Machine(0.1), Machine(0.1), slow], 6)
+    slow.pacing.opened(5, 0.0)
+    slow.pacing.decided({}, included)
+    for round_number in (number, number + 1):
+        slow.arrival(round_number, float("inf"))
+        slow.pacing.decided({"late": 4.0}, included)
+    assert slow.pacing.steps(number + 2) == steps
 
 
 def test_a_peer_of_coarse_steps_is_asked_as_soon_as_the_others_are_in() -> None:
@@ -171,10 +184,10 @@ def test_rounds_that_tell_nothing_change_nothing() -> None:
         pacing.opened(number, 0.0)
         for steps in offers:
             pacing.offered(steps, 100.0)
-        pacing.decided([1.0, 1.0])
+        pacing.decided({"one": 1.0, "another": 1.0}, ())
     pacing.opened(3, 0.0)
     pacing.asked(2.0)
-    pacing.decided([])
+    pacing.decided({}, ())
     assert pacing.share == 1.0
     assert pacing.words(4) == ""
 

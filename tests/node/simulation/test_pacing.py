@@ -79,6 +79,30 @@ def test_a_pair_does_not_wear_each_other_down() -> None:
     assert all(5 <= steps[1] <= 8 for _, steps in pair.rounds[1:8])
 
 
+ALIKE = 9  # from which round on all are equally fast again
+
+
+class SlowForAWhile(Watched):
+    """One of four is slow from the beginning and another one from the third round on."""
+
+    def _reached(self, swarm: Swarm, peer: VirtualPeer) -> None:
+        super()._reached(swarm, peer)
+        done = len(self.rounds)
+        slow = 0 if done >= ALIKE else 1 if done < 3 else 2
+        swarm.setting = replace(swarm.setting, speeds=(1.0,) * (4 - slow) + (0.25,) * slow)
+
+
+def test_a_swarm_of_which_half_were_slow_makes_whole_rounds_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: half are in time with few steps, and those who make all are always too late for an example."""
+    again = SlowForAWhile(SPEEDS, steps=400)
+    assert all(max(steps[2:]) < PERIOD / 2 for _, steps in again.rounds[6:ALIKE])
+    assert all(steps == [PERIOD] * 4 for _, steps in again.rounds[ALIKE + 7 : ALIKE + 10])
+    monkeypatch.setattr(Pacing, "_without_example", lambda self: None)
+    stuck = SlowForAWhile(SPEEDS, steps=400)
+    assert all(max(steps[2:]) < PERIOD for _, steps in stuck.rounds[ALIKE:])
+    assert sum(steps[:2] == [0, 0] for _, steps in stuck.rounds[ALIKE : ALIKE + 10]) >= 4
+
+
 SECONDS = 0.5  # that one message takes on a usual link
 
 
