@@ -184,12 +184,12 @@ class SparseVector(Vector):
 @compiled
 def _add(positions: Positions, values: Floats, start: int, weight: np.float32, total: Floats) -> None:
     """Of those in the span of `total` from `start` on."""
-    for place in range(below(positions, start), below(positions, start + total.size)):
+    for place in range(_below(positions, start), _below(positions, start + total.size)):
         total[positions[place] - start] += values[place] * weight
 
 
 @compiled
-def below(positions: Positions, bound: int) -> int:
+def _below(positions: Positions, bound: int) -> int:
     """How many there are, by bisection."""
     low, high = 0, positions.size
     while low < high:

@@ -53,7 +53,7 @@ class Pacing:
         self._seconds: float | None = None  # of a step
         self._totals: tuple[int, float] | None = None
         self._coarse = COARSE_IN_PAIRS
-        self._included = dict[int, frozenset[PeerId]]()  # of the last round that we were in, by its number
+        self._in_time = dict[int, frozenset[PeerId]]()  # of the last round that we were in, by its number
         self._begin(0, 0.0)
 
     def _begin(self, number: int, now: float) -> None:
@@ -117,10 +117,10 @@ class Pacing:
         if self._asked_at is not None:
             self._delays.append(now - self._asked_at)
 
-    def decided(self, arrivals: Mapping[PeerId, float], included: Collection[PeerId]) -> None:
-        """The round is over. `arrivals`: when each whole contribution of others came; `included`: who was in time."""
+    def decided(self, arrivals: Mapping[PeerId, float], in_time: Collection[PeerId]) -> None:
+        """The round is over. `arrivals`: when each whole contribution of others came; `in_time`: who was in it."""
         self._coarse = COARSE if len(arrivals) > 1 else COARSE_IN_PAIRS  # of a pair, either one starts the grace
-        before, self._included = self._included.get(self._number - 1), {self._number: frozenset(included)}
+        before, self._in_time = self._in_time.get(self._number - 1), {self._number: frozenset(in_time)}
         if self._overlaps(self._number):
             return
         examples = sorted(at for peer, at in arrivals.items() if before is None or peer in before)

@@ -107,8 +107,9 @@ def select(
 
 @compiled
 def _select(decay: np.float32, sent: Floats, chunks: Bits, codes: Codes, halves: Halves, subtract: bool) -> bool:
-    """(rows, span) values, (rows, keep) codes and (rows, count) levels; values <- decay * values + sent before, where
-    anything is `sent`. False if a value is not finite or too large."""
+    """(rows, span) values, (rows, keep) codes and (rows, count) upper halves of levels; values <- decay * values + sent
+    before, where anything is `sent`, and minus what the codes say behind, where that is asked for. False if a value is
+    not finite or too large."""
     rows, span = chunks.shape
     keep = codes.shape[1]
     places, magnitudes, numbers = np.empty(span, np.uint32), np.empty(span, np.uint32), np.empty(keep, np.uint32)

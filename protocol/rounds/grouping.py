@@ -80,5 +80,5 @@ def group_of(commit: Commit, me: PeerId, settings: RoundSettings) -> tuple[State
     included = [entry.sender for entry in commit.contributions]
     if me not in included:
         return ()
-    group = drawn(settings, commit.round, tuple(sorted([*included, *commit.left_out])))[me]
+    group = drawn(settings, commit.round, tuple(sorted(commit.in_time)))[me]
     return tuple(entry for entry in commit.contributions if entry.sender in group)
