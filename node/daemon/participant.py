@@ -298,9 +298,10 @@ class Participant:
             verdict = self.trainer.jump(commits, way.head.round, before)
             self.standing.revised(verdict.revised)
             fresh = [commit for commit in commits if commit.round >= before.round]
-            self._tell(fresh, verdict.fate)
             await self.trainer.adopt(way.head.round, self._shared())
             await self._keep(fresh)
+            await self.keeper.saved()  # a kill would take back all rounds that were skipped
+            self._tell(fresh, verdict.fate)
         else:
             self._tell_way(f"replaying {len(way.commits)} rounds from round {self.replica.chain.round} on")
             for commit in way.commits:

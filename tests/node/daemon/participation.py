@@ -119,6 +119,9 @@ class FakeKeeper:
     async def ready(self, replica: Replica) -> None:
         await self.is_ready.wait()
 
+    async def saved(self) -> None:
+        await self.is_ready.wait()
+
     async def replace(self, *_: object) -> None:
         """Nothing is fetched here."""
 

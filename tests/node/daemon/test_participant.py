@@ -179,6 +179,18 @@ async def test_a_large_gap_takes_the_state(worlds: Make) -> None:
     assert world.standing.catch_ups == [("skipped", 6)] and world.standing.moves == [theirs.chain.head]
 
 
+async def test_a_state_that_was_taken_is_told_of_once_it_is_on_disk(worlds: Make) -> None:
+    """A kill would take back the six rounds that were skipped for it."""
+    world = worlds()
+    await world.peer(FRIEND, 6)
+    world.keeper.is_ready.clear()
+    world.run()
+    await until(lambda: world.keeper.kept == [6])
+    assert world.trainer.adopted == [6] and world.members.heads == []
+    world.keeper.is_ready.set()
+    await until(lambda: [head.round for head in world.members.heads] == [6])
+
+
 async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(worlds: Make) -> None:
     world = worlds()
     theirs = await world.peer(FRIEND, 3)
