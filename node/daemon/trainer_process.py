@@ -12,8 +12,10 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from node.arena import Arena
 from node.channel import (
@@ -40,7 +42,12 @@ STOP_SECONDS = 20.0
 QUEUE_MESSAGES = 256
 LAST_WORDS_LINES = 20
 LINE_BYTES = 2000
+# Every library that has threads of its own reads one of these before it starts them.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# A thread of torch that is done with its share spins for the others', usually for milliseconds, and holds a core that
+# one of them may be waiting for, where other work has the rest: then all are slower than one (`benchmarks/busy.py`). A
+# thousand turns are some microseconds.
+PATIENCE: Final[Mapping[str, str]] = MappingProxyType({"GOMP_SPINCOUNT": "1000"})
 
 
 class TrainerProcess:
@@ -229,8 +236,7 @@ class TrainerProcess:
             pass_fds=(channel_fd, arena_fd),
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            # Every library that has threads of its own reads one of these before it starts them.
-            env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, threads)},
+            env={**PATIENCE, **os.environ, **dict.fromkeys(THREAD_VARIABLES, threads)},
             process_group=0,  # a terminal's Ctrl-C is for the daemon
         )
 

@@ -92,6 +92,18 @@ def test_exit_codes_become_errors(code: int) -> None:
     assert str(error) == "why" and error.exit_code == (code or 1)
 
 
+@pytest.mark.parametrize("said", [None, "7"])
+async def test_its_threads_wait_without_spinning_for_long_unless_somebody_says_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if said is not None:
+        monkeypatch.setenv("GOMP_SPINCOUNT", said)
+    await bench.trainer.start()
+    assert bench.trainer.pid is not None
+    assert psutil.Process(bench.trainer.pid).environ()["GOMP_SPINCOUNT"] == (said or "1000")
+
+
 async def test_garbage_on_the_channel_is_a_death(bench: Bench, scripted: Path) -> None:
     scripted.write_text(SAY + 'say(kind="nonsense"); time.sleep(600)')
     await bench.trainer.start()
