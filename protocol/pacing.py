@@ -153,5 +153,5 @@ class Pacing:
             return ""
         full = self._full(number)
         slower = 1 / max(self.share, 1 / full)
-        made = round(self.share * full)
+        made = max(1, round(self.share * full))
         return f"{made} of {full} steps a round: this machine is {slower:.1f} times slower than the others"

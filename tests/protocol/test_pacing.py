@@ -211,3 +211,13 @@ def test_where_messages_overlap_with_training_no_steps_are_planned_away(overlaps
     slow = [steps for *_, steps in made]
     assert all(steps == [FULL] * 3 for *steps, _ in made)
     assert (slow[-1] > FULL // 4 + 1) is overlaps, "the control: a slow machine's steps are planned"
+
+
+def test_who_has_time_for_less_than_a_step_reads_that_it_makes_one() -> None:
+    pacing = Pacing(GRACE, lambda number: FULL, TOKENS)
+    pacing.trained(1, 1.0)
+    pacing.trained(2, 2.0)
+    pacing.opened(0, 0.0)
+    pacing.asked(2.0)
+    pacing.decided({"one": 0.0, "another": 0.0}, ())
+    assert pacing.steps(1) == 1 and pacing.words(1).startswith(f"1 of {FULL} steps a round")
