@@ -13,7 +13,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -67,22 +66,15 @@ def step_ratio(team: Team, stepper: Stepper, turns: int) -> float:
     ratios = []
     with ThreadPoolExecutor(1) as pool:
         for turn in range(turns + 1):
-            idle = [step_seconds(stepper) for _ in range(IDLE_STEPS)]
+            idle = [stepper.timed_step() for _ in range(IDLE_STEPS)]
             team.order(prepare=True)
             merge, busy = pool.submit(team.merge, RUN_SECONDS), []
             while not merge.done():
-                busy.append(step_seconds(stepper))
+                busy.append(stepper.timed_step())
             merge.result()
             ratios.append(statistics.median(busy) / statistics.median(idle))
             sys.stderr.write(f"turn {turn}: {len(busy)} steps beside a merge, {ratios[-1]:.3f} of one beside none\n")
     return statistics.median(ratios[1:])
-
-
-def step_seconds(stepper: Stepper) -> float:
-    began = time.perf_counter()
-    stepper.gradient()
-    stepper.apply()
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

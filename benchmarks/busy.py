@@ -2,11 +2,11 @@
 
     python benchmarks/busy.py [--turns 3] [--seconds 6] [--json]
 
-Gradients of the demo's model by as many threads as there are cores, and by one, on a machine that is otherwise idle and
+Inner steps of the demo by as many threads as there are cores, and by one, on a machine that is otherwise idle and
 beside as many processes as cores and one more that train with one thread each; with the waits that a trainer is given
-(`trainer_process.PATIENCE`) and with torch's own. Tokens a second, medians of alternating turns. Takes four
-minutes. Exit code 1 where all cores beside others are not 1.5 times as fast as with torch's own waits, or are slower
-than three quarters of them on an idle machine.
+(`trainer_process.SHORT_WAITS`) and with torch's own. Steps a second, medians of alternating turns. Takes five minutes.
+Exit code 1 where all cores beside others are not 1.5 times as fast as with torch's own waits, or are slower than three
+quarters of them on an idle machine.
 """
 
 import argparse
@@ -15,19 +15,17 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from node.daemon.trainer_process import PATIENCE, THREAD_VARIABLES
-from node.model import Llama
+from benchmarks.merge.stepper import Stepper
+from node.config import threads_each
+from node.daemon.trainer_process import SHORT_WAITS, THREAD_VARIABLES
 from node.places import demo_manifest
-from protocol.manifest import load_manifest
 
-CORES = os.cpu_count() or 1
-SEQUENCES = 8
+CORES = threads_each(1)
 GAIN, KEPT = 1.5, 0.75
 OTHERS_SECONDS = 600.0  # and no longer, whatever becomes of us
 KINDS = {"ours": (CORES, True), "torch's own": (CORES, False), "one thread": (1, True)}
@@ -41,7 +39,7 @@ def main() -> int:
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.child is not None:
-        print(speed(words.child, words.seconds))
+        train(words.child, words.seconds)
         return 0
     idle = turns(words.turns, words.seconds)
     with others(CORES + 1):
@@ -52,12 +50,12 @@ def main() -> int:
 
 
 def turns(count: int, seconds: float) -> dict[str, float]:
-    """Tokens a second by kind."""
+    """Steps a second by kind."""
     speeds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(count):
         for kind, (threads, is_patient) in KINDS.items():
             process = child(threads, is_patient, seconds)
-            speeds[kind].append(float(process.communicate()[0]))
+            speeds[kind].append(float(process.communicate()[0].splitlines()[-1]))
     return {kind: statistics.median(found) for kind, found in speeds.items()}
 
 
@@ -66,6 +64,9 @@ def others(count: int) -> Iterator[None]:
     """So many processes that train with one thread; they run from before the first turn to the end."""
     processes = [child(1, True, OTHERS_SECONDS) for _ in range(count)]
     try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
         yield
     finally:
         for process in processes:
@@ -74,35 +75,27 @@ def others(count: int) -> Iterator[None]:
 
 
 def child(threads: int, is_patient: bool, seconds: float) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in PATIENCE}
-    environment |= dict.fromkeys(THREAD_VARIABLES, str(threads)) | (dict(PATIENCE) if is_patient else {})
+    environment = {name: value for name, value in os.environ.items() if name not in SHORT_WAITS}
+    environment |= dict.fromkeys(THREAD_VARIABLES, str(threads)) | (dict(SHORT_WAITS) if is_patient else {})
     command = [sys.executable, __file__, "--child", str(threads), "--seconds", str(seconds)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def speed(threads: int, seconds: float) -> float:
-    """Tokens a second of this process."""
+def train(threads: int, seconds: float) -> None:
+    """Prints a line once it is under way, and its steps a second in the end."""
     torch.set_num_threads(threads)
-    config = load_manifest(demo_manifest()).model
-    model = Llama(config)
-    tokens = torch.randint(0, config.vocabulary, (SEQUENCES, config.context))
-    step(model, tokens)
-    began, steps = time.monotonic(), 0
-    while time.monotonic() - began < seconds:
-        step(model, tokens)
-        steps += 1
-    return steps * tokens.numel() / (time.monotonic() - began)
-
-
-def step(model: Llama, tokens: torch.Tensor) -> None:
-    logits = model(tokens)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-    torch.autograd.grad(loss, list(model.parameters()))
+    stepper = Stepper(demo_manifest(), 0)
+    stepper.timed_step()
+    print("under way", flush=True)
+    taken: list[float] = []
+    while sum(taken) < seconds:
+        taken.append(stepper.timed_step())
+    print(len(taken) / sum(taken))
 
 
 def table(idle: dict[str, float], busy: dict[str, float]) -> str:
-    lines = [f"{CORES} cores, tokens a second", "", "| waits | alone | beside others |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {kind} | {idle[kind]:.0f} | {busy[kind]:.0f} |" for kind in KINDS)])
+    lines = [f"{CORES} cores, steps a second", "", "| waits | alone | beside others |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {kind} | {idle[kind]:.2f} | {busy[kind]:.2f} |" for kind in KINDS)])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Inner steps of a manifest's model as a trainer takes them, without a run around it."""
 
+import time
 from pathlib import Path
 
 from torch import Tensor
@@ -37,3 +38,10 @@ class Stepper:
         self._optimizer.step(self._step)
         self._optimizer.clear_gradient()
         self._step += 1
+
+    def timed_step(self) -> float:
+        """One inner step; the seconds that it took."""
+        began = time.perf_counter()
+        self.gradient()
+        self.apply()
+        return time.perf_counter() - began

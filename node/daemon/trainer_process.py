@@ -47,7 +47,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 # A thread of torch that is done with its share spins for the others', usually for milliseconds, and holds a core that
 # one of them may be waiting for, where other work has the rest: then all are slower than one (`benchmarks/busy.py`). A
 # thousand turns are some microseconds.
-PATIENCE: Final[Mapping[str, str]] = MappingProxyType({"GOMP_SPINCOUNT": "1000"})
+SHORT_WAITS: Final[Mapping[str, str]] = MappingProxyType({"GOMP_SPINCOUNT": "1000"})
 
 
 class TrainerProcess:
@@ -236,7 +236,7 @@ class TrainerProcess:
             pass_fds=(channel_fd, arena_fd),
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            env={**PATIENCE, **os.environ, **dict.fromkeys(THREAD_VARIABLES, threads)},
+            env={**SHORT_WAITS, **os.environ, **dict.fromkeys(THREAD_VARIABLES, threads)},
             process_group=0,  # a terminal's Ctrl-C is for the daemon
         )
 
