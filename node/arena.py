@@ -131,6 +131,15 @@ class Arena:
         os.close(self.fd)
         self.fd = -1
 
+    def pin(self) -> bool:
+        """Lock it in place, where an accelerator copies to and from it without a detour; False where that is refused.
+
+        It takes a quarter of a second a gigabyte.
+        """
+        address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return int(runtime.cudaHostRegister(address, self.contents.total_bytes, 0)) == 0
+
     @property
     def beats(self) -> int:
         """Turns of the trainer's loop, over all its lives."""

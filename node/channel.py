@@ -145,7 +145,7 @@ class Mishap(_Message):
     """What went wrong in the trainer and was worked around: the daemon counts it, and tells the line."""
 
     kind: Literal["mishap"] = "mishap"
-    reason: Literal["step left out", "memory short", "message gone", "work dropped"]
+    reason: Literal["step left out", "memory short", "memory not pinned", "message gone", "work dropped"]
     line: str
 
 

@@ -14,12 +14,12 @@ from protocol.manifest import load_manifest
 
 
 class Stepper:
-    """From the manifest's initial weights on. `rank` decides which text is read."""
+    """From the manifest's initial weights on. `rank` decides which text is read; `device`: as torch names it."""
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, device: str = "cpu") -> None:
         manifest = load_manifest(path)
         self._train = manifest.train
-        self._model = Llama(manifest.model)
+        self._model = Llama(manifest.model, device)
         self._model.load_flat(initial_weights(manifest.model, manifest.run.seed))
         self._optimizer = InnerOptimizer(self._model, manifest.train, AdamW())
         corpus = open_source(manifest.data, path.parent)

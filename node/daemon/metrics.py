@@ -44,6 +44,7 @@ Setback = Literal[
     "checkpoint skipped",
     "step left out",  # of the trainer: its loss or gradient was not finite
     "memory short",  # the trainer goes on with smaller microbatches
+    "memory not pinned",  # what the trainer shares with us: its accelerator takes longer to copy it
     "work dropped",  # of the trainer: on another chain it cannot be told any more what of it is still to be sent
     "state gone",  # an earlier one that others may be fetching
 ]

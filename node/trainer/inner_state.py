@@ -22,7 +22,7 @@ from node.arena import REFERENCE, RESIDUAL, Arena, carried
 from node.channel import Activity, Fate, Message
 from node.model import Llama
 from node.trainer.inner import InnerOptimizer
-from optim.adoption import Mix
+from optim.adoption import Carry, Mix
 from optim.codecs.codec import Payload
 from optim.exchange import Sender
 from optim.inner.inner import WEIGHTS
@@ -128,11 +128,13 @@ class InnerState:
         self._carried = carried(program.method)
         self.reference = torch.zeros(program.numel * len(self._carried))
         self.residual = torch.zeros(program.message_numel)
+        # Kept: the system takes longer to give new memory than a copy into it takes.
+        self._room = torch.empty_like(self.reference, pin_memory=model.flat.is_cuda)
         self.counters = Counters()
 
     def start(self, round_number: int) -> None:
         """Begin at the anchor of that round, with nothing trained."""
-        self.reference.copy_(self._agreed(round_number))
+        self._refer_to(round_number)
         self._set_live(self.reference)
         self.counters = Counters(round=round_number, began=self._program.steps_before(round_number))
         self._tell_age()
@@ -211,7 +213,7 @@ class InnerState:
             return  # said twice, around a restart; x + (y - x) would only add rounding errors
         if outstanding is not None and fate == "excluded":
             self._take_back(outstanding, round_number)
-        self._go_over(self._agreed(round_number), self._exchanged(before, round_number))
+        self._go_over(round_number, self._exchanged(before, round_number))
         self.update(round=round_number)
         if outstanding is not None and fate != "none":
             self._settle(outstanding.message(), fate)
@@ -257,24 +259,27 @@ class InnerState:
         self.update(unreported=self.counters.unreported + outstanding.work)
         before = self.counters.round
         if not self._signal.is_delta and round_number == before + 1:
-            self.reference.copy_(self._agreed(before))
+            self._refer_to(before)
 
-    def _go_over(self, agreed: Tensor, exchanged: Iterable[Span]) -> None:
-        """See `optim.adoption`."""
-        live, adoption = self._live(), self._program.method.adoption
-        own = live - self.reference
-        reference = agreed - adoption.unsent * self.residual if adoption.unsent else agreed.clone()
-        after = reference + own
-        for start, stop in exchanged:
-            place = slice(start, stop)
-            if isinstance(adoption, Mix):
-                after[place] = adoption.alpha * live[place] + (1 - adoption.alpha) * agreed[place]
-            elif adoption.keep < 1:
+    def _go_over(self, round_number: int, exchanged: Iterable[Span]) -> None:
+        """See `optim.adoption`. In place: what is live becomes own progress, and that, on the new reference, live."""
+        adoption, live, reference = self._program.method.adoption, self._live(), self.reference
+        places = [slice(start, stop) for start, stop in exchanged]
+        before = [live[place].clone() for place in places] if isinstance(adoption, Mix) else []
+        own = live.sub_(reference)
+        self._refer_to(round_number)
+        if adoption.unsent:
+            reference.sub_(self.residual, alpha=adoption.unsent)
+        if isinstance(adoption, Carry) and adoption.keep < 1:
+            for place in places:
                 self.residual[place] -= own[place]
-                after[place] = reference[place] + adoption.keep * own[place]
-                reference[place] = after[place]
+                reference[place] += adoption.keep * own[place]
+                own[place] = 0
+        after = own.add_(reference)
+        if isinstance(adoption, Mix):
+            for place, was in zip(places, before, strict=True):
+                after[place] = adoption.alpha * was + (1 - adoption.alpha) * reference[place]
         self._set_live(after)
-        self.reference.copy_(reference)
 
     def _exchanged(self, before: int, after: int) -> set[Span]:
         """The spans of the carried vectors that these rounds exchanged; of many rounds, or another chain's, all."""
@@ -296,16 +301,18 @@ class InnerState:
     def update(self, **values: object) -> None:
         self.counters = self.counters.model_copy(update=values)
 
-    def _agreed(self, round_number: int) -> Tensor:
+    def _refer_to(self, round_number: int) -> None:
         """The carried ones of the vectors that all agree on."""
         shared = self._by_name(self._arena.anchor(round_number), self._signal.shares)
-        return torch.cat([shared[name] for name in self._carried])
+        for name, vector in self._by_name(self.reference, self._carried).items():
+            vector.copy_(shared[name])
 
     def _live(self) -> Tensor:
-        """A copy of the carried vectors as they are."""
-        weights = self._model.flat.detach()
-        vectors = {WEIGHTS: weights, **self._optimizer.vectors}
-        return torch.cat([vectors[name].cpu() for name in self._carried])
+        """The carried vectors as they are, copied; until the next call."""
+        vectors = {WEIGHTS: self._model.flat.detach(), **self._optimizer.vectors}
+        for name, room in self._by_name(self._room, self._carried).items():
+            room.copy_(vectors[name])
+        return self._room
 
     def _set_live(self, vectors: Tensor) -> None:
         for name, vector in self._by_name(vectors, self._carried).items():

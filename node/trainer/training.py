@@ -71,6 +71,9 @@ class Trainer:
         self._optimizer = InnerOptimizer(self._model, manifest.train, program.method.inner)
         self._state = InnerState(self._model, self._optimizer, program, Sender(program), arena)
         self._corpus = _open_corpus(manifest, Path(config.base))
+        if self._device.type == "cuda" and not arena.pin():
+            line = "messages and snapshots take the accelerator longer; allow more locked memory (ulimit -l)"
+            channel.send(Mishap(reason="memory not pinned", line=line))
         if not self._state.restore():
             self._state.start(config.round)
         counters = self._state.counters

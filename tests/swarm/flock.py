@@ -67,8 +67,9 @@ def own_world() -> Iterator[str]:
 
 
 class Flock:
-    def __init__(self, folder: Path, manifest: Manifest, peers: int) -> None:
-        self.manifest = manifest
+    def __init__(self, folder: Path, manifest: Manifest, peers: int, *more: str) -> None:
+        """`more`: words of each peer's command."""
+        self.manifest, self._more = manifest, more
         self.run = write_run(folder, manifest)
         self.peers = [self._made(index) for index in range(peers)]
 
@@ -165,7 +166,7 @@ class Flock:
     def _made(self, index: int) -> PeerProcess:
         name = f"peer-{index}"
         home = self.run.parent / name
-        return PeerProcess(name, home, join_command(self.run, home, "--name", name))
+        return PeerProcess(name, home, join_command(self.run, home, "--name", name, *self._more))
 
 
 def join_command(run: Path, home: Path, *more: str, listen: str = LOOPBACK_LISTEN) -> list[str]:
@@ -180,10 +181,10 @@ def pid_of(peer: PeerProcess) -> int:
 
 
 @contextlib.contextmanager
-def flying(folder: Path, manifest: Manifest, peers: int = 3) -> Iterator[Flock]:
+def flying(folder: Path, manifest: Manifest, peers: int = 3, *more: str) -> Iterator[Flock]:
     """A flock in its own world; dead at the end, whatever happened."""
     with own_world():
-        flock = Flock(folder, manifest, peers)
+        flock = Flock(folder, manifest, peers, *more)
         try:
             yield flock
         finally:

@@ -33,6 +33,7 @@ from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.errors import DataError, MurmurError
 from tests.node.trainer.trainer_bench import DEADLINE, Bench
+from tests.swarm.processes import shared_memory
 
 Make = Callable[..., Bench]
 
@@ -217,7 +218,6 @@ async def test_a_life_cut_short_trains_the_same_as_a_whole_one(make: Make, tmp_p
 
 
 async def test_it_holds_no_socket_but_the_channel_and_no_named_memory(make: Make) -> None:
-    named = set(os.listdir("/dev/shm"))
     bench = make()
     await bench.trainer.start()
     await bench.until(Progress)
@@ -227,7 +227,7 @@ async def test_it_holds_no_socket_but_the_channel_and_no_named_memory(make: Make
     assert sum(link.startswith("socket:") for link in links) == 1
     assert sum("memfd:murmur" in link for link in links) >= 1
     assert process.children() == []
-    assert set(os.listdir("/dev/shm")) == named
+    assert shared_memory([process]) == set()
 
 
 async def test_ctrl_c_is_the_daemons_to_decide(make: Make) -> None:
