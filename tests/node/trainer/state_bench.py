@@ -30,13 +30,15 @@ PARTS = 3
 class Bench:
     """One state. Without an arena it has its own, whose anchor of round 0 is the model's first weights."""
 
-    def __init__(self, recipe: str, tables: Tables | None = None, arena: Arena | None = None) -> None:
+    def __init__(
+        self, recipe: str, tables: Tables | None = None, arena: Arena | None = None, device: str = "cpu"
+    ) -> None:
         self.program = Program(compose(recipe, tables or {}), shape_table(MODEL).layout, PARTS)
         self._owns = arena is None
         self.arena = arena or Arena.create(Contents.of(self.program))
         if self._owns:
             self.share(0, initial_weights(MODEL, 0))
-        self.model = Llama(MODEL)
+        self.model = Llama(MODEL, device)
         self.optimizer = InnerOptimizer(self.model, TRAIN, self.program.method.inner)
         self.state = InnerState(self.model, self.optimizer, self.program, Sender(self.program), self.arena)
         if not self.state.restore():
@@ -68,7 +70,8 @@ class Bench:
     def train(self, seed: int, steps: int = 2, scale: float = 1e-2) -> Tensor:
         """Move the weights, and count steps; returns by how much they moved."""
         before = self.weights.clone()
-        self.weights.add_(torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)), alpha=scale)
+        moved = scale * torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+        self.weights.add_(moved.to(self.weights.device))
         for _ in range(steps):
             self.state.count_step(24, 3.0, self.state.counters.position + 2)
         return self.weights - before

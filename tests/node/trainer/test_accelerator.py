@@ -1,0 +1,87 @@
+"""What is different where the model lies on an accelerator. Skipped where there is none."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from node.arena import Arena, Contents
+from node.channel import Fate
+from node.model import Llama, initial_weights
+from node.trainer.device import is_out_of_memory, keep_within
+from node.trainer.inner_step import accumulate_gradient
+from optim.inner.inner import WEIGHTS
+from tests.node.trainer.state_bench import MODEL, Bench
+
+there_is_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator here")
+CONTENTS = Contents(anchor=5000, vectors=((WEIGHTS, 5000),), outbox_bytes=100)
+
+
+@pytest.mark.parametrize(("code", "is_pinned"), [(0, True), (1, False)])
+def test_all_of_the_arena_is_locked_or_said_not_to_be(
+    monkeypatch: pytest.MonkeyPatch, code: int, is_pinned: bool
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        asked.append((address, size))
+        return code
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    arena = Arena.create(CONTENTS)
+    try:
+        assert arena.pin() is is_pinned
+        first = arena.anchor(0).data_ptr() - CONTENTS.offset(0)
+        assert asked == [(first, CONTENTS.total_bytes)]
+    finally:
+        arena.close()
+
+
+@there_is_one
+@pytest.mark.parametrize("recipe", ["frugal", "diloco", "streaming-diloco", "local-adam", "co2"])
+@pytest.mark.parametrize("fate", ["included", "excluded"])
+def test_a_state_there_is_the_one_on_a_processor(recipe: str, fate: Fate) -> None:
+    benches = [Bench(recipe, device=device) for device in ("cpu", "cuda")]
+    try:
+        assert benches[1].arena.pin()
+        for bench in benches:
+            for number in range(4):
+                bench.train(seed=number)
+                bench.state.message()
+                bench.train(seed=number + 10)
+                bench.share(number + 1, bench.anchor + 0.01)
+                bench.state.adopt(number + 1, fate)
+            bench.state.save()
+        for name, vector in benches[0].vectors.items():
+            found = benches[1].vectors[name].cpu()
+            assert torch.equal(found, vector), name
+            assert torch.equal(Bench(recipe, arena=benches[1].arena).vectors[name], found), "as it was saved"
+    finally:
+        for bench in benches:
+            bench.close()
+
+
+@there_is_one
+def test_a_gradient_there_is_the_one_on_a_processor_but_for_its_16_bits() -> None:
+    windows = torch.randint(MODEL.vocabulary, (6, MODEL.context + 1), generator=torch.Generator().manual_seed(0))
+    losses, gradients = [], []
+    for device in ("cpu", "cuda"):
+        model = Llama(MODEL, device)
+        model.load_flat(initial_weights(MODEL, 0))
+        losses.append(accumulate_gradient(model, windows, microbatch=4))
+        assert model.flat.grad is not None
+        gradients.append(model.flat.grad.cpu())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert float(torch.cosine_similarity(gradients[0], gradients[1], dim=0)) > 0.999
+
+
+@there_is_one
+def test_what_goes_beyond_the_memory_that_it_may_take_is_known_as_such() -> None:
+    device = torch.device("cuda")
+    try:
+        keep_within(1 << 30, device)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(2 << 30, dtype=torch.uint8, device=device)
+        assert is_out_of_memory(caught.value)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
