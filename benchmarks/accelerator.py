@@ -24,6 +24,8 @@ import torch
 
 from benchmarks.merge.stepper import Stepper
 from node.config import threads_each
+from node.trainer.device import choose_device
+from protocol.errors import DeviceError
 from protocol.manifest import Manifest
 from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with, write_run
 
@@ -48,6 +50,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", action="store_true")
     words = parser.parse_args()
+    try:
+        choose_device(words.device)
+    except DeviceError as error:
+        parser.error(str(error))
     bare = bare_speed(manifest_of(words, 1), words.device)
     print(f"  the step alone: {bare:,.0f} tokens a second", file=sys.stderr)
     figures = {f"{count}": swarm(words, count, bare) for count in words.peers}

@@ -18,6 +18,7 @@ last, under a checksum, so a writer killed at any instant leaves the snapshot be
 process copies and then looks whether the generation is still the newest (a sequence lock).
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -101,6 +102,7 @@ class Arena:
     def __init__(self, fd: int, contents: Contents) -> None:
         self.fd = fd
         self.contents = contents
+        self.is_pinned = False
         self._map = mmap.mmap(fd, contents.total_bytes)
 
     @classmethod
@@ -131,14 +133,15 @@ class Arena:
         os.close(self.fd)
         self.fd = -1
 
-    def pin(self) -> bool:
-        """Lock it in place, where an accelerator copies to and from it without a detour; False where that is refused.
-
-        It takes a quarter of a second a gigabyte.
-        """
+    def pin(self) -> None:
+        """Lock it in place, where an accelerator copies to and from it without a detour; where that is refused,
+        `is_pinned` stays False. It takes a quarter of a second a gigabyte."""
         address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return int(runtime.cudaHostRegister(address, self.contents.total_bytes, 0)) == 0
+        self.is_pinned = int(runtime.cudaHostRegister(address, self.contents.total_bytes, 0)) == 0
+        if not self.is_pinned:
+            with contextlib.suppress(RuntimeError):  # the error is kept until something is launched, and raised there
+                torch.zeros(1, device="cuda")
 
     @property
     def beats(self) -> int:

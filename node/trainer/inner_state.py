@@ -129,7 +129,7 @@ class InnerState:
         self.reference = torch.zeros(program.numel * len(self._carried))
         self.residual = torch.zeros(program.message_numel)
         # Kept: the system takes longer to give new memory than a copy into it takes.
-        self._room = torch.empty_like(self.reference, pin_memory=model.flat.is_cuda)
+        self._room = torch.empty_like(self.reference, pin_memory=arena.is_pinned)
         self.counters = Counters()
 
     def start(self, round_number: int) -> None:

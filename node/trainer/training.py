@@ -69,11 +69,10 @@ class Trainer:
         self._looked_at = -math.inf
         self._model = Llama(manifest.model, self._device)
         self._optimizer = InnerOptimizer(self._model, manifest.train, program.method.inner)
+        if self._device.type == "cuda":
+            self._pin()
         self._state = InnerState(self._model, self._optimizer, program, Sender(program), arena)
         self._corpus = _open_corpus(manifest, Path(config.base))
-        if self._device.type == "cuda" and not arena.pin():
-            line = "messages and snapshots take the accelerator longer; allow more locked memory (ulimit -l)"
-            channel.send(Mishap(reason="memory not pinned", line=line))
         if not self._state.restore():
             self._state.start(config.round)
         counters = self._state.counters
@@ -86,6 +85,12 @@ class Trainer:
         self._new_anchor: Adopt | None = None
         self._wanted, self._stretch = Wanted(), Stretch()
         self._stopping = False
+
+    def _pin(self) -> None:
+        self._arena.pin()
+        if not self._arena.is_pinned:
+            line = "the system does not lock what daemon and trainer share: messages and snapshots take longer"
+            self._channel.send(Mishap(reason="memory not pinned", line=line))
 
     def run(self) -> None:
         self._announce()

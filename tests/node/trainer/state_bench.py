@@ -40,6 +40,8 @@ class Bench:
             self.share(0, initial_weights(MODEL, 0))
         self.model = Llama(MODEL, device)
         self.optimizer = InnerOptimizer(self.model, TRAIN, self.program.method.inner)
+        if device != "cpu":
+            self.arena.pin()
         self.state = InnerState(self.model, self.optimizer, self.program, Sender(self.program), self.arena)
         if not self.state.restore():
             self.state.start(0)

@@ -22,17 +22,25 @@ def test_all_of_the_arena_is_locked_or_said_not_to_be(
     monkeypatch: pytest.MonkeyPatch, code: int, is_pinned: bool
 ) -> None:
     asked: list[tuple[int, int]] = []
+    launched: list[tuple[int, str]] = []
 
     def register(address: int, size: int, flags: int) -> int:
         asked.append((address, size))
         return code
 
+    def launch(size: int, device: str) -> None:
+        launched.append((size, device))
+        raise RuntimeError("that an accelerator tells late")
+
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "zeros", launch)
     arena = Arena.create(CONTENTS)
     try:
-        assert arena.pin() is is_pinned
+        arena.pin()
+        assert arena.is_pinned is is_pinned
         first = arena.anchor(0).data_ptr() - CONTENTS.offset(0)
         assert asked == [(first, CONTENTS.total_bytes)]
+        assert launched == ([] if is_pinned else [(1, "cuda")]), "what was refused is not raised by the next step"
     finally:
         arena.close()
 
@@ -43,7 +51,7 @@ def test_all_of_the_arena_is_locked_or_said_not_to_be(
 def test_a_state_there_is_the_one_on_a_processor(recipe: str, fate: Fate) -> None:
     benches = [Bench(recipe, device=device) for device in ("cpu", "cuda")]
     try:
-        assert benches[1].arena.pin()
+        assert benches[1].arena.is_pinned
         for bench in benches:
             for number in range(4):
                 bench.train(seed=number)
