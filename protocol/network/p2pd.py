@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import hivemind.hivemind_cli
 from hivemind.p2p import P2P
@@ -37,6 +37,11 @@ STOP_SECONDS = 3.0
 FIRST_DELAY = 0.1  # seconds before a restart; doubles up to
 LONGEST_DELAY = 30.0
 STEADY_SECONDS = 60.0  # after this long alive, the next death counts as the first
+
+# It would call from the port on which it listens. Two that call each other at the same moment, as all do who learn of a
+# decision together on a long line, then have one connection instead of two, in which both want to be the caller: it
+# fails, and for seconds neither tries again (go-libp2p, issue 2925).
+ENVIRONMENT: Final = {"GOLOG_LOG_LEVEL": "error", "LIBP2P_TCP_REUSEPORT": "false"}
 
 # Runs between fork and p2pd, in its own interpreter: code of ours between fork and exec could deadlock on a lock that
 # a gRPC thread held. PR_SET_PDEATHSIG is 1. The check catches a parent that died before the call.
@@ -164,7 +169,6 @@ class P2pd:
             ) from error
 
     async def _spawn(self) -> None:
-        environment = {**os.environ, "GOLOG_LOG_LEVEL": "error"}
         launcher = (sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()))
         # Its own process group: a Ctrl-C in the terminal is for us, and we still need p2pd to say goodbye.
         self._process = await asyncio.create_subprocess_exec(
@@ -173,7 +177,7 @@ class P2pd:
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
-            env=environment,
+            env=os.environ | ENVIRONMENT,
             process_group=0,
         )
         assert self._process.stdout

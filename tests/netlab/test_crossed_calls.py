@@ -1,0 +1,48 @@
+"""Two peers that call each other at the same moment, on a long line: their calls cross."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.identity import Identity
+from tests.netlab import caller
+from tests.netlab.laboratory import Laboratory, Link
+from tests.netlab.test_lossy_links import line_of
+from tests.swarm.flock import own_world
+
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]
+
+LONG = Link(up=20, down=20, delay=0.04)
+NOTICE = 0.5  # seconds
+SOON = 3.0  # seconds; a call that failed is not tried again for longer
+
+
+def meet(laboratory: Laboratory, folder: Path, way: str) -> list[dict[str, Any]]:
+    """What became of both calls."""
+    nodes, homes = [laboratory.ordinary_node(LONG) for _ in range(2)], [folder / f"{way}-{name}" for name in "ab"]
+    addresses = []
+    for node, home in zip(nodes, homes, strict=True):
+        home.mkdir()
+        peer = Identity.load_or_create(home / "key").peer_id
+        addresses.append(f"/ip4/{node.address}/tcp/{caller.PORT}/p2p/{peer}")
+    meeting, peers = folder / f"{way}-meeting", []
+    for node, home, address in zip(nodes, homes, reversed(addresses), strict=True):
+        words = [str(home), node.address, address, str(meeting), way]
+        peers.append(laboratory.start(node, [sys.executable, caller.__file__, *words]))
+    assert [line_of(peer) for peer in peers] == ["here", "here"]
+    (folder / "draft").write_text(str(time.monotonic() + NOTICE))
+    (folder / "draft").rename(meeting)
+    outcomes = [json.loads(line_of(peer)) for peer in peers]
+    print(way, outcomes)
+    return outcomes
+
+
+def test_calls_that_cross_both_arrive(laboratory: Laboratory, tmp_path: Path) -> None:
+    with own_world():
+        ours, as_libp2p_does = (meet(laboratory, tmp_path, way) for way in ("ours", "reuse"))
+    assert all(not call["trouble"] and call["seconds"] < SOON for call in ours)
+    assert any(call["trouble"] or call["seconds"] > SOON for call in as_libp2p_does), "the control"
