@@ -1,7 +1,6 @@
-"""A peer that calls another one at a given moment, run inside a node: `caller.py FOLDER HOST ADDRESS MEETING WAY`.
+"""A peer that calls another one at a given moment, run inside a node: `caller.py FOLDER HOST WAY`.
 
-MEETING: a file with the moment, by the machine's monotonic clock. WAY: `ours`, or `reuse` for calls from the port on
-which it listens, as libp2p does it by itself.
+WAY: `ours`, or `reuse` for calls from the port on which it listens, as libp2p does it by itself.
 """
 
 import asyncio
@@ -16,20 +15,17 @@ from protocol.errors import UnreachableError
 from protocol.network import p2pd
 from protocol.network.transport import Transport
 
-LOOK = 0.02  # seconds
-PORT = 4001
 DEADLINE = 10.0
 
 
-async def call(folder: Path, host: str, address: str, meeting: Path) -> None:
-    """Prints a line once it listens, and then what became of the call."""
-    transport = await Transport.start(folder / "key", folder, [], listen=[f"/ip4/{host}/tcp/{PORT}"])
-    print("here", flush=True)
-    while not meeting.exists():
-        await asyncio.sleep(LOOK)
-    due = float(meeting.read_text())
+async def call(folder: Path, host: str) -> None:
+    """Prints its address; reads whom to call and when, by the machine's monotonic clock; prints what became of it."""
+    folder.mkdir()
+    transport = await Transport.start(folder / "key", folder, [], listen=[f"/ip4/{host}/tcp/0"])
+    print((await transport.addresses())[0], flush=True)
+    address, moment = (await asyncio.to_thread(sys.stdin.readline)).split()
+    due, trouble = float(moment), ""
     await asyncio.sleep(due - time.monotonic())
-    trouble = ""
     try:
         await transport.connect(address, DEADLINE)
     except UnreachableError as error:
@@ -39,7 +35,6 @@ async def call(folder: Path, host: str, address: str, meeting: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder, host, address, meeting, way = sys.argv[1:]
-    as_libp2p_does = {**p2pd.ENVIRONMENT, "LIBP2P_TCP_REUSEPORT": "true"}
-    with patch.object(p2pd, "ENVIRONMENT", as_libp2p_does) if way == "reuse" else nullcontext():
-        asyncio.run(call(Path(folder), host, address, Path(meeting)))
+    as_libp2p_does = p2pd.ENVIRONMENT | {"LIBP2P_TCP_REUSEPORT": "true"}
+    with patch.object(p2pd, "ENVIRONMENT", as_libp2p_does) if sys.argv[3] == "reuse" else nullcontext():
+        asyncio.run(call(Path(sys.argv[1]), sys.argv[2]))

@@ -231,3 +231,11 @@ class Laboratory:
         """In one transaction: all of it happens at the same moment."""
         rule = "add rule bridge lab blocks ip saddr {} ip daddr {} drop"
         run_inside(self._exchange, "nft -f -", "\n".join(rule.format(one.public, two.public) for one, two in pairs))
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next one that a started process prints; AssertionError with its last words where it has ended."""
+    assert process.stdout and process.stderr
+    line = process.stdout.readline().strip()
+    assert line, process.stderr.read()
+    return line

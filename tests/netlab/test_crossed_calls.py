@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from protocol.identity import Identity
 from tests.netlab import caller
-from tests.netlab.laboratory import Laboratory, Link
-from tests.netlab.test_lossy_links import line_of
+from tests.netlab.laboratory import Laboratory, Link, line_of
 from tests.swarm.flock import own_world
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]
@@ -23,19 +21,17 @@ SOON = 3.0  # seconds; a call that failed is not tried again for longer
 
 def meet(laboratory: Laboratory, folder: Path, way: str) -> list[dict[str, Any]]:
     """What became of both calls."""
-    nodes, homes = [laboratory.ordinary_node(LONG) for _ in range(2)], [folder / f"{way}-{name}" for name in "ab"]
-    addresses = []
-    for node, home in zip(nodes, homes, strict=True):
-        home.mkdir()
-        peer = Identity.load_or_create(home / "key").peer_id
-        addresses.append(f"/ip4/{node.address}/tcp/{caller.PORT}/p2p/{peer}")
-    meeting, peers = folder / f"{way}-meeting", []
-    for node, home, address in zip(nodes, homes, reversed(addresses), strict=True):
-        words = [str(home), node.address, address, str(meeting), way]
+    peers = []
+    for name in "ab":
+        node = laboratory.ordinary_node(LONG)
+        words = [str(folder / f"{way}-{name}"), node.address, way]
         peers.append(laboratory.start(node, [sys.executable, caller.__file__, *words]))
-    assert [line_of(peer) for peer in peers] == ["here", "here"]
-    (folder / "draft").write_text(str(time.monotonic() + NOTICE))
-    (folder / "draft").rename(meeting)
+    addresses = [line_of(peer) for peer in peers]
+    moment = time.monotonic() + NOTICE
+    for peer, other in zip(peers, reversed(addresses), strict=True):
+        assert peer.stdin
+        peer.stdin.write(f"{other} {moment}\n")
+        peer.stdin.flush()
     outcomes = [json.loads(line_of(peer)) for peer in peers]
     print(way, outcomes)
     return outcomes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.netlab import sockets
-from tests.netlab.laboratory import HOME, Laboratory, Link, Node
+from tests.netlab.laboratory import HOME, Laboratory, Link, Node, line_of
 from tests.netlab.namespaces import FOLDER, PREFIX, remove_orphans
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]
@@ -29,7 +29,7 @@ with Laboratory() as made:
 
 def serve(laboratory: Laboratory, node: Node, what: str) -> subprocess.Popen[str]:
     process = laboratory.start(node, [sys.executable, "-S", sockets.__file__, what, PORT])
-    assert process.stdout and process.stdout.readline() == "up\n"
+    assert line_of(process) == "up"
     return process
 
 
@@ -39,8 +39,7 @@ def call(laboratory: Laboratory, node: Node, what: str, host: str, amount: int) 
 
 def numbers(process: subprocess.Popen[str]) -> list[float]:
     """Of the one line that it prints."""
-    assert process.stdout
-    return list(map(float, process.stdout.readline().split()))
+    return list(map(float, line_of(process).split()))
 
 
 def answered(laboratory: Laboratory, source: Node, host: str, count: int = 20) -> int:

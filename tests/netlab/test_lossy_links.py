@@ -1,7 +1,6 @@
 """A long way on which packets get lost: one connection slows down at each loss, several together fill the link."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.netlab import blob_server, blob_taker
-from tests.netlab.laboratory import Laboratory, Link
+from tests.netlab.laboratory import Laboratory, Link, line_of
 from tests.swarm.flock import own_world
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
@@ -40,13 +39,6 @@ class Way:
         outcome["rate"] = outcome["bytes"] / outcome["seconds"] / MEGABIT
         print(f"{way}: {outcome}")
         return outcome
-
-
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout and process.stderr
-    line = process.stdout.readline().strip()
-    assert line, process.stderr.read()
-    return line
 
 
 def test_a_blob_fills_a_lossy_link(laboratory: Laboratory, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from protocol.errors import UnreachableError
 from protocol.identity import PeerId
 from protocol.network.transport import Transport
 from tests.netlab import blob_server
-from tests.netlab.laboratory import Laboratory, Link, Node
+from tests.netlab.laboratory import Laboratory, Link, Node, line_of
 from tests.swarm.flock import own_world
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
@@ -71,9 +71,7 @@ def test_an_interrupted_download_is_not_begun_again(laboratory: Laboratory, tmp_
     client, server = laboratory.node(Link(down=40)), laboratory.node(Link(up=40, delay=0.01))
     with own_world():
         command = [sys.executable, blob_server.__file__, str(tmp_path / "server"), server.address, str(SIZE), "1"]
-        process = laboratory.start(server, command)
-        assert process.stdout
-        address, name, _ = process.stdout.readline().split()
+        address, name, _ = line_of(laboratory.start(server, command)).split()
         blob = Blob(bytes.fromhex(name), SIZE)
 
         async def scene() -> dict[str, int]:

@@ -60,10 +60,11 @@ def test_a_state_there_is_the_one_on_a_processor(recipe: str, fate: Fate) -> Non
                 bench.share(number + 1, bench.anchor + 0.01)
                 bench.state.adopt(number + 1, fate)
             bench.state.save()
+        restored = Bench(recipe, arena=benches[1].arena)
         for name, vector in benches[0].vectors.items():
             found = benches[1].vectors[name].cpu()
             assert torch.equal(found, vector), name
-            assert torch.equal(Bench(recipe, arena=benches[1].arena).vectors[name], found), "as it was saved"
+            assert torch.equal(restored.vectors[name], found), "as it was saved"
     finally:
         for bench in benches:
             bench.close()
