@@ -97,5 +97,5 @@ def test_no_mirror_is_named(place: str) -> None:
 def test_a_build_sees_only_what_the_wheel_is_made_of() -> None:
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     assert rules[0] == "*"
-    assert {"!node", "!optim", "!protocol", "!configs", "!pyproject.toml", "!constraints.txt"} < set(rules)
+    assert {"!node", "!optim", "!protocol", "!configs", "!pyproject.toml", "!constraints.txt", "!LICENSE"} < set(rules)
     assert all((ROOT / rule[1:]).exists() for rule in rules if rule[0] == "!")
