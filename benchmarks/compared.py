@@ -24,11 +24,11 @@ IN_SHORT: Final = (
 
 
 def publish(settings: Mapping[str, Comparison], home: Path = HOME) -> None:
-    """Plots in docs/, and the tables of README.md and docs/recipes.md."""
+    """Plots in docs/results/, and the tables of README.md and docs/reference/recipes.md."""
     for setting, comparison in settings.items():
-        (home / "docs" / f"recipes-{setting}.svg").write_text(plot.svg(foremost(comparison)))
+        (home / "docs" / "results" / f"recipes-{setting}.svg").write_text(plot.svg(foremost(comparison)))
     made = tables(settings)
-    for text in (home / "README.md", home / "docs" / "recipes.md"):
+    for text in (home / "README.md", home / "docs" / "reference" / "recipes.md"):
         text.write_text(filled(text.read_text(), made))
 
 

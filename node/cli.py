@@ -1,6 +1,6 @@
 """The commands. Nothing heavy is imported before a command runs: `murmur --help` answers at once.
 
-Exit codes: those of `protocol.errors` (see docs/exit-codes.md), and 130 after Ctrl-C.
+Exit codes: those of `protocol.errors` (see docs/reference/exit-codes.md), and 130 after Ctrl-C.
 """
 
 import itertools

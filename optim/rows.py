@@ -21,7 +21,7 @@ class Recipe:
 
 
 # What a message says about steep directions, the rounds that it missed have said already, and momentum repeats it: a
-# round late counts an eighth (see docs/recipes.md).
+# round late counts an eighth (see docs/reference/recipes.md).
 LATE: Final = 3.0
 USUAL: Final[Tables] = types.MappingProxyType(
     {

@@ -34,7 +34,7 @@ def manifest() -> Manifest:
 
 
 def test_every_script_that_is_documented_gives_an_object() -> None:
-    text = (CONFIGS.parent / "docs" / "benchmarks.md").read_text()
+    text = (CONFIGS.parent / "docs" / "results" / "benchmarks.md").read_text()
     scripts = set(re.findall(r"^\| `python (benchmarks/\w+\.py)", text, re.MULTILINE))
     assert len(scripts) > 10
     assert not [script for script in scripts if '"--json"' not in (CONFIGS.parent / script).read_text()]
@@ -138,7 +138,7 @@ def test_the_documentation_shows_the_results_that_are_kept() -> None:
     ledger = recipes.Ledger(recipes.RESULTS)
     names = [row.name for row in recipes.rows()]
     made = compared.tables({setting: ledger.comparison(setting, names) for setting in ("scratch", "warm")})
-    for name in ("README.md", "docs/recipes.md"):
+    for name in ("README.md", "docs/reference/recipes.md"):
         text = (compared.HOME / name).read_text()
         assert "<!-- compared: " in text
         assert compared.filled(text, made) == text, "python benchmarks/recipes.py --report"

@@ -124,7 +124,7 @@ def test_codes_are_distinct_and_documented() -> None:
     kinds = [kind for kind in errors.MurmurError.__subclasses__() if kind is not errors.PeerFault]
     codes = [kind.exit_code for kind in kinds]
     assert len(codes) == len(set(codes))
-    table = (ROOT / "docs" / "exit-codes.md").read_text()
+    table = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
     documented = [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
     assert documented == sorted({0, 1, 130, *codes})
 

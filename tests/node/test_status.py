@@ -158,8 +158,8 @@ def test_reasons_with_their_counts_the_most_frequent_first() -> None:
 
 
 def explained(heading: str) -> set[str]:
-    """The words of one table of docs/status.md."""
-    text = (ROOT / "docs" / "status.md").read_text().split(f"## {heading}\n", 1)[1].split("\n## ")[0]
+    """The words of one table of docs/reference/status.md."""
+    text = (ROOT / "docs" / "reference" / "status.md").read_text().split(f"## {heading}\n", 1)[1].split("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)
     return {word for row in rows for word in row.split(", ")} - {"word"}
 

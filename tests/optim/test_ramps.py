@@ -55,7 +55,8 @@ def test_courses_by_hand(text: str, rounds: tuple[int, ...], expected: tuple[flo
 
 
 def test_the_courses_that_are_documented_are_some() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text().split("## Courses over the run")[1]
+    page = Path(__file__).parents[2] / "docs" / "reference" / "recipes.md"
+    text = page.read_text().split("## Courses over the run")[1]
     written = re.findall(r'^\| `"(.+)"` \|', text, re.MULTILINE)
     assert len(written) == 5 and all(ramp(line) for line in written)
     budgets = re.findall(r'schedule\.inner_steps = "(.+?)"', text)

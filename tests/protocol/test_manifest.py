@@ -9,6 +9,7 @@ from protocol.errors import ManifestError, MissingFileError
 from protocol.manifest import MAX_MANIFEST_BYTES, Manifest, load_manifest, parse_manifest
 
 ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "reference" / "manifest.md"
 GOOD = b"""
 [run]
 name = "demo"
@@ -160,13 +161,13 @@ def test_reference_names_every_key_and_no_other() -> None:
         section = field.annotation
         assert section is not None
         known |= {f"{table}.{key}" for key in section.model_fields}
-    rows = re.findall(r"^\| \*?\*?`(\w+\.\w+)`", (ROOT / "docs" / "manifest.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| \*?\*?`(\w+\.\w+)`", DOCUMENT.read_text(), re.MULTILINE)
     assert len(rows) == len(set(rows))
     assert set(rows) == known
 
 
 def test_reference_gives_the_defaults() -> None:
-    text = (ROOT / "docs" / "manifest.md").read_text()
+    text = DOCUMENT.read_text()
     for table, field in Manifest.model_fields.items():
         section = field.annotation
         assert section is not None

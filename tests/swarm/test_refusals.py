@@ -12,7 +12,7 @@ from tests.swarm.flock import ENDLESS, Flock, flying, join_command, manifest_wit
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "exit-codes.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "exit-codes.md"
 NOBODY = "12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"
 NOWHERE = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
 DISK_BYTES = 1 << 20
