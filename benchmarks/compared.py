@@ -15,28 +15,33 @@ from node.simulation.comparison import Comparison
 HOME: Final = Path(__file__).parents[1]
 BASELINES: Final = (DATA_PARALLEL, LOCAL)
 MARKED: Final = re.compile(r"(?<=<!-- compared: )(?P<name>[a-z, ]+)(?P<mark> -->\n\n).*?(?=\n<!-- end -->)", re.DOTALL)
-IN_SHORT: Final = (
-    *BASELINES,
-    *("averaging", "averaging 5", "co2", "demo", "detonation-random", "diloco", "diloco-warm", "distro", "edit"),
-    *("frugal", "frugal 1", "frugal 5", "local-adam", "noloco", "qsdp", "senders 10", "sparseloco"),
-    *("sparseloco-senders", "streaming-diloco"),
+IN_SHORT: Final = (*BASELINES, "averaging", "demo", "frugal", "frugal 1", "senders 10", "streaming-diloco")
+HEADS: Final = (
+    "recipe",
+    "validation loss",
+    "above data parallel",
+    "bits per parameter and step",
+    "virtual seconds",
+    "computing",
+    "data parallel by then",
 )
+SHORT_COLUMNS: Final = 5
 
 
 def publish(settings: Mapping[str, Comparison], home: Path = HOME) -> None:
-    """Plots in docs/results/, and the tables of README.md and docs/reference/recipes.md."""
+    """Write the plots in docs/results/ and the tables of README.md and docs/results/recipes.md."""
     for setting, comparison in settings.items():
         (home / "docs" / "results" / f"recipes-{setting}.svg").write_text(plot.svg(foremost(comparison)))
     made = tables(settings)
-    for text in (home / "README.md", home / "docs" / "reference" / "recipes.md"):
+    for text in (home / "README.md", home / "docs" / "results" / "recipes.md"):
         text.write_text(filled(text.read_text(), made))
 
 
 def tables(settings: Mapping[str, Comparison]) -> dict[str, str]:
-    """Of each setting all rows, and some, by the name that stands in the mark."""
-    every = {name: table(comparison) for name, comparison in settings.items()}
-    some = {f"{name}, in short": table(comparison, IN_SHORT) for name, comparison in settings.items()}
-    return every | some
+    """Return the full and the short table of each setting, by the name in the mark."""
+    full = {name: table(comparison) for name, comparison in settings.items()}
+    short = {f"{name}, in short": table(comparison, IN_SHORT, SHORT_COLUMNS) for name, comparison in settings.items()}
+    return full | short
 
 
 def filled(text: str, made: Mapping[str, str]) -> str:
@@ -49,25 +54,28 @@ def filled(text: str, made: Mapping[str, str]) -> str:
     return MARKED.sub(anew, text)
 
 
-def table(comparison: Comparison, only: Collection[str] | None = None) -> str:
-    return "\n".join(_lines(comparison, only)) + "\n"
+def table(comparison: Comparison, only: Collection[str] | None = None, columns: int = len(HEADS)) -> str:
+    """Return a Markdown table of the recipes in `only`, with the first `columns` columns."""
+    heads, *rows = (f"| {' | '.join(row[:columns])} |\n" for row in (HEADS, *_rows(comparison, only)))
+    return "".join((heads, f"|{'---|' * columns}\n", *rows))
 
 
-def _lines(comparison: Comparison, only: Collection[str] | None) -> Iterator[str]:
-    """`of data parallel`: how far above its loss at equal tokens; `then`: its loss after as much virtual time."""
-    yield "| recipe | validation loss | of data parallel | bits a parameter and step | virtual s | computing | then |"
-    yield "|---|---|---|---|---|---|---|"
+def _rows(comparison: Comparison, only: Collection[str] | None) -> Iterator[tuple[str, ...]]:
+    """Yield one row per recipe, lowest loss first; the last column is data parallel's loss after as much time."""
     reference = next((one.loss for one in comparison.series if one.name == DATA_PARALLEL), None)
     for series in sorted(comparison.series, key=lambda one: one.loss):
         if only is not None and series.name not in only:
             continue
-        spread = f" +- {series.loss_deviation:.3f}" if len(series.outcomes) > 1 else ""
-        above = "" if reference is None else f"{series.loss / reference - 1:+.1%}"
+        spread = f" ± {series.loss_deviation:.3f}" if len(series.outcomes) > 1 else ""
         then = comparison.data_parallel_at(series.mean("virtual_seconds")) if reference is not None else None
         yield (
-            f"| {series.name} | {series.loss:.3f}{spread} | {above} | {series.mean('bits_per_parameter_step'):.4g} "
-            f"| {series.mean('virtual_seconds'):,.0f} | {series.mean('compute_share'):.0%} "
-            f"| {'-' if then is None else f'{then:.3f}'} |"
+            series.name,
+            f"{series.loss:.3f}{spread}",
+            "" if reference is None else f"{series.loss / reference - 1:+.1%}",
+            f"{series.mean('bits_per_parameter_step'):.4g}",
+            f"{series.mean('virtual_seconds'):,.0f}",
+            f"{series.mean('compute_share'):.0%}",
+            "-" if then is None else f"{then:.3f}",
         )
 
 

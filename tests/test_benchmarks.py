@@ -138,7 +138,7 @@ def test_the_documentation_shows_the_results_that_are_kept() -> None:
     ledger = recipes.Ledger(recipes.RESULTS)
     names = [row.name for row in recipes.rows()]
     made = compared.tables({setting: ledger.comparison(setting, names) for setting in ("scratch", "warm")})
-    for name in ("README.md", "docs/reference/recipes.md"):
+    for name in ("README.md", "docs/results/recipes.md"):
         text = (compared.HOME / name).read_text()
         assert "<!-- compared: " in text
         assert compared.filled(text, made) == text, "python benchmarks/recipes.py --report"

@@ -1,0 +1,51 @@
+"""The documentation agrees with itself and with the code: links, the README, the list of commands."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from node.cli import app
+from protocol.manifest import load_manifest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+MAX_README_WORDS, MAX_README_ROWS = 1200, 8
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if ":" in path:
+            continue
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def test_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= MAX_README_WORDS
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert tables and all(table.count("\n") - 2 <= MAX_README_ROWS for table in tables)
+
+
+def test_manifest_in_the_readme_is_valid(tmp_path: Path) -> None:
+    examples = re.findall(r"```toml\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(examples) == 1
+    (tmp_path / "run.toml").write_text(examples[0])
+    assert load_manifest(tmp_path / "run.toml").method.recipe == "frugal"
+
+
+def test_reference_names_every_command_and_no_other() -> None:
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    group = typer.main.get_group(app)
+    assert set(re.findall(r"^\| `murmur (\w+)", text, re.MULTILINE)) == set(group.commands)
