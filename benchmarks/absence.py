@@ -63,7 +63,8 @@ class Peers:
     def __init__(self, manifest: Manifest, method: Method) -> None:
         corpus, weights = open_source(manifest.data, Path()), initial_weights(manifest.model, manifest.run.seed)
         self._program = program_of(manifest, method)
-        self._agreed, self._round = Replica(self._program), 0
+        self._agreed = Replica(self._program)
+        self._round = 0
         self._agreed.anchor = weights
         self._learners = [
             Learner(Llama(manifest.model), manifest, self._program, corpus, Sender(self._program), str(i), [weights], 0)

@@ -58,7 +58,8 @@ class Merge:
 
     def __init__(self, recipe: str, numel: int) -> None:
         self._program = Program(compose(recipe, {}), Layout(((numel,),)), Round().parts)
-        self._plan, self._merger = self._program.plan(0), Merger(self._program)
+        self._plan = self._program.plan(0)
+        self._merger = Merger(self._program)
         self._delta = vector(0, numel)
         self._before = self._after = OuterState.initial(vector(PEERS, numel), self._program.method)
         self._messages = [self._encoded(vector(rank, numel)) for rank in range(PEERS)]

@@ -78,11 +78,14 @@ class Deaths:
     """Draws who dies when. With every new round those of the last one come back."""
 
     def __init__(self, flock: Flock, watch: Watch, share: float, seed: int) -> None:
-        self._flock, self._watch, self._share = flock, watch, share
+        self._flock = flock
+        self._watch = watch
+        self._share = share
         self._random = random.Random(seed)
         self._doomed: list[tuple[float, PeerProcess]] = []
         self._dead: list[PeerProcess] = []
-        self._round, self._round_began = 0, time.monotonic()
+        self._round = 0
+        self._round_began = time.monotonic()
         self.count = 0
 
     def go_on(self, now: float) -> None:

@@ -78,7 +78,8 @@ class Comparison:
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
         self._chunks = values[: values.numel() // CHUNK * CHUNK].view(-1, CHUNK)
-        self._copy, self._total = torch.zeros_like(values), torch.zeros_like(values)
+        self._copy = torch.zeros_like(values)
+        self._total = torch.zeros_like(values)
 
     def top(self) -> None:
         torch.topk(self._chunks.abs(), KEEP)

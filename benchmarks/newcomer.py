@@ -42,7 +42,8 @@ class Machine:
 
     def __init__(self, home: Path, words: list[str]) -> None:
         home.mkdir(parents=True)
-        self.home, self.log = home, home / "log"
+        self.home = home
+        self.log = home / "log"
         environment = {**os.environ, "HOME": str(home)}
         environment.pop("XDG_STATE_HOME", None)
         with self.log.open("wb") as log:

@@ -72,7 +72,9 @@ class Crowd:
         self._directory = FakeDirectory()
         self._watch = Watch(FakeWindow(self._directory), recorder)  # type: ignore[arg-type]
         self._names = [Identity.create().peer_id for _ in range(peers)]
-        self._period, self._began, self._looks = period, time.monotonic(), 0
+        self._period = period
+        self._began = time.monotonic()
+        self._looks = 0
 
     async def live(self, seconds: float) -> None:
         for _ in range(int(seconds / TICK)):

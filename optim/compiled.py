@@ -31,7 +31,8 @@ class Loop:
     """`made`: how many times its machine code was not found on disk."""
 
     def __init__(self, function: FunctionType) -> None:
-        self.function, self.made = function, 0
+        self.function = function
+        self.made = 0
         self._natives: dict[tuple[Kind, ...], Callable[..., int]] = {}
         self._known: dict[tuple[object, ...], Callable[..., int]] = {}  # the same, by what is soonest looked at
 

@@ -83,7 +83,9 @@ class Program:
         _check(method)
         if method.aggregate.memory and len(layout.block_spans) > MOST_BLOCKS:
             raise UnknownOption(f"aggregate.statistics: a model of more than {MOST_BLOCKS} blocks; set it to 'round'")
-        self.method, self.layout, self._parts = method, layout, parts
+        self.method = method
+        self.layout = layout
+        self._parts = parts
         self.plan = lru_cache(maxsize=KEPT_PLANS)(self._plan)
 
     @property

@@ -47,7 +47,10 @@ class Pacing:
         self, grace: float, full: Callable[[int], int], step_tokens: int,
         overlaps: Callable[[int], bool] = lambda number: False,
     ) -> None:  # fmt: skip
-        self._grace, self._full, self._step_tokens, self._overlaps = grace, full, step_tokens, overlaps
+        self._grace = grace
+        self._full = full
+        self._step_tokens = step_tokens
+        self._overlaps = overlaps
         self._shares = deque([1.0] * KEPT_ROUNDS, KEPT_ROUNDS)
         self._delays = deque[float](maxlen=KEPT_ROUNDS)  # from asked to offered
         self._seconds: float | None = None  # of a step
@@ -57,7 +60,8 @@ class Pacing:
         self._begin(0, 0.0)
 
     def _begin(self, number: int, now: float) -> None:
-        self._number, self._opened = number, now
+        self._number = number
+        self._opened = now
         self._asked_at: float | None = None
         self._offered: tuple[float, int | None] | None = None
 

@@ -69,7 +69,9 @@ def test_a_standstill_counts_from_the_last_round_or_the_start() -> None:
 
 class FakePeer:
     def __init__(self, name: str) -> None:
-        self.name, self.running, self.lives = name, True, 1
+        self.name = name
+        self.running = True
+        self.lives = 1
         self.status: NodeStatus | None = NodeStatus(peer_id=name, run="r", run_id="00")
 
     def addresses(self) -> tuple[str, ...]:
@@ -80,7 +82,8 @@ class FakePeer:
 
     def start(self, peers: Sequence[str]) -> None:
         assert peers and f"/{self.name}" not in peers
-        self.running, self.lives = True, self.lives + 1
+        self.running = True
+        self.lives = self.lives + 1
 
 
 class FakeFlock:
@@ -199,7 +202,8 @@ class FakeLaboratory:
 class ScatteredFake(FakePeer):
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.node, self.public = name, self.addresses
+        self.node = name
+        self.public = self.addresses
 
     def last_words(self, lines: int) -> list[str]:
         return ["why"][-lines:]
@@ -238,7 +242,8 @@ def test_faults_come_one_after_the_other_and_end(monkeypatch: pytest.MonkeyPatch
 
 class FakeProcess:
     def __init__(self, name: str, asleep: list[str]) -> None:
-        self._name, self._asleep = name, asleep
+        self._name = name
+        self._asleep = asleep
 
     def suspend(self) -> None:
         self._asleep.append(self._name)

@@ -24,7 +24,9 @@ class Faults:
     the line, and nobody is told. rejoin: one that was killed is started again."""
 
     def __init__(self, flock: ScatteredFlock, watch: Watch, seed: int) -> None:
-        self._flock, self._watch, self._random = flock, watch, random.Random(seed)
+        self._flock = flock
+        self._watch = watch
+        self._random = random.Random(seed)
         self._next: float | None = None
         self._ending: list[tuple[float, PeerProcess, Callable[[], None]]] = []
         self._dead: list[PeerProcess] = []

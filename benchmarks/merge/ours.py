@@ -55,10 +55,12 @@ PARTS = Round().parts
 
 class Peer:
     def __init__(self, words: argparse.Namespace, folder: Path, at_work: Workers) -> None:
-        self._words, self._work = words, at_work.arithmetic
+        self._words = words
+        self._work = at_work.arithmetic
         self.program = Program(compose(words.recipe, overrides(words)), Layout(((words.numel,),)), PARTS)
         self.identity = Identity.load_or_create(folder / "key")
-        self._own, self._residual = vector(words.rank, words.numel), torch.zeros(words.numel)
+        self._own = vector(words.rank, words.numel)
+        self._residual = torch.zeros(words.numel)
         self._weights = vector(words.peers, words.numel)  # as of one peer more
         self._terms = Terms(words.recipe, SHAPES, self.program.max_parts, 1 << 40, self.program.max_part_bytes)
         self._store = BlobStore(folder / "blobs", STORE_BYTES, HELD_BYTES)

@@ -92,7 +92,10 @@ class Assembly:
         workers: Workers,
     ) -> None:  # fmt: skip
         manifest = settings.manifest
-        self._settings, self._folder, self._identity, self._workers = settings, folder, identity, workers
+        self._settings = settings
+        self._folder = folder
+        self._identity = identity
+        self._workers = workers
         self._background = Background(lambda error: self.participant.broken(error))
         self._finishing: asyncio.Task[None] | None = None
         self.peer_id = identity.peer_id
@@ -103,7 +106,8 @@ class Assembly:
         )
         self.arena = Arena.create(Contents.of(program))
         room = STORE_STATES * state_bytes(numel, method) + MESSAGES * program.max_message_bytes + STORE_EXTRA_BYTES
-        self.store, self._room = BlobStore(folder.blobs, room, HELD_BYTES), room
+        self.store = BlobStore(folder.blobs, room, HELD_BYTES)
+        self._room = room
         self._workshop = Workshop(program, self.store, decay_of(manifest.train))
         self.metrics = Metrics()
         self.standing = Standing(self._first_status(), self.metrics, self._traffic)

@@ -67,8 +67,12 @@ class Carrying(CarriersServicer):
         self, run_id: RunId, terms: Terms, message_bytes: int, seconds: float, fetcher: Fetcher, store: BlobStore,
         around: Surroundings,
     ) -> None:  # fmt: skip
-        self._run_id, self._terms, self._seconds = run_id, terms, seconds
-        self._fetcher, self._store, self._around = fetcher, store, around
+        self._run_id = run_id
+        self._terms = terms
+        self._seconds = seconds
+        self._fetcher = fetcher
+        self._store = store
+        self._around = around
         blobs_each = max(LEAST_BLOBS_EACH, MESSAGES_EACH * terms.parts)
         self._burden = Burden(MESSAGES * message_bytes, MESSAGES_EACH * message_bytes, blobs_each)
         self._queues: dict[PeerId, _Queue] = {}

@@ -62,8 +62,11 @@ class Scout:
     """Asks others for the way. `state_bytes`: the size that every state of this run has."""
 
     def __init__(self, run_id: RunId, terms: Terms, chain: Chain, channel: Channels, state_bytes: int) -> None:
-        self._run_id, self._terms, self._chain = run_id, terms, chain
-        self._channel, self._state_bytes = channel, state_bytes
+        self._run_id = run_id
+        self._terms = terms
+        self._chain = chain
+        self._channel = channel
+        self._state_bytes = state_bytes
 
     async def find_way(self, peer: PeerId, replay: bool, since: int) -> Way:
         """With `replay` by commits, if they continue our chain; otherwise by taking over the state.

@@ -47,9 +47,17 @@ class Keeper:
         work: Work, adopted: Callable[[int], Awaitable[bool]], wanted: Callable[[], Collection[bytes]],
         carried: Callable[[], Collection[bytes]], set_back: Callable[[Setback, str], None], room: int,
     ) -> None:  # fmt: skip
-        self._folder, self._manifest, self._shapes, self._store = folder, manifest, shapes, store
-        self._arena, self._work, self._adopted, self._wanted, self._carried = arena, work, adopted, wanted, carried
-        self._set_back, self._room = set_back, room
+        self._folder = folder
+        self._manifest = manifest
+        self._shapes = shapes
+        self._store = store
+        self._arena = arena
+        self._work = work
+        self._adopted = adopted
+        self._wanted = wanted
+        self._carried = carried
+        self._set_back = set_back
+        self._room = room
         self._rounds: deque[dict[bytes, int]] = deque(maxlen=KEPT_ROUNDS)  # the sizes of their blobs
         self._states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None

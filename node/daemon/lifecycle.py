@@ -57,7 +57,9 @@ def settled(settings: NodeSettings) -> Iterator[RunFolder]:
 
 class Daemon:
     def __init__(self, settings: NodeSettings, folder: RunFolder, beside: Beside) -> None:
-        self._settings, self._folder, self._beside = settings, folder, beside
+        self._settings = settings
+        self._folder = folder
+        self._beside = beside
         self._stop = asyncio.Event()
         self._signals = 0
 

@@ -24,7 +24,10 @@ class Members:
         self, directory: Directory, chain: Chain, has_contacts: bool, rng: random.Random,
         progress: Callable[[], Mapping[str, FieldValue]] = dict,
     ) -> None:  # fmt: skip
-        self._directory, self._chain, self.has_contacts, self._rng = directory, chain, has_contacts, rng
+        self._directory = directory
+        self._chain = chain
+        self.has_contacts = has_contacts
+        self._rng = rng
         self._progress = progress
         self._departed: dict[PeerId, None] = {}  # the longest gone first
         self._met = False  # whether another trainer was ever seen

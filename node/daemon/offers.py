@@ -140,7 +140,8 @@ class Offers:
         """A new message: its trainer has heard of the fate of the one before it. `number`: where we stand, if it is not
         the round that the message was made for."""
         # Rounds start anew from a lower number on another chain: an old fate must not pass for that of this message.
-        self.current, self.decided = offer, None
+        self.current = offer
+        self.decided = None
         self.past = [entry.carried_by(offer) for entry in self.past[-KNOWN_MESSAGES:]]
         self.since = offer.message.round if number is None else number
 
@@ -231,7 +232,8 @@ class Offers:
 
     def refuse(self, offer: Offer, number: int) -> None:
         """A message that carries what is about to be taken out: nobody is offered it, and its trainer gets it back."""
-        self.current, self.since = offer, number
+        self.current = offer
+        self.since = number
         self._decide("excluded")
 
     def arrive(self, number: int) -> Fate:

@@ -261,7 +261,8 @@ class Participant:
         replay = not (replace or self._replay_failed) and head.round - self.replica.chain.round <= KEPT_ROUNDS
         try:
             await self._follow(await self.scout.find_way(peers[0], replay, self._offered_since()), peers)
-            self._replay_failed, self._gone = False, 0
+            self._replay_failed = False
+            self._gone = 0
         except (UnreachableError, PeerFault, MissingFileError) as error:
             self.standing.set_back("way lost", f"cannot follow {peers[0]} to round {head.round}: {error}")
             self._gone = self._gone + 1 if isinstance(error, GoneError) and not replay else 0

@@ -44,7 +44,8 @@ class Post:
         self._deliver = deliver
         self._received = received
         self._unreachable = unreachable
-        self._broken, self._set_back = broken, set_back
+        self._broken = broken
+        self._set_back = set_back
         self._waiting: dict[PeerId, deque[Signed]] = {}
         self._workers: dict[PeerId, asyncio.Task[None]] = {}
 

@@ -96,8 +96,10 @@ class Workshop:
     """
 
     def __init__(self, program: Program, store: Store, decay: Callable[[int], float]) -> None:
-        self._program, self._merger = program, Merger(program)
-        self._store, self._decay = store, decay
+        self._program = program
+        self._merger = Merger(program)
+        self._store = store
+        self._decay = decay
         self._read: dict[tuple[Digest, int, int], SparseVector] = {}  # messages of the open round
 
     def check(self, blob: Blob, round_number: int, part: int) -> None:
@@ -190,9 +192,12 @@ class Replica:
     """Where this peer stands: `state` belongs to the head of `chain`, `blob` is the state's name."""
 
     def __init__(self, chain: Chain, state: OuterState, workshop: Workshop, work: Work, aside: Work) -> None:
-        self.chain, self.state = chain, state
+        self.chain = chain
+        self.state = state
         self.blob = workshop.keep(state)
-        self._workshop, self._work, self._aside = workshop, work, aside
+        self._workshop = workshop
+        self._work = work
+        self._aside = aside
         self._foreseen: Foreseen | None = None
 
     def foresee(self, commit: Commit, share: Share) -> None:
@@ -236,7 +241,8 @@ class Replica:
         """
         blob = await self._aside(self._workshop.keep, state)
         self.chain.append(commit)
-        self.state, self.blob = state, blob
+        self.state = state
+        self.blob = blob
 
     def step_share(self, commit: Commit, share: Share) -> float:
         """Of a whole step, that the last round made."""
@@ -248,4 +254,5 @@ class Replica:
         state = await self._work(self._workshop.load, blob)
         self._forget()
         self.chain.restart(head, commits if commits and commits[-1].body.round == head.round - 1 else ())
-        self.state, self.blob = state, blob
+        self.state = state
+        self.blob = blob

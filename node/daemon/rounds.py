@@ -89,9 +89,14 @@ class RoundDriver:
         workshop: Workshop, wishes: Wishes, vows: VowFile, hooks: Hooks, pacing: Pacing,
     ) -> None:  # fmt: skip
         """Raises StorageError where the vows of an earlier process cannot be read."""
-        self._identity, self._settings_of, self._terms = identity, settings, terms
+        self._identity = identity
+        self._settings_of = settings
+        self._terms = terms
         self._settings = settings(0)  # of the open round
-        self._store, self._workshop, self._wishes, self._hooks = store, workshop, wishes, hooks
+        self._store = store
+        self._workshop = workshop
+        self._wishes = wishes
+        self._hooks = hooks
         self._vows = vows
         self._vow = vows.load()
         self._vowing = False  # a vow is being written
@@ -232,7 +237,8 @@ class RoundDriver:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Vow():
-                self._vow, self._vowing = action, True
+                self._vow = action
+                self._vowing = True
                 self._vow_writing.spawn(self._keep_vow(action))
                 if action.lock:
                     self._hooks.foreseen(action.lock.body)

@@ -33,7 +33,10 @@ class RoundsService(RoundsServicer):
         self, run_id: RunId, driver: RoundDriver, replica: Replica, deliveries: Deliveries,
         refused: Callable[[PeerId, PeerFault], None],
     ) -> None:  # fmt: skip
-        self._run_id, self._driver, self._replica, self._refused = run_id, driver, replica, refused
+        self._run_id = run_id
+        self._driver = driver
+        self._replica = replica
+        self._refused = refused
         self._deliveries = deliveries
         self.refusals: Counter[str] = Counter()
         self._quiet_until = float("-inf")

@@ -24,7 +24,9 @@ class RunsService(RunsServicer):
     """`refused` hears of the calls that are not answered."""
 
     def __init__(self, manifest: Manifest, dial_back: DialBack, refused: Callable[[PeerId, PeerFault], None]) -> None:
-        self._run_id, self._dial_back, self._refused = manifest.run_id, dial_back, refused
+        self._run_id = manifest.run_id
+        self._dial_back = dial_back
+        self._refused = refused
         self._text = manifest.to_toml().encode()
 
     async def Manifest(self, request: ManifestRequest, context: Any) -> ManifestReply:  # noqa: N802

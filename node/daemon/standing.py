@@ -149,7 +149,8 @@ class Standing:
             self._metrics.round_ended("missed")
         if fate != "none":
             self._metrics.was_absent(BEHIND.word, len(others))
-        self._offered, self._mishap = self._offered and fate == "none", None
+        self._offered = self._offered and fate == "none"
+        self._mishap = None
 
     def revised(self, past: Sequence[Past]) -> None:
         """Another chain judges earlier messages of ours otherwise than the one that we left."""

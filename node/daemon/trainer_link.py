@@ -52,9 +52,16 @@ class TrainerLink:
         work: Callable[..., Awaitable[Any]], heard: Callable[[FromTrainer], None], steps: Callable[[int], int],
         set_back: Callable[[Setback, str], None],
     ) -> None:  # fmt: skip
-        self._me, self._process, self._arena, self._store = me, process, arena, store
-        self.offers, self._sent = offers, sent
-        self._work, self._heard, self._steps, self._set_back = work, heard, steps, set_back
+        self._me = me
+        self._process = process
+        self._arena = arena
+        self._store = store
+        self.offers = offers
+        self._sent = sent
+        self._work = work
+        self._heard = heard
+        self._steps = steps
+        self._set_back = set_back
         self._round = 0
         self._started = asyncio.Event()
         self._changed = asyncio.Condition()  # of the two below
@@ -64,7 +71,8 @@ class TrainerLink:
         self._outstanding: int | None = None  # round of the message whose fate the living trainer waits for
         self._repeated: int | None = None  # the same, where it will send that message again
         # Earlier fates have changed: until it has heard of that, it sends too much or too little, which is not offered.
-        self._revises, self._revision_told = bool(self._revised()), False
+        self._revises = bool(self._revised())
+        self._revision_told = False
         self._listener: asyncio.Task[None] | None = None
         self.placing = asyncio.Lock()  # held while blobs are put that no offer names yet
 
@@ -115,7 +123,8 @@ class TrainerLink:
         """The same where we took over the state before `number`. `commits`: what is known of that chain."""
         verdict = self.offers.jump(self._me, commits, number, left)
         if verdict.revised:
-            self._revises, self._revision_told = True, False
+            self._revises = True
+            self._revision_told = False
         return verdict
 
     async def adopt(self, round_number: int, shared: Sequence[Tensor]) -> None:
@@ -165,7 +174,9 @@ class TrainerLink:
 
     async def _greet(self, ready: Ready) -> None:
         """A trainer that (re)started may be behind, or wait for a fate that was decided meanwhile."""
-        self._greeted, self._outstanding, self._repeated = self._process.deaths, ready.outstanding, ready.outstanding
+        self._greeted = self._process.deaths
+        self._outstanding = ready.outstanding
+        self._repeated = ready.outstanding
         if ready.round != self._round or self.offers.fate_of(ready.outstanding) != "none" or self._revised():
             await self._tell()
         else:

@@ -22,7 +22,9 @@ class VowFile:
     """Holds one vow, the last. `terms` are those of the run, for the proposal in it."""
 
     def __init__(self, path: Path, run_id: RunId, terms: Terms) -> None:
-        self._path, self._run_id, self._terms = path, run_id, terms
+        self._path = path
+        self._run_id = run_id
+        self._terms = terms
 
     def save(self, vow: Vow) -> None:
         """On disk once this returns. Raises StorageError."""

@@ -14,7 +14,8 @@ class Watchdog:
     """Of one life of a trainer, from its first beat on. `now` in seconds of a clock that only goes forward."""
 
     def __init__(self, beats: int, now: float) -> None:
-        self._beats, self._looked_at = beats, now
+        self._beats = beats
+        self._looked_at = now
         self._longest = 0.0
         self.silent_seconds = 0.0
 
@@ -29,4 +30,5 @@ class Watchdog:
         self.silent_seconds += lived
         if beats != self._beats:
             self._longest = max(self._longest, self.silent_seconds)
-            self._beats, self.silent_seconds = beats, 0.0
+            self._beats = beats
+            self.silent_seconds = 0.0

@@ -113,11 +113,13 @@ class StreamWindows:
         following = next(self._documents, None)
         self._token = 0
         if following is not None:
-            self._document, self._example = following, self._example + 1
+            self._document = following
+            self._example = self._example + 1
             return
         if self._empty_so_far:
             raise DataError(f"{self._stream.config.path} holds no text to train on; name another split or column")
-        self._epoch, self._example = self._epoch + 1, 0
+        self._epoch = self._epoch + 1
+        self._example = 0
         self._open()
 
 

@@ -45,7 +45,9 @@ class Chronicle:
     """`believed` names the next head; `fetch` brings the events that lead there."""
 
     def __init__(self, run_id: RunId, terms: Terms, channel: Channels) -> None:
-        self._run_id, self._terms, self._channel = run_id, terms, channel
+        self._run_id = run_id
+        self._terms = terms
+        self._channel = channel
         self._followed: float | None = None
         self._failed: dict[PeerId, float] = {}  # when it could not show the way
 

@@ -79,7 +79,8 @@ class Seal:
 
     def __init__(self, window: Window) -> None:
         self._window = window
-        self._text, self._until = b"", 0.0
+        self._text = b""
+        self._until = 0.0
 
     async def text(self) -> bytes:
         if time.monotonic() > self._until:

@@ -18,7 +18,8 @@ class Journal:
     """Open for appending; raises StorageError where the disk refuses."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file, self._path = file, path
+        self._file = file
+        self._path = path
 
     @classmethod
     def open(cls, path: Path) -> "Journal":

@@ -28,7 +28,8 @@ class Observer:
     """Made by `watching`; `run` gossips until cancelled."""
 
     def __init__(self, window: Window, rendezvous: Rendezvous) -> None:
-        self.window, self.rendezvous = window, rendezvous
+        self.window = window
+        self.rendezvous = rendezvous
 
     def refusals(self) -> tuple[Mapping[str, int], ...]:
         window = self.window

@@ -37,7 +37,8 @@ NEWS_A_SECOND = 0.1  # from then on: 10 MB a day, whatever they do
 
 class Watch:
     def __init__(self, window: Window, recorder: Recorder) -> None:
-        self._window, self._recorder = window, recorder
+        self._window = window
+        self._recorder = recorder
         self._chronicle = Chronicle(window.manifest.run_id, window.terms(), window.channel)
         # In groups everyone has a state of its own.
         self._one_state = program_of(window.manifest).method.topology.kind != "groups"
@@ -178,14 +179,19 @@ class Pace:
     """Bytes a second, over the last while."""
 
     def __init__(self, began: float, count: int) -> None:
-        self._began, self._count, self._value = began, count, 0.0
+        self._began = began
+        self._count = count
+        self._value = 0.0
 
     def measured(self, count: int, now: float) -> float:
         if count < self._count:  # it was started again
-            self._began, self._count, self._value = now, count, 0.0
+            self._began = now
+            self._count = count
+            self._value = 0.0
         elif now - self._began >= PACE_SECONDS:
             self._value = (count - self._count) / (now - self._began)
-            self._began, self._count = now, count
+            self._began = now
+            self._count = count
         return round(self._value, 1)
 
 

@@ -79,4 +79,6 @@ class Drill:
         return Order("none", f"drill: {victim.name} is back in round {status.round} and contributes")
 
     def _enter(self, stage: Literal["lost", "returning"], view: SwarmView) -> None:
-        self._stage, self._round, self._since = stage, view.round, view.elapsed
+        self._stage = stage
+        self._round = view.round
+        self._since = view.elapsed

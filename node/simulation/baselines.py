@@ -27,7 +27,8 @@ class _Group:
 
     def __init__(self, setting: Setting, corpus: Corpus, slots: Sequence[int]) -> None:
         manifest = setting.manifest
-        self.model, self._train = setting.model(), manifest.train
+        self.model = setting.model()
+        self._train = manifest.train
         self.model.load_flat(setting.weights())
         self._optimizer = InnerOptimizer(self.model, manifest.train, AdamW())
         context, seed = manifest.model.context, manifest.run.seed

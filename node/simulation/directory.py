@@ -21,7 +21,9 @@ class Directory:
     def __init__(
         self, clock: VirtualClock, latency: float, peers: int, expiry: float, changed: Callable[[], None]
     ) -> None:
-        self._clock, self._expiry, self._changed = clock, expiry, changed
+        self._clock = clock
+        self._expiry = expiry
+        self._changed = changed
         self._delay = (latency + SECONDS_A_HOP) * max(1, math.ceil(math.log2(max(2, peers))))
         self._published: dict[PeerId, Head | None] = {}
         self._heads: dict[PeerId, Head] = {}

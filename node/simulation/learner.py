@@ -35,7 +35,8 @@ class Learner:
         self._arena = Arena.create(Contents.of(program))
         self._arena.close()  # the memory stays; a thousand peers would use up the descriptors
         self._model = model
-        self.wanted, self._stretch = Wanted(), Stretch()
+        self.wanted = Wanted()
+        self._stretch = Stretch()
         self.state = InnerState(model, self._optimizer, program, sender, self._arena)
         self._arena.write_anchor(round_number, shared)
         self.state.start(round_number)

@@ -66,8 +66,10 @@ class End:
     """One direction of one link: `rate` bytes a second for all blobs that it has under way together."""
 
     def __init__(self, clock: VirtualClock, rate: float) -> None:
-        self._clock, self._rate = clock, rate
-        self._had, self._at = 0.0, 0.0  # bytes that each of them had by that time
+        self._clock = clock
+        self._rate = rate
+        self._had = 0.0
+        self._at = 0.0  # bytes that each of them had by that time
         self._under_way: list[tuple[float, int, Callable[[], None]]] = []  # what `had` will be when it is done
         self._wanted = 0.0  # the sum of these
         self._numbers = itertools.count()

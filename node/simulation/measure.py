@@ -61,7 +61,8 @@ class Recorder:
     """Takes a point of the curve whenever another share of the tokens is done, and always at the end."""
 
     def __init__(self, examiner: Examiner, points: int) -> None:
-        self._examiner, self._points = examiner, points
+        self._examiner = examiner
+        self._points = points
         self.curve: list[Point] = []
         self._next_share = 1
 

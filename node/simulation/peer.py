@@ -86,7 +86,9 @@ class VirtualPeer:
     """`slot`: which machine and link it has. A peer that comes back is a new one on the old slot."""
 
     def __init__(self, name: PeerId, slot: int, swarm: World) -> None:
-        self.name, self.slot, self.swarm = name, slot, swarm
+        self.name = name
+        self.slot = slot
+        self.swarm = swarm
         self.alive = True
         self.chain = Chain.begin(swarm.run_id)
         self.applied: Applied = swarm.vault.initial
@@ -120,7 +122,8 @@ class VirtualPeer:
         now = swarm.clock.now
         seen = self._seen if self._seen is not None else dict.fromkeys(swarm.directory.peers, now)
         self._inbox.clear()
-        self._live, self._tick_at = frozenset(), 0.0
+        self._live = frozenset()
+        self._tick_at = 0.0
         self._machine = Round(
             swarm.round_settings(head.round), self.name, head.round, head.digest, swarm.notary.signer(self.name), now,
             seen, urgency=self._pacing.urgency,
@@ -215,7 +218,8 @@ class VirtualPeer:
         self._pacing.decided(machine.arrivals, commit.body.in_time)
         told = self._seen if commit.sender == self.name else ()
         self._attendance.decide(machine.number, machine.decision, told, self.swarm.clock.now)
-        self._machine, self._pending = None, commit
+        self._machine = None
+        self._pending = commit
         self.swarm.ledger.decide(commit.body)
         others = tuple(sorted(self.swarm.peers.keys() - {self.name}))
         for place, blob in enumerate(blobs_of(commit.body, self._share(commit.body))):
@@ -327,7 +331,8 @@ class VirtualPeer:
         source = min(level, key=lambda peer: swarm.links.backlog(peer.slot))
         since = self.offers.asks_since(self.chain.round)
         head, applied, commits = source.chain.head, source.applied, source.chain.since(since) or ()
-        self._taking_over, self._machine = True, None
+        self._taking_over = True
+        self._machine = None
         self._inbox.clear()
         swarm.ledger.takeovers += 1
         arrived = self._if_alive(lambda: self._took_over(source, head, commits, applied))

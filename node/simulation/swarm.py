@@ -40,8 +40,11 @@ class Swarm:
         counted: Callable[[], None],
     ) -> None:  # fmt: skip
         manifest = setting.manifest
-        self.setting, self.method, self._corpus = setting, method, corpus
-        self._reached, self._counted = reached, counted
+        self.setting = setting
+        self.method = method
+        self._corpus = corpus
+        self._reached = reached
+        self._counted = counted
         self.random = random.Random(f"murmur simulation {manifest.run.seed}")
         self.run_id = manifest.run_id
         self.clock = VirtualClock()

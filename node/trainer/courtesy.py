@@ -11,7 +11,8 @@ class Courtesy:
     """`pause_share`, `resume_share`: of the device in the hands of others, 0 to 1; `now` in seconds, monotonic."""
 
     def __init__(self, pause_share: float, resume_share: float) -> None:
-        self._pause_share, self._resume_share = pause_share, resume_share
+        self._pause_share = pause_share
+        self._resume_share = resume_share
         self._since: float | None = None  # when the share came to speak against what we do
         self.paused = False
 
@@ -24,5 +25,6 @@ class Courtesy:
         self._since = now if self._since is None else self._since
         if now - self._since < (CALM_SECONDS if self.paused else BUSY_SECONDS):
             return False
-        self.paused, self._since = not self.paused, None
+        self.paused = not self.paused
+        self._since = None
         return True

@@ -19,7 +19,8 @@ class InnerOptimizer:
     steps that the run was old when this trainer joined it; `moments_began`: those that its first moments came from."""
 
     def __init__(self, model: Llama, train: Train, inner: Inner) -> None:
-        self._train, self._inner = train, inner
+        self._train = train
+        self._inner = inner
         self._parameter = model.flat
         self._weights = model.flat.detach()
         self._layout = model.shapes.layout

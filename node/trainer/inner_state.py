@@ -122,7 +122,8 @@ class InnerState:
     def __init__(self, model: Llama, optimizer: InnerOptimizer, program: Program, sender: Sender, arena: Arena) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._program, self._signal = program, program.method.signal
+        self._program = program
+        self._signal = program.method.signal
         self._sender = sender
         self._arena = arena
         self._carried = carried(program.method)

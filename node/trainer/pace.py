@@ -20,7 +20,8 @@ class Wanted:
     steps: int | None = None
 
     def ask(self, number: int, steps: int | None) -> None:
-        self.number, self.steps = number, steps
+        self.number = number
+        self.steps = steps
 
     def of(self, full: int, number: int) -> int:
         """Steps that make a message due, of the plan's `full`."""

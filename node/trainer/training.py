@@ -60,7 +60,10 @@ class Trainer:
     """One model in training; `run` returns when the daemon says Stop. Manifest and program are those of `config`."""
 
     def __init__(self, config: Config, manifest: Manifest, program: Program, arena: Arena, channel: TrainerEnd) -> None:
-        self._config, self._manifest, self._arena, self._channel = config, manifest, arena, channel
+        self._config = config
+        self._manifest = manifest
+        self._arena = arena
+        self._channel = channel
         self._device = choose_device(config.device)
         self._microbatch = microbatch_within(manifest, config.memory, self._device.type)
         keep_within(config.memory, self._device)
@@ -81,9 +84,12 @@ class Trainer:
         )
         self._watch = Stopwatch(counters.seconds)
         self._skipped_in_a_row = 0
-        self._unshown, self._shown_at, self._saved_at = Work(), time.monotonic(), time.monotonic()
+        self._unshown = Work()
+        self._shown_at = time.monotonic()
+        self._saved_at = time.monotonic()
         self._new_anchor: Adopt | None = None
-        self._wanted, self._stretch = Wanted(), Stretch()
+        self._wanted = Wanted()
+        self._stretch = Stretch()
         self._stopping = False
 
     def _pin(self) -> None:
@@ -261,7 +267,8 @@ class Trainer:
                 seconds=self._watch.seconds,
             )
         )
-        self._unshown, self._shown_at = Work(), now
+        self._unshown = Work()
+        self._shown_at = now
 
     def _save(self) -> None:
         with self._watch.spend("snapshot"):

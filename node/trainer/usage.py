@@ -55,7 +55,9 @@ class ProcessorMeter:
             return None
         (busy, total), (busy_before, total_before) = now, (self._busy, self._total)
         spent = sum(ticks - self._ours.get(key, 0) for key, ticks in ours.items())
-        self._busy, self._total, self._ours = busy, total, ours
+        self._busy = busy
+        self._total = total
+        self._ours = ours
         if not total_before or total <= total_before:
             return None
         return min(1.0, max(0.0, (busy - busy_before - spent) / (total - total_before)))

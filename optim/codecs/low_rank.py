@@ -208,7 +208,9 @@ class Decoded:
     """Factored matrices and all other values, each where it belongs."""
 
     def __init__(self, matrices: Sequence[Factored], rest: Sequence[Span], plain: Floats) -> None:
-        self._matrices, self._rest, self._plain = matrices, rest, plain
+        self._matrices = matrices
+        self._rest = rest
+        self._plain = plain
 
     def restore(self, part: slice, out: Floats) -> None:
         for factored in self._matrices:

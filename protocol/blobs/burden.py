@@ -22,7 +22,9 @@ class Burden:
     """`most`, `most_each`: bytes, of all who ask and of one. `blobs_each`: how many of one, as each costs us work."""
 
     def __init__(self, most: int, most_each: int, blobs_each: int) -> None:
-        self._most, self._most_each, self._blobs_each = most, most_each, blobs_each
+        self._most = most
+        self._most_each = most_each
+        self._blobs_each = blobs_each
         self._loads: dict[bytes, _Load] = {}
 
     @property

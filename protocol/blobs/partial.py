@@ -26,7 +26,8 @@ class Partial(ABC):
     """`missing` holds the pieces that are not there or not yet checked."""
 
     def __init__(self, home: Home, blob: Blob, hashes: bytes) -> None:
-        self.blob, self.hashes = blob, hashes
+        self.blob = blob
+        self.hashes = hashes
         self.missing = set(range(blob.pieces))
         self._home = home
 

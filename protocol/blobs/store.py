@@ -46,7 +46,8 @@ class BlobStore:
 
     def __init__(self, folder: Path, max_bytes: int, memory_bytes: int = 0) -> None:
         self._folder = folder
-        self._max_bytes, self._memory_bytes = max_bytes, memory_bytes
+        self._max_bytes = max_bytes
+        self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
         self._complete: dict[bytes, int] = {}
         self._hashes: dict[bytes, bytes] = {}  # of complete ones of few pieces

@@ -12,7 +12,9 @@ class Allowance:
     run."""
 
     def __init__(self, burst: float, rate: float, max_callers: int = MAX_CALLERS) -> None:
-        self._burst, self._rate, self._max_callers = burst, rate, max_callers
+        self._burst = burst
+        self._rate = rate
+        self._max_callers = max_callers
         self._buckets: dict[PeerId, tuple[float, float]] = {}  # tokens left, when; the longest silent first
 
     def left(self, peer: PeerId, now: float) -> float:
@@ -33,7 +35,8 @@ class SharedAllowance:
     """One for each caller, and one for all of them together, as anybody has as many names as he likes."""
 
     def __init__(self, each: Allowance, together: Allowance) -> None:
-        self._each, self._together = each, together
+        self._each = each
+        self._together = together
 
     def take(self, peer: PeerId, now: float, amount: float = 1.0) -> Literal["caller", "all"] | None:
         """Whose share is used up; None: it is granted. What is refused takes nothing of either."""

@@ -116,7 +116,8 @@ class AddressFile:
     """Where the addresses of peers outlive a restart; without a path they do not. Times: seconds, monotonic."""
 
     def __init__(self, path: Path | None, now: float) -> None:
-        self._path, self._saved_at = path, now
+        self._path = path
+        self._saved_at = now
         self._saved: frozenset[PeerId] = frozenset()
 
     def load(self) -> Mapping[PeerId, tuple[str, ...]]:
@@ -131,7 +132,8 @@ class AddressFile:
             self.save(addresses, now)
 
     def save(self, addresses: Mapping[PeerId, Sequence[str]], now: float) -> None:
-        self._saved_at, self._saved = now, frozenset(addresses)
+        self._saved_at = now
+        self._saved = frozenset(addresses)
         if self._path is not None:
             save_addresses(self._path, addresses)
 

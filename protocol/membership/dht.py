@@ -56,8 +56,11 @@ class Dht:
 
     def __init__(self, transport: Host, clock: Clock, boards: Iterable[Board], asks_only: bool = False) -> None:
         kept, self._asks_only = tuple(boards), asks_only
-        self._transport, self._clock = transport, clock
-        self._check, self._shelf, self._door = AnnouncementCheck(kept), Shelf(kept, clock), Door()
+        self._transport = transport
+        self._clock = clock
+        self._check = AnnouncementCheck(kept)
+        self._shelf = Shelf(kept, clock)
+        self._door = Door()
         self._node: Any = None
 
     @property

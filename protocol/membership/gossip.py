@@ -82,8 +82,11 @@ class Directory(MembershipServicer):
     ) -> None:
         self.peer_id = identity.peer_id
         self.refusals: Counter[str] = Counter()  # by kind of fault
-        self._run_id, self._transport, self._clock = run_id, transport, clock
-        self._heartbeat, self._rng = heartbeat, rng
+        self._run_id = run_id
+        self._transport = transport
+        self._clock = clock
+        self._heartbeat = heartbeat
+        self._rng = rng
         self._deadline = max(SHORTEST_DEADLINE, 2 * heartbeat)
         self._table = Table(run_id, expiry)
         self._contacts = Contacts(bootstrap, rng)

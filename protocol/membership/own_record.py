@@ -25,7 +25,10 @@ class OwnRecord:
     """`expiry`: seconds that a record is valid for."""
 
     def __init__(self, identity: Identity, run_id: RunId, clock: Clock, expiry: float) -> None:
-        self._identity, self._run_id, self._clock, self._expiry = identity, run_id, clock, expiry
+        self._identity = identity
+        self._run_id = run_id
+        self._clock = clock
+        self._expiry = expiry
         self._draft = PeerRecord(role="observer")
         self._sequence = -1
         self._dated_with = clock.offset

@@ -51,13 +51,19 @@ class Rendezvous:
         found: Callable[[PeerId, Sequence[str]], None],
         rng: random.Random,
     ) -> None:
-        self._identity, self._run_id, self._transport, self._clock = identity, run_id, transport, clock
-        self._neighbours, self._found, self._rng = neighbours, found, rng
+        self._identity = identity
+        self._run_id = run_id
+        self._transport = transport
+        self._clock = clock
+        self._neighbours = neighbours
+        self._found = found
+        self._rng = rng
         self._board = run_board(run_id)
         self._dht = Dht(transport, clock, (self._board, PUBLIC))
         self._advertisement: Advertisement | None = None
         self._doors: Mapping[PeerId, Sequence[str]] = {}
-        self._restarted, self._wake = False, asyncio.Event()
+        self._restarted = False
+        self._wake = asyncio.Event()
         self._unreadable = 0  # announcements that others hold
         transport.on_restart(self._note_restart)
 
@@ -68,7 +74,8 @@ class Rendezvous:
 
     def advertise(self, advertisement: Advertisement, doors: Mapping[PeerId, Sequence[str]]) -> None:
         """From now on announce the run itself as well, also at peers of other runs: `doors`, with their addresses."""
-        self._advertisement, self._doors = advertisement, doors
+        self._advertisement = advertisement
+        self._doors = doors
         self._wake.set()
 
     def _note_restart(self) -> None:

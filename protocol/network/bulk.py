@@ -86,7 +86,10 @@ class Lease:
         self, bulk: "Bulk", link: Link, path: Path, channel: grpc.aio.Channel | LineChannel, lane: Lane | None
     ) -> None:
         self.channel = channel
-        self._bulk, self._link, self._path, self._lane = bulk, link, path, lane
+        self._bulk = bulk
+        self._link = link
+        self._path = path
+        self._lane = lane
         self._broken = False
 
     def received(self, size: int) -> None:
@@ -120,7 +123,9 @@ class Bulk:
 
     def __init__(self, dialer: DirectDialer, tunnels: Tunnels, usual: Callable[[PeerId], grpc.aio.Channel]) -> None:
         self.bytes_received: Counter[Path] = Counter()  # payload of calls
-        self._dialer, self._tunnels, self._usual = dialer, tunnels, usual
+        self._dialer = dialer
+        self._tunnels = tunnels
+        self._usual = usual
         self._places: OrderedDict[PeerId, Place] = OrderedDict()
         self._links: OrderedDict[PeerId, Link] = OrderedDict()
         self._lanes: set[Lane] = set()

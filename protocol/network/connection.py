@@ -32,7 +32,9 @@ class Quiet:
 
     def __init__(self, now: float) -> None:
         self.bytes = 1
-        self._since, self._heard, self._came = now, now, 0
+        self._since = now
+        self._heard = now
+        self._came = 0
 
     def came(self, size: int, now: float) -> None:
         self._came += size
@@ -40,7 +42,8 @@ class Quiet:
         seconds = now - self._since
         if seconds >= MEASURED_SECONDS:
             self.bytes = max(1, min(MOST_QUIET_BYTES, int(self._came / seconds * QUIET_SECONDS)))
-            self._since, self._came = now, 0
+            self._since = now
+            self._came = 0
 
     def look(self, now: float) -> None:
         """Called now and then: what came fast may come slowly, or not at all."""
@@ -82,7 +85,8 @@ class Connection(asyncio.BufferedProtocol):
                 self._hush()
                 await self._waiter
         finally:
-            self._waiter, self._wanted = None, memoryview(b"")
+            self._waiter = None
+            self._wanted = memoryview(b"")
 
     async def read(self, size: int) -> bytes:
         """So many bytes; errors as of `fill`."""

@@ -35,7 +35,8 @@ class Context:
     """What servicers use of gRPC's."""
 
     def __init__(self, line: Line, handler: Any) -> None:
-        self._line, self._handler = line, handler
+        self._line = line
+        self._handler = handler
 
     def peer(self) -> str:
         """As gRPC names a caller that came in by the entrance."""

@@ -58,7 +58,8 @@ class DialBack:
     """`seen`: the far ends of the connections with a peer."""
 
     def __init__(self, seen: Seen, knock: Knock = greets) -> None:
-        self._seen, self._knock = seen, knock
+        self._seen = seen
+        self._knock = knock
         together = Allowance(MOST_A_PERIOD, MOST_A_PERIOD / PERIOD)
         self._allowance = SharedAllowance(Allowance(1, 1 / PERIOD), together)
 

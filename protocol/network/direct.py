@@ -177,7 +177,8 @@ class DirectDialer:
 
     def __init__(self, identity: Identity, limits: DirectLimits | None = None, names: Names | None = None) -> None:
         self._identity = identity
-        self._limits, self._names = limits or DirectLimits(), names or Names()
+        self._limits = limits or DirectLimits()
+        self._names = names or Names()
         self._context = client_context()
 
     async def dial(self, peer: PeerId, place: Place) -> tuple[Connection, str]:

@@ -56,13 +56,16 @@ class Line:
     ) -> None:
         self.peer = peer
         self._connection = connection
-        self._limits, self._idle, self._traffic = tunnels.limits, idle, tunnels.traffic
+        self._limits = tunnels.limits
+        self._idle = idle
+        self._traffic = tunnels.traffic
         self._upload, self._download = tunnels.gates
         whose = "ours" if is_ours else "theirs"
         self._flows = tunnels.flow(peer, f"up, {whose}"), tunnels.flow(peer, f"down, {whose}")
         self._sending = asyncio.Lock()
         self._sent = 0
-        self._head, self._body = bytearray(HEAD.size), bytearray()  # of the frame that is coming
+        self._head = bytearray(HEAD.size)
+        self._body = bytearray()  # of the frame that is coming
         self._came = 0  # bytes of it
         self._progress = Progress(asyncio.get_running_loop().time())
         self.moved_at = self._progress.moved_at
@@ -184,7 +187,10 @@ class LineChannel:
     """
 
     def __init__(self, peer: PeerId, dial: Dial, tunnels: Tunnels, idle: float = KEPT_SECONDS) -> None:
-        self._peer, self._dial, self._tunnels, self._idle = peer, dial, tunnels, idle
+        self._peer = peer
+        self._dial = dial
+        self._tunnels = tunnels
+        self._idle = idle
         self._sending = asyncio.Lock()  # calls are answered in the order in which they were sent
         self._line: Line | None = None
         self._turns: deque[Turn] = deque()  # of that line
@@ -235,7 +241,8 @@ class LineChannel:
 
     async def _opened(self) -> Line:
         connection = await self._dial(self._peer)
-        self._line, self._turns = Line(self._peer, connection, self._tunnels, self._idle, is_ours=True), deque()
+        self._line = Line(self._peer, connection, self._tunnels, self._idle, is_ours=True)
+        self._turns = deque()
         self._tunnels.spawn(self._keep(self._line))
         return self._line
 
@@ -257,7 +264,9 @@ class Replies:
     """The answer to one call. AioRpcError: as gRPC says it."""
 
     def __init__(self, channel: LineChannel, body: bytes, deserialize: Deserialize, seconds: float) -> None:
-        self._channel, self._body, self._deserialize = channel, body, deserialize
+        self._channel = channel
+        self._body = body
+        self._deserialize = deserialize
         self._ends = asyncio.get_running_loop().time() + seconds
         self._turn: Turn | None = None
         self._ended = False

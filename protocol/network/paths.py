@@ -49,7 +49,8 @@ class Goodput:
         if self._seconds > 0 and (self._bytes >= SAMPLE_BYTES or self._seconds >= SAMPLE_SECONDS):
             rate = self._bytes / self._seconds
             self.rate = rate if self.rate is None else (1 - SMOOTHING) * self.rate + SMOOTHING * rate
-            self._bytes, self._seconds = 0, 0.0
+            self._bytes = 0
+            self._seconds = 0.0
 
 
 @dataclass

@@ -75,8 +75,12 @@ class Transport:
         self.peer_id: PeerId = identity.peer_id
         self.traffic = Traffic()
         self.door: DirectDoor | None = None  # for direct connections, where they are taken
-        self._identity, self._identity_path, self._sockets, self._folder = identity, identity_path, folder, folder.path
-        self._limits, self._direct_limits = limits, DirectLimits(stall=limits.stall)
+        self._identity = identity
+        self._identity_path = identity_path
+        self._sockets = folder
+        self._folder = folder.path
+        self._limits = limits
+        self._direct_limits = DirectLimits(stall=limits.stall)
         self._stack = AsyncExitStack()
         self._tunnels = Tunnels(limits, self.traffic)
         dialer = DirectDialer(identity, self._direct_limits)

@@ -121,7 +121,8 @@ class Progress:
         """`passed`: bytes that the receiver took so far. The clock of a wait starts when something begins to wait."""
         if passed != self._passed or (pending and not self._pending):
             self.moved_at = now
-        self._passed, self._pending = passed, pending
+        self._passed = passed
+        self._pending = pending
 
     def stalled_for(self, now: float) -> float:
         return now - self.moved_at if self._pending else 0.0

@@ -109,7 +109,8 @@ class Chain:
 
     def restart(self, head: Head, commits: Sequence[Statement[Commit]] = ()) -> None:
         """Go over to another chain, of which only the last commits are known."""
-        self.head, self._commits = head, list(commits)[-KEPT_COMMITS:]
+        self.head = head
+        self._commits = list(commits)[-KEPT_COMMITS:]
 
     def since(self, number: int) -> tuple[Statement[Commit], ...] | None:
         """The commits that lead from `number` decided rounds to our head; None where the log does not reach back."""

@@ -95,7 +95,9 @@ class Electorate:
         self._vanished.update(dict.fromkeys((self.live - live) | (self._forgotten & given.ahead), now))
         for peer in self._vanished.keys() & (live | gone):
             del self._vanished[peer]
-        self.live, self._resting, self._ahead = live, given.resting, given.ahead
+        self.live = live
+        self._resting = given.resting
+        self._ahead = given.ahead
         self._awaited -= live | gone | given.ahead
         self._forgotten -= live | gone | given.ahead
         self._recount()

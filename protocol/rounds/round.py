@@ -355,7 +355,8 @@ class Round:
         if commit is None or self.commit is not None:
             return
         decision = self._proof(commit)
-        self.commit, self.decision = commit, (commit.signed, decision.signed)
+        self.commit = commit
+        self.decision = (commit.signed, decision.signed)
         if commit.sender == self._state.me:
             self._send(self._state.others, decision)
         included = {contribution.sender for contribution in commit.body.contributions}

@@ -76,7 +76,8 @@ class RoundState:
 
     def take_up(self, vow: Vow) -> tuple[int, Digest]:
         """Go on after the view that an earlier process of ours was last bound in. The view and lock that bind us."""
-        self.view, self.lock = min(vow.view + 1, MAX_VIEW), vow.lock
+        self.view = min(vow.view + 1, MAX_VIEW)
+        self.lock = vow.lock
         if vow.lock is None:
             return vow.view, b""
         self.evidence.learn_proposal(vow.lock)
@@ -200,7 +201,10 @@ class RoundState:
         if self.followed and self.followed.ballot.view < ballot.view:
             self.fail(self.followed.leader)
         view = View(ballot, roster, self.settings.parts, now)
-        self.view, self.view_since, self.followed, self.leadership = ballot.view, now, view, None
+        self.view = ballot.view
+        self.view_since = now
+        self.followed = view
+        self.leadership = None
         if roster.sender == self.me:
             self.leadership = Leadership(self.settings, self.election, self.electorate, self.evidence, view)
         twofold = self.evidence.learn_contributions(roster.body, self.electorate.electors)

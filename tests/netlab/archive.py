@@ -30,7 +30,9 @@ class Archive:
     """Keeps a second name for every blob in the peers' folders while it is entered."""
 
     def __init__(self, folder: Path, manifest: Manifest, peers: Sequence[Path]) -> None:
-        self._folder, self._manifest, self._peers = folder, manifest, peers
+        self._folder = folder
+        self._manifest = manifest
+        self._peers = peers
         self._program = program_of(manifest)
         self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="archive")

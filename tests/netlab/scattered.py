@@ -23,7 +23,8 @@ class ScatteredPeer(PeerProcess):
 
     def __init__(self, name: str, folder: Path, command: Sequence[str], laboratory: Laboratory, node: Node) -> None:
         super().__init__(name, folder, command)
-        self.laboratory, self.node = laboratory, node
+        self.laboratory = laboratory
+        self.node = node
 
     def start(self, peers: Sequence[str]) -> None:
         with self.laboratory.inside(self.node):
@@ -43,7 +44,8 @@ class ScatteredFlock(Flock):
     """A peer in each of the nodes."""
 
     def __init__(self, folder: Path, manifest: Manifest, laboratory: Laboratory, nodes: Sequence[Node]) -> None:
-        self.laboratory, self.nodes = laboratory, list(nodes)
+        self.laboratory = laboratory
+        self.nodes = list(nodes)
         self.states: dict[str, set[str]] = {}  # those that were seen, by the digest of the chain that led to them
         super().__init__(folder, manifest, len(nodes))
 

@@ -25,7 +25,9 @@ class Way:
     """A peer that holds a blob at one end of a link, and as many as are asked for at the other."""
 
     def __init__(self, laboratory: Laboratory, folder: Path, link: Link) -> None:
-        self._laboratory, self._folder, self._taken = laboratory, folder, 0
+        self._laboratory = laboratory
+        self._folder = folder
+        self._taken = 0
         server, self._taker = laboratory.ordinary_node(link), laboratory.ordinary_node(link)
         command = [sys.executable, blob_server.__file__, str(folder / "server"), server.address, str(SIZE), "1"]
         self._about = line_of(laboratory.start(server, command)).split()

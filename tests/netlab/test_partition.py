@@ -64,7 +64,8 @@ class Chains:
     """The digests that groups of peers have shown, by round."""
 
     def __init__(self, flock: ScatteredFlock, groups: Sequence[Sequence[PeerProcess]]) -> None:
-        self._flock, self._groups = flock, groups
+        self._flock = flock
+        self._groups = groups
         self.shown: list[dict[int, set[str]]] = [{} for _ in groups]
 
     def look(self) -> list[int]:

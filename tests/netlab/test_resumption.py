@@ -29,7 +29,10 @@ class Download:
     """Of the server's blob to a folder, by one process after the other."""
 
     def __init__(self, folder: Path, transport: Transport, peer: PeerId, blob: Blob) -> None:
-        self.folder, self._transport, self._peer, self._blob = folder, transport, peer, blob
+        self.folder = folder
+        self._transport = transport
+        self._peer = peer
+        self._blob = blob
         self.received = 0
 
     async def attempt(self, seconds: float, stop_at: int | None = None) -> bool:

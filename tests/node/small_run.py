@@ -150,7 +150,8 @@ class CopyingFetcher:
     has it."""
 
     def __init__(self, store: BlobStore, stores: dict[PeerId, BlobStore]) -> None:
-        self.store, self.stores = store, stores
+        self.store = store
+        self.stores = stores
         self.asked: list[Blob] = []
         self.turns: dict[Blob, int] = {}
         self.under_way = 0

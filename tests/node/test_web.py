@@ -40,7 +40,8 @@ class Guest:
     """One connection to the site."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+        self.reader = reader
+        self.writer = writer
 
     async def ask(self) -> bytes:
         """The answer's body; empty where the connection is closed."""

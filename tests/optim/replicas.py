@@ -62,8 +62,10 @@ class Replica:
 
     def __init__(self, program: Program) -> None:
         self.program, method = program, program.method
-        self.sender, self.merger = Sender(program), Merger(program)
-        self.anchor, self.residual = torch.zeros(program.numel), torch.zeros(program.message_numel)
+        self.sender = Sender(program)
+        self.merger = Merger(program)
+        self.anchor = torch.zeros(program.numel)
+        self.residual = torch.zeros(program.message_numel)
         self.slots = {name: torch.zeros(method.size_of(name, program.numel)) for name in method.slots}
 
     def message(self, number: int, seed: int) -> list[Payload]:

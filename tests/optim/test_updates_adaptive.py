@@ -18,7 +18,8 @@ class Run:
     """The mean of the members' moved momenta, message after message."""
 
     def __init__(self, update: FrozenAdam) -> None:
-        self.update, self.anchor = update, torch.ones(NUMEL)
+        self.update = update
+        self.anchor = torch.ones(NUMEL)
         self.slots = {name: torch.zeros(NUMEL) for name in update.slots}
         self.residual = torch.zeros(NUMEL)
 

@@ -17,12 +17,17 @@ class Machine:
         self, seconds: float, seed: int = 0, noise: float = 0.0, full: int = FULL, overlaps: bool = False
     ) -> None:
         self.pacing = Pacing(GRACE, lambda number: full, TOKENS, lambda number: overlaps)
-        self.full, self._seconds, self._noise, self._rng = full, seconds, noise, random.Random(seed)
-        self._step, self._total = 0, 0.0
+        self.full = full
+        self._seconds = seconds
+        self._noise = noise
+        self._rng = random.Random(seed)
+        self._step = 0
+        self._total = 0.0
 
     def seconds(self) -> float:
         each = self._seconds * (1 + self._noise * self._rng.random())
-        self._step, self._total = self._step + 1, self._total + each
+        self._step = self._step + 1
+        self._total = self._total + each
         self.pacing.trained(self._step, self._total)
         return each
 

@@ -102,7 +102,8 @@ class Peer:
         disk, now = self.disk, self.network.now
         self.chain = Chain(disk.head, disk.commits)
         self.progress.restore(disk.progress, disk.head.round)
-        self.vow, self.store = disk.last_vow(), set(disk.store)
+        self.vow = disk.last_vow()
+        self.store = set(disk.store)
         self._is_writing = False
         self.attendance = Attendance(self.network.scenario.settings().leader_timeout)
         self.records = {}
@@ -115,7 +116,10 @@ class Peer:
         """The next round on our chain."""
         head, now = self.chain.head, self.network.now
         settings = self.network.scenario.settings()
-        self.pending, self.behind_since, self._live, self._tick_at = None, None, Live(frozenset()), 0.0
+        self.pending = None
+        self.behind_since = None
+        self._live = Live(frozenset())
+        self._tick_at = 0.0
         self.sources.clear()
         self.waiting.clear()
         self.round = Round(settings, self.name, head.round, head.digest, signer_of(self.name), now, seen, self.vow)

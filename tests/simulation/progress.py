@@ -94,7 +94,9 @@ class Progress:
     """Of one peer. `units`: all that its trainer remembers to have made; `residual`: what it has to send again."""
 
     def __init__(self, name: PeerId, scenario: Scenario, ledger: Ledger) -> None:
-        self._name, self._scenario, self._ledger = name, scenario, ledger
+        self._name = name
+        self._scenario = scenario
+        self._ledger = ledger
         self._program = cast(Program, Plans(scenario.carries))
         self.offers = Offers(self._program)
         self.units = self.residual = NONE
@@ -160,7 +162,9 @@ class Progress:
     def restore(self, saved: Saved, number: int) -> None:
         """What was made since then is lost with the memory, unless it is in the message that was on its way."""
         self.offers, sent = Offers.from_json(self._program, saved.decided), self.sent
-        self.made, self.units, self.residual = saved.made, saved.units, saved.residual
+        self.made = saved.made
+        self.units = saved.units
+        self.residual = saved.residual
         if sent is not None and self.offers.resume(saved.outstanding, saved.made, sent, number) != "none":
             content, self.made = self._ledger.contents[sent.offer.parts], sent.offer.message.serial
             self.residual = NONE

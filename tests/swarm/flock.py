@@ -69,7 +69,8 @@ def own_world() -> Iterator[str]:
 class Flock:
     def __init__(self, folder: Path, manifest: Manifest, peers: int, *more: str) -> None:
         """`more`: words of each peer's command."""
-        self.manifest, self._more = manifest, more
+        self.manifest = manifest
+        self._more = more
         self.run = write_run(folder, manifest)
         self.peers = [self._made(index) for index in range(peers)]
 

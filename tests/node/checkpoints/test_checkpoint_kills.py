@@ -233,7 +233,8 @@ class Folders:
     """Fresh copies of a folder of checkpoints: rounds 1 and 2 for saves, round 2 alone for the control."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.copies = root, 0
+        self.root = root
+        self.copies = 0
         for round_number in (1, 2):
             save(root / "pair", example(round_number), SHAPES, KEEP)
         save(root / "single", example(2), SHAPES, KEEP)

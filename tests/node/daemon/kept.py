@@ -23,7 +23,8 @@ OUTBOX = b"firstsecond"
 class World:
     def __init__(self, folder: Path, room: int = 1 << 26) -> None:
         self.folder = RunFolder(folder)
-        self.store, self.sent = store_in(self.folder.blobs), OfferFile(self.folder.offer)
+        self.store = store_in(self.folder.blobs)
+        self.sent = OfferFile(self.folder.offer)
         self.arena = Arena.create(Contents.of(PROGRAM))
         self.adopted = asyncio.Event()
         self.adopts = True

@@ -43,12 +43,14 @@ FRIEND, LIAR = PEERS[2].peer_id, PEERS[3].peer_id
 
 class FakeDriver:
     def __init__(self) -> None:
-        self.is_open, self.number = False, -1
+        self.is_open = False
+        self.number = -1
         self.begun: list[int] = []
         self.offered: list[Contribution] = []
 
     def begin(self, number: int, base: bytes, live: Iterable[PeerId]) -> None:
-        self.is_open, self.number = True, number
+        self.is_open = True
+        self.number = number
         self.begun.append(number)
 
     def close(self) -> None:
@@ -200,8 +202,12 @@ class World:
         self.store = store_in(folder / "mine")
         self.fetcher = CopyingFetcher(self.store, {})
         self.replica = replica_in(self.store)
-        self.driver, self.members, self.trainer = FakeDriver(), FakeMembers(), FakeTrainer()
-        self.keeper, self.standing, self.scout = FakeKeeper(), FakeStanding(), FakeScout(self.replica)
+        self.driver = FakeDriver()
+        self.members = FakeMembers()
+        self.trainer = FakeTrainer()
+        self.keeper = FakeKeeper()
+        self.standing = FakeStanding()
+        self.scout = FakeScout(self.replica)
         parts: dict[str, Any] = {
             "members": self.members, "driver": self.driver, "scout": self.scout, "trainer": self.trainer,
             "keeper": self.keeper, "standing": self.standing,
@@ -253,7 +259,8 @@ class World:
 
 class Make:
     def __init__(self, folder: Path) -> None:
-        self.folder, self.made = folder, list[World]()
+        self.folder = folder
+        self.made = list[World]()
 
     def __call__(self, target: str = "", min_peers: int = 1) -> World:
         self.made.append(World(self.folder, manifest_of(target, min_peers)))

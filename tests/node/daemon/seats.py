@@ -79,7 +79,9 @@ class Table:
 
 class Seat:
     def __init__(self, table: Table, index: int, folder: Path) -> None:
-        self.table, self.identity, self.index = table, PEERS[index], index
+        self.table = table
+        self.identity = PEERS[index]
+        self.index = index
         self.store = store_in(folder / str(index))
         self.fetcher = CopyingFetcher(self.store, {})
         self.wishes = Wishes(cast(Any, self.fetcher), lambda: table.seats)

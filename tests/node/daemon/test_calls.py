@@ -113,7 +113,8 @@ class Mailbox(RoundsServicer):
     """Counts what is delivered, and answers at once or never."""
 
     def __init__(self, *, answers: bool = True) -> None:
-        self.letters, self._answers = 0, answers
+        self.letters = 0
+        self._answers = answers
 
     async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
         self.letters += 1

@@ -40,11 +40,13 @@ class Scene:
     """What the owner has, and a carrier behind a real channel."""
 
     def __init__(self, folder: Path, channel: grpc.aio.Channel) -> None:
-        self.owner, self.store = store_in(folder / "owner"), store_in(folder / "carrier")
+        self.owner = store_in(folder / "owner")
+        self.store = store_in(folder / "carrier")
         self.fetcher = CopyingFetcher(self.store, {OWNER: self.owner})
         self.refused: list[tuple[PeerId, str]] = []
         self.setbacks: list[str] = []
-        self.round, self.channel = ROUND, channel
+        self.round = ROUND
+        self.channel = channel
         around = Surroundings(
             round=lambda: self.round,
             is_member=lambda peer: peer != STRANGER,

@@ -50,8 +50,10 @@ class Answer(RoundsServicer):
 class World:
     def __init__(self, folder: Path, answer: Answer, channel: grpc.aio.Channel) -> None:
         self.store = store_in(folder / "blobs")
-        self.theirs, self.mine = replica_in(self.store), replica_in(self.store)
-        self.answer, self.channel = answer, channel
+        self.theirs = replica_in(self.store)
+        self.mine = replica_in(self.store)
+        self.answer = answer
+        self.channel = channel
 
     def scout(self, chain: Chain | None = None) -> Scout:
         return Scout(RUN_ID, TERMS, chain or self.mine.chain, lambda _: self.channel, STATE_BYTES)

@@ -43,9 +43,12 @@ class Node:
     """`taken`: an x for each round that takes our message. `every`: rounds from one checkpoint to the next."""
 
     def __init__(self, folder: Path, tables: Tables, taken: str, every: int) -> None:
-        self.tables, self.taken, self.every = tables, taken, every
+        self.tables = tables
+        self.taken = taken
+        self.every = every
         self.folder = RunFolder(folder)
-        self.store, self.sent = store_in(self.folder.blobs), OfferFile(self.folder.offer)
+        self.store = store_in(self.folder.blobs)
+        self.sent = OfferFile(self.folder.offer)
         self.chain: list[Commit] = []  # of the swarm
         self.head = genesis(RUN_ID)  # of the swarm
         self.applied = torch.zeros(NUMEL)

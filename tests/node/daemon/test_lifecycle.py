@@ -33,7 +33,8 @@ class Node:
         self.directory = SimpleNamespace(run=for_ever, leave=at_once)
         self.rendezvous = SimpleNamespace(run=for_ever)
         self.participant = SimpleNamespace(run=for_ever)
-        self.trainer_failure, self.finish = trainer, at_once
+        self.trainer_failure = trainer
+        self.finish = at_once
         self.standing = Standing(NodeStatus(peer_id="p", run="demo", run_id="0", step=300), Metrics(), dict)
 
     def publish_progress(self) -> None:

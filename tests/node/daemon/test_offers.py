@@ -134,14 +134,17 @@ class Fork:
 
     def __init__(self, taken: str) -> None:
         self.offers = Offers(program_of(compose("averaging", {"schedule": {"fragments": 2}})))
-        self.ours, self.theirs, self.chain = genesis(RUN_ID), genesis(RUN_ID), list[Commit]()
+        self.ours = genesis(RUN_ID)
+        self.theirs = genesis(RUN_ID)
+        self.chain = list[Commit]()
         self.made = [offer(number, number) for number in range(len(taken))]
         for number, taker in enumerate(taken):
             self.offers.place(self.made[number])
             mine = commit(self.ours, self.made[number] if taker == "o" else None)
             self.chain.append(commit(self.theirs, self.made[number] if taker == "t" else None))
             self.offers.reach(ME, [mine], number + 1)
-            self.ours, self.theirs = after(self.ours, mine), after(self.theirs, self.chain[-1])
+            self.ours = after(self.ours, mine)
+            self.theirs = after(self.theirs, self.chain[-1])
 
     def meet(self, known_since: int = 0) -> Verdict:
         return self.offers.jump(ME, self.chain[known_since:], len(self.chain), self.ours)

@@ -44,7 +44,10 @@ class FakeDriver:
 
 class World:
     def __init__(self, channel: grpc.aio.Channel, replica: Replica, driver: FakeDriver, service: RoundsService) -> None:
-        self.channel, self.replica, self.driver, self.service = channel, replica, driver, service
+        self.channel = channel
+        self.replica = replica
+        self.driver = driver
+        self.service = service
 
     def to_them(self, _: PeerId) -> grpc.aio.Channel:
         return self.channel

@@ -67,7 +67,8 @@ class World:
         self.store = store_in(folder / "blobs")
         self.heard: list[FromTrainer] = []
         self.setbacks: list[Setback] = []
-        self.offers, self.sent = Offers(PROGRAM), OfferFile(folder / "offer.json")
+        self.offers = Offers(PROGRAM)
+        self.sent = OfferFile(folder / "offer.json")
         self.head = Head(0, bytes(32), 0)
         self.work: Callable[..., Awaitable[Any]] = at_once
         process: Any = self.process

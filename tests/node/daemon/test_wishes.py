@@ -147,8 +147,10 @@ class Streets:
     """a and b are hidden as we are, c and d can be called; what is carried lies in the carrier's store."""
 
     def __init__(self, folder: Path, carriers: str = "cd", willing: str = "cd") -> None:
-        self.mine, self.stores = store_in(folder / "mine"), {name: store_in(folder / name) for name in "abcd"}
-        self.carriers, self.willing = carriers, willing
+        self.mine = store_in(folder / "mine")
+        self.stores = {name: store_in(folder / name) for name in "abcd"}
+        self.carriers = carriers
+        self.willing = willing
         self.asked: list[PeerId] = []
         self.setbacks: list[tuple[Setback, str]] = []
         fetcher: Any = CopyingFetcher(self.mine, {name: self.stores[name] for name in "cd"})

@@ -17,7 +17,9 @@ class Only:
         spare: grpc.aio.Channel | None = None,
         quick: grpc.aio.Channel | None = None,
     ) -> None:
-        self._channel, self._spare, self._quick = channel, spare, quick
+        self._channel = channel
+        self._spare = spare
+        self._quick = quick
 
     def channel(self, peer: PeerId) -> grpc.aio.Channel:
         return self._channel

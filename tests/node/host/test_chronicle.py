@@ -25,7 +25,8 @@ class Log:
     """One peer's chain. `kept`: how many of its last commits it still has; `lies`: what it answers instead."""
 
     def __init__(self, kept: int = 64) -> None:
-        self.chain, self.kept = Chain.begin(RUN_ID), kept
+        self.chain = Chain.begin(RUN_ID)
+        self.kept = kept
         self.lies: list[Statement[Commit]] | None = None
         self.silent = False
 

@@ -63,7 +63,8 @@ class NotingRecorder(Recorder):
 
 class Scene:
     def __init__(self, trains: bool = False) -> None:
-        self.directory, self.recorder = FakeDirectory(), NotingRecorder()
+        self.directory = FakeDirectory()
+        self.recorder = NotingRecorder()
         self.watch = Watch(FakeWindow(self.directory, trains), self.recorder)  # type: ignore[arg-type]
 
     def kinds(self) -> list[str]:

@@ -32,7 +32,9 @@ class InProcess:
     """A trainer in a thread of ours, so that a test can put something in its way."""
 
     def __init__(self, bench: Bench, ours: DaemonEnd, trainer: Trainer) -> None:
-        self.bench, self.channel, self.trainer = bench, ours, trainer
+        self.bench = bench
+        self.channel = ours
+        self.trainer = trainer
         self.running = asyncio.create_task(asyncio.to_thread(trainer.run))
 
     async def until(self, kind: type[M], where: Callable[[M], bool] = lambda message: True) -> M:

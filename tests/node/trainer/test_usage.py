@@ -15,7 +15,9 @@ class FakeProc:
     """A /proc of four processors, whose counters a test moves on."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.busy, self.idle = folder, 1000, 5000
+        self.folder = folder
+        self.busy = 1000
+        self.idle = 5000
         self.write_total()
 
     def write_total(self) -> None:
@@ -29,7 +31,8 @@ class FakeProc:
         (entry / "cmdline").write_bytes(words)
 
     def spend(self, busy: int, idle: int) -> None:
-        self.busy, self.idle = self.busy + busy, self.idle + idle
+        self.busy = self.busy + busy
+        self.idle = self.idle + idle
         self.write_total()
 
 

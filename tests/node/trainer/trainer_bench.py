@@ -58,7 +58,8 @@ class Bench:
         **own: object,
     ) -> None:
         """`own`: fields of Config, what one machine decides for itself."""
-        self.folder, self._own = folder, own
+        self.folder = folder
+        self._own = own
         (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
         (folder / "b.txt").write_text("pack my box with five dozen liquor jugs\n" * 200)
         toml = TOML.format(

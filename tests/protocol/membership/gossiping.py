@@ -43,7 +43,9 @@ class Context:
 
 class Channel:
     def __init__(self, network: "Network", source: str, target: str) -> None:
-        self._network, self._source, self._target = network, source, target
+        self._network = network
+        self._source = source
+        self._target = target
 
     def unary_unary(self, *_: Any, **__: Any) -> Callable[..., Awaitable[GossipReply]]:
         async def call(request: GossipRequest, timeout: float) -> GossipReply:
@@ -76,7 +78,8 @@ class Node:
     """A transport on the network of this process."""
 
     def __init__(self, network: Network, peer: str) -> None:
-        self.network, self.peer = network, peer
+        self.network = network
+        self.peer = peer
         self.introduced: dict[str, Sequence[str]] = {}
         self.forgotten: list[str] = []
         self.broken = False

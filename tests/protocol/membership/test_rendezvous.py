@@ -42,7 +42,8 @@ class Peer:
     def __init__(
         self, transport: Transport, identity: Identity, seeds: Mapping[str, Sequence[str]], skew: float
     ) -> None:
-        self.transport, self.identity = transport, identity
+        self.transport = transport
+        self.identity = identity
         self.found: dict[str, tuple[str, ...]] = {}
         self.clock = Clock(lambda: time.time() + skew)
         self.rendezvous = Rendezvous(

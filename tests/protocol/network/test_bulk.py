@@ -64,7 +64,8 @@ class Library:
     """A peer that holds DATA, one that fetches it, and what passes between them."""
 
     def __init__(self, folder: Path, start_transport: StartTransport) -> None:
-        self.here, self.there = BlobStore(folder / "here", 1 << 30), BlobStore(folder / "there", 1 << 30)
+        self.here = BlobStore(folder / "here", 1 << 30)
+        self.there = BlobStore(folder / "there", 1 << 30)
         self.there.put(DATA)
         self.service = BlobService(self.there, caller)
         self._start = start_transport

@@ -19,7 +19,8 @@ class Doorway:
     """Notes where one knocks."""
 
     def __init__(self, *seen: str) -> None:
-        self.seen, self.knocked = seen, list[tuple[str, int]]()
+        self.seen = seen
+        self.knocked = list[tuple[str, int]]()
         self.dial_back = DialBack(self._ends, self._knock)
 
     async def _ends(self, _: str) -> Sequence[str]:

@@ -54,7 +54,9 @@ class Ends:
     """A caller of `channel`, and who answers."""
 
     def __init__(self) -> None:
-        self.servicer, self.dials, self.idle = Servicer(), 0, KEPT_SECONDS
+        self.servicer = Servicer()
+        self.dials = 0
+        self.idle = KEPT_SECONDS
         self._servers: list[asyncio.Server] = []
         self._all: list[Tunnels] = []
 

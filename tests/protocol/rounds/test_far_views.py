@@ -30,7 +30,10 @@ class Spoiler:
     or even before (`hastes`)."""
 
     def __init__(self, table: Table, says: Says, away: int, hastes: bool) -> None:
-        self._table, self._says, self._away, self._hastes = table, says, away, hastes
+        self._table = table
+        self._says = says
+        self._away = away
+        self._hastes = hastes
         self.name = max(table.names)  # not the lowest, which decides between two halves
         self._others = [name for name in table.names if name != self.name]
         self._roster = self._lead(0)
