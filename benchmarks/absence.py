@@ -25,19 +25,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.endurance.flight import manifest_of
-from node.channel import Fate
+from benchmarks.endurance.flight import make_manifest
+from node.channel import ContributionOutcome
 from node.data import open_source, validation_batches
 from node.model import Llama, initial_weights
-from node.program import program_of
-from node.simulation.learner import Learner
+from node.program import build_program
+from node.simulation.learner import VirtualTrainer
 from node.simulation.measure import VALIDATION_TOKENS
 from node.trainer.inner_step import validation_loss
-from optim.exchange import Sender
+from optim.exchange import ContributionEncoder
 from optim.method import Method
 from optim.recipes import compose
 from protocol.manifest import Manifest
-from tests.optim.replicas import Replica
+from tests.optim.replicas import FakePeer
 
 PEERS = 8
 LONGEST = 3  # rounds that a peer is away
@@ -62,12 +62,12 @@ class Peers:
 
     def __init__(self, manifest: Manifest, method: Method) -> None:
         corpus, weights = open_source(manifest.data, Path()), initial_weights(manifest.model, manifest.run.seed)
-        self._program = program_of(manifest, method)
-        self._agreed = Replica(self._program)
+        self._program = build_program(manifest, method)
+        self._agreed = FakePeer(self._program)
         self._round = 0
         self._agreed.anchor = weights
         self._learners = [
-            Learner(Llama(manifest.model), manifest, self._program, corpus, Sender(self._program), str(i), [weights], 0)
+            VirtualTrainer(Llama(manifest.model), manifest, self._program, corpus, ContributionEncoder(self._program), str(i), [weights], 0)
             for i in range(PEERS)
         ]
         self._examiner = Llama(manifest.model)
@@ -79,14 +79,14 @@ class Peers:
         for learner in learners:
             for _ in range(self._program.plan(self._round).steps):
                 learner.step()
-        messages = [learner.message()[1] for learner in learners]
+        messages = [learner.make_contribution()[1] for learner in learners]
         self._agreed.apply(self._round, messages, [1.0] * len(messages))
         self._round += 1
         self._tell(learners, "included")
 
-    def _tell(self, learners: Sequence[Learner], fate: Fate) -> None:
+    def _tell(self, learners: Sequence[VirtualTrainer], fate: ContributionOutcome) -> None:
         for learner in learners:
-            learner.adopt(self._round, [self._agreed.anchor], fate, (), lambda parts: [])
+            learner.apply_anchor(self._round, [self._agreed.anchor], fate, (), lambda parts: [])
 
     def loss(self) -> float:
         return validation_loss(self._examiner, self._agreed.anchor, self._held_out)[0]
@@ -104,7 +104,7 @@ def attendance(away: float, seed: int) -> Iterator[list[int]]:
 def run(recipe: str, seed: int, rounds: int, away: float, shorten: bool) -> Run:
     torch.set_num_threads(1)
     method = compose(recipe, {"update": {"shorten": shorten}})
-    peers = Peers(manifest_of(seed, method.schedule.inner_steps, PEERS), method)
+    peers = Peers(make_manifest(seed, method.schedule.inner_steps, PEERS), method)
     tokens, curve = 0, list[tuple[int, float]]()
     for number, present in enumerate(attendance(away, seed), start=1):
         peers.round(present)

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.merge.stepper import Stepper
-from node.config import threads_each
+from node.config import threads_per_process
 from node.trainer.device import choose_device
 from protocol.errors import DeviceError
 from protocol.manifest import Manifest
-from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with, write_run
+from tests.swarm.flock import ENDLESS, ProcessSwarm, running_swarm, manifest_with, write_run
 
 WARM_STEPS, STEPS = 5, 40
 HEAD, SHARE = 64, 8 / 3  # values of an attention head; of the width, inside the gated layer
@@ -88,11 +88,11 @@ def bare_speed(manifest: Manifest, device: str) -> float:
 
 
 def swarm(words: argparse.Namespace, count: int, bare: float) -> Figures:
-    own = ["--device", words.device, "--threads", str(threads_each(count))]
+    own = ["--device", words.device, "--threads", str(threads_per_process(count))]
     own += ["--upload", words.rate, "--download", words.rate]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
-        flock = stack.enter_context(flying(Path(folder), manifest_of(words, count), count, *own))
+        flock = stack.enter_context(running_swarm(Path(folder), manifest_of(words, count), count, *own))
         flock.start()
         flock.wait_for_round(FIRST, seconds=RUN_SECONDS)
         began, before = time.monotonic(), told(flock)
@@ -107,10 +107,10 @@ def swarm(words: argparse.Namespace, count: int, bare: float) -> Figures:
     return {"device_share": tokens / seconds / bare, "round_seconds": round_seconds, **shares}
 
 
-def told(flock: Flock) -> "Counter[str]":
+def told(flock: ProcessSwarm) -> "Counter[str]":
     """Of all trainers so far: seconds by activity, and tokens."""
     sums: Counter[str] = Counter()
-    for status in flock.look():
+    for status in flock.poll():
         sums.update({TOKENS: status.tokens, **status.seconds})
     return sums
 

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from benchmarks.merge.values import relative_error, vector
+from benchmarks.merge.values import relative_error, random_vector
 from node.daemon.replica import OuterState
 from optim.codecs.codec import Payload
-from optim.exchange import Merger, Sender
+from optim.exchange import Aggregator, ContributionEncoder
 from optim.layout import Layout
-from optim.program import Program
+from optim.program import RoundPlanner
 from optim.recipes import compose
 from optim.vectors import Vector
 from protocol.blobs.blob import Blob
-from protocol.manifest import Round
+from protocol.manifest import RoundSection
 
 PEERS = 4
 RECIPES = ("averaging", "sparseloco", "frugal")
@@ -57,22 +57,22 @@ class Merge:
     """Round 0, seen by the first of four peers."""
 
     def __init__(self, recipe: str, numel: int) -> None:
-        self._program = Program(compose(recipe, {}), Layout(((numel,),)), Round().parts)
+        self._program = RoundPlanner(compose(recipe, {}), Layout(((numel,),)), RoundSection().parts)
         self._plan = self._program.plan(0)
-        self._merger = Merger(self._program)
-        self._delta = vector(0, numel)
-        self._before = self._after = OuterState.initial(vector(PEERS, numel), self._program.method)
-        self._messages = [self._encoded(vector(rank, numel)) for rank in range(PEERS)]
+        self._merger = Aggregator(self._program)
+        self._delta = random_vector(0, numel)
+        self._before = self._after = OuterState.initial(random_vector(PEERS, numel), self._program.method)
+        self._messages = [self._encoded(random_vector(rank, numel)) for rank in range(PEERS)]
 
     def run(self) -> dict[str, float]:
         ledger = Ledger()
         residual = torch.zeros(self._program.numel)
-        own = ledger.of("encode", lambda: Sender(self._program).message(0, self._delta, residual))
+        own = ledger.of("encode", lambda: ContributionEncoder(self._program).encode(0, self._delta, residual))
         ledger.of("name", lambda: [Blob.of(payload) for payload in own])
         exchange = self._summed if self._plan.method.topology.kind == "butterfly" else self._gathered
         payloads = exchange(ledger, own)
         self._after = ledger.of("update", lambda: self._moved(payloads))
-        ledger.of(STATE, lambda: Blob.of(*self._after.views()))
+        ledger.of(STATE, lambda: Blob.of(*self._after.byte_views()))
         return ledger.spent
 
     def error(self) -> float:
@@ -83,7 +83,7 @@ class Merge:
         """Everybody's whole message is sent to everybody."""
         come = [message[0] for message in self._messages[1:]]
         _passed(ledger, [own[0]] * len(come), come)
-        read: list[Vector] = ledger.of("check", lambda: [self._merger.read(0, one, 0) for one in [own[0], *come]])
+        read: list[Vector] = ledger.of("check", lambda: [self._merger.decode_part(0, one, 0) for one in [own[0], *come]])
         return read
 
     def _summed(self, ledger: Ledger, own: Sequence[Payload]) -> list[Payload]:
@@ -92,24 +92,24 @@ class Merge:
         others = [part for part in range(len(own)) if part not in mine]
         come = {part: [message[part] for message in self._messages[1:]] for part in mine}
         _passed(ledger, [own[part] for part in others], [payload for part in mine for payload in come[part]])
-        ledger.of("check", lambda: [self._merger.read(0, one, part) for part in mine for one in come[part]])
+        ledger.of("check", lambda: [self._merger.decode_part(0, one, part) for part in mine for one in come[part]])
         reduced = ledger.of("sum", lambda: {part: self._reduced(part, [own[part], *come[part]]) for part in mine})
         ledger.of("name", lambda: [Blob.of(payload) for payload in reduced.values()])
         sums = [self._reduced(part, [message[part] for message in self._messages]) for part in others]
         _passed(ledger, list(reduced.values()) * (PEERS - 1), sums)
-        ledger.of("check", lambda: [self._merger.read(0, one, part) for part, one in zip(others, sums, strict=True)])
+        ledger.of("check", lambda: [self._merger.decode_part(0, one, part) for part, one in zip(others, sums, strict=True)])
         whole = reduced | dict(zip(others, sums, strict=True))
         return [whole[part] for part in range(len(own))]
 
     def _encoded(self, delta: torch.Tensor) -> list[Payload]:
-        return Sender(self._program).message(0, delta, torch.zeros(self._program.numel))
+        return ContributionEncoder(self._program).encode(0, delta, torch.zeros(self._program.numel))
 
     def _reduced(self, part: int, payloads: Sequence[Payload]) -> Payload:
         return self._merger.reduce_part(0, part, payloads, WEIGHTS)
 
     def _moved(self, payloads: Sequence[Payload | Vector]) -> OuterState:
         merged, before = self._merger.merge(0, payloads, WEIGHTS), self._before
-        return OuterState(*self._program.moved(self._plan, before.anchor, before.slots, merged, 1.0, WEIGHTS))
+        return OuterState(*self._program.apply_outer_step(self._plan, before.anchor, before.slots, merged, 1.0, WEIGHTS))
 
 
 def _passed(ledger: Ledger, sent: Sequence[Payload], come: Sequence[Payload]) -> None:

@@ -23,7 +23,7 @@ from benchmarks.links import DEMO, PEERS, RUN_SECONDS, SETTINGS, Place
 from benchmarks.merge.stepper import Stepper
 from benchmarks.merge.worker import Team
 from tests.netlab.laboratory import Laboratory
-from tests.netlab.namespaces import hindrance
+from tests.netlab.namespaces import reason_unavailable
 
 TARGET = 1.05
 IDLE_STEPS = 40
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     words = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
-    reason = hindrance() or (None if len(cores) > 1 else "it takes two cores")
+    reason = reason_unavailable() or (None if len(cores) > 1 else "it takes two cores")
     if reason is not None:
         parser.error(reason)
     with Laboratory() as laboratory:
@@ -67,7 +67,7 @@ def step_ratio(team: Team, stepper: Stepper, turns: int) -> float:
     with ThreadPoolExecutor(1) as pool:
         for turn in range(turns + 1):
             idle = [stepper.timed_step() for _ in range(IDLE_STEPS)]
-            team.order(prepare=True)
+            team.request_all(prepare=True)
             merge, busy = pool.submit(team.merge, RUN_SECONDS), []
             while not merge.done():
                 busy.append(stepper.timed_step())

@@ -21,11 +21,11 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.merge.stepper import Stepper
-from node.config import threads_each
-from node.daemon.trainer_process import SHORT_WAITS, THREAD_VARIABLES
+from node.config import threads_per_process
+from node.daemon.trainer_process import SPIN_LIMITS, THREAD_VARIABLES
 from node.places import demo_manifest
 
-CORES = threads_each(1)
+CORES = threads_per_process(1)
 GAIN, KEPT = 1.5, 0.75
 OTHERS_SECONDS = 600.0  # and no longer, whatever becomes of us
 KINDS = {"ours": (CORES, True), "torch's own": (CORES, False), "one thread": (1, True)}
@@ -75,8 +75,8 @@ def others(count: int) -> Iterator[None]:
 
 
 def child(threads: int, is_patient: bool, seconds: float) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in SHORT_WAITS}
-    environment |= dict.fromkeys(THREAD_VARIABLES, str(threads)) | (dict(SHORT_WAITS) if is_patient else {})
+    environment = {name: value for name, value in os.environ.items() if name not in SPIN_LIMITS}
+    environment |= dict.fromkeys(THREAD_VARIABLES, str(threads)) | (dict(SPIN_LIMITS) if is_patient else {})
     command = [sys.executable, __file__, "--child", str(threads), "--seconds", str(seconds)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 

@@ -31,15 +31,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.endurance.flight import agree, manifest_of, reaches, until
-from benchmarks.endurance.watch import Curve, Standstill, Watch, loss_at
+from benchmarks.endurance.flight import wait_for_agreement, make_manifest, has_reached, run_until
+from benchmarks.endurance.watch import Curve, Standstill, RunObserver, loss_at
 from node.data import open_source
 from node.local.peer_process import PeerProcess
-from node.program import program_of
-from node.simulation.comparison import simulate
-from node.simulation.measure import Examiner
-from node.simulation.setting import Setting
-from tests.swarm.flock import Flock, flying
+from node.program import build_program
+from node.simulation.comparison import run_simulation
+from node.simulation.measure import Evaluator
+from node.simulation.setting import SimulationConfig
+from tests.swarm.flock import ProcessSwarm, running_swarm
 
 STUCK_SECONDS = 60.0
 INNER_STEPS = 150
@@ -77,7 +77,7 @@ class Flight:
 class Deaths:
     """Draws who dies when. With every new round those of the last one come back."""
 
-    def __init__(self, flock: Flock, watch: Watch, share: float, seed: int) -> None:
+    def __init__(self, flock: ProcessSwarm, watch: RunObserver, share: float, seed: int) -> None:
         self._flock = flock
         self._watch = watch
         self._share = share
@@ -101,22 +101,22 @@ class Deaths:
     def revive(self) -> None:
         """All who are dead."""
         self._doomed.clear()
-        living = [peer for peer in self._flock.peers if peer.running and peer.addresses()]
+        living = [peer for peer in self._flock.peers if peer.is_running and peer.addresses()]
         introducers = [address for peer in living for address in peer.addresses()[:1]]
         for peer in self._dead:
-            self._watch.excuse(peer.name)
+            self._watch.reset_standstill(peer.name)
             peer.start(introducers)
         self._dead.clear()
 
     def _doom(self, now: float, length: float) -> None:
-        at_work = [peer for peer in self._flock.peers if peer.running and peer.status]
+        at_work = [peer for peer in self._flock.peers if peer.is_running and peer.status]
         wanted = int(self._share * len(self._flock.peers) + self._random.random())
         for victim in self._random.sample(at_work, min(wanted, len(at_work) - 1)):
             self._doomed.append((now + length * self._random.random(), victim))
 
     def _kill(self, victim: PeerProcess) -> None:
         victim.kill()
-        self._watch.excuse(victim.name)
+        self._watch.reset_standstill(victim.name)
         self._dead.append(victim)
         self.count += 1
 
@@ -143,7 +143,7 @@ def real(share: float, rounds: int, seeds: int, peers: int) -> Report:
     for seed in range(seeds):
         churned = fly(seed, peers, share, lambda watch: watch.round >= rounds and bool(watch.curve))
         tokens, report.churned[seed] = churned.curve[-1]
-        calm = fly(seed, peers, 0.0, partial(reaches, tokens))
+        calm = fly(seed, peers, 0.0, partial(has_reached, tokens))
         report.undisturbed[seed] = loss_at(calm.curve, tokens)
         report.deaths += churned.deaths
         report.digests_equal &= churned.agreed and calm.agreed
@@ -154,21 +154,21 @@ def real(share: float, rounds: int, seeds: int, peers: int) -> Report:
     return report
 
 
-def fly(seed: int, peers: int, share: float, is_done: Callable[[Watch], bool]) -> Flight:
+def fly(seed: int, peers: int, share: float, is_done: Callable[[RunObserver], bool]) -> Flight:
     """One run of real processes; its seconds count from the first round on."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
-        flock = stack.enter_context(flying(Path(folder), manifest_of(seed, INNER_STEPS, peers), peers))
-        watch = Watch(flock)
+        flock = stack.enter_context(running_swarm(Path(folder), make_manifest(seed, INNER_STEPS, peers), peers))
+        watch = RunObserver(flock)
         deaths = Deaths(flock, watch, share, seed)
         flock.start()
-        until(watch, lambda: watch.round >= 1)
+        run_until(watch, lambda: watch.round >= 1)
         watch.standstill = Standstill()  # before, all have waited for the slowest start
         began = time.monotonic()
-        until(watch, lambda: is_done(watch), deaths.go_on)
+        run_until(watch, lambda: is_done(watch), deaths.go_on)
         seconds, curve = time.monotonic() - began, watch.curve
         deaths.revive()
-        return Flight(curve, seconds, deaths.count, agree(flock), watch.standstill.worst)
+        return Flight(curve, seconds, deaths.count, wait_for_agreement(flock), watch.standstill.worst)
 
 
 def virtual(share: float, rounds: int, seeds: int, peers: int) -> Report:
@@ -176,15 +176,15 @@ def virtual(share: float, rounds: int, seeds: int, peers: int) -> Report:
     torch.set_num_threads(1)
     report, lost = Report(), 0.0
     for seed in range(seeds):
-        manifest = manifest_of(seed, VIRTUAL_STEPS, peers)
+        manifest = make_manifest(seed, VIRTUAL_STEPS, peers)
         corpus = open_source(manifest.data, Path())
         outcomes = []
         for churn in (0.0, share):
             links = (MEGABITS * 1e6 / 8,) * peers
             steps = rounds * VIRTUAL_STEPS
-            setting = Setting(manifest, Path(), peers, steps, (1.0,) * peers, links, LATENCY, churn)
-            examiner = Examiner(setting, corpus)
-            outcomes.append(simulate(setting, program_of(manifest).method, corpus, examiner, 1, lambda: None))
+            setting = SimulationConfig(manifest, Path(), peers, steps, (1.0,) * peers, links, LATENCY, churn)
+            examiner = Evaluator(setting, corpus)
+            outcomes.append(run_simulation(setting, build_program(manifest).method, corpus, examiner, 1, lambda: None))
         calm, churned = outcomes
         report.undisturbed[seed], report.churned[seed] = calm.validation_loss, churned.validation_loss
         report.deaths += round(min(share * peers, (peers - 1) // 2) * churned.rounds)

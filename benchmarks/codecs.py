@@ -22,11 +22,11 @@ from typing import Final
 import torch
 
 from optim.codecs.codec import Codec
-from optim.codecs.cosine_topk import CosineTopK
-from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
+from optim.codecs.cosine_topk import DctTopK
+from optim.codecs.dense import BFloat16, Float16, Uncompressed
 from optim.codecs.integers import BlockInt4, BlockInt8
 from optim.codecs.low_rank import LowRank
-from optim.codecs.powers import PowersOfTwo
+from optim.codecs.powers import BlockE3M0
 from optim.codecs.signs import BlockSign
 from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
@@ -36,12 +36,12 @@ from optim.memory import zeros
 DENSE: Final[Mapping[str, Codec]] = MappingProxyType(
     {
         "none": Uncompressed(),
-        "fp16": HalfPrecision(),
-        "bf16": BrainFloat(),
+        "fp16": Float16(),
+        "bf16": BFloat16(),
         "int8": BlockInt8(),
         "int4": BlockInt4(),
-        "e3m0": PowersOfTwo(),
-        "e3m0-stochastic": PowersOfTwo(rounding="stochastic"),
+        "e3m0": BlockE3M0(),
+        "e3m0-stochastic": BlockE3M0(rounding="stochastic"),
         "sign": BlockSign(),
     }
 )
@@ -50,7 +50,7 @@ SPARSE: Final[Mapping[str, Codec]] = MappingProxyType(
         "topk-1-bit": ChunkTopK(bits=1),
         "topk": ChunkTopK(),
         "topk-3-bit": ChunkTopK(bits=3),
-        "dct-topk": CosineTopK(),
+        "dct-topk": DctTopK(),
         "subset": RandomSubset(),
         "low-rank": LowRank(),
     }
@@ -118,7 +118,7 @@ def measure(name: str, values: torch.Tensor, comparison: Comparison, turns: int)
     payload = codec.encode(values)
     base = (comparison.copy, comparison.accumulate) if name in DENSE else (comparison.top, comparison.top)
     encode = alternate(lambda: codec.encode(values), base[0], turns)
-    decode = alternate(lambda: codec.read(payload, numel).add_to(total, 1.0), base[1], turns)
+    decode = alternate(lambda: codec.decode_vector(payload, numel).add_to(total, 1.0), base[1], turns)
     error = torch.linalg.vector_norm(codec.decode(payload, numel) - values) / torch.linalg.vector_norm(values)
     return Cost(
         encode_ratio=encode[0],

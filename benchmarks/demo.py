@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from protocol.manifest import Manifest, Method, load_manifest
+from protocol.manifest import Manifest, MethodSection, load_manifest
 
 MANIFEST = Path(__file__).parent.parent / "configs" / "demo.toml"
 RUN_SECONDS = 3600
@@ -60,7 +60,7 @@ def train(seed: int, rounds: int, peers: int) -> float:
 
 def averaging() -> Manifest:
     """The plainest recipe: what the figures say is of exchanging, not of a method."""
-    method = Method(recipe="averaging", schedule={"inner_steps": 20})
+    method = MethodSection(recipe="averaging", schedule={"inner_steps": 20})
     return load_manifest(MANIFEST).model_copy(update={"method": method})
 
 

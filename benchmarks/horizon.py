@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from benchmarks.recipes import BATCH, PEERS, Job, Row, outcome_of, rows, setting_of
 from node.model import shape_table
 from node.simulation.baselines import DATA_PARALLEL
-from node.simulation.setting import Setting
+from node.simulation.setting import SimulationConfig
 
 POINTS = ("125x128", "250x128", "500x128", "1000x128", "250x64", "250x256")
 HEAD = 32  # values of an attention head
@@ -51,7 +51,7 @@ def measured(recipe: str, seed: int, steps: int, width: int) -> Point:
     )
 
 
-def stretched(setting: Setting, steps: int, width: int) -> Setting:
+def stretched(setting: SimulationConfig, steps: int, width: int) -> SimulationConfig:
     """The same over so many steps, of a model of that width with as many layers."""
     given = setting.manifest
     shape = {"width": width, "heads": width // HEAD, "hidden": round(width * HIDDEN / 8) * 8}

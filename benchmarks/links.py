@@ -39,12 +39,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from benchmarks.merge.worker import SilentError, Team, Worker, words_of
+from benchmarks.merge.worker import SilentError, Team, Worker, to_command_line
 from node.local.views import compute_share
 from protocol.manifest import load_manifest
 from tests.netlab.laboratory import Laboratory, Link, Node
-from tests.netlab.namespaces import hindrance
-from tests.netlab.scattered import scattered
+from tests.netlab.namespaces import reason_unavailable
+from tests.netlab.scattered import running_lab_swarm
 
 PEERS = 4
 GLOO_PORT = 29_641
@@ -80,7 +80,7 @@ class Place:
 
     def sent(self) -> int:
         """Bytes that have left all of them so far, heads of packets among them."""
-        return sum(self.laboratory.carried(node)[0] for node in self.nodes)
+        return sum(self.laboratory.interface_bytes(node)[0] for node in self.nodes)
 
     @contextmanager
     def team(self, module: str, **options: object) -> Iterator[Team]:
@@ -89,7 +89,7 @@ class Place:
         for rank, node in enumerate(self.nodes):
             words = {"rank": rank, "peers": len(self.nodes), "address": node.address, **options}
             with self.laboratory.inside(node):
-                workers.append(Worker(module, words_of(words)))
+                workers.append(Worker(module, to_command_line(words)))
         with Team(workers) as team:
             team.introduce()
             yield team
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=MEASURES, choices=MEASURES)
     parser.add_argument("--json", action="store_true")
     words = parser.parse_args()
-    reason = hindrance()
+    reason = reason_unavailable()
     if reason is not None:
         parser.error(reason)
     figures = {name: measure(name, words) for name in words.settings}
@@ -148,7 +148,7 @@ def merged(place: Place, team: Team, numel: int, turns: int, rest: float = 0.0) 
 def gloo_share(place: Place) -> float:
     options = {"manifest": DEMO, "steps": PARALLEL_STEPS, "device": "eth0", "port": GLOO_PORT}
     with place.team("benchmarks.merge.parallel", **options) as team:
-        return statistics.fmean(answer["compute_share"] for answer in team.order(RUN_SECONDS, go=True))
+        return statistics.fmean(answer["compute_share"] for answer in team.request_all(RUN_SECONDS, go=True))
 
 
 def note(figures: Figures, setting: str, name: str, value: float) -> None:
@@ -183,7 +183,7 @@ def merge_seconds(team: Team, turns: int, rest: float = 0.0) -> float:
     seconds = []
     for _ in range(turns + 1):
         time.sleep(rest)
-        team.order(prepare=True)
+        team.request_all(prepare=True)
         seconds.append(team.merge(RUN_SECONDS))
     return statistics.median(seconds[1:])
 
@@ -193,7 +193,7 @@ def download_share(place: Place, team: Team, numel: int, turns: int) -> float:
     seconds = []
     for worker in team.workers[:turns]:
         begun = time.monotonic()
-        size = worker.ask(RUN_SECONDS, download=True)["bytes"]
+        size = worker.request(RUN_SECONDS, download=True)["bytes"]
         seconds.append(time.monotonic() - begun)
     assert size == FLOAT_BYTES * numel
     return place.share(size, statistics.median(seconds))
@@ -211,12 +211,12 @@ def demo_share(place: Place, rounds: int) -> float:
     )
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
-        flock = stack.enter_context(scattered(Path(folder), changed, place.laboratory, place.nodes))
+        flock = stack.enter_context(running_lab_swarm(Path(folder), changed, place.laboratory, place.nodes))
         flock.start()
-        flock.wait(lambda: bool(flock.look()) and not any(p.running for p in flock.peers), "all end", RUN_SECONDS)
-        flock.look()
-        ledgers = [peer.ledger for peer in flock.peers]
-        print(f"  seconds by activity: {ledgers[0].seconds()}", file=sys.stderr)
+        flock.wait_until(lambda: bool(flock.poll()) and not any(p.is_running for p in flock.peers), "all end", RUN_SECONDS)
+        flock.poll()
+        ledgers = [peer.totals for peer in flock.peers]
+        print(f"  seconds by activity: {ledgers[0].newest_seconds()}", file=sys.stderr)
         return compute_share(ledgers) or 0.0
 
 

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import psutil
 
-from node.host.events import Opened
-from node.host.recorder import Recorder
-from node.host.watch import TICK, Watch
+from node.host.events import LogOpened
+from node.host.recorder import EventLog
+from node.host.watch import TICK_SECONDS, SwarmWatcher
 from protocol.identity import Identity
-from tests.node.host.crowd import listened_to, records
+from tests.node.host.crowd import serve_to_readers, peer_records
 from tests.node.host.story import FACTS, committed
-from tests.node.host.test_watch import FakeDirectory, FakeWindow
+from tests.node.host.test_watch import FakeDirectory, FakeNodeHandle
 
 MAX_SHARE = 0.10  # of one core
 MAX_GROWTH = 0.10
@@ -51,9 +51,9 @@ def main() -> int:
 async def measure(options: argparse.Namespace) -> list[Minute]:
     process, minutes = psutil.Process(), list[Minute]()
     with tempfile.TemporaryDirectory() as folder:
-        opened = Opened(at=time.time(), facts=FACTS)
-        crowd = Crowd(Recorder.at(Path(folder) / "events.jsonl", opened), options.peers, options.round)
-        async with listened_to(crowd.recorder, options.pages, options.http):
+        opened = LogOpened(at=time.time(), facts=FACTS)
+        crowd = Crowd(EventLog.open(Path(folder) / "events.jsonl", opened), options.peers, options.round)
+        async with serve_to_readers(crowd.recorder, options.pages, options.http):
             for minute in range(options.minutes):
                 spent = time.process_time()
                 await crowd.live(seconds=60)
@@ -67,24 +67,24 @@ async def measure(options: argparse.Namespace) -> list[Minute]:
 class Crowd:
     """Virtual peers that change at each look; `period`: seconds a round."""
 
-    def __init__(self, recorder: Recorder, peers: int, period: float) -> None:
+    def __init__(self, recorder: EventLog, peers: int, period: float) -> None:
         self.recorder = recorder
         self._directory = FakeDirectory()
-        self._watch = Watch(FakeWindow(self._directory), recorder)  # type: ignore[arg-type]
+        self._watch = SwarmWatcher(FakeNodeHandle(self._directory), recorder)  # type: ignore[arg-type]
         self._names = [Identity.create().peer_id for _ in range(peers)]
         self._period = period
         self._began = time.monotonic()
         self._looks = 0
 
     async def live(self, seconds: float) -> None:
-        for _ in range(int(seconds / TICK)):
-            number, known = int(self._looks * TICK / self._period), len(self.recorder.state.rows)
-            self._directory.records = records(self._names, self._looks, number)
+        for _ in range(int(seconds / TICK_SECONDS)):
+            number, known = int(self._looks * TICK_SECONDS / self._period), len(self.recorder.state.rows)
+            self._directory.records = peer_records(self._names, self._looks, number)
             if number > known:
                 self.recorder.record(committed(known, self._names, at=time.time()))
-            self._watch.look(time.time())
+            self._watch.poll(time.time())
             self._looks += 1
-            await asyncio.sleep(max(0.0, self._began + self._looks * TICK - time.monotonic()))
+            await asyncio.sleep(max(0.0, self._began + self._looks * TICK_SECONDS - time.monotonic()))
 
 
 def missed(minutes: list[Minute]) -> bool:

@@ -23,7 +23,7 @@ import psutil
 from protocol.blobs.blob import CHUNK_BYTES
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
-from protocol.network.paths import Path as Way
+from protocol.network.paths import BulkPath as Way
 from protocol.network.transport import Transport
 
 SIZE = 64 << 20
@@ -61,9 +61,9 @@ def processor_seconds(pids: list[int]) -> float:
 
 async def measured(transport: Transport, peer: str, way: Way, other: int) -> tuple[float, float]:
     """MB a second, and processor seconds."""
-    link = transport.bulk._link(peer)
+    link = transport.bulk._connections_of(peer)
     while True:
-        with transport.bulk.lease(peer) as lease:
+        with transport.bulk.lease_channel(peer) as lease:
             if lease._path is way:
                 stream = BlobsStub(lease.channel).Fetch(FetchRequest(length=CHUNK_BYTES), timeout=SECONDS)
                 assert [len(chunk.data) async for chunk in stream] == [CHUNK_BYTES]
@@ -73,7 +73,7 @@ async def measured(transport: Transport, peer: str, way: Way, other: int) -> tup
                 assert sum([len(chunk.data) async for chunk in stream]) == SIZE
                 return SIZE / 1e6 / (time.monotonic() - began), processor_seconds(pids) - used
         # Whatever the product would choose: by turns.
-        link.choice.is_proved = way is Way.DIRECT and bool(link.host)
+        link.path_selector.is_direct_verified = way is Way.DIRECT and bool(link.last_host)
         await asyncio.sleep(0.05)
 
 

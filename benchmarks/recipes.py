@@ -40,11 +40,11 @@ from benchmarks import compared
 from benchmarks.compared import BASELINES
 from node.data import Corpus, open_source
 from node.folder import write_atomically
-from node.simulation.baselines import DATA_PARALLEL, LOCAL, data_parallel, local
-from node.simulation.comparison import Comparison, Series, simulate
+from node.simulation.baselines import DATA_PARALLEL, LOCAL, train_data_parallel, train_locally
+from node.simulation.comparison import Comparison, RecipeResults, run_simulation
 from node.simulation.links import BYTES_PER_MEGABIT
-from node.simulation.measure import Examiner, Outcome, Point
-from node.simulation.setting import Setting
+from node.simulation.measure import Evaluator, SimulationResult, CurvePoint
+from node.simulation.setting import SimulationConfig
 from optim.parts import Scalar
 from optim.recipes import compose
 from optim.rows import RECIPES
@@ -123,7 +123,7 @@ class Job:
         return f"{self.setting} / {self.row.name} / seed {self.seed} / step x {self.factor:g}"
 
 
-def setting_of(job: Job) -> Setting:
+def setting_of(job: Job) -> SimulationConfig:
     """Two settings differ in the weights that training starts from, and in the steps from there."""
     given = load_manifest(HOME.parent / "configs" / "demo.toml")
     steps = LENGTHS[job.setting]
@@ -140,7 +140,7 @@ def setting_of(job: Job) -> Setting:
     manifest = given.model_copy(update={"train": train, "run": run})
     weights = warm_weights(manifest) if job.setting == "warm" else None
     speeds, bandwidths = (1.0,) * PEERS, (MEGABITS * BYTES_PER_MEGABIT,) * PEERS
-    return Setting(manifest, HOME, PEERS, steps, speeds, bandwidths, LATENCY, initial=weights, compiled=True)
+    return SimulationConfig(manifest, HOME, PEERS, steps, speeds, bandwidths, LATENCY, initial=weights, compiled=True)
 
 
 def inner_moves(row: Row) -> bool:
@@ -154,11 +154,11 @@ def warm_weights(manifest: Manifest) -> torch.Tensor:
         calm = manifest.train.model_copy(update={"decay_steps": 0})
         start = manifest.model_copy(update={"train": calm})
         links = (MEGABITS * BYTES_PER_MEGABIT,) * PEERS
-        setting = Setting(start, HOME, PEERS, WARM_STEPS, (1.0,) * PEERS, links, LATENCY, compiled=True)
+        setting = SimulationConfig(start, HOME, PEERS, WARM_STEPS, (1.0,) * PEERS, links, LATENCY, compiled=True)
         corpus = corpus_of(start)
         kept.parent.mkdir(exist_ok=True)
         last = Keeping(setting, corpus)
-        data_parallel(setting, corpus, last, 1, lambda: None)
+        train_data_parallel(setting, corpus, last, 1, lambda: None)
         raw = io.BytesIO()
         torch.save(last.weights, raw)
         write_atomically(kept, raw.getvalue())  # another process may have made the same meanwhile
@@ -166,7 +166,7 @@ def warm_weights(manifest: Manifest) -> torch.Tensor:
     return loaded
 
 
-class Keeping(Examiner):
+class Keeping(Evaluator):
     """Keeps what it measured last."""
 
     weights: torch.Tensor
@@ -180,20 +180,20 @@ def corpus_of(manifest: Manifest) -> Corpus:
     return open_source(manifest.data, HOME)
 
 
-def run(job: Job) -> Outcome:
+def run(job: Job) -> SimulationResult:
     return outcome_of(job, setting_of(job))
 
 
-def outcome_of(job: Job, setting: Setting) -> Outcome:
+def outcome_of(job: Job, setting: SimulationConfig) -> SimulationResult:
     """In a process of its own, on one thread."""
     torch.set_num_threads(1)
     corpus = corpus_of(setting.manifest)
-    examiner = Examiner(setting, corpus)
+    examiner = Evaluator(setting, corpus)
     if job.row.name == DATA_PARALLEL:
-        return data_parallel(setting, corpus, examiner, POINTS, lambda: None)
+        return train_data_parallel(setting, corpus, examiner, POINTS, lambda: None)
     if job.row.name == LOCAL:
-        return local(setting, corpus, examiner, lambda: None)
-    return simulate(setting, compose(job.row.recipe, tables_of(job)), corpus, examiner, POINTS, lambda: None)
+        return train_locally(setting, corpus, examiner, lambda: None)
+    return run_simulation(setting, compose(job.row.recipe, tables_of(job)), corpus, examiner, POINTS, lambda: None)
 
 
 def tables_of(job: Job) -> Tables:
@@ -215,7 +215,7 @@ class Ledger:
         self._path = path
         self.runs = self._read()
 
-    def add(self, job: Job, outcome: Outcome) -> None:
+    def add(self, job: Job, outcome: SimulationResult) -> None:
         run = {
             "setting": job.setting,
             "name": job.row.name,
@@ -265,12 +265,12 @@ class Ledger:
             factor = self.best_factor(name)
             outcomes = tuple(_outcome(run["outcome"]) for run in found if run["factor"] == factor)
             if outcomes:
-                series.append(Series(name, outcomes))
+                series.append(RecipeResults(name, outcomes))
         return Comparison(tuple(series))
 
 
-def _outcome(values: dict[str, Any]) -> Outcome:
-    return Outcome(**{**values, "curve": tuple(Point(**point) for point in values["curve"])})
+def _outcome(values: dict[str, Any]) -> SimulationResult:
+    return SimulationResult(**{**values, "curve": tuple(CurvePoint(**point) for point in values["curve"])})
 
 
 def commit() -> str:
@@ -285,7 +285,7 @@ def machine() -> str:
 def perform(jobs: Sequence[Job], ledger: Ledger, workers: int, minutes: float = math.inf) -> None:
     """Those that are missing, a few at a time; each is on disk once it is done. None begins after `minutes`."""
     missing = [job for job in jobs if job.key not in ledger.runs]
-    end, waiting, running = time.monotonic() + 60 * minutes, iter(missing), dict[Future[Outcome], Job]()
+    end, waiting, running = time.monotonic() + 60 * minutes, iter(missing), dict[Future[SimulationResult], Job]()
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         while True:
             while len(running) < workers and time.monotonic() < end and (job := next(waiting, None)):
@@ -325,11 +325,11 @@ def main(arguments: Sequence[str]) -> int:
     if not words.report:
         perform(jobs, ledger, words.workers, words.minutes)
     found = {setting: ledger.comparison(setting, names) for setting in words.settings}
-    settings = {setting: comparison for setting, comparison in found.items() if comparison.series}
+    settings = {setting: comparison for setting, comparison in found.items() if comparison.recipes}
     if words.json:
         sys.stdout.write(json.dumps(found[words.settings[0]].to_json(), indent=1) + "\n")
     else:
-        sys.stdout.write("".join(f"\n### {name}\n\n{compared.table(one)}" for name, one in settings.items()))
+        sys.stdout.write("".join(f"\n### {name}\n\n{compared.make_table(one)}" for name, one in settings.items()))
     if words.report:
         compared.publish(settings)
     there = sum(job.key in ledger.runs for job in jobs)

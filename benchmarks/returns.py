@@ -26,7 +26,7 @@ import grpc
 import psutil
 
 from benchmarks.paths import opened
-from node.daemon.memory import collect_often, give_back, share_one_arena
+from node.daemon.memory import enable_frequent_gc, trim, use_one_malloc_arena
 from protocol.blobs.blob import CHUNK_BYTES
 from protocol.murmur_pb2 import FetchRequest
 from protocol.murmur_pb2_grpc import BlobsStub
@@ -60,7 +60,7 @@ async def call(transport: Transport, peer: str) -> None:
     """Over either path, as far as it leads."""
     request = FetchRequest(length=CHUNK_BYTES)
     for _ in range(CALLS):
-        with transport.bulk.lease(peer) as lease:
+        with transport.bulk.lease_channel(peer) as lease:
             for channel in (lease.channel, transport.channel(peer)):
                 try:
                     async for _ in BlobsStub(channel).Fetch(request, timeout=SECONDS):
@@ -75,7 +75,7 @@ async def take(times: int, folder: Path) -> list[float]:
     source = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert source.stdin and source.stdout
     transport = await Transport.start(folder / "taker/key", folder / "taker", [])
-    collect_often()
+    enable_frequent_gc()
     taken = []
     try:
         for _ in range(times):
@@ -95,7 +95,7 @@ async def take(times: int, folder: Path) -> list[float]:
 
 def own_kilobytes() -> float:
     gc.collect()
-    give_back()
+    trim()
     memory = psutil.Process().memory_info()
     return (memory.rss - memory.shared) / 1e3
 
@@ -134,7 +134,7 @@ if __name__ == "__main__":
         asyncio.run(serve(Path(sys.argv[2])))
     elif sys.argv[1:2] == ["take"]:
         if sys.argv[4] == "one":
-            share_one_arena()
+            use_one_malloc_arena()
         print(json.dumps(asyncio.run(take(int(sys.argv[2]), Path(sys.argv[3])))))
     else:
         sys.exit(main(sys.argv[1:]))

@@ -18,12 +18,12 @@ import torch
 
 from node.data import open_source
 from node.simulation.peer import VirtualPeer
-from node.simulation.setting import Setting
-from node.simulation.swarm import Swarm
+from node.simulation.setting import SimulationConfig
+from node.simulation.swarm import VirtualSwarm
 from optim.recipes import compose
-from protocol.manifest import Data, Manifest, Method, Model, Round, Run, Train
+from protocol.manifest import DataSection, Manifest, MethodSection, ModelSection, RoundSection, RunSection, TrainSection
 
-MODEL = Model(width=20, layers=1, heads=2, hidden=64, context=16)
+MODEL = ModelSection(width=20, layers=1, heads=2, hidden=64, context=16)
 BATCH_TOKENS = 16
 LIMIT_SECONDS = 300.0
 
@@ -44,37 +44,37 @@ def main() -> int:
 def measure(peers: int, rounds: int, recipe: str) -> dict[str, float]:
     begun, busy = time.monotonic(), time.process_time()
     method = compose(recipe, {"schedule": {"inner_steps": 1}})
-    corpus = open_source(Data(source="python-stdlib"), Path())
-    swarm = Swarm(setting(peers, rounds, recipe), method, corpus, progress, lambda: None)
+    corpus = open_source(DataSection(source="python-stdlib"), Path())
+    swarm = VirtualSwarm(setting(peers, rounds, recipe), method, corpus, progress, lambda: None)
     swarm.run()
     seconds = time.process_time() - busy
     return {
         "peers": peers,
-        "rounds": len(swarm.ledger.commits),
+        "rounds": len(swarm.accounting.commits),
         "parameters": swarm.numel,
         "seconds": round(time.monotonic() - begun, 1),
         "processor_seconds": round(seconds, 1),
-        "logic_seconds": round(swarm.ledger.logic_seconds, 1),
-        "logic_share": round(swarm.ledger.logic_seconds / seconds, 3),
-        "statements_mb": round(sum(swarm.links.statement_bytes) / 1e6 / len(swarm.ledger.commits), 1),
+        "logic_seconds": round(swarm.accounting.logic_seconds, 1),
+        "logic_share": round(swarm.accounting.logic_seconds / seconds, 3),
+        "statements_mb": round(sum(swarm.network.message_bytes) / 1e6 / len(swarm.accounting.commits), 1),
         "memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
 
 
-def setting(peers: int, rounds: int, recipe: str) -> Setting:
+def setting(peers: int, rounds: int, recipe: str) -> SimulationConfig:
     manifest = Manifest(
-        run=Run(name="scale"),
+        run=RunSection(name="scale"),
         model=MODEL,
-        data=Data(source="python-stdlib"),
-        train=Train(batch_tokens=BATCH_TOKENS, learning_rate=3e-3),
-        method=Method(recipe=recipe),
-        round=Round(grace=5.0, leader_timeout=5.0, exchange_timeout=60.0, parts=8),
+        data=DataSection(source="python-stdlib"),
+        train=TrainSection(batch_tokens=BATCH_TOKENS, learning_rate=3e-3),
+        method=MethodSection(recipe=recipe),
+        round=RoundSection(grace=5.0, leader_timeout=5.0, exchange_timeout=60.0, parts=8),
     )
     speeds = tuple(1 + 0.2 * slot / peers for slot in range(peers))
-    return Setting(manifest, Path(), peers, rounds, speeds, (12.5e6,) * peers, latency=0.05)
+    return SimulationConfig(manifest, Path(), peers, rounds, speeds, (12.5e6,) * peers, latency=0.05)
 
 
-def progress(swarm: Swarm, peer: VirtualPeer) -> None:
+def progress(swarm: VirtualSwarm, peer: VirtualPeer) -> None:
     print(f"round {peer.chain.round} at {time.process_time():.0f} s", file=sys.stderr)
 
 

@@ -28,13 +28,13 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from benchmarks.endurance.faults import Faults
-from benchmarks.endurance.flight import agree, manifest_of, reaches, until
-from benchmarks.endurance.resources import WARM_UP_SECONDS, Growth, Resources
-from benchmarks.endurance.watch import Watch, loss_up_to
+from benchmarks.endurance.faults import FaultInjector
+from benchmarks.endurance.flight import wait_for_agreement, make_manifest, has_reached, run_until
+from benchmarks.endurance.resources import WARM_UP_SECONDS, Growth, ResourceMonitor
+from benchmarks.endurance.watch import RunObserver, loss_up_to
 from tests.netlab.laboratory import Laboratory, Link
-from tests.netlab.namespaces import hindrance
-from tests.netlab.scattered import ScatteredFlock, scattered
+from tests.netlab.namespaces import reason_unavailable
+from tests.netlab.scattered import LabSwarm, running_lab_swarm
 
 WEATHER = Link(up=20, down=20, delay=0.03, jitter=0.02, loss=0.01)
 INNER_STEPS = 100
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--warm-up", type=float, default=WARM_UP_SECONDS / 60, help="minutes of a daemon's life")
     parser.add_argument("--json", action="store_true")
     words = parser.parse_args()
-    reason = hindrance()
+    reason = reason_unavailable()
     if reason is not None:
         parser.error(reason)
     report = measure(words.minutes, words.peers, words.seed, 60 * words.warm_up)
@@ -88,49 +88,49 @@ def main() -> int:
 
 
 def measure(minutes: float, peers: int, seed: int, warm_up: float) -> Report:
-    resources, calm_resources = Resources(warm_up), Resources(warm_up)
+    resources, calm_resources = ResourceMonitor(warm_up), ResourceMonitor(warm_up)
     with flight(peers, seed) as (flock, watch):
-        faults = Faults(flock, watch, seed)
+        faults = FaultInjector(flock, watch, seed)
 
         def act(now: float) -> None:
-            faults.go_on(now)
+            faults.step(now)
             watch.absent = faults.absent
-            resources.look([peer for peer in flock.peers if peer.running and peer.name not in faults.absent], now)
+            resources.sample([peer for peer in flock.peers if peer.is_running and peer.name not in faults.absent], now)
 
         ends = time.monotonic() + 60 * minutes
-        until(watch, lambda: time.monotonic() > ends and bool(watch.curve), act, 60 * minutes + STUCK_SECONDS)
+        run_until(watch, lambda: time.monotonic() > ends and bool(watch.curve), act, 60 * minutes + STUCK_SECONDS)
         curve, rounds = watch.curve, watch.round
         tokens = curve[-1][0]
         loss = loss_up_to(curve, tokens)
         faults.stop()
         watch.absent = []
-        agreed = agree(flock)
+        agreed = wait_for_agreement(flock)
         growth = resources.growth()
         standstill, start = watch.standstill.worst, watch.starting.worst
         print(f"  {rounds} rounds, {dict(faults.counts)}, agreed: {agreed}, loss {loss:.3f}", file=sys.stderr)
         print(f"  longest without a round: {watch.standstill.longest}; growth: {growth}", file=sys.stderr)
         print(f"  longest start: {watch.starting.longest}", file=sys.stderr)
     with flight(peers, seed) as (flock, calm):
-        look = partial(calm_resources.look, flock.peers)
-        until(calm, lambda: reaches(tokens, calm), look, CALM_TIMES * 60 * minutes + STUCK_SECONDS)
+        look = partial(calm_resources.sample, flock.peers)
+        run_until(calm, lambda: has_reached(tokens, calm), look, CALM_TIMES * 60 * minutes + STUCK_SECONDS)
         calm_loss, calm_growth = loss_up_to(calm.curve, tokens), calm_resources.growth()
     counts = dict(faults.counts)
     return Report(minutes, counts, rounds, standstill, start, agreed, loss, calm_loss, growth, calm_growth)
 
 
 @contextmanager
-def flight(peers: int, seed: int) -> Iterator[tuple[ScatteredFlock, Watch]]:
+def flight(peers: int, seed: int) -> Iterator[tuple[LabSwarm, RunObserver]]:
     """All are there, and the first round is done: that eight have started at once is no standstill of theirs."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
         laboratory = stack.enter_context(Laboratory())
         nodes = [laboratory.node(WEATHER) for _ in range(peers)]
-        manifest = manifest_of(seed, INNER_STEPS, peers)
-        flock = stack.enter_context(scattered(Path(folder), manifest, laboratory, nodes))
-        start = Watch(flock)
+        manifest = make_manifest(seed, INNER_STEPS, peers)
+        flock = stack.enter_context(running_lab_swarm(Path(folder), manifest, laboratory, nodes))
+        start = RunObserver(flock)
         flock.start()
-        until(start, lambda: start.round >= 1)
-        yield flock, Watch(flock)
+        run_until(start, lambda: start.round >= 1)
+        yield flock, RunObserver(flock)
 
 
 def table(report: Report) -> str:

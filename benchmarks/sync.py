@@ -31,7 +31,7 @@ from typing import Final
 
 import psutil
 
-from benchmarks.merge.worker import SilentError, Team, Worker, words_of
+from benchmarks.merge.worker import SilentError, Team, Worker, to_command_line
 
 PEERS = 4
 PREPARE_SECONDS = 40.0  # in which hivemind sometimes finds no group
@@ -91,7 +91,7 @@ def started(name: str, numel: int) -> Team:
     """Its peers know one another when this returns."""
     module, options = KINDS[name]
     common = {"peers": PEERS, "numel": numel, "address": "127.0.0.1", **options}
-    team = Team([Worker(module, words_of({"rank": rank, **common})) for rank in range(PEERS)])
+    team = Team([Worker(module, to_command_line({"rank": rank, **common})) for rank in range(PEERS)])
     try:
         team.introduce()
     except BaseException:
@@ -102,11 +102,11 @@ def started(name: str, numel: int) -> Team:
 
 def turn(team: Team) -> Cost:
     """SilentError where not all peers took part."""
-    team.order(PREPARE_SECONDS, prepare=True)
+    team.request_all(PREPARE_SECONDS, prepare=True)
     busy, sent = team.processor_seconds(), sent_bytes()
     seconds = team.merge()
     sent, busy = sent_bytes() - sent, team.processor_seconds() - busy
-    errors = [answer["relative_error"] for answer in team.order(check=True)]
+    errors = [answer["relative_error"] for answer in team.request_all(check=True)]
     return Cost(seconds, busy, sent / PEERS, max(errors))
 
 

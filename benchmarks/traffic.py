@@ -20,9 +20,9 @@ from typing import TypedDict
 
 import torch
 
-from node.program import program_of
-from optim.exchange import Sender
-from optim.program import Plan, Program
+from node.program import build_program
+from optim.exchange import ContributionEncoder
+from optim.program import RoundPlan, RoundPlanner
 from optim.recipes import compose
 from optim.rows import RECIPES
 from optim.topologies import Groups
@@ -47,18 +47,18 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     manifest = load_manifest(MANIFEST)
-    programs = {name: program_of(manifest, compose(name)) for name in RECIPES}
+    programs = {name: build_program(manifest, compose(name)) for name in RECIPES}
     rows = {name: traffic(program, options.peers) for name, program in programs.items()}
     print(json.dumps(rows) if options.json else table(rows, programs["diloco"].numel, options.peers))
     return 0
 
 
-def traffic(program: Program, peers: int) -> Traffic:
-    delta = 1e-3 * torch.randn(program.message_numel, generator=torch.Generator().manual_seed(0))
+def traffic(program: RoundPlanner, peers: int) -> Traffic:
+    delta = 1e-3 * torch.randn(program.signal_numel, generator=torch.Generator().manual_seed(0))
     sent, uploaded, steps = 0, 0.0, 0
     for number in program.cycle:
         plan = program.plan(number)
-        payloads = Sender(program).message(number, delta, torch.zeros(program.message_numel))
+        payloads = ContributionEncoder(program).encode(number, delta, torch.zeros(program.signal_numel))
         size = sum(len(payload) for payload in payloads)
         sent, uploaded, steps = sent + size, uploaded + upload(plan, size, peers), steps + plan.steps
     return Traffic(
@@ -70,7 +70,7 @@ def traffic(program: Program, peers: int) -> Traffic:
     )
 
 
-def upload(plan: Plan, message: int, peers: int) -> float:
+def upload(plan: RoundPlan, message: int, peers: int) -> float:
     """Bytes that one peer sends in a round whose message has so many."""
     topology = plan.method.topology
     if isinstance(topology, Groups):

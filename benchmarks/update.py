@@ -24,7 +24,7 @@ from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.records import sign
 from protocol.rounds.kinds import kind_of, parse
-from protocol.rounds.statements import Contribution, Terms
+from protocol.rounds.statements import Contribution, ContributionLimits
 
 RUN_ID = hashlib.sha256(b"one update").hexdigest()
 SHAPES = hashlib.sha256(b"one vector").digest()
@@ -51,13 +51,13 @@ def measure(numel: int, turns: int) -> Report:
     body = Contribution(0, bytes.fromhex(RUN_ID), "topk", SHAPES, 1, 1, 0.0, (blob,))
     # Each by another peer: of one that has been seen it is known that it is genuine.
     statements = iter([sign(Identity.create(), kind_of(body), RUN_ID, body.to_wire()) for _ in range(turns + 1)])
-    terms = Terms("topk", SHAPES, 1, 1 << 40, codec.max_bytes(numel))
+    terms = ContributionLimits("topk", SHAPES, 1, 1 << 40, codec.max_bytes(numel))
 
     def check_hash() -> None:
         if Blob.of(payload) != blob:
             raise MalformedError("another blob than its sender named")
 
-    steps = (lambda: parse(next(statements), RUN_ID, terms), check_hash, lambda: codec.read(payload, numel))
+    steps = (lambda: parse(next(statements), RUN_ID, terms), check_hash, lambda: codec.decode_vector(payload, numel))
     for step in steps:
         seconds(step)
     times = [[seconds(step) for step in steps] for _ in range(turns)]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from docker.engines import USER, Build, Buildah, Docker, Engine, pip_settings
+from docker.engines import USER, Build, Buildah, Docker, Engine, to_pip_conf
 
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 HEALTHY_SECONDS = 90.0
@@ -39,52 +39,52 @@ def main() -> None:
     asked = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="murmuration-") as temporary,
-        contextlib.closing(chosen_engine(asked.storage or Path(temporary))) as engine,
+        contextlib.closing(choose_engine(asked.storage or Path(temporary))) as engine,
     ):
         pip = Path(temporary) / "pip.conf"
-        pip.write_text(own_pip_settings())
+        pip.write_text(read_pip_settings())
         with step("build"):
-            engine.build(Build({"TORCH_INDEX": reachable(asked.torch_index)}, pip))
+            engine.build(Build({"TORCH_INDEX": reachable_or_empty(asked.torch_index)}, pip))
         check(engine, pip.read_text())
 
 
 def check(engine: Engine, settings: str) -> None:
-    configuration = engine.configuration()
+    configuration = engine.inspect_image()
     health = configuration["Healthcheck"]["Test"][1:]
     with step("size"):
-        whole, torch = map(int, output(engine.run(["sh", "-c", SIZES], [])).split())
+        whole, torch = map(int, checked_output(engine.run(["sh", "-c", SIZES], [])).split())
         print(f"{whole:,} MB, {whole - torch:,} MB without torch")
     with step("a user without rights"):
-        expect(output(engine.run(["id", "-u"], [])) == str(USER), "the user is another one")
+        expect(checked_output(engine.run(["id", "-u"], [])) == str(USER), "the user is another one")
         expect(engine.run(["touch", "/opt/murmur/mine"], []).returncode != 0, "the user may change the program")
     with step("nothing of the builder"):
-        traces = str(configuration) + output(
+        traces = str(configuration) + checked_output(
             engine.run(["sh", "-c", "pip config list; cat /etc/pip.conf 2>&1; true"], [])
         )
         found = [word for word in settings.split() if "/" in word and word in traces]
         expect(not found, f"the image tells of {found}")
     with step("murmur up"):
-        output(engine.run([], ["up", "/configs/test.toml", "--dir", "/data/up", "--device", "cpu", "--json"]))
+        checked_output(engine.run([], ["up", "/configs/test.toml", "--dir", "/data/up", "--device", "cpu", "--json"]))
     with step("unhealthy without a node"):
         expect(engine.run(health, []).returncode != 0, "it is healthy although no node runs")
     with step("join, healthy, SIGTERM"):
-        first = life(engine, health)
+        first = run_one_life(engine, health)
     with step("the same peer again"):
-        expect(life(engine, health) == first, "the second life is another peer")
+        expect(run_one_life(engine, health) == first, "the second life is another peer")
 
 
-def life(engine: Engine, health: Sequence[str]) -> str:
+def run_one_life(engine: Engine, health: Sequence[str]) -> str:
     """Of a node, until it is told to stop; its peer id."""
     engine.start(NODE)
-    wait_until(lambda: engine.inside(health).returncode == 0, HEALTHY_SECONDS)
-    peer = output(engine.inside(["sh", "-c", "murmur key /data/murmur/test-*"]))
+    wait_until(lambda: engine.run_in_container(health).returncode == 0, HEALTHY_SECONDS)
+    peer = checked_output(engine.run_in_container(["sh", "-c", "murmur key /data/murmur/test-*"]))
     code, said = engine.stop(STOP_SECONDS)
     expect(code == 0 and "leaving" in said, f"it did not leave politely ({code}):\n{said}")
     expect(peer in said, f"{peer} is not who took part:\n{said}")
     return peer
 
 
-def chosen_engine(storage: Path) -> Engine:
+def choose_engine(storage: Path) -> Engine:
     docker = shlex.split(os.environ.get("DOCKER", "docker"))
     if shutil.which(docker[0]) and subprocess.run([*docker, "info"], capture_output=True).returncode == 0:
         return Docker(docker)
@@ -93,12 +93,12 @@ def chosen_engine(storage: Path) -> Engine:
     return Buildah(storage)
 
 
-def own_pip_settings() -> str:
+def read_pip_settings() -> str:
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    return pip_settings(listed.stdout)
+    return to_pip_conf(listed.stdout)
 
 
-def reachable(index: str) -> str:
+def reachable_or_empty(index: str) -> str:
     """`index`, or nothing where its name means nothing here: pip would try it in vain for each package."""
     try:
         if index:
@@ -117,7 +117,7 @@ def step(name: str) -> Iterator[None]:
     print(f"   ok, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def output(done: subprocess.CompletedProcess[str]) -> str:
+def checked_output(done: subprocess.CompletedProcess[str]) -> str:
     expect(done.returncode == 0, f"{done.args}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout.strip()
 

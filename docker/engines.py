@@ -44,7 +44,7 @@ class Engine(Protocol):
 
     def build(self, build: Build) -> None: ...
 
-    def configuration(self) -> dict[str, Any]:
+    def inspect_image(self) -> dict[str, Any]:
         """Of the image: User, Entrypoint, Healthcheck, Volumes, ..."""
 
     def run(self, entrypoint: Sequence[str], words: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -53,7 +53,7 @@ class Engine(Protocol):
     def start(self, words: Sequence[str]) -> None:
         """In the background, by the image's entrypoint. One at a time."""
 
-    def inside(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    def run_in_container(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """One more command in what was started."""
 
     def stop(self, seconds: int) -> tuple[int, str]:
@@ -71,33 +71,33 @@ class Docker:
         self._name = f"murmuration-check-{os.getpid()}"
 
     def build(self, build: Build) -> None:
-        _say([*self._command, "build", *build.options(), str(ROOT)])
+        _run_shown([*self._command, "build", *build.options(), str(ROOT)])
 
-    def configuration(self) -> dict[str, Any]:
-        (image,) = json.loads(_ask([*self._command, "image", "inspect", TAG]).stdout)
+    def inspect_image(self) -> dict[str, Any]:
+        (image,) = json.loads(_run_checked([*self._command, "image", "inspect", TAG]).stdout)
         own = {"Healthcheck": image["Healthcheck"]} if "Healthcheck" in image else {}  # where podman keeps it
         return {**image["Config"], **own}
 
     def run(self, entrypoint: Sequence[str], words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         own = ["--entrypoint", entrypoint[0]] if entrypoint else []
-        return _try([*self._command, "run", "--rm", *own, *self._mounts(), TAG, *entrypoint[1:], *words])
+        return _run([*self._command, "run", "--rm", *own, *self._mounts(), TAG, *entrypoint[1:], *words])
 
     def start(self, words: Sequence[str]) -> None:
-        _ask([*self._command, "run", "--detach", "--name", self._name, *self._mounts(), TAG, *words])
+        _run_checked([*self._command, "run", "--detach", "--name", self._name, *self._mounts(), TAG, *words])
 
-    def inside(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return _try([*self._command, "exec", self._name, *command])
+    def run_in_container(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return _run([*self._command, "exec", self._name, *command])
 
     def stop(self, seconds: int) -> tuple[int, str]:
-        _ask([*self._command, "stop", "--time", str(seconds), self._name])
-        code = int(_ask([*self._command, "inspect", "--format", "{{.State.ExitCode}}", self._name]).stdout)
-        logs = _ask([*self._command, "logs", self._name])
-        _ask([*self._command, "rm", self._name])
+        _run_checked([*self._command, "stop", "--time", str(seconds), self._name])
+        code = int(_run_checked([*self._command, "inspect", "--format", "{{.State.ExitCode}}", self._name]).stdout)
+        logs = _run_checked([*self._command, "logs", self._name])
+        _run_checked([*self._command, "rm", self._name])
         return (-9 if code == 128 + signal.SIGKILL else code), logs.stdout + logs.stderr
 
     def close(self) -> None:
-        _try([*self._command, "rm", "--force", self._name])
-        _try([*self._command, "volume", "rm", "--force", self._name])
+        _run([*self._command, "rm", "--force", self._name])
+        _run([*self._command, "volume", "rm", "--force", self._name])
 
     def _mounts(self) -> list[str]:
         safe = ["--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
@@ -108,9 +108,9 @@ class Buildah:
     """Keeps its images below `storage`, so that a second check builds only what changed."""
 
     def __init__(self, storage: Path) -> None:
-        self._places = ["--root", str(storage / "images"), "--runroot", str(storage / "state")]
-        driver = "overlay" if _works(["buildah", *self._places, "--storage-driver", "overlay", "info"]) else "vfs"
-        self._command = ["buildah", *self._places, "--storage-driver", driver]
+        self._storage_options = ["--root", str(storage / "images"), "--runroot", str(storage / "state")]
+        driver = "overlay" if _succeeds(["buildah", *self._storage_options, "--storage-driver", "overlay", "info"]) else "vfs"
+        self._command = ["buildah", *self._storage_options, "--storage-driver", driver]
         self._layers = "--layers" if driver == "overlay" else "--layers=false"  # vfs copies all of them for each step
         self._data = storage / f"data-{os.getpid()}"
         self._container = ""
@@ -119,30 +119,30 @@ class Buildah:
         self._log = storage / f"log-{os.getpid()}"
 
     def build(self, build: Build) -> None:
-        if not _works([*self._command, "inspect", "--type", "image", BASE]):
+        if not _succeeds([*self._command, "inspect", "--type", "image", BASE]):
             self._make_base()
-        mounts = [word for path in local_places(build.pip) for word in ("--volume", f"{path}:{path}:ro")]
+        mounts = [word for path in find_local_paths(build.pip) for word in ("--volume", f"{path}:{path}:ro")]
         options = ["--isolation", "chroot", "--format", "docker", self._layers, "--build-arg", f"BASE={BASE}"]
-        _say([*self._command, "build", *options, *mounts, *build.options(), str(ROOT)])
+        _run_shown([*self._command, "build", *options, *mounts, *build.options(), str(ROOT)])
 
-    def configuration(self) -> dict[str, Any]:
-        shown = _ask([*self._command, "inspect", "--type", "image", TAG])
+    def inspect_image(self) -> dict[str, Any]:
+        shown = _run_checked([*self._command, "inspect", "--type", "image", TAG])
         return dict(json.loads(shown.stdout)["Docker"]["config"])
 
     def run(self, entrypoint: Sequence[str], words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return _try([*self._inside(), *(entrypoint or self._entrypoint()), *words])
+        return _run([*self._run_command(), *(entrypoint or self._entrypoint()), *words])
 
     def start(self, words: Sequence[str]) -> None:
-        command = [*self._inside(), *self._entrypoint(), *words]
+        command = [*self._run_command(), *self._entrypoint(), *words]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
-    def inside(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return _try([*self._inside(), *command])
+    def run_in_container(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return _run([*self._run_command(), *command])
 
     def stop(self, seconds: int) -> tuple[int, str]:
         assert self._process is not None
-        first = first_inside(self._process.pid, self._entrypoint()[0])
+        first = find_first_process(self._process.pid, self._entrypoint()[0])
         if first is not None:
             os.kill(first, signal.SIGTERM)
         try:
@@ -157,34 +157,34 @@ class Buildah:
         if self._process is not None and self._process.poll() is None:
             self.stop(10)
         if self._container:
-            _try([*self._command, "rm", self._container])
+            _run([*self._command, "rm", self._container])
         shutil.rmtree(self._data, ignore_errors=True)
         self._log.unlink(missing_ok=True)
         if self._mount.is_mount():
-            _ask(["umount", str(self._mount)])
+            _run_checked(["umount", str(self._mount)])
 
     def _make_base(self) -> None:
         with tempfile.TemporaryDirectory(prefix="murmuration-base-") as folder:
             options = ["--variant=minbase", f"--include={BASE_PACKAGES}"]
-            _say(["debootstrap", *options, SUITE, f"{folder}/root", *apt_mirror()])
-            _say(["tar", "-C", f"{folder}/root", "-cf", f"{folder}/root.tar", "."])
-            container = _ask([*self._command, "from", "scratch"]).stdout.strip()
-            _say([*self._command, "add", "--quiet", container, f"{folder}/root.tar", "/"])
-        _say([*self._command, "commit", "--quiet", "--rm", container, BASE])
+            _run_shown(["debootstrap", *options, SUITE, f"{folder}/root", *find_apt_mirror()])
+            _run_shown(["tar", "-C", f"{folder}/root", "-cf", f"{folder}/root.tar", "."])
+            container = _run_checked([*self._command, "from", "scratch"]).stdout.strip()
+            _run_shown([*self._command, "add", "--quiet", container, f"{folder}/root.tar", "/"])
+        _run_shown([*self._command, "commit", "--quiet", "--rm", container, BASE])
 
     def _entrypoint(self) -> list[str]:
-        return list(self.configuration()["Entrypoint"])
+        return list(self.inspect_image()["Entrypoint"])
 
-    def _inside(self) -> list[str]:
+    def _run_command(self) -> list[str]:
         if not self._container:
-            self._container = _ask([*self._command, "from", TAG]).stdout.strip()
+            self._container = _run_checked([*self._command, "from", TAG]).stdout.strip()
             self._data.mkdir(parents=True)
             os.chown(self._data, USER, USER)
         mounts = ["--volume", f"{self._data}:/data", "--volume", f"{ROOT / 'configs'}:/configs:ro"]
         return [*self._command, "run", "--isolation", "chroot", *mounts, self._container, "--"]
 
 
-def pip_settings(listed: str) -> str:
+def to_pip_conf(listed: str) -> str:
     """What `pip config list` prints, as a pip.conf; the environment's settings win over the files'."""
     values: dict[tuple[str, str], str] = {}
     for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):
@@ -201,7 +201,7 @@ def pip_settings(listed: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def local_places(pip: Path) -> list[Path]:
+def find_local_paths(pip: Path) -> list[Path]:
     """Files and folders of this machine that pip's settings name; a build must see them under the same names."""
     words = [word.removeprefix("file://") for line in pip.read_text().splitlines() for word in line.split()]
     found = {Path(word) for word in words if word.startswith("/") and Path(word).exists()}
@@ -209,14 +209,14 @@ def local_places(pip: Path) -> list[Path]:
     return sorted({path.parent if path.name == "simple" else path for path in found})
 
 
-def apt_mirror() -> list[str]:
+def find_apt_mirror() -> list[str]:
     """Where apt finds Debian here, if it does at all."""
     wanted = [f"Codename: {SUITE}", "Component: main", "Identifier: Packages"]
-    listed = _try(["apt-get", "indextargets", "--format", "$(REPO_URI)", *wanted]).stdout.split()
+    listed = _run(["apt-get", "indextargets", "--format", "$(REPO_URI)", *wanted]).stdout.split()
     return listed[:1]
 
 
-def first_inside(pid: int, name: str) -> int | None:
+def find_first_process(pid: int, name: str) -> int | None:
     """The descendant of `pid` that runs the program `name`: what a container's first process would be."""
     waiting = [pid]
     while waiting:
@@ -229,22 +229,22 @@ def first_inside(pid: int, name: str) -> int | None:
     return None
 
 
-def _works(command: Sequence[str]) -> bool:
-    return _try(command).returncode == 0
+def _succeeds(command: Sequence[str]) -> bool:
+    return _run(command).returncode == 0
 
 
-def _try(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_SECONDS)
 
 
-def _ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    done = _try(command)
+def _run_checked(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    done = _run(command)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
     return done
 
 
-def _say(command: Sequence[str]) -> None:
+def _run_shown(command: Sequence[str]) -> None:
     """With its output shown."""
     if code := subprocess.run(command, stdin=subprocess.DEVNULL).returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {code}")

@@ -23,7 +23,7 @@ WRITE_SECONDS = 30.0
 _LENGTH_BYTES = 4
 M = TypeVar("M")
 
-Fate = Literal["included", "excluded", "lost", "none"]
+ContributionOutcome = Literal["included", "excluded", "lost", "none"]
 Activity = Literal["compute", "encode", "adopt", "wait", "evaluate", "snapshot", "pause"]
 
 
@@ -31,11 +31,11 @@ class ChannelClosed(Exception):  # noqa: N818
     """The other side is gone, or does not read."""
 
 
-class _Message(BaseModel):
+class _IpcMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Config(_Message):
+class TrainerConfig(_IpcMessage):
     """First message to a trainer: everything it needs to know besides the arena."""
 
     kind: Literal["config"] = "config"
@@ -51,7 +51,7 @@ class Config(_Message):
     validation_tokens: int = Field(default=65_536, ge=1, description="the most one evaluation reads")
 
 
-class Message(_Message):
+class ContributionHeader(_IpcMessage):
     """The parts of the message for `round` lie one after the other in the outbox until an Adopt tells their fate.
 
     Tokens, steps and mean loss count from the last message that was included. `serial` counts the trainer's messages.
@@ -66,15 +66,15 @@ class Message(_Message):
     loss: FiniteFloat
 
 
-class Revised(_Message):
+class RevisedOutcome(_IpcMessage):
     """An earlier message, of which another chain has another fate. `parts`: its blobs, as the store names them."""
 
-    message: Message
+    header: ContributionHeader
     parts: tuple[str, ...]
-    fate: Fate
+    outcome: ContributionOutcome
 
 
-class Adopt(_Message):
+class ApplyAnchor(_IpcMessage):
     """The anchor of `round` lies in the arena; `fate` is that of the outstanding message.
 
     "excluded": no round has it, and none will. "lost": that is not known, so it is neither sent again nor given back.
@@ -83,36 +83,36 @@ class Adopt(_Message):
 
     kind: Literal["adopt"] = "adopt"
     round: int = Field(ge=0)
-    fate: Fate
+    outcome: ContributionOutcome
     steps: int | None = Field(default=None, ge=1, description="to make for the round, where not all of the plan's")
-    revised: tuple[Revised, ...] = Field(default=(), description="said with every anchor; to be heeded once")
+    revised: tuple[RevisedOutcome, ...] = Field(default=(), description="said with every anchor; to be heeded once")
 
 
-class Hurry(_Message):
+class SubmitEarly(_IpcMessage):
     """The others wait: send what there is for `round` after the step under way."""
 
     kind: Literal["hurry"] = "hurry"
     round: int = Field(ge=0)
 
 
-class Evaluate(_Message):
+class Evaluate(_IpcMessage):
     """Measure the validation loss of the anchor of `round`."""
 
     kind: Literal["evaluate"] = "evaluate"
     round: int = Field(ge=0)
 
 
-class TakeSnapshot(_Message):
+class TakeSnapshot(_IpcMessage):
     kind: Literal["snapshot"] = "snapshot"
 
 
-class Stop(_Message):
+class Stop(_IpcMessage):
     """Write a last snapshot, say Stopped and end."""
 
     kind: Literal["stop"] = "stop"
 
 
-class Ready(_Message):
+class Ready(_IpcMessage):
     """The trainer trains from `step` on. A daemon that is at another round, or knows the fate of the outstanding
     message, sends Adopt (again): what it sent to a trainer that died is lost."""
 
@@ -123,7 +123,7 @@ class Ready(_Message):
     outstanding: int | None = Field(description="round of the message on its way; it is sent again after this")
 
 
-class Progress(_Message):
+class TrainerProgress(_IpcMessage):
     """Totals since the start of the run, also over restarts; `loss` is the mean since the last Progress, in nats."""
 
     kind: Literal["progress"] = "progress"
@@ -134,14 +134,14 @@ class Progress(_Message):
     seconds: dict[Activity, FiniteFloat]
 
 
-class Pausing(_Message):
+class PauseChanged(_IpcMessage):
     """The trainer takes no inner step from here on, for this reason; with an empty one it goes on."""
 
     kind: Literal["pausing"] = "pausing"
     reason: str
 
 
-class Mishap(_Message):
+class TrainerWarning(_IpcMessage):
     """What went wrong in the trainer and was worked around: the daemon counts it, and tells the line."""
 
     kind: Literal["mishap"] = "mishap"
@@ -149,28 +149,28 @@ class Mishap(_Message):
     line: str
 
 
-class Adopted(_Message):
+class AnchorApplied(_IpcMessage):
     kind: Literal["adopted"] = "adopted"
     round: int
 
 
-class Evaluated(_Message):
+class Evaluated(_IpcMessage):
     kind: Literal["evaluated"] = "evaluated"
     round: int
     loss: FiniteFloat
     tokens: int
 
 
-class Snapshotted(_Message):
+class Snapshotted(_IpcMessage):
     kind: Literal["snapshotted"] = "snapshotted"
     step: int
 
 
-class Stopped(_Message):
+class Stopped(_IpcMessage):
     kind: Literal["stopped"] = "stopped"
 
 
-class Failed(_Message):
+class Failed(_IpcMessage):
     """The trainer cannot go on, and starting it again would not help."""
 
     kind: Literal["failed"] = "failed"
@@ -178,16 +178,16 @@ class Failed(_Message):
     exit_code: int
 
 
-ToTrainer = Annotated[Config | Adopt | Hurry | Evaluate | TakeSnapshot | Stop, Field(discriminator="kind")]
+ToTrainer = Annotated[TrainerConfig | ApplyAnchor | SubmitEarly | Evaluate | TakeSnapshot | Stop, Field(discriminator="kind")]
 FromTrainer = Annotated[
-    Ready | Progress | Message | Pausing | Mishap | Adopted | Evaluated | Snapshotted | Stopped | Failed,
+    Ready | TrainerProgress | ContributionHeader | PauseChanged | TrainerWarning | AnchorApplied | Evaluated | Snapshotted | Stopped | Failed,
     Field(discriminator="kind"),
 ]
 _TO_TRAINER: Final[TypeAdapter[ToTrainer]] = TypeAdapter(ToTrainer)
 _FROM_TRAINER: Final[TypeAdapter[FromTrainer]] = TypeAdapter(FromTrainer)
 
 
-class TrainerEnd:
+class TrainerChannel:
     """The blocking end. Raises ChannelClosed when the daemon is gone, MalformedError on bytes that are no message."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -197,7 +197,7 @@ class TrainerEnd:
     def send(self, message: FromTrainer) -> None:
         self._socket.settimeout(WRITE_SECONDS)
         try:
-            self._socket.sendall(_frame(message))
+            self._socket.sendall(_encode_frame(message))
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
@@ -205,18 +205,18 @@ class TrainerEnd:
         """The next message; None when none is complete in time. 0 only looks."""
         deadline = time.monotonic() + timeout_seconds
         while True:
-            body = self._take()
+            body = self._next_body()
             if body is not None:
-                return _parse(_TO_TRAINER, body)
+                return _parse_message(_TO_TRAINER, body)
             readable, _, _ = select.select([self._socket], [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
                 return None
-            self._read()
+            self._fill_buffer()
 
     def close(self) -> None:
         self._socket.close()
 
-    def _read(self) -> None:
+    def _fill_buffer(self) -> None:
         try:
             data = self._socket.recv(MAX_MESSAGE_BYTES)
         except OSError as error:
@@ -225,10 +225,10 @@ class TrainerEnd:
             raise ChannelClosed("the daemon closed the channel")
         self._buffer += data
 
-    def _take(self) -> bytes | None:
+    def _next_body(self) -> bytes | None:
         if len(self._buffer) < _LENGTH_BYTES:
             return None
-        end = _LENGTH_BYTES + _length(bytes(self._buffer[:_LENGTH_BYTES]))
+        end = _LENGTH_BYTES + _decode_length(bytes(self._buffer[:_LENGTH_BYTES]))
         if len(self._buffer) < end:
             return None
         body = bytes(self._buffer[_LENGTH_BYTES:end])
@@ -236,7 +236,7 @@ class TrainerEnd:
         return body
 
 
-class DaemonEnd:
+class DaemonChannel:
     """The asyncio end; errors as for TrainerEnd."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -244,7 +244,7 @@ class DaemonEnd:
         self._writer = writer
 
     @classmethod
-    async def open(cls, connection: socket.socket) -> "DaemonEnd":
+    async def open(cls, connection: socket.socket) -> "DaemonChannel":
         """Takes the socket over."""
         connection.setblocking(False)
         return cls(*await asyncio.open_unix_connection(sock=connection, limit=MAX_MESSAGE_BYTES))
@@ -252,7 +252,7 @@ class DaemonEnd:
     async def send(self, message: ToTrainer) -> None:
         try:
             async with asyncio.timeout(WRITE_SECONDS):
-                self._writer.write(_frame(message))
+                self._writer.write(_encode_frame(message))
                 await self._writer.drain()
         except (OSError, TimeoutError) as error:
             raise ChannelClosed(f"the trainer does not read: {error}") from error
@@ -260,8 +260,8 @@ class DaemonEnd:
     async def receive(self) -> FromTrainer:
         """The next message, however long that takes: the trainer's death ends the wait."""
         try:
-            length = _length(await self._reader.readexactly(_LENGTH_BYTES))
-            return _parse(_FROM_TRAINER, await self._reader.readexactly(length))
+            length = _decode_length(await self._reader.readexactly(_LENGTH_BYTES))
+            return _parse_message(_FROM_TRAINER, await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError) as error:
             raise ChannelClosed("the trainer closed the channel") from error
 
@@ -273,21 +273,21 @@ class DaemonEnd:
             return  # the trainer died with bytes on their way
 
 
-def _frame(message: BaseModel) -> bytes:
+def _encode_frame(message: BaseModel) -> bytes:
     body = message.model_dump_json().encode()
     if len(body) > MAX_MESSAGE_BYTES:
         raise MalformedError(f"a message of {len(body)} bytes; at most {MAX_MESSAGE_BYTES} pass the channel")
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
-def _length(prefix: bytes) -> int:
+def _decode_length(prefix: bytes) -> int:
     length = int.from_bytes(prefix, "big")
     if length > MAX_MESSAGE_BYTES:
         raise MalformedError(f"a frame of {length} bytes on the channel; at most {MAX_MESSAGE_BYTES}")
     return length
 
 
-def _parse(adapter: TypeAdapter[M], body: bytes) -> M:
+def _parse_message(adapter: TypeAdapter[M], body: bytes) -> M:
     try:
         return adapter.validate_json(body)
     except ValidationError as error:

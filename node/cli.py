@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from node.collector import rare_collections
+from node.collector import rare_garbage_collection
 from protocol.errors import MurmurError
 
 app = typer.Typer(
@@ -28,7 +28,7 @@ app = typer.Typer(
     "a run; `murmur status` says what they do; `murmur export DIR model` takes the model away.",
 )
 
-LOOPBACK = "127.0.0.1:0"
+DEFAULT_METRICS_ADDRESS = "127.0.0.1:0"
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to train")]
 ThreadsOption = Annotated[
     int | None,
@@ -52,8 +52,8 @@ DownloadOption = Annotated[str | None, typer.Option(metavar="RATE", help="receiv
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"murmur {version('murmuration')}")
         raise typer.Exit
 
@@ -61,7 +61,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     _: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version and exit")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
     pass
@@ -85,11 +85,11 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Train with several peers on this machine, until the run's target."""
-    with rare_collections():
-        from node.local.up import Wish
+    with rare_garbage_collection():
+        from node.local.up import UpOptions
         from node.local.up import up as run_swarm
 
-    wish = Wish(
+    wish = UpOptions(
         run, folder, peers, rounds, recipe, seed, drill, device, as_json, threads, memory, pause_when_busy,
         upload, download,
     )  # fmt: skip
@@ -109,7 +109,7 @@ def join(
     memory: MemoryOption = None,
     pause_when_busy: PauseOption = False,
     listen: ListenOption = None,
-    metrics: Annotated[str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")] = LOOPBACK,
+    metrics: Annotated[str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")] = DEFAULT_METRICS_ADDRESS,
     direct: DirectOption = "0",
     log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
@@ -163,12 +163,12 @@ def host(
     download: DownloadOption = None,
 ) -> None:
     """Open a run to others: a peer to begin with, its page, and the link to join by."""
-    with rare_collections():
-        from node.host.command import Wish
+    with rare_garbage_collection():
+        from node.host.command import HostOptions
         from node.host.command import host as open_run
 
     open_run(
-        Wish(
+        HostOptions(
             run, folder, http, public_url, public, train, tuple(peer or ()), tuple(listen or ()), name, device, threads,
             memory, pause_when_busy, log_json, upload, download, direct,
         )
@@ -217,9 +217,9 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a folder that does not exist yet")],
 ) -> None:
     """Write the newest checkpoint as a Hugging Face folder."""
-    from node.places import trained_folder
+    from node.places import find_trained_dir
 
-    node = trained_folder(folder)
+    node = find_trained_dir(folder)
     from node.export import export as export_model
 
     export_model(node, out)
@@ -236,9 +236,9 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="the same one gives the same text")] = 0,
 ) -> None:
     """Let the newest checkpoint go on with a text."""
-    from node.places import trained_folder
+    from node.places import find_trained_dir
 
-    node = trained_folder(folder)
+    node = find_trained_dir(folder)
     from node.generate import generate as continuation
 
     pieces = continuation(node, prompt, tokens, temperature, top_k, seed)
@@ -305,10 +305,10 @@ def sim(
     compiled: Annotated[bool, typer.Option("--compiled", help="in bf16, by a C++ compiler: for long runs")] = False,
 ) -> None:
     """Compare methods: virtual peers, real gradients, a virtual network."""
-    from node.simulation.command import Wish, simulate
+    from node.simulation.command import SimulationOptions, simulate
 
     simulate(
-        Wish(
+        SimulationOptions(
             tuple(recipe), peers, steps, tokens, speeds, bandwidth, latency, churn, liars, seeds, run,
             tuple(option or ()), as_json, plot, compiled,
         )
@@ -328,19 +328,19 @@ def recipes(
 
 def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for large pages: new tensors cost half
-    code = _guarded(app)
+    code = _run_guarded(app)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; an interrupt now would only change the exit code
     sys.exit(code)
 
 
-def _guarded(command: Callable[[], object]) -> int:
+def _run_guarded(command: Callable[[], object]) -> int:
     """Run a command; what it ends with, as an exit code."""
-    from node.harmless import harmless
+    from node.harmless import sanitize
 
     try:
         command()
     except MurmurError as error:
-        sys.stderr.write(f"murmur: {harmless(str(error))}\n")
+        sys.stderr.write(f"murmur: {sanitize(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130

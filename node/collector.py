@@ -4,16 +4,16 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-RARELY = 200_000  # new objects between two collections
+RARE_GC_THRESHOLD = 200_000  # new objects between two collections
 
 
 @contextmanager
-def rare_collections() -> Iterator[None]:
+def rare_garbage_collection() -> Iterator[None]:
     """Modules that are being imported leave next to no cycles, and while a node's are, the collector would come some
     hundred times: a sixth of its start. What was there before is let be."""
     usual = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(RARELY)
+    gc.set_threshold(RARE_GC_THRESHOLD)
     try:
         yield
     finally:

@@ -11,18 +11,18 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from node.web import EVERYWHERE, host_and_port
+from node.web import ALL_INTERFACES, parse_host_port
 from protocol.errors import UsageError
 from protocol.manifest import Manifest
 
 Device = Literal["auto", "cpu", "cuda"]
-LOOPBACK_LISTEN = "/ip4/127.0.0.1/tcp/0"
-EVERYWHERE_LISTEN = "/ip4/0.0.0.0/tcp/0"
+LISTEN_ON_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+LISTEN_ON_ALL_INTERFACES = "/ip4/0.0.0.0/tcp/0"
 MULTIADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/\s]+(/[^/\s]+)*$")
 PORT = re.compile(r"^[0-9]{1,5}\Z")
 
 
-class NodeSettings(BaseModel):
+class NodeOptions(BaseModel):
     """Everything that `run_node` is told."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,7 +36,7 @@ class NodeSettings(BaseModel):
     memory: int | None = Field(default=None, ge=1, description="bytes that the trainer keeps to; None: what it takes")
     pause_when_busy: bool = Field(default=False, description="train only while others leave the device alone")
     name: str = Field(default="", max_length=64, description="shown to others; empty: the peer id")
-    listen: tuple[str, ...] = Field(default=(EVERYWHERE_LISTEN,), min_length=1)
+    listen: tuple[str, ...] = Field(default=(LISTEN_ON_ALL_INTERFACES,), min_length=1)
     metrics: str = Field(default="127.0.0.1:0", description="HOST:PORT, on loopback or everywhere; port 0: a free one")
     direct: int | None = Field(
         default=0, ge=0, le=65535, description="port for direct connections; 0: a free one, None: none are taken"
@@ -79,9 +79,9 @@ class NodeSettings(BaseModel):
 
     @field_validator("metrics")
     @classmethod
-    def _is_found_on_loopback(cls, address: str) -> str:
-        host, port = host_and_port(address, "--metrics")
-        if host not in ("127.0.0.1", *EVERYWHERE):  # `murmur status` asks on loopback
+    def _answers_on_loopback(cls, address: str) -> str:
+        host, port = parse_host_port(address, "--metrics")
+        if host not in ("127.0.0.1", *ALL_INTERFACES):  # `murmur status` asks on loopback
             raise ValueError(
                 f"{address} is neither this machine alone (127.0.0.1:{port}) nor everywhere (0.0.0.0:{port})"
             )
@@ -92,16 +92,16 @@ class NodeSettings(BaseModel):
         return self.manifest.run_id
 
 
-def node_settings(**values: object) -> NodeSettings:
+def parse_node_options(**values: object) -> NodeOptions:
     """NodeSettings from a command's options; raises UsageError, one line that names the option."""
     try:
-        return NodeSettings.model_validate(values)
+        return NodeOptions.model_validate(values)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         option = "--" + str(fault["loc"][0] if fault["loc"] else "options").replace("_", "-").replace("peers", "peer")
         raise UsageError(f"{option}: {fault['msg'].removeprefix('Value error, ')}") from error
 
 
-def threads_each(processes: int) -> int:
+def threads_per_process(processes: int) -> int:
     """Threads for each of several trainers that share this machine's cores."""
     return max(1, len(os.sched_getaffinity(0)) // processes)

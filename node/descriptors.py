@@ -5,19 +5,19 @@ Behind the usual limit a crowd at the page would keep the node from its own file
 
 import resource
 
-MOST = 65_536  # where the system sets no limit
+MAX_FILE_DESCRIPTORS = 65_536  # where the system sets no limit
 
 
-def raise_limit() -> None:
+def raise_fd_limit() -> None:
     """Also for the processes that are started from now on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = wanted_limit(soft, hard)
+    wanted = choose_fd_limit(soft, hard)
     if wanted != soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def wanted_limit(soft: int, hard: int) -> int:
+def choose_fd_limit(soft: int, hard: int) -> int:
     """Never less than there is."""
     if soft == resource.RLIM_INFINITY:
         return soft
-    return max(soft, MOST if hard == resource.RLIM_INFINITY else min(hard, MOST))
+    return max(soft, MAX_FILE_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_FILE_DESCRIPTORS))

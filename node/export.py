@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from node.checkpoints.checkpoint import Trained, load_trained
+from node.checkpoints.checkpoint import TrainedWeights, load_trained_weights
 from node.checkpoints.tensor_file import write_tensors
-from node.folder import tokenizer_of
+from node.folder import tokenizer_path
 from node.model import shape_table
 from node.model.llama import NORM_EPSILON
 from protocol.errors import MissingFileError, StorageError, UsageError
@@ -28,37 +28,37 @@ def export(run_dir: Path, out: Path) -> None:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder; name a new one")
-    trained = load_trained(run_dir)
-    tokenizer = _tokenizer_text(run_dir, trained.manifest)
+    trained = load_trained_weights(run_dir)
+    tokenizer = _read_tokenizer_json(run_dir, trained.manifest)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".exporting-", dir=out.parent) as staging:
             inside = Path(staging) / "model"
             inside.mkdir()
-            _write(inside, trained, tokenizer)
+            _write_model(inside, trained, tokenizer)
             inside.rename(out)
     except (OSError, shutil.Error) as error:
         raise StorageError(f"cannot write {out}: {error}; free some space or name another folder") from error
 
 
-def _write(folder: Path, trained: Trained, tokenizer: str) -> None:
+def _write_model(folder: Path, trained: TrainedWeights, tokenizer: str) -> None:
     manifest = trained.manifest
     views = shape_table(manifest.model).views(trained.anchor)
     weights = folder / "model.safetensors"
     write_tensors(weights, views, {"format": "pt"})
     weights.chmod(0o644)
     texts = {
-        "config.json": _text(_config(manifest)),
-        "generation_config.json": _text({"do_sample": True, "temperature": 0.8, "bos_token_id": None}),
+        "config.json": _to_json(_hf_config(manifest)),
+        "generation_config.json": _to_json({"do_sample": True, "temperature": 0.8, "bos_token_id": None}),
         "tokenizer.json": tokenizer,
-        "tokenizer_config.json": _text(_tokenizer_config(manifest)),
-        "README.md": _card(trained),
+        "tokenizer_config.json": _to_json(_tokenizer_config(manifest)),
+        "README.md": _model_card(trained),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def _config(manifest: Manifest) -> Json:
+def _hf_config(manifest: Manifest) -> Json:
     model = manifest.model
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -85,17 +85,17 @@ def _config(manifest: Manifest) -> Json:
     }
 
 
-def _tokenizer_text(run_dir: Path, manifest: Manifest) -> str:
+def _read_tokenizer_json(run_dir: Path, manifest: Manifest) -> str:
     if not manifest.data.tokenizer:
-        return _text(byte_tokenizer())
-    path = tokenizer_of(run_dir, manifest)
+        return _to_json(byte_tokenizer_json())
+    path = tokenizer_path(run_dir, manifest)
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise MissingFileError(f"cannot read the tokenizer {path}: {error.strerror}; put it there") from error
 
 
-def byte_tokenizer() -> Json:
+def byte_tokenizer_json() -> Json:
     """The content of a tokenizer.json whose token n is the byte n: GPT-2's byte-level scheme with nothing to merge."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
@@ -116,13 +116,13 @@ def byte_tokenizer() -> Json:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
+            "vocab": {letter: byte for byte, letter in enumerate(_bytes_to_unicode())},
             "merges": [],
         },
     }
 
 
-def _byte_letters() -> list[str]:
+def _bytes_to_unicode() -> list[str]:
     """The character that stands for each byte: itself where that is printable Latin-1, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = map(chr, range(0x100, 0x200))
@@ -137,7 +137,7 @@ def _tokenizer_config(manifest: Manifest) -> Json:
     }
 
 
-def _card(trained: Trained) -> str:
+def _model_card(trained: TrainedWeights) -> str:
     manifest = trained.manifest
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
@@ -147,5 +147,5 @@ def _card(trained: Trained) -> str:
     )
 
 
-def _text(values: Json) -> str:
+def _to_json(values: Json) -> str:
     return json.dumps(values, indent=2) + "\n"

@@ -22,23 +22,23 @@ from protocol.errors import AlreadyRunningError, OtherRunError, StorageError
 from protocol.manifest import Manifest, load_manifest
 
 TOKENIZER = "tokenizer.json"
-LAST_WORD = "status.json"
+FINAL_STATUS = "status.json"
 
 
-class RunFolder:
+class RunDir:
     """Claim it before touching anything inside."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.peers = path / "peers.json"
         self.key = path / "key"
-        self.vow = path / "vow.json"
-        self.offer = path / "offer.json"
+        self.vote_log = path / "vow.json"
+        self.contribution_file = path / "offer.json"
         self.blobs = path / "blobs"
         self.checkpoints = path / "checkpoints"
 
     @contextmanager
-    def claimed(self, manifest: Manifest) -> Iterator[Self]:
+    def lock(self, manifest: Manifest) -> Iterator[Self]:
         """No other process has it while inside. Raises AlreadyRunningError, OtherRunError or StorageError."""
         with ExitStack() as stack:
             try:
@@ -46,8 +46,8 @@ class RunFolder:
                 lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 stack.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._belong_to(manifest)
-                (self.path / LAST_WORD).unlink(missing_ok=True)  # from now on it would tell of an earlier life
+                self._require_same_run(manifest)
+                (self.path / FINAL_STATUS).unlink(missing_ok=True)  # from now on it would tell of an earlier life
             except BlockingIOError as error:
                 raise AlreadyRunningError(
                     f"another node runs in {self.path}; stop it first, or give this one its own --dir"
@@ -58,7 +58,7 @@ class RunFolder:
                 ) from error
             yield self
 
-    def keep_tokenizer(self, manifest: Manifest, base: Path) -> None:
+    def copy_tokenizer(self, manifest: Manifest, base: Path) -> None:
         """A copy of the run's tokenizer, for `murmur export` and `murmur generate`, which know only this folder.
 
         `base`: the folder that the manifest's paths start from. A tokenizer that is missing is the trainer's to report.
@@ -67,22 +67,22 @@ class RunFolder:
         if manifest.data.tokenizer and source.is_file():
             write_atomically(self.path / TOKENIZER, source.read_bytes())
 
-    def announce(self, peer_id: str, addresses: tuple[str, ...], metrics_port: int) -> None:
+    def write_node_info(self, peer_id: str, addresses: tuple[str, ...], metrics_port: int) -> None:
         """Say where the running node is found, for `murmur status` and `murmur up`."""
         values = {"pid": os.getpid(), "peer_id": peer_id, "addresses": addresses, "metrics_port": metrics_port}
         write_atomically(self.path / "node.json", json.dumps(values).encode())
 
-    def leave_word(self, status: str) -> None:
+    def write_final_status(self, status: str) -> None:
         """The last status, as JSON, for whoever asks after the node has ended."""
-        write_atomically(self.path / LAST_WORD, status.encode())
+        write_atomically(self.path / FINAL_STATUS, status.encode())
 
-    def usual_port(self) -> int:
+    def read_last_port(self) -> int:
         """The TCP port of the last start, so that the addresses others remember stay true; 0: none yet."""
-        addresses = left_behind(self.path / "node.json").get("addresses", ())
+        addresses = read_json_if_whole(self.path / "node.json").get("addresses", ())
         found = (re.search(r"/tcp/(\d{1,5})\b", str(address)) for address in addresses)
         return next((int(match[1]) for match in found if match), 0)
 
-    def _belong_to(self, manifest: Manifest) -> None:
+    def _require_same_run(self, manifest: Manifest) -> None:
         path = self.path / "run.toml"
         if path.exists():
             present = load_manifest(path)
@@ -95,7 +95,7 @@ class RunFolder:
             write_atomically(path, manifest.to_toml().encode())
 
 
-def left_behind(path: Path) -> dict[str, Any]:
+def read_json_if_whole(path: Path) -> dict[str, Any]:
     """What an earlier start has left there; a torn or absent file only means that nothing is remembered."""
     try:
         values = json.loads(path.read_bytes())
@@ -104,7 +104,7 @@ def left_behind(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def is_claimed(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a node holds the folder. Its lock is tried and let go at once: ask only where no node answers."""
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
@@ -119,7 +119,7 @@ def is_claimed(path: Path) -> bool:
     return False
 
 
-def tokenizer_of(run_dir: Path, manifest: Manifest) -> Path:
+def tokenizer_path(run_dir: Path, manifest: Manifest) -> Path:
     """Where the tokenizer of a run is found from a node's folder; only for runs that have one."""
     kept = run_dir / TOKENIZER
     return kept if kept.exists() else run_dir / manifest.data.tokenizer

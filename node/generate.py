@@ -14,31 +14,31 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from node.checkpoints.checkpoint import load_trained
-from node.data.vocabulary import open_tokenizer
-from node.folder import tokenizer_of
-from node.harmless import harmless
+from node.checkpoints.checkpoint import load_trained_weights
+from node.data.vocabulary import load_tokenizer_file
+from node.folder import tokenizer_path
+from node.harmless import sanitize
 from node.model import Llama
 from protocol.errors import UsageError
 from protocol.manifest import Manifest
 
-BYTES = 256
+BYTE_VALUES = 256
 
 
-class Codec(Protocol):
+class TextCodec(Protocol):
     """Between text and tokens; `decode` gives text as soon as it is certain, so a piece may be empty."""
 
-    vocabulary: int
+    vocabulary_size: int
 
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, tokens: Iterator[int]) -> Iterator[str]: ...
 
 
-class ByteCodec:
+class ByteTextCodec:
     """Token n is the byte n."""
 
-    vocabulary = BYTES
+    vocabulary_size = BYTE_VALUES
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -49,12 +49,12 @@ class ByteCodec:
         yield decoder.decode(b"", final=True)
 
 
-class FileCodec:
+class TokenizerTextCodec:
     """A Hugging Face tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
-        self.tokenizer = open_tokenizer(path)
-        self.vocabulary: int = self.tokenizer.get_vocab_size()
+        self.tokenizer = load_tokenizer_file(path)
+        self.vocabulary_size: int = self.tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)
@@ -81,36 +81,36 @@ def generate(
     """
     if tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
         raise UsageError("tokens and top_k must be at least 1, and the temperature at least 0")
-    trained = load_trained(run_dir)
+    trained = load_trained_weights(run_dir)
     config = trained.manifest.model
-    codec = _codec(run_dir, trained.manifest)
+    codec = _open_text_codec(run_dir, trained.manifest)
     model = Llama(config)
     model.load_flat(trained.anchor)
     start = codec.encode(prompt or "\n")  # the model continues something, be it a line break
     if not start:
         raise UsageError("this run's tokenizer makes no token of the prompt; use another prompt")
-    usable = min(codec.vocabulary, config.vocabulary)
+    usable = min(codec.vocabulary_size, config.vocabulary)
     if max(start) >= usable:
         raise UsageError(f"the prompt has tokens that this model of {usable} does not know; use another prompt")
-    sampled = sample(model, start, temperature, top_k, seed, usable)
-    return (harmless(piece, "\n\t") for piece in codec.decode(itertools.islice(sampled, tokens)))
+    sampled = sample_tokens(model, start, temperature, top_k, seed, usable)
+    return (sanitize(piece, "\n\t") for piece in codec.decode(itertools.islice(sampled, tokens)))
 
 
-def sample(
-    model: Llama, prompt: Sequence[int], temperature: float, top_k: int | None, seed: int, vocabulary: int
+def sample_tokens(
+    model: Llama, prompt: Sequence[int], temperature: float, top_k: int | None, seed: int, vocabulary_size: int
 ) -> Iterator[int]:
     """Tokens below `vocabulary` that continue `prompt` (at least one token), without end; equal seeds, equal tokens."""
     generator = torch.Generator().manual_seed(seed)
     window = deque(prompt, maxlen=model.config.context)
     while True:
         with torch.no_grad():
-            logits = model(torch.tensor([list(window)]))[0, -1, :vocabulary]
-        token = choose(logits, temperature, top_k, generator)
+            logits = model(torch.tensor([list(window)]))[0, -1, :vocabulary_size]
+        token = sample_token(logits, temperature, top_k, generator)
         window.append(token)
         yield token
 
 
-def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     """One token by its `logits` (vocabulary,)."""
     if temperature == 0:
         return int(logits.argmax())
@@ -119,5 +119,5 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     return int(kept.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 
-def _codec(run_dir: Path, manifest: Manifest) -> Codec:
-    return FileCodec(tokenizer_of(run_dir, manifest)) if manifest.data.tokenizer else ByteCodec()
+def _open_text_codec(run_dir: Path, manifest: Manifest) -> TextCodec:
+    return TokenizerTextCodec(tokenizer_path(run_dir, manifest)) if manifest.data.tokenizer else ByteTextCodec()

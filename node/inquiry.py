@@ -6,14 +6,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from node.folder import LAST_WORD, is_claimed
-from node.harmless import harmless
-from node.places import announced_peer, announced_port, node_folders
+from node.folder import FINAL_STATUS, is_locked
+from node.harmless import sanitize
+from node.places import read_peer_id, read_metrics_port, find_node_dirs
 from node.status import NodeStatus, fetch_status
 from protocol.errors import StorageError, UnreachableError, UsageError
 from protocol.identity import Identity
 
-STATUS_DEADLINE = 5.0
+STATUS_SECONDS = 5.0
 
 
 def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[str]:
@@ -22,23 +22,23 @@ def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[
 
     UnreachableError where `check` is asked for and none of them runs.
     """
-    folders = node_folders(path)
-    statuses = asyncio.run(_ask(folders))
+    folders = find_node_dirs(path)
+    statuses = asyncio.run(_fetch_statuses(folders))
     if check and not any(statuses):
-        raise UnreachableError(f"no node answers: {folders[0].name} {_absent(folders[0])}")
+        raise UnreachableError(f"no node answers: {folders[0].name} {_describe_stopped(folders[0])}")
     if as_json:
         shown = {
             str(folder): status.model_dump(mode="json") if status else None
             for folder, status in zip(folders, statuses, strict=True)
         }
         return [json.dumps(shown)]
-    return [harmless(line) for told in zip(folders, statuses, strict=True) for line in _lines(*told)]
+    return [sanitize(line) for told in zip(folders, statuses, strict=True) for line in _node_lines(*told)]
 
 
-def _lines(folder: Path, status: NodeStatus | None) -> list[str]:
+def _node_lines(folder: Path, status: NodeStatus | None) -> list[str]:
     if status is None:
-        return [f"{folder.name}: {_absent(folder)}"]
-    return [f"{folder.name}: {status.summary()}", *(f"    {reason}" for reason in status.reasons())]
+        return [f"{folder.name}: {_describe_stopped(folder)}"]
+    return [f"{folder.name}: {status.summary()}", *(f"    {reason}" for reason in status.reason_lines())]
 
 
 def key_line(folder: Path) -> str:
@@ -53,30 +53,30 @@ def key_line(folder: Path) -> str:
     return Identity.load_or_create(folder / "key").peer_id
 
 
-async def _ask(folders: list[Path]) -> list[NodeStatus | None]:
-    return await asyncio.gather(*(_ask_one(folder) for folder in folders))
+async def _fetch_statuses(folders: list[Path]) -> list[NodeStatus | None]:
+    return await asyncio.gather(*(_fetch_one_status(folder) for folder in folders))
 
 
-async def _ask_one(folder: Path) -> NodeStatus | None:
-    port = announced_port(folder)
+async def _fetch_one_status(folder: Path) -> NodeStatus | None:
+    port = read_metrics_port(folder)
     if port is None:
         return None
     try:
-        status = await fetch_status(port, STATUS_DEADLINE)
+        status = await fetch_status(port, STATUS_SECONDS)
     except UnreachableError:
         return None
     # The port of a node that has ended may be another one's by now.
-    return status if status.peer_id == announced_peer(folder) else None
+    return status if status.peer_id == read_peer_id(folder) else None
 
 
-def _absent(folder: Path) -> str:
-    if is_claimed(folder):
+def _describe_stopped(folder: Path) -> str:
+    if is_locked(folder):
         return "is starting, or does not answer"
     try:
-        last = NodeStatus.model_validate_json((folder / LAST_WORD).read_bytes())
+        last = NodeStatus.model_validate_json((folder / FINAL_STATUS).read_bytes())
     except (OSError, ValidationError):
         return "does not run; start it with `murmur join`"
     if last.phase == "watching":
-        return f"does not run; when it ended: {last.round_of_target()}; start it with `murmur host`"
+        return f"does not run; when it ended: {last.describe_round()}; start it with `murmur host`"
     ended = f"{last.phase}: {last.reason}" if last.reason else last.phase
-    return f"does not run; when it ended: {last.round_of_target()}, step {last.step}, {ended}"
+    return f"does not run; when it ended: {last.describe_round()}, step {last.step}, {ended}"

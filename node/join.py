@@ -4,14 +4,14 @@ import asyncio
 import logging
 from pathlib import Path
 
-from node.collector import rare_collections
-from node.config import EVERYWHERE_LISTEN, node_settings
-from node.links import Invitation, accept
+from node.collector import rare_garbage_collection
+from node.config import LISTEN_ON_ALL_INTERFACES, parse_node_options
+from node.links import Invitation, open_invitation
 from node.logs import configure_logs
-from node.pins import check_pin, keep_pin, remembered
-from node.places import joined_folder
+from node.pins import check_pin, save_pin, recall_invitation
+from node.places import join_dir
 from node.quantities import parse_rate, parse_size
-from node.status import short_count
+from node.status import format_count
 from protocol.errors import StorageError, UnreachableError
 from protocol.manifest import load_manifest
 from protocol.signed_manifest import fingerprint
@@ -40,10 +40,10 @@ def join_run(
     configure_logs(log_json)
     if "://" in run:
         logger.info("asking %s for the run", run.partition("@")[2] or run)
-    invitation = _invitation(run, folder, insecure)
+    invitation = _open_or_recall(run, folder, insecure)
     manifest = invitation.manifest
-    own = (folder or joined_folder(manifest)).resolve()
-    settings = node_settings(
+    own = (folder or join_dir(manifest)).resolve()
+    settings = parse_node_options(
         manifest=manifest,
         base=invitation.base or own / "data",
         folder=own,
@@ -53,53 +53,53 @@ def join_run(
         threads=threads,
         memory=parse_size(memory, "--memory") if memory else None,
         pause_when_busy=pause_when_busy,
-        listen=listen or (EVERYWHERE_LISTEN,),
+        listen=listen or (LISTEN_ON_ALL_INTERFACES,),
         metrics=metrics,
         direct=direct,
         log_json=log_json,
         upload=parse_rate(upload, "--upload"),
         download=parse_rate(download, "--download"),
     )
-    with rare_collections():
+    with rare_garbage_collection():
         from node.daemon.lifecycle import run_node
-        from node.program import program_of
-        from node.trainer.device import require_fit
+        from node.program import build_program
+        from node.trainer.device import require_usable_device
 
-    program_of(manifest)  # a method that does not exist must not claim the folder
-    require_fit(settings)
-    _meet(own, invitation)
+    build_program(manifest)  # a method that does not exist must not claim the folder
+    require_usable_device(settings)
+    _verify_organiser(own, invitation)
     asyncio.run(run_node(settings))
 
 
-def _invitation(run: str, folder: Path | None, insecure: bool) -> Invitation:
+def _open_or_recall(run: str, folder: Path | None, insecure: bool) -> Invitation:
     """A run goes on without its host: whoever has joined it before needs no answer from there."""
     try:
-        return accept(run, insecure)
+        return open_invitation(run, insecure)
     except UnreachableError as error:
-        known = remembered(run, folder)
+        known = recall_invitation(run, folder)
         if known is None:
             raise
         logger.warning("%s; going on with the run that was joined from there before", error)
         return known
 
 
-def _meet(folder: Path, invitation: Invitation) -> None:
+def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:
     """Say whose run this is; the first time, remember the key."""
     run, method, target = invitation.manifest.run, invitation.manifest.method, invitation.manifest.target
-    if (folder / "run.toml").exists() and load_manifest(folder / "run.toml").run_id != invitation.manifest.run_id:
+    if (node_dir / "run.toml").exists() and load_manifest(node_dir / "run.toml").run_id != invitation.manifest.run_id:
         return  # the node will refuse the folder
-    is_new = check_pin(folder, invitation)
-    tokens = f"{short_count(target.tokens)} tokens" if target.tokens else "somebody stops it"
+    is_new = check_pin(node_dir, invitation)
+    tokens = f"{format_count(target.tokens)} tokens" if target.tokens else "somebody stops it"
     aim = f"{target.rounds} rounds" if target.rounds else tokens
-    logger.info("run %s: %s, until %s; the node's folder is %s", run.name, method.recipe, aim, folder)
+    logger.info("run %s: %s, until %s; the node's folder is %s", run.name, method.recipe, aim, node_dir)
     if invitation.organiser is None:
         return
     if is_new:
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            node_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise StorageError(f"cannot use the folder {folder}: {error.strerror}; choose another --dir") from error
-        keep_pin(folder, invitation)
+            raise StorageError(f"cannot use the folder {node_dir}: {error.strerror}; choose another --dir") from error
+        save_pin(node_dir, invitation)
         logger.info("organiser's fingerprint %s, seen for the first time and kept", fingerprint(invitation.organiser))
     else:
         logger.info("organiser's fingerprint %s, as before", fingerprint(invitation.organiser))

@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import httpx2
 
-from node.daemon.calls import answered
+from node.daemon.calls import await_reply
 from protocol.errors import (
     MalformedError,
     ManifestError,
@@ -30,19 +30,19 @@ from protocol.errors import (
     PeerFault,
     UnreachableError,
     UsageError,
-    told,
+    describe_error,
 )
 from protocol.identity import PeerId
 from protocol.manifest import Manifest, load_manifest, parse_manifest
 from protocol.murmur_pb2 import ManifestReply, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsStub
-from protocol.records import peer_of
-from protocol.signed_manifest import MAX_SIGNED_BYTES, SignedManifest, open_sealed
+from protocol.records import peer_id_of
+from protocol.signed_manifest import MAX_SIGNED_MANIFEST_BYTES, SignedManifest, open_signed_manifest
 
 DOWNLOAD_SECONDS = 20.0
 PEER_SECONDS = 30.0
-BARE_ADDRESS = re.compile(r"^([\w-]+\.[\w.-]+(:\d+)?|[\w-]+:\d+)/")
-LINK = re.compile(r"^murmur://(?P<run>[0-9a-f]{64})@(?P<address>/\S{1,400})$")
+BARE_ADDRESS_PATTERN = re.compile(r"^([\w-]+\.[\w.-]+(:\d+)?|[\w-]+:\d+)/")
+LINK_PATTERN = re.compile(r"^murmur://(?P<run>[0-9a-f]{64})@(?P<address>/\S{1,400})$")
 
 
 @dataclass(frozen=True)
@@ -56,40 +56,40 @@ class Invitation:
     peers: tuple[str, ...] = ()
 
 
-def accept(run: str, insecure: bool) -> Invitation:
+def open_invitation(run: str, insecure: bool) -> Invitation:
     """Read or fetch it. Raises MurmurError, one line that says what to do."""
     if run.startswith("murmur://"):
-        return asyncio.run(_from_peer(run))
+        return asyncio.run(_open_link(run))
     if run.startswith(("http://", "https://")):
-        return _from_web(run, insecure)
+        return _open_url(run, insecure)
     if "://" in run:
         raise UsageError(f"{run} is no run; give a file, an http(s) address or murmur://RUN_ID@MULTIADDRESS")
-    return _from_file(Path(run))
+    return _open_file(Path(run))
 
 
-def _from_file(path: Path) -> Invitation:
-    if not path.exists() and BARE_ADDRESS.match(str(path)):
+def _open_file(path: Path) -> Invitation:
+    if not path.exists() and BARE_ADDRESS_PATTERN.match(str(path)):
         raise MissingFileError(f"there is no file {path}; if it is an address, begin it with https:// (or http://)")
     load_manifest(path)  # says what is wrong with a file, and where
     with path.open("rb") as file:
-        signed = open_sealed(file.read(MAX_SIGNED_BYTES + 1), str(path))
+        signed = open_signed_manifest(file.read(MAX_SIGNED_MANIFEST_BYTES + 1), str(path))
     return Invitation(signed.manifest, signed.organiser, path.parent.resolve())
 
 
-def _from_web(url: str, insecure: bool) -> Invitation:
+def _open_url(url: str, insecure: bool) -> Invitation:
     parts = urlsplit(url)
     if not parts.hostname:
         raise UsageError(f"{url} names no host; write it like https://run.example.org/run.toml")
     if parts.scheme == "http" and not insecure:
-        _require_private(parts)
-    signed = _checked(lambda: open_sealed(_download(url), url))
+        _require_private_host(parts)
+    signed = _read_with_version_hint(lambda: open_signed_manifest(_download(url), url))
     if signed.organiser is None:
         raise OrganiserError(f"{url} is not signed; ask for the address that `murmur host` prints, or get it as a file")
-    require_tame(signed.manifest)
+    require_paths_inside(signed.manifest)
     return Invitation(signed.manifest, signed.organiser, None, source=url)
 
 
-def _checked(read: Callable[[], SignedManifest]) -> SignedManifest:
+def _read_with_version_hint(read: Callable[[], SignedManifest]) -> SignedManifest:
     try:
         return read()
     except ManifestError as error:
@@ -101,18 +101,18 @@ def _download(url: str) -> bytes:
 
     async def fetch() -> bytes:
         async with asyncio.timeout(DOWNLOAD_SECONDS), httpx2.AsyncClient(timeout=DOWNLOAD_SECONDS) as client:
-            return await _body(client, url)
+            return await _read_body(client, url)
 
     try:
         return asyncio.run(fetch())
     except (TimeoutError, httpx2.HTTPError, httpx2.InvalidURL, ssl.SSLError) as error:
-        reason = told(error)
+        reason = describe_error(error)
         if "WRONG_VERSION_NUMBER" in reason:
             reason = "what answers there does not speak https"
         raise UnreachableError(f"cannot get {url}: {reason}; check the address and the network") from error
 
 
-async def _body(client: httpx2.AsyncClient, url: str) -> bytes:
+async def _read_body(client: httpx2.AsyncClient, url: str) -> bytes:
     text = bytearray()
     async with client.stream("GET", url) as response:
         if response.is_redirect:
@@ -124,12 +124,12 @@ async def _body(client: httpx2.AsyncClient, url: str) -> bytes:
             raise UsageError(f"{url} is a page for people; join the address of its run.toml, which stands on it")
         async for chunk in response.aiter_bytes():
             text += chunk
-            if len(text) > MAX_SIGNED_BYTES:
-                raise ManifestError(f"{url} is no manifest, it is over {MAX_SIGNED_BYTES} bytes; check the address")
+            if len(text) > MAX_SIGNED_MANIFEST_BYTES:
+                raise ManifestError(f"{url} is no manifest, it is over {MAX_SIGNED_MANIFEST_BYTES} bytes; check the address")
     return bytes(text)
 
 
-def _require_private(parts: SplitResult) -> None:
+def _require_private_host(parts: SplitResult) -> None:
     """Without TLS anyone on the way could put another key in at the first visit."""
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
@@ -142,26 +142,26 @@ def _require_private(parts: SplitResult) -> None:
         )
 
 
-async def _from_peer(link: str) -> Invitation:
-    found = LINK.match(link)
+async def _open_link(link: str) -> Invitation:
+    found = LINK_PATTERN.match(link)
     if not found:
         raise UsageError(
             "write it like murmur://RUN_ID@/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...; see `murmur join -h`"
         )
     run_id, address = found["run"], found["address"]
     try:
-        peer_of(address)
+        peer_id_of(address)
     except MalformedError as error:
         raise UsageError(f"{address} does not end in /p2p/ and a peer id; copy the whole link") from error
-    text = await _ask_peer(run_id, address)
-    manifest = _checked(lambda: SignedManifest(parse_manifest(text, link), None)).manifest
+    text = await _request_manifest(run_id, address)
+    manifest = _read_with_version_hint(lambda: SignedManifest(parse_manifest(text, link), None)).manifest
     if manifest.run_id != run_id:
         raise OrganiserError(f"{address} gave the manifest of another run; ask whoever gave you the link")
-    require_tame(manifest)
+    require_paths_inside(manifest)
     return Invitation(manifest, None, None, peers=(address,))
 
 
-async def _ask_peer(run_id: str, address: str) -> bytes:
+async def _request_manifest(run_id: str, address: str) -> bytes:
     """Under a key that is thrown away: nobody has joined anything yet."""
     from protocol.network.transport import Transport  # takes seconds: not before a web address has turned out wrong
 
@@ -171,7 +171,7 @@ async def _ask_peer(run_id: str, address: str) -> bytes:
             peer = await transport.connect(address, PEER_SECONDS)
             stub, request = RunsStub(transport.channel(peer)), ManifestRequest(run=bytes.fromhex(run_id))
             try:
-                reply: ManifestReply = await answered(peer, lambda: stub.Manifest(request, timeout=PEER_SECONDS))
+                reply: ManifestReply = await await_reply(peer, lambda: stub.Manifest(request, timeout=PEER_SECONDS))
             except (UnreachableError, PeerFault) as fault:
                 raise UnreachableError(f"{address} does not tell the run: {fault}; try another peer") from fault
         finally:
@@ -179,7 +179,7 @@ async def _ask_peer(run_id: str, address: str) -> bytes:
     return reply.toml
 
 
-def require_tame(manifest: Manifest) -> None:
+def require_paths_inside(manifest: Manifest) -> None:
     """OrganiserError where a manifest from elsewhere would read files that are not meant for it."""
     for key, path in (("data.path", manifest.data.path), ("data.tokenizer", manifest.data.tokenizer)):
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or path.startswith("~"):

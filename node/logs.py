@@ -8,13 +8,13 @@ import logging
 import sys
 from types import TracebackType
 
-from node.harmless import harmless
+from node.harmless import sanitize
 
-OURS = ("node", "protocol", "optim")
-TOLD_BY_US = ("grpc._common",)  # a traceback for each message of a peer that does not parse: ours is one line
-TOLD = "%(asctime)s %(message)s"
-WORDS = {logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "error"}
-WARNED = "%(asctime)s {}: %(message)s [%(name)s]"
+OUR_PACKAGES = ("node", "protocol", "optim")
+SILENCED_LOGGERS = ("grpc._common",)  # a traceback for each message of a peer that does not parse: ours is one line
+INFO_FORMAT = "%(asctime)s %(message)s"
+LEVEL_WORDS = {logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "error"}
+WARNING_FORMAT = "%(asctime)s {}: %(message)s [%(name)s]"
 ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
@@ -35,19 +35,19 @@ class LineFormatter(logging.Formatter):
     """A message is one line, whatever peers have said in it; a traceback keeps its lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        return harmless(super().formatMessage(record))
+        return sanitize(super().formatMessage(record))
 
     def formatException(self, ei: ExceptionInfo) -> str:  # noqa: N802
-        return harmless(super().formatException(ei), "\n")
+        return sanitize(super().formatException(ei), "\n")
 
 
 class PlainFormatter(LineFormatter):
     def __init__(self) -> None:
-        super().__init__(TOLD, "%H:%M:%S")
-        self._warned = {level: LineFormatter(WARNED.format(word), "%H:%M:%S") for level, word in WORDS.items()}
+        super().__init__(INFO_FORMAT, "%H:%M:%S")
+        self._warning_formatters = {level: LineFormatter(WARNING_FORMAT.format(word), "%H:%M:%S") for level, word in LEVEL_WORDS.items()}
 
     def format(self, record: logging.LogRecord) -> str:
-        warned = self._warned.get(record.levelno)
+        warned = self._warning_formatters.get(record.levelno)
         return warned.format(record) if warned else super().format(record)
 
 
@@ -58,7 +58,7 @@ def configure_logs(as_json: bool) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    for name in OURS:
+    for name in OUR_PACKAGES:
         logging.getLogger(name).setLevel(logging.INFO)
-    for name in TOLD_BY_US:
+    for name in SILENCED_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -9,101 +9,101 @@
 import os
 from pathlib import Path
 
-from node.folder import left_behind
+from node.folder import read_json_if_whole
 from protocol.errors import CheckpointError, MissingFileError, UsageError
 from protocol.manifest import Manifest
 
-SWARMS = Path("runs")
-DEMO = Path(__file__).parent.parent / "configs" / "demo.toml"
-BOOTSTRAP = Path(__file__).with_name("bootstrap.toml")
+SWARMS_DIR = Path("runs")
+DEMO_MANIFEST = Path(__file__).parent.parent / "configs" / "demo.toml"
+BOOTSTRAP_FILE = Path(__file__).with_name("bootstrap.toml")
 
 
-def bootstrap_list() -> Path:
+def bootstrap_file() -> Path:
     """The public peers that come with the program."""
-    return BOOTSTRAP
+    return BOOTSTRAP_FILE
 
 
-def joined_home() -> Path:
+def state_home() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "murmur"
 
 
-def joined_folder(manifest: Manifest) -> Path:
+def join_dir(manifest: Manifest) -> Path:
     """The same for every start, so that joining again resumes."""
-    return joined_home() / f"{manifest.run.name}-{manifest.run_id[:8]}"
+    return state_home() / f"{manifest.run.name}-{manifest.run_id[:8]}"
 
 
-def hosted_folder(manifest: Manifest) -> Path:
+def host_dir(manifest: Manifest) -> Path:
     """Apart from that of a node of the same run on this machine: two processes never share a folder or a key."""
-    return joined_home() / "hosts" / joined_folder(manifest).name
+    return state_home() / "hosts" / join_dir(manifest).name
 
 
-def fresh_swarm(name: str) -> Path:
+def next_swarm_dir(name: str) -> Path:
     """The first of runs/NAME-1, runs/NAME-2, ... that does not exist."""
     number = 1
-    while (SWARMS / f"{name}-{number}").exists():
+    while (SWARMS_DIR / f"{name}-{number}").exists():
         number += 1
-    return SWARMS / f"{name}-{number}"
+    return SWARMS_DIR / f"{name}-{number}"
 
 
 def demo_manifest() -> Path:
-    if not DEMO.exists():
-        raise MissingFileError(f"the demo's manifest is not installed ({DEMO}); name a manifest: murmur up RUN.toml")
-    return DEMO
+    if not DEMO_MANIFEST.exists():
+        raise MissingFileError(f"the demo's manifest is not installed ({DEMO_MANIFEST}); name a manifest: murmur up RUN.toml")
+    return DEMO_MANIFEST
 
 
-def peer_folder(swarm: Path, index: int) -> Path:
+def peer_dir(swarm: Path, index: int) -> Path:
     return swarm / f"peer-{index}"
 
 
-def node_folders(path: Path | None) -> list[Path]:
+def find_node_dirs(path: Path | None) -> list[Path]:
     """The node folders at or right below `path`; without a path, those of the run that was started last."""
     if path is not None:
-        _require_folder(path)
-        found = [path] if _is_node(path) else [folder for folder in sorted(path.iterdir()) if _is_node(folder)]
+        _require_dir(path)
+        found = [path] if _is_node_dir(path) else [folder for folder in sorted(path.iterdir()) if _is_node_dir(folder)]
         if not found:
             raise UsageError(f"no node has run in {path}; name the --dir of a node, or the folder of a `murmur up`")
         return found
-    joined, hosted = joined_home().glob("*/node.json"), joined_home().glob("hosts/*/node.json")
-    places = [*joined, *hosted, *SWARMS.glob("*/peer-*/node.json")]
+    joined, hosted = state_home().glob("*/node.json"), state_home().glob("hosts/*/node.json")
+    places = [*joined, *hosted, *SWARMS_DIR.glob("*/peer-*/node.json")]
     if not places:
         raise UsageError("no node has run here yet; start one with `murmur join RUN`, or name its --dir")
     newest = max(places, key=lambda place: place.stat().st_mtime).parent
-    return node_folders(newest.parent) if newest.parent.parent == SWARMS else [newest]
+    return find_node_dirs(newest.parent) if newest.parent.parent == SWARMS_DIR else [newest]
 
 
-def trained_folder(path: Path) -> Path:
+def find_trained_dir(path: Path) -> Path:
     """`path` if it is a node's, else the node folder below it whose newest checkpoint is of the latest round."""
-    _require_folder(path)
+    _require_dir(path)
     if (path / "checkpoints").is_dir():
         return path
-    nodes = {folder: newest_checkpoint(folder) for folder in sorted(path.glob("peer-*"))}
+    nodes = {folder: find_newest_checkpoint(folder) for folder in sorted(path.glob("peer-*"))}
     rounds = {folder: int(saved.name.rpartition("-")[2]) for folder, saved in nodes.items() if saved}
     if not rounds:
         raise CheckpointError(f"no checkpoint in {path}; name the --dir of `murmur join` or `murmur up`")
     return max(rounds, key=lambda folder: rounds[folder])
 
 
-def newest_checkpoint(node: Path) -> Path | None:
+def find_newest_checkpoint(node_dir: Path) -> Path | None:
     """By name alone (NUMBER.round-ROUND), as node.checkpoints.checkpoint writes them."""
-    return max((node / "checkpoints").glob("[0-9]*.round-*"), default=None)
+    return max((node_dir / "checkpoints").glob("[0-9]*.round-*"), default=None)
 
 
-def announced_port(folder: Path) -> int | None:
+def read_metrics_port(node_dir: Path) -> int | None:
     """The metrics port of the node that runs (or ran last) in `folder`."""
-    port = left_behind(folder / "node.json").get("metrics_port")
+    port = read_json_if_whole(node_dir / "node.json").get("metrics_port")
     return port if isinstance(port, int) else None
 
 
-def announced_peer(folder: Path) -> str | None:
+def read_peer_id(node_dir: Path) -> str | None:
     """Who runs (or ran last) in `folder`."""
-    peer = left_behind(folder / "node.json").get("peer_id")
+    peer = read_json_if_whole(node_dir / "node.json").get("peer_id")
     return peer if isinstance(peer, str) else None
 
 
-def _require_folder(path: Path) -> None:
+def _require_dir(path: Path) -> None:
     if not path.is_dir():
         raise MissingFileError(f"{path} is no folder; name the --dir of `murmur join` or `murmur up`")
 
 
-def _is_node(folder: Path) -> bool:
+def _is_node_dir(folder: Path) -> bool:
     return (folder / "key").exists() or (folder / "node.json").exists()

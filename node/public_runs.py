@@ -19,52 +19,52 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from node.folder import RunFolder
-from node.places import bootstrap_list, joined_home
-from node.status import short_count
+from node.folder import RunDir
+from node.places import bootstrap_file, state_home
+from node.status import format_count
 from protocol.errors import MalformedError, PeerFault, UnreachableError, UsageError
 from protocol.identity import PeerId
-from protocol.membership.clock import Clock
+from protocol.membership.clock import SwarmClock
 from protocol.membership.contacts import load_addresses
-from protocol.membership.dht import Dht
-from protocol.membership.directory import CLOCK_TOLERANCE
-from protocol.membership.public_runs import PUBLIC, read_public_run, require_current
+from protocol.membership.dht import DhtNode
+from protocol.membership.directory import CLOCK_TOLERANCE_SECONDS
+from protocol.membership.public_runs import PUBLIC_RUNS_TOPIC, parse_public_run, require_current
 from protocol.murmur_pb2 import PublicRun
 from protocol.network.transport import Transport
-from protocol.records import peer_of
+from protocol.records import peer_id_of
 from protocol.signed_manifest import fingerprint
 
 logger = logging.getLogger(__name__)
 
-MAX_ASKED = 16
-LOOK_SECONDS = 30.0
-Runs = dict[tuple[PeerId, bytes], PublicRun]  # by organiser and run
+MAX_QUERIED_PEERS = 16
+SEARCH_SECONDS = 30.0
+AnnouncedRuns = dict[tuple[PeerId, bytes], PublicRun]  # by organiser and run
 
 
 def show_runs(peers: Sequence[str], as_json: bool) -> None:
     """Raises UsageError where nobody is known who could be asked, UnreachableError where none of them answers."""
-    doors = whom_to_ask(peers)
-    runs, answered = asyncio.run(look(doors))
-    rows = [described(organiser, run) for (organiser, _), run in sorted(runs.items(), key=lambda entry: entry[1].name)]
+    doors = peers_to_query(peers)
+    runs, answered = asyncio.run(search_runs(doors))
+    rows = [describe_run(organiser, run) for (organiser, _), run in sorted(runs.items(), key=lambda entry: entry[1].name)]
     if as_json:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
     elif rows:
-        Console(highlight=False).print(_table(rows))
+        Console(highlight=False).print(_build_table(rows))
         for row in rows:
             print(f"murmur join {row['link']}")  # on a line of its own, to be copied
     else:
         print(f"no public run is announced at the {answered} peers that answer; `murmur host --public` announces one")
 
 
-def whom_to_ask(named: Sequence[str]) -> dict[PeerId, tuple[str, ...]]:
+def peers_to_query(named: Sequence[str]) -> dict[PeerId, tuple[str, ...]]:
     doors: dict[PeerId, tuple[str, ...]] = {}
-    for address in (*named, *packaged()):
+    for address in (*named, *packaged_peers()):
         try:
-            doors[peer_of(address)] = (*doors.get(peer_of(address), ()), address)
+            doors[peer_id_of(address)] = (*doors.get(peer_id_of(address), ()), address)
         except MalformedError as error:
             raise UsageError(f"--peer: {error}; write it like /ip4/203.0.113.7/tcp/4001/p2p/12D3...") from error
     known = [
-        entry for folder in sorted(joined_home().glob("*")) for entry in load_addresses(RunFolder(folder).peers).items()
+        entry for folder in sorted(state_home().glob("*")) for entry in load_addresses(RunDir(folder).peers).items()
     ]
     random.shuffle(known)
     for peer, addresses in known:
@@ -74,39 +74,39 @@ def whom_to_ask(named: Sequence[str]) -> dict[PeerId, tuple[str, ...]]:
             "nobody to ask: no --peer is given, no run was joined here, and the packaged list of public peers is "
             "empty; name any peer of the network with --peer"
         )
-    return dict(list(doors.items())[:MAX_ASKED])
+    return dict(list(doors.items())[:MAX_QUERIED_PEERS])
 
 
-def packaged() -> tuple[str, ...]:
-    return tuple(tomllib.loads(bootstrap_list().read_text())["peers"])
+def packaged_peers() -> tuple[str, ...]:
+    return tuple(tomllib.loads(bootstrap_file().read_text())["peers"])
 
 
-async def look(doors: dict[PeerId, tuple[str, ...]]) -> tuple[Runs, int]:
+async def search_runs(peers: dict[PeerId, tuple[str, ...]]) -> tuple[AnnouncedRuns, int]:
     """What is announced, and how many of those asked have answered."""
-    clock, runs = Clock(), Runs()
+    clock, runs = SwarmClock(), AnnouncedRuns()
     with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
         transport = await Transport.start(Path(folder) / "key", Path(folder), [])
-        dht = Dht(transport, clock, (PUBLIC,), asks_only=True)
+        dht = DhtNode(transport, clock, (PUBLIC_RUNS_TOPIC,), client_mode=True)
         try:
-            async with asyncio.timeout(LOOK_SECONDS):
+            async with asyncio.timeout(SEARCH_SECONDS):
                 await dht.open()
-                answers = await asyncio.gather(*(dht.greet(peer, addresses) for peer, addresses in doors.items()))
+                answers = await asyncio.gather(*(dht.ping_peer(peer, addresses) for peer, addresses in peers.items()))
                 if not any(answers):
-                    raise UnreachableError(f"none of {len(doors)} peers answers; name another with --peer")
-                await dht.exchange(PUBLIC, None, lambda value: note(runs, value, clock.now()))
+                    raise UnreachableError(f"none of {len(peers)} peers answers; name another with --peer")
+                await dht.announce_and_lookup(PUBLIC_RUNS_TOPIC, None, lambda value: add_announcement(runs, value, clock.now()))
         except TimeoutError as error:
-            raise UnreachableError(f"no answer within {LOOK_SECONDS:.0f} s; try again") from error
+            raise UnreachableError(f"no answer within {SEARCH_SECONDS:.0f} s; try again") from error
         finally:
             await dht.close()
             await transport.stop()
     return runs, sum(answers)
 
 
-def note(runs: Runs, value: bytes, now: float) -> None:
+def add_announcement(runs: AnnouncedRuns, value: bytes, now: float) -> None:
     """The newest notice of each organiser and run; what is hostile or over is dropped, with a line in the log."""
     try:
-        organiser, run = read_public_run(value)
-        require_current(run, now, CLOCK_TOLERANCE)
+        organiser, run = parse_public_run(value)
+        require_current(run, now, CLOCK_TOLERANCE_SECONDS)
     except PeerFault as fault:
         logger.warning("the notice of a public run was dropped: %s", fault)
         return
@@ -115,7 +115,7 @@ def note(runs: Runs, value: bytes, now: float) -> None:
         runs[organiser, run.run] = run
 
 
-def described(organiser: PeerId, run: PublicRun) -> dict[str, Any]:
+def describe_run(organiser: PeerId, run: PublicRun) -> dict[str, Any]:
     """What a person or a program reads of it."""
     return {
         "name": run.name,
@@ -133,19 +133,19 @@ def described(organiser: PeerId, run: PublicRun) -> dict[str, Any]:
     }
 
 
-def progress(row: dict[str, Any]) -> str:
+def format_progress(row: dict[str, Any]) -> str:
     if row["target_rounds"]:
         return f"round {row['round']} of {row['target_rounds']}"
     if row["target_tokens"]:
-        return f"{short_count(row['tokens'])} of {short_count(row['target_tokens'])} tokens"
+        return f"{format_count(row['tokens'])} of {format_count(row['target_tokens'])} tokens"
     return f"round {row['round']}"
 
 
-def _table(rows: Iterable[dict[str, Any]]) -> Table:
+def _build_table(rows: Iterable[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for name in ("run", "model", "method", "peers", "progress", "organiser"):
         table.add_column(name, overflow="fold")
     for row in rows:
-        words = (row["name"], short_count(row["parameters"]), row["recipe"], str(row["peers"]), progress(row))
+        words = (row["name"], format_count(row["parameters"]), row["recipe"], str(row["peers"]), format_progress(row))
         table.add_row(*map(Text, (*words, row["fingerprint"])))
     return table

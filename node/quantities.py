@@ -11,7 +11,7 @@ POWERS = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 RATE = re.compile(
     r"^\s*(?P<number>\d{1,9}(\.\d{1,6})?)\s*((?P<bits>[kKmMgG])[bB]it|(?P<bytes>[kKMG]B|[KMG]iB))(/s)?\s*$", re.ASCII
 )
-LEAST_RATE = 32_000.0  # bytes a second: with less, even what peers say about a round comes too late
+MIN_RATE = 32_000.0  # bytes a second: with less, even what peers say about a round comes too late
 
 
 def parse_size(text: str, option: str) -> int:
@@ -36,6 +36,6 @@ def parse_rate(text: str | None, option: str) -> float:
     unit = found["bits"] or found["bytes"]
     base = 1024.0 if "i" in unit else 1000.0
     rate = float(found["number"]) * base ** POWERS[unit[0].upper()] / (8 if found["bits"] else 1)
-    if rate < LEAST_RATE:
+    if rate < MIN_RATE:
         raise UsageError(f"{option}: {text[:40]!r} is too little to take part with; allow at least 256kbit")
     return rate

@@ -12,11 +12,11 @@ Phase = Literal[
     "starting", "joining", "waiting for peers", "training", "exchanging", "catching up", "leaving", "done", "watching"
 ]
 MAX_STATUS_BYTES = 1 << 20
-AT_THE_MODEL: Final = ("compute", "evaluate")  # activities: training it, and measuring an anchor
-RECENT_ROUNDS = 2  # a contribution counts as current while at most this many rounds have been committed since
+COMPUTE_ACTIVITIES: Final = ("compute", "evaluate")  # activities: training it, and measuring an anchor
+MAX_ROUNDS_BEHIND = 2  # a contribution counts as current while at most this many rounds have been committed since
 
 
-def spent(seconds: Mapping[str, float], *activities: str) -> float:
+def sum_seconds(seconds: Mapping[str, float], *activities: str) -> float:
     """A trainer's seconds by activity, on these."""
     return sum(seconds.get(activity, 0.0) for activity in activities)
 
@@ -74,12 +74,12 @@ class NodeStatus(BaseModel):
     since: float = Field(default=0.0, description="start of this process, seconds since the epoch")
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.phase == "done"
 
-    def contributing(self) -> str:
+    def describe_contributing(self) -> str:
         """`yes`, or `no: ` and the reason."""
-        if self.done:
+        if self.is_done:
             return "no: the run has reached its target"
         if self.phase == "watching":
             return "no: it only watches, `murmur host --train` takes part"
@@ -98,32 +98,32 @@ class NodeStatus(BaseModel):
         if self.last_included_round is None:
             return f"no: {self.absence or self.reason or 'its first message is not ready yet'}"
         missed = self.round - 1 - self.last_included_round
-        if missed >= RECENT_ROUNDS:
+        if missed >= MAX_ROUNDS_BEHIND:
             return f"no, not in the last {missed} rounds: {self.absence or self.reason or 'for no reason known here'}"
         return "yes"
 
     def summary(self) -> str:
         """One line for a person."""
         if self.phase == "watching":
-            return self._watched()
+            return self._watching_summary()
         offered = self.contributions_included + self.contributions_excluded
         pace = (self.pace,) if self.pace else ()
         return " · ".join(
             (
-                self.round_of_target(),
+                self.describe_round(),
                 f"step {self.step}",
-                f"{short_count(self.tokens_per_second)} tok/s",
+                f"{format_count(self.tokens_per_second)} tok/s",
                 *pace,
-                f"sent {short_bytes(self.bytes_sent)}",
+                f"sent {format_bytes(self.bytes_sent)}",
                 f"included {self.contributions_included}/{offered}",
-                *self.directness(),
-                *self.carried(),
-                f"contributing: {self.contributing()}",
+                *self.describe_direct_paths(),
+                *self.describe_relayed(),
+                f"contributing: {self.describe_contributing()}",
                 *([f"not saved: {self.unsaved}"] if self.unsaved else []),
             )
         )
 
-    def reasons(self) -> tuple[str, ...]:
+    def reason_lines(self) -> tuple[str, ...]:
         """Lines of what was skipped, late, excluded or refused since the start, with how often; the most first."""
         told = (
             ("rounds without its work", self.absences),
@@ -131,33 +131,33 @@ class NodeStatus(BaseModel):
             ("refused", self.refusals),
             ("direct connections not taken", self.direct_refusals),
         )
-        return tuple(f"{what}: {_counted(counts)}" for what, counts in told if counts)
+        return tuple(f"{what}: {_format_counts(counts)}" for what, counts in told if counts)
 
-    def _watched(self) -> str:
-        there = f"{plural(self.peers, 'peer')} there"
-        moved = f"sent {short_bytes(self.bytes_sent)}"
-        return " · ".join((self.round_of_target(), there, moved, "watching", f"page {self.page}"))
+    def _watching_summary(self) -> str:
+        there = f"{format_plural(self.peers, 'peer')} there"
+        moved = f"sent {format_bytes(self.bytes_sent)}"
+        return " · ".join((self.describe_round(), there, moved, "watching", f"page {self.page}"))
 
-    def directness(self) -> tuple[str, ...]:
+    def describe_direct_paths(self) -> tuple[str, ...]:
         """`direct to 2 of 3`, where anything was fetched."""
         direct = sum(path.startswith("direct") for path in self.paths.values())
         return (f"direct to {direct} of {len(self.paths)}",) if self.paths else ()
 
-    def carried(self) -> tuple[str, ...]:
+    def describe_relayed(self) -> tuple[str, ...]:
         """`carried 2.1 MB for others`, where that was so."""
-        return (f"carried {short_bytes(self.bytes_carried)} for others",) if self.bytes_carried else ()
+        return (f"carried {format_bytes(self.bytes_carried)} for others",) if self.bytes_carried else ()
 
-    def round_of_target(self) -> str:
+    def describe_round(self) -> str:
         return f"round {self.round}" + (f"/{self.target_rounds}" if self.target_rounds else "")
 
 
-def _counted(counts: Mapping[str, int]) -> str:
+def _format_counts(counts: Mapping[str, int]) -> str:
     """`late 3, slow 1`"""
     ordered = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
     return ", ".join(f"{reason} {count}" for reason, count in ordered)
 
 
-def short_count(number: float) -> str:
+def format_count(number: float) -> str:
     """9100 -> 9.1k"""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
@@ -165,7 +165,7 @@ def short_count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def short_bytes(number: float) -> str:
+def format_bytes(number: float) -> str:
     """4200000 -> 4.2 MB (powers of ten, as links are measured)"""
     for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(number) >= size:
@@ -173,7 +173,7 @@ def short_bytes(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def plural(count: int, noun: str) -> str:
+def format_plural(count: int, noun: str) -> str:
     """1, peer -> 1 peer; 2, peer -> 2 peers"""
     return f"{count} {noun}{'s' * (count != 1)}"
 
@@ -182,7 +182,7 @@ async def fetch_status(port: int, deadline: float) -> NodeStatus:
     """Ask the node whose metrics port on loopback is `port`; UnreachableError after `deadline` seconds."""
     try:
         async with asyncio.timeout(deadline):
-            body = await _get(port, "/status")
+            body = await _http_get(port, "/status")
     except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
         raise UnreachableError(f"no node answers on 127.0.0.1:{port}; start it with `murmur join`") from error
     try:
@@ -191,7 +191,7 @@ async def fetch_status(port: int, deadline: float) -> NodeStatus:
         raise UnreachableError(f"127.0.0.1:{port} is not a node of this version; start the node again") from error
 
 
-async def _get(port: int, path: str) -> bytes:
+async def _http_get(port: int, path: str) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=MAX_STATUS_BYTES)
     try:
         writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())

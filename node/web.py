@@ -13,13 +13,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protocol.errors import UsageError
 
-STOP_DEADLINE = 3.0
+STOP_SECONDS = 3.0
 WRITE_SECONDS = 20.0  # that the other side may take to accept what is sent
 REQUEST_SECONDS = 10.0  # that a connection may take to bring a request
-LEAST_SHARE = 8  # connections that one address may always have
+MIN_CONNECTIONS_PER_HOST = 8  # connections that one address may always have
 BACKLOG = 32
 ADDRESS = re.compile(r"^(?:(?P<host>[A-Za-z0-9.\-]*|\[[0-9A-Fa-f:.]+\]):)?(?P<port>\d{1,5})$")
-EVERYWHERE = ("0.0.0.0", "::")
+ALL_INTERFACES = ("0.0.0.0", "::")
 
 
 class _Server(uvicorn.Server):
@@ -30,8 +30,8 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    application: Starlette, listener: socket.socket, connections: int, patience: float = REQUEST_SECONDS
+async def serve(
+    application: Starlette, listener: socket.socket, max_connections: int, request_seconds: float = REQUEST_SECONDS
 ) -> AsyncIterator[int]:
     """Serve at most so many connections; yields the port. The listener is closed at the end.
 
@@ -44,7 +44,7 @@ async def serving(
         access_log=False,
         lifespan="off",
         ws="none",
-        http=_guarded(connections, patience),
+        http=_limited_protocol(max_connections, request_seconds),
         backlog=BACKLOG,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=1,
@@ -55,12 +55,12 @@ async def serving(
         yield listener.getsockname()[1]
     finally:
         server.should_exit = True
-        await _finish(running)
+        await _wait_stopped(running)
         listener.close()
 
 
-def _guarded(most: int, patience: float) -> type[H11Protocol]:
-    share = max(LEAST_SHARE, most // 4)
+def _limited_protocol(max_connections: int, request_seconds: float) -> type[H11Protocol]:
+    share = max(MIN_CONNECTIONS_PER_HOST, max_connections // 4)
 
     class Guarded(H11Protocol):
         host = ""
@@ -70,7 +70,7 @@ def _guarded(most: int, patience: float) -> type[H11Protocol]:
             super().connection_made(transport)
             self.host = self.client[0] if self.client else ""
             same = sum(isinstance(other, Guarded) and other.host == self.host for other in self.connections)
-            if len(self.connections) > most or (same > share and not is_own(self.host)):
+            if len(self.connections) > max_connections or (same > share and not is_loopback(self.host)):
                 transport.abort()
             else:
                 self.look_after(None)
@@ -82,7 +82,7 @@ def _guarded(most: int, patience: float) -> type[H11Protocol]:
 
         def look_after(self, seen: object) -> None:
             """`seen`: the request that was answered when we looked last; None: there was none yet."""
-            self.watch = self.loop.call_later(patience, self.look, seen)
+            self.watch = self.loop.call_later(request_seconds, self.look, seen)
 
         def look(self, seen: object) -> None:
             if self.cycle is not None and not self.cycle.response_complete:
@@ -95,7 +95,7 @@ def _guarded(most: int, patience: float) -> type[H11Protocol]:
     return Guarded
 
 
-def is_own(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether an address is of this machine's loopback, also where IPv6 carries IPv4."""
     try:
         address = ipaddress.ip_address(host)
@@ -104,14 +104,14 @@ def is_own(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-async def _finish(running: asyncio.Task[None]) -> None:
-    _, late = await asyncio.wait({running}, timeout=STOP_DEADLINE)
+async def _wait_stopped(running: asyncio.Task[None]) -> None:
+    _, late = await asyncio.wait({running}, timeout=STOP_SECONDS)
     if late:
         running.cancel()
-        await asyncio.wait({running}, timeout=STOP_DEADLINE)
+        await asyncio.wait({running}, timeout=STOP_SECONDS)
 
 
-def host_and_port(address: str, option: str) -> tuple[str, int]:
+def parse_host_port(address: str, option: str) -> tuple[str, int]:
     """Of `HOST:PORT`, `:PORT` or `PORT`, on loopback where no host is named. Raises UsageError."""
     found = ADDRESS.match(address)
     if not found or int(found["port"]) > 65535:
@@ -119,7 +119,7 @@ def host_and_port(address: str, option: str) -> tuple[str, int]:
     return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
 
 
-def listening(host: str, port: int, option: str) -> socket.socket:
+def open_listener(host: str, port: int, option: str) -> socket.socket:
     """A TCP socket that listens; raises UsageError, which names the option to change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

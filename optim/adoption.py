@@ -12,7 +12,7 @@ from optim.parts import STRICT
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Carry:
+class RebaseOnAnchor:
     """What was trained since the message lives on:
 
     base = phi - unsent * residual
@@ -37,7 +37,7 @@ class Carry:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Mix:
+class Interpolate:
     """Streaming DiLoCo (arXiv 2501.18512), on the values that the round exchanged:
 
     live <- alpha * live + (1 - alpha) * phi;  reference <- phi
@@ -51,4 +51,4 @@ class Mix:
     alpha: float = Field(default=0.5, ge=0, le=1)
 
 
-Adoption = Carry | Mix
+MergePolicy = RebaseOnAnchor | Interpolate

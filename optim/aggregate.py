@@ -20,15 +20,15 @@ from optim.errors import OptimError
 from optim.exact import power
 from optim.memory import zeros
 from optim.parts import STRICT
-from optim.sparse_means import MeanVector, SenderMeanVector, Stack, divide_where_sent
-from optim.threads import each
-from optim.vectors import Floats, PlainVector, SparseVector, Vector, slabs
+from optim.sparse_means import MeanVector, SenderMeanVector, SparseBatch, divide_where_sent
+from optim.threads import parallel_for
+from optim.vectors import Floats, ArrayVector, SparseVector, Vector, slabs
 
-Reader = Callable[[], Vector]
+Decoder = Callable[[], Vector]
 
 
 @plain_dataclass(frozen=True)
-class Message:
+class WeightedPayload:
     """One member's payload with its weight; decoded on demand, so that one dense message at a time is in memory, where
     nobody has read it before."""
 
@@ -37,17 +37,17 @@ class Message:
     numel: int
     weight: float
 
-    def read(self) -> Vector:
-        return self.payload if isinstance(self.payload, Vector) else self.codec.read(self.payload, self.numel)
+    def decode(self) -> Vector:
+        return self.payload if isinstance(self.payload, Vector) else self.codec.decode_vector(self.payload, self.numel)
 
 
-def sparse_of(messages: Sequence[Message]) -> list[SparseVector]:
+def decode_sparse(payloads: Sequence[WeightedPayload]) -> list[SparseVector]:
     """All of them decoded, where some are already and all have room side by side in the memory of a dense one."""
-    if not any(isinstance(message.payload, SparseVector) for message in messages):
+    if not any(isinstance(message.payload, SparseVector) for message in payloads):
         return []
-    room, vectors = 4 * messages[0].numel, list[SparseVector]()
-    for message in messages:
-        vector = message.read()
+    room, vectors = 4 * payloads[0].numel, list[SparseVector]()
+    for message in payloads:
+        vector = message.decode()
         if not isinstance(vector, SparseVector) or vector.nbytes > room:
             return []
         room -= vector.nbytes
@@ -55,61 +55,61 @@ def sparse_of(messages: Sequence[Message]) -> list[SparseVector]:
     return vectors
 
 
-def readers_of(messages: Sequence[Message]) -> list[Reader]:
+def cached_decoders(payloads: Sequence[WeightedPayload]) -> list[Decoder]:
     """What decodes each message. Sparse ones that have room side by side in the memory of a dense one are decoded once,
     however often they are read."""
 
-    def reader(message: Message) -> Reader:
+    def reader(message: WeightedPayload) -> Decoder:
         known: list[SparseVector] = []
 
         def read() -> Vector:
             if known:
                 return known[0]
-            vector = message.read()
-            if isinstance(vector, SparseVector) and vector.nbytes * len(messages) <= 4 * message.numel:
+            vector = message.decode()
+            if isinstance(vector, SparseVector) and vector.nbytes * len(payloads) <= 4 * message.numel:
                 known.append(vector)
             return vector
 
         return read
 
-    return [reader(message) for message in messages]
+    return [reader(message) for message in payloads]
 
 
-class Aggregate(ABC):
+class AggregationRule(ABC):
     """Messages of one length, in the agreed order, to one vector. A message of weight zero is as if absent."""
 
     kind: ClassVar[str]
 
     @property
-    def memory(self) -> int:
+    def state_size(self) -> int:
         """Numbers that all peers hold alike from round to round, zero at the start; 0: a round's messages say all."""
         return 0
 
-    def weight(self, tokens: int, age: int) -> float:
+    def weigh(self, tokens: int, age: int) -> float:
         """Of a member that trained on so many tokens and whose message is `age` rounds late."""
         return float(tokens)
 
     @abstractmethod
-    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
+    def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
         """CodecError if a payload is malformed, OptimError if no message has a weight. `memory` changes in place."""
 
-    def combined(self, messages: Sequence[Message], memory: Floats | None = None) -> Vector:
+    def combine_lazily(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Vector:
         """The same bits, to be had span by span: where a rule can, it computes them when they are asked for."""
-        return PlainVector(self.combine(messages, memory))
+        return ArrayVector(self.combine(payloads, state))
 
 
-def present(messages: Sequence[Message]) -> list[Message]:
+def drop_weightless(payloads: Sequence[WeightedPayload]) -> list[WeightedPayload]:
     """Those with a weight. OptimError if a weight is nonsense or there is none."""
-    if not all(math.isfinite(message.weight) and message.weight >= 0 for message in messages):
+    if not all(math.isfinite(message.weight) and message.weight >= 0 for message in payloads):
         raise OptimError("weights must be finite and not negative")
-    members = [message for message in messages if message.weight]
+    members = [message for message in payloads if message.weight]
     if not members:
         raise OptimError("one of the weights must be above zero")
     return members
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class _Weighted(Aggregate):
+class _WeightedMean(AggregationRule):
     """`weights`: by the tokens each member trained on, or all alike. `clip`: no message counts with a norm above the
     median of all norms (of the part at hand, where messages are reduced in parts). The clip bounds what one member can
     do and keeps the rest of the mean as it is; the rules of `optim.robust` instead leave members out. `staleness`: a
@@ -119,15 +119,15 @@ class _Weighted(Aggregate):
     clip: bool = False
     staleness: float = Field(default=0.0, ge=0, le=10)
 
-    def weight(self, tokens: int, age: int) -> float:
+    def weigh(self, tokens: int, age: int) -> float:
         return (tokens if self.weights == "tokens" else 1) * power(1 + age, -self.staleness)
 
-    def _weigh(self, messages: Sequence[Message]) -> list[float]:
+    def _normalized_weights(self, payloads: Sequence[WeightedPayload]) -> list[float]:
         """In units of the largest: a message of weight 1 is summed without being multiplied."""
-        most = max(message.weight for message in present(messages))
-        return [message.weight / most for message in messages]
+        most = max(message.weight for message in drop_weightless(payloads))
+        return [message.weight / most for message in payloads]
 
-    def _scales(self, vectors: Iterable[Vector], weights: Sequence[float]) -> list[float]:
+    def _clip_scales(self, vectors: Iterable[Vector], weights: Sequence[float]) -> list[float]:
         """What each message is multiplied by: its weight, and what brings its norm down to the median of those that
         count. Without a clip `vectors` are not looked at."""
         if not self.clip:
@@ -137,21 +137,21 @@ class _Weighted(Aggregate):
         factors = [min(1.0, median / norm) if norm else 1.0 for norm in norms]
         return [weight * factor for weight, factor in zip(weights, factors, strict=True)]
 
-    def combined(self, messages: Sequence[Message], memory: Floats | None = None) -> Vector:
-        vectors = sparse_of(messages)
+    def combine_lazily(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Vector:
+        vectors = decode_sparse(payloads)
         if not vectors:
-            return super().combined(messages, memory)
-        weights = self._weigh(messages)
-        scales = np.array(self._scales(vectors, weights), np.float32)
-        return self._mean_of(Stack.of(vectors), scales, weights, messages)
+            return super().combine_lazily(payloads, state)
+        weights = self._normalized_weights(payloads)
+        scales = np.array(self._clip_scales(vectors, weights), np.float32)
+        return self._lazy_mean(SparseBatch.from_vectors(vectors), scales, weights, payloads)
 
     @abstractmethod
-    def _mean_of(self, stack: Stack, scales: Floats, weights: Sequence[float], messages: Sequence[Message]) -> Vector:
+    def _lazy_mean(self, batch: SparseBatch, scales: Floats, weights: Sequence[float], payloads: Sequence[WeightedPayload]) -> Vector:
         """Of sparse messages, to be had span by span."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Mean(_Weighted):
+class Mean(_WeightedMean):
     """sum_i w_i x_i / sum_i w_i over all n members of the round; with `over` = "members" and equal weights it is
     sum_i w_i x_i / n, so that a step of messages that are late is also shorter (arXiv 2106.06639)."""
 
@@ -160,36 +160,36 @@ class Mean(_Weighted):
     over: Literal["weights", "members"] = "weights"
 
     @model_validator(mode="after")
-    def _counts_members_alike(self) -> Self:
+    def _check_over(self) -> Self:
         if self.over == "members" and self.weights != "equal":
             raise ValueError("over = 'members' takes weights = 'equal'")
         return self
 
-    def _divisor(self, messages: Sequence[Message], weights: Sequence[float]) -> np.float32:
+    def _divisor(self, payloads: Sequence[WeightedPayload], weights: Sequence[float]) -> np.float32:
         """Of the sum whose weights are `weights`."""
         if self.over == "weights":
             return np.float32(math.fsum(weights))
-        members = present(messages)
+        members = drop_weightless(payloads)
         return np.float32(len(members) / max(member.weight for member in members))
 
-    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
-        weights = self._weigh(messages)
-        readers = readers_of(messages)
-        scales, vectors = self._scales((read() for read in readers), weights), (read() for read in readers)
+    def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
+        weights = self._normalized_weights(payloads)
+        readers = cached_decoders(payloads)
+        scales, vectors = self._clip_scales((read() for read in readers), weights), (read() for read in readers)
         first = next(vectors)
-        total = zeros(first.sent.numel)
+        total = zeros(first.coefficients.numel)
         for vector, scale in zip(chain((first,), vectors), scales, strict=True):
-            vector.sent.add_to(total, scale)
-        total /= self._divisor(messages, weights)
+            vector.coefficients.add_to(total, scale)
+        total /= self._divisor(payloads, weights)
         # What transforms values is linear: it is undone once.
-        return first.decoded(PlainVector(total)).dense()
+        return first.with_coefficients(ArrayVector(total)).to_dense()
 
-    def _mean_of(self, stack: Stack, scales: Floats, weights: Sequence[float], messages: Sequence[Message]) -> Vector:
-        return MeanVector(stack, scales, self._divisor(messages, weights))
+    def _lazy_mean(self, batch: SparseBatch, scales: Floats, weights: Sequence[float], payloads: Sequence[WeightedPayload]) -> Vector:
+        return MeanVector(batch, scales, self._divisor(payloads, weights))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SenderMean(_Weighted):
+class SenderMean(_WeightedMean):
     """As `Mean`, but each coordinate is divided by the weight of those members that sent something for it.
 
     This is what the public codes of arXiv 2508.15706 do where its text has the mean over all members; with sparse
@@ -199,17 +199,17 @@ class SenderMean(_Weighted):
 
     kind: ClassVar[str] = "sender-mean"
 
-    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
-        weights = self._weigh(messages)
-        readers = readers_of(messages)
-        scales, vectors = self._scales((read() for read in readers), weights), (read() for read in readers)
+    def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
+        weights = self._normalized_weights(payloads)
+        readers = cached_decoders(payloads)
+        scales, vectors = self._clip_scales((read() for read in readers), weights), (read() for read in readers)
         first = next(vectors)
-        total, senders = zeros(first.sent.numel), zeros(first.sent.numel)
+        total, senders = zeros(first.coefficients.numel), zeros(first.coefficients.numel)
         for vector, weight, scale in zip(chain((first,), vectors), weights, scales, strict=True):
-            vector.sent.add_to(total, scale)
-            vector.sent.add_presence_to(senders, weight)
-        each(lambda part: divide_where_sent(total[part], senders[part]), slabs(total.size))
-        return first.decoded(PlainVector(total)).dense()
+            vector.coefficients.add_to(total, scale)
+            vector.coefficients.add_nonzero_mask_to(senders, weight)
+        parallel_for(lambda part: divide_where_sent(total[part], senders[part]), slabs(total.size))
+        return first.with_coefficients(ArrayVector(total)).to_dense()
 
-    def _mean_of(self, stack: Stack, scales: Floats, weights: Sequence[float], messages: Sequence[Message]) -> Vector:
-        return SenderMeanVector(stack, scales, np.array(weights, np.float32))
+    def _lazy_mean(self, batch: SparseBatch, scales: Floats, weights: Sequence[float], payloads: Sequence[WeightedPayload]) -> Vector:
+        return SenderMeanVector(batch, scales, np.array(weights, np.float32))

@@ -8,7 +8,7 @@ from optim.topologies import Groups
 from optim.updates import FrozenAdam, Gossip, GossipWeights, Replace, consensus_factor
 
 
-def check(method: Method, round_number: int) -> None:
+def check_compatibility(method: Method, round_number: int) -> None:
     """UnknownOption, one line that says what to choose instead. `method`: with the options of that round."""
     signal, update = method.signal, method.update
     if signal.kind not in update.signals:
@@ -24,11 +24,11 @@ def check(method: Method, round_number: int) -> None:
             f"in update.warm_rounds = {warm} squares of gradients are learned, of which signs tell nothing; "
             f"set codec.kind = 'none until {warm} then sign'"
         )
-    if method.feedback.keeps_error and not method.codec.shrinks:
+    if method.feedback.keeps_error and not method.codec.is_contractive:
         raise UnknownOption(
             f"what codec {method.codec.kind!r} leaves over only grows under error feedback; set feedback.kind = 'none'"
         )
-    if method.aggregate.memory and (method.topology.kind == "butterfly" or method.schedule.fragments > 1):
+    if method.aggregate.state_size and (method.topology.kind == "butterfly" or method.schedule.fragments > 1):
         raise UnknownOption(
             f"aggregate {method.aggregate.kind!r} remembers every block: set topology.kind = 'gather' and "
             "schedule.fragments = 1, or aggregate.statistics = 'round'"

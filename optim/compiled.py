@@ -16,30 +16,30 @@ from typing import Any, ParamSpec, TypeVar, cast
 import numpy as np
 
 from optim import machine_code
-from optim.machine_code import Kind
+from optim.machine_code import ArgumentType
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-MAGNITUDE = np.uint32(0x7FFF_FFFF)  # of an fp32's bits, all but the sign; sorted, they are as the numbers are
-LOOPS: list["Loop"] = []  # all compiled functions of the modules that are loaded
-NUMBERS = {bool: "bool", int: "int64", float: "float64"}
+MAGNITUDE_MASK = np.uint32(0x7FFF_FFFF)  # of an fp32's bits, all but the sign; sorted, they are as the numbers are
+JIT_FUNCTIONS: list["JitFunction"] = []  # all compiled functions of the modules that are loaded
+NUMBER_TYPES = {bool: "bool", int: "int64", float: "float64"}
 
-_compiling = threading.Lock()
+_compile_lock = threading.Lock()
 
 
-class Loop:
+class JitFunction:
     """`made`: how many times its machine code was not found on disk."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function
-        self.made = 0
-        self._natives: dict[tuple[Kind, ...], Callable[..., int]] = {}
-        self._known: dict[tuple[object, ...], Callable[..., int]] = {}  # the same, by what is soonest looked at
+        self.compile_count = 0
+        self._by_argument_types: dict[tuple[ArgumentType, ...], Callable[..., int]] = {}
+        self._by_fast_key: dict[tuple[object, ...], Callable[..., int]] = {}  # the same, by what is soonest looked at
 
     @property
-    def signatures(self) -> list[tuple[Kind, ...]]:
+    def signatures(self) -> list[tuple[ArgumentType, ...]]:
         """Kinds of arguments that it has machine code for in this process."""
-        return list(self._natives)
+        return list(self._by_argument_types)
 
     def __call__(self, *arguments: Any) -> int:
         look, words = list[object](), list[Any]()
@@ -52,53 +52,53 @@ class Loop:
             else:
                 look.append(type(argument))
                 words.append(argument.item() if isinstance(argument, np.generic) else argument)
-        native = self._known.get(tuple(look))
+        native = self._by_fast_key.get(tuple(look))
         if native is None:
-            native = self._known[tuple(look)] = self._prepared(tuple(map(_kind, arguments)))
+            native = self._by_fast_key[tuple(look)] = self._specialize(tuple(map(_argument_type, arguments)))
         result = c_int64()
         if native(byref(result), byref(c_void_p()), *words):
             raise MemoryError(f"no room to compute {self.function.__qualname__}")  # nothing else can go wrong in one
         return result.value
 
-    def _prepared(self, kinds: tuple[Kind, ...]) -> Callable[..., int]:
-        with _compiling:
-            if kinds not in self._natives:
-                code = machine_code.find(self.function, kinds)
+    def _specialize(self, kinds: tuple[ArgumentType, ...]) -> Callable[..., int]:
+        with _compile_lock:
+            if kinds not in self._by_argument_types:
+                code = machine_code.find_cached(self.function, kinds)
                 if code is None:
                     code = self.make(kinds)
-                self._natives[kinds] = machine_code.load(code, kinds)
-            return self._natives[kinds]
+                self._by_argument_types[kinds] = machine_code.load(code, kinds)
+            return self._by_argument_types[kinds]
 
-    def make(self, kinds: tuple[Kind, ...]) -> bytes:
+    def make(self, kinds: tuple[ArgumentType, ...]) -> bytes:
         """Compile and keep it."""
-        from optim.compiler import compile_loop  # where all is kept, the compiler is never loaded
+        from optim.compiler import compile_function  # where all is kept, the compiler is never loaded
 
-        code = compile_loop(self.function, kinds)
-        machine_code.keep(self.function, kinds, code)
-        self.made += 1
+        code = compile_function(self.function, kinds)
+        machine_code.store(self.function, kinds, code)
+        self.compile_count += 1
         return code
 
 
-def _kind(argument: Any) -> Kind:
+def _argument_type(argument: Any) -> ArgumentType:
     if isinstance(argument, np.ndarray):
         return argument.dtype.name, argument.ndim
-    return NUMBERS.get(type(argument)) or type(argument).__name__, 0
+    return NUMBER_TYPES.get(type(argument)) or type(argument).__name__, 0
 
 
-def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def jit(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """The same function, faster. Division by zero gives what IEEE 754 says; indices are not checked."""
-    loop = Loop(cast(FunctionType, function))
-    LOOPS.append(loop)
+    loop = JitFunction(cast(FunctionType, function))
+    JIT_FUNCTIONS.append(loop)
     return cast(Callable[Parameters, Result], loop)
 
 
-@compiled
-def bits_of(number: np.float32) -> np.uint32:
+@jit
+def float_to_bits(number: np.float32) -> np.uint32:
     """For compiled functions alone."""
     return np.float32(number).view(np.uint32)
 
 
-@compiled
-def float_of(bits: np.uint32) -> np.float32:
+@jit
+def bits_to_float(bits: np.uint32) -> np.float32:
     """For compiled functions alone."""
     return np.uint32(bits).view(np.float32)

@@ -12,10 +12,10 @@ import numba
 from llvmlite import binding as llvm
 from numba import types
 
-from optim.machine_code import ENTRY, Kind, machine, processor
+from optim.machine_code import ENTRY_NAME, ArgumentType, target_machine, processor
 
 # An array's memory begins with how many refer to it, what ends it, and where its values are.
-MEMORY: Final = """
+ALLOCATOR_IR: Final = """
 declare ptr @malloc(i64)
 declare void @free(ptr)
 
@@ -45,38 +45,38 @@ define void @NRT_MemInfo_call_dtor(ptr %block) {
     ret void
 }
 """
-SYSTEM: Final = ("llvm.", "memset", "memcpy", "memmove", "malloc", "free")
+SYSTEM_SYMBOLS: Final = ("llvm.", "memset", "memcpy", "memmove", "malloc", "free")
 
 
-def compile_loop(function: FunctionType, kinds: tuple[Kind, ...]) -> bytes:
+def compile_function(function: FunctionType, kinds: tuple[ArgumentType, ...]) -> bytes:
     """Object code for this process's `processor()`."""
-    code: bytes = machine().emit_object(module_of(function, kinds))
+    code: bytes = target_machine().emit_object(build_module(function, kinds))
     return code
 
 
-def module_of(function: FunctionType, kinds: tuple[Kind, ...], **options: Any) -> llvm.ModuleRef:
+def build_module(function: FunctionType, kinds: tuple[ArgumentType, ...], **options: Any) -> llvm.ModuleRef:
     """`options`: more of numba's."""
     numba.config.CPU_NAME, numba.config.CPU_FEATURES = processor(), ""
     options |= {"error_model": "numpy"}
-    wrapper = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(_wrapper(function, kinds, options))
-    wrapper.compile(tuple(word for kind in kinds for word in _words(kind)))
+    wrapper = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(_make_entry(function, kinds, options))
+    wrapper.compile(tuple(word for kind in kinds for word in _native_types(kind)))
     (signature,) = wrapper.nopython_signatures
     module = llvm.parse_assembly(wrapper.inspect_llvm(signature.args))
-    module.get_function(wrapper.overloads[signature.args].fndesc.llvm_func_name).name = ENTRY
-    module.link_in(llvm.parse_assembly(MEMORY))
-    module.link_in(llvm.parse_assembly("\n".join(map(_nothing, _missing(module)))))
+    module.get_function(wrapper.overloads[signature.args].fndesc.llvm_func_name).name = ENTRY_NAME
+    module.link_in(llvm.parse_assembly(ALLOCATOR_IR))
+    module.link_in(llvm.parse_assembly("\n".join(map(_define_stub, _undefined_functions(module)))))
     module.verify()
     return module
 
 
-def _words(kind: Kind) -> list[Any]:
+def _native_types(kind: ArgumentType) -> list[Any]:
     """An array is where its values begin, and how many there are in each direction."""
     name, dimensions = kind
     number = getattr(types, "boolean" if name == "bool" else name)
     return [types.CPointer(number), *[types.int64] * dimensions] if dimensions else [number]
 
 
-def _wrapper(function: FunctionType, kinds: tuple[Kind, ...], options: dict[str, Any]) -> FunctionType:
+def _make_entry(function: FunctionType, kinds: tuple[ArgumentType, ...], options: dict[str, Any]) -> FunctionType:
     """Over numbers and addresses, which gives a whole number."""
     names, arguments = list[str](), list[str]()
     for place, (_, dimensions) in enumerate(kinds):
@@ -85,32 +85,32 @@ def _wrapper(function: FunctionType, kinds: tuple[Kind, ...], options: dict[str,
         arguments.append(f"carray(word_{place}, ({', '.join(sizes)},))" if dimensions else f"word_{place}")
     call = f"loop({', '.join(arguments)})"
     result = call if function.__annotations__["return"] is None else f"return int({call})"
-    scope: dict[str, Any] = {"carray": numba.carray, "loop": _dispatcher(function, options, {})}
+    scope: dict[str, Any] = {"carray": numba.carray, "loop": _make_dispatcher(function, options, {})}
     exec(f"def entry({', '.join(names)}):\n    {result}\n", scope)
     entry: FunctionType = scope["entry"]
     return entry
 
 
-def _dispatcher(function: FunctionType, options: dict[str, Any], known: dict[FunctionType, Any]) -> Any:
+def _make_dispatcher(function: FunctionType, options: dict[str, Any], known: dict[FunctionType, Any]) -> Any:
     """Numba's own of a loop, in which the loops that it calls are numba's too."""
     if function not in known:
         scope = dict(function.__globals__)
         for name in function.__code__.co_names:
             called = getattr(scope.get(name), "function", None)
             if isinstance(called, FunctionType):
-                scope[name] = _dispatcher(called, options, known)
+                scope[name] = _make_dispatcher(called, options, known)
         known[function] = numba.njit(**options)(FunctionType(function.__code__, scope, function.__name__))
     return known[function]
 
 
-def _missing(module: llvm.ModuleRef) -> list[llvm.ValueRef]:
+def _undefined_functions(module: llvm.ModuleRef) -> list[llvm.ValueRef]:
     """What is called and neither here nor the system's: only what would raise an exception."""
     return [
-        function for function in module.functions if function.is_declaration and not function.name.startswith(SYSTEM)
+        function for function in module.functions if function.is_declaration and not function.name.startswith(SYSTEM_SYMBOLS)
     ]
 
 
-def _nothing(function: llvm.ValueRef) -> str:
+def _define_stub(function: llvm.ValueRef) -> str:
     """A function of that name that does nothing and gives a zero."""
     declared = str(function).strip().splitlines()[-1].removeprefix("declare ").partition(" #")[0]
     result = declared.partition("@")[0].replace("noalias", "").split()[-1]

@@ -5,7 +5,7 @@ from decimal import Context, Decimal
 CONTEXT = Context(prec=24)
 
 
-def exponential(value: float) -> float:
+def exp(value: float) -> float:
     """e^value."""
     return float(CONTEXT.exp(Decimal(value)))
 

@@ -4,24 +4,24 @@ from collections.abc import Sequence
 
 import torch
 
-from optim.aggregate import Message
-from optim.codecs.accumulation import Accumulation
+from optim.aggregate import WeightedPayload
+from optim.codecs.accumulation import ResidualUpdate
 from optim.codecs.codec import Codec, Payload, as_array
 from optim.errors import CodecError
 from optim.feedback import Feedback
-from optim.program import Plan, Program
-from optim.vectors import Floats, JoinedVector, Vector
+from optim.program import RoundPlan, RoundPlanner
+from optim.vectors import Floats, ConcatenatedVector, Vector
 
 Payloads = Sequence[Payload | Vector]  # as they came, or as `Merger.read` has read them
 
 
-class Sender:
+class ContributionEncoder:
     """Encodes local progress, and keeps in the residual what others will not get."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, planner: RoundPlanner) -> None:
+        self._planner = planner
 
-    def message(self, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
+    def encode(self, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
         """One payload a part. `delta` and `residual` are whole; of both only what that round sends is looked at, and
         there `residual` changes in place so that
 
@@ -29,31 +29,31 @@ class Sender:
 
         CodecError if a value of `delta` is not finite; then `residual` is of no use any more.
         """
-        plan = self._program.plan(round_number)
+        plan = self._planner.plan(round_number)
         total, sent = plan.gather(residual), as_array(plan.gather(delta))
         payloads = [
-            _encode(plan.method.feedback, codec, total[start:stop], sent[start:stop])
+            _encode_part(plan.method.feedback, codec, total[start:stop], sent[start:stop])
             for codec, (start, stop) in plan.parts
         ]
         plan.scatter(total, residual)
         return payloads
 
-    def take_back(
+    def restore_to_residual(
         self, round_number: int, payloads: Sequence[Payload], residual: torch.Tensor, weight: float = 1.0
     ) -> None:
         """Add a message that was left out of its round to the residual again, so that the next one carries it; so many
         times: a negative `weight` undoes that."""
-        plan = self._program.plan(round_number)
+        plan = self._planner.plan(round_number)
         if not plan.method.signal.is_delta:
             return  # absolute values of that moment: the next message has newer ones
         total = plan.gather(residual)
         for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
-            values = codec.read(payload, stop - start)
+            values = codec.decode_vector(payload, stop - start)
             values.add_to(total[start:stop].numpy(), weight * plan.method.feedback.share)
         plan.scatter(total, residual)
 
 
-def carried_by(plan: Plan, payloads: Sequence[Payload], numel: int) -> torch.Tensor:
+def nonzero_mask(plan: RoundPlan, payloads: Sequence[Payload], numel: int) -> torch.Tensor:
     """(numel,) bool: of which of a vector's values a message of that round says anything but zero."""
     message, whole = torch.zeros(plan.numel), torch.zeros(numel)
     for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
@@ -62,40 +62,40 @@ def carried_by(plan: Plan, payloads: Sequence[Payload], numel: int) -> torch.Ten
     return whole != 0
 
 
-def _encode(feedback: Feedback, codec: Codec, total: torch.Tensor, sent: Floats) -> Payload:
+def _encode_part(feedback: Feedback, codec: Codec, total: torch.Tensor, sent: Floats) -> Payload:
     """The payload of a part; `total` is left with what it does not carry."""
-    before = Accumulation(feedback.decay, sent)
+    before = ResidualUpdate(feedback.decay, sent)
     if not feedback.keeps_error:
         before.apply(as_array(total))
         payload = codec.encode(total)
         total.zero_()
         return payload
-    payload = codec.extract_after(before, total)
+    payload = codec.encode_updated(before, total)
     if feedback.share < 1:
-        codec.read(payload, total.numel()).add_to(as_array(total), 1 - feedback.share)
+        codec.decode_vector(payload, total.numel()).add_to(as_array(total), 1 - feedback.share)
     return payload
 
 
-class Merger:
+class Aggregator:
     """Turns the payloads of a round into one vector; the same bits on every machine and with any threads."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, planner: RoundPlanner) -> None:
+        self._planner = planner
 
-    def read(self, round_number: int, payload: Payload, part: int) -> Vector:
+    def decode_part(self, round_number: int, payload: Payload, part: int) -> Vector:
         """CodecError if this is not a well-formed payload of that part (a member's, or the reduced one)."""
-        plan = self._program.plan(round_number)
-        start, stop = plan.bounds[part]
-        return plan.codecs[part].read(payload, stop - start)
+        plan = self._planner.plan(round_number)
+        start, stop = plan.part_spans[part]
+        return plan.codecs[part].decode_vector(payload, stop - start)
 
     def reduce_part(self, round_number: int, part: int, payloads: Payloads, weights: Sequence[float]) -> Payload:
         """Butterfly: the members' payloads of one part, in the agreed order, to the reduced one."""
-        plan = self._program.plan(round_number)
-        combined = plan.method.aggregate.combine(_messages(plan, part, payloads, weights))
+        plan = self._planner.plan(round_number)
+        combined = plan.method.aggregate.combine(_weighted_payloads(plan, part, payloads, weights))
         return plan.codecs[part].encode(torch.from_numpy(combined))
 
     def merge(
-        self, round_number: int, payloads: Payloads, weights: Sequence[float], memory: torch.Tensor | None = None
+        self, round_number: int, payloads: Payloads, weights: Sequence[float], state: torch.Tensor | None = None
     ) -> Vector:
         """What the round came to, as its plan lays it out; much of it is computed when it is asked for.
 
@@ -103,18 +103,18 @@ class Merger:
         an aggregate that has one. Butterfly: the reduced payloads, part by part; `weights` were used up in reducing
         and are ignored.
         """
-        plan = self._program.plan(round_number)
+        plan = self._planner.plan(round_number)
         if plan.method.topology.kind != "butterfly":
-            messages = _messages(plan, 0, payloads, weights)
-            return plan.method.aggregate.combined(messages, None if memory is None else memory.numpy())
-        if len(payloads) != len(plan.bounds):
-            raise CodecError(f"{len(payloads)} reduced parts where there are {len(plan.bounds)}")
+            messages = _weighted_payloads(plan, 0, payloads, weights)
+            return plan.method.aggregate.combine_lazily(messages, None if state is None else state.numpy())
+        if len(payloads) != len(plan.part_spans):
+            raise CodecError(f"{len(payloads)} reduced parts where there are {len(plan.part_spans)}")
         reduced = zip(payloads, plan.parts, strict=True)
-        messages = [Message(codec, payload, stop - start, 1.0) for payload, (codec, (start, stop)) in reduced]
-        return JoinedVector(tuple(message.read() for message in messages))
+        messages = [WeightedPayload(codec, payload, stop - start, 1.0) for payload, (codec, (start, stop)) in reduced]
+        return ConcatenatedVector(tuple(message.decode() for message in messages))
 
 
-def _messages(plan: Plan, part: int, payloads: Payloads, weights: Sequence[float]) -> list[Message]:
-    codec, (start, stop) = plan.codecs[part], plan.bounds[part]
+def _weighted_payloads(plan: RoundPlan, part: int, payloads: Payloads, weights: Sequence[float]) -> list[WeightedPayload]:
+    codec, (start, stop) = plan.codecs[part], plan.part_spans[part]
     members = zip(payloads, weights, strict=True)
-    return [Message(codec, payload, stop - start, float(weight)) for payload, weight in members]
+    return [WeightedPayload(codec, payload, stop - start, float(weight)) for payload, weight in members]

@@ -41,11 +41,11 @@ class Layout:
         return tuple(spans.values())
 
     @cached_property
-    def matrices(self) -> tuple[Span, ...]:
+    def matrix_spans(self) -> tuple[Span, ...]:
         """Where the tensors of at least two dimensions stand; neighbours are joined."""
-        return joined([span for shape, span in self.tensors() if len(shape) > 1])
+        return merge_adjacent([span for shape, span in self.iter_tensors() if len(shape) > 1])
 
-    def section(self, spans: Sequence[Span]) -> "Layout":
+    def select(self, spans: Sequence[Span]) -> "Layout":
         """Of the tensors within these spans, which start and stop at tensors."""
         wanted = [
             (shape, block)
@@ -56,15 +56,15 @@ class Layout:
         ]
         return Layout(tuple(shape for shape, _ in wanted), tuple(block for _, block in wanted))
 
-    def tensors(self) -> Iterator[tuple[Shape, Span]]:
+    def iter_tensors(self) -> Iterator[tuple[Shape, Span]]:
         return zip(self.shapes, self.spans, strict=True)
 
-    def repeated(self, times: int) -> "Layout":
+    def repeat(self, times: int) -> "Layout":
         """Several vectors of this layout one after the other."""
         return self if times == 1 else Layout(self.shapes * times)
 
 
-def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+def merge_adjacent(spans: Sequence[Span]) -> tuple[Span, ...]:
     """Ascending spans, those that touch made into one."""
     found: list[Span] = []
     for start, stop in spans:
@@ -74,7 +74,7 @@ def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def within(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+def clip_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     """What of these spans lies in [start, stop), counted from `start`."""
     cut = ((max(first, start) - start, min(last, stop) - start) for first, last in spans)
     return tuple((first, last) for first, last in cut if first < last)

@@ -28,15 +28,15 @@ from typing import Any, Final
 from llvmlite import binding as llvm
 
 log = logging.getLogger(__name__)
-Kind = tuple[str, int]  # a numpy type, and how many dimensions; 0: a number
+ArgumentType = tuple[str, int]  # a numpy type, and how many dimensions; 0: a number
 PACKAGE = Path(__file__).parent
-DIGEST = 32  # bytes
-ENTRY: Final = "loop"  # what a file's function is called
-NUMBERS: Final = {"bool": ctypes.c_bool, "float32": ctypes.c_float, "float64": ctypes.c_double} | {
+DIGEST_BYTES = 32  # bytes
+ENTRY_NAME: Final = "loop"  # what a file's function is called
+C_TYPES: Final = {"bool": ctypes.c_bool, "float32": ctypes.c_float, "float64": ctypes.c_double} | {
     f"{sign}int{bits}": getattr(ctypes, f"c_{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
 # What a level has beside those of the levels below it.
-LEVELS: Final = {
+LEVEL_FEATURES: Final = {
     "x86-64-v2": {"cx16", "popcnt", "sahf", "sse3", "ssse3", "sse4.1", "sse4.2"},
     "x86-64-v3": {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"},
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
@@ -47,7 +47,7 @@ _linked: list[llvm.ExecutionEngine] = []  # code lives as long as its engine
 def highest_level(features: set[str]) -> str | None:
     """Of the x86-64 ABI; none where a processor has not even the second."""
     found = None
-    for level, wanted in LEVELS.items():
+    for level, wanted in LEVEL_FEATURES.items():
         if not wanted <= features:
             break
         found = level
@@ -71,46 +71,46 @@ def _target() -> llvm.Target:
     return llvm.Target.from_default_triple()
 
 
-def machine() -> llvm.TargetMachine:
+def target_machine() -> llvm.TargetMachine:
     """What writes code for `processor()`."""
     return _target().create_target_machine(cpu=processor(), opt=3, jit=True)
 
 
-def load(code: bytes, kinds: tuple[Kind, ...]) -> Callable[..., int]:
+def load(code: bytes, kinds: tuple[ArgumentType, ...]) -> Callable[..., int]:
     """A function that takes where its result goes, where an exception would, and the arguments: of an array its address
     and its sizes. Zero if all went well. It runs without the interpreter's lock."""
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine())
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _linked.append(engine)
     words: list[Any] = [ctypes.c_void_p, ctypes.c_void_p]
     for name, dimensions in kinds:
-        words += [ctypes.c_void_p, *[ctypes.c_int64] * dimensions] if dimensions else [NUMBERS[name]]
-    return ctypes.CFUNCTYPE(ctypes.c_int32, *words)(engine.get_function_address(ENTRY))
+        words += [ctypes.c_void_p, *[ctypes.c_int64] * dimensions] if dimensions else [C_TYPES[name]]
+    return ctypes.CFUNCTYPE(ctypes.c_int32, *words)(engine.get_function_address(ENTRY_NAME))
 
 
-def find(function: FunctionType, kinds: tuple[Kind, ...]) -> bytes | None:
+def find_cached(function: FunctionType, kinds: tuple[ArgumentType, ...]) -> bytes | None:
     """Object code that an earlier process kept."""
-    name = _version(function) + _digest(kinds)
-    kept = (_read(place / name) for place in places(_source(function)))
+    name = _file_prefix(function) + _argument_digest(kinds)
+    kept = (_read(place / name) for place in cache_dirs(_source(function)))
     return next((code for code in kept if code is not None), None)
 
 
-def keep(function: FunctionType, kinds: tuple[Kind, ...], code: bytes) -> None:
+def store(function: FunctionType, kinds: tuple[ArgumentType, ...], code: bytes) -> None:
     """For the processes after, in place of what other versions left."""
-    version = _version(function)
-    for place in places(_source(function)):
+    version = _file_prefix(function)
+    for place in cache_dirs(_source(function)):
         try:
             place.mkdir(parents=True, exist_ok=True)
-            _write(place / (version + _digest(kinds)), code)
-            _remove_others(place, version)
+            _write(place / (version + _argument_digest(kinds)), code)
+            _remove_stale(place, version)
         except OSError as error:
             _warn_once(f"machine code is not kept in {place}: {error.strerror}")
         else:
             return
 
 
-def _remove_others(place: Path, version: str) -> None:
+def _remove_stale(place: Path, version: str) -> None:
     """For this loop and such a processor."""
     loop, processor, _ = version.split(".", 2)
     for path in place.glob(f"{loop}.{processor}.*.loop"):
@@ -122,19 +122,19 @@ def _source(function: FunctionType) -> Path:
     return Path(function.__code__.co_filename)
 
 
-def _version(function: FunctionType) -> str:
+def _file_prefix(function: FunctionType) -> str:
     """The name of a file, but for the kinds of arguments."""
     source = _source(function)
     loop = f"{source.stem}-{function.__qualname__.replace('<locals>.', '').replace('.', '-')}"
-    return f"{loop}.{processor()}.{sources(source)[:16]}."
+    return f"{loop}.{processor()}.{source_digest(source)[:16]}."
 
 
-def _digest(kinds: tuple[Kind, ...]) -> str:
+def _argument_digest(kinds: tuple[ArgumentType, ...]) -> str:
     return hashlib.sha256(repr(kinds).encode()).hexdigest()[:16] + ".loop"
 
 
 @cache
-def sources(own: Path) -> str:
+def source_digest(own: Path) -> str:
     """A digest of what machine code follows from: all sources of this package, a function's own, and the versions."""
     versions = (sys.version, sysconfig.get_platform(), version("numba"), version("llvmlite"))
     digest = hashlib.sha256(repr(versions).encode())
@@ -143,7 +143,7 @@ def sources(own: Path) -> str:
     return digest.hexdigest()
 
 
-def places(source: Path) -> Iterator[Path]:
+def cache_dirs(source: Path) -> Iterator[Path]:
     """Directories, the preferred first."""
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(given)
@@ -158,8 +158,8 @@ def _read(path: Path) -> bytes | None:
         content = path.read_bytes()
     except OSError:
         return None  # it is not there, or not for us: the next place, or compiled anew
-    if hashlib.sha256(content[DIGEST:]).digest() == content[:DIGEST]:
-        return content[DIGEST:]
+    if hashlib.sha256(content[DIGEST_BYTES:]).digest() == content[:DIGEST_BYTES]:
+        return content[DIGEST_BYTES:]
     log.warning("%s is damaged and made anew", path)
     return None
 

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from optim.adoption import Adoption
-from optim.aggregate import Aggregate
+from optim.adoption import MergePolicy
+from optim.aggregate import AggregationRule
 from optim.codecs.codec import Codec
 from optim.feedback import Feedback
-from optim.inner.inner import Inner
+from optim.inner.inner import InnerUpdateRule
 from optim.schedules import Schedule
 from optim.signals import Signal
 from optim.topologies import Topology
-from optim.updates import Update
+from optim.updates import OuterOptimizer
 
-MEMORY = "aggregate_memory"  # the slot of what the aggregate remembers
-USUAL = "usual_weight"  # the slot of what is usually behind a round
-NO_VECTORS = (MEMORY, USUAL)  # slots that are not of the model's size
+AGGREGATION_STATE = "aggregate_memory"  # the slot of what the aggregate remembers
+REFERENCE_WEIGHT = "usual_weight"  # the slot of what is usually behind a round
+SMALL_SLOTS = (AGGREGATION_STATE, REFERENCE_WEIGHT)  # slots that are not of the model's size
 
 
 @dataclass(frozen=True)
@@ -24,29 +24,29 @@ class Method:
 
     name: str
     paper: str
-    inner: Inner
+    inner: InnerUpdateRule
     signal: Signal
     schedule: Schedule
     codec: Codec
     feedback: Feedback
     topology: Topology
-    aggregate: Aggregate
-    update: Update
-    adoption: Adoption
-    knots: tuple[int, ...] = (0,)  # rounds between which every option only rises, only falls, or rests
-    in_round: Callable[[int], "Method"] | None = field(default=None, compare=False, repr=False)
+    aggregate: AggregationRule
+    update: OuterOptimizer
+    adoption: MergePolicy
+    breakpoints: tuple[int, ...] = (0,)  # rounds between which every option only rises, only falls, or rests
+    build_for_round: Callable[[int], "Method"] | None = field(default=None, compare=False, repr=False)
 
-    def at(self, round_number: int) -> "Method":
+    def at_round(self, round_number: int) -> "Method":
         """The same with the options of that round."""
-        return self if self.in_round is None else self.in_round(round_number)
+        return self if self.build_for_round is None else self.build_for_round(round_number)
 
     @property
     def slots(self) -> tuple[str, ...]:
         """The vectors beside the anchor that all peers hold alike, in ascending order; each zero at the start."""
-        remembered = (MEMORY,) if self.aggregate.memory else ()
-        usual = (USUAL,) if self.update.is_shortened else ()
-        return tuple(sorted({*self.update.slots, *self.signal.shares[1:], *remembered, *usual}))
+        remembered = (AGGREGATION_STATE,) if self.aggregate.state_size else ()
+        usual = (REFERENCE_WEIGHT,) if self.update.is_scaled_by_weight else ()
+        return tuple(sorted({*self.update.slots, *self.signal.shared_names[1:], *remembered, *usual}))
 
-    def size_of(self, slot: str, numel: int) -> int:
+    def slot_numel(self, slot: str, numel: int) -> int:
         """Values of that vector, for a model of `numel` parameters."""
-        return {MEMORY: self.aggregate.memory, USUAL: 1}.get(slot, numel)
+        return {AGGREGATION_STATE: self.aggregate.state_size, REFERENCE_WEIGHT: 1}.get(slot, numel)

@@ -21,23 +21,23 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.aggregate import Aggregate, Message, present
-from optim.exact import exponential
+from optim.aggregate import AggregationRule, WeightedPayload, drop_weightless
+from optim.exact import exp
 from optim.layout import Span
 from optim.memory import zeros
 from optim.parts import STRICT
 from optim.vectors import Floats, norm
 
-DEVIATION = 1.4826  # of a normal distribution, in units of the median distance from the median
-SMALLEST_DEVIATION = 0.1  # in units of the median: among few members that agree closely nobody is far off
-SMALLEST_RUNNING = 0.01  # in units of the mean, of many rounds
-MOST_BLOCKS = 1024  # that have a memory
-MOST_COUNTED = 1 << 20  # norms; a rate is never below a millionth
-FEWEST_KNOWN = 20  # norms, before one is called too large
+MEDIAN_TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution, in units of the median distance from the median
+MIN_DEVIATION = 0.1  # in units of the median: among few members that agree closely nobody is far off
+MIN_RUNNING_DEVIATION = 0.01  # in units of the mean, of many rounds
+MAX_BLOCKS = 1024  # that have a memory
+MAX_NORM_COUNT = 1 << 20  # norms; a rate is never below a millionth
+MIN_KNOWN_NORMS = 20  # norms, before one is called too large
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Penalty(Aggregate):
+class EditPenalty(AggregationRule):
     """By block, with G_i = |x_i|, M = median(G), s = max(1.4826 * median |G - M|, 0.1 * M):
 
     left out where (G_i - M) / s > limit;  w_i = softmax(-G_i / (temperature * M)) of the others
@@ -64,20 +64,20 @@ class Penalty(Aggregate):
     rate: float = Field(default=0.02, gt=0, le=1, description="of the running statistics, a norm")
 
     @property
-    def memory(self) -> int:
-        return 3 * MOST_BLOCKS if self.statistics == "running" else 0
+    def state_size(self) -> int:
+        return 3 * MAX_BLOCKS if self.statistics == "running" else 0
 
-    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
-        members = present(messages)
-        spans = _blocks(members[0])
+    def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
+        members = drop_weightless(payloads)
+        spans = _block_spans(members[0])
         tokens = [member.weight for member in members]
-        norms = [_norms(member, spans) for member in members]  # one dense message at a time
+        norms = [_block_norms(member, spans) for member in members]  # one dense message at a time
         blocks = [[row[place] for row in norms] for place in range(len(spans))]
-        known = [None] * len(spans) if memory is None or not self.memory else list(memory.reshape(-1, 3)[: len(spans)])
-        weights = [self._weigh(sizes, tokens, past) for sizes, past in zip(blocks, known, strict=True)]
+        known = [None] * len(spans) if state is None or not self.state_size else list(state.reshape(-1, 3)[: len(spans)])
+        weights = [self._block_weights(sizes, tokens, past) for sizes, past in zip(blocks, known, strict=True)]
         total = zeros(members[0].numel)
         for number, member in enumerate(members):
-            values = member.read().dense()
+            values = member.decode().to_dense()
             for (start, stop), shares in zip(spans, weights, strict=True):
                 total[start:stop] += values[start:stop] * np.float32(shares[number])
         for start, stop in spans:
@@ -86,56 +86,56 @@ class Penalty(Aggregate):
                 total[start:stop] *= np.float32(self.clip / size)
         return total
 
-    def _weigh(self, norms: Sequence[float], tokens: Sequence[float], past: Floats | None = None) -> list[float]:
+    def _block_weights(self, norms: Sequence[float], tokens: Sequence[float], running: Floats | None = None) -> list[float]:
         """Of each member, adding up to 1, or to 0 where all are left out."""
         if self.tokens:
             norms = [size / math.sqrt(count) for size, count in zip(norms, tokens, strict=True)]
         middle = statistics.median(norms)
         if not middle:
             return [1 / len(norms)] * len(norms)
-        kept = self._kept(norms, middle) if past is None else self._kept_by(past, norms)
+        kept = self._accept_by_round(norms, middle) if running is None else self._accept_by_running(running, norms)
         least = min((size for size, keep in zip(norms, kept, strict=True) if keep), default=0.0)
         steep = self.temperature * middle
-        soft = [keep * exponential((least - size) / steep) for size, keep in zip(norms, kept, strict=True)]
+        soft = [keep * exp((least - size) / steep) for size, keep in zip(norms, kept, strict=True)]
         counts = [keep * count for count, keep in zip(tokens, kept, strict=True)]
-        mixed = zip(_shares(soft), _shares(counts), strict=True)
+        mixed = zip(_normalize(soft), _normalize(counts), strict=True)
         return [(1 - self.tokens) * by_norm + self.tokens * by_tokens for by_norm, by_tokens in mixed]
 
-    def _kept(self, norms: Sequence[float], middle: float) -> list[bool]:
+    def _accept_by_round(self, norms: Sequence[float], middle: float) -> list[bool]:
         """By the round's own norms."""
-        deviation = DEVIATION * statistics.median(abs(size - middle) for size in norms)
-        return self._near(norms, middle, max(deviation, SMALLEST_DEVIATION * middle))
+        deviation = MEDIAN_TO_STANDARD_DEVIATION * statistics.median(abs(size - middle) for size in norms)
+        return self._is_within_limit(norms, middle, max(deviation, MIN_DEVIATION * middle))
 
-    def _kept_by(self, past: Floats, norms: Sequence[float]) -> list[bool]:
+    def _accept_by_running(self, running: Floats, norms: Sequence[float]) -> list[bool]:
         """By those known from past rounds: how many, their mean and variance."""
-        count, mean, variance = map(float, past)
+        count, mean, variance = map(float, running)
         kept = [True] * len(norms)
-        if count >= FEWEST_KNOWN:
-            kept = self._near(norms, mean, max(math.sqrt(variance), SMALLEST_RUNNING * mean))
+        if count >= MIN_KNOWN_NORMS:
+            kept = self._is_within_limit(norms, mean, max(math.sqrt(variance), MIN_RUNNING_DEVIATION * mean))
         for size, keep in zip(norms, kept, strict=True):
             if keep or not any(kept):
                 count += 1
                 rate, far = max(self.rate, 1 / count), size - mean
                 mean += rate * far
                 variance = (1 - rate) * (variance + rate * far * far)
-        past[:] = min(count, float(MOST_COUNTED)), mean, variance
+        running[:] = min(count, float(MAX_NORM_COUNT)), mean, variance
         return kept
 
-    def _near(self, norms: Sequence[float], middle: float, deviation: float) -> list[bool]:
+    def _is_within_limit(self, norms: Sequence[float], middle: float, deviation: float) -> list[bool]:
         far = self.limit * deviation
         return [size - middle <= far and (not self.both_sides or middle - size <= far) for size in norms]
 
 
-def _shares(values: Sequence[float]) -> list[float]:
+def _normalize(values: Sequence[float]) -> list[float]:
     total = math.fsum(values)
     return [value / total if total else 0.0 for value in values]
 
 
-def _blocks(message: Message) -> Sequence[Span]:
-    layout = message.codec.layout_of(message.numel)
-    return layout.block_spans if layout else ((0, message.numel),)
+def _block_spans(payload: WeightedPayload) -> Sequence[Span]:
+    layout = payload.codec.bound_layout(payload.numel)
+    return layout.block_spans if layout else ((0, payload.numel),)
 
 
-def _norms(message: Message, spans: Sequence[Span]) -> list[float]:
-    values = message.read().dense()
+def _block_norms(payload: WeightedPayload, spans: Sequence[Span]) -> list[float]:
+    values = payload.decode().to_dense()
     return [norm([values[start:stop]]) for start, stop in spans]

@@ -9,37 +9,37 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
-from optim.adoption import Adoption, Carry, Mix
-from optim.aggregate import Aggregate, Mean, SenderMean
+from optim.adoption import MergePolicy, RebaseOnAnchor, Interpolate
+from optim.aggregate import AggregationRule, Mean, SenderMean
 from optim.budget import budget
-from optim.codecs.codec import SAMPLE, Codec
-from optim.codecs.cosine_topk import CosineTopK
-from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
-from optim.codecs.direction import Direction
+from optim.codecs.codec import SAMPLE_SIZE, Codec
+from optim.codecs.cosine_topk import DctTopK
+from optim.codecs.dense import BFloat16, Float16, Uncompressed
+from optim.codecs.direction import RandomProjection
 from optim.codecs.integers import BlockInt4, BlockInt8
 from optim.codecs.low_rank import LowRank
-from optim.codecs.powers import PowersOfTwo
+from optim.codecs.powers import BlockE3M0
 from optim.codecs.signs import BlockSign
 from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
-from optim.compatibility import check
+from optim.compatibility import check_compatibility
 from optim.errors import UnknownOption, UnknownRecipe
 from optim.feedback import ErrorFeedback, Feedback, NoFeedback
 from optim.inner.accumulating import AccumulatingAdamW
 from optim.inner.adamw import AdamW
-from optim.inner.gathering import Gathering, GatheringAhead
+from optim.inner.gathering import GradientAccumulator, LookaheadAccumulator
 from optim.inner.growing_batch import GrowingBatch
-from optim.inner.inner import Inner
+from optim.inner.inner import InnerUpdateRule
 from optim.inner.late_gradients import AdaptiveBraking, SpikeCompensation, WeightPrediction
 from optim.inner.quasi_hyperbolic import QuasiHyperbolic
 from optim.method import Method
 from optim.parts import Scalar
-from optim.penalty import Penalty
+from optim.penalty import EditPenalty
 from optim.ramps import is_endless, ramp
 from optim.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
-from optim.rows import RECIPES, Recipe, Table, Tables
+from optim.rows import RECIPES, Recipe, OptionTable, OptionTables
 from optim.schedules import EverySteps, Schedule
-from optim.signals import Gradient, InnerState, Momentum, ProgressAndAnchor, PseudoGradient, Signal, Weights
+from optim.signals import Gradient, WeightsAndMoments, Momentum, PseudoGradientAndAnchor, PseudoGradient, Signal, Weights
 from optim.topologies import Butterfly, Gather, Groups, Topology
 from optim.updates import (
     Adam,
@@ -53,95 +53,95 @@ from optim.updates import (
     Sgd,
     Sign,
     StalenessPenalised,
-    Update,
+    OuterOptimizer,
 )
 
-Part = TypeVar("Part")
+Component = TypeVar("Component")
 
-_INNERS: Final[tuple[type[Inner], ...]] = (
-    *(AdamW, QuasiHyperbolic, AccumulatingAdamW, GrowingBatch, Gathering, GatheringAhead),
+_INNER_RULES: Final[tuple[type[InnerUpdateRule], ...]] = (
+    *(AdamW, QuasiHyperbolic, AccumulatingAdamW, GrowingBatch, GradientAccumulator, LookaheadAccumulator),
     *(AdaptiveBraking, SpikeCompensation, WeightPrediction),
 )
-INNERS: Final[Mapping[str, type[Inner]]] = {inner.kind: inner for inner in _INNERS}
+INNER_RULES: Final[Mapping[str, type[InnerUpdateRule]]] = {inner.kind: inner for inner in _INNER_RULES}
 _SIGNALS: Final[tuple[type[Signal], ...]] = (
-    *(PseudoGradient, Gradient, Momentum, InnerState, Weights, ProgressAndAnchor),
+    *(PseudoGradient, Gradient, Momentum, WeightsAndMoments, Weights, PseudoGradientAndAnchor),
 )
 SIGNALS: Final[Mapping[str, type[Signal]]] = {signal.kind: signal for signal in _SIGNALS}
 SCHEDULES: Final[Mapping[str, type[Schedule]]] = {"every-steps": EverySteps}
 _CODECS: Final[tuple[type[Codec], ...]] = (
-    *(Uncompressed, HalfPrecision, BrainFloat, BlockInt8, BlockInt4, PowersOfTwo, BlockSign),
-    *(ChunkTopK, CosineTopK, RandomSubset, LowRank, Direction),
+    *(Uncompressed, Float16, BFloat16, BlockInt8, BlockInt4, BlockE3M0, BlockSign),
+    *(ChunkTopK, DctTopK, RandomSubset, LowRank, RandomProjection),
 )
 CODECS: Final[Mapping[str, type[Codec]]] = {codec.kind: codec for codec in _CODECS}
 FEEDBACKS: Final[Mapping[str, type[Feedback]]] = {"none": NoFeedback, "error": ErrorFeedback}
 TOPOLOGIES: Final[Mapping[str, type[Topology]]] = {"butterfly": Butterfly, "gather": Gather, "groups": Groups}
-_AGGREGATES: Final[tuple[type[Aggregate], ...]] = (
-    *(Mean, SenderMean, TrimmedMean, CoordinateMedian, Krum, CentredClip, Penalty),
+_AGGREGATION_RULES: Final[tuple[type[AggregationRule], ...]] = (
+    *(Mean, SenderMean, TrimmedMean, CoordinateMedian, Krum, CentredClip, EditPenalty),
 )
-AGGREGATES: Final[Mapping[str, type[Aggregate]]] = {aggregate.kind: aggregate for aggregate in _AGGREGATES}
-_UPDATES: Final[tuple[type[Update], ...]] = (
+AGGREGATION_RULES: Final[Mapping[str, type[AggregationRule]]] = {aggregate.kind: aggregate for aggregate in _AGGREGATION_RULES}
+_OUTER_OPTIMIZERS: Final[tuple[type[OuterOptimizer], ...]] = (
     *(Nesterov, Sgd, HeavyBall, DelayedNesterov, StalenessPenalised, Sign, Adam, FrozenAdam),
     *(Gossip, GossipWeights, Replace),
 )
-UPDATES: Final[Mapping[str, type[Update]]] = {update.kind: update for update in _UPDATES}
-ADOPTIONS: Final[Mapping[str, type[Adoption]]] = {"carry": Carry, "mix": Mix}
-KINDS: Final[Mapping[str, Mapping[str, type[Any]]]] = types.MappingProxyType(
+OUTER_OPTIMIZERS: Final[Mapping[str, type[OuterOptimizer]]] = {update.kind: update for update in _OUTER_OPTIMIZERS}
+MERGE_POLICIES: Final[Mapping[str, type[MergePolicy]]] = {"carry": RebaseOnAnchor, "mix": Interpolate}
+REGISTRY: Final[Mapping[str, Mapping[str, type[Any]]]] = types.MappingProxyType(
     {
-        "inner": INNERS,
+        "inner": INNER_RULES,
         "signal": SIGNALS,
         "schedule": SCHEDULES,
         "codec": CODECS,
         "feedback": FEEDBACKS,
         "topology": TOPOLOGIES,
-        "aggregate": AGGREGATES,
-        "update": UPDATES,
-        "adoption": ADOPTIONS,
+        "aggregate": AGGREGATION_RULES,
+        "update": OUTER_OPTIMIZERS,
+        "adoption": MERGE_POLICIES,
     }
 )
-PARTS: Final = tuple(KINDS)
-CHANGING: Final = ("schedule", "codec", "feedback", "aggregate", "update")  # parts whose options may change over a run
-NOTHING: Final[Tables] = types.MappingProxyType({})
+COMPONENTS: Final = tuple(REGISTRY)
+SCHEDULABLE: Final = ("schedule", "codec", "feedback", "aggregate", "update")  # parts whose options may change over a run
+NO_OVERRIDES: Final[OptionTables] = types.MappingProxyType({})
 
 
-def compose(recipe: str, overrides: Tables = NOTHING) -> Method:
+def compose(recipe: str, overrides: OptionTables = NO_OVERRIDES) -> Method:
     """The recipe with some parts' options changed: {"codec": {"k": 128}, "update": {"kind": "sgd"}}.
 
     A table with another `kind` replaces the recipe's part; the options it does not give are that kind's defaults.
     UnknownRecipe or UnknownOption, each one line that names the nearest known name or the allowed values.
     """
     if recipe not in RECIPES:
-        raise UnknownRecipe(f"no recipe is called {recipe!r}; {_hint(recipe, RECIPES)}")
+        raise UnknownRecipe(f"no recipe is called {recipe!r}; {_suggest_name(recipe, RECIPES)}")
     for part in overrides:
-        if part not in PARTS:
-            raise UnknownOption(f"a method has no part {part!r}; {_hint(part, PARTS)}")
+        if part not in COMPONENTS:
+            raise UnknownOption(f"a method has no part {part!r}; {_suggest_name(part, COMPONENTS)}")
     row = RECIPES[recipe]
-    tables = _spending({part: _merged(row.tables[part], overrides.get(part, {})) for part in PARTS})
-    knots = tuple(sorted({0, *_knots(tables)}))
-    for number in _tried(knots):
-        _compose(row, tables, number)  # every fault is found now
+    tables = _apply_bit_budget({part: _merge_tables(row.tables[part], overrides.get(part, {})) for part in COMPONENTS})
+    knots = tuple(sorted({0, *_breakpoints_of(tables)}))
+    for number in _rounds_to_check(knots):
+        _build_method(row, tables, number)  # every fault is found now
     if len(knots) == 1:
-        return _compose(row, tables, 0)
-    in_round = functools.lru_cache(maxsize=KEPT_METHODS)(functools.partial(_compose, row, tables))
-    return dataclasses.replace(in_round(0), knots=knots, in_round=in_round)
+        return _build_method(row, tables, 0)
+    in_round = functools.lru_cache(maxsize=MAX_CACHED_METHODS)(functools.partial(_build_method, row, tables))
+    return dataclasses.replace(in_round(0), breakpoints=knots, build_for_round=in_round)
 
 
-KEPT_METHODS = 64
-MOST_TRIED = 4096
+MAX_CACHED_METHODS = 64
+MAX_CHECKED_ROUNDS = 4096
 
 
-def _tried(knots: tuple[int, ...]) -> Iterable[int]:
+def _rounds_to_check(breakpoints: tuple[int, ...]) -> Iterable[int]:
     """Options that bound one another may collide between the turns of their courses: all rounds, if not too many."""
-    return (*knots, *range(knots[-1])) if knots[-1] < MOST_TRIED else knots
+    return (*breakpoints, *range(breakpoints[-1])) if breakpoints[-1] < MAX_CHECKED_ROUNDS else breakpoints
 
 
-def _compose(row: Recipe, tables: Tables, round_number: int) -> Method:
-    parts = {part: _build(part, KINDS[part], tables[part], round_number) for part in PARTS}
-    method = Method(name=row.name, paper=row.paper, **parts)
-    check(method, round_number)
+def _build_method(recipe: Recipe, tables: OptionTables, round_number: int) -> Method:
+    parts = {part: _build_component(part, REGISTRY[part], tables[part], round_number) for part in COMPONENTS}
+    method = Method(name=recipe.name, paper=recipe.paper, **parts)
+    check_compatibility(method, round_number)
     return method
 
 
-def _spending(tables: Tables) -> Tables:
+def _apply_bit_budget(tables: OptionTables) -> OptionTables:
     """With a course for schedule.inner_steps where a budget stands there."""
     schedule, codec = tables["schedule"], tables["codec"]
     granted = budget(schedule.get("inner_steps", 0))
@@ -149,69 +149,69 @@ def _spending(tables: Tables) -> Tables:
         return tables
     if any(ramp(value) for value in codec.values()):
         raise UnknownOption("schedule.inner_steps: a budget takes a codec that does not change over the rounds")
-    built = _build("codec", CODECS, codec, 0)
-    bits = built.bits_per_parameter(SAMPLE) * _build("signal", SIGNALS, tables["signal"], 0).width
+    built = _build_component("codec", CODECS, codec, 0)
+    bits = built.bits_per_parameter(SAMPLE_SIZE) * _build_component("signal", SIGNALS, tables["signal"], 0).vector_count
     fragments = schedule.get("fragments", 1)
     course = granted.course(bits, fragments if isinstance(fragments, int) else 1)
     return {**tables, "schedule": {**schedule, "inner_steps": course}}
 
 
-def _merged(default: Table, override: Table) -> Table:
+def _merge_tables(default: OptionTable, override: OptionTable) -> OptionTable:
     kind = override.get("kind", default["kind"])
     if kind != default["kind"]:
         return override
     return {**default, **override}
 
 
-def _knots(tables: Tables) -> Iterator[int]:
+def _breakpoints_of(tables: OptionTables) -> Iterator[int]:
     for part, table in tables.items():
         for option, value in table.items():
             if course := ramp(value):
-                if part not in CHANGING or (option == "kind" and part != "codec"):
+                if part not in SCHEDULABLE or (option == "kind" and part != "codec"):
                     raise UnknownOption(f"{part}.{option} = {value!r} must not change over the rounds")
                 yield from course.knots
 
 
-def _build(part: str, kinds: Mapping[str, type[Part]], table: Table, round_number: int) -> Part:
-    options = {option: _in_round(value, round_number) for option, value in table.items()}
+def _build_component(component: str, kinds: Mapping[str, type[Component]], table: OptionTable, round_number: int) -> Component:
+    options = {option: _value_in_round(value, round_number) for option, value in table.items()}
     kind = options.pop("kind")
     if not isinstance(kind, str) or kind not in kinds:
-        raise UnknownOption(f"{part}.kind = {kind!r} is not known; {_hint(str(kind), kinds)}")
-    fields = _options(kinds[kind])
-    known = {field for other in _kinds_over_time(table["kind"]) & kinds.keys() for field in _options(kinds[other])}
+        raise UnknownOption(f"{component}.kind = {kind!r} is not known; {_suggest_name(str(kind), kinds)}")
+    fields = _option_names(kinds[kind])
+    known = {field for other in _kinds_ever_used(table["kind"]) & kinds.keys() for field in _option_names(kinds[other])}
     for option in options:
         if option not in known:
-            raise UnknownOption(f"{part} {kind!r} has no option {option!r}; {_hint(option, [*fields, 'kind'])}")
+            raise UnknownOption(f"{component} {kind!r} has no option {option!r}; {_suggest_name(option, [*fields, 'kind'])}")
     try:
         return kinds[kind](**{option: value for option, value in options.items() if option in fields})
     except ValidationError as error:
-        raise UnknownOption(_first_fault(part, error)) from error
+        raise UnknownOption(_describe_error(component, error)) from error
 
 
-def _options(kind: type[Any]) -> list[str]:
+def _option_names(kind: type[Any]) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
 
 
-def _kinds_over_time(kind: Scalar) -> set[str]:
+def _kinds_ever_used(kind: Scalar) -> set[str]:
     """A codec's options may belong to the kind before a turn, or to the one after it."""
     course = ramp(kind)
     return course.words if course else {str(kind)}
 
 
-def _in_round(value: Scalar, round_number: int) -> Scalar:
+def _value_in_round(value: Scalar, round_number: int) -> Scalar:
     course = ramp(value)
     return course.at(round_number) if course else value
 
 
-def _first_fault(part: str, error: ValidationError) -> str:
+def _describe_error(component: str, error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
-    place = ".".join((part, *map(str, fault["loc"])))
+    place = ".".join((component, *map(str, fault["loc"])))
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
     given = fault["input"]
-    hint = f'; write "{given.strip()} over ROUNDS"' if part in CHANGING and is_endless(given) else ""
-    return f"{place} = {given!r}: {message}{hint}" if fault["loc"] else f"{part}: {message}"
+    hint = f'; write "{given.strip()} over ROUNDS"' if component in SCHEDULABLE and is_endless(given) else ""
+    return f"{place} = {given!r}: {message}{hint}" if fault["loc"] else f"{component}: {message}"
 
 
-def _hint(name: str, known: Any) -> str:
+def _suggest_name(name: str, known: Any) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(known)}"

@@ -21,20 +21,20 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.aggregate import Aggregate, Message, present
+from optim.aggregate import AggregationRule, WeightedPayload, drop_weightless
 from optim.memory import empty, zeros
 from optim.parts import STRICT
 from optim.vectors import Floats, Vector, norm, slabs
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class _ByCoordinate(Aggregate):
-    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
-        vectors = _read(messages)
-        cut = self._cut(len(vectors))
+class _CoordinateWise(AggregationRule):
+    def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
+        vectors = _decode_all(payloads)
+        cut = self._trim_count(len(vectors))
         combined = empty(vectors[0].numel)
         for part in slabs(combined.size):
-            kept = _ascending(vectors, part)[cut : len(vectors) - cut]
+            kept = _sort_by_coordinate(vectors, part)[cut : len(vectors) - cut]
             total = kept[0]
             for row in kept[1:]:
                 total += row
@@ -42,34 +42,34 @@ class _ByCoordinate(Aggregate):
         return combined
 
     @abstractmethod
-    def _cut(self, members: int) -> int:
+    def _trim_count(self, members: int) -> int:
         """How many of the smallest and of the largest values are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class TrimmedMean(_ByCoordinate):
+class TrimmedMean(_CoordinateWise):
     """By coordinate: the mean without the f largest and the f smallest values. Two members or one: their mean."""
 
     kind: ClassVar[str] = "trimmed-mean"
 
     liars: float = Field(default=0.25, ge=0, lt=0.5, description="share of the members that may lie")
 
-    def _cut(self, members: int) -> int:
+    def _trim_count(self, members: int) -> int:
         return min(math.ceil(self.liars * members), (members - 1) // 2)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class CoordinateMedian(_ByCoordinate):
+class CoordinateMedian(_CoordinateWise):
     """By coordinate: the middle value, or the mean of the middle two. Holds against fewer than half."""
 
     kind: ClassVar[str] = "median"
 
-    def _cut(self, members: int) -> int:
+    def _trim_count(self, members: int) -> int:
         return (members - 1) // 2
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Krum(Aggregate):
+class Krum(AggregationRule):
     """The message with the least sum of squared distances to its n - f - 2 nearest; with `several`, the mean of the
     n - f - 2 messages that have the least such sums.
 
@@ -82,16 +82,16 @@ class Krum(Aggregate):
     liars: float = Field(default=0.25, ge=0, lt=0.5, description="share of the members that may lie")
     several: bool = False
 
-    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
-        vectors = _read(messages)
-        chosen = self._chosen(vectors) if len(vectors) > 2 else vectors
+    def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
+        vectors = _decode_all(payloads)
+        chosen = self._select(vectors) if len(vectors) > 2 else vectors
         total = zeros(vectors[0].numel)
         for vector in chosen:
             vector.add_to(total, 1.0)
         total /= np.float32(len(chosen))
         return total
 
-    def _chosen(self, vectors: Sequence[Vector]) -> list[Vector]:
+    def _select(self, vectors: Sequence[Vector]) -> list[Vector]:
         members = len(vectors)
         nearest = members - min(math.ceil(self.liars * members), (members - 3) // 2) - 2
         distances = _squared_distances(vectors)
@@ -101,7 +101,7 @@ class Krum(Aggregate):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class CentredClip(Aggregate):
+class CentredClip(AggregationRule):
     """v <- v + mean_i (x_i - v) min(1, tau / ||x_i - v||), from v = 0 on, with tau = radius * median_i ||x_i - v||.
 
     One member moves a step by at most tau / n, however loud. The paper sets tau by hand; the median follows the size
@@ -113,8 +113,8 @@ class CentredClip(Aggregate):
     radius: float = Field(default=1.0, gt=0, le=100)
     iterations: int = Field(default=5, ge=1, le=50)
 
-    def combine(self, messages: Sequence[Message], memory: Floats | None = None) -> Floats:
-        vectors = _read(messages)
+    def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
+        vectors = _decode_all(payloads)
         centre = zeros(vectors[0].numel)
         for _ in range(self.iterations):
             distances = [_distance(vector, centre) for vector in vectors]
@@ -123,20 +123,20 @@ class CentredClip(Aggregate):
             for part in slabs(centre.size):
                 step = np.zeros(part.stop - part.start, np.float32)
                 for vector, factor in zip(vectors, factors, strict=True):
-                    step += (vector.span(part) - centre[part]) * np.float32(factor)
+                    step += (vector.decode_slab(part) - centre[part]) * np.float32(factor)
                 centre[part] += step / np.float32(len(vectors))
         return centre
 
 
-def _read(messages: Sequence[Message]) -> list[Vector]:
-    return [message.read() for message in present(messages)]
+def _decode_all(payloads: Sequence[WeightedPayload]) -> list[Vector]:
+    return [message.decode() for message in drop_weightless(payloads)]
 
 
-def _ascending(vectors: Sequence[Vector], part: slice) -> list[Floats]:
+def _sort_by_coordinate(vectors: Sequence[Vector], slab: slice) -> list[Floats]:
     """The k-th array has the k-th smallest value of each coordinate: a sorting network of neighbours, whole slabs at a
     time."""
     # Which of +0 and -0 counts as the smaller differs between processors; adding zero leaves only +0.
-    rows = [vector.span(part) + np.float32(0) for vector in vectors]
+    rows = [vector.decode_slab(slab) + np.float32(0) for vector in vectors]
     for turn in range(len(rows)):
         for first in range(turn % 2, len(rows) - 1, 2):
             low, high = rows[first], rows[first + 1]
@@ -148,10 +148,10 @@ def _squared_distances(vectors: Sequence[Vector]) -> np.ndarray[tuple[int, int],
     distances = np.zeros((len(vectors), len(vectors)))
     for i, one in enumerate(vectors):
         for j, other in enumerate(vectors[:i]):
-            pieces = (one.span(part) - other.span(part) for part in slabs(one.numel))
+            pieces = (one.decode_slab(part) - other.decode_slab(part) for part in slabs(one.numel))
             distances[i, j] = distances[j, i] = norm(pieces) ** 2
     return distances
 
 
 def _distance(vector: Vector, centre: Floats) -> float:
-    return norm(vector.span(part) - centre[part] for part in slabs(centre.size))
+    return norm(vector.decode_slab(part) - centre[part] for part in slabs(centre.size))

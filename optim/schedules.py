@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from optim.errors import UnknownOption
-from optim.layout import Layout, Span, joined
+from optim.layout import Layout, Span, merge_adjacent
 from optim.parts import STRICT
 
 Pattern = Literal["strided", "contiguous"]
@@ -42,7 +42,7 @@ class EverySteps:
     least_steps: int = Field(default=1, ge=1, le=100_000)
 
     @model_validator(mode="after")
-    def _fits(self) -> "EverySteps":
+    def _check_bounds(self) -> "EverySteps":
         if self.delay > self.ahead:
             raise ValueError("delay must not be above ahead: a peer that waits applies what it waits for")
         if self.fragments > self.inner_steps:
@@ -68,8 +68,8 @@ class EverySteps:
             raise UnknownOption(f"schedule.fragments = {count}: the model has {len(blocks)} blocks; use fewer")
         fragment = round_number % count
         if self.pattern == "strided":
-            return joined(blocks[fragment::count])
-        return joined(blocks[len(blocks) * fragment // count : len(blocks) * (fragment + 1) // count])
+            return merge_adjacent(blocks[fragment::count])
+        return merge_adjacent(blocks[len(blocks) * fragment // count : len(blocks) * (fragment + 1) // count])
 
 
 Schedule = EverySteps

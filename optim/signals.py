@@ -21,45 +21,45 @@ from optim.layout import Layout, Span
 from optim.parts import STRICT
 from optim.schedules import Schedule
 
-MAX_CYCLE = 1000  # rounds
+MAX_PERIOD = 1000  # rounds
 
 
 @plain_dataclass(frozen=True)
-class Progress:
+class SignalInputs:
     """What a peer measures its message from, flat fp32 on the CPU. `live`, `reference` (where its last message left
     off) and `agreed` go by the names of shared vectors, `own` by those of the inner state that the signal consumes.
     """
 
     live: Mapping[str, torch.Tensor]
     reference: Mapping[str, torch.Tensor]
-    agreed: Mapping[str, torch.Tensor]
-    own: Mapping[str, torch.Tensor]
+    anchor: Mapping[str, torch.Tensor]
+    inner_state: Mapping[str, torch.Tensor]
     steps: int  # since the last message
 
 
 class Signal(ABC):
     kind: ClassVar[str]
-    shares: ClassVar[tuple[str, ...]] = (WEIGHTS,)
-    averaged: ClassVar[tuple[str, ...]] = ()  # of the shared ones, those that no update moves: they are averaged
-    consumes: ClassVar[tuple[str, ...]] = ()  # vectors of the inner optimizer that begin anew after a message
+    shared_names: ClassVar[tuple[str, ...]] = (WEIGHTS,)
+    averaged_names: ClassVar[tuple[str, ...]] = ()  # of the shared ones, those that no update moves: they are averaged
+    consumed_names: ClassVar[tuple[str, ...]] = ()  # vectors of the inner optimizer that begin anew after a message
     is_delta: ClassVar[bool] = True  # what missed its round may be sent later
-    is_whole: ClassVar[bool] = False  # not to be sent in fragments
-    width: ClassVar[int] = 1
+    requires_whole: ClassVar[bool] = False  # not to be sent in fragments
+    vector_count: ClassVar[int] = 1
 
     @property
-    def cycle(self) -> int:
+    def period(self) -> int:
         """After so many rounds the same vectors are sent again."""
         return 1
 
     @abstractmethod
-    def measure(self, progress: Progress) -> torch.Tensor:
+    def measure(self, inputs: SignalInputs) -> torch.Tensor:
         """A new vector of `width` times the model's size, pointing uphill."""
 
     def spans(self, round_number: int, layout: Layout, schedule: Schedule) -> tuple[Span, ...]:
         """What is sent of the measured vector, whose `width` vectors have that layout each."""
-        if self.is_whole and schedule.fragments > 1:
+        if self.requires_whole and schedule.fragments > 1:
             raise UnknownOption(f"signal {self.kind!r} is sent whole; set schedule.fragments = 1")
-        return schedule.spans(round_number, layout.repeated(self.width))
+        return schedule.spans(round_number, layout.repeat(self.vector_count))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -76,15 +76,15 @@ class PseudoGradient(Signal):
 
     equal_steps: int = Field(default=0, ge=0, le=100_000)
 
-    def measure(self, progress: Progress) -> torch.Tensor:
-        delta = progress.reference[WEIGHTS] - progress.live[WEIGHTS]
+    def measure(self, inputs: SignalInputs) -> torch.Tensor:
+        delta = inputs.reference[WEIGHTS] - inputs.live[WEIGHTS]
         if self.equal_steps:
-            delta *= self.equal_steps / max(1, progress.steps)
+            delta *= self.equal_steps / max(1, inputs.steps)
         return delta
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class InnerState(Signal):
+class WeightsAndMoments(Signal):
     """Weights and both of Adam's moments, each averaged on its own period (Local Adam; DES-LOC, arXiv 2505.22549):
     the weights in every round, the first moment in every `first_every`-th, the second in every `second_every`-th.
 
@@ -92,26 +92,26 @@ class InnerState(Signal):
     """
 
     kind: ClassVar[str] = "inner-state"
-    shares: ClassVar[tuple[str, ...]] = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
-    averaged: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT)
-    is_whole: ClassVar[bool] = True
-    width: ClassVar[int] = 3
+    shared_names: ClassVar[tuple[str, ...]] = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
+    averaged_names: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT)
+    requires_whole: ClassVar[bool] = True
+    vector_count: ClassVar[int] = 3
 
-    first_every: int = Field(default=3, ge=1, le=MAX_CYCLE)
-    second_every: int = Field(default=6, ge=1, le=MAX_CYCLE)
+    first_every: int = Field(default=3, ge=1, le=MAX_PERIOD)
+    second_every: int = Field(default=6, ge=1, le=MAX_PERIOD)
 
     @model_validator(mode="after")
-    def _meet(self) -> "InnerState":
-        if self.cycle > MAX_CYCLE:
-            raise ValueError(f"both periods must meet within {MAX_CYCLE} rounds; let one be a multiple of the other")
+    def _check_common_period(self) -> "WeightsAndMoments":
+        if self.period > MAX_PERIOD:
+            raise ValueError(f"both periods must meet within {MAX_PERIOD} rounds; let one be a multiple of the other")
         return self
 
     @property
-    def cycle(self) -> int:
+    def period(self) -> int:
         return math.lcm(self.first_every, self.second_every)
 
-    def measure(self, progress: Progress) -> torch.Tensor:
-        return torch.cat([progress.reference[name] - progress.live[name] for name in self.shares])
+    def measure(self, inputs: SignalInputs) -> torch.Tensor:
+        return torch.cat([inputs.reference[name] - inputs.live[name] for name in self.shared_names])
 
     def spans(self, round_number: int, layout: Layout, schedule: Schedule) -> tuple[Span, ...]:
         super().spans(round_number, layout, schedule)
@@ -129,11 +129,11 @@ class Gradient(Signal):
     """
 
     kind: ClassVar[str] = "gradient"
-    consumes: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
-    is_whole: ClassVar[bool] = True
+    consumed_names: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
+    requires_whole: ClassVar[bool] = True
 
-    def measure(self, progress: Progress) -> torch.Tensor:
-        return progress.own[GRADIENT_SUM] / max(1, progress.steps)
+    def measure(self, inputs: SignalInputs) -> torch.Tensor:
+        return inputs.inner_state[GRADIENT_SUM] / max(1, inputs.steps)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -144,16 +144,16 @@ class Momentum(Signal):
     """
 
     kind: ClassVar[str] = "momentum"
-    shares: ClassVar[tuple[str, ...]] = (WEIGHTS, FIRST_MOMENT)
-    consumes: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
+    shared_names: ClassVar[tuple[str, ...]] = (WEIGHTS, FIRST_MOMENT)
+    consumed_names: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
     is_delta: ClassVar[bool] = False
-    is_whole: ClassVar[bool] = True
+    requires_whole: ClassVar[bool] = True
 
     beta: float = Field(default=0.9, ge=0, lt=1)
 
-    def measure(self, progress: Progress) -> torch.Tensor:
-        gradient = progress.own[GRADIENT_SUM] / max(1, progress.steps)
-        return progress.agreed[FIRST_MOMENT] * self.beta + gradient * (1 - self.beta)
+    def measure(self, inputs: SignalInputs) -> torch.Tensor:
+        gradient = inputs.inner_state[GRADIENT_SUM] / max(1, inputs.steps)
+        return inputs.anchor[FIRST_MOMENT] * self.beta + gradient * (1 - self.beta)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -163,19 +163,19 @@ class Weights(Signal):
     kind: ClassVar[str] = "weights"
     is_delta: ClassVar[bool] = False
 
-    def measure(self, progress: Progress) -> torch.Tensor:
-        return progress.live[WEIGHTS].clone()
+    def measure(self, inputs: SignalInputs) -> torch.Tensor:
+        return inputs.live[WEIGHTS].clone()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ProgressAndAnchor(Signal):
+class PseudoGradientAndAnchor(Signal):
     """The pseudo-gradient, and the anchor that it was measured from (NoLoCo, arXiv 2506.10911, with its consensus
     strength apart from its step): delta_i and phi_i, one after the other."""
 
     kind: ClassVar[str] = "progress-and-anchor"
     is_delta: ClassVar[bool] = False
-    is_whole: ClassVar[bool] = True
-    width: ClassVar[int] = 2
+    requires_whole: ClassVar[bool] = True
+    vector_count: ClassVar[int] = 2
 
-    def measure(self, progress: Progress) -> torch.Tensor:
-        return torch.cat([progress.reference[WEIGHTS] - progress.live[WEIGHTS], progress.agreed[WEIGHTS]])
+    def measure(self, inputs: SignalInputs) -> torch.Tensor:
+        return torch.cat([inputs.reference[WEIGHTS] - inputs.live[WEIGHTS], inputs.anchor[WEIGHTS]])

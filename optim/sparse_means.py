@@ -12,49 +12,49 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from optim.compiled import compiled
-from optim.threads import each, scratch
+from optim.compiled import jit
+from optim.threads import parallel_for, thread_buffer
 from optim.vectors import Floats, Positions, SparseVector, Vector, wide_slabs
 
-Places = npt.NDArray[np.uint64]  # without a sign: a loop need not ask whether one counts from the end
+Offsets = npt.NDArray[np.uint64]  # without a sign: a loop need not ask whether one counts from the end
 
-BLOCK: Final = 1 << 11  # values
-NOTHING: Final = np.float32(-0.0)  # added to a number, it leaves its bits as they are; 0 turns -0 to 0
+BLOCK_SIZE: Final = 1 << 11  # values
+NEGATIVE_ZERO: Final = np.float32(-0.0)  # added to a number, it leaves its bits as they are; 0 turns -0 to 0
 
 
 @dataclass(frozen=True)
-class Stack:
+class SparseBatch:
     """Sparse vectors of one length, as one array in which each lies somewhere: places count from where the first one
     lies, modulo 2^64, over whatever is between. `begins`: of their positions; `shifts`: how many places later in the
     array of values than in that of positions."""
 
     vectors: tuple[SparseVector, ...]
-    begins: Places
-    shifts: Places
+    position_offsets: Offsets
+    value_shifts: Offsets
 
     @classmethod
-    def of(cls, vectors: Sequence[SparseVector]) -> Self:
-        begins = _places([vector.positions for vector in vectors])
-        return cls(tuple(vectors), begins, _places([vector.values for vector in vectors]) - begins)
+    def from_vectors(cls, vectors: Sequence[SparseVector]) -> Self:
+        begins = _item_offsets([vector.positions for vector in vectors])
+        return cls(tuple(vectors), begins, _item_offsets([vector.values for vector in vectors]) - begins)
 
     @property
     def numel(self) -> int:
         return self.vectors[0].numel
 
-    def spans(self, part: slice) -> tuple[Places, Places]:
+    def find_offsets(self, slab: slice) -> tuple[Offsets, Offsets]:
         """Where the positions in a part begin and end."""
-        found = [np.searchsorted(vector.positions, (part.start, part.stop)) for vector in self.vectors]
+        found = [np.searchsorted(vector.positions, (slab.start, slab.stop)) for vector in self.vectors]
         first, last = np.array(found, np.uint64).T
-        return self.begins + first, self.begins + last
+        return self.position_offsets + first, self.position_offsets + last
 
 
-def _places(arrays: Sequence[npt.NDArray[Any]]) -> Places:
+def _item_offsets(arrays: Sequence[npt.NDArray[Any]]) -> Offsets:
     """Where each begins, in items from the first. ValueError for what a loop could not go over."""
     for array in arrays:
         if not array.flags.carray or array.dtype != arrays[0].dtype:
             raise ValueError("arrays of different numbers, or whose values do not lie one after the other")
     addresses = np.array([array.ctypes.data for array in arrays], np.uint64)
-    places: Places = (addresses - addresses[0]).view(np.int64) // arrays[0].itemsize
+    places: Offsets = (addresses - addresses[0]).view(np.int64) // arrays[0].itemsize
     return places.view(np.uint64)
 
 
@@ -62,27 +62,27 @@ def _places(arrays: Sequence[npt.NDArray[Any]]) -> Places:
 class SparseMean(Vector):
     """sum_i scale_i x_i, divided value by value."""
 
-    stack: Stack
+    batch: SparseBatch
     scales: Floats
 
     @property
     def numel(self) -> int:  # type: ignore[override]
-        return self.stack.numel
+        return self.batch.numel
 
-    def restore(self, part: slice, out: Floats) -> None:
-        nothing = scratch("nothing", np.float32, out.size)
-        nothing.fill(NOTHING)
-        self._add_span(part, nothing, 1.0, out)
+    def decode_into(self, slab: slice, out: Floats) -> None:
+        nothing = thread_buffer("nothing", np.float32, out.size)
+        nothing.fill(NEGATIVE_ZERO)
+        self._add_slab(slab, nothing, 1.0, out)
 
     def write_sum(self, before: Floats, weight: float, out: Floats) -> None:
         """out <- before + weight * self, the product rounded before it is added, in one pass over whole vectors."""
-        each(lambda part: self._add_span(part, before[part], weight, out[part]), wide_slabs(self.numel))
+        parallel_for(lambda part: self._add_slab(part, before[part], weight, out[part]), wide_slabs(self.numel))
 
-    def _add_span(self, part: slice, before: Floats, weight: float, out: Floats) -> None:
-        stack, first, (divisor, shares) = self.stack, self.stack.vectors[0], self._divisor()
-        sums, divisors = scratch("means", np.float32, 2 * BLOCK).reshape(2, BLOCK)
+    def _add_slab(self, slab: slice, before: Floats, weight: float, out: Floats) -> None:
+        stack, first, (divisor, shares) = self.batch, self.batch.vectors[0], self._divisor()
+        sums, divisors = thread_buffer("means", np.float32, 2 * BLOCK_SIZE).reshape(2, BLOCK_SIZE)
         _add_means(
-            first.positions, first.values, *stack.spans(part), stack.shifts, self.scales, divisor, shares, part.start,
+            first.positions, first.values, *stack.find_offsets(slab), stack.value_shifts, self.scales, divisor, shares, slab.start,
             sums, divisors, np.float32(weight), before, out,
         )  # fmt: skip
 
@@ -111,9 +111,9 @@ class SenderMeanVector(SparseMean):
         return np.float32(0), self.weights
 
 
-@compiled
+@jit
 def _add_means(
-    positions: Positions, values: Floats, places: Places, ends: Places, shifts: Places, scales: Floats,
+    positions: Positions, values: Floats, places: Offsets, ends: Offsets, shifts: Offsets, scales: Floats,
     divisor: np.float32, shares: Floats, start: int, sums: Floats, divisors: Floats, weight: np.float32, before: Floats,
     out: Floats,
 ) -> None:  # fmt: skip
@@ -138,7 +138,7 @@ def _add_means(
             block[at] = old[at] + mean * weight
 
 
-@compiled
+@jit
 def divide_where_sent(total: Floats, senders: Floats) -> None:
     """`senders`: the weight of those who sent each value; what nobody sent stays."""
     for place in range(total.size):

@@ -17,19 +17,19 @@ import numpy.typing as npt
 import torch
 
 Item = TypeVar("Item")
-MOST = 8  # more threads than that only wait for the memory
-NAME = "slabs"  # of the workers
+MAX_THREADS = 8  # more threads than that only wait for the memory
+THREAD_NAME_PREFIX = "slabs"  # of the workers
 ALIGNMENT = 64  # bytes: a line of the cache, and the widest register; across two lines each store takes twice as long
 
-_starting = threading.Lock()
+_pool_lock = threading.Lock()
 _local = threading.local()
 
 
-def each(work: Callable[[Item], object], items: Iterable[Item]) -> None:
+def parallel_for(work: Callable[[Item], object], items: Iterable[Item]) -> None:
     """Call `work` for every item, in any order, and raise what it raises. Within `work` it is a plain loop."""
     waiting = list(items)
-    threads = min(torch.get_num_threads(), os.cpu_count() or 1, MOST, len(waiting))
-    if threads < 2 or threading.current_thread().name.startswith(NAME):
+    threads = min(torch.get_num_threads(), os.cpu_count() or 1, MAX_THREADS, len(waiting))
+    if threads < 2 or threading.current_thread().name.startswith(THREAD_NAME_PREFIX):
         for item in waiting:
             work(item)
         return
@@ -39,7 +39,7 @@ def each(work: Callable[[Item], object], items: Iterable[Item]) -> None:
         for item in remaining:
             work(item)
 
-    with _starting:
+    with _pool_lock:
         pool = _pool()
     futures = [pool.submit(drain) for _ in range(threads)]
     wait(futures)
@@ -47,21 +47,21 @@ def each(work: Callable[[Item], object], items: Iterable[Item]) -> None:
         future.result()
 
 
-def scratch(name: str, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
+def thread_buffer(name: str, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
     """An array of this thread's that keeps its memory, and loses its content at the next call with that name."""
     array: npt.NDArray[Any] | None = getattr(_local, name, None)
     if array is None or array.size < count or array.dtype != dtype:
-        array = _aligned(dtype, count)
+        array = _allocate_aligned(dtype, count)
         setattr(_local, name, array)
     return array[:count]
 
 
-def scratch_like(name: str, dtype: npt.DTypeLike, other: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def thread_buffer_like(name: str, dtype: npt.DTypeLike, other: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The same, in the shape of another array."""
-    return scratch(name, dtype, other.size).reshape(other.shape)
+    return thread_buffer(name, dtype, other.size).reshape(other.shape)
 
 
-def _aligned(dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
+def _allocate_aligned(dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
     size = count * np.dtype(dtype).itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % ALIGNMENT
@@ -72,15 +72,15 @@ def _aligned(dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
 def _pool() -> ThreadPoolExecutor:
     """Workers in which torch has one thread. Torch keeps that number for each thread, but what one sets is also what
     threads to come begin with: all workers start here, and then the caller's own number is set again."""
-    count = min(os.cpu_count() or 1, MOST)
+    count = min(os.cpu_count() or 1, MAX_THREADS)
     threads = torch.get_num_threads()
     together = threading.Barrier(count)
-    pool = ThreadPoolExecutor(count, NAME, initializer=_keep_to_itself)
+    pool = ThreadPoolExecutor(count, THREAD_NAME_PREFIX, initializer=_use_one_torch_thread)
     wait([pool.submit(together.wait) for _ in range(count)])
     torch.set_num_threads(threads)
     return pool
 
 
-def _keep_to_itself() -> None:
+def _use_one_torch_thread() -> None:
     torch.get_num_threads()  # the first call in a thread sets the number to the common one
     torch.set_num_threads(1)

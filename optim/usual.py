@@ -19,24 +19,24 @@ from typing import Final
 import numpy as np
 import torch
 
-FALL: Final = np.float32(1 / 64)  # a round, of what is usual
-RISE: Final = np.float32(1 / 4)
+MAX_FALL: Final = np.float32(1 / 64)  # a round, of what is usual
+MAX_RISE: Final = np.float32(1 / 4)
 
 
-def usual_after(weights: Sequence[float], usual: torch.Tensor) -> torch.Tensor:
+def update_reference_weight(weights: Sequence[float], reference: torch.Tensor) -> torch.Tensor:
     """U after a round of these members; before it `usual`, fp32 of one value, zero at the start.
 
     The same bits on every machine, as those of `share_of`: each operation is one in fp32.
     """
-    weight, before = _total(weights), np.float32(usual.item())
-    after = before + min(max(weight - before, -before * FALL), before * RISE) if before else weight
+    weight, before = _total_weight(weights), np.float32(reference.item())
+    after = before + min(max(weight - before, -before * MAX_FALL), before * MAX_RISE) if before else weight
     return torch.from_numpy(np.array([after]))
 
 
-def share_of(weights: Sequence[float], usual: torch.Tensor) -> float:
+def compute_step_scale(weights: Sequence[float], reference: torch.Tensor) -> float:
     """Of a whole step, in 0 to 1, that such a round makes. `usual`: U after it."""
-    return float(min(np.float32(1), _total(weights) / np.float32(usual.item())))
+    return float(min(np.float32(1), _total_weight(weights) / np.float32(reference.item())))
 
 
-def _total(weights: Sequence[float]) -> np.float32:
+def _total_weight(weights: Sequence[float]) -> np.float32:
     return np.float32(math.fsum(weights))

@@ -14,15 +14,15 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from optim.compiled import compiled
-from optim.threads import each, scratch
+from optim.compiled import jit
+from optim.threads import parallel_for, thread_buffer
 
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
-SLAB = 1 << 18  # values whose temporaries stay in the cache
-SUMS = 1 << 12  # of squares, side by side: they stay in the innermost cache
-WIDE, SLABS = 2, 16  # so many times as long at most, and where so many are left for threads to share
-AT_ONCE = 1 << 16  # of a sparse vector's values, in one thread
+SLAB_SIZE = 1 << 18  # values whose temporaries stay in the cache
+NORM_LANES = 1 << 12  # of squares, side by side: they stay in the innermost cache
+MAX_SLAB_FACTOR, MIN_SLABS = 2, 16  # so many times as long at most, and where so many are left for threads to share
+SPARSE_SLAB_SIZE = 1 << 16  # of a sparse vector's values, in one thread
 
 
 class Vector(ABC):
@@ -31,25 +31,25 @@ class Vector(ABC):
     numel: int
 
     @abstractmethod
-    def restore(self, part: slice, out: Floats) -> None:
+    def decode_into(self, slab: slice, out: Floats) -> None:
         """Write the values from `part.start` to `part.stop`, at most `numel`, to an array of that length."""
 
-    def span(self, part: slice) -> Floats:
+    def decode_slab(self, slab: slice) -> Floats:
         """The same in a new array."""
-        out = np.empty(part.stop - part.start, np.float32)
-        self.restore(part, out)
+        out = np.empty(slab.stop - slab.start, np.float32)
+        self.decode_into(slab, out)
         return out
 
     @property
-    def sent(self) -> "Vector":
+    def coefficients(self) -> "Vector":
         """As it was sent, before any transform that the receiver undoes."""
         return self
 
-    def decoded(self, sent: "Vector") -> "Vector":
+    def with_coefficients(self, coefficients: "Vector") -> "Vector":
         """What it would be had that been sent."""
-        return sent
+        return coefficients
 
-    def pieces(self) -> Iterable[slice]:
+    def decode_slabs(self) -> Iterable[slice]:
         """All spans one after the other, as they are cheapest to restore."""
         return slabs(self.numel)
 
@@ -62,27 +62,27 @@ class Vector(ABC):
         size, combine = abs(weight), np.add if weight >= 0 else np.subtract
 
         def write(part: slice) -> None:
-            values = scratch("vector", np.float32, part.stop - part.start)
-            self.restore(part, values)
+            values = thread_buffer("vector", np.float32, part.stop - part.start)
+            self.decode_into(part, values)
             if size != 1:
                 values *= np.float32(size)
             combine(before[part], values, out[part])
 
-        each(write, self.pieces())
+        parallel_for(write, self.decode_slabs())
 
-    def add_presence_to(self, total: Floats, weight: float) -> None:
+    def add_nonzero_mask_to(self, total: Floats, weight: float) -> None:
         """Add `weight` wherever this vector is not zero."""
 
         def add(part: slice) -> None:
-            total[part] += (self.span(part) != 0) * np.float32(weight)
+            total[part] += (self.decode_slab(part) != 0) * np.float32(weight)
 
-        each(add, self.pieces())
+        parallel_for(add, self.decode_slabs())
 
     def subtract_from(self, values: Floats) -> None:
         """values <- values - self"""
         self.add_to(values, -1.0)  # times minus one is exact
 
-    def dense(self) -> Floats:
+    def to_dense(self) -> Floats:
         """A writable array of the whole length."""
         whole = np.empty(self.numel, np.float32)
         self.write_to(whole)
@@ -90,11 +90,11 @@ class Vector(ABC):
 
     def write_to(self, whole: Floats) -> None:
         """All values, to an array of the whole length."""
-        each(lambda part: self.restore(part, whole[part]), self.pieces())
+        parallel_for(lambda part: self.decode_into(part, whole[part]), self.decode_slabs())
 
     def norm(self) -> float:
         """The Euclidean norm, the same on every machine."""
-        return norm(map(self.span, self.pieces()))
+        return norm(map(self.decode_slab, self.decode_slabs()))
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class DenseVector(Vector):
     """`restorer` decodes a span on demand, in any thread: beside the payload no more than slabs are in memory."""
 
     numel: int
-    restorer: Callable[[slice, Floats], None]
+    decoder: Callable[[slice, Floats], None]
 
-    def restore(self, part: slice, out: Floats) -> None:
-        self.restorer(part, out)
+    def decode_into(self, slab: slice, out: Floats) -> None:
+        self.decoder(slab, out)
 
 
 @dataclass(frozen=True)
-class PlainVector(Vector):
+class ArrayVector(Vector):
     """Values as they are."""
 
     values: Floats
@@ -118,16 +118,16 @@ class PlainVector(Vector):
     def numel(self) -> int:  # type: ignore[override]
         return self.values.size
 
-    def restore(self, part: slice, out: Floats) -> None:
-        np.copyto(out, self.values[part])
+    def decode_into(self, slab: slice, out: Floats) -> None:
+        np.copyto(out, self.values[slab])
 
-    def dense(self) -> Floats:
+    def to_dense(self) -> Floats:
         """Not copied."""
         return self.values
 
 
 @dataclass(frozen=True)
-class JoinedVector(Vector):
+class ConcatenatedVector(Vector):
     """Vectors one after the other, none of them empty."""
 
     vectors: tuple[Vector, ...]
@@ -140,13 +140,13 @@ class JoinedVector(Vector):
     def _ends(self) -> list[int]:
         return list(accumulate(vector.numel for vector in self.vectors))
 
-    def restore(self, part: slice, out: Floats) -> None:
-        start = part.start
-        while start < part.stop:
+    def decode_into(self, slab: slice, out: Floats) -> None:
+        start = slab.start
+        while start < slab.stop:
             place = bisect_right(self._ends, start)
-            vector, stop = self.vectors[place], min(self._ends[place], part.stop)
+            vector, stop = self.vectors[place], min(self._ends[place], slab.stop)
             first = self._ends[place] - vector.numel
-            vector.restore(slice(start - first, stop - first), out[start - part.start : stop - part.start])
+            vector.decode_into(slice(start - first, stop - first), out[start - slab.start : stop - slab.start])
             start = stop
 
 
@@ -162,34 +162,34 @@ class SparseVector(Vector):
     def nbytes(self) -> int:
         return self.positions.nbytes + self.values.nbytes
 
-    def restore(self, part: slice, out: Floats) -> None:
+    def decode_into(self, slab: slice, out: Floats) -> None:
         out.fill(0)
-        self.add_span(part, out, 1.0)
+        self.add_slab_to(slab, out, 1.0)
 
     def add_to(self, total: Floats, weight: float) -> None:
-        each(lambda part: self.add_span(part, total[part], weight), self.pieces())
+        parallel_for(lambda part: self.add_slab_to(part, total[part], weight), self.decode_slabs())
 
-    def add_span(self, part: slice, total: Floats, weight: float) -> None:
+    def add_slab_to(self, slab: slice, total: Floats, weight: float) -> None:
         """As `add_to`, to a total of that span alone."""
-        _add(self.positions, self.values, part.start, np.float32(weight), total)
+        _scatter_add(self.positions, self.values, slab.start, np.float32(weight), total)
 
-    def add_presence_to(self, total: Floats, weight: float) -> None:
+    def add_nonzero_mask_to(self, total: Floats, weight: float) -> None:
         present = (self.values != 0).astype(np.float32)
-        _add(self.positions, present, 0, np.float32(weight), total)
+        _scatter_add(self.positions, present, 0, np.float32(weight), total)
 
     def norm(self) -> float:
         return norm([self.values])
 
 
-@compiled
-def _add(positions: Positions, values: Floats, start: int, weight: np.float32, total: Floats) -> None:
+@jit
+def _scatter_add(positions: Positions, values: Floats, start: int, weight: np.float32, total: Floats) -> None:
     """Of those in the span of `total` from `start` on."""
-    for place in range(_below(positions, start), _below(positions, start + total.size)):
+    for place in range(_lower_bound(positions, start), _lower_bound(positions, start + total.size)):
         total[positions[place] - start] += values[place] * weight
 
 
-@compiled
-def _below(positions: Positions, bound: int) -> int:
+@jit
+def _lower_bound(positions: Positions, bound: int) -> int:
     """How many there are, by bisection."""
     low, high = 0, positions.size
     while low < high:
@@ -201,7 +201,7 @@ def _below(positions: Positions, bound: int) -> int:
     return low
 
 
-@compiled
+@jit
 def _add_squares(values: Floats, sums: npt.NDArray[np.float64]) -> None:
     """Of every so many values to the same sum."""
     for first in range(0, values.size, sums.size):
@@ -211,13 +211,13 @@ def _add_squares(values: Floats, sums: npt.NDArray[np.float64]) -> None:
             sums[place] += value * value
 
 
-def slabs(numel: int, size: int = SLAB) -> Iterator[slice]:
+def slabs(numel: int, size: int = SLAB_SIZE) -> Iterator[slice]:
     return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
 def wide_slabs(numel: int) -> Iterator[slice]:
     """Of a long vector longer ones: for what goes over memory once, where each call costs more than a cache saves."""
-    return slabs(numel, SLAB * max(1, min(WIDE, numel // (SLABS * SLAB))))
+    return slabs(numel, SLAB_SIZE * max(1, min(MAX_SLAB_FACTOR, numel // (MIN_SLABS * SLAB_SIZE))))
 
 
 def norm(pieces: Iterable[Floats]) -> float:
@@ -225,7 +225,7 @@ def norm(pieces: Iterable[Floats]) -> float:
 
     Squares of fp32 are exact in fp64; folding halves sums them in an order that never depends on the machine.
     """
-    sums = np.zeros(SUMS, np.float64)
+    sums = np.zeros(NORM_LANES, np.float64)
     for piece in pieces:
         _add_squares(piece, sums)
     while sums.size > 1:

@@ -24,7 +24,7 @@
 """
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What it says of itself; many of Python's own say nothing."""
     return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
 
@@ -99,7 +99,7 @@ class PeerFault(MurmurError):  # noqa: N818
     """What a peer did wrong; caught, counted and logged where its bytes enter."""
 
     @property
-    def word(self) -> str:
+    def metric_label(self) -> str:
         """By which it is counted: malformed, forged, stale, limit."""
         return type(self).__name__.removesuffix("Error").lower()
 

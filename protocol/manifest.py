@@ -21,8 +21,8 @@ Scalar = bool | int | float | str
 RunId = str  # 64 hexadecimal digits
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 MAX_MANIFEST_BYTES = 64 * 1024
-MAX_DOTS = 500  # on one line: the time to parse a dotted key grows with the square of its parts
-MAX_SHOWN = 80
+MAX_DOTS_PER_LINE = 500  # on one line: the time to parse a dotted key grows with the square of its parts
+MAX_SHOWN_CHARACTERS = 80
 
 
 class Section(BaseModel):
@@ -31,7 +31,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class Run(Section):
+class RunSection(Section):
     """What the run is called and who may be asked about it."""
 
     name: Name
@@ -40,7 +40,7 @@ class Run(Section):
     bootstrap: tuple[str, ...] = Field(default=(), description="multiaddresses with /p2p/ of peers to ask first")
 
 
-class Model(Section):
+class ModelSection(Section):
     """A Llama-type decoder. Sizes in elements."""
 
     vocabulary: int = Field(default=256, ge=2, le=2**20)
@@ -62,7 +62,7 @@ class Model(Section):
         return self
 
 
-class Data(Section):
+class DataSection(Section):
     """Where the tokens come from."""
 
     source: Literal["python-stdlib", "text", "tokens", "hf"]
@@ -73,7 +73,7 @@ class Data(Section):
     validation_share: float = Field(default=0.02, gt=0, lt=0.5)
 
 
-class Train(Section):
+class TrainSection(Section):
     """The inner optimizer: AdamW with warm-up and cosine decay to `final_share` of the learning rate."""
 
     batch_tokens: int = Field(ge=1, description="tokens of one inner step on one peer")
@@ -88,7 +88,7 @@ class Train(Section):
     clip: float = Field(default=1.0, gt=0, description="largest norm of the gradient")
 
 
-class Method(Section):
+class MethodSection(Section):
     """A recipe by name; each table overrides one of its parts."""
 
     recipe: str
@@ -107,7 +107,7 @@ class Method(Section):
         return {part: table for part, table in tables.items() if table}
 
 
-class Round(Section):
+class RoundSection(Section):
     """Deadlines of an outer round, in seconds."""
 
     grace: float = Field(default=10.0, gt=0, description="wait for the others once half of the live have reported")
@@ -116,19 +116,19 @@ class Round(Section):
     parts: int = Field(default=12, ge=1, le=4096, description="parts of a butterfly")
 
 
-class Membership(Section):
+class MembershipSection(Section):
     """Seconds between gossip exchanges, and until a silent peer counts as gone."""
 
     heartbeat: float = Field(default=2.0, gt=0)
     expiry: float = Field(default=15.0, gt=0)
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     every_rounds: int = Field(default=1, ge=1)
     keep: int = Field(default=2, ge=1)
 
 
-class Target(Section):
+class TargetSection(Section):
     """When the run is done: whichever comes first of those given."""
 
     rounds: int | None = Field(default=None, ge=1)
@@ -138,15 +138,15 @@ class Target(Section):
 class Manifest(Section):
     """A whole run."""
 
-    run: Run
-    model: Model
-    data: Data
-    train: Train
-    method: Method
-    round: Round = Round()
-    membership: Membership = Membership()
-    checkpoint: Checkpoint = Checkpoint()
-    target: Target = Target()
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    train: TrainSection
+    method: MethodSection
+    round: RoundSection = RoundSection()
+    membership: MembershipSection = MembershipSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    target: TargetSection = TargetSection()
 
     @model_validator(mode="after")
     def _batch_holds_a_sequence(self) -> Self:
@@ -183,8 +183,8 @@ def parse_manifest(text: bytes, origin: str) -> Manifest:
         raise ManifestError(f"{origin}: a manifest has at most {MAX_MANIFEST_BYTES} bytes; shorten it")
     try:
         decoded = text.decode()
-        if any(line.count(".") > MAX_DOTS for line in decoded.splitlines()):
-            raise ValueError(f"more than {MAX_DOTS} dots on a line")
+        if any(line.count(".") > MAX_DOTS_PER_LINE for line in decoded.splitlines()):
+            raise ValueError(f"more than {MAX_DOTS_PER_LINE} dots on a line")
         # JSON mode lets arrays become tuples while every scalar stays strict.
         values = json.dumps(tomllib.loads(decoded), default=_refuse_date)
     except RecursionError as error:
@@ -194,14 +194,14 @@ def parse_manifest(text: bytes, origin: str) -> Manifest:
     try:
         return Manifest.model_validate_json(values)
     except ValidationError as error:
-        raise ManifestError(f"{origin}: {_worst_fault(error, decoded)}") from error
+        raise ManifestError(f"{origin}: {_describe_fault(error, decoded)}") from error
 
 
 def _refuse_date(value: object) -> str:
     raise ValueError(f"no key takes a date or time; put {value} in quotes")
 
 
-def _worst_fault(error: ValidationError, text: str) -> str:
+def _describe_fault(error: ValidationError, text: str) -> str:
     """One line on one fault; an unknown key first, for a key that is missing may be the same one misspelt."""
     faults = error.errors(include_url=False)
     fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
@@ -226,7 +226,7 @@ def _hint(keys: tuple[str, ...]) -> str:
 def _printable(text: str) -> str:
     """On one line, of a length that a person reads."""
     shown = text if text.isprintable() else repr(text)
-    return shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+    return shown if len(shown) <= MAX_SHOWN_CHARACTERS else shown[:MAX_SHOWN_CHARACTERS] + "..."
 
 
 def _known_keys(tables: tuple[str, ...]) -> list[str]:

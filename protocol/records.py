@@ -19,35 +19,35 @@ from protocol.manifest import RunId
 DOMAIN = b"murmur/1"
 MAX_BODY_BYTES = 512 * 1024
 SIGNATURE_BYTES = 64
-SHORT_BYTES, KEPT = 4096, 512  # a statement of which it is remembered that its signature is genuine; how many of them
+MAX_CACHED_MESSAGE_BYTES, MAX_CACHED_SIGNATURES = 4096, 512  # a statement of which it is remembered that its signature is genuine; how many of them
 MAX_ROUND = 2**24  # a round each half minute for sixteen years
 MAX_CHAIN_TOKENS = 2**60
 
-M = TypeVar("M", bound=Message)
+MessageT = TypeVar("MessageT", bound=Message)
 
 
 def sign(identity: Identity, kind: str, run_id: RunId, body: Message) -> murmur_pb2.Signed:
     encoded = body.SerializeToString(deterministic=True)
-    signature = identity.sign(_covered(kind, run_id, encoded))
+    signature = identity.sign(_signed_bytes(kind, run_id, encoded))
     return murmur_pb2.Signed(kind=kind, peer=identity.peer_id, body=encoded, signature=signature)
 
 
 def open_signed(
-    signed: murmur_pb2.Signed, run_id: RunId, kind: str, into: type[M], max_bytes: int = MAX_BODY_BYTES
-) -> M:
+    signed: murmur_pb2.Signed, run_id: RunId, kind: str, message_type: type[MessageT], max_bytes: int = MAX_BODY_BYTES
+) -> MessageT:
     """The body of a statement that its peer signed for this run, of at most `max_bytes`.
 
     Raises MalformedError for anything that is not exactly such a statement, ForgedError for a wrong signature.
     """
-    body = read_unverified(signed, kind, into, max_bytes)
+    body = read_unverified(signed, kind, message_type, max_bytes)
     verify_signed(signed, run_id)
     return body
 
 
-def read_unverified(signed: murmur_pb2.Signed, kind: str, into: type[M], max_bytes: int = MAX_BODY_BYTES) -> M:
+def read_unverified(signed: murmur_pb2.Signed, kind: str, message_type: type[MessageT], max_bytes: int = MAX_BODY_BYTES) -> MessageT:
     """The body without its signature checked: only to decide cheaply whether the check is worth its time."""
     _check_envelope(signed, kind, max_bytes)
-    body = into()
+    body = message_type()
     try:
         body.ParseFromString(signed.body)
     except DecodeError as error:
@@ -60,12 +60,12 @@ def read_unverified(signed: murmur_pb2.Signed, kind: str, into: type[M], max_byt
 
 def verify_signed(signed: murmur_pb2.Signed, run_id: RunId) -> None:
     """Raises ForgedError unless the peer that it names signed it, for this run and its kind."""
-    covered = _covered(signed.kind, run_id, signed.body)
-    (_verify_short if len(covered) <= SHORT_BYTES else verify)(signed.peer, covered, signed.signature)
+    covered = _signed_bytes(signed.kind, run_id, signed.body)
+    (_verify_cached if len(covered) <= MAX_CACHED_MESSAGE_BYTES else verify)(signed.peer, covered, signed.signature)
 
 
-@lru_cache(maxsize=KEPT)
-def _verify_short(peer: PeerId, covered: bytes, signature: bytes) -> None:
+@lru_cache(maxsize=MAX_CACHED_SIGNATURES)
+def _verify_cached(peer: PeerId, covered: bytes, signature: bytes) -> None:
     """A contribution comes from its maker, in a roster and in a commit; what was genuine once is so again."""
     verify(peer, covered, signature)
 
@@ -82,11 +82,11 @@ def _check_envelope(signed: murmur_pb2.Signed, kind: str, max_bytes: int) -> Non
         raise MalformedError(f"a {kind} statement of {signed.peer} carries unknown fields")
 
 
-def _covered(kind: str, run_id: RunId, body: bytes) -> bytes:
+def _signed_bytes(kind: str, run_id: RunId, body: bytes) -> bytes:
     return b"\0".join((DOMAIN, kind.encode(), bytes.fromhex(run_id) + body))
 
 
-def peer_of(address: str) -> PeerId:
+def peer_id_of(address: str) -> PeerId:
     """The peer id at the end of a multiaddress. Raises MalformedError where there is none."""
     _, found, peer = address.rpartition("/p2p/")
     if not found:

@@ -11,7 +11,7 @@ from protocol.errors import MalformedError
 Reply = TypeVar("Reply")
 
 
-def parsed(reply: Reply | None) -> Reply:
+def require_reply(reply: Reply | None) -> Reply:
     """MalformedError where what came is no message of its kind."""
     if reply is None:
         raise MalformedError("an answer that does not parse")

@@ -21,12 +21,12 @@ from protocol.identity import Identity, PeerId, public_key, verify
 from protocol.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from protocol.records import DOMAIN
 
-SEAL = re.compile(
+SIGNATURE_LINES = re.compile(
     rb"# organiser (?P<organiser>[1-9A-HJ-NP-Za-km-z]{52})\n"
     rb"# signature (?P<signature>[A-Za-z0-9+/]{86}==)\n\Z"
 )
-SEAL_BYTES = 200
-MAX_SIGNED_BYTES = MAX_MANIFEST_BYTES + SEAL_BYTES
+MAX_SIGNATURE_LINES_BYTES = 200
+MAX_SIGNED_MANIFEST_BYTES = MAX_MANIFEST_BYTES + MAX_SIGNATURE_LINES_BYTES
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class SignedManifest:
     organiser: PeerId | None
 
 
-def seal(manifest: Manifest, identity: Identity) -> bytes:
+def sign_manifest(manifest: Manifest, identity: Identity) -> bytes:
     """The signed text."""
     text = manifest.to_toml().encode()
-    signature = base64.b64encode(identity.sign(_covered(text))).decode()
+    signature = base64.b64encode(identity.sign(_signed_manifest_bytes(text))).decode()
     return text + f"# organiser {identity.peer_id}\n# signature {signature}\n".encode()
 
 
-def open_sealed(text: bytes, origin: str) -> SignedManifest:
+def open_signed_manifest(text: bytes, origin: str) -> SignedManifest:
     """Raises ManifestError for what is no manifest, OrganiserError for one with a signature that is wrong."""
-    found = SEAL.search(text[-SEAL_BYTES:])
+    found = SIGNATURE_LINES.search(text[-MAX_SIGNATURE_LINES_BYTES:])
     if found is None:
         return SignedManifest(parse_manifest(text, origin), None)
     organiser = found["organiser"].decode()
     body = text[: len(text) - len(found[0])]
     try:
-        verify(organiser, _covered(body), base64.b64decode(found["signature"], validate=True))
+        verify(organiser, _signed_manifest_bytes(body), base64.b64decode(found["signature"], validate=True))
     except (PeerFault, binascii.Error) as error:
         raise OrganiserError(
             f"{origin}: the text is not what {organiser} signed; get it anew, or remove the last two lines of a file "
@@ -67,5 +67,5 @@ def fingerprint(organiser: PeerId) -> str:
     return " ".join(digest[start : start + 4] for start in range(0, len(digest), 4))
 
 
-def _covered(text: bytes) -> bytes:
+def _signed_manifest_bytes(text: bytes) -> bytes:
     return b"\0".join((DOMAIN, b"manifest", text))

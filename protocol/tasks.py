@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 
-async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
+async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel them; returns when all have ended, whatever became of them."""
     for task in tasks:
         task.cancel()

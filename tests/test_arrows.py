@@ -34,7 +34,7 @@ def unsafe_loads(tree: ast.AST) -> Iterator[int]:
             yield from (call.lineno for keyword in call.keywords if keyword.arg == "allow_pickle")
 
 
-def faults(package: str, source: str) -> list[str]:
+def find_violations(package: str, source: str) -> list[str]:
     tree = ast.parse(source)
     names = [name for name in imports(tree) if name.split(".")[0] in FORBIDDEN[package]]
     return [f"imports {name}" for name in names] + [f"line {line} loads by pickle" for line in unsafe_loads(tree)]
@@ -52,12 +52,12 @@ def _no_collection() -> Iterator[None]:
 def test_arrows(package: str) -> None:
     files = sorted((ROOT / package).rglob("*.py"))
     assert files
-    found = {str(file.relative_to(ROOT)): faults(package, file.read_text()) for file in files}
+    found = {str(file.relative_to(ROOT)): find_violations(package, file.read_text()) for file in files}
     assert {file: wrong for file, wrong in found.items() if wrong} == {}
 
 
 def test_the_check_sees_what_it_forbids() -> None:
-    assert faults("protocol", "import torch.nn\nfrom node import daemon") == ["imports torch.nn", "imports node"]
-    assert faults("optim", "def late():\n    from protocol.errors import MurmurError") == ["imports protocol.errors"]
-    assert faults("node", "import torch\nweights = torch.load(path)") == ["line 2 loads by pickle"]
-    assert faults("node", "import protocol.identity, optim, torch") == []
+    assert find_violations("protocol", "import torch.nn\nfrom node import daemon") == ["imports torch.nn", "imports node"]
+    assert find_violations("optim", "def late():\n    from protocol.errors import MurmurError") == ["imports protocol.errors"]
+    assert find_violations("node", "import torch\nweights = torch.load(path)") == ["line 2 loads by pickle"]
+    assert find_violations("node", "import protocol.identity, optim, torch") == []

@@ -10,20 +10,20 @@ import torch
 
 from benchmarks import compared, horizon, paths, recipes, returns, traffic
 from node.model import shape_table
-from node.program import program_of
-from node.recipe_table import bits_of
+from node.program import build_program
+from node.recipe_table import bits_over_rounds
 from node.simulation.baselines import LOCAL
-from node.simulation.comparison import Comparison, Series
-from node.simulation.measure import Outcome, Point
-from optim.program import Program
+from node.simulation.comparison import Comparison, RecipeResults
+from node.simulation.measure import SimulationResult, CurvePoint
+from optim.program import RoundPlanner
 from optim.recipes import compose
 from optim.rows import RECIPES
 from optim.updates.adaptive import Sign
 from protocol.manifest import Manifest, load_manifest
-from protocol.network.paths import Path as Way
+from protocol.network.paths import BulkPath as Way
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-OUTCOME = Outcome(2.0, 0.1, 1.0, 10.0, 0.9, 4, 100, 5.0, (Point(100, 10.0, 5.0, 2.0),))
+OUTCOME = SimulationResult(2.0, 0.1, 1.0, 10.0, 0.9, 4, 100, 5.0, (CurvePoint(100, 10.0, 5.0, 2.0),))
 DEMO = shape_table(load_manifest(CONFIGS / "demo.toml").model)
 
 
@@ -56,7 +56,7 @@ def test_what_two_paths_come_to() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_traffic_of_every_recipe(manifest: Manifest, recipe: str) -> None:
     """What an upload is beside all-reduce follows from the bits a parameter and the steps of a period."""
-    program = program_of(manifest, compose(recipe))
+    program = build_program(manifest, compose(recipe))
     row = traffic.traffic(program, 2)
     assert row["inner_steps"] == sum(program.plan(number).steps for number in program.cycle)
     # Of two peers each uploads one message: to the other, or half of it and half of what was reduced.
@@ -67,7 +67,7 @@ def test_traffic_of_every_recipe(manifest: Manifest, recipe: str) -> None:
 
 def test_traffic_grows_with_the_swarm_as_the_topology_says(manifest: Manifest) -> None:
     rows = {
-        recipe: [traffic.traffic(program_of(manifest, compose(recipe)), peers)["bytes_a_step"] for peers in (2, 5)]
+        recipe: [traffic.traffic(build_program(manifest, compose(recipe)), peers)["bytes_a_step"] for peers in (2, 5)]
         for recipe in ("diloco", "sparseloco", "noloco")
     }
     assert rows["diloco"][1] == pytest.approx(1.6 * rows["diloco"][0], rel=0.01)
@@ -84,9 +84,9 @@ def test_a_thousandth_is_what_its_rows_spend(manifest: Manifest) -> None:
 
 def bits_of_a_step(row: recipes.Row) -> float:
     """A parameter, over a run's rounds: messages may change."""
-    program = Program(compose(row.recipe, row.tables), DEMO.layout, 1)
+    program = RoundPlanner(compose(row.recipe, row.tables), DEMO.layout, 1)
     rounds = takewhile(lambda number: program.steps_before(number) < recipes.STEPS, count())
-    bits, steps = bits_of(program, rounds)
+    bits, steps = bits_over_rounds(program, rounds)
     return bits / steps
 
 
@@ -105,8 +105,8 @@ def test_what_was_run_is_found_again_and_the_grid_chooses(tmp_path: Path) -> Non
         ledger.add(recipes.Job(row, setting, 0, factor), dataclasses.replace(OUTCOME, validation_loss=loss))
     again = recipes.Ledger(path)
     assert again.best_factor(row.name) == 2.0 and again.best_factor("another") == 1.0
-    assert again.comparison("scratch", [row.name]).of(row.name).loss == 1.2
-    assert f"| {row.name} | 1.200 " in compared.table(again.comparison("scratch", [row.name]))
+    assert again.comparison("scratch", [row.name]).recipe(row.name).loss == 1.2
+    assert f"| {row.name} | 1.200 " in compared.make_table(again.comparison("scratch", [row.name]))
     recipes.perform([recipes.Job(row, "scratch", 0, 2.0)], again, workers=1)  # is there: nothing is started
     assert again.runs.keys() == ledger.runs.keys()
     ledger.add(recipes.Job(row, "grid", 0, 1.0), dataclasses.replace(OUTCOME, validation_loss=1.51))
@@ -121,27 +121,27 @@ def test_lines_that_another_beats_in_both_are_not_drawn() -> None:
         name: dataclasses.replace(OUTCOME, validation_loss=loss, bits_per_parameter_step=bits)
         for name, (loss, bits) in costs.items()
     }
-    comparison = Comparison(tuple(Series(name, (outcome,)) for name, outcome in outcomes.items()))
-    assert [one.name for one in compared.foremost(comparison).series] == ["data-parallel", "good", "frugal"]
+    comparison = Comparison(tuple(RecipeResults(name, (outcome,)) for name, outcome in outcomes.items()))
+    assert [one.name for one in compared.pareto_front(comparison).recipes] == ["data-parallel", "good", "frugal"]
 
 
 def test_tables_are_made_anew_between_their_marks_and_the_rest_is_left() -> None:
     text = "a\n<!-- compared: scratch -->\n\nold\n\n<!-- end -->\nb\n<!-- compared: warm -->\n\n| c |\n\n<!-- end -->\n"
-    comparison = Comparison((Series("frugal", (OUTCOME,)), Series("another", (OUTCOME,))))
-    made = compared.tables({"scratch": comparison})
-    new = compared.filled(text, made)
-    assert new == text.replace("old\n", made["scratch"]) and compared.filled(new, made) == new
+    comparison = Comparison((RecipeResults("frugal", (OUTCOME,)), RecipeResults("another", (OUTCOME,))))
+    made = compared.make_tables({"scratch": comparison})
+    new = compared.fill_tables(text, made)
+    assert new == text.replace("old\n", made["scratch"]) and compared.fill_tables(new, made) == new
     assert "| another |" in new and "| another |" not in made["scratch, in short"]
 
 
 def test_the_documentation_shows_the_results_that_are_kept() -> None:
     ledger = recipes.Ledger(recipes.RESULTS)
     names = [row.name for row in recipes.rows()]
-    made = compared.tables({setting: ledger.comparison(setting, names) for setting in ("scratch", "warm")})
+    made = compared.make_tables({setting: ledger.comparison(setting, names) for setting in ("scratch", "warm")})
     for name in ("README.md", "docs/results/recipes.md"):
         text = (compared.HOME / name).read_text()
         assert "<!-- compared: " in text
-        assert compared.filled(text, made) == text, "python benchmarks/recipes.py --report"
+        assert compared.fill_tables(text, made) == text, "python benchmarks/recipes.py --report"
 
 
 def test_results_come_in_pieces_from_several_processes_and_none_is_lost(tmp_path: Path) -> None:
@@ -190,4 +190,4 @@ def test_courses_are_as_long_as_the_run() -> None:
     for steps in (100, 500):
         row = next(row for row in recipes.rows(steps) if row.name == "frugal 1")
         method = compose(row.recipe, row.tables)
-        assert method.at(steps - 1).feedback != method.at(steps).feedback == method.at(steps + 1).feedback
+        assert method.at_round(steps - 1).feedback != method.at_round(steps).feedback == method.at_round(steps + 1).feedback

@@ -12,9 +12,9 @@ import pytest
 from benchmarks import churn, soak
 from benchmarks.churn import Deaths, Report
 from benchmarks.endurance import faults
-from benchmarks.endurance.faults import Faults
-from benchmarks.endurance.resources import WARM_UP_SECONDS, Growth, Resources, slope_of
-from benchmarks.endurance.watch import Standstill, Watch, loss_at, loss_up_to
+from benchmarks.endurance.faults import FaultInjector
+from benchmarks.endurance.resources import WARM_UP_SECONDS, Growth, ResourceMonitor, fit_slope
+from benchmarks.endurance.watch import Standstill, RunObserver, loss_at, loss_up_to
 from node.status import NodeStatus
 
 KINDS = {"kill", "freeze", "cut", "rejoin"}
@@ -35,13 +35,13 @@ def test_of_a_flight_the_losses_of_the_last_tenth_count() -> None:
 
 
 def test_what_a_peer_comes_to_while_it_is_cut_off_is_not_the_runs_loss() -> None:
-    flock = FakeFlock(3)
-    watch = Watch(cast(Any, flock))
+    flock = FakeSwarm(3)
+    watch = RunObserver(cast(Any, flock))
 
     def see(name: str, number: int, digest: str, tokens: int, evaluated: int | None = None, loss: float = 0.0) -> None:
         measured = {} if evaluated is None else {"validation_round": evaluated, "validation_loss": loss}
         told = {"round": number, "digest": digest, "chain_tokens": tokens, **measured}
-        watch._note(NodeStatus.model_validate({"peer_id": name, "run": "r", "run_id": "00", **told}))
+        watch._record(NodeStatus.model_validate({"peer_id": name, "run": "r", "run_id": "00", **told}))
 
     for name in ("one", "two", "cut"):
         see(name, 1, "a", 300, 1, 4.0)
@@ -59,11 +59,11 @@ def test_what_a_peer_comes_to_while_it_is_cut_off_is_not_the_runs_loss() -> None
 def test_a_standstill_counts_from_the_last_round_or_the_start() -> None:
     standstill = Standstill()
     for now, number in ((0.0, -1), (5.0, -1), (6.0, 3), (8.0, 3), (20.0, 4)):
-        standstill.note("one", number, now)
+        standstill.record("one", number, now)
     assert standstill.worst == 14.0
-    standstill.excuse("one")
-    standstill.note("one", 4, 100.0)
-    standstill.note("one", 5, 101.0)
+    standstill.reset("one")
+    standstill.record("one", 4, 100.0)
+    standstill.record("one", 5, 101.0)
     assert standstill.worst == 14.0, "what it was absent for is no standstill"
 
 
@@ -86,11 +86,11 @@ class FakePeer:
         self.lives = self.lives + 1
 
 
-class FakeFlock:
+class FakeSwarm:
     def __init__(self, count: int) -> None:
         self.peers = [FakePeer(f"peer-{index}") for index in range(count)]
 
-    def look(self, *peers: FakePeer) -> list[NodeStatus]:
+    def poll(self, *peers: FakePeer) -> list[NodeStatus]:
         return [peer.status for peer in peers if peer.status is not None]
 
     @property
@@ -98,9 +98,9 @@ class FakeFlock:
         return sum(peer.running for peer in self.peers)
 
 
-def deaths_among(count: int, share: float) -> tuple[FakeFlock, Watch, Deaths]:
-    flock = FakeFlock(count)
-    watch = Watch(cast(Any, flock))
+def deaths_among(count: int, share: float) -> tuple[FakeSwarm, RunObserver, Deaths]:
+    flock = FakeSwarm(count)
+    watch = RunObserver(cast(Any, flock))
     return flock, watch, Deaths(cast(Any, flock), watch, share, seed=1)
 
 
@@ -134,23 +134,23 @@ def test_a_virtual_run_with_deaths_is_compared_with_one_without() -> None:
 
 
 def test_a_start_is_no_standstill_and_is_told_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    flock, clock = FakeFlock(1), [0.0]
+    flock, clock = FakeSwarm(1), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    watch, peer = Watch(cast(Any, flock)), flock.peers[0]
+    watch, peer = RunObserver(cast(Any, flock)), flock.peers[0]
 
     def look(now: float, *, answers: bool) -> None:
         peer.status = NodeStatus(peer_id=peer.name, run="r", run_id="00") if answers else None
         clock[0] = now
-        watch.look()
+        watch.poll()
 
     for now in (0.0, 15.0, 30.0):
         look(now, answers=False)
     look(40.0, answers=True)
     look(45.0, answers=True)
     assert watch.starting.worst == 40.0 and watch.standstill.worst == 5.0
-    watch.excuse(peer.name)
+    watch.reset_standstill(peer.name)
     look(50.0, answers=False)
-    watch.excuse(peer.name)  # killed in its start
+    watch.reset_standstill(peer.name)  # killed in its start
     look(100.0, answers=False)
     look(110.0, answers=True)
     assert watch.starting.worst == 40.0, "what is dead does not start"
@@ -161,7 +161,7 @@ def test_the_excess_is_of_the_means() -> None:
 
 
 def test_growth_is_of_each_life_behind_its_warm_up() -> None:
-    resources = Resources()
+    resources = ResourceMonitor()
     starting = [(float(now), 50.0 + now) for now in range(0, 900, 5)]
     flat = [(float(now), 100.0 + now % 60) for now in range(900, 2300, 5)]
     leaking = [(now, amount + now / 3600) for now, amount in flat]
@@ -169,7 +169,7 @@ def test_growth_is_of_each_life_behind_its_warm_up() -> None:
     growth = resources.growth()
     assert list(growth) == ["resident_mb"], "of the others there is nothing to tell"
     assert growth["resident_mb"] == pytest.approx((0.5, 1.0, 0.0, 2)), "what comes and goes in a minute is none"
-    assert slope_of([*starting, *flat[:30]], WARM_UP_SECONDS) is None, "too short to tell"
+    assert fit_slope([*starting, *flat[:30]], WARM_UP_SECONDS) is None, "too short to tell"
     assert replace(resources, warm_up=0.0).growth()["resident_mb"].middle < -100, "what rises first was left out"
 
 
@@ -178,7 +178,7 @@ def test_a_slope_is_as_sure_as_its_minutes_are_alike() -> None:
     minutes = [(900.0 + 60 * minute, 2.0 * minute / 60) for minute in range(45)]
     errors, rates = [], []
     for _ in range(200):
-        slope = slope_of(
+        slope = fit_slope(
             [(0.0, 0.0), *((now, amount + drawn.gauss(0.0, 3.0)) for now, amount in minutes)], WARM_UP_SECONDS
         )
         assert slope is not None
@@ -199,45 +199,45 @@ class FakeLaboratory:
         self.cut_off.clear()
 
 
-class ScatteredFake(FakePeer):
+class FakeLabPeer(FakePeer):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.node = name
-        self.public = self.addresses
+        self.public_addresses = self.addresses
 
     def last_words(self, lines: int) -> list[str]:
         return ["why"][-lines:]
 
 
-class FakeScatteredFlock:
+class FakeLabSwarm:
     def __init__(self, count: int) -> None:
         self.laboratory = FakeLaboratory()
-        self.scattered = [ScatteredFake(f"peer-{index}") for index in range(count)]
+        self.lab_peers = [FakeLabPeer(f"peer-{index}") for index in range(count)]
 
 
 def test_faults_come_one_after_the_other_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     asleep: list[str] = []
-    flock = FakeScatteredFlock(8)
+    flock = FakeLabSwarm(8)
     monkeypatch.setattr(faults, "pid_of", lambda peer: peer.name)
     monkeypatch.setattr(faults, "family", lambda name: [FakeProcess(name, asleep)])
-    storm = Faults(cast(Any, flock), Watch(cast(Any, flock)), seed=3)
+    storm = FaultInjector(cast(Any, flock), RunObserver(cast(Any, flock)), seed=3)
     most_dead, struck, killed = 0, set[str](), set[str]()
     for second in range(3000):
-        storm.go_on(float(second))
+        storm.step(float(second))
         away = [*asleep, *flock.laboratory.cut_off]
         assert sorted(storm.absent) == sorted(away) and len(away) <= 1
-        most_dead = max(most_dead, sum(not peer.running for peer in flock.scattered))
+        most_dead = max(most_dead, sum(not peer.running for peer in flock.lab_peers))
         struck.update(away)
-        killed.update(peer.name for peer in flock.scattered if not peer.running)
-    assert most_dead == faults.MOST_DEAD
+        killed.update(peer.name for peer in flock.lab_peers if not peer.running)
+    assert most_dead == faults.MAX_ABSENT
     assert sum(storm.counts.values()) == 2999 // int(faults.PERIOD) and storm.counts.keys() == KINDS
     assert len(struck) == 8, "it may hit everybody"
     assert killed == {f"peer-{index}" for index in range(8 - faults.SPARED)}, "but some live on"
     storm.stop()
-    assert all(peer.running for peer in flock.scattered) and not storm.absent
-    flock.scattered[2].kill()
+    assert all(peer.running for peer in flock.lab_peers) and not storm.absent
+    flock.lab_peers[2].kill()
     with pytest.raises(SystemExit, match="peer-2 ended by itself:\nwhy"):
-        storm.go_on(3000.0)
+        storm.step(3000.0)
 
 
 class FakeProcess:

@@ -8,13 +8,13 @@ import torch
 from benchmarks import arithmetic, beside, sync
 from benchmarks.links import DEMO
 from benchmarks.merge.stepper import Stepper
-from benchmarks.merge.values import BLOCK, relative_error, vector
+from benchmarks.merge.values import BLOCK, relative_error, random_vector
 from benchmarks.sync import Cost
 
 
 def test_the_error_of_a_mean_is_told_however_long_the_vectors_are() -> None:
     for numel in (1000, BLOCK + 1000):
-        vectors = [vector(rank, numel) for rank in range(3)]
+        vectors = [random_vector(rank, numel) for rank in range(3)]
         mean = torch.stack(vectors).mean(0)
         assert vectors[0].shape == (numel,) and not torch.equal(vectors[0], vectors[1])
         assert relative_error(mean, 3) < 1e-6

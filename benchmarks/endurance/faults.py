@@ -6,24 +6,24 @@ from collections.abc import Callable
 
 import psutil
 
-from benchmarks.endurance.watch import Watch
+from benchmarks.endurance.watch import RunObserver
 from node.local.peer_process import PeerProcess
-from tests.netlab.scattered import ScatteredFlock, ScatteredPeer
-from tests.swarm.flock import pid_of
-from tests.swarm.processes import family
+from tests.netlab.scattered import LabSwarm, LabPeer
+from tests.swarm.flock import daemon_pid
+from tests.swarm.processes import process_tree
 
 PERIOD = 15.0  # seconds from one fault to the next
-LASTS = (4.0, 12.0)  # seconds that a machine sleeps, or a line is cut
-MOST_DEAD = 3
+DURATION_RANGE = (4.0, 12.0)  # seconds that a machine sleeps, or a line is cut
+MAX_ABSENT = 3
 LAST_LINES = 60  # of the log of a peer that ended by itself
 SPARED = 2  # peers that are never killed: what a daemon takes over the whole flight shows in them alone
 
 
-class Faults:
+class FaultInjector:
     """kill: daemon, trainer and p2pd at once. freeze: they stand still, as when a laptop sleeps. cut: nothing passes
     the line, and nobody is told. rejoin: one that was killed is started again."""
 
-    def __init__(self, flock: ScatteredFlock, watch: Watch, seed: int) -> None:
+    def __init__(self, flock: LabSwarm, watch: RunObserver, seed: int) -> None:
         self._flock = flock
         self._watch = watch
         self._random = random.Random(seed)
@@ -37,16 +37,16 @@ class Faults:
         """Of whom nothing is expected now."""
         return [peer.name for _, peer, _ in self._ending]
 
-    def go_on(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """SystemExit: a peer has ended that nobody killed."""
-        for peer in self._flock.scattered:
-            if not peer.running and peer not in self._dead:
-                raise SystemExit("\n".join([f"{peer.name} ended by itself:", *peer.last_words(LAST_LINES)]))
+        for peer in self._flock.lab_peers:
+            if not peer.is_running and peer not in self._dead:
+                raise SystemExit("\n".join([f"{peer.name} ended by itself:", *peer.log_tail(LAST_LINES)]))
         for entry in [entry for entry in self._ending if entry[0] <= now]:
             self._end(entry)
         if self._next is None or now >= self._next:
             if self._next is not None:
-                self._strike(now)
+                self._inject(now)
             self._next = now + PERIOD
 
     def stop(self) -> None:
@@ -56,32 +56,32 @@ class Faults:
         while self._dead:
             self._rejoin()
 
-    def _strike(self, now: float) -> None:
-        mortal = [peer for peer in self._flock.scattered[:-SPARED] if self._is_well(peer)]
+    def _inject(self, now: float) -> None:
+        mortal = [peer for peer in self._flock.lab_peers[:-SPARED] if self._is_healthy(peer)]
         kinds = [
             "freeze",
             "cut",
-            *(["kill"] if mortal and len(self._dead) < MOST_DEAD else []),
+            *(["kill"] if mortal and len(self._dead) < MAX_ABSENT else []),
             *(["rejoin"] if self._dead else []),
         ]
         kind = self._random.choice(kinds)
         self.counts[kind] += 1
         if kind == "rejoin":
             return self._rejoin()
-        victim = self._random.choice(mortal if kind == "kill" else list(filter(self._is_well, self._flock.scattered)))
-        self._watch.excuse(victim.name)
+        victim = self._random.choice(mortal if kind == "kill" else list(filter(self._is_healthy, self._flock.lab_peers)))
+        self._watch.reset_standstill(victim.name)
         if kind == "kill":
             victim.kill()
             self._dead.append(victim)
         else:
             end = self._freeze(victim) if kind == "freeze" else self._cut(victim)
-            self._ending.append((now + self._random.uniform(*LASTS), victim, end))
+            self._ending.append((now + self._random.uniform(*DURATION_RANGE), victim, end))
 
-    def _is_well(self, peer: PeerProcess) -> bool:
-        return peer.running and peer.name not in self.absent
+    def _is_healthy(self, peer: PeerProcess) -> bool:
+        return peer.is_running and peer.name not in self.absent
 
     def _freeze(self, victim: PeerProcess) -> Callable[[], None]:
-        frozen = family(pid_of(victim))
+        frozen = process_tree(daemon_pid(victim))
         for process in frozen:
             process.suspend()
 
@@ -94,17 +94,17 @@ class Faults:
 
         return thaw
 
-    def _cut(self, victim: ScatteredPeer) -> Callable[[], None]:
+    def _cut(self, victim: LabPeer) -> Callable[[], None]:
         self._flock.laboratory.cut(victim.node)
         return self._flock.laboratory.heal
 
     def _rejoin(self) -> None:
         peer = self._dead.pop(0)
-        self._watch.excuse(peer.name)
-        living = [other for other in self._flock.scattered if self._is_well(other)]
-        peer.start([address for other in living for address in other.public()[:1]])
+        self._watch.reset_standstill(peer.name)
+        living = [other for other in self._flock.lab_peers if self._is_healthy(other)]
+        peer.start([address for other in living for address in other.public_addresses()[:1]])
 
     def _end(self, entry: tuple[float, PeerProcess, Callable[[], None]]) -> None:
         self._ending.remove(entry)
         entry[2]()
-        self._watch.excuse(entry[1].name)
+        self._watch.reset_standstill(entry[1].name)

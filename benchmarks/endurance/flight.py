@@ -4,16 +4,16 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks.endurance.watch import Watch
+from benchmarks.endurance.watch import RunObserver
 from protocol.manifest import Manifest
-from tests.swarm.flock import ENDLESS, Flock, manifest_with
+from tests.swarm.flock import ENDLESS, ProcessSwarm, manifest_with
 
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 RUN_SECONDS = 1800.0
 AGREEMENT_SECONDS = 120.0
 
 
-def manifest_of(seed: int, inner_steps: int, peers: int) -> Manifest:
+def make_manifest(seed: int, inner_steps: int, peers: int) -> Manifest:
     """A step of some milliseconds; a round long enough that a peer can come back in one."""
     return manifest_with(
         run={"seed": seed, "min_peers": peers},
@@ -25,8 +25,8 @@ def manifest_of(seed: int, inner_steps: int, peers: int) -> Manifest:
     )
 
 
-def until(
-    watch: Watch, is_done: Callable[[], bool], act: Callable[[float], None] = lambda now: None,
+def run_until(
+    watch: RunObserver, is_done: Callable[[], bool], act: Callable[[float], None] = lambda now: None,
     seconds: float = RUN_SECONDS,
 ) -> None:  # fmt: skip
     """Look and act again and again. SystemExit where it is not done after so many seconds."""
@@ -34,18 +34,18 @@ def until(
     while not is_done():
         if time.monotonic() > ends:
             raise SystemExit(f"the run has not ended after {seconds:.0f} s; it stands in round {watch.round}")
-        watch.look()
+        watch.poll()
         act(time.monotonic())
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
-def reaches(tokens: int, watch: Watch) -> bool:
+def has_reached(tokens: int, watch: RunObserver) -> bool:
     """Whether a loss was measured there or beyond."""
     curve = watch.curve
     return bool(curve) and curve[-1][0] >= tokens
 
 
-def agree(flock: Flock) -> bool:
+def wait_for_agreement(flock: ProcessSwarm) -> bool:
     """Whether all come to the same model in the same round."""
     try:
         flock.wait_for_agreement(AGREEMENT_SECONDS)

@@ -11,10 +11,10 @@ import numpy as np
 import psutil
 
 from node.local.peer_process import PeerProcess
-from tests.swarm.flock import pid_of
+from tests.swarm.flock import daemon_pid
 
 WARM_UP_SECONDS = 900.0  # of a life, usually: until the tables of the last 64 rounds are full
-LEAST_SECONDS = 1200.0  # behind it: in minutes, an hour's megabyte is far below what comes and goes
+MIN_LIFE_SECONDS = 1200.0  # behind it: in minutes, an hour's megabyte is far below what comes and goes
 LOW_SECONDS = 60.0  # of which the least counts: the rest is what a round takes and gives back
 SAMPLE_SECONDS = 2.0
 MEGABYTE = 1e6
@@ -41,21 +41,21 @@ class Growth(NamedTuple):
 
 
 @dataclass
-class Resources:
+class ResourceMonitor:
     """By quantity, and by life of a daemon. `warm_up`: so many seconds of each life do not count."""
 
     warm_up: float = WARM_UP_SECONDS
     lives: dict[str, dict[int, Samples]] = field(default_factory=lambda: {name: {} for name in UNITS})
     _next: float = 0.0
 
-    def look(self, peers: Iterable[PeerProcess], now: float) -> None:
+    def sample(self, peers: Iterable[PeerProcess], now: float) -> None:
         """Now and then."""
         if now < self._next:
             return
         self._next = now + SAMPLE_SECONDS
         for peer in peers:
             try:
-                process = psutil.Process(pid_of(peer))
+                process = psutil.Process(daemon_pid(peer))
                 memory = process.memory_info()
                 taken = (memory.rss, memory.shared, process.num_fds(), process.num_threads())
             except psutil.NoSuchProcess:
@@ -66,21 +66,21 @@ class Resources:
     def growth(self) -> dict[str, Growth]:
         """Of the lives that were long enough; a quantity is left out where none was."""
         slopes = {
-            name: [slope_of(samples, self.warm_up) for samples in lives.values()] for name, lives in self.lives.items()
+            name: [fit_slope(samples, self.warm_up) for samples in lives.values()] for name, lives in self.lives.items()
         }
         long_enough = {name: [slope for slope in found if slope is not None] for name, found in slopes.items()}
-        return {name: growth_of(found) for name, found in long_enough.items() if found}
+        return {name: summarize_slopes(found) for name, found in long_enough.items() if found}
 
 
-def growth_of(slopes: Sequence[Slope]) -> Growth:
+def summarize_slopes(slopes: Sequence[Slope]) -> Growth:
     rates = [slope.rate for slope in slopes]
     return Growth(statistics.median(rates), max(rates), statistics.median(slope.error for slope in slopes), len(rates))
 
 
-def slope_of(samples: Sequence[tuple[float, float]], warm_up: float) -> Slope | None:
+def fit_slope(samples: Sequence[tuple[float, float]], warm_up: float) -> Slope | None:
     """The line of least squares through each minute's least behind the warm-up; None where that is short."""
     begins = samples[0][0] + warm_up
-    if samples[-1][0] - begins < LEAST_SECONDS:
+    if samples[-1][0] - begins < MIN_LIFE_SECONDS:
         return None
     lows: dict[int, float] = {}
     for now, amount in samples:

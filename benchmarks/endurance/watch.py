@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from node.status import NodeStatus
-from tests.swarm.flock import Flock
+from tests.swarm.flock import ProcessSwarm
 
 Curve = Sequence[tuple[int, float]]  # tokens of all peers in committed rounds, and the validation loss there
 
@@ -19,13 +19,13 @@ class Standstill:
     longest: dict[str, float] = field(default_factory=dict)
     _since: dict[str, tuple[int, float]] = field(default_factory=dict)
 
-    def note(self, peer: str, reached: int, now: float) -> None:
+    def record(self, peer: str, reached: int, now: float) -> None:
         known, since = self._since.setdefault(peer, (reached, now))
         self.longest[peer] = max(self.longest.get(peer, 0.0), now - since)
         if reached != known:
             self._since[peer] = reached, now
 
-    def excuse(self, peer: str) -> None:
+    def reset(self, peer: str) -> None:
         self._since.pop(peer, None)
 
     @property
@@ -42,14 +42,14 @@ class Model:
     loss: float | None = None
 
 
-class Watch:
+class RunObserver:
     """Look often: what happens between two looks is not seen. `absent`: names of peers that are not to be asked now.
 
     Who is cut off goes on by itself, on a chain of its own that loses when it comes back: of each round that model
     counts which most peers came to.
     """
 
-    def __init__(self, flock: Flock) -> None:
+    def __init__(self, flock: ProcessSwarm) -> None:
         self.standstill = Standstill()  # without a round, from its first answer on
         self.starting = Standstill()  # from its start to its first answer
         self.round = 0
@@ -58,24 +58,24 @@ class Watch:
         self._models: dict[int, dict[str, Model]] = {}  # by round and digest
         self._digests: dict[tuple[str, int], str] = {}  # by peer and round
 
-    def look(self) -> None:
-        present = [peer for peer in self._flock.peers if peer.running and peer.name not in self.absent]
-        told = self._flock.look(*present) if present else []
+    def poll(self) -> None:
+        present = [peer for peer in self._flock.peers if peer.is_running and peer.name not in self.absent]
+        told = self._flock.poll(*present) if present else []
         for status in told:
-            self._note(status)
+            self._record(status)
         now = time.monotonic()
         for peer in present:
-            self.starting.note(peer.name, int(peer.status is not None), now)
+            self.starting.record(peer.name, int(peer.status is not None), now)
             if peer.status is not None:
-                self.starting.excuse(peer.name)
-                self.standstill.note(peer.name, peer.status.round, now)
+                self.starting.reset(peer.name)
+                self.standstill.record(peer.name, peer.status.round, now)
 
-    def excuse(self, peer: str) -> None:
+    def reset_standstill(self, peer: str) -> None:
         """It was killed, frozen or cut, or is so no longer."""
-        self.starting.excuse(peer)
-        self.standstill.excuse(peer)
+        self.starting.reset(peer)
+        self.standstill.reset(peer)
 
-    def _note(self, status: NodeStatus) -> None:
+    def _record(self, status: NodeStatus) -> None:
         self.round = max(self.round, status.round)
         model = self._models.setdefault(status.round, {}).setdefault(status.digest, Model(status.chain_tokens))
         model.peers.add(status.peer_id)

@@ -19,8 +19,8 @@ from hivemind.compression import Float16Compression
 from hivemind.compression.quantization import Quantization, Uniform8BitQuantization
 from hivemind.proto import runtime_pb2
 
-from benchmarks.merge.values import relative_error, vector
-from benchmarks.merge.worker import Conversation, die_with_parent, peer_parser
+from benchmarks.merge.values import relative_error, random_vector
+from benchmarks.merge.worker import OrderChannel, die_with_parent, peer_parser
 
 COMPRESSIONS = {"8bit": Uniform8BitQuantization, "fp16": Float16Compression}
 MATCHMAKING_SECONDS = 5.0
@@ -38,19 +38,19 @@ def extract(self: Quantization, serialized: runtime_pb2.Tensor) -> torch.Tensor:
 
 
 class Peer:
-    def __init__(self, words: argparse.Namespace, conversation: Conversation) -> None:
+    def __init__(self, words: argparse.Namespace, conversation: OrderChannel) -> None:
         self._peers = words.peers
-        self._own = vector(words.rank, words.numel)
+        self._own = random_vector(words.rank, words.numel)
         self._step: StepControl | None = None
         listen = f"/ip4/{words.address}/tcp/0"
         options = {"host_maddrs": [listen], "start": True, "use_relay": False, "use_auto_relay": False}
         if words.rank == 0:
             dht = hivemind.DHT(**options)
-            conversation.say(address=str(dht.get_visible_maddrs()[0]))
-            conversation.hear()
+            conversation.send(address=str(dht.get_visible_maddrs()[0]))
+            conversation.receive()
         else:
-            conversation.say(address="")
-            dht = hivemind.DHT(initial_peers=conversation.hear()["addresses"][:1], **options)
+            conversation.send(address="")
+            dht = hivemind.DHT(initial_peers=conversation.receive()["addresses"][:1], **options)
         self._averager = hivemind.DecentralizedAverager(
             [self._own.clone()],
             dht,
@@ -91,20 +91,20 @@ def main() -> None:
     words = parser.parse_args()
     Quantization.extract = extract
     os.register_at_fork(after_in_child=die_with_parent)  # its children would live on
-    conversation = Conversation()
+    conversation = OrderChannel()
     peer = Peer(words, conversation)
-    conversation.say()
+    conversation.send()
     while True:
-        match next(iter(conversation.hear())):
+        match next(iter(conversation.receive())):
             case "prepare":
                 peer.prepare()
-                conversation.say()
+                conversation.send()
             case "go":
-                conversation.say(members=peer.go())
+                conversation.send(members=peer.go())
             case "settle":
-                conversation.say()
+                conversation.send()
             case "check":
-                conversation.say(relative_error=peer.check())
+                conversation.send(relative_error=peer.check())
 
 
 if __name__ == "__main__":

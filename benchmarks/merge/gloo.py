@@ -6,7 +6,7 @@ import os
 import torch
 from torch import distributed
 
-from benchmarks.merge.worker import Conversation, peer_parser
+from benchmarks.merge.worker import OrderChannel, peer_parser
 
 
 def gloo_parser() -> argparse.ArgumentParser:
@@ -16,13 +16,13 @@ def gloo_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def join_group(words: argparse.Namespace) -> Conversation:
+def join_group(words: argparse.Namespace) -> OrderChannel:
     """With one thread; `say` is to follow once the peer is ready."""
-    conversation = Conversation()
+    conversation = OrderChannel()
     os.environ["GLOO_SOCKET_IFNAME"] = words.device
     torch.set_num_threads(1)
-    conversation.say(address=words.address)
-    first = conversation.hear()["addresses"][0]
+    conversation.send(address=words.address)
+    first = conversation.receive()["addresses"][0]
     distributed.init_process_group(
         "gloo", init_method=f"tcp://{first}:{words.port}", rank=words.rank, world_size=words.peers
     )

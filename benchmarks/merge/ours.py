@@ -16,67 +16,67 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.merge.values import relative_error, vector
-from benchmarks.merge.worker import Conversation, peer_parser
+from benchmarks.merge.values import relative_error, random_vector
+from benchmarks.merge.worker import OrderChannel, peer_parser
 from node.daemon.calls import deliver
-from node.daemon.deliveries import Deliveries
-from node.daemon.memory import collect_often, share_one_arena
-from node.daemon.post import Post
-from node.daemon.replica import OuterState, Replica, Workshop
-from node.daemon.rounds import Hooks, RoundDriver
+from node.daemon.deliveries import InboundQuota
+from node.daemon.memory import enable_frequent_gc, use_one_malloc_arena
+from node.daemon.post import Outbox
+from node.daemon.replica import OuterState, ReplicatedState, RoundCompute
+from node.daemon.rounds import Hooks, Effects
 from node.daemon.rounds_service import RoundsService
-from node.daemon.vows import VowFile
-from node.daemon.wishes import Wishes
-from node.daemon.workers import Workers, workers
-from optim.exchange import Sender
+from node.daemon.vows import VoteLog
+from node.daemon.wishes import Downloads
+from node.daemon.workers import Workers, start_workers
+from optim.exchange import ContributionEncoder
 from optim.layout import Layout
-from optim.program import Program
+from optim.program import RoundPlanner
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
-from protocol.blobs.fetch import Fetcher
-from protocol.blobs.service import BlobService, add_blobs
-from protocol.blobs.store import HELD_BYTES, BlobStore
+from protocol.blobs.fetch import Downloader
+from protocol.blobs.service import BlobService, register_blob_service
+from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
 from protocol.identity import Identity, PeerId
-from protocol.manifest import Round
+from protocol.manifest import RoundSection
 from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
 from protocol.network.transport import Transport, caller
 from protocol.pacing import Pacing
 from protocol.rounds.chain import Chain
-from protocol.rounds.events import Exchange, Live, RoundSettings
-from protocol.rounds.statements import Commit, Contribution, Statement, Terms
+from protocol.rounds.events import Exchange, MembershipChanged, RoundSettings
+from protocol.rounds.statements import Commit, Contribution, SignedMessage, ContributionLimits
 
 RUN_ID = hashlib.sha256(b"a merge").hexdigest()
 SHAPES = hashlib.sha256(b"one vector").digest()
 ROUND_SECONDS = 120.0
 DOWNLOAD_SECONDS = 300.0
 STORE_BYTES = 1 << 34
-PARTS = Round().parts
+PARTS = RoundSection().parts
 
 
 class Peer:
     def __init__(self, words: argparse.Namespace, folder: Path, at_work: Workers) -> None:
         self._words = words
-        self._work = at_work.arithmetic
-        self.program = Program(compose(words.recipe, overrides(words)), Layout(((words.numel,),)), PARTS)
+        self._work = at_work.compute
+        self.program = RoundPlanner(compose(words.recipe, overrides(words)), Layout(((words.numel,),)), PARTS)
         self.identity = Identity.load_or_create(folder / "key")
-        self._own = vector(words.rank, words.numel)
+        self._own = random_vector(words.rank, words.numel)
         self._residual = torch.zeros(words.numel)
-        self._weights = vector(words.peers, words.numel)  # as of one peer more
-        self._terms = Terms(words.recipe, SHAPES, self.program.max_parts, 1 << 40, self.program.max_part_bytes)
-        self._store = BlobStore(folder / "blobs", STORE_BYTES, HELD_BYTES)
-        self._workshop = Workshop(self.program, self._store, lambda step: 1.0)
-        self._replica = Replica(Chain.begin(RUN_ID), self._begun(), self._workshop, self._work, at_work.aside)
+        self._weights = random_vector(words.peers, words.numel)  # as of one peer more
+        self._terms = ContributionLimits(words.recipe, SHAPES, self.program.max_parts, 1 << 40, self.program.max_part_bytes)
+        self._store = BlobStore(folder / "blobs", STORE_BYTES, DEFAULT_MEMORY_BYTES)
+        self._workshop = RoundCompute(self.program, self._store, lambda step: 1.0)
+        self._replica = ReplicatedState(Chain.from_genesis(RUN_ID), self._begun(), self._workshop, self._work, at_work.low_priority)
         self.transport = Transport.create(folder / "key", folder)
         self._blobs = BlobService(self._store, caller)
-        fetcher = Fetcher(self._store, self.transport.bulk, self._failed, random.Random(words.rank))
-        self._wishes = Wishes(fetcher, lambda: self._others)
+        fetcher = Downloader(self._store, self.transport.bulk, self._failed, random.Random(words.rank))
+        self._wishes = Downloads(fetcher, lambda: self._others)
         self._others: list[PeerId] = []
-        self._decided: asyncio.Future[Statement[Commit]]
+        self._decided: asyncio.Future[SignedMessage[Commit]]
         self._naming: asyncio.Task[None]
-        self._driver = self._made_driver(VowFile(folder / "vow.json", RUN_ID, self._terms))
+        self._driver = self._made_driver(VoteLog(folder / "vow.json", RUN_ID, self._terms))
 
-    def _made_driver(self, vows: VowFile) -> RoundDriver:
-        post = Post(
+    def _made_driver(self, vows: VoteLog) -> Effects:
+        post = Outbox(
             lambda peer, statements, seconds: deliver(RUN_ID, self.transport, peer, statements, seconds),
             lambda peer, statements: self._ignore(self._driver.take(peer, statements)),
             self._failed,
@@ -86,38 +86,38 @@ class Peer:
         hooks = Hooks(
             send=post.send,
             work=self._work,
-            members=lambda: Live(frozenset([self.identity.peer_id, *self._others])),
+            members=lambda: MembershipChanged(frozenset([self.identity.peer_id, *self._others])),
             trains=lambda peer: peer in self._others,
             refused=lambda peer, faults: self._failed(peer, str(faults[0])),
             skipped=lambda peer, reason: self._failed(peer or "", reason),
             set_back=self._failed,
-            foreseen=lambda commit: self._replica.foresee(commit, commit.contributions),
+            foreseen=lambda commit: self._replica.speculate(commit, commit.contributions),
             decided=lambda commit: self._decided.set_result(commit),
             hurry=lambda: None,
             broken=self._broken,
         )
-        return RoundDriver(
+        return Effects(
             self.identity, self._settings, self._terms, self._store, self._workshop, self._wishes, vows, hooks,
             Pacing(self._settings(0).grace, lambda number: 1, 1),
         )  # fmt: skip
 
-    async def open(self, conversation: Conversation) -> None:
-        deliveries = Deliveries(self._terms.parts, Round().leader_timeout)
+    async def open(self, conversation: OrderChannel) -> None:
+        deliveries = InboundQuota(self._terms.parts, RoundSection().leader_timeout)
         rounds = RoundsService(
             RUN_ID, self._driver, self._replica, deliveries, lambda peer, fault: self._failed(peer, str(fault))
         )
         services = [
-            lambda server: add_blobs(self._blobs, server),
+            lambda server: register_blob_service(self._blobs, server),
             lambda server: add_RoundsServicer_to_server(rounds, server),
         ]
         await self.transport.open(services, listen=[f"/ip4/{self._words.address}/tcp/0"], direct=0)
         door = self.transport.direct_port
-        conversation.say(address=[self.identity.peer_id, door, *await self.transport.addresses()])
-        for peer, direct_port, *addresses in (await asyncio.to_thread(conversation.hear))["addresses"]:
+        conversation.send(address=[self.identity.peer_id, door, *await self.transport.addresses()])
+        for peer, direct_port, *addresses in (await asyncio.to_thread(conversation.receive))["addresses"]:
             if peer != self.identity.peer_id:
                 self.transport.introduce(peer, addresses, direct_port)
                 self._others.append(peer)
-        conversation.say()
+        conversation.send()
 
     async def prepare(self) -> None:
         """Open a round, from an anchor that has all bits, like weights."""
@@ -135,8 +135,8 @@ class Peer:
         self._driver.offer(Contribution(head.round, head.digest, self._words.recipe, SHAPES, 1, 1, 0.0, parts))
         async with asyncio.timeout(ROUND_SECONDS):
             commit = await self._decided
-            await self._wishes.get_from_anyone(ROUND_SECONDS, *commit.body.blobs)
-            state = await self._replica.after(commit, commit.body.contributions)
+            await self._wishes.download_from_anyone(ROUND_SECONDS, *commit.body.blobs)
+            state = await self._replica.compute_next(commit, commit.body.contributions)
         self._naming = asyncio.create_task(self._replica.advance(commit, state))  # a trainer has begun at it
         return len(commit.body.contributions)
 
@@ -144,8 +144,8 @@ class Peer:
         """Forget the state and get it from the others, check it and read it; its size."""
         blob = self._replica.blob
         self._store.discard(blob.digest)
-        await self._wishes.get_from_anyone(DOWNLOAD_SECONDS, blob)
-        await self._work(self._workshop.load, blob)
+        await self._wishes.download_from_anyone(DOWNLOAD_SECONDS, blob)
+        await self._work(self._workshop.load_state, blob)
         return blob.size
 
     async def settle(self) -> None:
@@ -156,17 +156,17 @@ class Peer:
         return relative_error(self._weights - self._replica.state.anchor, self._words.peers)
 
     def _encode(self) -> tuple[Blob, ...]:
-        sender = Sender(self.program)
-        payloads = sender.message(self._replica.chain.round, self._own, self._residual)
+        sender = ContributionEncoder(self.program)
+        payloads = sender.encode(self._replica.chain.round, self._own, self._residual)
         return tuple(self._store.put(payload) for payload in payloads)
 
     def _begun(self) -> OuterState:
         return OuterState.initial(self._weights.clone(), self.program.method)
 
     def _settings(self, number: int) -> RoundSettings:
-        plan, timing = self.program.plan(number), Round()
+        plan, timing = self.program.plan(number), RoundSection()
         exchange: Exchange = "butterfly" if plan.method.topology.kind == "butterfly" else "gather"
-        return RoundSettings(RUN_ID, exchange, len(plan.bounds), timing.grace, timing.leader_timeout, ROUND_SECONDS)
+        return RoundSettings(RUN_ID, exchange, len(plan.part_spans), timing.grace, timing.leader_timeout, ROUND_SECONDS)
 
     def _failed(self, peer: str, reason: str) -> None:
         """What matters is said again; who is left out in the end is not among the members."""
@@ -183,26 +183,26 @@ def overrides(words: argparse.Namespace) -> dict[str, dict[str, str]]:
     return {"codec": {"kind": words.codec}} if words.codec else {}
 
 
-async def serve(words: argparse.Namespace, folder: Path, conversation: Conversation) -> None:
-    with workers() as at_work:
+async def serve(words: argparse.Namespace, folder: Path, conversation: OrderChannel) -> None:
+    with start_workers() as at_work:
         peer = Peer(words, folder, at_work)
         await peer.open(conversation)
-        collect_often()
+        enable_frequent_gc()
         try:
             while True:
-                match next(iter(await asyncio.to_thread(conversation.hear))):
+                match next(iter(await asyncio.to_thread(conversation.receive))):
                     case "prepare":
                         await peer.prepare()
-                        conversation.say()
+                        conversation.send()
                     case "go":
-                        conversation.say(members=await peer.go())
+                        conversation.send(members=await peer.go())
                     case "settle":
                         await peer.settle()
-                        conversation.say()
+                        conversation.send()
                     case "download":
-                        conversation.say(bytes=await peer.download())
+                        conversation.send(bytes=await peer.download())
                     case "check":
-                        conversation.say(relative_error=peer.check())
+                        conversation.send(relative_error=peer.check())
         finally:
             await peer.transport.stop()
 
@@ -213,9 +213,9 @@ def main() -> None:
     parser.add_argument("--recipe")
     parser.add_argument("--codec", help="another one than the recipe's")
     words = parser.parse_args()
-    conversation = Conversation()
+    conversation = OrderChannel()
     torch.set_num_threads(1)
-    share_one_arena()
+    use_one_malloc_arena()
     with suppress(EOFError):
         asyncio.run(serve(words, Path(tempfile.gettempdir()), conversation))
 

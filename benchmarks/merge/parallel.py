@@ -17,10 +17,10 @@ def main() -> None:
     words = parser.parse_args()
     conversation = join_group(words)
     stepper = Stepper(words.manifest, words.rank)
-    conversation.say()
+    conversation.send()
     while True:
-        conversation.hear()
-        conversation.say(compute_share=share(stepper, words.steps, words.peers))
+        conversation.receive()
+        conversation.send(compute_share=share(stepper, words.steps, words.peers))
 
 
 def share(stepper: Stepper, steps: int, peers: int) -> float:

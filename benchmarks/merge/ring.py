@@ -5,7 +5,7 @@ from contextlib import suppress
 from torch import distributed
 
 from benchmarks.merge.gloo import gloo_parser, join_group
-from benchmarks.merge.values import relative_error, vector
+from benchmarks.merge.values import relative_error, random_vector
 
 
 def main() -> None:
@@ -13,22 +13,22 @@ def main() -> None:
     parser.add_argument("--numel", type=int)
     words = parser.parse_args()
     conversation = join_group(words)
-    conversation.say()
-    own = vector(words.rank, words.numel)
+    conversation.send()
+    own = random_vector(words.rank, words.numel)
     merged = own.clone()
     while True:
-        match next(iter(conversation.hear())):
+        match next(iter(conversation.receive())):
             case "prepare":
                 merged.copy_(own)
-                conversation.say()
+                conversation.send()
             case "go":
                 distributed.all_reduce(merged)
                 merged /= words.peers
-                conversation.say(members=words.peers)
+                conversation.send(members=words.peers)
             case "settle":
-                conversation.say()
+                conversation.send()
             case "check":
-                conversation.say(relative_error=relative_error(merged, words.peers))
+                conversation.send(relative_error=relative_error(merged, words.peers))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from node.data import Batches, open_source
+from node.data import BatchReader, open_source
 from node.model import Llama, initial_weights
 from node.trainer.inner import InnerOptimizer
 from node.trainer.inner_step import accumulate_gradient
@@ -23,13 +23,13 @@ class Stepper:
         self._model.load_flat(initial_weights(manifest.model, manifest.run.seed))
         self._optimizer = InnerOptimizer(self._model, manifest.train, AdamW())
         corpus = open_source(manifest.data, path.parent)
-        self._reader = Batches(corpus, manifest.model.context, manifest.run.seed, str(rank))
+        self._reader = BatchReader(corpus, manifest.model.context, manifest.run.seed, str(rank))
         self._sequences = manifest.train.batch_tokens // manifest.model.context
         self._step = 0
 
     def gradient(self) -> Tensor:
         """Of the next batch, flat fp32; what is changed in it is what `apply` applies."""
-        accumulate_gradient(self._model, self._reader.next(self._sequences), self._train.microbatch)
+        accumulate_gradient(self._model, self._reader.next_batch(self._sequences), self._train.microbatch)
         gradient = self._model.flat.grad
         assert gradient is not None
         return gradient

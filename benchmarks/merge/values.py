@@ -9,7 +9,7 @@ BLOCK = 1 << 20
 DEVIATION = 0.02
 
 
-def vector(rank: int, numel: int) -> torch.Tensor:
+def random_vector(rank: int, numel: int) -> torch.Tensor:
     """Of that peer: normally distributed flat fp32."""
     return torch.cat([block for block in _blocks(rank, numel)])
 

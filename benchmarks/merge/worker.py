@@ -35,14 +35,14 @@ class SilentError(Exception):
     """A peer ended, or said nothing in time; its text holds the peer's last words."""
 
 
-class Conversation:
+class OrderChannel:
     """The peer's side."""
 
     def __init__(self) -> None:
         self._replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """EOFError once nobody speaks any more."""
         line = sys.stdin.readline()
         if not line:
@@ -50,7 +50,7 @@ class Conversation:
         order: dict[str, Any] = json.loads(line)
         return order
 
-    def say(self, **values: object) -> None:
+    def send(self, **values: object) -> None:
         self._replies.write(json.dumps(values) + "\n")
 
 
@@ -76,28 +76,28 @@ class Worker:
             preexec_fn=die_with_parent,
         )
         self._lines: queue.Queue[str] = queue.Queue()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener = threading.Thread(target=self._read_lines, daemon=True)
         self._listener.start()
 
-    def tell(self, **values: object) -> None:
+    def send(self, **values: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(values) + "\n")
         self._process.stdin.flush()
 
-    def hear(self, seconds: float = START_SECONDS) -> dict[str, Any]:
+    def receive(self, seconds: float = START_SECONDS) -> dict[str, Any]:
         """SilentError where it ended, or says nothing for so long."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
             line = ""
         if not line:
-            raise SilentError(f"a peer said nothing for {seconds:g} s or ended:\n{self.last_words()}")
+            raise SilentError(f"a peer said nothing for {seconds:g} s or ended:\n{self.stderr_tail()}")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def ask(self, seconds: float = START_SECONDS, **order: object) -> dict[str, Any]:
-        self.tell(**order)
-        return self.hear(seconds)
+    def request(self, seconds: float = START_SECONDS, **order: object) -> dict[str, Any]:
+        self.send(**order)
+        return self.receive(seconds)
 
     def processor_seconds(self) -> float:
         """Of it and all its children, so far."""
@@ -105,7 +105,7 @@ class Worker:
         times = [process.cpu_times() for process in [parent, *parent.children(recursive=True)]]
         return sum(time.user + time.system for time in times)
 
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         self._errors.seek(0)
         return self._errors.read()[-4000:]
 
@@ -120,7 +120,7 @@ class Worker:
                     left.unlink()
             self._listener.join()
 
-    def _listen(self) -> None:
+    def _read_lines(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line)
@@ -134,23 +134,23 @@ class Team:
         self.workers = workers
 
     def introduce(self) -> None:
-        addresses = [worker.hear()["address"] for worker in self.workers]
-        self.order(addresses=addresses)
+        addresses = [worker.receive()["address"] for worker in self.workers]
+        self.request_all(addresses=addresses)
 
-    def order(self, seconds: float = START_SECONDS, **order: object) -> list[dict[str, Any]]:
+    def request_all(self, seconds: float = START_SECONDS, **order: object) -> list[dict[str, Any]]:
         """All are told; their answers."""
         for worker in self.workers:
-            worker.tell(**order)
-        return [worker.hear(seconds) for worker in self.workers]
+            worker.send(**order)
+        return [worker.receive(seconds) for worker in self.workers]
 
     def merge(self, seconds: float = START_SECONDS) -> float:
         """Once all are prepared: seconds until the last one has the new anchor. SilentError where not all took part."""
         begun = time.monotonic()
-        members = min(answer["members"] for answer in self.order(seconds, go=True))
+        members = min(answer["members"] for answer in self.request_all(seconds, go=True))
         taken = time.monotonic() - begun
         if members < len(self.workers):
             raise SilentError(f"{members} of {len(self.workers)} peers took part")
-        self.order(settle=True)
+        self.request_all(settle=True)
         return taken
 
     def processor_seconds(self) -> float:
@@ -181,6 +181,6 @@ def die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def words_of(options: Mapping[str, object]) -> list[str]:
+def to_command_line(options: Mapping[str, object]) -> list[str]:
     """As a command line has them."""
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]

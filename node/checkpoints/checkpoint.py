@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from node.checkpoints.tensor_file import DamagedError, Seal, read_tensors, write_file, write_tensors
+from node.checkpoints.tensor_file import DamagedError, FileDigest, read_tensors, write_file, write_tensors
 from node.model import ShapeTable, shape_table
 from protocol.errors import CheckpointError, OtherRunError, StorageError
 from protocol.manifest import Manifest, RunId, load_manifest
@@ -61,7 +61,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedWeights:
     """The newest weights in a node's folder, and the run that they belong to."""
 
     manifest: Manifest
@@ -101,18 +101,18 @@ def load_newest(folder: Path, run_id: RunId, shapes: ShapeTable) -> tuple[Checkp
     def build(path: Path, body: Json) -> Checkpoint:
         return _read(path, body, shapes)
 
-    return _newest(folder, run_id, shapes, build)
+    return _load_newest_with(folder, run_id, shapes, build)
 
 
-def load_trained(run_dir: Path) -> Trained:
+def load_trained_weights(run_dir: Path) -> TrainedWeights:
     """The anchor of the newest whole checkpoint of the node that lives in `run_dir`; only the anchor's file is read."""
     manifest = load_manifest(run_dir / "run.toml")
     shapes, folder = shape_table(manifest.model), run_dir / "checkpoints"
 
-    def build(path: Path, body: Json) -> Trained:
-        return Trained(manifest, int(body["round"]), _read_vector(path, ANCHOR, body, shapes))
+    def build(path: Path, body: Json) -> TrainedWeights:
+        return TrainedWeights(manifest, int(body["round"]), _read_vector(path, ANCHOR, body, shapes))
 
-    trained, skipped = _newest(folder, manifest.run_id, shapes, build)
+    trained, skipped = _load_newest_with(folder, manifest.run_id, shapes, build)
     for line in skipped:
         logger.warning("skipped the checkpoint %s", line)
     if trained is None:
@@ -125,33 +125,33 @@ def _publish(target: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
     staging = target.with_name(f".{target.name}")
     staging.mkdir(mode=0o700)
     _write(staging, checkpoint, shapes)
-    _sync(staging)
+    _fsync_dir(staging)
     staging.rename(target)
-    _sync(target.parent)
+    _fsync_dir(target.parent)
 
 
 def _write(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
-    files = {ANCHOR: shapes.views(checkpoint.anchor), INNER: _named_inner(checkpoint.inner, shapes)}
-    files |= {_outer_file(slot): _named(slot, vector, shapes) for slot, vector in checkpoint.outer.items()}
+    files = {ANCHOR: shapes.views(checkpoint.anchor), INNER: _name_inner_tensors(checkpoint.inner, shapes)}
+    files |= {_outer_file(slot): _name_tensors(slot, vector, shapes) for slot, vector in checkpoint.outer.items()}
     seals = {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
     write_file(folder / MANIFEST, [_encode_manifest(_body(checkpoint, seals))])
 
 
-def _named(name: str, vector: Tensor, shapes: ShapeTable) -> dict[str, Tensor]:
+def _name_tensors(name: str, vector: Tensor, shapes: ShapeTable) -> dict[str, Tensor]:
     """By parameter; what is no vector of the model's size goes whole, by its own name."""
     whole = vector.dtype == torch.uint8 or vector.numel() != shapes.numel
     return {name: vector} if whole else shapes.views(vector)
 
 
-def _named_inner(inner: Mapping[str, Tensor], shapes: ShapeTable) -> dict[str, Tensor]:
+def _name_inner_tensors(inner: Mapping[str, Tensor], shapes: ShapeTable) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, vector in inner.items():
-        parts = _named(name, vector, shapes)
+        parts = _name_tensors(name, vector, shapes)
         named |= parts if name in parts else {f"{name}/{part}": view for part, view in parts.items()}
     return named
 
 
-def _body(checkpoint: Checkpoint, seals: Mapping[str, Seal]) -> Json:
+def _body(checkpoint: Checkpoint, seals: Mapping[str, FileDigest]) -> Json:
     return {
         "schema": SCHEMA,
         "run_id": checkpoint.run_id,
@@ -186,21 +186,21 @@ def _read_manifest(folder: Path) -> Json:
     return dict(body)
 
 
-def _newest(
+def _load_newest_with(
     folder: Path, run_id: RunId, shapes: ShapeTable, build: Callable[[Path, Json], Built]
 ) -> tuple[Built | None, list[str]]:
     skipped: list[str] = []
-    for _, path in reversed(_saved(folder)):
+    for _, path in reversed(_list_saved(folder)):
         try:
             body = _read_manifest(path)
-            _check_kind(path, body, run_id, shapes)
+            _require_compatible(path, body, run_id, shapes)
             return build(path, body), skipped
         except DamagedError as damage:
             skipped.append(f"{path}: {damage}")
     return None, skipped
 
 
-def _check_kind(path: Path, body: Json, run_id: RunId, shapes: ShapeTable) -> None:
+def _require_compatible(path: Path, body: Json, run_id: RunId, shapes: ShapeTable) -> None:
     if body["schema"] != SCHEMA:
         raise CheckpointError(f"{path} has format {body['schema']}, this version reads {SCHEMA}; update murmuration")
     if body["run_id"] != run_id:
@@ -224,30 +224,30 @@ def _read(folder: Path, body: Json, shapes: ShapeTable) -> Checkpoint:
 
 
 def _read_vector(folder: Path, file: str, body: Json, shapes: ShapeTable) -> Tensor:
-    return _flattened(_tensors(folder, file, body), shapes)
+    return _flatten(_read_tensors(folder, file, body), shapes)
 
 
 def _read_outer(folder: Path, slot: str, body: Json, shapes: ShapeTable) -> Tensor:
-    named = _tensors(folder, _outer_file(slot), body)
-    return named[slot] if slot in named else _flattened(named, shapes)
+    named = _read_tensors(folder, _outer_file(slot), body)
+    return named[slot] if slot in named else _flatten(named, shapes)
 
 
 def _read_inner(folder: Path, body: Json, shapes: ShapeTable) -> dict[str, Tensor]:
-    named = _tensors(folder, INNER, body)
+    named = _read_tensors(folder, INNER, body)
     inner: dict[str, Tensor] = {}
     for vector in body["inner"]:
         parts = {name: named[f"{vector}/{name}"] for name in shapes.names if f"{vector}/{name}" in named}
-        inner[vector] = _flattened(parts, shapes) if parts else named[vector]
+        inner[vector] = _flatten(parts, shapes) if parts else named[vector]
     return inner
 
 
-def _tensors(folder: Path, file: str, body: Json) -> dict[str, Tensor]:
-    return read_tensors(folder / file, Seal(**body["files"][file]))
+def _read_tensors(folder: Path, file: str, body: Json) -> dict[str, Tensor]:
+    return read_tensors(folder / file, FileDigest(**body["files"][file]))
 
 
-def _flattened(named: Mapping[str, Tensor], shapes: ShapeTable) -> Tensor:
+def _flatten(named: Mapping[str, Tensor], shapes: ShapeTable) -> Tensor:
     flat = torch.empty(shapes.numel)
-    shapes.fill(flat, named)
+    shapes.copy_named(flat, named)
     return flat
 
 
@@ -255,7 +255,7 @@ def _outer_file(slot: str) -> str:
     return f"outer.{slot}.safetensors"
 
 
-def _saved(folder: Path) -> list[tuple[int, Path]]:
+def _list_saved(folder: Path) -> list[tuple[int, Path]]:
     """The checkpoints' numbers and folders, oldest first."""
     if not folder.is_dir():
         return []
@@ -264,12 +264,12 @@ def _saved(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _next_number(folder: Path) -> int:
-    saved = _saved(folder)
+    saved = _list_saved(folder)
     return saved[-1][0] + 1 if saved else 1
 
 
 def _prune(folder: Path, keep: int) -> None:
-    for _, path in _saved(folder)[:-keep]:
+    for _, path in _list_saved(folder)[:-keep]:
         hidden = path.with_name(f".{path.name}")  # half deleted, it must not look like a checkpoint
         path.rename(hidden)
         shutil.rmtree(hidden)
@@ -284,10 +284,10 @@ def _remove_hidden(folder: Path) -> None:
 def _make_durable(folder: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _sync(folder.parent)
+        _fsync_dir(folder.parent)
 
 
-def _sync(folder: Path) -> None:
+def _fsync_dir(folder: Path) -> None:
     """Make the entries of a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

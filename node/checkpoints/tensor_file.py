@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2**20
-TYPE_NAMES = {torch.float32: "F32", torch.uint8: "U8"}
+DTYPE_NAMES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
 class DamagedError(ValueError):
@@ -26,19 +26,19 @@ class DamagedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Seal:
+class FileDigest:
     """What a file must be to be trusted: SHA-256 in hexadecimal digits, and its length."""
 
     sha256: str
     size: int
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Seal:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileDigest:
     """A new safetensors file of fp32 and uint8 tensors on any device, on disk when this returns."""
-    return write_file(path, _encoded(tensors, metadata or {}))
+    return write_file(path, _encode(tensors, metadata or {}))
 
 
-def write_file(path: Path, chunks: Iterable[bytes]) -> Seal:
+def write_file(path: Path, chunks: Iterable[bytes]) -> FileDigest:
     """A new file (mode 0600) that is on disk when this returns; FileExistsError rather than overwriting one."""
     digest, size = hashlib.sha256(), 0
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -48,24 +48,24 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> Seal:
             size += len(chunk)
         file.flush()
         os.fsync(file.fileno())
-    return Seal(digest.hexdigest(), size)
+    return FileDigest(digest.hexdigest(), size)
 
 
-def read_tensors(path: Path, seal: Seal) -> dict[str, Tensor]:
+def read_tensors(path: Path, digest: FileDigest) -> dict[str, Tensor]:
     """The tensors of a file that matches its seal; DamagedError, before any tensor is built, when it does not."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size != seal.size:
-                raise DamagedError(f"{path.name} has {size} bytes instead of {seal.size}")
-            if hashlib.file_digest(file, "sha256").hexdigest() != seal.sha256:
+            if size != digest.size:
+                raise DamagedError(f"{path.name} has {size} bytes instead of {digest.size}")
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest.sha256:
                 raise DamagedError(f"{path.name} does not match its hash")
         return dict(safetensors.torch.load_file(path))
     except OSError as error:
         raise DamagedError(f"{path.name}: {error.strerror}") from error
 
 
-def _encoded(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes]:
+def _encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes]:
     yield _header(tensors, metadata)
     for tensor in tensors.values():
         elements = tensor.detach().cpu().contiguous().view(-1).numpy().view(np.uint8)
@@ -79,7 +79,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
-        kind = TYPE_NAMES[tensor.dtype]
+        kind = DTYPE_NAMES[tensor.dtype]
         entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -8,29 +8,29 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-class Background:
+class BackgroundTasks:
     """`broken` is told of a fault in our own code; what work expects to fail it deals with itself."""
 
-    def __init__(self, broken: Callable[[BaseException], None]) -> None:
-        self._broken = broken
+    def __init__(self, on_fault: Callable[[BaseException], None]) -> None:
+        self._on_fault = on_fault
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
 
-    def cancel(self) -> None:
+    def cancel_all(self) -> None:
         """All of it."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("something broke in the background", exc_info=error)
-            self._broken(error)
+            self._on_fault(error)

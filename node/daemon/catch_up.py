@@ -7,68 +7,68 @@ the same blobs, the same arithmetic, the same digests. Otherwise the state itsel
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from node.daemon.calls import Channels, ask_chain
+from node.daemon.calls import ChannelTo, request_chain
 from protocol.blobs.blob import Blob, check_digest
 from protocol.errors import MalformedError, PeerFault, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import ChainReply, PeerRecord
 from protocol.records import MAX_CHAIN_TOKENS, MAX_ROUND
-from protocol.rounds.chain import Chain, Head, preferred
+from protocol.rounds.chain import Chain, ChainHead, prefers_theirs
 from protocol.rounds.kinds import parse
-from protocol.rounds.statements import Commit, Statement, Terms
+from protocol.rounds.statements import Commit, SignedMessage, ContributionLimits
 
 MAX_COMMITS = 64
-PATIENCE = 1.5  # seconds that the next commit may take to come by itself before we ask for it
-GAP = 2  # rounds behind, from which on we ask at once
+SYNC_AFTER_SECONDS = 1.5  # seconds that the next commit may take to come by itself before we ask for it
+SYNC_NOW_GAP = 2  # rounds behind, from which on we ask at once
 
 
 @dataclass(frozen=True)
-class Way:
+class SyncPlan:
     """How to get from our head to another: by these commits, or by taking over a state.
 
     `commits` follow one another. When `state` is None they continue our chain; otherwise they lead to `head`, or are
     the first of more, and tell what became of our message.
     """
 
-    head: Head
-    commits: tuple[Statement[Commit], ...]
+    head: ChainHead
+    commits: tuple[SignedMessage[Commit], ...]
     state: Blob | None
 
 
-def ahead(mine: Head, records: Mapping[PeerId, PeerRecord]) -> dict[Head, list[PeerId]]:
+def find_preferred_heads(own: ChainHead, records: Mapping[PeerId, PeerRecord]) -> dict[ChainHead, list[PeerId]]:
     """Who stands on a head that is to be preferred to ours, by head."""
-    found: dict[Head, list[PeerId]] = {}
+    found: dict[ChainHead, list[PeerId]] = {}
     for peer, record in records.items():
-        if len(record.digest) == len(mine.digest):
-            head = Head(record.round, record.digest, record.chain_tokens)
-            if head.digest != mine.digest and preferred(mine, head):
+        if len(record.digest) == len(own.digest):
+            head = ChainHead(record.round, record.digest, record.chain_tokens)
+            if head.digest != own.digest and prefers_theirs(own, head):
                 found.setdefault(head, []).append(peer)
     return found
 
 
-def best(heads: Mapping[Head, list[PeerId]]) -> tuple[Head, list[PeerId]]:
+def best_head(heads: Mapping[ChainHead, list[PeerId]]) -> tuple[ChainHead, list[PeerId]]:
     head = max(heads, key=lambda candidate: (candidate.tokens, candidate.digest))
     return head, heads[head]
 
 
-def is_time_to_go(mine: Head, theirs: Head, waited: float) -> bool:
+def should_sync(own: ChainHead, theirs: ChainHead, waited: float) -> bool:
     """Whether to go to a head that is to be preferred, known of for `waited` seconds: what may be the commit of the
     round we are in comes by itself. A head that is not above ours is on another chain, and comes to us never."""
-    return not 0 < theirs.round - mine.round < GAP or waited >= PATIENCE
+    return not 0 < theirs.round - own.round < SYNC_NOW_GAP or waited >= SYNC_AFTER_SECONDS
 
 
-class Scout:
+class ChainSyncClient:
     """Asks others for the way. `state_bytes`: the size that every state of this run has."""
 
-    def __init__(self, run_id: RunId, terms: Terms, chain: Chain, channel: Channels, state_bytes: int) -> None:
+    def __init__(self, run_id: RunId, limits: ContributionLimits, chain: Chain, channel: ChannelTo, state_bytes: int) -> None:
         self._run_id = run_id
-        self._terms = terms
+        self._limits = limits
         self._chain = chain
         self._channel = channel
         self._state_bytes = state_bytes
 
-    async def find_way(self, peer: PeerId, replay: bool, since: int) -> Way:
+    async def plan_sync(self, peer: PeerId, replay: bool, history_since: int) -> SyncPlan:
         """With `replay` by commits, if they continue our chain; otherwise by taking over the state.
 
         `since`: the first round that our message was offered to. The other chain may have taken it in a round that we
@@ -77,18 +77,18 @@ class Scout:
         Raises UnreachableError when `peer` does not answer, PeerFault when its answer is no good.
         """
         mine = self._chain.head
-        reply = await ask_chain(self._run_id, self._channel, peer, mine.round)
-        head, commits = _head(reply), _commits(reply, self._run_id, self._terms)
-        if replay and commits and continues(self._chain, commits):
-            return Way(self._chain.would_lead_to(commits), commits, None)
-        if head.digest != mine.digest and not preferred(mine, head):
+        reply = await request_chain(self._run_id, self._channel, peer, mine.round)
+        head, commits = _parse_head(reply), _parse_commits(reply, self._run_id, self._limits)
+        if replay and commits and extends_chain(self._chain, commits):
+            return SyncPlan(self._chain.head_after(commits), commits, None)
+        if head.digest != mine.digest and not prefers_theirs(mine, head):
             raise StaleError(f"{peer} stands at round {head.round}, from which nothing is to be had")
-        if since < mine.round:
-            longer = await ask_chain(self._run_id, self._channel, peer, since)
+        if history_since < mine.round:
+            longer = await request_chain(self._run_id, self._channel, peer, history_since)
             if longer.commits:
-                reply, head = longer, _head(longer)
-                commits = _commits(longer, self._run_id, self._terms)
-        return Way(head, _linked(commits, head), self._state(reply, peer))
+                reply, head = longer, _parse_head(longer)
+                commits = _parse_commits(longer, self._run_id, self._limits)
+        return SyncPlan(head, _require_linked(commits, head), self._state(reply, peer))
 
     def _state(self, reply: ChainReply, peer: PeerId) -> Blob:
         state = Blob.from_wire(reply.state)
@@ -97,21 +97,21 @@ class Scout:
         return state
 
 
-def continues(chain: Chain, commits: tuple[Statement[Commit], ...]) -> bool:
+def extends_chain(chain: Chain, commits: tuple[SignedMessage[Commit], ...]) -> bool:
     try:
-        chain.would_lead_to(commits)
+        chain.head_after(commits)
     except PeerFault:
         return False
     return True
 
 
-def _linked(commits: tuple[Statement[Commit], ...], head: Head) -> tuple[Statement[Commit], ...]:
+def _require_linked(commits: tuple[SignedMessage[Commit], ...], head: ChainHead) -> tuple[SignedMessage[Commit], ...]:
     """MalformedError unless they follow one another, not beyond `head`, and lead to it where they reach so far."""
     if not commits:
         return commits
-    chain = Chain(Head(commits[0].body.round, commits[0].body.base, 0))
+    chain = Chain(ChainHead(commits[0].body.round, commits[0].body.base, 0))
     try:
-        reached = chain.would_lead_to(commits)
+        reached = chain.head_after(commits)
     except StaleError as fault:
         raise MalformedError(f"commits that do not follow one another: {fault}") from fault
     if reached.round > head.round or (reached.round == head.round and reached.digest != head.digest):
@@ -119,17 +119,17 @@ def _linked(commits: tuple[Statement[Commit], ...], head: Head) -> tuple[Stateme
     return commits
 
 
-def _head(reply: ChainReply) -> Head:
+def _parse_head(reply: ChainReply) -> ChainHead:
     check_digest(reply.digest)
     if reply.round > MAX_ROUND or reply.chain_tokens > MAX_CHAIN_TOKENS:
         raise MalformedError(f"a head of round {reply.round} with {reply.chain_tokens} tokens is out of range")
-    return Head(reply.round, reply.digest, reply.chain_tokens)
+    return ChainHead(reply.round, reply.digest, reply.chain_tokens)
 
 
-def _commits(reply: ChainReply, run_id: RunId, terms: Terms) -> tuple[Statement[Commit], ...]:
+def _parse_commits(reply: ChainReply, run_id: RunId, limits: ContributionLimits) -> tuple[SignedMessage[Commit], ...]:
     if len(reply.commits) > MAX_COMMITS:
         raise MalformedError(f"{len(reply.commits)} commits at once")
-    statements = [parse(signed, run_id, terms) for signed in reply.commits]
+    statements = [parse(signed, run_id, limits) for signed in reply.commits]
     if not all(isinstance(statement.body, Commit) for statement in statements):
         raise MalformedError("a chain of something else than commits")
     return tuple(statements)  # type: ignore[arg-type]  # checked one line above

@@ -13,147 +13,147 @@ from typing import Any
 
 import torch
 
-from node.arena import Arena
+from node.arena import SharedMemory
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
-from node.daemon.metrics import Setback
-from node.daemon.offers import Offers
-from node.daemon.replica import OuterState, Replica
-from node.daemon.resumption import OUTBOX
-from node.daemon.workers import Work
-from node.folder import RunFolder
+from node.daemon.metrics import RecoveredErrorKind
+from node.daemon.offers import ContributionTracker
+from node.daemon.replica import OuterState, ReplicatedState
+from node.daemon.resumption import CONTRIBUTION_VECTOR
+from node.daemon.workers import RunInThread
+from node.folder import RunDir
 from node.model import ShapeTable
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
-from protocol.rounds.chain import Head
+from protocol.rounds.chain import ChainHead
 from protocol.rounds.statements import Commit
 
 logger = logging.getLogger(__name__)
 
-KEPT_ROUNDS = 4  # whose blobs a peer that lags may still fetch, where there is room
-MAX_STATES = 6  # with those that somebody is still fetching
+RETAINED_ROUNDS = 4  # whose blobs a peer that lags may still fetch, where there is room
+MAX_RETAINED_STATES = 6  # with those that somebody is still fetching
 
 
-class Keeper:
+class Checkpointer:
     """`work` runs a function in a thread that may be busy for long; `adopted(round)` waits for the trainer; `wanted`
     names the blobs that others are fetching, `carried` those that we hold for them, or may need in the next round.
     `room`: bytes that the blobs of past rounds may take; where many peers exchange dense messages that is for fewer
     rounds, and whoever lags by more fetches a state."""
 
     def __init__(
-        self, folder: RunFolder, manifest: Manifest, shapes: ShapeTable, store: BlobStore, arena: Arena,
-        work: Work, adopted: Callable[[int], Awaitable[bool]], wanted: Callable[[], Collection[bytes]],
-        carried: Callable[[], Collection[bytes]], set_back: Callable[[Setback, str], None], room: int,
+        self, run_dir: RunDir, manifest: Manifest, shapes: ShapeTable, store: BlobStore, shared_memory: SharedMemory,
+        run_in_thread: RunInThread, wait_until_applied: Callable[[int], Awaitable[bool]], blobs_being_fetched: Callable[[], Collection[bytes]],
+        blobs_held_for_others: Callable[[], Collection[bytes]], record_recovered: Callable[[RecoveredErrorKind, str], None], max_blob_bytes: int,
     ) -> None:  # fmt: skip
-        self._folder = folder
+        self._run_dir = run_dir
         self._manifest = manifest
         self._shapes = shapes
         self._store = store
-        self._arena = arena
-        self._work = work
-        self._adopted = adopted
-        self._wanted = wanted
-        self._carried = carried
-        self._set_back = set_back
-        self._room = room
-        self._rounds: deque[dict[bytes, int]] = deque(maxlen=KEPT_ROUNDS)  # the sizes of their blobs
-        self._states: list[bytes] = []  # oldest first
+        self._shared_memory = shared_memory
+        self._run_in_thread = run_in_thread
+        self._wait_until_applied = wait_until_applied
+        self._blobs_being_fetched = blobs_being_fetched
+        self._blobs_held_for_others = blobs_held_for_others
+        self._record_recovered = record_recovered
+        self._max_blob_bytes = max_blob_bytes
+        self._recent_blob_sizes: deque[dict[bytes, int]] = deque(maxlen=RETAINED_ROUNDS)  # the sizes of their blobs
+        self._retained_states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
-        self.trouble = ""  # why the newest checkpoint is not on disk; empty: it is
+        self.last_error = ""  # why the newest checkpoint is not on disk; empty: it is
 
-    async def replace(self, state: Blob) -> None:
+    async def retain_state(self, state: Blob) -> None:
         """There is a new state, in memory anyway. One before it goes to the disk if a slow peer is in the middle of it
         (which would never arrive otherwise), and else with the memory that it lies in."""
-        wanted = self._wanted()
-        older = [digest for digest in self._states if digest in wanted and digest != state.digest][: MAX_STATES - 1]
+        wanted = self._blobs_being_fetched()
+        older = [digest for digest in self._retained_states if digest in wanted and digest != state.digest][: MAX_RETAINED_STATES - 1]
         for digest in older:
-            await self._write_out(digest)
-        self._states = [*older, state.digest]
+            await self._write_state_to_disk(digest)
+        self._retained_states = [*older, state.digest]
 
-    def prune(self, offers: Offers, commits: Iterable[Commit]) -> None:
+    def prune_blobs(self, contributions: ContributionTracker, commits: Iterable[Commit]) -> None:
         """After a round (or a jump): drop the blobs that nobody should still ask for."""
-        self._rounds.extend({blob.digest: blob.size for blob in commit.blobs} for commit in commits)
-        while len(self._rounds) > 1 and sum(sum(sizes.values()) for sizes in self._rounds) > self._room:
-            self._rounds.popleft()
-        offered = (part.digest for part in offers.parts)
-        self._store.retain(set().union(*self._rounds, self._states, offered, self._carried()))
+        self._recent_blob_sizes.extend({blob.digest: blob.size for blob in commit.blobs} for commit in commits)
+        while len(self._recent_blob_sizes) > 1 and sum(sum(sizes.values()) for sizes in self._recent_blob_sizes) > self._max_blob_bytes:
+            self._recent_blob_sizes.popleft()
+        offered = (part.digest for part in contributions.retained_parts)
+        self._store.retain(set().union(*self._recent_blob_sizes, self._retained_states, offered, self._blobs_held_for_others()))
 
-    async def _write_out(self, digest: bytes) -> None:
+    async def _write_state_to_disk(self, digest: bytes) -> None:
         try:
-            await self._work(self._store.write_out, digest)
+            await self._run_in_thread(self._store.move_to_disk, digest)
         except StorageError as error:
-            self._set_back("state gone", f"who is fetching an earlier state has to begin anew: {error}")
+            self._record_recovered("state gone", f"who is fetching an earlier state has to begin anew: {error}")
             self._store.discard(digest)
 
-    async def keep(self, replica: Replica, offers: Offers) -> None:
+    async def save_in_background(self, replicated: ReplicatedState, contributions: ContributionTracker) -> None:
         """Save in the background, where the manifest says so; returns once the save before this one is on disk."""
-        if self._is_to_save(replica):
-            await self.saved()
-            self._saving = asyncio.create_task(self._save(_Moment.of(replica, offers)), name="checkpoint")
+        if self._is_save_due(replicated):
+            await self.wait_until_saved()
+            self._saving = asyncio.create_task(self._save_once_applied(_PendingSave.of(replicated, contributions)), name="checkpoint")
 
-    async def ready(self, replica: Replica) -> None:
+    async def wait_until_announceable(self, replicated: ReplicatedState) -> None:
         """For people and peers to hear of its round: a kill may take back one that was told, and no two."""
-        if self._is_to_save(replica):
-            await self.saved()
+        if self._is_save_due(replicated):
+            await self.wait_until_saved()
 
-    def _is_to_save(self, replica: Replica) -> bool:
-        return replica.chain.round % self._manifest.checkpoint.every_rounds == 0
+    def _is_save_due(self, replicated: ReplicatedState) -> bool:
+        return replicated.chain.round % self._manifest.checkpoint.every_rounds == 0
 
-    async def saved(self) -> None:
+    async def wait_until_saved(self) -> None:
         """The save under way, if there is one, is on disk, or has failed with a line in the log."""
         if self._saving is not None:
             await asyncio.shield(self._saving)
 
-    async def save_now(self, replica: Replica, offers: Offers) -> None:
+    async def save_now(self, replicated: ReplicatedState, contributions: ContributionTracker) -> None:
         """The last save before the end; the trainer has stopped."""
-        await self.saved()
-        await self._write(_Moment.of(replica, offers))
+        await self.wait_until_saved()
+        await self._write(_PendingSave.of(replicated, contributions))
 
-    async def _save(self, moment: "_Moment") -> None:
+    async def _save_once_applied(self, pending: "_PendingSave") -> None:
         # The trainer's snapshot must know of the fate that the chain's head implies.
-        if await self._adopted(moment.head.round):
-            await self._write(moment)
+        if await self._wait_until_applied(pending.head.round):
+            await self._write(pending)
         else:
-            self.trouble = f"the trainer has not adopted round {moment.head.round} in time"
-            self._set_back("not saved", self.trouble)
+            self.last_error = f"the trainer has not adopted round {pending.head.round} in time"
+            self._record_recovered("not saved", self.last_error)
 
-    async def _write(self, moment: "_Moment") -> None:
+    async def _write(self, pending: "_PendingSave") -> None:
         try:
-            await self._work(self._write_files, moment)
-            self.trouble = ""
+            await self._run_in_thread(self._write_files, pending)
+            self.last_error = ""
         except StorageError as error:
-            self.trouble = str(error)
-            self._set_back("not saved", self.trouble)
+            self.last_error = str(error)
+            self._record_recovered("not saved", self.last_error)
 
-    def _write_files(self, moment: "_Moment") -> None:
-        copied = self._arena.copy_snapshot()
+    def _write_files(self, pending: "_PendingSave") -> None:
+        copied = self._shared_memory.copy_snapshot()
         inner = dict(copied[0].vectors) if copied else {}
         if copied:
-            inner[OUTBOX] = torch.frombuffer(bytearray(copied[1]), dtype=torch.uint8)
+            inner[CONTRIBUTION_VECTOR] = torch.frombuffer(bytearray(copied[1]), dtype=torch.uint8)
         taken = Checkpoint(
             run_id=self._manifest.run_id,
             shapes=self._shapes.hash(),
-            round=moment.head.round,
-            digest=moment.head.digest,
-            chain={"head": moment.head.to_json(), "offer": moment.offer},
-            anchor=moment.state.anchor,
-            outer=dict(moment.state.slots),
+            round=pending.head.round,
+            digest=pending.head.digest,
+            chain={"head": pending.head.to_json(), "offer": pending.contributions},
+            anchor=pending.state.anchor,
+            outer=dict(pending.state.slots),
             inner=inner,
             inner_meta=copied[0].meta if copied else {},
         )
-        checkpoint.save(self._folder.checkpoints, taken, self._shapes, self._manifest.checkpoint.keep)
+        checkpoint.save(self._run_dir.checkpoints, taken, self._shapes, self._manifest.checkpoint.keep)
 
 
 @dataclass(frozen=True)
-class _Moment:
+class _PendingSave:
     """What a save is to hold, taken at once: the replica moves on while it is written."""
 
-    head: Head
+    head: ChainHead
     state: OuterState
-    offer: dict[str, Any] | None
+    contributions: dict[str, Any] | None
 
     @classmethod
-    def of(cls, replica: Replica, offers: Offers) -> "_Moment":
-        return cls(replica.chain.head, replica.state, offers.to_json())
+    def of(cls, replicated: ReplicatedState, contributions: ContributionTracker) -> "_PendingSave":
+        return cls(replicated.chain.head, replicated.state, contributions.to_json())

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from node.config import NodeSettings, threads_each
-from node.daemon.assembly import Assembly
-from node.daemon.memory import collect_often, give_back_often, share_one_arena
-from node.daemon.metrics import metrics_server
-from node.daemon.workers import workers
-from node.descriptors import raise_limit
-from node.folder import RunFolder
-from protocol.errors import MurmurError, told
-from protocol.tasks import end
+from node.config import NodeOptions, threads_per_process
+from node.daemon.assembly import Node
+from node.daemon.memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
+from node.daemon.metrics import serve_metrics
+from node.daemon.workers import start_workers
+from node.descriptors import raise_fd_limit
+from node.folder import RunDir
+from protocol.errors import MurmurError, describe_error
+from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -33,30 +33,30 @@ LEAVE_SECONDS = 3.0
 PUBLISH_SECONDS = 1.0
 
 
-Beside = Callable[[Assembly], AbstractAsyncContextManager[None]]  # what a node does besides taking part
+Beside = Callable[[Node], AbstractAsyncContextManager[None]]  # what a node does besides taking part
 
 
-async def run_node(settings: NodeSettings, beside: Beside = lambda node: nullcontext()) -> None:
+async def run_node(settings: NodeOptions, beside: Beside = lambda node: nullcontext()) -> None:
     """Until the run's target is reached or SIGINT or SIGTERM comes; a second one ends the process at once.
 
     `beside` is entered once the node is on the network.
     """
-    with settled(settings) as folder:
-        folder.keep_tokenizer(settings.manifest, settings.base)
+    with locked_run_dir(settings) as folder:
+        folder.copy_tokenizer(settings.manifest, settings.base)
         await Daemon(settings, folder, beside).run()
 
 
 @contextmanager
-def settled(settings: NodeSettings) -> Iterator[RunFolder]:
+def locked_run_dir(settings: NodeOptions) -> Iterator[RunDir]:
     """The process is made ready to run for weeks, and the run's folder is its own while inside."""
-    raise_limit()
-    share_one_arena()
-    with RunFolder(settings.folder).claimed(settings.manifest) as folder:
+    raise_fd_limit()
+    use_one_malloc_arena()
+    with RunDir(settings.folder).lock(settings.manifest) as folder:
         yield folder
 
 
 class Daemon:
-    def __init__(self, settings: NodeSettings, folder: RunFolder, beside: Beside) -> None:
+    def __init__(self, settings: NodeOptions, folder: RunDir, beside: Beside) -> None:
         self._settings = settings
         self._folder = folder
         self._beside = beside
@@ -69,17 +69,17 @@ class Daemon:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
         async with AsyncExitStack() as stack:
-            at_work = stack.enter_context(workers())
-            threads = self._settings.threads or threads_each(1)
+            at_work = stack.enter_context(start_workers())
+            threads = self._settings.threads or threads_per_process(1)
             loop.set_default_executor(ThreadPoolExecutor(1 + threads, thread_name_prefix="disk"))
-            node = await Assembly.build(self._settings, self._folder, at_work, random.Random(os.urandom(16)))
+            node = await Node.build(self._settings, self._folder, at_work, random.Random(os.urandom(16)))
             stack.push_async_callback(node.transport.stop)
             await node.open()
             port = await stack.enter_async_context(
-                metrics_server(self._settings.metrics, node.metrics, node.standing.status)
+                serve_metrics(self._settings.metrics, node.metrics, node.status_reporter.status)
             )
-            collect_often()
-            self._folder.announce(node.peer_id, await node.transport.addresses(), port)
+            enable_frequent_gc()
+            self._folder.write_node_info(node.peer_id, await node.transport.addresses(), port)
             logger.info("this node is %s in run %s", node.peer_id, self._settings.manifest.run.name)
             await stack.enter_async_context(self._beside(node))
             await self._take_part(node)
@@ -91,8 +91,8 @@ class Daemon:
         logger.info("leaving; once more to leave at once")
         self._stop.set()
 
-    async def _take_part(self, node: Assembly) -> None:
-        loops = [node.directory.run(), node.rendezvous.run(), self._publish(node), give_back_often()]
+    async def _take_part(self, node: Node) -> None:
+        loops = [node.directory.run(), node.rendezvous.run(), self._publish(node), trim_periodically()]
         background = [asyncio.create_task(_forever(loop)) for loop in loops]
         main = asyncio.create_task(self._main(node), name="participant")
         stopped = asyncio.create_task(self._stop.wait())
@@ -101,13 +101,13 @@ class Daemon:
             await asyncio.wait({main, stopped, *background}, return_when=asyncio.FIRST_COMPLETED)
             failed = [task for task in (main, *background) if task.done()]
         finally:
-            await end((main, stopped))
+            await cancel_and_wait((main, stopped))
             await self._leave(node, _why(failed))
-            await end(background)
+            await cancel_and_wait(background)
         for task in failed:
             await task
 
-    async def _main(self, node: Assembly) -> None:
+    async def _main(self, node: Node) -> None:
         """Take part until the target; a trainer that fails for good ends it with its reason."""
         part = asyncio.create_task(node.participant.run())
         failure = asyncio.create_task(node.trainer_failure())
@@ -117,12 +117,12 @@ class Daemon:
                 if task.done():
                     await task
         finally:
-            await end((part, failure))
+            await cancel_and_wait((part, failure))
         await node.finish()
-        node.standing.enter("done", "the target is reached")
+        node.status_reporter.set_phase("done", "the target is reached")
         await self._linger(node)
 
-    async def _linger(self, node: Assembly) -> None:
+    async def _linger(self, node: Node) -> None:
         """Others may still need our blobs: stay until everyone has arrived, but not for ever."""
         try:
             async with asyncio.timeout(LINGER_SECONDS):
@@ -131,19 +131,19 @@ class Daemon:
         except TimeoutError:
             logger.info("leaving although not everyone has reached the target")
 
-    async def _leave(self, node: Assembly, why: str) -> None:
+    async def _leave(self, node: Node, why: str) -> None:
         """`why`: what ended the node, for whoever asks after it; empty: it was told to end."""
-        if node.standing.status().phase != "done":
-            node.standing.enter("leaving", why)
+        if node.status_reporter.status().phase != "done":
+            node.status_reporter.set_phase("leaving", why)
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await node.directory.leave()
         except TimeoutError:
             logger.warning("not everyone could be told that we leave")
         await node.finish()
-        self._folder.leave_word(node.standing.status().model_dump_json())
+        self._folder.write_final_status(node.status_reporter.status().model_dump_json())
 
-    async def _publish(self, node: Assembly) -> None:
+    async def _publish(self, node: Node) -> None:
         """Keep the changing fields of our record fresh; gossip carries them."""
         while True:
             node.publish_progress()
@@ -153,7 +153,7 @@ class Daemon:
 def _why(ended: Iterable[asyncio.Task[None]]) -> str:
     """What the first that failed says of it; empty where none did."""
     errors = (asyncio.CancelledError() if task.cancelled() else task.exception() for task in ended)
-    return next((told(error) for error in errors if error is not None), "")
+    return next((describe_error(error) for error in errors if error is not None), "")
 
 
 async def _forever(loop: Coroutine[Any, Any, None]) -> None:

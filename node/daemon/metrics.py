@@ -21,11 +21,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from node.status import NodeStatus
-from node.web import EVERYWHERE, host_and_port, listening, serving
-from protocol.rounds.entries import Entries
+from node.web import ALL_INTERFACES, parse_host_port, open_listener, serve
+from protocol.rounds.entries import AppliedContributions
 
 # What went wrong and was worked around: each with one line in the log.
-Setback = Literal[
+RecoveredErrorKind = Literal[
     "not delivered",  # statements, to a peer that does not answer
     "not accepted",  # statements, by a peer that refuses them
     "blob missing",  # or damaged: a round goes on here without it
@@ -48,8 +48,8 @@ Setback = Literal[
     "work dropped",  # of the trainer: on another chain it cannot be told any more what of it is still to be sent
     "state gone",  # an earlier one that others may be fetching
 ]
-Outcome = Literal["included", "excluded", "lost", "missed"]
-CatchUp = Literal["replayed", "skipped"]
+RoundOutcome = Literal["included", "excluded", "lost", "missed"]
+CatchUpKind = Literal["replayed", "skipped"]
 MAX_CONNECTIONS = 32
 
 
@@ -59,103 +59,103 @@ class Metrics(Collector):
     def __init__(self) -> None:
         self.rounds: collections.Counter[str] = collections.Counter()
         self._refusals: collections.Counter[str] = collections.Counter()
-        self._counted_elsewhere: Callable[[], Iterable[Mapping[str, int]]] = tuple
-        self.absences: collections.Counter[str] = collections.Counter()
-        self.setbacks: collections.Counter[str] = collections.Counter()
-        self.entries: collections.Counter[str] = collections.Counter()
+        self._other_refusals: Callable[[], Iterable[Mapping[str, int]]] = tuple
+        self.missed_rounds: collections.Counter[str] = collections.Counter()
+        self.recovered_errors: collections.Counter[str] = collections.Counter()
+        self.applied: collections.Counter[str] = collections.Counter()
         self.outer_steps = 0.0
         self.revisions: collections.Counter[str] = collections.Counter()
         self.catch_ups: collections.Counter[str] = collections.Counter()
-        self.pauses = self.hurries = 0
+        self.pauses = self.early_submits = 0
         self.blobs = 0
         self.blob_bytes = 0
         self._status: Callable[[], NodeStatus] | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
-    def watch(self, status: Callable[[], NodeStatus]) -> None:
+    def read_status_from(self, status: Callable[[], NodeStatus]) -> None:
         """From now on the status is read at each scrape."""
         self._status = status
 
-    def round_ended(self, outcome: Outcome) -> None:
+    def record_round(self, outcome: RoundOutcome) -> None:
         """`missed`: a round was committed without an offer of ours; `lost`: what became of it is not known."""
         self.rounds[outcome] += 1
 
-    def entered(self, entries: Entries, step: float) -> None:
+    def record_applied(self, applied: AppliedContributions, step_scale: float) -> None:
         """What went into this node's state with one more round, and which share of a whole step that was."""
-        self.entries.update(contributions=len(entries.peers), parts=entries.parts, bytes=entries.size)
-        self.outer_steps += step
+        self.applied.update(contributions=len(applied.peers), parts=applied.part_count, bytes=applied.total_bytes)
+        self.outer_steps += step_scale
 
-    def set_back(self, reason: Setback) -> None:
-        self.setbacks[reason] += 1
+    def record_recovered(self, reason: RecoveredErrorKind) -> None:
+        self.recovered_errors[reason] += 1
 
-    def was_absent(self, reason: str, rounds: int) -> None:
+    def record_missed(self, reason: str, rounds: int) -> None:
         """So many rounds went without this node's work; `reason` is a fixed short word such as `late`."""
         if rounds:
-            self.absences[reason] += rounds
+            self.missed_rounds[reason] += rounds
 
-    def revised(self, fate: str) -> None:
+    def record_revised(self, outcome: str) -> None:
         """An earlier message has this fate on the chain that was taken over, and had another one before."""
-        self.revisions[fate] += 1
+        self.revisions[outcome] += 1
 
-    def caught_up(self, how: CatchUp, rounds: int) -> None:
+    def record_catch_up(self, how: CatchUpKind, rounds: int) -> None:
         self.catch_ups[how] += rounds
 
-    def paused(self) -> None:
+    def record_pause(self) -> None:
         """The trainer stands back for others who use its device."""
         self.pauses += 1
 
-    def hurried(self) -> None:
+    def record_early_submit(self) -> None:
         """The others waited for this node: its trainer was asked for what it had."""
-        self.hurries += 1
+        self.early_submits += 1
 
-    def refused(self, reason: str) -> None:
+    def record_refusal(self, reason: str) -> None:
         """Something of a peer was refused or stalled; `reason` is a fixed short word such as `forged`."""
         self._refusals[reason] += 1
 
-    def add_refusals(self, counted: Callable[[], Iterable[Mapping[str, int]]]) -> None:
+    def read_other_refusals_from(self, counts: Callable[[], Iterable[Mapping[str, int]]]) -> None:
         """What the parts that know no daemon have counted themselves, by the same words."""
-        self._counted_elsewhere = counted
+        self._other_refusals = counts
 
     @property
     def refusals(self) -> collections.Counter[str]:
-        return sum(map(collections.Counter, self._counted_elsewhere()), self._refusals)
+        return sum(map(collections.Counter, self._other_refusals()), self._refusals)
 
     def collect(self) -> Iterator[Metric]:
-        yield _labelled("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
-        yield _labelled("murmur_refusals", "What peers sent and was refused, or stalled", "reason", self.refusals)
-        yield _labelled("murmur_absences", "Rounds without this node's work, by why", "reason", self.absences)
-        yield _labelled("murmur_setbacks", "What went wrong and was worked around", "reason", self.setbacks)
-        yield _labelled("murmur_entered", "What went into this node's state, round by round", "what", self.entries)
+        yield _labelled_counter("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
+        yield _labelled_counter("murmur_refusals", "What peers sent and was refused, or stalled", "reason", self.refusals)
+        yield _labelled_counter("murmur_absences", "Rounds without this node's work, by why", "reason", self.missed_rounds)
+        yield _labelled_counter("murmur_setbacks", "What went wrong and was worked around", "reason", self.recovered_errors)
+        yield _labelled_counter("murmur_entered", "What went into this node's state, round by round", "what", self.applied)
         yield CounterMetricFamily("murmur_outer_steps", "Rounds, each by its share of a step", value=self.outer_steps)
-        yield _labelled("murmur_revisions", "Messages with another fate on another chain", "fate", self.revisions)
-        yield _labelled("murmur_catch_ups", "Rounds that others made meanwhile, by how", "how", self.catch_ups)
+        yield _labelled_counter("murmur_revisions", "Messages with another fate on another chain", "fate", self.revisions)
+        yield _labelled_counter("murmur_catch_ups", "Rounds that others made meanwhile, by how", "how", self.catch_ups)
         yield CounterMetricFamily("murmur_pauses", "Times that training stood back for others", value=self.pauses)
-        yield CounterMetricFamily("murmur_hurries", "Times that the others waited for this node", value=self.hurries)
+        yield CounterMetricFamily("murmur_hurries", "Times that the others waited for this node", value=self.early_submits)
         yield GaugeMetricFamily("murmur_blobs", "Blobs held", value=self.blobs)
         yield GaugeMetricFamily("murmur_blob_bytes", "Bytes of blobs held", value=self.blob_bytes)
         if self._status is not None:
-            yield from _of_status(self._status())
+            yield from _status_metrics(self._status())
 
 
-def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
+def _labelled_counter(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
     return family
 
 
-def _of_status(status: NodeStatus) -> Iterator[Metric]:
+def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
     about = {"peer": status.peer_id, "run": status.run, "run_id": status.run_id, "name": status.name}
     yield InfoMetricFamily("murmur_node", "Who this is", value=about)
     yield CounterMetricFamily("murmur_tokens", "Tokens this node trained on", value=status.tokens)
     yield CounterMetricFamily("murmur_trainer_restarts", "Deaths of the trainer", value=status.trainer_restarts)
-    yield _labelled("murmur_seconds", "Seconds by activity", "activity", status.seconds)
-    yield _bytes_moved(status)
+    yield _labelled_counter("murmur_seconds", "Seconds by activity", "activity", status.seconds)
+    yield _bytes_metric(status)
     carried = "Bytes passed on between others that cannot reach each other"
     yield CounterMetricFamily("murmur_carried_bytes", carried, value=status.bytes_carried)
-    yield _labelled("murmur_fetched_bytes", "Bytes of blobs received", "path", status.bytes_fetched_by_path)
-    yield _labelled(
+    yield _labelled_counter("murmur_fetched_bytes", "Bytes of blobs received", "path", status.bytes_fetched_by_path)
+    yield _labelled_counter(
         "murmur_direct_refusals", "Direct connections not taken, by reason", "reason", status.direct_refusals
     )
     gauges: tuple[tuple[str, str, float | None], ...] = (
@@ -174,7 +174,7 @@ def _of_status(status: NodeStatus) -> Iterator[Metric]:
             yield GaugeMetricFamily(name, text, value=value)
 
 
-def _bytes_moved(status: NodeStatus) -> CounterMetricFamily:
+def _bytes_metric(status: NodeStatus) -> CounterMetricFamily:
     family = CounterMetricFamily("murmur_bytes", "Bytes between peers", labels=["direction", "kind"])
     for direction, total, kinds in (
         ("sent", status.bytes_sent, status.bytes_sent_by_kind),
@@ -188,16 +188,16 @@ def _bytes_moved(status: NodeStatus) -> CounterMetricFamily:
 
 
 @contextlib.asynccontextmanager
-async def metrics_server(address: str, metrics: Metrics, status: Callable[[], NodeStatus]) -> AsyncIterator[int]:
+async def serve_metrics(address: str, metrics: Metrics, status: Callable[[], NodeStatus]) -> AsyncIterator[int]:
     """Serve at HOST:PORT in the running loop; yields the port (a free one for 0). UsageError if it is taken."""
-    metrics.watch(status)
-    host, port = host_and_port(address, "--metrics")
-    listener = listening(host, port, "--metrics")
-    async with serving(_application(metrics, status, host in EVERYWHERE), listener, MAX_CONNECTIONS) as bound:
+    metrics.read_status_from(status)
+    host, port = parse_host_port(address, "--metrics")
+    listener = open_listener(host, port, "--metrics")
+    async with serve(_build_application(metrics, status, host in ALL_INTERFACES), listener, MAX_CONNECTIONS) as bound:
         yield bound
 
 
-def _application(metrics: Metrics, status: Callable[[], NodeStatus], everywhere: bool) -> Starlette:
+def _build_application(metrics: Metrics, status: Callable[[], NodeStatus], on_all_interfaces: bool) -> Starlette:
     async def scrape(request: Request) -> Response:
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encoder(metrics.registry), headers={"content-type": content_type})
@@ -210,5 +210,5 @@ def _application(metrics: Metrics, status: Callable[[], NodeStatus], everywhere:
 
     routes = [Route("/metrics", scrape), Route("/healthz", health), Route("/status", whole)]
     # A page in a browser must not reach us through a name that it makes point to 127.0.0.1.
-    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["*"] if everywhere else ["127.0.0.1", "localhost"])
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["*"] if on_all_interfaces else ["127.0.0.1", "localhost"])
     return Starlette(routes=routes, middleware=[hosts])

@@ -7,26 +7,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from node.daemon.offers import Offer, Past, Sent
+from node.daemon.offers import StoredContribution, SettledContribution, LastSent
 from node.folder import write_atomically
 from protocol.errors import StorageError
 
 
-class OfferFile:
+class ContributionFile:
     """Its parts lie in the blob store."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def save(self, sent: Sent) -> None:
+    def save(self, last_sent: LastSent) -> None:
         """On disk once this returns. Raises StorageError."""
-        values = {**sent.offer.to_json(), "past": [entry.to_json() for entry in sent.past]}
+        values = {**last_sent.contribution.to_json(), "past": [entry.to_json() for entry in last_sent.settled]}
         write_atomically(self._path, json.dumps(values).encode())
 
-    def load(self) -> Sent | None:
+    def load(self) -> LastSent | None:
         """None: nothing was ever sent. Raises StorageError for what `save` did not write."""
         try:
-            return _sent_of(json.loads(self._path.read_bytes()))
+            return _last_sent_from_json(json.loads(self._path.read_bytes()))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -35,7 +35,7 @@ class OfferFile:
         except (ValueError, TypeError, KeyError) as error:
             raise StorageError(f"{self._path} is damaged: remove it together with the folder checkpoints") from error
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         """A trainer that knows of nothing begins to count its messages anew. Raises StorageError."""
         try:
             self._path.unlink(missing_ok=True)
@@ -43,5 +43,5 @@ class OfferFile:
             raise StorageError(f"cannot remove {self._path}: {error.strerror}; mend its folder") from error
 
 
-def _sent_of(values: dict[str, Any]) -> Sent:
-    return Sent(Offer.from_json(values), tuple(Past.from_json(entry) for entry in values["past"]))
+def _last_sent_from_json(values: dict[str, Any]) -> LastSent:
+    return LastSent(StoredContribution.from_json(values), tuple(SettledContribution.from_json(entry) for entry in values["past"]))

@@ -15,251 +15,251 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from node.channel import Fate, Message
-from optim.program import Program
+from node.channel import ContributionOutcome, ContributionHeader
+from optim.program import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.rounds.chain import Head
-from protocol.rounds.statements import Commit, Contribution, Terms
+from protocol.rounds.chain import ChainHead
+from protocol.rounds.statements import Commit, Contribution, ContributionLimits
 
-MAX_AGE = 3  # rounds
-KEPT_MESSAGES = 3  # decided ones that can be given back once more: their blobs stay on disk
-KNOWN_MESSAGES = 16  # decided ones that another chain may judge otherwise
-HORIZON = 48  # rounds; no chain is asked for more
+MAX_AGE_ROUNDS = 3  # rounds
+MAX_RESTORABLE = 3  # decided ones that can be given back once more: their blobs stay on disk
+MAX_SETTLED = 16  # decided ones that another chain may judge otherwise
+MAX_HISTORY_ROUNDS = 48  # rounds; no chain is asked for more
 
-Later = Literal["none", "one", "many"]
+SentSinceSnapshot = Literal["none", "one", "many"]
 Parts = tuple[Blob, ...]
 
 
 @dataclass(frozen=True)
-class Offer:
-    message: Message
+class StoredContribution:
+    header: ContributionHeader
     parts: Parts
 
-    def contribution(self, head: Head, terms: Terms) -> Contribution:
+    def to_contribution(self, head: ChainHead, limits: ContributionLimits) -> Contribution:
         """To the round that follows `head`."""
         return Contribution(
             round=head.round,
             base=head.digest,
-            codec=terms.codec,
-            shapes=terms.shapes,
-            tokens=self.message.tokens,
-            steps=self.message.steps,
-            loss=self.message.loss,
+            codec=limits.codec,
+            shapes=limits.shapes,
+            tokens=self.header.tokens,
+            steps=self.header.steps,
+            loss=self.header.loss,
             parts=self.parts,
-            age=max(0, head.round - self.message.round),
+            age=max(0, head.round - self.header.round),
         )
 
     def to_json(self) -> dict[str, Any]:
         parts = [{"digest": blob.digest.hex(), "size": blob.size} for blob in self.parts]
-        return {"message": self.message.model_dump(mode="json"), "parts": parts}
+        return {"message": self.header.model_dump(mode="json"), "parts": parts}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Offer":
+    def from_json(cls, values: dict[str, Any]) -> "StoredContribution":
         parts = tuple(Blob(bytes.fromhex(part["digest"]), int(part["size"])) for part in values["parts"])
-        return cls(Message.model_validate(values["message"]), parts)
+        return cls(ContributionHeader.model_validate(values["message"]), parts)
 
 
 @dataclass(frozen=True)
-class Past:
+class SettledContribution:
     """A message that is decided. `since`: the first round that it may have been offered to. `was`: the fate that its
     trainer was told before, where another chain has judged otherwise. `carrier`: the serial of the message that went on
     its way with what was given back of this one; None: there was none yet."""
 
-    offer: Offer
-    since: int
-    fate: Fate
-    was: Fate | None = None
-    carrier: int | None = None
+    contribution: StoredContribution
+    submitted_since: int
+    outcome: ContributionOutcome
+    previous_outcome: ContributionOutcome | None = None
+    resent_in: int | None = None
 
-    def carried_by(self, offer: Offer) -> "Past":
+    def mark_resent(self, contribution: StoredContribution) -> "SettledContribution":
         """A new message carries what was given back before it."""
-        fresh = self.fate == "excluded" and self.carrier is None
-        return replace(self, carrier=offer.message.serial) if fresh else self
+        fresh = self.outcome == "excluded" and self.resent_in is None
+        return replace(self, resent_in=contribution.header.serial) if fresh else self
 
     def to_json(self) -> dict[str, Any]:
-        values = {"since": self.since, "fate": self.fate, "was": self.was, "carrier": self.carrier}
-        return {**self.offer.to_json(), **values}
+        values = {"since": self.submitted_since, "fate": self.outcome, "was": self.previous_outcome, "carrier": self.resent_in}
+        return {**self.contribution.to_json(), **values}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Past":
-        offer = Offer.from_json(values)
+    def from_json(cls, values: dict[str, Any]) -> "SettledContribution":
+        offer = StoredContribution.from_json(values)
         return cls(offer, int(values["since"]), values["fate"], values["was"], values["carrier"])
 
 
-class Sent(NamedTuple):
+class LastSent(NamedTuple):
     """The last message that others may have, and those before it."""
 
-    offer: Offer
-    past: tuple[Past, ...] = ()
+    contribution: StoredContribution
+    settled: tuple[SettledContribution, ...] = ()
 
 
-class Verdict(NamedTuple):
+class ForkOutcome(NamedTuple):
     """Of another chain: on the message that is on its way, and on those whose fate is another now."""
 
-    fate: Fate
-    revised: tuple[Past, ...] = ()
+    outcome: ContributionOutcome
+    revised: tuple[SettledContribution, ...] = ()
 
     @property
-    def withdraws(self) -> bool:
+    def retracts_restored(self) -> bool:
         """Whether something that was given back must be taken out again."""
-        return any(entry.was == "excluded" for entry in self.revised)
+        return any(entry.previous_outcome == "excluded" for entry in self.revised)
 
 
-class Offers:
+class ContributionTracker:
     """At most one message is undecided. `past`: the last that were decided, oldest first."""
 
-    def __init__(self, program: Program, decided: tuple[int, Fate] | None = None, past: Sequence[Past] = ()) -> None:
+    def __init__(self, program: RoundPlanner, last_outcome: tuple[int, ContributionOutcome] | None = None, settled: Sequence[SettledContribution] = ()) -> None:
         self._program = program
-        self.current: Offer | None = None
-        self.since = 0  # the first round that it may have been offered to
-        self.decided = decided  # round and fate of the last message that was decided
-        self.past = list(past)
+        self.pending: StoredContribution | None = None
+        self.submitted_since = 0  # the first round that it may have been offered to
+        self.last_outcome = last_outcome  # round and fate of the last message that was decided
+        self.settled = list(settled)
 
     @property
-    def parts(self) -> list[Blob]:
+    def retained_parts(self) -> list[Blob]:
         """Of all messages that may be asked for, or given back."""
-        kept = self.past[-KEPT_MESSAGES:]
-        offers = [past.offer for past in kept] + ([self.current] if self.current else [])
+        kept = self.settled[-MAX_RESTORABLE:]
+        offers = [past.contribution for past in kept] + ([self.pending] if self.pending else [])
         return [part for offer in offers for part in offer.parts]
 
-    def asks_since(self, number: int) -> int:
+    def history_needed_since(self, round_number: int) -> int:
         """The first round of another chain that tells what became of our messages; `number`: that we stand before."""
-        offered = [*(past.since for past in self.past), *([self.since] if self.current else [])]
-        return min([number, *(since for since in offered if since >= number - HORIZON)])
+        offered = [*(past.submitted_since for past in self.settled), *([self.submitted_since] if self.pending else [])]
+        return min([round_number, *(since for since in offered if since >= round_number - MAX_HISTORY_ROUNDS)])
 
-    def is_known(self, message: Message) -> bool:
+    def is_known(self, header: ContributionHeader) -> bool:
         """Whether what a trainer that came back repeats is on its way or decided."""
         return (
-            self.current is not None
-            and self.current.message.round == message.round
-            or (self.fate_of(message.round) != "none")
+            self.pending is not None
+            and self.pending.header.round == header.round
+            or (self.outcome_of(header.round) != "none")
         )
 
-    def place(self, offer: Offer, number: int | None = None) -> None:
+    def submit(self, contribution: StoredContribution, round_number: int | None = None) -> None:
         """A new message: its trainer has heard of the fate of the one before it. `number`: where we stand, if it is not
         the round that the message was made for."""
         # Rounds start anew from a lower number on another chain: an old fate must not pass for that of this message.
-        self.current = offer
-        self.decided = None
-        self.past = [entry.carried_by(offer) for entry in self.past[-KNOWN_MESSAGES:]]
-        self.since = offer.message.round if number is None else number
+        self.pending = contribution
+        self.last_outcome = None
+        self.settled = [entry.mark_resent(contribution) for entry in self.settled[-MAX_SETTLED:]]
+        self.submitted_since = contribution.header.round if round_number is None else round_number
 
-    def resume(self, outstanding: Offer | None, made: int, sent: Sent | None, number: int) -> Later:
+    def restore(self, outstanding: StoredContribution | None, made_count: int, last_sent: LastSent | None, round_number: int) -> SentSinceSnapshot:
         """After a start from disk, before round `number`: put the message in its place that may be on its way.
 
         The trainer goes on from a snapshot that knows of `made` messages, the last of them `outstanding` or decided.
         Returns how many messages were made after the snapshot: what it
         still had to say is in these, and must not be said again.
         """
-        if sent is None or sent.offer.message.serial <= made:
-            if outstanding is not None and self.fate_of(outstanding.message.round) == "none":
-                self.place(outstanding, number)
+        if last_sent is None or last_sent.contribution.header.serial <= made_count:
+            if outstanding is not None and self.outcome_of(outstanding.header.round) == "none":
+                self.submit(outstanding, round_number)
             return "none"
-        message, self.past = sent.offer.message, list(sent.past)
-        self.place(sent.offer, number)
-        if not self._may_join(message.round, number):
-            self._decide("lost")  # a round that we have forgotten may have it
-        return "one" if message.serial == made + 1 else "many"
+        message, self.settled = last_sent.contribution.header, list(last_sent.settled)
+        self.submit(last_sent.contribution, round_number)
+        if not self._may_join(message.round, round_number):
+            self._settle("lost")  # a round that we have forgotten may have it
+        return "one" if message.serial == made_count + 1 else "many"
 
-    def fate_of(self, message_round: int | None) -> Fate:
+    def outcome_of(self, made_for_round: int | None) -> ContributionOutcome:
         """Of the message that a trainer calls outstanding."""
-        if self.decided is not None and self.decided[0] == message_round:
-            return self.decided[1]
+        if self.last_outcome is not None and self.last_outcome[0] == made_for_round:
+            return self.last_outcome[1]
         return "none"
 
-    def settle(self, me: PeerId, commit: Commit) -> Fate:
+    def on_commit(self, peer_id: PeerId, commit: Commit) -> ContributionOutcome:
         """What a commit means for our message."""
-        if self.current is None:
+        if self.pending is None:
             return "none"
-        if self._is_in(me, commit):
-            return self._decide("included")
-        return self.arrive(commit.round + 1)
+        if self._is_included(peer_id, commit):
+            return self._settle("included")
+        return self.on_round(commit.round + 1)
 
-    def reach(self, me: PeerId, commits: Sequence[Commit], number: int) -> Fate:
+    def on_commits(self, peer_id: PeerId, commits: Sequence[Commit], round_number: int) -> ContributionOutcome:
         """What these commits, in order, mean for our message, and that we stand before `number` now."""
-        fates = [*(self.settle(me, commit) for commit in commits), self.arrive(number)]
+        fates = [*(self.on_commit(peer_id, commit) for commit in commits), self.on_round(round_number)]
         return next((fate for fate in fates if fate != "none"), "none")
 
-    def jump(self, me: PeerId, commits: Sequence[Commit], number: int, left: Head) -> Verdict:
+    def on_fork(self, peer_id: PeerId, commits: Sequence[Commit], round_number: int, old_head: ChainHead) -> ForkOutcome:
         """We stand on another chain than that of `left`, or further on that, before `number`. `commits`: those that we
         know of it, one after the other. Another chain may have taken our messages in rounds that ended otherwise on
         ours."""
-        taken = {entry.body.parts for commit in commits for entry in commit.contributions if entry.sender == me}
-        known_since = commits[0].round if commits and commits[-1].round == number - 1 else number
-        is_ours = any((commit.round, commit.base) == (left.round, left.digest) for commit in commits)
-        fate = self._judge(taken, 0 if is_ours and known_since < number else known_since, number)
+        taken = {entry.body.parts for commit in commits for entry in commit.contributions if entry.sender == peer_id}
+        known_since = commits[0].round if commits and commits[-1].round == round_number - 1 else round_number
+        is_ours = any((commit.round, commit.base) == (old_head.round, old_head.digest) for commit in commits)
+        fate = self._pending_outcome_on_fork(taken, 0 if is_ours and known_since < round_number else known_since, round_number)
         is_pending = fate in ("none", "excluded")
-        verdict = Verdict(fate, () if is_ours else self._revise(taken, known_since, is_pending))
-        if verdict.withdraws and self.current is not None and fate == "none":
-            verdict = verdict._replace(fate="excluded")  # it may carry that, too
-        if verdict.fate != "none":
-            self._decide(verdict.fate)
+        verdict = ForkOutcome(fate, () if is_ours else self._revise_settled(taken, known_since, is_pending))
+        if verdict.retracts_restored and self.pending is not None and fate == "none":
+            verdict = verdict._replace(outcome="excluded")  # it may carry that, too
+        if verdict.outcome != "none":
+            self._settle(verdict.outcome)
         return verdict
 
-    def _judge(self, taken: Set[Parts], known_since: int, number: int) -> Fate:
+    def _pending_outcome_on_fork(self, included: Set[Parts], known_since: int, round_number: int) -> ContributionOutcome:
         """The message that is on its way."""
-        if self.current is None:
+        if self.pending is None:
             return "none"
-        if self.current.parts in taken:
+        if self.pending.parts in included:
             return "included"
-        if self.since < known_since:
+        if self.submitted_since < known_since:
             return "lost"
-        self.since = min(self.since, number)
-        return "none" if self._may_join(self.current.message.round, number) else "excluded"
+        self.submitted_since = min(self.submitted_since, round_number)
+        return "none" if self._may_join(self.pending.header.round, round_number) else "excluded"
 
-    def _revise(self, taken: Set[Parts], known_since: int, is_pending: bool) -> tuple[Past, ...]:
+    def _revise_settled(self, included: Set[Parts], known_since: int, is_unsent: bool) -> tuple[SettledContribution, ...]:
         """The messages that were decided, from the newest on. `is_pending`: whether what the message that is on its way
         carries is still to be sent on that chain."""
-        pending = {self.current.message.serial: is_pending} if self.current else {}
-        revised: list[Past] = []
-        for place, entry in reversed(list(enumerate(self.past))):
-            fate: Fate = "included" if entry.offer.parts in taken else "excluded"
-            was_pending = entry.fate == "excluded" and (entry.carrier is None or pending.get(entry.carrier, False))
-            is_kept = entry.fate == "excluded" or place >= len(self.past) - KEPT_MESSAGES
-            if fate == "excluded" and (entry.since < known_since or not is_kept):
+        pending = {self.pending.header.serial: is_unsent} if self.pending else {}
+        revised: list[SettledContribution] = []
+        for place, entry in reversed(list(enumerate(self.settled))):
+            fate: ContributionOutcome = "included" if entry.contribution.parts in included else "excluded"
+            was_pending = entry.outcome == "excluded" and (entry.resent_in is None or pending.get(entry.resent_in, False))
+            is_kept = entry.outcome == "excluded" or place >= len(self.settled) - MAX_RESTORABLE
+            if fate == "excluded" and (entry.submitted_since < known_since or not is_kept):
                 fate = "lost"
-            is_news = entry.fate == "included" != fate or (was_pending and fate != "excluded")
+            is_news = entry.outcome == "included" != fate or (was_pending and fate != "excluded")
             if is_news:
-                self.past[place] = replace(entry, fate=fate, was=entry.fate, carrier=None)
-                revised.append(self.past[place])
-            pending[entry.offer.message.serial] = fate == "excluded" and (was_pending or is_news)
+                self.settled[place] = replace(entry, outcome=fate, previous_outcome=entry.outcome, resent_in=None)
+                revised.append(self.settled[place])
+            pending[entry.contribution.header.serial] = fate == "excluded" and (was_pending or is_news)
         return tuple(revised)
 
-    def _is_in(self, me: PeerId, commit: Commit) -> bool:
-        entries = (contribution for contribution in commit.contributions if contribution.sender == me)
-        return self.current is not None and any(entry.body.parts == self.current.parts for entry in entries)
+    def _is_included(self, peer_id: PeerId, commit: Commit) -> bool:
+        entries = (contribution for contribution in commit.contributions if contribution.sender == peer_id)
+        return self.pending is not None and any(entry.body.parts == self.pending.parts for entry in entries)
 
-    def refuse(self, offer: Offer, number: int) -> None:
+    def reject(self, contribution: StoredContribution, round_number: int) -> None:
         """A message that carries what is about to be taken out: nobody is offered it, and its trainer gets it back."""
-        self.current = offer
-        self.since = number
-        self._decide("excluded")
+        self.pending = contribution
+        self.submitted_since = round_number
+        self._settle("excluded")
 
-    def arrive(self, number: int) -> Fate:
+    def on_round(self, round_number: int) -> ContributionOutcome:
         """We stand before that round: a message that it cannot take is given back."""
-        if self.current is None:
+        if self.pending is None:
             return "none"
-        self.since = min(self.since, number)
-        return "none" if self._may_join(self.current.message.round, number) else self._decide("excluded")
+        self.submitted_since = min(self.submitted_since, round_number)
+        return "none" if self._may_join(self.pending.header.round, round_number) else self._settle("excluded")
 
-    def _may_join(self, made: int, number: int) -> bool:
+    def _may_join(self, made_for_round: int, round_number: int) -> bool:
         """Rounds may also have gone back: on another chain, or since the last save."""
         plan = self._program.plan
-        return abs(number - made) <= MAX_AGE and plan(made).may_join(plan(number))
+        return abs(round_number - made_for_round) <= MAX_AGE_ROUNDS and plan(made_for_round).is_compatible_with(plan(round_number))
 
-    def _decide(self, fate: Fate) -> Fate:
-        assert self.current is not None
-        self.past.append(Past(self.current, self.since, fate))
-        self.decided = self.current.message.round, fate
-        self.current = None
-        return fate
+    def _settle(self, outcome: ContributionOutcome) -> ContributionOutcome:
+        assert self.pending is not None
+        self.settled.append(SettledContribution(self.pending, self.submitted_since, outcome))
+        self.last_outcome = self.pending.header.round, outcome
+        self.pending = None
+        return outcome
 
     def to_json(self) -> dict[str, Any]:
-        return {"decided": self.decided, "past": [entry.to_json() for entry in self.past]}
+        return {"decided": self.last_outcome, "past": [entry.to_json() for entry in self.settled]}
 
     @classmethod
-    def from_json(cls, program: Program, values: dict[str, Any]) -> "Offers":
+    def from_json(cls, program: RoundPlanner, values: dict[str, Any]) -> "ContributionTracker":
         decided = values["decided"]
-        past = [Past.from_json(entry) for entry in values["past"]]
+        past = [SettledContribution.from_json(entry) for entry in values["past"]]
         return cls(program, None if decided is None else (int(decided[0]), decided[1]), past)

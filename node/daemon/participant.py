@@ -12,53 +12,53 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from node.channel import Fate
-from node.daemon.catch_up import Scout, Way, ahead, best, is_time_to_go
-from node.daemon.keeper import KEPT_ROUNDS, Keeper
-from node.daemon.membership import Members
-from node.daemon.replica import Replica, Share
-from node.daemon.rounds import RoundDriver
-from node.daemon.standing import Standing
+from node.channel import ContributionOutcome
+from node.daemon.catch_up import ChainSyncClient, SyncPlan, find_preferred_heads, best_head, should_sync
+from node.daemon.keeper import RETAINED_ROUNDS, Checkpointer
+from node.daemon.membership import SwarmView
+from node.daemon.replica import ReplicatedState, SignedContributions
+from node.daemon.rounds import Effects
+from node.daemon.standing import StatusReporter
 from node.daemon.trainer_link import TrainerLink
-from node.daemon.wishes import Wishes
-from node.status import short_bytes
+from node.daemon.wishes import Downloads
+from node.status import format_bytes
 from optim.method import Method
 from protocol.errors import GoneError, MissingFileError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.pacing import Pacing
-from protocol.rounds.chain import Head, disagrees
-from protocol.rounds.entries import Entries
-from protocol.rounds.statements import Commit, Digest, Statement, Terms
+from protocol.rounds.chain import ChainHead, is_state_outvoted
+from protocol.rounds.entries import AppliedContributions
+from protocol.rounds.statements import Commit, Digest, SignedMessage, ContributionLimits
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5
-STATE_SECONDS = 15.0  # to fetch a state, and a second more for each of so many bytes
-SLOWEST_BYTES = 1_000_000
-MOST_GONE = 5  # states in a row that nobody had any more, by the time they were fetched
+POLL_SECONDS = 0.5
+MIN_STATE_SECONDS = 15.0  # to fetch a state, and a second more for each of so many bytes
+MIN_BYTES_PER_SECOND = 1_000_000
+MAX_VANISHED_STATES = 5  # states in a row that nobody had any more, by the time they were fetched
 AVOID_SECONDS = 60.0  # not to follow a peer that could not show us the way to its head
 
 
 @dataclass(kw_only=True)
-class Participant:
+class RoundLoop:
     """`foreseen`, `decided`, `offer`, `broken` and `wake` are called from outside; everything else happens in `run`."""
 
     manifest: Manifest
     method: Method
-    terms: Terms
-    members: Members
-    driver: RoundDriver
-    wishes: Wishes
-    scout: Scout
+    terms: ContributionLimits
+    members: SwarmView
+    driver: Effects
+    wishes: Downloads
+    scout: ChainSyncClient
     trainer: TrainerLink
-    keeper: Keeper
-    standing: Standing
-    replica: Replica
-    share: Callable[[Commit], Share]
+    keeper: Checkpointer
+    standing: StatusReporter
+    replica: ReplicatedState
+    share: Callable[[Commit], SignedContributions]
     pacing: Pacing
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    _decided: Statement[Commit] | None = None
+    _decided: SignedMessage[Commit] | None = None
     _fault: BaseException | None = None
     _avoided: dict[PeerId, float] = field(default_factory=dict)
     _ahead_since: float | None = None
@@ -68,9 +68,9 @@ class Participant:
 
     def foreseen(self, commit: Commit) -> None:
         """From the round driver, once all of it is here."""
-        self.replica.foresee(commit, self.share(commit))
+        self.replica.speculate(commit, self.share(commit))
 
-    def decided(self, commit: Statement[Commit]) -> None:
+    def decided(self, commit: SignedMessage[Commit]) -> None:
         """From the round driver."""
         self._decided = commit
         self.wake.set()
@@ -82,14 +82,14 @@ class Participant:
 
     def offer(self) -> None:
         """Give the trainer's message, if there is one, to the open round."""
-        offer, chain = self.trainer.offers.current, self.replica.chain
+        offer, chain = self.trainer.contributions.pending, self.replica.chain
         if offer is not None and self.driver.is_open and self.driver.number == chain.round:
-            self.standing.enter("exchanging")
-            steps = offer.message.steps if offer.message.round == chain.round else None
-            self.driver.offer(offer.contribution(chain.head, self.terms), steps)
+            self.standing.set_phase("exchanging")
+            steps = offer.header.steps if offer.header.round == chain.round else None
+            self.driver.offer(offer.to_contribution(chain.head, self.terms), steps)
 
     @property
-    def target_reached(self) -> bool:
+    def is_target_reached(self) -> bool:
         target, head = self.manifest.target, self.replica.chain.head
         return bool(
             (target.rounds is not None and head.round >= target.rounds)
@@ -101,7 +101,7 @@ class Participant:
         await self._join()
         await self.trainer.start(self.replica.chain.round, self._shared())
         await self._assemble()
-        while not self.target_reached:
+        while not self.is_target_reached:
             self._raise_fault()
             if self._decided is not None:
                 await self._take_decided()
@@ -113,12 +113,12 @@ class Participant:
             else:
                 await self._look()
         self.driver.close()
-        self.standing.enter("training", "the target is reached")
+        self.standing.set_phase("training", "the target is reached")
 
     async def _join(self) -> None:
         """A newcomer with somebody to ask asks first: what it would train alone is of little use."""
-        self.standing.enter("joining", "looking for the peers of the run")
-        while self.replica.chain.round == 0 and self.members.has_contacts and not self.members.records():
+        self.standing.set_phase("joining", "looking for the peers of the run")
+        while self.replica.chain.round == 0 and self.members.has_contacts and not self.members.other_records():
             await self._look()
         while self._heads():
             await self._catch_up()
@@ -131,7 +131,7 @@ class Participant:
             if self.replica.chain.round > 0 and loop.time() > patience_ends:
                 break
             reason = f"{present} of {needed} peers are here; the run begins with {needed}"
-            self.standing.enter("waiting for peers", reason)
+            self.standing.set_phase("waiting for peers", reason)
             if self._heads():
                 await self._catch_up()
             else:
@@ -140,7 +140,7 @@ class Participant:
     async def _look(self) -> None:
         """Wait for news, or a little."""
         try:
-            async with asyncio.timeout(LOOK_SECONDS):
+            async with asyncio.timeout(POLL_SECONDS):
                 await self.wake.wait()
         except TimeoutError:
             return
@@ -153,7 +153,7 @@ class Participant:
             raise self._fault
 
     def _open_round(self) -> None:
-        self.standing.enter("training")
+        self.standing.set_phase("training")
         self.driver.begin(self.replica.chain.round, self.replica.chain.digest, self.members.trainers())
         self.offer()
 
@@ -165,62 +165,62 @@ class Participant:
             await self._apply(commit)
         except (UnreachableError, PeerFault, MissingFileError) as error:
             line = f"round {commit.body.round} is decided but cannot be applied here: {error}"
-            self.standing.set_back("not applied", line)
-            self.standing.goes_without(str(error))
+            self.standing.record_recovered("not applied", line)
+            self.standing.set_miss_reason(str(error))
             await self._look()
 
-    async def _apply(self, commit: Statement[Commit]) -> None:
+    async def _apply(self, commit: SignedMessage[Commit]) -> None:
         self.driver.check(commit.body)
         share = await self._obtain(commit.body)
-        state = await self.replica.after(commit, share)
-        fate = self.trainer.settle([commit.body], commit.body.round + 1)
-        await self.trainer.adopt(commit.body.round + 1, state.shared(self.method))
+        state = await self.replica.compute_next(commit, share)
+        fate = self.trainer.on_commits([commit.body], commit.body.round + 1)
+        await self.trainer.apply_anchor(commit.body.round + 1, state.shared_vectors(self.method))
         await self.replica.advance(commit, state)
-        await self.keeper.ready(self.replica)
-        self.standing.entered(Entries.of(share), self.replica.step_share(commit.body, share))
+        await self.keeper.wait_until_announceable(self.replica)
+        self.standing.record_applied(AppliedContributions.of(share), self.replica.step_scale(commit.body, share))
         self._tell([commit.body], fate)
         await self._keep([commit.body])
 
-    async def _obtain(self, commit: Commit) -> Share:
+    async def _obtain(self, commit: Commit) -> SignedContributions:
         """What of a commit is for us, with its blobs in the store."""
         share, seconds = self.share(commit), self.manifest.round.exchange_timeout
         if self.method.topology.kind != "groups":
-            await self.wishes.get_from_anyone(seconds, *commit.blobs)
+            await self.wishes.download_from_anyone(seconds, *commit.blobs)
             return share
         held = []
         for entry in share:
             try:
-                await self.wishes.get_from_anyone(seconds, entry.body.parts[0])
+                await self.wishes.download_from_anyone(seconds, entry.body.parts[0])
                 held.append(entry)
             except (UnreachableError, MissingFileError) as error:  # it may have died with its owner, our partner
                 line = f"round {commit.round} is applied here without {entry.sender}: {error}"
-                self.standing.set_back("partner lost", line)
+                self.standing.record_recovered("partner lost", line)
         return tuple(held)
 
-    def _tell(self, commits: list[Commit], fate: Fate) -> None:
+    def _tell(self, commits: list[Commit], fate: ContributionOutcome) -> None:
         """A new state is in place: tell people and the others."""
         replica, self._ahead_since = self.replica, None
-        self.standing.applied(replica.chain.head, replica.blob.digest, commits, fate)
+        self.standing.record_rounds(replica.chain.head, replica.blob.digest, commits, fate)
         self.members.announce_head(replica.chain.head, replica.blob.digest)
 
     async def _keep(self, commits: list[Commit]) -> None:
         """And the disk; the trainer has it."""
         replica = self.replica
-        self.standing.paced(self.pacing.words(replica.chain.round))
-        await self.keeper.replace(replica.blob)
-        async with self.trainer.placing:
-            self.keeper.prune(self.trainer.offers, commits)
-        await self.keeper.keep(replica, self.trainer.offers)
+        self.standing.set_pace(self.pacing.describe(replica.chain.round))
+        await self.keeper.retain_state(replica.blob)
+        async with self.trainer.submit_lock:
+            self.keeper.prune_blobs(self.trainer.contributions, commits)
+        await self.keeper.save_in_background(replica, self.trainer.contributions)
 
     def _shared(self) -> list[Tensor]:
         """The vectors that the trainer takes over."""
-        return self.replica.state.shared(self.method)
+        return self.replica.state.shared_vectors(self.method)
 
-    def _heads(self) -> dict[Head, list[PeerId]]:
+    def _heads(self) -> dict[ChainHead, list[PeerId]]:
         """Where others are that we could follow, and who."""
-        records = self.members.records()
+        records = self.members.other_records()
         followed = {peer: record for peer, record in records.items() if peer in self._not_avoided(records)}
-        return ahead(self.replica.chain.head, followed)
+        return find_preferred_heads(self.replica.chain.head, followed)
 
     def _not_avoided(self, peers: Iterable[PeerId]) -> list[PeerId]:
         now = asyncio.get_running_loop().time()
@@ -237,78 +237,78 @@ class Participant:
             return False
         now = asyncio.get_running_loop().time()
         self._ahead_since = self._ahead_since or now
-        return is_time_to_go(self.replica.chain.head, best(heads)[0], now - self._ahead_since)
+        return should_sync(self.replica.chain.head, best_head(heads)[0], now - self._ahead_since)
 
     def _state_is_wrong(self) -> bool:
         if self.method.topology.kind == "groups":
             return False  # everyone has a state of its own
-        votes = {peer: (record.digest, record.state_digest) for peer, record in self.members.records().items()}
+        votes = {peer: (record.digest, record.state_digest) for peer, record in self.members.other_records().items()}
         voting = {peer: vote for peer, vote in votes.items() if vote[1]}
-        return disagrees(self.replica.chain.digest, self.replica.blob.digest, voting)
+        return is_state_outvoted(self.replica.chain.digest, self.replica.blob.digest, voting)
 
     async def _catch_up(self) -> None:
         replace, heads = self._state_is_wrong(), self._heads()
         if replace:
             head = self.replica.chain.head
             self._tell_difference(head)
-            peers = self._not_avoided(self.members.holders(head, self.replica.blob.digest))
+            peers = self._not_avoided(self.members.state_holders(head, self.replica.blob.digest))
         else:
-            self.standing.enter("catching up", "others are ahead")
-            head, peers = best(heads) if heads else (self.replica.chain.head, [])
+            self.standing.set_phase("catching up", "others are ahead")
+            head, peers = best_head(heads) if heads else (self.replica.chain.head, [])
         if not peers:
             return await self._look()
         # The blobs of long ago are gone, and one state costs no more than many rounds.
-        replay = not (replace or self._replay_failed) and head.round - self.replica.chain.round <= KEPT_ROUNDS
+        replay = not (replace or self._replay_failed) and head.round - self.replica.chain.round <= RETAINED_ROUNDS
         try:
-            await self._follow(await self.scout.find_way(peers[0], replay, self._offered_since()), peers)
+            await self._follow(await self.scout.plan_sync(peers[0], replay, self._offered_since()), peers)
             self._replay_failed = False
             self._gone = 0
         except (UnreachableError, PeerFault, MissingFileError) as error:
-            self.standing.set_back("way lost", f"cannot follow {peers[0]} to round {head.round}: {error}")
+            self.standing.record_recovered("way lost", f"cannot follow {peers[0]} to round {head.round}: {error}")
             self._gone = self._gone + 1 if isinstance(error, GoneError) and not replay else 0
-            if 0 < self._gone < MOST_GONE:
+            if 0 < self._gone < MAX_VANISHED_STATES:
                 return  # they went on meanwhile, and are asked again where to
             self._replay_failed = replay
             if not replay:
                 self._avoided[peers[0]] = asyncio.get_running_loop().time() + AVOID_SECONDS
             await self._look()
 
-    def _tell_difference(self, head: Head) -> None:
+    def _tell_difference(self, head: ChainHead) -> None:
         """Of each state of ours once, however often its better is asked for."""
-        self.standing.enter("catching up", "our state differs from the others'; fetching theirs")
+        self.standing.set_phase("catching up", "our state differs from the others'; fetching theirs")
         if self._differing != self.replica.blob.digest:
             self._differing = self.replica.blob.digest
-            self.standing.set_back("state differs", f"ours is another than the others' after round {head.round}")
-            self.standing.goes_without("our state differed from the others'")
+            self.standing.record_recovered("state differs", f"ours is another than the others' after round {head.round}")
+            self.standing.set_miss_reason("our state differed from the others'")
 
     def _offered_since(self) -> int:
         """The first round that may have taken one of our last messages."""
-        return self.trainer.offers.asks_since(self.replica.chain.round)
+        return self.trainer.contributions.history_needed_since(self.replica.chain.round)
 
-    async def _follow(self, way: Way, holders: Sequence[PeerId]) -> None:
+    async def _follow(self, way: SyncPlan, holders: Sequence[PeerId]) -> None:
         """Replay the rounds that we missed, or take over another state, which the holders have, or had a moment ago."""
         if way.state is not None:
             before = self.replica.chain.head
-            self._tell_way(f"fetching the state of round {way.head.round} ({short_bytes(way.state.size)})")
-            seconds = STATE_SECONDS + way.state.size / SLOWEST_BYTES
-            await self.wishes.get_named(way.state, seconds, holders)
-            await self.replica.take_over(way.head, way.state, way.commits)
-            self.standing.moved_to(way.head)
-            self.standing.caught_up("skipped", max(0, way.head.round - before.round))
+            self._tell_way(f"fetching the state of round {way.head.round} ({format_bytes(way.state.size)})")
+            seconds = MIN_STATE_SECONDS + way.state.size / MIN_BYTES_PER_SECOND
+            await self.wishes.download_from_holders(way.state, seconds, holders)
+            await self.replica.install_state(way.head, way.state, way.commits)
+            self.standing.reset_validation(way.head)
+            self.standing.record_catch_up("skipped", max(0, way.head.round - before.round))
             commits = [commit.body for commit in way.commits]
-            verdict = self.trainer.jump(commits, way.head.round, before)
-            self.standing.revised(verdict.revised)
+            verdict = self.trainer.on_fork(commits, way.head.round, before)
+            self.standing.record_revised(verdict.revised)
             fresh = [commit for commit in commits if commit.round >= before.round]
-            await self.trainer.adopt(way.head.round, self._shared())
+            await self.trainer.apply_anchor(way.head.round, self._shared())
             await self._keep(fresh)
-            await self.keeper.saved()  # a kill would take back all rounds that were skipped
-            self._tell(fresh, verdict.fate)
+            await self.keeper.wait_until_saved()  # a kill would take back all rounds that were skipped
+            self._tell(fresh, verdict.outcome)
         else:
             self._tell_way(f"replaying {len(way.commits)} rounds from round {self.replica.chain.round} on")
             for commit in way.commits:
                 await self._apply(commit)
-                self.standing.caught_up("replayed", 1)
+                self.standing.record_catch_up("replayed", 1)
 
     def _tell_way(self, text: str) -> None:
         logger.info("%s", text)
-        self.standing.enter("catching up", text)
+        self.standing.set_phase("catching up", text)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from node.daemon.background import Background
-from node.daemon.metrics import Setback
-from node.daemon.replica import Workshop
-from node.daemon.vows import VowFile
-from node.daemon.wishes import Wishes
-from node.daemon.workers import Work
+from node.daemon.background import BackgroundTasks
+from node.daemon.metrics import RecoveredErrorKind
+from node.daemon.replica import RoundCompute
+from node.daemon.vows import VoteLog
+from node.daemon.wishes import Downloads
+from node.daemon.workers import RunInThread
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError, UnreachableError
@@ -28,35 +28,35 @@ from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.pacing import Pacing
 from protocol.records import sign
-from protocol.rounds.attendance import Attendance, Key, key_of
+from protocol.rounds.attendance import MessageBuffer, MessageKey, message_key
 from protocol.rounds.events import (
     Action,
     Event,
     Fetch,
     Finish,
-    Foresee,
-    Held,
-    Hurry,
-    Live,
-    Offered,
-    Reason,
-    Received,
+    Speculate,
+    BlobAvailable,
+    RequestEarlySubmit,
+    MembershipChanged,
+    LocalContribution,
+    RejectReason,
+    MessageReceived,
     Reduce,
-    Reduced,
+    PartReduced,
     RoundSettings,
     Send,
-    Skip,
+    Rejected,
     Tick,
-    Vow,
+    VoteRecord,
 )
 from protocol.rounds.kinds import named_blobs, parse
-from protocol.rounds.reports import Part
-from protocol.rounds.round import Round
-from protocol.rounds.statements import Commit, Contribution, Digest, Statement, Terms
+from protocol.rounds.reports import ReducedPart
+from protocol.rounds.round import RoundMachine
+from protocol.rounds.statements import Commit, Contribution, Digest, SignedMessage, ContributionLimits
 
-MAX_ANSWER_BYTES = 768 * 1024  # of one reply; what is more comes by post
+MAX_DECISION_REPLY_BYTES = 768 * 1024  # of one reply; what is more comes by post
 RETRY_SECONDS = 1.0
-MAX_WAITING = 4096  # actions behind a vow; messages beyond that are dropped, as they are repeated anyway
+MAX_PENDING_ACTIONS = 4096  # actions behind a vow; messages beyond that are dropped, as they are repeated anyway
 
 
 @dataclass
@@ -69,24 +69,24 @@ class Hooks:
     """
 
     send: Callable[[Iterable[PeerId], Signed], None]
-    work: Work
-    members: Callable[[], Live]
+    work: RunInThread
+    members: Callable[[], MembershipChanged]
     trains: Callable[[PeerId], bool]
     refused: Callable[[PeerId, Sequence[PeerFault]], None]
-    skipped: Callable[[PeerId | None, Reason], None]
-    set_back: Callable[[Setback, str], None]
+    skipped: Callable[[PeerId | None, RejectReason], None]
+    set_back: Callable[[RecoveredErrorKind, str], None]
     foreseen: Callable[[Commit], None]
-    decided: Callable[[Statement[Commit]], None]
+    decided: Callable[[SignedMessage[Commit]], None]
     hurry: Callable[[], None]
     broken: Callable[[BaseException], None]
 
 
-class RoundDriver:
+class Effects:
     """Between `begin` and the call of `hooks.decided` there is a machine; `decided` is called once a round."""
 
     def __init__(
-        self, identity: Identity, settings: Callable[[int], RoundSettings], terms: Terms, store: BlobStore,
-        workshop: Workshop, wishes: Wishes, vows: VowFile, hooks: Hooks, pacing: Pacing,
+        self, identity: Identity, settings: Callable[[int], RoundSettings], terms: ContributionLimits, store: BlobStore,
+        workshop: RoundCompute, wishes: Downloads, vows: VoteLog, hooks: Hooks, pacing: Pacing,
     ) -> None:  # fmt: skip
         """Raises StorageError where the vows of an earlier process cannot be read."""
         self._identity = identity
@@ -102,16 +102,16 @@ class RoundDriver:
         self._vowing = False  # a vow is being written
         self._waiting: deque[Action] = deque()
         self._pacing = pacing
-        self._machine: Round | None = None
-        self._live: Live | None = None  # what the open round knows of its members
+        self._machine: RoundMachine | None = None
+        self._live: MembershipChanged | None = None  # what the open round knows of its members
         self._number = -1
         self._base: Digest = b""
         self._seen: Mapping[PeerId, float] | None = None
         self.left_out: frozenset[Digest] = frozenset()  # blobs of the last round that may be asked for in the next
-        self._attendance = Attendance(self._settings.leader_timeout)
-        self._heard: dict[Key, Statement[Any]] = {}  # of the open round
-        self._background = Background(hooks.broken)
-        self._vow_writing = Background(hooks.broken)  # outlives the round: two threads must not write at once
+        self._attendance = MessageBuffer(self._settings.leader_timeout)
+        self._heard: dict[MessageKey, SignedMessage[Any]] = {}  # of the open round
+        self._background = BackgroundTasks(hooks.broken)
+        self._vow_writing = BackgroundTasks(hooks.broken)  # outlives the round: two threads must not write at once
         self._timer: asyncio.TimerHandle | None = None
         self._events: deque[Event] = deque()
         self._feeding = False
@@ -131,28 +131,28 @@ class RoundDriver:
         known = self._vow.members if self._vow else ()
         seen = self._seen if self._seen is not None else dict.fromkeys([*known, *now_live], now)
         self._number, self._base, self._settings = number, base, self._settings_of(number)
-        me, urgency = self._identity.peer_id, self._pacing.urgency
-        self._machine = Round(self._settings, me, number, base, self._sign, now, seen, self._vow, urgency)
-        self._pacing.opened(number, now)
+        me, urgency = self._identity.peer_id, self._pacing.early_submit_policy
+        self._machine = RoundMachine(self._settings, me, number, base, self._sign, now, seen, self._vow, urgency)
+        self._pacing.open_round(number, now)
         self._live = None
         self.members_changed()
-        for statement in self._attendance.begin(number):
+        for statement in self._attendance.open_round(number):
             self.receive(statement)
 
     def check(self, commit: Commit) -> None:
         """MalformedError unless a commit, from wherever it came, is one of its round."""
-        if not self._settings_of(commit.round).fits(commit):
+        if not self._settings_of(commit.round).accepts_commit(commit):
             raise MalformedError(f"a commit that round {commit.round} of this run cannot have")
 
     def close(self) -> None:
         """Give the open round up: this peer has moved to another chain, or stops."""
         self._end()
-        self._attendance.close()
+        self._attendance.clear()
 
     def offer(self, contribution: Contribution, steps: int | None = None) -> None:
         """Our own message for the open round; its blobs are in the store. `steps`: if it was made for this round."""
-        self._pacing.offered(steps, _now())
-        self._feed(Offered(contribution))
+        self._pacing.record_submit(steps, _now())
+        self._feed(LocalContribution(contribution))
 
     def members_changed(self) -> None:
         """Or may have: records are renewed far more often than any of them says something new."""
@@ -165,7 +165,7 @@ class RoundDriver:
 
     def knows(self, peer: PeerId) -> bool:
         """Whether what it says may count: also of one that we have just lost sight of, as long as it has a vote."""
-        return self._hooks.trains(peer) or (self._machine is not None and self._machine.has_elector(peer))
+        return self._hooks.trains(peer) or (self._machine is not None and self._machine.has_voter(peer))
 
     def take(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
         """Statements that `sender` brought (not all need be its own); returns what it seems to lack."""
@@ -187,22 +187,22 @@ class RoundDriver:
 
     def _answer(self, number: int, asker: PeerId) -> list[Signed]:
         """In one piece if it is small enough; otherwise it goes by post."""
-        decision = self._attendance.answer(number, asker, _now())
-        if sum(signed.ByteSize() for signed in decision) <= MAX_ANSWER_BYTES:
+        decision = self._attendance.answer_late(number, asker, _now())
+        if sum(signed.ByteSize() for signed in decision) <= MAX_DECISION_REPLY_BYTES:
             return list(decision)
         for signed in decision:
             self._hooks.send([asker], signed)
         return []
 
-    def receive(self, statement: Statement[Any]) -> None:
+    def receive(self, statement: SignedMessage[Any]) -> None:
         """A checked statement; those of the next round wait for it, others that are not of this round are dropped."""
         number = statement.body.round
         if number == self._number and self._machine is not None:
-            if self._machine.has_elector(statement.sender):
-                self._heard[key_of(statement)] = statement
-            self._feed(Received(statement))
+            if self._machine.has_voter(statement.sender):
+                self._heard[message_key(statement)] = statement
+            self._feed(MessageReceived(statement))
         elif number == self._number + 1 and self._hooks.trains(statement.sender):
-            self._attendance.keep(statement)
+            self._attendance.buffer_early(statement)
 
     def _feed(self, event: Event) -> None:
         """What an action causes at once (a peer found unreachable) waits until all actions are carried out."""
@@ -222,7 +222,7 @@ class RoundDriver:
         if machine is None:
             return
         for action in machine.handle(event, _now()):
-            if len(self._waiting) >= MAX_WAITING and isinstance(action, Send):
+            if len(self._waiting) >= MAX_PENDING_ACTIONS and isinstance(action, Send):
                 self._hooks.skipped(None, "slow disk")
             else:
                 self._waiting.append(action)
@@ -236,13 +236,13 @@ class RoundDriver:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Vow():
+            case VoteRecord():
                 self._vow = action
                 self._vowing = True
                 self._vow_writing.spawn(self._keep_vow(action))
                 if action.lock:
                     self._hooks.foreseen(action.lock.body)
-            case Foresee(commit):
+            case Speculate(commit):
                 self._hooks.foreseen(commit)
             case Send(peers, signed):
                 self._hooks.send(peers, signed)
@@ -252,13 +252,13 @@ class RoundDriver:
                 self._background.spawn(self._reduce(action))
             case Finish(commit):
                 self._finish(commit)
-            case Skip(peer, reason):
+            case Rejected(peer, reason):
                 self._hooks.skipped(peer, reason)
-            case Hurry():
-                self._pacing.asked(_now())
+            case RequestEarlySubmit():
+                self._pacing.record_early_request(_now())
                 self._hooks.hurry()
 
-    async def _keep_vow(self, vow: Vow) -> None:
+    async def _keep_vow(self, vow: VoteRecord) -> None:
         """Whoever cannot keep its word must not give it: where this fails, nothing more is said."""
         try:
             await asyncio.to_thread(self._write_vow, vow)
@@ -268,18 +268,18 @@ class RoundDriver:
         self._vowing = False
         self._carry_out_waiting()
 
-    def _write_vow(self, vow: Vow) -> None:
-        for blob in vow.rests_on:
-            self._store.secure(blob.digest)
+    def _write_vow(self, vow: VoteRecord) -> None:
+        for blob in vow.required_blobs:
+            self._store.persist(blob.digest)
         self._vows.save(vow)
 
     def _fetch(self, order: Fetch) -> None:
-        if self._wishes.want(order.portion, order.sources):
+        if self._wishes.request(order.part_blob, order.sources):
             self._background.spawn(self._get(order, self._number))
 
     async def _get(self, order: Fetch, number: int) -> None:
         """Until it is here and good, or the round is over (which cancels this)."""
-        name = order.portion.blob.name[:12]
+        name = order.part_blob.blob.name[:12]
         try:
             while not await self._arrived(order):
                 self._hooks.set_back("blob late", f"round {number} still wants blob {name}")
@@ -287,16 +287,16 @@ class RoundDriver:
         except (PeerFault, StorageError) as error:
             line = f"round {number} goes on here without blob {name}: {error}"
             self._hooks.set_back("blob missing", line)
-            self._wishes.drop(order.portion)
+            self._wishes.cancel(order.part_blob)
             return
-        self._wishes.drop(order.portion)
-        self._feed(Held(order.portion))
+        self._wishes.cancel(order.part_blob)
+        self._feed(BlobAvailable(order.part_blob))
 
     async def _arrived(self, order: Fetch) -> bool:
-        (blob, part), seconds = order.portion, self._settings.exchange_timeout
+        (blob, part), seconds = order.part_blob, self._settings.exchange_timeout
         try:
-            await self._wishes.get(order.portion, seconds, lambda: self._offer_of(blob), self._turn_of(order))
-            await self._hooks.work(self._workshop.check, blob, self._number, part)
+            await self._wishes.download(order.part_blob, seconds, lambda: self._offer_of(blob), self._turn_of(order))
+            await self._hooks.work(self._workshop.check_part, blob, self._number, part)
         except (UnreachableError, MissingFileError):  # or it was damaged on our disk, and is removed
             return False
         return True
@@ -304,30 +304,30 @@ class RoundDriver:
     async def _reduce(self, order: Reduce) -> None:
         contributions = [contribution.body for contribution in order.contributions]
         try:
-            blob = await self._hooks.work(self._workshop.reduce, self._number, order.part, contributions)
+            blob = await self._hooks.work(self._workshop.reduce_part, self._number, order.part, contributions)
         except (PeerFault, MissingFileError, StorageError) as error:
             line = f"part {order.part} of round {self._number} cannot be reduced here: {error}"
             self._hooks.set_back("not reduced", line)
             return
-        self._feed(Reduced(order.part, order.attempt, blob))
+        self._feed(PartReduced(order.part, order.request_id, blob))
 
-    def _finish(self, commit: Statement[Commit]) -> None:
+    def _finish(self, commit: SignedMessage[Commit]) -> None:
         assert self._machine is not None
-        self._pacing.decided(self._machine.arrivals, commit.body.in_time)
-        self.left_out = self._machine.left_out
-        told = self._machine.seen if commit.sender == self._identity.peer_id else ()
-        self._attendance.decide(self._number, self._machine.decision, told, _now())
+        self._pacing.close_round(self._machine.arrival_times, commit.body.roster_peers)
+        self.left_out = self._machine.left_out_blobs
+        told = self._machine.last_seen if commit.sender == self._identity.peer_id else ()
+        self._attendance.record_decision(self._number, self._machine.signed_decision, told, _now())
         self._end()
         self._hooks.decided(commit)
 
     def _end(self) -> None:
         if self._machine is not None:
-            self._seen = self._machine.seen
+            self._seen = self._machine.last_seen
         self._machine = None
         self._waiting.clear()
         self._heard.clear()
-        self._wishes.clear()
-        self._background.cancel()
+        self._wishes.cancel_all()
+        self._background.cancel_all()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -351,17 +351,17 @@ class RoundDriver:
         """What others wait for, a sum that is made here, comes before the sums of others; and one part after the other,
         so that sums can be made, and fetched, while the contributions to the next ones are on their way. Of the sums of
         others those come first that follow ours, all around: not everybody asks the same peer first."""
-        part = order.portion.part
-        if not order.is_sum:
+        part = order.part_blob.part
+        if not order.is_reduced:
             return part
-        own = self._machine.own_parts if self._machine else ()
+        own = self._machine.parts_to_reduce if self._machine else ()
         return self._terms.parts + (part - min(own, default=0)) % self._settings.parts
 
     def _offer_of(self, blob: Blob) -> Signed | None:
         """Its owner's own words."""
         named = (entry for statement in self._heard.values() for entry in named_blobs(statement))
-        said = (entry.statement for entry in named if entry.blob == blob)
-        return next((offer.signed for offer in said if isinstance(offer.body, Contribution | Part)), None)
+        said = (entry.message for entry in named if entry.blob == blob)
+        return next((offer.signed for offer in said if isinstance(offer.body, Contribution | ReducedPart)), None)
 
     def _sign(self, kind: str, body: Any) -> Signed:
         return sign(self._identity, kind, self._settings.run_id, body)

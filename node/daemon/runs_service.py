@@ -14,44 +14,44 @@ from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.murmur_pb2 import DialBackReply, DialBackRequest, ManifestReply, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsServicer
-from protocol.network.dial_back import DialBack
-from protocol.network.transport import SOMEBODY, caller
+from protocol.network.dial_back import DialBackResponder
+from protocol.network.transport import UNKNOWN_CALLER, caller
 
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
+INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class RunsService(RunsServicer):
     """`refused` hears of the calls that are not answered."""
 
-    def __init__(self, manifest: Manifest, dial_back: DialBack, refused: Callable[[PeerId, PeerFault], None]) -> None:
+    def __init__(self, manifest: Manifest, dial_back: DialBackResponder, record_refusal: Callable[[PeerId, PeerFault], None]) -> None:
         self._run_id = manifest.run_id
         self._dial_back = dial_back
-        self._refused = refused
-        self._text = manifest.to_toml().encode()
+        self._record_refusal = record_refusal
+        self._manifest_toml = manifest.to_toml().encode()
 
     async def Manifest(self, request: ManifestRequest, context: Any) -> ManifestReply:  # noqa: N802
         await self._admit(request.run, context)
-        return ManifestReply(toml=self._text)
+        return ManifestReply(toml=self._manifest_toml)
 
     async def DialBack(self, request: DialBackRequest, context: Any) -> DialBackReply:  # noqa: N802
         peer = await self._admit(request.run, context)
         try:
-            return await self._dial_back.answer(peer, request.ports, time.monotonic())
+            return await self._dial_back.probe_ports(peer, request.ports, time.monotonic())
         except PeerFault as fault:
-            self._refused(peer, fault)
-            status = grpc.StatusCode.RESOURCE_EXHAUSTED if isinstance(fault, LimitError) else INVALID
+            self._record_refusal(peer, fault)
+            status = grpc.StatusCode.RESOURCE_EXHAUSTED if isinstance(fault, LimitError) else INVALID_ARGUMENT
             await context.abort(status, str(fault))
         except (TransportError, UnreachableError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         raise AssertionError("abort raises")
 
     async def _admit(self, run: bytes, context: Any) -> PeerId:
-        peer = SOMEBODY
+        peer = UNKNOWN_CALLER
         try:
             peer = caller(context)
             if run.hex() != self._run_id:
                 raise StaleError("this node takes part in another run")
         except PeerFault as fault:
-            self._refused(peer, fault)
-            await context.abort(INVALID, str(fault))
+            self._record_refusal(peer, fault)
+            await context.abort(INVALID_ARGUMENT, str(fault))
         return peer

@@ -6,67 +6,67 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from node.channel import Evaluated, Fate, FromTrainer, Message, Mishap, Pausing, Progress, Ready
-from node.daemon.absence import BEHIND, MISHAPS, Absence, absence
-from node.daemon.metrics import CatchUp, Metrics, Setback
-from node.daemon.offers import Past
-from node.status import NodeStatus, Phase, plural, short_bytes
+from node.channel import Evaluated, ContributionOutcome, FromTrainer, ContributionHeader, TrainerWarning, PauseChanged, TrainerProgress, Ready
+from node.daemon.absence import CATCHING_UP, REJECT_TEXTS, MissReason, find_miss_reason
+from node.daemon.metrics import CatchUpKind, Metrics, RecoveredErrorKind
+from node.daemon.offers import SettledContribution
+from node.status import NodeStatus, Phase, format_plural, format_bytes
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
-from protocol.rounds.chain import Head
-from protocol.rounds.entries import Entries
-from protocol.rounds.events import Reason
+from protocol.rounds.chain import ChainHead
+from protocol.rounds.entries import AppliedContributions
+from protocol.rounds.events import RejectReason
 from protocol.rounds.statements import Commit, Digest
 
 logger = logging.getLogger(__name__)
 
 # A peer that does not answer is told of once, by the directory; the others mend themselves.
-QUIET: tuple[Setback, ...] = ("not delivered", "blob late", "given back")
-RECENT_LENGTHS = 5
-STANDSTILL = 5.0  # times as long as the last rounds: then something is wrong
-LEAST_STANDSTILL = 120.0  # seconds
-WORDS = {"included": "applied already", "excluded": "not applied, and is given back", "lost": "lost: it is not known"}
+LOGGED_AS_INFO: tuple[RecoveredErrorKind, ...] = ("not delivered", "blob late", "given back")
+RECENT_ROUND_COUNT = 5
+STALL_FACTOR = 5.0  # times as long as the last rounds: then something is wrong
+MIN_STALL_SECONDS = 120.0  # seconds
+OUTCOME_TEXTS = {"included": "applied already", "excluded": "not applied, and is given back", "lost": "lost: it is not known"}
 
 
-class Standing:
+class StatusReporter:
     """`traffic`: fields of NodeStatus that are read when asked (peers, bytes, trainer deaths)."""
 
     def __init__(
-        self, status: NodeStatus, metrics: Metrics, traffic: Callable[[], dict[str, object]],
+        self, status: NodeStatus, metrics: Metrics, live_fields: Callable[[], dict[str, object]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._status = status.model_copy(update={"since": time.time()})
         self._clock = clock
         self._decided_at: float | None = None  # the newest round, if we took part in it
-        self._lengths: deque[float] = deque(maxlen=RECENT_LENGTHS)  # seconds of the last rounds
+        self._round_seconds: deque[float] = deque(maxlen=RECENT_ROUND_COUNT)  # seconds of the last rounds
         self._metrics = metrics
-        self._traffic = traffic
-        self._measures_from = 0  # the first round of the chain that we are on whose model the trainer has seen
-        self._offered = False  # whether a message of ours waits for its fate
-        self._mishap: Reason | None = None  # what the open round has done to it
+        self._live_fields = live_fields
+        self._validation_since_round = 0  # the first round of the chain that we are on whose model the trainer has seen
+        self._is_submitted = False  # whether a message of ours waits for its fate
+        self._reject_reason: RejectReason | None = None  # what the open round has done to it
 
     def status(self) -> NodeStatus:
         metrics = self._metrics
         reasons = {
-            "standstill": self._standstill(),
-            "absences": dict(metrics.absences),
-            "setbacks": dict(metrics.setbacks),
+            "standstill": self._describe_stall(),
+            "absences": dict(metrics.missed_rounds),
+            "setbacks": dict(metrics.recovered_errors),
             "refusals": dict(metrics.refusals),
         }
-        status = self._status.model_copy(update=reasons | self._traffic())
+        status = self._status.model_copy(update=reasons | self._live_fields())
         # The trainer tells its speed while it trains, and not that it has none.
         rests = status.paused or status.trainer_trouble
         return status.model_copy(update={"tokens_per_second": 0.0}) if rests else status
 
-    def enter(self, phase: Phase, reason: str = "") -> None:
+    def set_phase(self, phase: Phase, reason: str = "") -> None:
         if phase != self._status.phase:
             logger.info("%s%s", phase, f": {reason}" if reason else "")
-        self._set(phase=phase, reason=reason)
+        self._update(phase=phase, reason=reason)
 
-    def heard(self, message: FromTrainer) -> None:
+    def on_trainer_message(self, message: FromTrainer) -> None:
         match message:
-            case Progress():
-                self._set(
+            case TrainerProgress():
+                self._update(
                     step=message.step,
                     tokens=message.tokens,
                     loss=message.loss,
@@ -74,152 +74,152 @@ class Standing:
                     seconds=dict(message.seconds),
                 )
             case Evaluated():
-                self._measured(message)
+                self._record_validation(message)
             case Ready():
                 logger.info("the trainer is ready on %s at step %d", message.device, message.step)
-                self._set(paused="")
-            case Message():
-                self._offered = True
-            case Pausing():
-                self._pause(message.reason)
-            case Mishap():
-                self.set_back(message.reason, message.line)
+                self._update(paused="")
+            case ContributionHeader():
+                self._is_submitted = True
+            case PauseChanged():
+                self._set_paused(message.reason)
+            case TrainerWarning():
+                self.record_recovered(message.reason, message.line)
 
-    def _measured(self, message: Evaluated) -> None:
-        if self._measures_from <= message.round <= self._status.round:  # or it is of a chain that we have left
+    def _record_validation(self, message: Evaluated) -> None:
+        if self._validation_since_round <= message.round <= self._status.round:  # or it is of a chain that we have left
             logger.info("round %d: validation loss %.4f", message.round, message.loss)
-            self._set(validation_loss=message.loss, validation_round=message.round)
+            self._update(validation_loss=message.loss, validation_round=message.round)
 
-    def _standstill(self) -> str:
+    def _describe_stall(self) -> str:
         """Why nothing is decided any more is not known here; that it is so, is."""
-        usual, now = max(self._lengths, default=math.inf), self._clock()
+        usual, now = max(self._round_seconds, default=math.inf), self._clock()
         silence = now - (self._decided_at or now)
-        if silence <= max(LEAST_STANDSTILL, STANDSTILL * usual):
+        if silence <= max(MIN_STALL_SECONDS, STALL_FACTOR * usual):
             return ""
         return f"no round was decided for {silence / 60:.0f} min, the last ones took {usual:.0f} s at most"
 
-    def _time(self) -> None:
+    def _record_round_seconds(self) -> None:
         """The length of a round that was decided while we took part in it."""
         if self._status.phase == "catching up":
             self._decided_at = None
             return
         now = self._clock()
         if self._decided_at is not None:
-            self._lengths.append(now - self._decided_at)
+            self._round_seconds.append(now - self._decided_at)
         self._decided_at = now
 
-    def stands_at(self, head: Head, state: Digest) -> None:
+    def set_head(self, head: ChainHead, state: Digest) -> None:
         included = self._status.last_included_round
         if included is not None and included >= head.round:
             included = None  # it was a round of another chain
-        self._set(
+        self._update(
             round=head.round, chain_tokens=head.tokens, digest=head.digest.hex(), state_digest=state.hex(),
             last_included_round=included,
         )  # fmt: skip
 
-    def set_back(self, reason: Setback, line: str) -> None:
+    def record_recovered(self, reason: RecoveredErrorKind, line: str) -> None:
         """Something went wrong that a person need not mend: the line goes to the log."""
-        self._metrics.set_back(reason)
-        logger.log(logging.INFO if reason in QUIET else logging.WARNING, "%s: %s", reason, line)
+        self._metrics.record_recovered(reason)
+        logger.log(logging.INFO if reason in LOGGED_AS_INFO else logging.WARNING, "%s: %s", reason, line)
 
-    def entered(self, entries: Entries, step: float) -> None:
+    def record_applied(self, applied: AppliedContributions, step_scale: float) -> None:
         """What went into our state with a round, and which share of a whole step that was."""
-        self._metrics.entered(entries, step)
-        short = "" if step == 1 else f", {step:.2f} of a step"
-        count, size = plural(len(entries.peers), "contribution"), short_bytes(entries.size)
-        logger.info("%s went in, %d parts of %s%s", count, entries.parts, size, short)
+        self._metrics.record_applied(applied, step_scale)
+        short = "" if step_scale == 1 else f", {step_scale:.2f} of a step"
+        count, size = format_plural(len(applied.peers), "contribution"), format_bytes(applied.total_bytes)
+        logger.info("%s went in, %d parts of %s%s", count, applied.part_count, size, short)
 
-    def applied(self, head: Head, state: Digest, commits: Sequence[Commit], fate: Fate) -> None:
+    def record_rounds(self, head: ChainHead, state: Digest, commits: Sequence[Commit], outcome: ContributionOutcome) -> None:
         """New rounds are in place, and what became of our message in them."""
-        self._time()
-        self.stands_at(head, state)
+        self._record_round_seconds()
+        self.set_head(head, state)
         # Of a round that was skipped by taking over a state we cannot say what went into it.
-        went_in = plural(len(commits[0].contributions), "contribution") if len(commits) == 1 else "taken over"
+        went_in = format_plural(len(commits[0].contributions), "contribution") if len(commits) == 1 else "taken over"
         mark = head.digest.hex()[:8]
-        if fate == "included":
-            self._include(head, commits)
+        if outcome == "included":
+            self._record_included(head, commits)
             logger.info("round %d: %s, ours included, digest %s", head.round, went_in, mark)
         else:
-            word, text = self._exclude(fate, len(commits))
-            ours = fate if fate != "none" else "not among them"
+            word, text = self._record_missed(outcome, len(commits))
+            ours = outcome if outcome != "none" else "not among them"
             logger.info("round %d: %s, ours %s (%s), digest %s", head.round, went_in, ours, word, mark)
             logger.debug("round %d went without us: %s", head.round, text)
-        others = commits[fate != "none" :]  # a message is in one round at most
+        others = commits[outcome != "none" :]  # a message is in one round at most
         for _ in others:
-            self._metrics.round_ended("missed")
-        if fate != "none":
-            self._metrics.was_absent(BEHIND.word, len(others))
-        self._offered = self._offered and fate == "none"
-        self._mishap = None
+            self._metrics.record_round("missed")
+        if outcome != "none":
+            self._metrics.record_missed(CATCHING_UP.word, len(others))
+        self._is_submitted = self._is_submitted and outcome == "none"
+        self._reject_reason = None
 
-    def revised(self, past: Sequence[Past]) -> None:
+    def record_revised(self, settled: Sequence[SettledContribution]) -> None:
         """Another chain judges earlier messages of ours otherwise than the one that we left."""
-        for entry in past:
-            self._metrics.revised(entry.fate)
-            logger.info("the message of round %d is %s on this chain", entry.offer.message.round, WORDS[entry.fate])
+        for entry in settled:
+            self._metrics.record_revised(entry.outcome)
+            logger.info("the message of round %d is %s on this chain", entry.contribution.header.round, OUTCOME_TEXTS[entry.outcome])
 
-    def _include(self, head: Head, commits: Sequence[Commit]) -> None:
-        self._metrics.round_ended("included")
+    def _record_included(self, head: ChainHead, commits: Sequence[Commit]) -> None:
+        self._metrics.record_round("included")
         me, included = self._status.peer_id, self._status.contributions_included + 1
         ours = [commit.round for commit in commits if any(entry.sender == me for entry in commit.contributions)]
         newest = max(ours, default=head.round - 1)
-        text = "" if newest == head.round - 1 else BEHIND.text
-        self._set(contributions_included=included, last_included_round=newest, absence=text)
+        text = "" if newest == head.round - 1 else CATCHING_UP.text
+        self._update(contributions_included=included, last_included_round=newest, absence=text)
 
-    def _exclude(self, fate: Fate, rounds: int) -> Absence:
-        found = absence(self.status(), self._mishap, self._offered, rounds)
-        if fate == "excluded":
-            found = Absence("excluded", "our message came too late for several rounds; later ones carry its work")
-            self._metrics.round_ended("excluded")
-            self._set(contributions_excluded=self._status.contributions_excluded + 1)
-        elif fate == "lost":
-            found = Absence("lost", "rounds that are not known here may have taken our message; it is not sent again")
-            self._metrics.round_ended("lost")
-        self._metrics.was_absent(found.word, rounds if fate == "none" else min(1, rounds))
-        self._set(absence=found.text)
+    def _record_missed(self, outcome: ContributionOutcome, rounds: int) -> MissReason:
+        found = find_miss_reason(self.status(), self._reject_reason, self._is_submitted, rounds)
+        if outcome == "excluded":
+            found = MissReason("excluded", "our message came too late for several rounds; later ones carry its work")
+            self._metrics.record_round("excluded")
+            self._update(contributions_excluded=self._status.contributions_excluded + 1)
+        elif outcome == "lost":
+            found = MissReason("lost", "rounds that are not known here may have taken our message; it is not sent again")
+            self._metrics.record_round("lost")
+        self._metrics.record_missed(found.word, rounds if outcome == "none" else min(1, rounds))
+        self._update(absence=found.text)
         return found
 
-    def moved_to(self, head: Head) -> None:
+    def reset_validation(self, head: ChainHead) -> None:
         """By taking over a state. What was measured before is of another chain, perhaps of the same round."""
-        self._measures_from = head.round
-        self._set(validation_loss=None, validation_round=None)
+        self._validation_since_round = head.round
+        self._update(validation_loss=None, validation_round=None)
 
-    def caught_up(self, how: CatchUp, rounds: int) -> None:
+    def record_catch_up(self, how: CatchUpKind, rounds: int) -> None:
         """`rounds` that others made without us were replayed, or skipped by taking over a state."""
-        self._metrics.caught_up(how, rounds)
+        self._metrics.record_catch_up(how, rounds)
 
-    def goes_without(self, reason: str) -> None:
+    def set_miss_reason(self, reason: str) -> None:
         """Why the open round will go without our work, where it is known before that round is applied."""
-        self._set(absence=reason)
+        self._update(absence=reason)
 
-    def _pause(self, reason: str) -> None:
+    def _set_paused(self, reason: str) -> None:
         if reason:
-            self._metrics.paused()
+            self._metrics.record_pause()
         logger.info("training pauses: %s" if reason else "training goes on%s", reason)
-        self._set(paused=reason)
+        self._update(paused=reason)
 
-    def paced(self, words: str) -> None:
+    def set_pace(self, words: str) -> None:
         """How far we keep to the plan's steps; empty: fully."""
         if words != self._status.pace:
             logger.info("%s", words or "all steps a round: this machine is as fast as the others")
-            self._set(pace=words)
+            self._update(pace=words)
 
-    def hurried(self) -> None:
-        self._metrics.hurried()
+    def record_early_submit(self) -> None:
+        self._metrics.record_early_submit()
         logger.info("the others wait: asking the trainer for what it has")
 
-    def refused(self, peer: PeerId, first: PeerFault, *others: PeerFault) -> None:
+    def record_refusal(self, peer: PeerId, first: PeerFault, *others: PeerFault) -> None:
         """All that was wrong in one call: each is counted, and one line says it."""
         for fault in (first, *others):
-            self._metrics.refused(fault.word)
+            self._metrics.record_refusal(fault.metric_label)
         more = f" (and {len(others)} more)" if others else ""
-        logger.warning("refused what %s sent (%s): %s%s", peer, first.word, first, more)
+        logger.warning("refused what %s sent (%s): %s%s", peer, first.metric_label, first, more)
 
-    def skipped(self, peer: PeerId | None, reason: Reason) -> None:
-        self._metrics.refused(reason)
+    def record_rejected(self, peer: PeerId | None, reason: RejectReason) -> None:
+        self._metrics.record_refusal(reason)
         logger.info("%s: %s", reason, peer or "this round")
-        if peer == self._status.peer_id and reason in MISHAPS:
-            self._mishap = self._mishap or reason  # what came of the first is no second one
+        if peer == self._status.peer_id and reason in REJECT_TEXTS:
+            self._reject_reason = self._reject_reason or reason  # what came of the first is no second one
 
-    def _set(self, **values: object) -> None:
+    def _update(self, **values: object) -> None:
         self._status = self._status.model_copy(update=values)

@@ -13,34 +13,34 @@ from typing import Any
 
 from torch import Tensor
 
-from node.arena import Arena
+from node.arena import SharedMemory
 from node.channel import (
-    Adopt,
-    Adopted,
+    ApplyAnchor,
+    AnchorApplied,
     Evaluate,
     Evaluated,
-    Fate,
+    ContributionOutcome,
     FromTrainer,
-    Hurry,
-    Message,
-    Mishap,
-    Pausing,
-    Progress,
+    SubmitEarly,
+    ContributionHeader,
+    TrainerWarning,
+    PauseChanged,
+    TrainerProgress,
     Ready,
-    Revised,
+    RevisedOutcome,
 )
-from node.daemon.metrics import Setback
-from node.daemon.offer_file import OfferFile
-from node.daemon.offers import Offer, Offers, Past, Sent, Verdict
+from node.daemon.metrics import RecoveredErrorKind
+from node.daemon.offer_file import ContributionFile
+from node.daemon.offers import StoredContribution, ContributionTracker, SettledContribution, LastSent, ForkOutcome
 from node.daemon.trainer_process import TrainerProcess
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.identity import PeerId
-from protocol.rounds.chain import Head
+from protocol.rounds.chain import ChainHead
 from protocol.rounds.statements import Commit
 
-ADOPTION_SECONDS = 60.0
-LAST_ADOPTION_SECONDS = 5.0
+APPLY_ANCHOR_SECONDS = 60.0
+LAST_APPLY_ANCHOR_SECONDS = 5.0
 
 
 class TrainerLink:
@@ -48,42 +48,42 @@ class TrainerLink:
     `steps`: how many to make for a round by its number."""
 
     def __init__(
-        self, me: PeerId, process: TrainerProcess, arena: Arena, store: BlobStore, offers: Offers, sent: OfferFile,
-        work: Callable[..., Awaitable[Any]], heard: Callable[[FromTrainer], None], steps: Callable[[int], int],
-        set_back: Callable[[Setback, str], None],
+        self, peer_id: PeerId, process: TrainerProcess, shared_memory: SharedMemory, store: BlobStore, contributions: ContributionTracker, contribution_file: ContributionFile,
+        run_in_thread: Callable[..., Awaitable[Any]], on_message: Callable[[FromTrainer], None], steps_for_round: Callable[[int], int],
+        record_recovered: Callable[[RecoveredErrorKind, str], None],
     ) -> None:  # fmt: skip
-        self._me = me
+        self._peer_id = peer_id
         self._process = process
-        self._arena = arena
+        self._shared_memory = shared_memory
         self._store = store
-        self.offers = offers
-        self._sent = sent
-        self._work = work
-        self._heard = heard
-        self._steps = steps
-        self._set_back = set_back
+        self.contributions = contributions
+        self._contribution_file = contribution_file
+        self._run_in_thread = run_in_thread
+        self._on_message = on_message
+        self._steps_for_round = steps_for_round
+        self._record_recovered = record_recovered
         self._round = 0
         self._started = asyncio.Event()
         self._changed = asyncio.Condition()  # of the two below
         self._running = False
-        self._adopted_round = 0
-        self._greeted = -1  # deaths before the life that said Ready last
+        self._applied_round = 0
+        self._ready_crash_count = -1  # deaths before the life that said Ready last
         self._outstanding: int | None = None  # round of the message whose fate the living trainer waits for
-        self._repeated: int | None = None  # the same, where it will send that message again
+        self._resent_round: int | None = None  # the same, where it will send that message again
         # Earlier fates have changed: until it has heard of that, it sends too much or too little, which is not offered.
-        self._revises = bool(self._revised())
-        self._revision_told = False
+        self._revision_pending = bool(self._revised_outcomes())
+        self._revision_sent = False
         self._listener: asyncio.Task[None] | None = None
-        self.placing = asyncio.Lock()  # held while blobs are put that no offer names yet
+        self.submit_lock = asyncio.Lock()  # held while blobs are put that no offer names yet
 
     @property
-    def deaths(self) -> int:
-        return self._process.deaths
+    def crash_count(self) -> int:
+        return self._process.crash_count
 
     @property
-    def trouble(self) -> str:
+    def not_running_reason(self) -> str:
         """Why no trainer is at work; empty where one is."""
-        return self._process.trouble
+        return self._process.not_running_reason
 
     @property
     def round(self) -> int:
@@ -91,14 +91,14 @@ class TrainerLink:
         return self._round
 
     async def start(self, round_number: int, shared: Sequence[Tensor]) -> None:
-        self._round = self._adopted_round = round_number
-        self._arena.write_anchor(round_number, shared)
+        self._round = self._applied_round = round_number
+        self._shared_memory.write_anchor(round_number, shared)
         await self._process.start()
         self._running = True
         self._listener = asyncio.create_task(self._listen(), name="trainer link")
         self._started.set()
 
-    async def finished(self) -> None:
+    async def wait_finished(self) -> None:
         """Ends only with the trainer: raises what made it fail for good."""
         await self._started.wait()
         assert self._listener is not None
@@ -106,132 +106,132 @@ class TrainerLink:
 
     async def stop(self, round_number: int) -> None:
         """The trainer adopts that round, writes a last snapshot and ends; nothing of it is left."""
-        if not await self.has_adopted(round_number, LAST_ADOPTION_SECONDS):
-            self._set_back("not adopted", f"the trainer stops before it has adopted round {round_number}")
+        if not await self.wait_until_applied(round_number, LAST_APPLY_ANCHOR_SECONDS):
+            self._record_recovered("not adopted", f"the trainer stops before it has adopted round {round_number}")
         await self._process.stop()
         if self._listener is not None:
-            await asyncio.wait({self._listener}, timeout=LAST_ADOPTION_SECONDS)
+            await asyncio.wait({self._listener}, timeout=LAST_APPLY_ANCHOR_SECONDS)
         async with self._changed:
             self._running = False
             self._changed.notify_all()
 
-    def settle(self, commits: Sequence[Commit], number: int) -> Fate:
+    def on_commits(self, commits: Sequence[Commit], number: int) -> ContributionOutcome:
         """What these commits, in order, mean for the message that is on its way, and that we stand before `number`."""
-        return self.offers.reach(self._me, commits, number)
+        return self.contributions.on_commits(self._peer_id, commits, number)
 
-    def jump(self, commits: Sequence[Commit], number: int, left: Head) -> Verdict:
+    def on_fork(self, commits: Sequence[Commit], number: int, left: ChainHead) -> ForkOutcome:
         """The same where we took over the state before `number`. `commits`: what is known of that chain."""
-        verdict = self.offers.jump(self._me, commits, number, left)
+        verdict = self.contributions.on_fork(self._peer_id, commits, number, left)
         if verdict.revised:
-            self._revises = True
-            self._revision_told = False
+            self._revision_pending = True
+            self._revision_sent = False
         return verdict
 
-    async def adopt(self, round_number: int, shared: Sequence[Tensor]) -> None:
+    async def apply_anchor(self, round_number: int, shared: Sequence[Tensor]) -> None:
         """Hand the trainer a new anchor, and the fate of its message if that is decided."""
         if not self._running:
             return
-        while not await self.has_adopted(self._round, ADOPTION_SECONDS):  # one that is stuck is started again
-            line = f"the trainer has not adopted round {self._round} for {ADOPTION_SECONDS:g} s"
-            self._set_back("not adopted", line)
-        await self._work(self._arena.write_anchor, round_number, shared)
+        while not await self.wait_until_applied(self._round, APPLY_ANCHOR_SECONDS):  # one that is stuck is started again
+            line = f"the trainer has not adopted round {self._round} for {APPLY_ANCHOR_SECONDS:g} s"
+            self._record_recovered("not adopted", line)
+        await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
         self._round = round_number
-        self.offers.arrive(round_number)  # a message may have come while the copy was under way
+        self.contributions.on_round(round_number)  # a message may have come while the copy was under way
         # On another chain the number may be lower, and is not adopted yet for all that.
-        self._adopted_round = min(self._adopted_round, round_number - 1)
-        if self._process.deaths == self._greeted:
-            await self._tell()
+        self._applied_round = min(self._applied_round, round_number - 1)
+        if self._process.crash_count == self._ready_crash_count:
+            await self._send_anchor()
 
-    async def has_adopted(self, round_number: int, seconds: float = ADOPTION_SECONDS) -> bool:
+    async def wait_until_applied(self, round_number: int, seconds: float = APPLY_ANCHOR_SECONDS) -> bool:
         """Also true where no trainer runs: its snapshot lies still, and the greeting of the next one tells the rest."""
         try:
             async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(lambda: self._adopted_round >= round_number or not self._running)
+                await self._changed.wait_for(lambda: self._applied_round >= round_number or not self._running)
         except TimeoutError:
             return False
         return True
 
-    async def evaluate(self) -> None:
+    async def request_evaluation(self) -> None:
         """Ask for the validation loss of the newest anchor; the answer comes through `heard`."""
         await self._process.send(Evaluate(round=self._round))
 
-    async def hurry(self) -> None:
+    async def request_early_submit(self) -> None:
         """Ask for what it has made for the round that it stands at."""
-        await self._process.send(Hurry(round=self._round))
+        await self._process.send(SubmitEarly(round=self._round))
 
     async def _listen(self) -> None:
         async for message in self._process.messages():
             match message:
                 case Ready():
-                    await self._greet(message)
-                case Message():
-                    await self._take(message)
-                case Adopted():
-                    await self._note_adopted(message.round)
-                case Progress() | Evaluated() | Pausing() | Mishap():
+                    await self._on_ready(message)
+                case ContributionHeader():
+                    await self._on_contribution(message)
+                case AnchorApplied():
+                    await self._on_anchor_applied(message.round)
+                case TrainerProgress() | Evaluated() | PauseChanged() | TrainerWarning():
                     pass
-            self._heard(message)
+            self._on_message(message)
 
-    async def _greet(self, ready: Ready) -> None:
+    async def _on_ready(self, ready: Ready) -> None:
         """A trainer that (re)started may be behind, or wait for a fate that was decided meanwhile."""
-        self._greeted = self._process.deaths
+        self._ready_crash_count = self._process.crash_count
         self._outstanding = ready.outstanding
-        self._repeated = ready.outstanding
-        if ready.round != self._round or self.offers.fate_of(ready.outstanding) != "none" or self._revised():
-            await self._tell()
+        self._resent_round = ready.outstanding
+        if ready.round != self._round or self.contributions.outcome_of(ready.outstanding) != "none" or self._revised_outcomes():
+            await self._send_anchor()
         else:
-            await self._note_adopted(ready.round)
+            await self._on_anchor_applied(ready.round)
 
-    async def _tell(self) -> None:
-        fate = self.offers.fate_of(self._outstanding)
+    async def _send_anchor(self) -> None:
+        fate = self.contributions.outcome_of(self._outstanding)
         if fate != "none":
             self._outstanding = None
-        self._revision_told = self._revises
-        steps = self._steps(self._round)
-        await self._process.send(Adopt(round=self._round, fate=fate, steps=steps, revised=self._revised()))
+        self._revision_sent = self._revision_pending
+        steps = self._steps_for_round(self._round)
+        await self._process.send(ApplyAnchor(round=self._round, outcome=fate, steps=steps, revised=self._revised_outcomes()))
 
-    def _revised(self) -> tuple[Revised, ...]:
+    def _revised_outcomes(self) -> tuple[RevisedOutcome, ...]:
         return tuple(
-            Revised(message=entry.offer.message, parts=tuple(blob.name for blob in entry.offer.parts), fate=entry.fate)
-            for entry in self.offers.past
-            if entry.was is not None
+            RevisedOutcome(header=entry.contribution.header, parts=tuple(blob.name for blob in entry.contribution.parts), outcome=entry.outcome)
+            for entry in self.contributions.settled
+            if entry.previous_outcome is not None
         )
 
-    async def _note_adopted(self, round_number: int) -> None:
-        if self._revision_told and round_number == self._round:
-            self._revises = self._revision_told = False
+    async def _on_anchor_applied(self, round_number: int) -> None:
+        if self._revision_sent and round_number == self._round:
+            self._revision_pending = self._revision_sent = False
         if round_number <= self._round:  # a greater one is of the chain that we left
             async with self._changed:
-                self._adopted_round = max(self._adopted_round, round_number)
+                self._applied_round = max(self._applied_round, round_number)
                 self._changed.notify_all()
 
-    async def _take(self, message: Message) -> None:
+    async def _on_contribution(self, header: ContributionHeader) -> None:
         """Put the parts of a new message where others can fetch them."""
-        repeated, self._repeated = self._repeated == message.round, None
-        if repeated and self.offers.is_known(message):
+        repeated, self._resent_round = self._resent_round == header.round, None
+        if repeated and self.contributions.is_known(header):
             return
-        self._outstanding = message.round
-        async with self.placing:
-            past = None if self._revises else tuple(self.offers.past)
-            offer = await self._work(self._stored, message, past)
-            if self._revises:
-                self._set_back("given back", f"the message of round {message.round} is of the chain that was left")
-                self.offers.refuse(offer, self._round)
+        self._outstanding = header.round
+        async with self.submit_lock:
+            past = None if self._revision_pending else tuple(self.contributions.settled)
+            offer = await self._run_in_thread(self._store_contribution, header, past)
+            if self._revision_pending:
+                self._record_recovered("given back", f"the message of round {header.round} is of the chain that was left")
+                self.contributions.reject(offer, self._round)
             else:
-                self.offers.place(offer, self._round)
+                self.contributions.submit(offer, self._round)
         # Made for a round that was decided meanwhile: the one that is open may be unable to take it.
-        self.offers.arrive(self._round)
-        if self.offers.current is None and self._process.deaths == self._greeted:
-            await self._tell()
+        self.contributions.on_round(self._round)
+        if self.contributions.pending is None and self._process.crash_count == self._ready_crash_count:
+            await self._send_anchor()
 
-    def _stored(self, message: Message, past: tuple[Past, ...] | None) -> Offer:
+    def _store_contribution(self, header: ContributionHeader, settled: tuple[SettledContribution, ...] | None) -> StoredContribution:
         """`past`: the messages before it; None: it is not to be offered."""
-        offer = Offer(message, stored_parts(self._store, self._arena, message))
-        if past is not None:
-            self._sent.save(Sent(offer, past))
+        offer = StoredContribution(header, store_parts(self._store, self._shared_memory, header))
+        if settled is not None:
+            self._contribution_file.save(LastSent(offer, settled))
         return offer
 
 
-def stored_parts(store: BlobStore, arena: Arena, message: Message) -> tuple[Blob, ...]:
+def store_parts(store: BlobStore, shared_memory: SharedMemory, header: ContributionHeader) -> tuple[Blob, ...]:
     """The parts of the message in the outbox as blobs in the store."""
-    return tuple(store.put(part) for part in arena.outbox_parts(message.sizes))
+    return tuple(store.put(part) for part in shared_memory.contribution_parts(header.sizes))

@@ -13,34 +13,34 @@ from node.folder import write_atomically
 from protocol.errors import PeerFault, StorageError
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import Signed
-from protocol.rounds.events import Vow
+from protocol.rounds.events import VoteRecord
 from protocol.rounds.kinds import parse
-from protocol.rounds.statements import Commit, Statement, Terms
+from protocol.rounds.statements import Commit, SignedMessage, ContributionLimits
 
 
-class VowFile:
+class VoteLog:
     """Holds one vow, the last. `terms` are those of the run, for the proposal in it."""
 
-    def __init__(self, path: Path, run_id: RunId, terms: Terms) -> None:
+    def __init__(self, path: Path, run_id: RunId, limits: ContributionLimits) -> None:
         self._path = path
         self._run_id = run_id
-        self._terms = terms
+        self._limits = limits
 
-    def save(self, vow: Vow) -> None:
+    def save(self, vote: VoteRecord) -> None:
         """On disk once this returns. Raises StorageError."""
         values = {
-            "round": vow.round,
-            "base": vow.base.hex(),
-            "view": vow.view,
-            "lock": vow.lock.signed.SerializeToString().hex() if vow.lock else None,
-            "members": sorted(vow.members),
+            "round": vote.round,
+            "base": vote.base.hex(),
+            "view": vote.view,
+            "lock": vote.lock.signed.SerializeToString().hex() if vote.lock else None,
+            "members": sorted(vote.members),
         }
         write_atomically(self._path, json.dumps(values).encode())
 
-    def load(self) -> Vow | None:
+    def load(self) -> VoteRecord | None:
         """None: this node has never promised anything. Raises StorageError for what `save` did not write."""
         try:
-            return self._vow_of(json.loads(self._path.read_bytes()))
+            return self._parse_vote(json.loads(self._path.read_bytes()))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -49,13 +49,13 @@ class VowFile:
         except (ValueError, TypeError, KeyError, DecodeError, PeerFault) as error:
             raise StorageError(f"{self._path} is damaged: remove it, and start again in a minute") from error
 
-    def _vow_of(self, values: dict[str, Any]) -> Vow:
-        lock = None if values["lock"] is None else self._lock_of(bytes.fromhex(values["lock"]))
+    def _parse_vote(self, values: dict[str, Any]) -> VoteRecord:
+        lock = None if values["lock"] is None else self._parse_lock(bytes.fromhex(values["lock"]))
         members = frozenset(str(peer) for peer in values["members"])
-        return Vow(int(values["round"]), bytes.fromhex(values["base"]), int(values["view"]), lock, members)
+        return VoteRecord(int(values["round"]), bytes.fromhex(values["base"]), int(values["view"]), lock, members)
 
-    def _lock_of(self, signed: bytes) -> Statement[Commit]:
-        statement = parse(Signed.FromString(signed), self._run_id, self._terms)
+    def _parse_lock(self, signed: bytes) -> SignedMessage[Commit]:
+        statement = parse(Signed.FromString(signed), self._run_id, self._limits)
         if not isinstance(statement.body, Commit):
             raise ValueError("the lock is no commit")
-        return Statement(statement.signed, statement.body, statement.sender, statement.digest)
+        return SignedMessage(statement.signed, statement.body, statement.sender, statement.digest)

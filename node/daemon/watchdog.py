@@ -5,30 +5,30 @@ times the longest silence that it came back from, whichever is longer: steps tak
 which the daemon itself stood still (a suspended laptop, a stopped container) counts as one look at most.
 """
 
-LOOK_SECONDS = 5.0
-LEAST_SECONDS = 300.0
-PATIENCE = 20.0
+WATCHDOG_SECONDS = 5.0
+MIN_STUCK_SECONDS = 300.0
+STUCK_FACTOR = 20.0
 
 
 class Watchdog:
     """Of one life of a trainer, from its first beat on. `now` in seconds of a clock that only goes forward."""
 
-    def __init__(self, beats: int, now: float) -> None:
-        self._beats = beats
-        self._looked_at = now
-        self._longest = 0.0
+    def __init__(self, heartbeat_count: int, now: float) -> None:
+        self._heartbeat_count = heartbeat_count
+        self._observed_at = now
+        self._longest_silence = 0.0
         self.silent_seconds = 0.0
 
     @property
     def is_stuck(self) -> bool:
-        return self.silent_seconds > max(LEAST_SECONDS, PATIENCE * self._longest)
+        return self.silent_seconds > max(MIN_STUCK_SECONDS, STUCK_FACTOR * self._longest_silence)
 
-    def look(self, beats: int, now: float) -> None:
+    def observe(self, heartbeat_count: int, now: float) -> None:
         """`beats`: how many there were until now."""
-        lived = min(now - self._looked_at, 2 * LOOK_SECONDS)
-        self._looked_at = now
+        lived = min(now - self._observed_at, 2 * WATCHDOG_SECONDS)
+        self._observed_at = now
         self.silent_seconds += lived
-        if beats != self._beats:
-            self._longest = max(self._longest, self.silent_seconds)
-            self._beats = beats
+        if heartbeat_count != self._heartbeat_count:
+            self._longest_silence = max(self._longest_silence, self.silent_seconds)
+            self._heartbeat_count = heartbeat_count
             self.silent_seconds = 0.0

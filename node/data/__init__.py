@@ -1,8 +1,8 @@
 """Training text: where tokens come from, in which order a peer reads them, and what is held out."""
 
-from node.data.batches import Batches, validation_batches
+from node.data.batches import BatchReader, validation_batches
 from node.data.corpus import Corpus
 from node.data.source import open_source
 from node.data.tokens import tokenize_files
 
-__all__ = ["Batches", "Corpus", "open_source", "tokenize_files", "validation_batches"]
+__all__ = ["BatchReader", "Corpus", "open_source", "tokenize_files", "validation_batches"]

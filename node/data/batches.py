@@ -16,11 +16,11 @@ from protocol.errors import DataError
 VALIDATION_SEQUENCES = 16
 
 
-class Batches:
+class BatchReader:
     """The endless row of one peer's batches; `position` goes into the snapshot."""
 
     def __init__(self, corpus: Corpus, context: int, seed: int, peer_id: str, position: int = 0) -> None:
-        self._vocabulary = corpus.vocabulary
+        self._vocabulary_size = corpus.vocabulary_size
         self._windows = corpus.training.windows(context, order_key(seed, peer_id), position)
 
     @property
@@ -28,12 +28,12 @@ class Batches:
         """Where the next batch starts, to be given to another Batches after a restart."""
         return self._windows.position
 
-    def next(self, sequences: int) -> Tensor:
+    def next_batch(self, sequences: int) -> Tensor:
         """Tokens (sequences, context + 1), int64."""
         windows = self._windows.take(sequences)
-        if windows.max() >= self._vocabulary:
+        if windows.max() >= self._vocabulary_size:
             # In a shard that someone damaged; on an accelerator it would kill the process without a word.
-            raise DataError(f"token id {windows.max()} in the text, above {self._vocabulary - 1}; tokenize it again")
+            raise DataError(f"token id {windows.max()} in the text, above {self._vocabulary_size - 1}; tokenize it again")
         return torch.from_numpy(windows)
 
 

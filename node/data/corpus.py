@@ -12,25 +12,25 @@ import numpy.typing as npt
 
 from protocol.errors import DataError
 
-Integers = npt.NDArray[np.int64]
+TokenIds = npt.NDArray[np.int64]
 Shard = npt.NDArray[np.unsignedinteger[Any]]
 
 
-class Windows(Protocol):
+class WindowStream(Protocol):
     """A peer's endless order of windows; the same position is followed by the same windows, on every machine."""
 
     @property
     def position(self) -> int:
         """Where the next window starts; its meaning is the source's own."""
 
-    def take(self, count: int) -> Integers:
+    def take(self, count: int) -> TokenIds:
         """The next windows, shape (count, context + 1)."""
 
 
-class Training(Protocol):
+class TrainingText(Protocol):
     """Text to train on."""
 
-    def windows(self, context: int, key: int, position: int) -> Windows:
+    def windows(self, context: int, key: int, position: int) -> WindowStream:
         """The order that `key` (128 bits) stands for, from `position` on; 0 is its beginning."""
 
 
@@ -44,7 +44,7 @@ class TokenArray:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read(self, start: int, length: int) -> Integers:
+    def read(self, start: int, length: int) -> TokenIds:
         """`length` tokens from `start` on; the caller stays inside."""
         out = np.empty(length, dtype=np.int64)
         filled, index = 0, int(np.searchsorted(self._ends, start, side="right"))
@@ -56,7 +56,7 @@ class TokenArray:
             filled, index = filled + len(piece), index + 1
         return out
 
-    def part(self, start: int, stop: int) -> "TokenArray":
+    def slice(self, start: int, stop: int) -> "TokenArray":
         """The tokens from `start` to `stop`, not copied."""
         starts = [int(end) - len(shard) for end, shard in zip(self._ends, self._shards, strict=True)]
         return TokenArray(
@@ -88,7 +88,7 @@ class RandomWindows:
     def position(self) -> int:
         return self._position
 
-    def take(self, count: int) -> Integers:
+    def take(self, count: int) -> TokenIds:
         # One step of the counter gives four words; the first of each is used, so windows do not depend on the batch.
         stream = np.random.Philox(key=self._key, counter=self._position)
         words = np.asarray(stream.random_raw(4 * count), dtype=np.uint64)[::4]
@@ -101,19 +101,19 @@ class RandomWindows:
 class Corpus:
     """`vocabulary` is the number of token ids that may occur."""
 
-    training: Training
+    training: TrainingText
     validation: TokenArray
-    vocabulary: int
+    vocabulary_size: int
 
     def require_vocabulary(self, limit: int) -> None:
         """Raises DataError when the model knows fewer token ids than the text may hold."""
-        if self.vocabulary > limit:
+        if self.vocabulary_size > limit:
             raise DataError(
-                f"the text has {self.vocabulary} token ids, the model only {limit}; "
-                f"set model.vocabulary to at least {self.vocabulary}"
+                f"the text has {self.vocabulary_size} token ids, the model only {limit}; "
+                f"set model.vocabulary to at least {self.vocabulary_size}"
             )
 
 
-def held_out(name: bytes, share: float) -> bool:
+def is_held_out(name: bytes, validation_share: float) -> bool:
     """Whether a file or document is kept for validation: by its own name alone, so all peers agree on each one."""
-    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") < share * 2**64
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") < validation_share * 2**64

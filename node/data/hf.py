@@ -15,21 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from node.data.corpus import Corpus, Integers, Shard, TokenArray, held_out
-from node.data.vocabulary import Vocabulary
-from protocol.errors import DataError, MissingFileError, told
-from protocol.manifest import Data
+from node.data.corpus import Corpus, TokenIds, Shard, TokenArray, is_held_out
+from node.data.vocabulary import TextTokenizer
+from protocol.errors import DataError, MissingFileError, describe_error
+from protocol.manifest import DataSection
 
 SHUFFLE_BUFFER = 1000
 VALIDATION_TOKENS = 2**17
 VALIDATION_EXAMPLES = 50_000  # looked at, at most
-_FIELD = 2**32  # positions: example below 2**32 of an epoch, token below 2**32 of an example
+_POSITION_RADIX = 2**32  # positions: example below 2**32 of an epoch, token below 2**32 of an example
 
 
-def open_hf(config: Data, base: Path, vocabulary: Vocabulary) -> Corpus:
+def open_huggingface(config: DataSection, base: Path, tokenizer: TextTokenizer) -> Corpus:
     """`config.path` is a folder below `base` if there is one, else the name of a data set on the hub."""
-    stream = ExampleStream(_load(config, base), config, vocabulary)
-    return Corpus(stream, stream.validation(), vocabulary.size)
+    stream = ExampleStream(_load_data_set(config, base), config, tokenizer)
+    return Corpus(stream, stream.validation(), tokenizer.size)
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class ExampleStream:
     """The examples of a data set; `examples` is an IterableDataset."""
 
     examples: Any
-    config: Data
-    vocabulary: Vocabulary
+    config: DataSection
+    tokenizer: TextTokenizer
 
     def windows(self, context: int, key: int, position: int) -> "StreamWindows":
         return StreamWindows(self, context, key, position)
@@ -47,12 +47,12 @@ class ExampleStream:
         """Tokens of each example of an epoch from the `first` on; none for one that is held out."""
         order = self.examples.shuffle(seed=(key + epoch) % 2**32, buffer_size=SHUFFLE_BUFFER).skip(first)
         for text in self._texts(order):
-            yield self._encode(text) if not self._held_out(text) else np.empty(0, dtype=np.uint8)
+            yield self._encode(text) if not self._is_held_out(text) else np.empty(0, dtype=np.uint8)
 
     def validation(self) -> TokenArray:
         shards: list[Shard] = []
         for text in self._texts(self.examples.take(VALIDATION_EXAMPLES)):
-            if self._held_out(text):
+            if self._is_held_out(text):
                 shards.append(self._encode(text))
             if sum(len(shard) for shard in shards) >= VALIDATION_TOKENS:
                 break
@@ -66,11 +66,11 @@ class ExampleStream:
                 raise DataError(f"{self.config.path} has no text in {self.config.column!r}; set data.column: {columns}")
             yield text
 
-    def _held_out(self, text: str) -> bool:
-        return held_out(text.encode(errors="replace"), self.config.validation_share)
+    def _is_held_out(self, text: str) -> bool:
+        return is_held_out(text.encode(errors="replace"), self.config.validation_share)
 
     def _encode(self, text: str) -> Shard:
-        return np.concatenate([self.vocabulary.encode(text), self.vocabulary.end])
+        return np.concatenate([self.tokenizer.encode(text), self.tokenizer.end])
 
 
 class StreamWindows:
@@ -80,50 +80,50 @@ class StreamWindows:
         self._stream = stream
         self._context = context
         self._key = key
-        place, self._token = divmod(position, _FIELD)
-        self._epoch, self._example = divmod(place, _FIELD)
-        self._open()
+        place, self._token = divmod(position, _POSITION_RADIX)
+        self._epoch, self._example = divmod(place, _POSITION_RADIX)
+        self._open_epoch()
 
     @property
     def position(self) -> int:
-        return (self._epoch * _FIELD + self._example) * _FIELD + self._token
+        return (self._epoch * _POSITION_RADIX + self._example) * _POSITION_RADIX + self._token
 
-    def take(self, count: int) -> Integers:
-        row = self._read(count * self._context + 1)
+    def take(self, count: int) -> TokenIds:
+        row = self._read_tokens(count * self._context + 1)
         self._token -= 1  # the last one is only a target so far
         return np.stack([row[start : start + self._context + 1] for start in range(0, len(row) - 1, self._context)])
 
-    def _read(self, length: int) -> Integers:
+    def _read_tokens(self, length: int) -> TokenIds:
         out, filled = np.empty(length, dtype=np.int64), 0
         while filled < length:
             while self._token >= len(self._document):
-                self._advance()
+                self._next_document()
             piece = self._document[self._token : self._token + length - filled]
             out[filled : filled + len(piece)] = piece
             filled, self._token = filled + len(piece), self._token + len(piece)
         return out
 
-    def _open(self) -> None:
+    def _open_epoch(self) -> None:
         self._documents = self._stream.documents(self._key, self._epoch, self._example)
-        self._empty_so_far = self._example == 0
+        self._is_epoch_empty = self._example == 0
         self._document = next(self._documents, np.empty(0, dtype=np.uint8))
 
-    def _advance(self) -> None:
-        self._empty_so_far = self._empty_so_far and not len(self._document)
+    def _next_document(self) -> None:
+        self._is_epoch_empty = self._is_epoch_empty and not len(self._document)
         following = next(self._documents, None)
         self._token = 0
         if following is not None:
             self._document = following
             self._example = self._example + 1
             return
-        if self._empty_so_far:
+        if self._is_epoch_empty:
             raise DataError(f"{self._stream.config.path} holds no text to train on; name another split or column")
         self._epoch = self._epoch + 1
         self._example = 0
-        self._open()
+        self._open_epoch()
 
 
-def _load(config: Data, base: Path) -> Any:
+def _load_data_set(config: DataSection, base: Path) -> Any:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -136,10 +136,10 @@ def _load(config: Data, base: Path) -> Any:
     try:
         return load_dataset(str(folder) if folder.exists() else config.path, split=config.split, streaming=True)
     except FileNotFoundError as error:
-        raise MissingFileError(f"no data set {config.path!r}: {_line(error)}; mend data.path") from error
+        raise MissingFileError(f"no data set {config.path!r}: {_first_line(error)}; mend data.path") from error
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot open the data set {config.path!r}: {_line(error)}; mend data.path or split") from error
+        raise DataError(f"cannot open the data set {config.path!r}: {_first_line(error)}; mend data.path or split") from error
 
 
-def _line(error: Exception) -> str:
-    return told(error).splitlines()[0]
+def _first_line(error: Exception) -> str:
+    return describe_error(error).splitlines()[0]

@@ -3,24 +3,24 @@
 from pathlib import Path
 
 from node.data.corpus import Corpus
-from node.data.hf import open_hf
+from node.data.hf import open_huggingface
 from node.data.stdlib import open_stdlib
 from node.data.text import open_text
 from node.data.tokens import open_tokens
-from node.data.vocabulary import open_vocabulary
+from node.data.vocabulary import open_tokenizer
 from protocol.errors import DataError
-from protocol.manifest import Data
+from protocol.manifest import DataSection
 
 
-def open_source(config: Data, base: Path) -> Corpus:
+def open_source(config: DataSection, base: Path) -> Corpus:
     """Paths are relative to `base`, the manifest's folder. Raises DataError or MissingFileError, one line each."""
     if config.source == "tokens":
         if not config.path:
             raise DataError("data.path is empty; set it to a folder that `murmur tokenize` wrote")
         return open_tokens(base / config.path, config.validation_share)
-    vocabulary = open_vocabulary(config.tokenizer, base)
+    vocabulary = open_tokenizer(config.tokenizer, base)
     if config.source == "python-stdlib":
         return open_stdlib(vocabulary, config.validation_share)
     if config.source == "text":
         return open_text(config.path, base, vocabulary, config.validation_share)
-    return open_hf(config, base, vocabulary)
+    return open_huggingface(config, base, vocabulary)

@@ -8,34 +8,34 @@ import sysconfig
 from pathlib import Path
 
 from node.data.corpus import Corpus
-from node.data.text import corpus_of_files
-from node.data.vocabulary import Vocabulary
+from node.data.text import build_corpus
+from node.data.vocabulary import TextTokenizer
 from protocol.errors import MissingFileError
 
-LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-MAX_BYTES = 20_000_000
+EXCLUDED_DIRS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+MAX_STDLIB_BYTES = 20_000_000
 
 
-def open_stdlib(vocabulary: Vocabulary, share: float) -> Corpus:
+def open_stdlib(tokenizer: TextTokenizer, validation_share: float) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    files = _first(stdlib_files(root), MAX_BYTES)
+    files = _take_up_to(list_stdlib_files(root), MAX_STDLIB_BYTES)
     if not files:
         raise MissingFileError(f"this Python has no library sources in {root}; use data.source = 'text'")
-    return corpus_of_files(files, root, vocabulary, share)
+    return build_corpus(files, root, tokenizer, validation_share)
 
 
-def stdlib_files(root: Path) -> list[Path]:
+def list_stdlib_files(root: Path) -> list[Path]:
     """Every .py file that counts, sorted by its path relative to `root`."""
-    found = [path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts)]
+    found = [path for path in root.rglob("*.py") if not EXCLUDED_DIRS.intersection(path.relative_to(root).parts)]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _first(files: list[Path], limit: int) -> list[Path]:
+def _take_up_to(files: list[Path], max_bytes: int) -> list[Path]:
     """As many as fit into `limit` bytes."""
     chosen, total = [], 0
     for path in files:
         total += path.stat().st_size
-        if total > limit:
+        if total > max_bytes:
             break
         chosen.append(path)
     return chosen

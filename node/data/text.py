@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from node.data.corpus import Corpus, Shard, TokenArray, held_out
-from node.data.vocabulary import Vocabulary
+from node.data.corpus import Corpus, Shard, TokenArray, is_held_out
+from node.data.vocabulary import TextTokenizer
 from protocol.errors import DataError, MissingFileError
 
 MAX_TEXT_BYTES = 2**30
 
 
-def open_text(pattern: str, base: Path, vocabulary: Vocabulary, share: float) -> Corpus:
+def open_text(pattern: str, base: Path, tokenizer: TextTokenizer, validation_share: float) -> Corpus:
     """All files that match the glob `pattern`, relative to `base`, sorted by path."""
     if not pattern:
         raise DataError("data.path is empty; set it to a glob of text files, such as texts/**/*.txt")
@@ -25,20 +25,20 @@ def open_text(pattern: str, base: Path, vocabulary: Vocabulary, share: float) ->
     files = sorted(path for path in root.glob(relative) if path.is_file())
     if not files:
         raise MissingFileError(f"no file matches data.path {pattern!r} in {base}; name existing text files")
-    return corpus_of_files(files, root, vocabulary, share)
+    return build_corpus(files, root, tokenizer, validation_share)
 
 
-def corpus_of_files(files: Sequence[Path], root: Path, vocabulary: Vocabulary, share: float) -> Corpus:
+def build_corpus(files: Sequence[Path], root: Path, tokenizer: TextTokenizer, validation_share: float) -> Corpus:
     """`files` lie under `root`; their names relative to it decide what is held out."""
     total = sum(path.stat().st_size for path in files)
     if total > MAX_TEXT_BYTES:
         raise DataError(f"{total >> 20} MiB of text; above {MAX_TEXT_BYTES >> 20} MiB run `murmur tokenize` first")
-    shards = [np.concatenate([vocabulary.encode(read_utf8(path)), vocabulary.end]) for path in files]
+    shards = [np.concatenate([tokenizer.encode(read_utf8(path)), tokenizer.end]) for path in files]
     names = [path.relative_to(root).as_posix().encode() for path in files]
-    training, validation = _split(shards, names, share)
+    training, validation = _split_validation(shards, names, validation_share)
     if not len(training) or not len(validation):
         raise DataError(f"{files[0]} and what goes with it are empty; give files with text")
-    return Corpus(training, validation, vocabulary.size)
+    return Corpus(training, validation, tokenizer.size)
 
 
 def read_utf8(path: Path) -> str:
@@ -50,12 +50,12 @@ def read_utf8(path: Path) -> str:
         raise MissingFileError(f"cannot read {path}: {error.strerror}; leave it out or mend it") from error
 
 
-def _split(shards: list[Shard], names: list[bytes], share: float) -> tuple[TokenArray, TokenArray]:
+def _split_validation(shards: list[Shard], names: list[bytes], validation_share: float) -> tuple[TokenArray, TokenArray]:
     if len(shards) == 1:
         whole = TokenArray(shards)
-        cut = len(whole) - max(1, int(len(whole) * share))
-        return whole.part(0, cut), whole.part(cut, len(whole))
-    kept = [held_out(name, share) for name in names]
+        cut = len(whole) - max(1, int(len(whole) * validation_share))
+        return whole.slice(0, cut), whole.slice(cut, len(whole))
+    kept = [is_held_out(name, validation_share) for name in names]
     if not any(kept) or all(kept):
         kept = [index == 0 for index in range(len(names))]
     training = [shard for shard, out in zip(shards, kept, strict=True) if not out]

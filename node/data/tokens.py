@@ -18,10 +18,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from node.data.corpus import Corpus, Shard, TokenArray
-from node.data.vocabulary import TokenizerVocabulary, token_type
+from node.data.vocabulary import FileTokenizer, token_dtype
 from protocol.errors import DataError, MissingFileError, StorageError, UsageError
 
-HEADER = "header.json"
+HEADER_FILE = "header.json"
 SHARD_TOKENS = 2**27
 BLOCK_BYTES = 2**20
 
@@ -33,7 +33,7 @@ class ShardEntry(BaseModel):
     tokens: int = Field(ge=1)
 
 
-class Header(BaseModel):
+class ShardsHeader(BaseModel):
     """What header.json says; `tokenizer` is the SHA-256 of the tokenizer file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -45,29 +45,29 @@ class Header(BaseModel):
     shards: tuple[ShardEntry, ...]
 
 
-def open_tokens(folder: Path, share: float) -> Corpus:
+def open_tokens(folder: Path, validation_share: float) -> Corpus:
     """A folder that `tokenize_files` wrote. Raises MissingFileError or DataError."""
-    header = _read_header(folder / HEADER)
+    header = _read_header(folder / HEADER_FILE)
     row = TokenArray([_map_shard(folder / entry.name, header.dtype, entry.tokens) for entry in header.shards])
     if len(row) < 2:
         raise DataError(f"{folder} holds no tokens; run `murmur tokenize` on files with text")
-    cut = len(row) - max(1, int(len(row) * share))
-    return Corpus(row.part(0, cut), row.part(cut, len(row)), header.vocabulary)
+    cut = len(row) - max(1, int(len(row) * validation_share))
+    return Corpus(row.slice(0, cut), row.slice(cut, len(row)), header.vocabulary)
 
 
-def tokenize_files(tokenizer: Path, files: Sequence[Path], out: Path) -> Header:
+def tokenize_files(tokenizer: Path, files: Sequence[Path], out: Path) -> ShardsHeader:
     """Encode UTF-8 files in the given order into the new folder `out`."""
     if out.exists():
         raise UsageError(f"{out} exists already; name a new folder")
-    vocabulary = TokenizerVocabulary(tokenizer)
+    vocabulary = FileTokenizer(tokenizer)
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        shards = _write_shards(_encoded(files, vocabulary), partial)
+        shards = _write_shards(_encode_files(files, vocabulary), partial)
         digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-        kind: Literal["uint16", "uint32"] = "uint16" if token_type(vocabulary.size) is np.uint16 else "uint32"
-        header = Header(dtype=kind, vocabulary=vocabulary.size, tokenizer=digest, shards=tuple(shards))
-        (partial / HEADER).write_text(header.model_dump_json(indent=1) + "\n")
+        kind: Literal["uint16", "uint32"] = "uint16" if token_dtype(vocabulary.size) is np.uint16 else "uint32"
+        header = ShardsHeader(dtype=kind, vocabulary=vocabulary.size, tokenizer=digest, shards=tuple(shards))
+        (partial / HEADER_FILE).write_text(header.model_dump_json(indent=1) + "\n")
         partial.rename(out)
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror}; free space or name another folder") from error
@@ -76,9 +76,9 @@ def tokenize_files(tokenizer: Path, files: Sequence[Path], out: Path) -> Header:
     return header
 
 
-def _read_header(path: Path) -> Header:
+def _read_header(path: Path) -> ShardsHeader:
     try:
-        return Header.model_validate_json(path.read_bytes())
+        return ShardsHeader.model_validate_json(path.read_bytes())
     except OSError as error:
         raise MissingFileError(f"cannot read {path}: {error.strerror}; run `murmur tokenize` to make it") from error
     except ValidationError as error:
@@ -98,13 +98,13 @@ def _map_shard(path: Path, kind: str, tokens: int) -> Shard:
     return np.memmap(path, dtype=np.dtype(kind).newbyteorder("<"), mode="r", shape=(tokens,))
 
 
-def _encoded(files: Sequence[Path], vocabulary: TokenizerVocabulary) -> Iterator[Shard]:
+def _encode_files(files: Sequence[Path], tokenizer: FileTokenizer) -> Iterator[Shard]:
     for path in files:
-        yield from (vocabulary.encode(block) for block in _blocks(path))
-        yield vocabulary.end
+        yield from (tokenizer.encode(block) for block in _read_blocks(path))
+        yield tokenizer.end
 
 
-def _blocks(path: Path) -> Iterator[str]:
+def _read_blocks(path: Path) -> Iterator[str]:
     """The text of a file in pieces that end with a line, so that a file need not fit into memory."""
     offset = 0
     try:
@@ -120,7 +120,7 @@ def _blocks(path: Path) -> Iterator[str]:
 
 def _write_shards(pieces: Iterator[Shard], folder: Path) -> list[ShardEntry]:
     entries = []
-    for number, group in itertools.groupby(_cut(pieces), key=lambda numbered: numbered[0]):
+    for number, group in itertools.groupby(_split_at_shards(pieces), key=lambda numbered: numbered[0]):
         name, tokens = f"{number:05}.bin", 0
         with (folder / name).open("wb") as file:
             for _, piece in group:
@@ -130,7 +130,7 @@ def _write_shards(pieces: Iterator[Shard], folder: Path) -> list[ShardEntry]:
     return entries
 
 
-def _cut(pieces: Iterator[Shard]) -> Iterator[tuple[int, Shard]]:
+def _split_at_shards(pieces: Iterator[Shard]) -> Iterator[tuple[int, Shard]]:
     """The same tokens, in pieces that end where a shard does, each with the number of its shard."""
     written = 0
     for piece in pieces:

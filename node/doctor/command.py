@@ -17,77 +17,77 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from node.config import EVERYWHERE_LISTEN
+from node.config import LISTEN_ON_ALL_INTERFACES
 from node.doctor import machine
-from node.doctor.findings import Finding, failed, judged_clock
-from node.doctor.network import network
-from node.harmless import harmless
-from node.links import Invitation, accept
+from node.doctor.findings import Finding, finding_of_error, judge_clock
+from node.doctor.network import probe_network
+from node.harmless import sanitize
+from node.links import Invitation, open_invitation
 from node.model import shape_table
-from node.places import joined_folder
-from node.program import program_of
-from node.status import short_count
+from node.places import join_dir
+from node.program import build_program
+from node.status import format_count
 from protocol.errors import MurmurError
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
-DATE_SECONDS = 10.0
+HOST_TIME_SECONDS = 10.0
 
 
 def doctor(run: str | None, folder: Path | None, listen: Sequence[str], insecure: bool, as_json: bool) -> int:
     """Prints the findings; 0 when none is a fail, else 1."""
-    findings = examine(run, folder, listen, insecure)
+    findings = run_checks(run, folder, listen, insecure)
     if as_json:
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
     else:
-        Console(highlight=False).print(_table(findings))
+        Console(highlight=False).print(_build_table(findings))
     return 1 if any(finding.level == "fail" for finding in findings) else 0
 
 
-def examine(run: str | None, folder: Path | None, listen: Sequence[str], insecure: bool) -> list[Finding]:
+def run_checks(run: str | None, folder: Path | None, listen: Sequence[str], insecure: bool) -> list[Finding]:
     findings = [Finding("version", "ok", f"murmur {version('murmuration')}, torch {torch.__version__}")]
-    findings.append(machine.device())
+    findings.append(machine.check_device())
     invitation: Invitation | None = None
     if run is not None:
         try:
-            invitation = accept(run, insecure)
-            program_of(invitation.manifest)
+            invitation = open_invitation(run, insecure)
+            build_program(invitation.manifest)
         except MurmurError as error:
-            return [*findings, failed("run", error)]
-        findings.append(_run(invitation))
-    home = folder or (joined_folder(invitation.manifest) if invitation else None)
+            return [*findings, finding_of_error("run", error)]
+        findings.append(_run_finding(invitation))
+    home = folder or (join_dir(invitation.manifest) if invitation else None)
     if home is not None:
-        findings.append(machine.key(home / "key"))
+        findings.append(machine.check_key(home / "key"))
     if invitation is not None and home is not None:
-        findings += machine.room(invitation.manifest, home)
-    found = asyncio.run(network(invitation, listen or (EVERYWHERE_LISTEN,)))
+        findings += machine.check_memory_and_disk(invitation.manifest, home)
+    found = asyncio.run(probe_network(invitation, listen or (LISTEN_ON_ALL_INTERFACES,)))
     if not any(finding.check == "clock" for finding in found):
-        found.append(_clock(invitation.source if invitation else None))
+        found.append(_compare_host_clock(invitation.source if invitation else None))
     return findings + found
 
 
-def _run(invitation: Invitation) -> Finding:
+def _run_finding(invitation: Invitation) -> Finding:
     manifest = invitation.manifest
     signed = "signed" if invitation.organiser else "not signed"
-    count = short_count(shape_table(manifest.model).numel)
+    count = format_count(shape_table(manifest.model).numel)
     return Finding("run", "ok", f"{manifest.run.name}, {count} parameters, {manifest.method.recipe}, {signed}")
 
 
-def _clock(source: str | None) -> Finding:
+def _compare_host_clock(source: str | None) -> Finding:
     """Where no peer tells the time, the web server that the manifest came from does."""
     if source is None:
-        return judged_clock([], "")
+        return judge_clock([], "")
     try:
-        date = httpx2.head(source, timeout=DATE_SECONDS).headers["date"]
-        return judged_clock([time.time() - parsedate_to_datetime(date).timestamp()], "the host")
+        date = httpx2.head(source, timeout=HOST_TIME_SECONDS).headers["date"]
+        return judge_clock([time.time() - parsedate_to_datetime(date).timestamp()], "the host")
     except (httpx2.HTTPError, KeyError, ValueError):
         return Finding("clock", "warn", "the host does not tell its time", "nothing, if you trust your clock")
 
 
-def _table(findings: Sequence[Finding]) -> Table:
+def _build_table(findings: Sequence[Finding]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for name in ("check", "", "found", "what to do"):
         table.add_column(name, overflow="fold")
     for finding in findings:
         level = Text(finding.level, style=COLOURS[finding.level])
-        table.add_row(finding.check, level, Text(harmless(finding.found)), Text(harmless(finding.mend)))
+        table.add_row(finding.check, level, Text(sanitize(finding.found)), Text(sanitize(finding.mend)))
     return table

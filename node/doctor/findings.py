@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from node.footprint import largest_microbatch
-from node.status import short_bytes
+from node.footprint import max_microbatch
+from node.status import format_bytes
 from protocol.errors import MurmurError
 from protocol.manifest import Manifest
-from protocol.membership.directory import CLOCK_TOLERANCE
-from protocol.network.dial_back import host_of
-from protocol.network.reach import is_public
+from protocol.membership.directory import CLOCK_TOLERANCE_SECONDS
+from protocol.network.dial_back import find_direct_host
+from protocol.network.reach import is_public_address
 
 Level = Literal["ok", "warn", "fail"]
-CLOCK_WARN = 5.0
-FORWARD = "nothing, where a public peer takes part; otherwise forward a port and name it with --listen"
+CLOCK_WARN_SECONDS = 5.0
+FORWARD_PORT_FIX = "nothing, where a public peer takes part; otherwise forward a port and name it with --listen"
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class Finding:
     mend: str = ""
 
 
-def failed(check: str, error: MurmurError) -> Finding:
+def finding_of_error(check: str, error: MurmurError) -> Finding:
     """What it says after its semicolon is the mend."""
     text, _, mend = str(error).partition("; ")
     return Finding(check, "fail", text, mend)
 
 
-def judged_room(check: str, free: float, needed: float, mend: str) -> Finding:
-    text = f"{short_bytes(free)} free, up to {short_bytes(needed)} needed"
+def judge_free_space(check: str, free: float, needed: float, mend: str) -> Finding:
+    text = f"{format_bytes(free)} free, up to {format_bytes(needed)} needed"
     return Finding(check, "ok" if free >= needed else "fail", text, "" if free >= needed else mend)
 
 
-def judged_microbatch(manifest: Manifest, free: float, device: str) -> Finding:
-    fits = largest_microbatch(manifest, free, device)
+def judge_microbatch(manifest: Manifest, free: float, device: str) -> Finding:
+    fits = max_microbatch(manifest, free, device)
     text = f"microbatches of {fits} sequences fit, the run's have {manifest.train.microbatch}"
     if fits >= manifest.train.microbatch:
         return Finding("model", "ok", text)
@@ -46,38 +46,38 @@ def judged_microbatch(manifest: Manifest, free: float, device: str) -> Finding:
     return Finding("model", "fail" if fits == 0 else "warn", text, mend)
 
 
-def judged_clock(offsets: Sequence[float], against: str) -> Finding:
+def judge_clock(offsets: Sequence[float], against: str) -> Finding:
     """`offsets`: our clock's lead over those of others, in seconds."""
     if not offsets:
         return Finding("clock", "ok", "not compared; a peer or a link to a host would tell")
     offset = median(offsets)
-    level: Level = "ok" if abs(offset) < CLOCK_WARN else "warn" if abs(offset) < CLOCK_TOLERANCE else "fail"
+    level: Level = "ok" if abs(offset) < CLOCK_WARN_SECONDS else "warn" if abs(offset) < CLOCK_TOLERANCE_SECONDS else "fail"
     mend = "" if level == "ok" else "let the system set its clock: timedatectl set-ntp true"
     return Finding("clock", level, f"{offset:+.0f} s against {against}", mend)
 
 
-def judged_addresses(addresses: Sequence[str]) -> Finding:
-    if any(is_public(address) for address in addresses):
+def judge_addresses(addresses: Sequence[str]) -> Finding:
+    if any(is_public_address(address) for address in addresses):
         return Finding("ports", "ok", "a public address: others can reach this machine")
-    return Finding("ports", "warn", "no public address: others come by the connections that you open", FORWARD)
+    return Finding("ports", "warn", "no public address: others come by the connections that you open", FORWARD_PORT_FIX)
 
 
-def judged_peers(dialled: Sequence[tuple[str, float | str]]) -> Finding:
+def judge_peers(attempts: Sequence[tuple[str, float | str]]) -> Finding:
     """`dialled`: addresses, each with the seconds that it took or why it failed."""
-    if not dialled:
+    if not attempts:
         return Finding("peers", "warn", "the run names nobody to ask", "give `murmur join` a --peer")
-    times = [result for _, result in dialled if isinstance(result, float)]
+    times = [result for _, result in attempts if isinstance(result, float)]
     if times:
         return Finding(
-            "peers", "ok", f"{len(times)} of {len(dialled)} addresses answer, the first in {min(times):.1f} s"
+            "peers", "ok", f"{len(times)} of {len(attempts)} addresses answer, the first in {min(times):.1f} s"
         )
     mend = "see whether a firewall stops outgoing TCP, or ask the organiser for an address"
-    return Finding("peers", "fail", f"none of {len(dialled)} addresses answers: {dialled[0][1]}", mend)
+    return Finding("peers", "fail", f"none of {len(attempts)} addresses answers: {attempts[0][1]}", mend)
 
 
-def judged_public(reached: Collection[str]) -> Finding:
+def judge_public_peers(reached: Collection[str]) -> Finding:
     """`reached`: addresses of the peers that answered."""
-    public = sum(1 for address in reached if is_public(address))
+    public = sum(1 for address in reached if is_public_address(address))
     if public:
         return Finding("public peers", "ok", f"{public} of {len(reached)} peers that answer are on the public internet")
     return Finding(
@@ -88,41 +88,41 @@ def judged_public(reached: Collection[str]) -> Finding:
     )
 
 
-def judged_nat(own: Collection[str], seen: Sequence[str]) -> Finding | None:
+def judge_nat(own: Collection[str], observed: Sequence[str]) -> Finding | None:
     """`own`: the addresses that we know of; `seen`: what peers saw our calls come from. None: nobody told."""
-    hosts = {found[1] for address in seen if (found := host_of([address]))}
+    hosts = {found[1] for address in observed if (found := find_direct_host([address]))}
     if not hosts:
         return None
-    if hosts <= {found[1] for address in own if (found := host_of([address]))}:
+    if hosts <= {found[1] for address in own if (found := find_direct_host([address]))}:
         return Finding("nat", "ok", f"none: peers see {', '.join(sorted(hosts))}, which is this machine's own")
     if len(hosts) > 1:
         text = f"peers see {len(hosts)} different addresses of this machine"
         return Finding("nat", "warn", text, "others come by the connections that you open; a VPN may be in the way")
-    return Finding("nat", "warn", f"behind a translated address: peers see {hosts.pop()}", FORWARD)
+    return Finding("nat", "warn", f"behind a translated address: peers see {hosts.pop()}", FORWARD_PORT_FIX)
 
 
-def judged_dial_back(answers: Mapping[str, bool], port: int) -> Finding | None:
+def judge_dial_back(answers: Mapping[str, bool], port: int) -> Finding | None:
     """`answers`: by peer, whether it could open a connection to us. None: nobody tried."""
     if not answers:
         return None
     able = sum(answers.values())
     text = f"{able} of {len(answers)} peers could connect to port {port}"
-    return Finding("ports", "ok", text) if able else Finding("ports", "warn", text, FORWARD)
+    return Finding("ports", "ok", text) if able else Finding("ports", "warn", text, FORWARD_PORT_FIX)
 
 
-def judged_speed(fetched: int, seconds: float, state: int, patience: float) -> Finding:
+def judge_bandwidth(fetched_bytes: int, seconds: float, state_bytes: int, max_seconds: float) -> Finding:
     """Bytes that came from a real peer; `state`: bytes that a newcomer has to fetch; `patience`: seconds for that."""
-    if not fetched:
+    if not fetched_bytes:
         mend = "see whether something on the way stops long transfers, or try again later"
         return Finding("bandwidth", "fail", f"not a byte of the state came within {seconds:.0f} s", mend)
-    rate = fetched / max(seconds, 1e-9)
-    text = f"{short_bytes(rate)}/s from a peer; the run's state takes {state / rate:.0f} s to fetch"
-    if state / rate <= patience:
+    rate = fetched_bytes / max(seconds, 1e-9)
+    text = f"{format_bytes(rate)}/s from a peer; the run's state takes {state_bytes / rate:.0f} s to fetch"
+    if state_bytes / rate <= max_seconds:
         return Finding("bandwidth", "ok", text)
     return Finding("bandwidth", "warn", text, "the start takes long; a faster link, or a smaller run, would help")
 
 
-def judged_versions(ours: str, theirs: Collection[str]) -> Finding | None:
+def judge_versions(ours: str, theirs: Collection[str]) -> Finding | None:
     """None where nobody said theirs."""
     others = sorted({version for version in theirs if version})
     if not others:

@@ -17,23 +17,23 @@ from typing import Any
 
 import grpc
 
-from node.daemon.calls import answered, ask_chain
+from node.daemon.calls import await_reply, request_chain
 from node.doctor.findings import (
     Finding,
-    judged_addresses,
-    judged_clock,
-    judged_dial_back,
-    judged_nat,
-    judged_peers,
-    judged_public,
-    judged_speed,
-    judged_versions,
+    judge_addresses,
+    judge_clock,
+    judge_dial_back,
+    judge_nat,
+    judge_peers,
+    judge_public_peers,
+    judge_bandwidth,
+    judge_versions,
 )
 from node.links import Invitation
 from protocol.blobs.blob import Blob
 from protocol.errors import MurmurError, PeerFault, UnreachableError
 from protocol.identity import PeerId
-from protocol.membership.directory import Table
+from protocol.membership.directory import PeerTable
 from protocol.murmur_pb2 import (
     DialBackReply,
     DialBackRequest,
@@ -43,77 +43,77 @@ from protocol.murmur_pb2 import (
     PeerRecord,
 )
 from protocol.murmur_pb2_grpc import BlobsStub, MembershipStub, RunsStub
-from protocol.network.reach import is_public
+from protocol.network.reach import is_public_address
 from protocol.network.transport import Transport
-from protocol.replies import parsed
+from protocol.replies import require_reply
 
 logger = logging.getLogger(__name__)
 
 DIAL_SECONDS = 10.0
 CALL_SECONDS = 15.0
 MAX_DIALLED = 8
-MAX_ASKED = 2  # peers to be dialled back by, and to fetch from
+MAX_QUERIED_PEERS = 2  # peers to be dialled back by, and to fetch from
 FETCH_BYTES = 8 << 20
 FETCH_SECONDS = 6.0
-ATTEMPTS = 3
-GRACES = 10  # a state that takes more than so many graces of a round to fetch makes a slow start
+FETCH_ATTEMPTS = 3
+MAX_STATE_GRACES = 10  # a state that takes more than so many graces of a round to fetch makes a slow start
 Connect = Callable[[str, float], Coroutine[Any, Any, str]]
 
 
 @dataclass
-class Probe:
+class RunProbe:
     """One look at a run through a transport of our own; `records` are what its peers say of each other."""
 
     transport: Transport
     invitation: Invitation
     reached: dict[PeerId, str] = field(default_factory=dict)
     records: dict[PeerId, PeerRecord] = field(default_factory=dict)
-    offsets: list[float] = field(default_factory=list)
+    clock_offsets: list[float] = field(default_factory=list)
 
     @property
     def _run(self) -> bytes:
         return bytes.fromhex(self.invitation.manifest.run_id)
 
-    async def findings(self) -> list[Finding]:
+    async def collect_findings(self) -> list[Finding]:
         wanted = (*self.invitation.peers, *self.invitation.manifest.run.bootstrap)[:MAX_DIALLED]
-        attempts = await dialled(self.transport.connect, wanted)
-        found = [judged_peers(attempts)]
-        self._note(attempts)
+        attempts = await dial_all(self.transport.connect, wanted)
+        found = [judge_peers(attempts)]
+        self._record_reached(attempts)
         if not self.reached:
-            return [*found, judged_addresses(await self.transport.addresses())]
-        await asyncio.gather(*(self._gossip(peer) for peer in list(self.reached)))
-        self._note(await dialled(self.transport.connect, self._more()))
-        found.append(judged_public(self.reached.values()))
-        if self.offsets:
-            found.append(judged_clock(self.offsets, "the run's peers"))
-        found += await self._outside()
-        versions = judged_versions(version("murmuration"), {record.version for record in self.records.values()})
-        return [*found, *(finding for finding in (versions, await self._speed()) if finding)]
+            return [*found, judge_addresses(await self.transport.addresses())]
+        await asyncio.gather(*(self._fetch_peer_table(peer) for peer in list(self.reached)))
+        self._record_reached(await dial_all(self.transport.connect, self._further_addresses()))
+        found.append(judge_public_peers(self.reached.values()))
+        if self.clock_offsets:
+            found.append(judge_clock(self.clock_offsets, "the run's peers"))
+        found += await self._check_reachability()
+        versions = judge_versions(version("murmuration"), {record.version for record in self.records.values()})
+        return [*found, *(finding for finding in (versions, await self._measure_bandwidth()) if finding)]
 
-    def _note(self, attempts: Sequence[tuple[str, float | str]]) -> None:
+    def _record_reached(self, attempts: Sequence[tuple[str, float | str]]) -> None:
         for address, result in attempts:
             if isinstance(result, float):
                 self.reached.setdefault(address.rpartition("/p2p/")[2], address)
 
-    def _more(self) -> list[str]:
+    def _further_addresses(self) -> list[str]:
         """Addresses of peers that we were told of, those that train first."""
         told = [(peer, record) for peer, record in self.records.items() if peer not in self.reached]
         told.sort(key=lambda entry: entry[1].role != "trainer")
         return [record.addresses[0] for _, record in told if record.addresses][:MAX_DIALLED]
 
-    async def _gossip(self, peer: PeerId) -> None:
+    async def _fetch_peer_table(self, peer: PeerId) -> None:
         """Read its table. We say no time, so that ours, which may be wrong, does not count among the peers'."""
         sent = time.time()
         stub = MembershipStub(self.transport.channel(peer))
         try:
             request = GossipRequest(run=self._run)
-            reply: GossipReply = await answered(peer, lambda: stub.Gossip(request, timeout=CALL_SECONDS))
+            reply: GossipReply = await await_reply(peer, lambda: stub.Gossip(request, timeout=CALL_SECONDS))
         except (UnreachableError, PeerFault) as error:
             logger.info("%s does not tell who is there: %s", peer, error)
             return
         if math.isfinite(reply.time):
-            self.offsets.append((sent + time.time()) / 2 - reply.time)
-        table = Table(self.invitation.manifest.run_id, self.invitation.manifest.membership.expiry)
+            self.clock_offsets.append((sent + time.time()) / 2 - reply.time)
+        table = PeerTable(self.invitation.manifest.run_id, self.invitation.manifest.membership.expiry)
         for signed in reply.records:
             try:
                 table.merge(signed, reply.time)
@@ -121,60 +121,60 @@ class Probe:
                 logger.info("a record that %s passed on was refused: %s", peer, fault)
         self.records.update(table.live(reply.time))
 
-    async def _outside(self) -> list[Finding]:
+    async def _check_reachability(self) -> list[Finding]:
         """How others see this machine, asked of a few, public ones first."""
         own = await self.transport.addresses()
-        port = tcp_port(own)
-        chosen = sorted(self.reached, key=lambda peer: not is_public(self.reached[peer]))[:MAX_ASKED]
-        replies = await asyncio.gather(*(self._dial_back(peer, port) for peer in chosen))
+        port = listening_tcp_port(own)
+        chosen = sorted(self.reached, key=lambda peer: not is_public_address(self.reached[peer]))[:MAX_QUERIED_PEERS]
+        replies = await asyncio.gather(*(self._request_dial_back(peer, port) for peer in chosen))
         told = {peer: reply for peer, reply in zip(chosen, replies, strict=True) if reply is not None}
-        nat = judged_nat(own, [reply.seen for reply in told.values() if reply.seen])
-        reach = judged_dial_back({peer: port in reply.open for peer, reply in told.items()}, port)
-        return [finding for finding in (nat, reach or judged_addresses(own)) if finding]
+        nat = judge_nat(own, [reply.seen for reply in told.values() if reply.seen])
+        reach = judge_dial_back({peer: port in reply.open for peer, reply in told.items()}, port)
+        return [finding for finding in (nat, reach or judge_addresses(own)) if finding]
 
-    async def _dial_back(self, peer: PeerId, port: int) -> DialBackReply | None:
+    async def _request_dial_back(self, peer: PeerId, port: int) -> DialBackReply | None:
         request = DialBackRequest(run=self._run, ports=[port])
         try:
             stub = RunsStub(self.transport.channel(peer))
-            reply: DialBackReply = await answered(peer, lambda: stub.DialBack(request, timeout=CALL_SECONDS))
+            reply: DialBackReply = await await_reply(peer, lambda: stub.DialBack(request, timeout=CALL_SECONDS))
         except (UnreachableError, PeerFault) as error:
             logger.info("%s does not dial back: %s", peer, error)
             return None
         return reply
 
-    async def _speed(self) -> Finding | None:
+    async def _measure_bandwidth(self) -> Finding | None:
         """Fetch the beginning of the state that a newcomer needs anyway; None where nobody has it."""
         trainers = [peer for peer, record in self.records.items() if record.role == "trainer" and peer in self.reached]
         finding = None
         # Asked again, as a newcomer does: a state that is named may be gone with the next round, before it is fetched.
-        for peer in ATTEMPTS * random.sample(trainers, min(MAX_ASKED, len(trainers))):
+        for peer in FETCH_ATTEMPTS * random.sample(trainers, min(MAX_QUERIED_PEERS, len(trainers))):
             try:
-                chain = await ask_chain(self.invitation.manifest.run_id, self.transport.channel, peer, 2**63)
+                chain = await request_chain(self.invitation.manifest.run_id, self.transport.channel, peer, 2**63)
                 state = Blob.from_wire(chain.state)
             except (UnreachableError, PeerFault) as error:
                 logger.info("%s does not name its state: %s", peer, error)
                 continue
-            count, seconds = await self._fetch(peer, state)
-            finding = judged_speed(count, seconds, state.size, GRACES * self.invitation.manifest.round.grace)
+            count, seconds = await self._download_state(peer, state)
+            finding = judge_bandwidth(count, seconds, state.size, MAX_STATE_GRACES * self.invitation.manifest.round.grace)
             if count or seconds >= FETCH_SECONDS:
                 break
         return finding
 
-    async def _fetch(self, peer: PeerId, state: Blob) -> tuple[int, float]:
+    async def _download_state(self, peer: PeerId, state: Blob) -> tuple[int, float]:
         """Bytes and seconds."""
         began, count = time.monotonic(), 0
         request = FetchRequest(digest=state.digest, offset=0, length=min(FETCH_BYTES, state.size))
         try:
             call = BlobsStub(self.transport.bulk_channel(peer)).Fetch(request, timeout=FETCH_SECONDS)
             async for chunk in call:
-                count += len(parsed(chunk).data)
+                count += len(require_reply(chunk).data)
         except (grpc.aio.AioRpcError, PeerFault) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
             logger.info("the transfer from %s ended early: %s", peer, reason)
         return count, time.monotonic() - began
 
 
-async def network(invitation: Invitation | None, listen: Sequence[str]) -> list[Finding]:
+async def probe_network(invitation: Invitation | None, listen: Sequence[str]) -> list[Finding]:
     with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
         try:
             transport = await Transport.start(Path(folder) / "key", Path(folder), [], listen=listen)
@@ -182,18 +182,18 @@ async def network(invitation: Invitation | None, listen: Sequence[str]) -> list[
             return [Finding("network", "fail", str(error), "see whether a firewall or a full disk is in the way")]
         try:
             if invitation is None:
-                return [judged_addresses(await transport.addresses())]
-            return await Probe(transport, invitation).findings()
+                return [judge_addresses(await transport.addresses())]
+            return await RunProbe(transport, invitation).collect_findings()
         finally:
             await transport.stop()
 
 
-def tcp_port(addresses: Sequence[str]) -> int:
+def listening_tcp_port(addresses: Sequence[str]) -> int:
     """On which a transport with these addresses listens."""
     return next(int(parts[4]) for parts in (address.split("/") for address in addresses) if parts[3:4] == ["tcp"])
 
 
-async def dialled(connect: Connect, addresses: Sequence[str]) -> list[tuple[str, float | str]]:
+async def dial_all(connect: Connect, addresses: Sequence[str]) -> list[tuple[str, float | str]]:
     """Each address with the seconds that it took, or why it failed."""
 
     async def dial(address: str) -> tuple[str, float | str]:

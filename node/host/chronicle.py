@@ -11,102 +11,102 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from node.daemon.calls import Channels, ask_chain
-from node.daemon.catch_up import ahead, best
-from node.host.events import Committed, Durable, Forked, Given, Missing
-from node.host.state import State
+from node.daemon.calls import ChannelTo, request_chain
+from node.daemon.catch_up import find_preferred_heads, best_head
+from node.host.events import RoundCommitted, LoggedEvent, ChainForked, CommittedContribution, RoundsMissing
+from node.host.state import RunState
 from protocol.errors import MalformedError, PeerFault, StaleError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import PeerRecord
-from protocol.rounds.chain import KEPT_COMMITS, Head, after, genesis
+from protocol.rounds.chain import MAX_KEPT_COMMITS, ChainHead, extend_head, genesis_head
 from protocol.rounds.kinds import parse
-from protocol.rounds.statements import Commit, Statement, Terms
+from protocol.rounds.statements import Commit, SignedMessage, ContributionLimits
 
 logger = logging.getLogger(__name__)
 
-MAX_ANSWERS = 64  # of one peer, for one stretch of the chain
-MAX_LOSS = 1e6  # what is claimed beyond it would spoil every mean
+MAX_REQUESTS = 64  # of one peer, for one stretch of the chain
+MAX_SHOWN_LOSS = 1e6  # what is claimed beyond it would spoil every mean
 AVOID_SECONDS = 10.0  # not to ask a peer that could not show the way to its head
 RECENT_SECONDS = 5.0  # a round that was learned within so many is dated with the moment
-BACKWARDS = (KEPT_COMMITS, 32, 16, 8, 4, 2, 1)
+LOOK_BACK_ROUNDS = (MAX_KEPT_COMMITS, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
-class Step:
+class ChainStep:
     """A commit, and the heads before and after it."""
 
-    before: Head
+    before: ChainHead
     commit: Commit
-    after: Head
+    after: ChainHead
 
 
-class Chronicle:
+class ChainFollower:
     """`believed` names the next head; `fetch` brings the events that lead there."""
 
-    def __init__(self, run_id: RunId, terms: Terms, channel: Channels) -> None:
+    def __init__(self, run_id: RunId, limits: ContributionLimits, channel: ChannelTo) -> None:
         self._run_id = run_id
-        self._terms = terms
+        self._limits = limits
         self._channel = channel
-        self._followed: float | None = None
-        self._failed: dict[PeerId, float] = {}  # when it could not show the way
+        self._last_fetch_at: float | None = None
+        self._failed_at: dict[PeerId, float] = {}  # when it could not show the way
 
-    def head(self, state: State) -> Head:
+    def known_head(self, state: RunState) -> ChainHead:
         last = state.rows.last
         if last is None:
-            return genesis(self._run_id)
-        return Head(last.round + 1, bytes.fromhex(last.digest), last.tokens)
+            return genesis_head(self._run_id)
+        return ChainHead(last.round + 1, bytes.fromhex(last.digest), last.tokens)
 
-    def believed(
-        self, state: State, trainers: Mapping[PeerId, PeerRecord], now: float
-    ) -> tuple[Head, list[PeerId]] | None:
+    def find_trusted_head(
+        self, state: RunState, trainers: Mapping[PeerId, PeerRecord], now: float
+    ) -> tuple[ChainHead, list[PeerId]] | None:
         """The best head that is vouched for, if it is better than what is known; and who of those can be asked."""
-        self._failed = {peer: since for peer, since in self._failed.items() if 0 <= now - since < AVOID_SECONDS}
+        self._failed_at = {peer: since for peer, since in self._failed_at.items() if 0 <= now - since < AVOID_SECONDS}
         needed = 1 if len(trainers) < 3 else 2
-        standing = ahead(self.head(state), trainers)
+        standing = find_preferred_heads(self.known_head(state), trainers)
         vouched = [(head, peers) for head, peers in standing.items() if len(peers) >= needed]
-        heads = {head: sorted(set(peers) - set(self._failed)) for head, peers in vouched}
+        heads = {head: sorted(set(peers) - set(self._failed_at)) for head, peers in vouched}
         asked = {head: peers for head, peers in heads.items() if peers}
-        return best(asked) if asked else None
+        return best_head(asked) if asked else None
 
-    async def fetch(self, state: State, target: Head, peers: Sequence[PeerId], now: float) -> list[Durable]:
+    async def fetch_events(self, state: RunState, target: ChainHead, peers: Sequence[PeerId], now: float) -> list[LoggedEvent]:
         """The events from what `state` knows to that head; none where nobody can tell it now, which is logged."""
         for peer in peers:
             try:
-                steps = await self._steps(peer, self.head(state), target)
+                steps = await self._fetch_steps(peer, self.known_head(state), target)
             except (UnreachableError, PeerFault) as error:
                 logger.info("%s could not tell the rounds up to %d: %s", peer, target.round, error)
-                self._failed[peer] = now
+                self._failed_at[peer] = now
                 continue
-            recent = self._followed is not None and now - self._followed < RECENT_SECONDS
-            self._followed = now
-            return _events(state, self.head(state), steps, now, recent)
+            recent = self._last_fetch_at is not None and now - self._last_fetch_at < RECENT_SECONDS
+            self._last_fetch_at = now
+            return _build_events(state, self.known_head(state), steps, now, recent)
         return []
 
-    async def _steps(self, peer: PeerId, mine: Head, target: Head) -> list[Step]:
+    async def _fetch_steps(self, peer: PeerId, known: ChainHead, target: ChainHead) -> list[ChainStep]:
         """From our head where its log reaches so far and continues it; otherwise from as far back as it does."""
-        starts = [mine.round, *(target.round - back for back in BACKWARDS if target.round - back >= 0)]
-        for start in dict.fromkeys([*starts, *([0] if target.round < KEPT_COMMITS else [])]):
-            commits = await self._commits(peer, start, target)
+        starts = [known.round, *(target.round - back for back in LOOK_BACK_ROUNDS if target.round - back >= 0)]
+        for start in dict.fromkeys([*starts, *([0] if target.round < MAX_KEPT_COMMITS else [])]):
+            commits = await self._fetch_commits(peer, start, target)
             if not commits:
                 continue
-            steps = proved(commits, target)
-            if start == mine.round and steps[0].before != mine:
+            steps = prove_chain(commits, target)
+            if start == known.round and steps[0].before != known:
                 continue  # another chain: look for where it left ours
             return steps
         raise StaleError("its log does not reach back far enough")
 
-    async def _commits(self, peer: PeerId, start: int, target: Head) -> list[Commit]:
+    async def _fetch_commits(self, peer: PeerId, start: int, target: ChainHead) -> list[Commit]:
         """Those of the rounds from `start` up to the target; empty where its log does not hold `start`."""
         found: list[Commit] = []
-        for _ in range(MAX_ANSWERS):
+        for _ in range(MAX_REQUESTS):
             if start + len(found) >= target.round:
                 break
-            reply = await ask_chain(self._run_id, self._channel, peer, start + len(found))
-            statements = [parse(signed, self._run_id, self._terms) for signed in reply.commits[:KEPT_COMMITS]]
+            reply = await request_chain(self._run_id, self._channel, peer, start + len(found))
+            statements = [parse(signed, self._run_id, self._limits) for signed in reply.commits[:MAX_KEPT_COMMITS]]
             if not statements:
                 break
-            found += [_commit(statement) for statement in statements]
+            found += [_require_commit(statement) for statement in statements]
         commits = found[: target.round - start]
         in_order = all(commit.round == start + place for place, commit in enumerate(commits))
         if commits and not (in_order and len(commits) == target.round - start):
@@ -114,74 +114,74 @@ class Chronicle:
         return commits
 
 
-def proved(commits: Sequence[Commit], target: Head) -> list[Step]:
+def prove_chain(commits: Sequence[Commit], target: ChainHead) -> list[ChainStep]:
     """Each with the heads around it. MalformedError unless they lead to `target`, by digest and by tokens."""
     tokens = target.tokens - sum(commit.tokens for commit in commits)
     if tokens < 0:
         raise MalformedError("commits with more tokens than their chain")
-    head, steps = Head(commits[0].round, commits[0].base, tokens), []
+    head, steps = ChainHead(commits[0].round, commits[0].base, tokens), []
     for commit in commits:
         try:
-            following = after(head, commit)
+            following = extend_head(head, commit)
         except StaleError as fault:
             raise MalformedError(f"commits that do not follow one another: {fault}") from fault
-        steps.append(Step(head, commit, following))
+        steps.append(ChainStep(head, commit, following))
         head = following
     if head != target:
         raise MalformedError(f"commits that do not lead to the head of round {target.round}")
     return steps
 
 
-def _commit(statement: Statement[object]) -> Commit:
-    if not isinstance(statement.body, Commit):
+def _require_commit(message: SignedMessage[object]) -> Commit:
+    if not isinstance(message.body, Commit):
         raise MalformedError("a chain of something else than commits")
-    return statement.body
+    return message.body
 
 
-def _events(state: State, mine: Head, steps: list[Step], now: float, recent: bool) -> list[Durable]:
-    events: list[Durable] = []
+def _build_events(state: RunState, mine: ChainHead, steps: list[ChainStep], now: float, recent: bool) -> list[LoggedEvent]:
+    events: list[LoggedEvent] = []
     first = steps[0].before.round
     if first > mine.round:
-        events.append(Missing(at=now, first=mine.round, last=first - 1))
+        events.append(RoundsMissing(at=now, first=mine.round, last=first - 1))
     elif steps[0].before != mine:
-        known = {row.round: row.digest for row in state.rows.recent(2 * KEPT_COMMITS)}
+        known = {row.round: row.digest for row in state.rows.recent(2 * MAX_KEPT_COMMITS)}
         steps = [step for step in steps if known.get(step.commit.round) != step.after.digest.hex()]
-        events.append(Forked(at=now, round=steps[0].commit.round if steps else mine.round))
+        events.append(ChainForked(at=now, round=steps[0].commit.round if steps else mine.round))
     for step in steps:
         dated = recent or step is steps[-1]
-        events.append(_committed(state, step, now if dated else None))
+        events.append(_build_committed(state, step, now if dated else None))
     return events
 
 
-def _committed(state: State, step: Step, at: float | None) -> Committed:
+def _build_committed(state: RunState, step: ChainStep, at: float | None) -> RoundCommitted:
     given = tuple(
-        Given(
+        CommittedContribution(
             peer=one.sender,
             tokens=one.body.tokens,
             steps=one.body.steps,
-            loss=max(-MAX_LOSS, min(one.body.loss, MAX_LOSS)),
+            loss=max(-MAX_SHOWN_LOSS, min(one.body.loss, MAX_SHOWN_LOSS)),
             size=sum(blob.size for blob in one.body.parts),
         )
         for one in step.commit.contributions
     )
-    return Committed(
+    return RoundCommitted(
         at=at,
         round=step.commit.round,
         base=step.before.digest.hex(),
         digest=step.after.digest.hex(),
         tokens=step.after.tokens,
         given=given,
-        late=_late(state, {one.peer for one in given}) if at is not None else (),
+        late=_find_late(state, {one.peer for one in given}) if at is not None else (),
     )
 
 
-def _late(state: State, included: set[PeerId]) -> tuple[PeerId, ...]:
+def _find_late(state: RunState, included: set[PeerId]) -> tuple[PeerId, ...]:
     """Who is there and has contributed before, but not to this round."""
-    awaited = [peer for peer in state.trainers if peer.given and not peer.now.resting]
-    return tuple(sorted(peer.now.peer for peer in awaited if peer.now.peer not in included))
+    awaited = [peer for peer in state.trainers if peer.included_count and not peer.report.resting]
+    return tuple(sorted(peer.report.peer for peer in awaited if peer.report.peer not in included))
 
 
-def strays(trainers: Mapping[PeerId, PeerRecord]) -> list[tuple[PeerId, int]]:
+def find_diverged(trainers: Mapping[PeerId, PeerRecord]) -> list[tuple[PeerId, int]]:
     """Who holds another state than most of those at the same point of the chain, where there are three or more."""
     found: list[tuple[PeerId, int]] = []
     by_head: dict[bytes, dict[PeerId, PeerRecord]] = {}

@@ -10,34 +10,34 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from node.config import EVERYWHERE_LISTEN, NodeSettings, node_settings
-from node.daemon.assembly import Assembly
-from node.daemon.lifecycle import run_node, settled
-from node.daemon.memory import collect_often, give_back_often
-from node.daemon.metrics import Metrics, metrics_server
-from node.descriptors import raise_limit
-from node.folder import RunFolder
-from node.host.advertisement import advertisement
-from node.host.hosting import MAX_CONNECTIONS, Door, hosting
+from node.config import LISTEN_ON_ALL_INTERFACES, NodeOptions, parse_node_options
+from node.daemon.assembly import Node
+from node.daemon.lifecycle import run_node, locked_run_dir
+from node.daemon.memory import enable_frequent_gc, trim_periodically
+from node.daemon.metrics import Metrics, serve_metrics
+from node.descriptors import raise_fd_limit
+from node.folder import RunDir
+from node.host.advertisement import build_announcement
+from node.host.hosting import MAX_CONNECTIONS, DashboardAddress, serve_dashboard
 from node.host.journal import read_events
-from node.host.observer import Observer, watching
-from node.host.recorder import Recorder
-from node.host.server import Face, application
-from node.host.status import watching_status
-from node.host.window import Window, window_of
+from node.host.observer import ObserverNode, open_observer_node
+from node.host.recorder import EventLog
+from node.host.server import DashboardData, build_app
+from node.host.status import observer_status
+from node.host.window import NodeHandle, node_handle
 from node.logs import configure_logs
-from node.places import hosted_folder
-from node.program import program_of
-from node.public_runs import packaged
+from node.places import host_dir
+from node.program import build_program
+from node.public_runs import packaged_peers
 from node.quantities import parse_rate, parse_size
-from node.trainer.device import require_fit
-from node.web import listening, serving
+from node.trainer.device import require_usable_device
+from node.web import open_listener, serve
 from protocol.errors import DataError
 from protocol.identity import Identity
 from protocol.manifest import load_manifest
 from protocol.membership.rendezvous import Rendezvous
-from protocol.records import peer_of
-from protocol.tasks import end
+from protocol.records import peer_id_of
+from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ LEAVE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Wish:
+class HostOptions:
     """What the command line asked for; None: not said."""
 
     run: Path
@@ -67,92 +67,92 @@ class Wish:
     direct: str = "0"
 
 
-def host(wish: Wish) -> None:
+def host(options: HostOptions) -> None:
     """Until Ctrl-C. Raises MurmurError."""
-    manifest = load_manifest(wish.run)
-    program_of(manifest)  # a method that does not exist must not claim the folder
-    door = Door.parse(wish.http, wish.public_url)
-    settings = node_settings(
+    manifest = load_manifest(options.run)
+    build_program(manifest)  # a method that does not exist must not claim the folder
+    door = DashboardAddress.parse(options.http, options.public_url)
+    settings = parse_node_options(
         manifest=manifest,
-        base=wish.run.parent.resolve(),
-        folder=(wish.folder or hosted_folder(manifest)).resolve(),
-        peers=wish.peers,
-        listen=wish.listen or (EVERYWHERE_LISTEN,),
-        direct=wish.direct,
-        name=wish.name,
-        device=wish.device,
-        threads=wish.threads,
-        memory=parse_size(wish.memory, "--memory") if wish.memory else None,
-        pause_when_busy=wish.pause_when_busy,
-        log_json=wish.log_json,
-        upload=parse_rate(wish.upload, "--upload"),
-        download=parse_rate(wish.download, "--download"),
+        base=options.run.parent.resolve(),
+        folder=(options.folder or host_dir(manifest)).resolve(),
+        peers=options.peers,
+        listen=options.listen or (LISTEN_ON_ALL_INTERFACES,),
+        direct=options.direct,
+        name=options.name,
+        device=options.device,
+        threads=options.threads,
+        memory=parse_size(options.memory, "--memory") if options.memory else None,
+        pause_when_busy=options.pause_when_busy,
+        log_json=options.log_json,
+        upload=parse_rate(options.upload, "--upload"),
+        download=parse_rate(options.download, "--download"),
     )
-    if wish.train:
-        require_fit(settings)
-    configure_logs(wish.log_json)
-    asyncio.run((_train if wish.train else _watch)(settings, door, wish.public))
+    if options.train:
+        require_usable_device(settings)
+    configure_logs(options.log_json)
+    asyncio.run((_host_and_train if options.train else _host_and_observe)(settings, door, options.public))
 
 
-async def _train(settings: NodeSettings, door: Door, public: bool) -> None:
+async def _host_and_train(settings: NodeOptions, address: DashboardAddress, public: bool) -> None:
     """A node like any other, and the page beside it. Where the page fails, the node goes on."""
-    folder = RunFolder(settings.folder)
+    folder = RunDir(settings.folder)
 
     @asynccontextmanager
-    async def beside(node: Assembly) -> AsyncIterator[None]:
+    async def beside(node: Node) -> AsyncIterator[None]:
         identity = Identity.load_or_create(folder.key)
-        window = window_of(node, identity, settings.manifest)
-        async with hosting(window, folder, door) as shown:
+        window = node_handle(node, identity, settings.manifest)
+        async with serve_dashboard(window, folder, address) as shown:
             if public:
-                _advertise(node.rendezvous, window, shown.recorder, door)
+                _announce_run(node.rendezvous, window, shown.event_log, address)
             yield
 
     await run_node(settings, beside)
 
 
-def _advertise(rendezvous: Rendezvous, window: Window, recorder: Recorder, door: Door) -> None:
-    doors = {peer_of(address): (address,) for address in packaged()}
-    rendezvous.advertise(lambda now: advertisement(window, recorder.state, door, now), doors)
+def _announce_run(rendezvous: Rendezvous, node: NodeHandle, event_log: EventLog, dashboard_address: DashboardAddress) -> None:
+    doors = {peer_id_of(address): (address,) for address in packaged_peers()}
+    rendezvous.advertise_run(lambda now: build_announcement(node, event_log.state, dashboard_address, now), doors)
     logger.info("the run is announced; `murmur runs --peer ADDRESS` shows it")
 
 
-async def _watch(settings: NodeSettings, door: Door, public: bool) -> None:
+async def _host_and_observe(settings: NodeOptions, address: DashboardAddress, public: bool) -> None:
     async with AsyncExitStack() as stack:
-        folder = stack.enter_context(settled(settings))
-        observer = await stack.enter_async_context(watching(settings, folder, version("murmuration")))
-        window = observer.window
-        shown = await stack.enter_async_context(hosting(window, folder, door))
+        folder = stack.enter_context(locked_run_dir(settings))
+        observer = await stack.enter_async_context(open_observer_node(settings, folder, version("murmuration")))
+        window = observer.handle
+        shown = await stack.enter_async_context(serve_dashboard(window, folder, address))
         metrics = Metrics()
-        metrics.add_refusals(observer.refusals)
-        status = watching_status(window, shown, metrics)
-        port = await stack.enter_async_context(metrics_server(settings.metrics, metrics, status))
-        collect_often()
-        folder.announce(window.peer_id, await window.transport.addresses(), port)
+        metrics.read_other_refusals_from(observer.refusal_counts)
+        status = observer_status(window, shown, metrics)
+        port = await stack.enter_async_context(serve_metrics(settings.metrics, metrics, status))
+        enable_frequent_gc()
+        folder.write_node_info(window.peer_id, await window.transport.addresses(), port)
         if public:
-            _advertise(observer.rendezvous, window, shown.recorder, door)
-        await _until_told(observer, shown.watch)
-        folder.leave_word(status().model_dump_json())
+            _announce_run(observer.rendezvous, window, shown.event_log, address)
+        await _run_until_stopped(observer, shown.watcher_task)
+        folder.write_final_status(status().model_dump_json())
 
 
-async def _until_told(observer: Observer, watch: asyncio.Task[None]) -> None:
+async def _run_until_stopped(observer: ObserverNode, watcher_task: asyncio.Task[None]) -> None:
     """Gossip until a signal comes or something ends that never should; then tell the others that we go."""
     stop = asyncio.Event()
-    _stop_by_signals(stop)
-    forever = (observer.window.directory.run(), observer.rendezvous.run(), give_back_often())
+    _stop_on_signals(stop)
+    forever = (observer.handle.directory.run(), observer.rendezvous.run(), trim_periodically())
     loops = [asyncio.create_task(loop) for loop in forever]
     stopped = asyncio.create_task(stop.wait())
     try:
-        done, _ = await asyncio.wait({watch, stopped, *loops}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({watcher_task, stopped, *loops}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             await task
     finally:
-        await end((stopped, *loops))
+        await cancel_and_wait((stopped, *loops))
         with suppress(TimeoutError):  # whoever could not be told will notice
             async with asyncio.timeout(LEAVE_SECONDS):
-                await observer.window.directory.leave()
+                await observer.handle.directory.leave()
 
 
-def _stop_by_signals(stop: asyncio.Event) -> None:
+def _stop_on_signals(stop: asyncio.Event) -> None:
     def signalled() -> None:
         if stop.is_set():
             os._exit(130)  # p2pd dies with us
@@ -162,20 +162,20 @@ def _stop_by_signals(stop: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, signalled)
 
 
-def replay(journal: Path, http: str) -> None:
+def replay(event_file: Path, http: str) -> None:
     """Serve an old run until Ctrl-C. Raises MurmurError."""
-    recorder = Recorder(None, read_events(journal))
+    recorder = EventLog(None, read_events(event_file))
     if recorder.state.facts is None:
-        raise DataError(f"{journal} tells of no run; name the events.jsonl of a host")
+        raise DataError(f"{event_file} tells of no run; name the events.jsonl of a host")
     configure_logs(False)
-    raise_limit()
-    asyncio.run(_replay(recorder, Door.parse(http, None)))
+    raise_fd_limit()
+    asyncio.run(_serve_replay(recorder, DashboardAddress.parse(http, None)))
 
 
-async def _replay(recorder: Recorder, door: Door) -> None:
-    face = Face(recorder, None, clock=lambda: recorder.state.newest)
+async def _serve_replay(event_log: EventLog, address: DashboardAddress) -> None:
+    face = DashboardData(event_log, None, clock=lambda: event_log.state.newest_at)
     stop = asyncio.Event()
-    _stop_by_signals(stop)
-    async with serving(application(face), listening(door.host, door.port, "--http"), MAX_CONNECTIONS) as port:
-        print(f"page  http://{door.host}:{port}/", flush=True)
+    _stop_on_signals(stop)
+    async with serve(build_app(face), open_listener(address.host, address.port, "--http"), MAX_CONNECTIONS) as port:
+        print(f"page  http://{address.host}:{port}/", flush=True)
         await stop.wait()

@@ -11,17 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from protocol.errors import DataError
 from protocol.identity import PeerId
 
-MAX_LINE_BYTES = 1 << 20
+MAX_EVENT_BYTES = 1 << 20
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Amount = Annotated[float, Field(ge=0)]
 Reach = Literal["direct", "relay", "unknown"]
 
 
-class Part(BaseModel):
+class EventModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Facts(Part):
+class RunFacts(EventModel):
     """What does not change while a run lives."""
 
     run: str
@@ -36,7 +36,7 @@ class Facts(Part):
     expiry: Amount = Field(description="seconds of silence after which a peer is gone")
 
 
-class Given(Part):
+class CommittedContribution(EventModel):
     """One peer's contribution to a round; `size` is that of its message, in bytes."""
 
     peer: PeerId
@@ -46,7 +46,7 @@ class Given(Part):
     size: Count
 
 
-class Lane(Part):
+class PeerTiming(EventModel):
     """Where one peer's seconds of a round went, and the bytes that it sent in it."""
 
     peer: PeerId
@@ -56,7 +56,7 @@ class Lane(Part):
     sent: Count
 
 
-class PeerNow(Part):
+class PeerReport(EventModel):
     """What a peer last said of itself. `sending`: bytes a second, as the host measured it."""
 
     peer: PeerId
@@ -78,35 +78,35 @@ class PeerNow(Part):
     seen: float = 0.0
 
 
-class Opened(Part):
+class LogOpened(EventModel):
     """The first event of every journal."""
 
     kind: Literal["opened"] = "opened"
     at: float
-    facts: Facts
+    facts: RunFacts
 
 
-class Started(Part):
+class HostRestarted(EventModel):
     """The host was started again; whom it knew before it does not see yet."""
 
     kind: Literal["started"] = "started"
     at: float
 
 
-class Joined(Part):
+class PeerAppeared(EventModel):
     kind: Literal["joined"] = "joined"
     at: float
-    now: PeerNow
+    now: PeerReport
 
 
-class Left(Part):
+class PeerDeparted(EventModel):
     kind: Literal["left"] = "left"
     at: float
     peer: PeerId
     reason: str
 
 
-class Committed(Part):
+class RoundCommitted(EventModel):
     """`tokens`: of the chain after it. `at` is None for a round that the host learned of afterwards."""
 
     kind: Literal["committed"] = "committed"
@@ -115,18 +115,18 @@ class Committed(Part):
     base: str = Field(description="chained digest before it, hexadecimal")
     digest: str
     tokens: Count
-    given: tuple[Given, ...]
+    given: tuple[CommittedContribution, ...]
     late: tuple[PeerId, ...] = Field(default=(), description="who trained, and is not among them")
 
 
-class Timed(Part):
+class RoundTimed(EventModel):
     kind: Literal["timed"] = "timed"
     at: float
     round: Count
-    lanes: tuple[Lane, ...]
+    lanes: tuple[PeerTiming, ...]
 
 
-class Measured(Part):
+class ValidationMeasured(EventModel):
     """The loss on held-out text of the model after so many rounds."""
 
     kind: Literal["measured"] = "measured"
@@ -136,7 +136,7 @@ class Measured(Part):
     loss: float
 
 
-class Strayed(Part):
+class PeerDiverged(EventModel):
     """A peer's state differs from that of the others at the same point of the chain."""
 
     kind: Literal["strayed"] = "strayed"
@@ -145,7 +145,7 @@ class Strayed(Part):
     round: Count
 
 
-class Forked(Part):
+class ChainForked(EventModel):
     """The swarm went over to another chain: what was known from that round on is void."""
 
     kind: Literal["forked"] = "forked"
@@ -153,7 +153,7 @@ class Forked(Part):
     round: Count
 
 
-class Missing(Part):
+class RoundsMissing(EventModel):
     """Rounds that no peer's log holds any more: the host was away for too long."""
 
     kind: Literal["missing"] = "missing"
@@ -162,39 +162,39 @@ class Missing(Part):
     last: Count
 
 
-class Lost(Part):
+class SwarmLost(EventModel):
     """The host sees nobody of the run any more."""
 
     kind: Literal["lost"] = "lost"
     at: float
 
 
-class Found(Part):
+class SwarmFound(EventModel):
     kind: Literal["found"] = "found"
     at: float
 
 
-class Moved(Part):
+class PeersUpdated(EventModel):
     """Peers that said something new. Never in the journal: the next one says it better."""
 
     kind: Literal["moved"] = "moved"
     at: float
-    peers: tuple[PeerNow, ...]
+    peers: tuple[PeerReport, ...]
 
 
-Durable = (
-    Opened | Started | Joined | Left | Committed | Timed | Measured | Strayed | Forked | Missing | Lost | Found
+LoggedEvent = (
+    LogOpened | HostRestarted | PeerAppeared | PeerDeparted | RoundCommitted | RoundTimed | ValidationMeasured | PeerDiverged | ChainForked | RoundsMissing | SwarmLost | SwarmFound
 )  # fmt: skip
-Event = Durable | Moved
-_DURABLE: TypeAdapter[Durable] = TypeAdapter(Annotated[Durable, Field(discriminator="kind")])
+DashboardEvent = LoggedEvent | PeersUpdated
+_LOGGED_EVENT: TypeAdapter[LoggedEvent] = TypeAdapter(Annotated[LoggedEvent, Field(discriminator="kind")])
 
 
-def read_event(line: bytes, origin: str) -> Durable:
+def read_event(line: bytes, origin: str) -> LoggedEvent:
     """Raises DataError, one line that names `origin`, for anything that no journal holds."""
-    if len(line) > MAX_LINE_BYTES:
-        raise DataError(f"{origin}: an event has at most {MAX_LINE_BYTES} bytes; this is no journal of `murmur host`")
+    if len(line) > MAX_EVENT_BYTES:
+        raise DataError(f"{origin}: an event has at most {MAX_EVENT_BYTES} bytes; this is no journal of `murmur host`")
     try:
-        return _DURABLE.validate_json(line)
+        return _LOGGED_EVENT.validate_json(line)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         raise DataError(f"{origin} is no event of `murmur host`: {fault['msg']}; name another file") from error

@@ -19,7 +19,7 @@ GAUGES = (
 )
 
 
-class Figures(Collector):
+class SwarmCollector(Collector):
     """Read at each scrape from what `values` gives: `views.snapshot`."""
 
     def __init__(self, values: Callable[[], Mapping[str, Any]]) -> None:
@@ -34,10 +34,10 @@ class Figures(Collector):
         for name, text, key in GAUGES:
             if values[key] is not None:
                 yield GaugeMetricFamily(name, text, value=values[key])
-        yield _peers(values)
+        yield _peer_count_family(values)
 
 
-def _peers(values: Mapping[str, Any]) -> GaugeMetricFamily:
+def _peer_count_family(values: Mapping[str, Any]) -> GaugeMetricFamily:
     family = GaugeMetricFamily("murmur_swarm_peers", "Peers by what they do", labels=["state"])
     counts = dict.fromkeys(("training", "resting", "late", "behind", "joining", "watching"), 0)
     for peer in values["peers"]:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from node.host.events import MAX_LINE_BYTES, Durable, read_event
+from node.host.events import MAX_EVENT_BYTES, LoggedEvent, read_event
 from protocol.errors import MissingFileError, StorageError
 
-NAME = "events.jsonl"
+EVENT_FILE_NAME = "events.jsonl"
 
 
-class Journal:
+class EventFile:
     """Open for appending; raises StorageError where the disk refuses."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
@@ -22,16 +22,16 @@ class Journal:
         self._path = path
 
     @classmethod
-    def open(cls, path: Path) -> "Journal":
+    def open(cls, path: Path) -> "EventFile":
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with path.open("ab") as file:
-                file.truncate(whole_bytes(path))
+                file.truncate(whole_lines_size(path))
             return cls(path.open("ab", buffering=0), path)
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}; choose another --dir") from error
 
-    def append(self, event: Durable) -> None:
+    def append(self, event: LoggedEvent) -> None:
         line = event.model_dump_json().encode() + b"\n"
         try:
             written = self._file.write(line)
@@ -44,26 +44,26 @@ class Journal:
         self._file.close()
 
 
-def read_events(path: Path) -> Iterator[Durable]:
+def read_events(path: Path) -> Iterator[LoggedEvent]:
     """All whole lines. MissingFileError where there is no file, DataError for a line that is no event."""
     try:
         with path.open("rb") as file:
             number = 0
-            while (line := file.readline(MAX_LINE_BYTES + 1)).endswith(b"\n"):
+            while (line := file.readline(MAX_EVENT_BYTES + 1)).endswith(b"\n"):
                 number += 1
                 yield read_event(line, f"{path}, line {number}")
-            if len(line) > MAX_LINE_BYTES:
+            if len(line) > MAX_EVENT_BYTES:
                 read_event(line, f"{path}, line {number + 1}")
     except OSError as error:
         raise MissingFileError(f"cannot read {path}: {error.strerror}; name a journal of `murmur host`") from error
 
 
-def whole_bytes(path: Path) -> int:
+def whole_lines_size(path: Path) -> int:
     """Up to the end of the last whole line."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
-            start = max(0, end - MAX_LINE_BYTES)
+            start = max(0, end - MAX_EVENT_BYTES)
             file.seek(start)
             found = file.read(end - start).rfind(b"\n")
             if found >= 0:

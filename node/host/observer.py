@@ -6,59 +6,59 @@ import os
 import random
 from collections.abc import AsyncIterator, Mapping
 
-from node.config import NodeSettings
+from node.config import NodeOptions
 from node.daemon.runs_service import RunsService
-from node.daemon.usual_port import usual_listen
-from node.folder import RunFolder
-from node.host.window import Window
+from node.daemon.usual_port import reuse_last_port
+from node.folder import RunDir
+from node.host.window import NodeHandle
 from protocol.identity import Identity
-from protocol.membership.clock import Clock
-from protocol.membership.gossip import Directory
+from protocol.membership.clock import SwarmClock
+from protocol.membership.gossip import PeerDirectory
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2_grpc import add_RunsServicer_to_server
-from protocol.network.dial_back import DialBack
-from protocol.network.reach import own_address, relays_for
+from protocol.network.dial_back import DialBackResponder
+from protocol.network.reach import find_own_ip, choose_relays
 from protocol.network.transport import Transport
-from protocol.network.tunnel import TunnelLimits
+from protocol.network.tunnel import ConnectionLimits
 
 logger = logging.getLogger(__name__)
 
 
-class Observer:
+class ObserverNode:
     """Made by `watching`; `run` gossips until cancelled."""
 
-    def __init__(self, window: Window, rendezvous: Rendezvous) -> None:
-        self.window = window
+    def __init__(self, handle: NodeHandle, rendezvous: Rendezvous) -> None:
+        self.handle = handle
         self.rendezvous = rendezvous
 
-    def refusals(self) -> tuple[Mapping[str, int], ...]:
-        window = self.window
-        return window.directory.refusals, window.transport.refusals, {"dht": self.rendezvous.refused}
+    def refusal_counts(self) -> tuple[Mapping[str, int], ...]:
+        window = self.handle
+        return window.directory.refusals, window.transport.refusals, {"dht": self.rendezvous.refused_count}
 
 
 @contextlib.asynccontextmanager
-async def watching(settings: NodeSettings, folder: RunFolder, version: str) -> AsyncIterator[Observer]:
+async def open_observer_node(settings: NodeOptions, run_dir: RunDir, version: str) -> AsyncIterator[ObserverNode]:
     """On the network while inside; the folder is claimed. Raises TransportError."""
-    manifest, identity = settings.manifest, Identity.load_or_create(folder.key)
-    rng, clock = random.Random(os.urandom(16)), Clock()
+    manifest, identity = settings.manifest, Identity.load_or_create(run_dir.key)
+    rng, clock = random.Random(os.urandom(16)), SwarmClock()
     contacts = (*settings.peers, *manifest.run.bootstrap)
-    limits = TunnelLimits(upload=settings.upload, download=settings.download)
-    transport = Transport.create(folder.key, folder.path, limits)
-    directory = Directory(
+    limits = ConnectionLimits(upload=settings.upload, download=settings.download)
+    transport = Transport.create(run_dir.key, run_dir.path, limits)
+    directory = PeerDirectory(
         identity, manifest.run_id, transport, clock, manifest.membership.heartbeat, manifest.membership.expiry, rng,
-        contacts, folder.peers,
+        contacts, run_dir.peers,
     )  # fmt: skip
-    runs = RunsService(manifest, DialBack(transport.remote_addresses), directory.refuse)
+    runs = RunsService(manifest, DialBackResponder(transport.remote_addresses), directory.record_refusal)
     try:
         await transport.open(
             [directory.register, lambda server: add_RunsServicer_to_server(runs, server)],
-            listen=await usual_listen(folder, settings.listen),
-            relays=relays_for(settings.listen, contacts, own_address()),
+            listen=await reuse_last_port(run_dir, settings.listen),
+            relays=choose_relays(settings.listen, contacts, find_own_ip()),
         )
         directory.publish(role="observer", name=settings.name, version=version)
         rendezvous = Rendezvous(
-            identity, manifest.run_id, transport, clock, directory.neighbours, directory.remember, rng
+            identity, manifest.run_id, transport, clock, directory.known_addresses, directory.add_contact, rng
         )
-        yield Observer(Window(manifest, identity, directory, transport, trains=False), rendezvous)
+        yield ObserverNode(NodeHandle(manifest, identity, directory, transport, is_trainer=False), rendezvous)
     finally:
         await transport.stop()

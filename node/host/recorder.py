@@ -12,138 +12,138 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from node.host.events import Durable, Event, Moved, Opened, Started
-from node.host.journal import Journal, read_events
-from node.host.state import State, apply, said_of
+from node.host.events import LoggedEvent, DashboardEvent, PeersUpdated, LogOpened, HostRestarted
+from node.host.journal import EventFile, read_events
+from node.host.state import RunState, apply_event, log_text_of
 from protocol.errors import LimitError
 
 logger = logging.getLogger(__name__)
 
-KEPT_MESSAGES = 2048  # for those who come again,
-KEPT_BYTES = 2 << 20  # and of them no more than this
-MAX_LISTENERS = 512
-MAX_BEHIND = 256  # messages that a listener may lag
+MAX_KEPT_MESSAGES = 2048  # for those who come again,
+MAX_KEPT_BYTES = 2 << 20  # and of them no more than this
+MAX_SUBSCRIBERS = 512
+MAX_QUEUED_MESSAGES = 256  # messages that a listener may lag
 
 
-class Listener:
+class Subscriber:
     """`overflowed`: it read too slowly and gets nothing more."""
 
     def __init__(self) -> None:
-        self.queue: asyncio.Queue[bytes] = asyncio.Queue(MAX_BEHIND)
-        self.overflowed = False
+        self.queue: asyncio.Queue[bytes] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self.has_overflowed = False
 
     def push(self, message: bytes) -> None:
         try:
             self.queue.put_nowait(message)
         except asyncio.QueueFull:
-            self.overflowed = True
+            self.has_overflowed = True
 
 
-class Recorder:
+class EventLog:
     """`journal`: None for a picture that is only looked at."""
 
-    def __init__(self, journal: Journal | None, past: Iterable[Durable] = ()) -> None:
-        self._journal = journal
-        self.state = State()
-        self._kept: deque[tuple[int, bytes]] = deque()
+    def __init__(self, file: EventFile | None, past: Iterable[LoggedEvent] = ()) -> None:
+        self._file = file
+        self.state = RunState()
+        self._kept_messages: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
-        self._listeners: set[Listener] = set()
+        self._subscribers: set[Subscriber] = set()
         for event in past:
-            self._fold(event)
+            self._apply(event)
 
     @classmethod
-    def at(cls, path: Path, opened: Opened) -> "Recorder":
+    def open(cls, path: Path, opened: LogOpened) -> "EventLog":
         """Goes on with the journal that lies there, or begins one."""
-        journal = Journal.open(path)
+        journal = EventFile.open(path)
         self = cls(journal, read_events(path))
         if self.state.facts is None:
             self.record(opened)
         else:
-            self.record(Started(at=opened.at))
+            self.record(HostRestarted(at=opened.at))
         return self
 
-    def record(self, event: Event) -> None:
+    def record(self, event: DashboardEvent) -> None:
         """Raises StorageError where the journal cannot be written."""
-        if self._journal is not None and not isinstance(event, Moved):
-            self._journal.append(event)
-        message = self._fold(event)
+        if self._file is not None and not isinstance(event, PeersUpdated):
+            self._file.append(event)
+        message = self._apply(event)
         if message is not None:
             self._send(message)
 
-    def tell(self, name: str, values: dict[str, Any]) -> None:
+    def broadcast(self, name: str, values: dict[str, Any]) -> None:
         """A message of the moment to all listeners: no event, and nowhere kept."""
-        if self._listeners:
-            self._send(message_of(name, values, None))
+        if self._subscribers:
+            self._send(encode_message(name, values, None))
 
     @property
-    def listeners(self) -> int:
-        return len(self._listeners)
+    def subscriber_count(self) -> int:
+        return len(self._subscribers)
 
-    def since(self, index: int) -> list[bytes] | None:
+    def messages_since(self, index: int) -> list[bytes] | None:
         """The messages of the durable events from `index` on; None where some of them are not kept."""
         if not 0 <= index <= self.state.index:
             return None
-        missed = [message for number, message in self._kept if number >= index]
+        missed = [message for number, message in self._kept_messages if number >= index]
         return missed if len(missed) == self.state.index - index else None
 
     @contextlib.contextmanager
-    def listen(self) -> Iterator[Listener]:
+    def subscribe(self) -> Iterator[Subscriber]:
         """Raises LimitError when there are too many."""
-        if len(self._listeners) >= MAX_LISTENERS:
-            raise LimitError(f"{MAX_LISTENERS} listen already; try again later")
-        listener = Listener()
-        self._listeners.add(listener)
+        if len(self._subscribers) >= MAX_SUBSCRIBERS:
+            raise LimitError(f"{MAX_SUBSCRIBERS} listen already; try again later")
+        listener = Subscriber()
+        self._subscribers.add(listener)
         try:
             yield listener
         finally:
-            self._listeners.discard(listener)
+            self._subscribers.discard(listener)
 
     def close(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
+        if self._file is not None:
+            self._file.close()
 
     def _send(self, message: bytes) -> None:
-        for listener in list(self._listeners):
+        for listener in list(self._subscribers):
             listener.push(message)
-            if listener.overflowed:
-                self._listeners.discard(listener)
+            if listener.has_overflowed:
+                self._subscribers.discard(listener)
                 logger.info("a reader of the events was too slow and is cut off")
 
-    def _fold(self, event: Event) -> bytes | None:
+    def _apply(self, event: DashboardEvent) -> bytes | None:
         """The message of a durable event."""
         index, before = self.state.index, self.state
-        self.state = apply(before, event)
-        if isinstance(event, Moved):
+        self.state = apply_event(before, event)
+        if isinstance(event, PeersUpdated):
             return None
-        message = message_of(event.kind, _told(event, before), index)
-        self._keep(index, message)
+        message = encode_message(event.kind, _values_with_text(event, before), index)
+        self._keep_message(index, message)
         return message
 
-    def _keep(self, index: int, message: bytes) -> None:
-        self._kept.append((index, message))
+    def _keep_message(self, index: int, message: bytes) -> None:
+        self._kept_messages.append((index, message))
         self._kept_bytes += len(message)
-        while len(self._kept) > KEPT_MESSAGES or self._kept_bytes > KEPT_BYTES:
-            self._kept_bytes -= len(self._kept.popleft()[1])
+        while len(self._kept_messages) > MAX_KEPT_MESSAGES or self._kept_bytes > MAX_KEPT_BYTES:
+            self._kept_bytes -= len(self._kept_messages.popleft()[1])
 
 
-def _told(event: Durable, before: State) -> dict[str, Any]:
-    said = said_of(before, event)
+def _values_with_text(event: LoggedEvent, before: RunState) -> dict[str, Any]:
+    said = log_text_of(before, event)
     return {**event.model_dump(mode="json"), **({"text": said.text, "tone": said.tone} if said else {})}
 
 
-def message_of(name: str, values: dict[str, Any], index: int | None) -> bytes:
+def encode_message(name: str, values: dict[str, Any], index: int | None) -> bytes:
     """One server-sent event. JSON has no line breaks of its own."""
     data = json.dumps(values, separators=(",", ":"), allow_nan=False)
     head = "" if index is None else f"id: {index}\n"
     return f"{head}event: {name}\ndata: {data}\n\n".encode()
 
 
-async def messages(listener: Listener, pause: float) -> AsyncIterator[bytes]:
+async def stream_messages(subscriber: Subscriber, keepalive_seconds: float) -> AsyncIterator[bytes]:
     """What comes, and after each `pause` seconds without news a comment: it finds out who has gone."""
-    while not (listener.overflowed and listener.queue.empty()):
+    while not (subscriber.has_overflowed and subscriber.queue.empty()):
         try:
-            async with asyncio.timeout(pause):
-                message = await listener.queue.get()
+            async with asyncio.timeout(keepalive_seconds):
+                message = await subscriber.queue.get()
         except TimeoutError:
             yield b": still here\n\n"
         else:

@@ -11,53 +11,53 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from node.host.events import (
-    Committed,
-    Event,
-    Facts,
-    Forked,
-    Found,
-    Given,
-    Joined,
-    Lane,
-    Left,
-    Lost,
-    Measured,
-    Missing,
-    Moved,
-    Opened,
-    PeerNow,
-    Started,
-    Strayed,
-    Timed,
+    RoundCommitted,
+    DashboardEvent,
+    RunFacts,
+    ChainForked,
+    SwarmFound,
+    CommittedContribution,
+    PeerAppeared,
+    PeerTiming,
+    PeerDeparted,
+    SwarmLost,
+    ValidationMeasured,
+    RoundsMissing,
+    PeersUpdated,
+    LogOpened,
+    PeerReport,
+    HostRestarted,
+    PeerDiverged,
+    RoundTimed,
 )
-from node.host.words import Said, Tone, sentence
+from node.host.words import LogText, Tone, describe_event
 from protocol.identity import PeerId
 
-KEPT_LINES = 200
-KEPT_TIMELINES = 50
-KEPT_SPEEDS = 20
-KEPT_GONE = 200
-CHUNK = 256
+MAX_LOG_LINES = 200
+MAX_TIMELINES = 50
+MAX_SPEEDS = 20
+MAX_GONE_PEERS = 200
+CHUNK_ROWS = 256
 FLOAT_BYTES = 4
-UNSEEN = "not seen since the host was started again"
+UNSEEN_SINCE_RESTART = "not seen since the host was started again"
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerHistory:
     """`given`, `missed`: rounds with and without its contribution while it was seen to train."""
 
-    now: PeerNow
+    report: PeerReport
     since: float
-    gone: float | None = None
+    gone_at: float | None = None
     reason: str = ""
-    given: int = 0
-    missed: int = 0
+    included_count: int = 0
+    missed_count: int = 0
     in_time: bool = True
     speeds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RoundSummary:
     """One committed round. `message`, `raw`, `sent`: bytes a peer; `seconds`: since the round before.
 
     `sent` and `validation` (of the model after this round) are measured later, or never.
@@ -69,16 +69,16 @@ class Row:
     tokens: int
     loss: float
     contributors: int
-    late: int
-    message: float
-    raw: float
+    late_count: int
+    contribution_bytes: float
+    all_reduce_bytes: float
     seconds: float | None
-    sent: float | None = None
-    validation: float | None = None
+    sent_bytes: float | None = None
+    validation_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     index: int
     at: float
     peer: PeerId | None
@@ -87,241 +87,241 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RoundHistory:
     """Rows in the order of their rounds; appending copies only the last chunk."""
 
-    chunks: tuple[tuple[Row, ...], ...] = ()
-    tail: tuple[Row, ...] = ()
+    chunks: tuple[tuple[RoundSummary, ...], ...] = ()
+    tail: tuple[RoundSummary, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.chunks) * CHUNK + len(self.tail)
+        return len(self.chunks) * CHUNK_ROWS + len(self.tail)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[RoundSummary]:
         for chunk in self.chunks:
             yield from chunk
         yield from self.tail
 
     @property
-    def last(self) -> Row | None:
+    def last(self) -> RoundSummary | None:
         return self.tail[-1] if self.tail else self.chunks[-1][-1] if self.chunks else None
 
-    def recent(self, count: int) -> tuple[Row, ...]:
+    def recent(self, count: int) -> tuple[RoundSummary, ...]:
         """At most `count`, and at most two chunks of them."""
         return ((*self.chunks[-1], *self.tail) if self.chunks else self.tail)[-count:]
 
-    def append(self, row: Row) -> "Rows":
+    def append(self, row: RoundSummary) -> "RoundHistory":
         tail = (*self.tail, row)
-        return Rows((*self.chunks, tail), ()) if len(tail) == CHUNK else Rows(self.chunks, tail)
+        return RoundHistory((*self.chunks, tail), ()) if len(tail) == CHUNK_ROWS else RoundHistory(self.chunks, tail)
 
-    def find(self, number: int) -> Row | None:
+    def find(self, number: int) -> RoundSummary | None:
         """A recent one."""
-        return next((row for row in self.recent(2 * CHUNK) if row.round == number), None)
+        return next((row for row in self.recent(2 * CHUNK_ROWS) if row.round == number), None)
 
-    def amend(self, row: Row) -> "Rows":
+    def replace_row(self, row: RoundSummary) -> "RoundHistory":
         """With that row instead of the recent one of the same round."""
         tail = tuple(row if old.round == row.round else old for old in self.tail)
         if not self.chunks:
-            return Rows((), tail)
+            return RoundHistory((), tail)
         chunk = tuple(row if old.round == row.round else old for old in self.chunks[-1])
-        return Rows((*self.chunks[:-1], chunk), tail)
+        return RoundHistory((*self.chunks[:-1], chunk), tail)
 
-    def before(self, number: int) -> "Rows":
+    def truncate_from(self, number: int) -> "RoundHistory":
         """Without that round and what follows it."""
         kept = [row for row in self if row.round < number]
-        full = len(kept) - len(kept) % CHUNK
-        chunks = tuple(tuple(kept[start : start + CHUNK]) for start in range(0, full, CHUNK))
-        return Rows(chunks, tuple(kept[full:]))
+        full = len(kept) - len(kept) % CHUNK_ROWS
+        chunks = tuple(tuple(kept[start : start + CHUNK_ROWS]) for start in range(0, full, CHUNK_ROWS))
+        return RoundHistory(chunks, tuple(kept[full:]))
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RunState:
     """`index`: how many durable events it is made of; `newest`: when the last of them was.
 
     `sent`, `raw`: sums over the rounds of which both are known.
     """
 
     index: int = 0
-    newest: float = 0.0
-    facts: Facts | None = None
-    opened: float = 0.0
-    peers: Mapping[PeerId, Peer] = field(default_factory=dict)
-    rows: Rows = Rows()
-    sent: float = 0.0
-    raw: float = 0.0
-    timelines: tuple[Timed, ...] = ()
-    log: tuple[Line, ...] = ()
-    lost: float | None = None
-    missing: int = 0
+    newest_at: float = 0.0
+    facts: RunFacts | None = None
+    opened_at: float = 0.0
+    peers: Mapping[PeerId, PeerHistory] = field(default_factory=dict)
+    rows: RoundHistory = RoundHistory()
+    sent_bytes: float = 0.0
+    all_reduce_bytes: float = 0.0
+    timelines: tuple[RoundTimed, ...] = ()
+    log: tuple[LogLine, ...] = ()
+    lost_since: float | None = None
+    missing_rounds: int = 0
 
     @property
-    def live(self) -> dict[PeerId, Peer]:
-        return {name: peer for name, peer in self.peers.items() if peer.gone is None}
+    def live(self) -> dict[PeerId, PeerHistory]:
+        return {name: peer for name, peer in self.peers.items() if peer.gone_at is None}
 
     @property
-    def trainers(self) -> list[Peer]:
-        return [peer for peer in self.live.values() if peer.now.role == "trainer"]
+    def trainers(self) -> list[PeerHistory]:
+        return [peer for peer in self.live.values() if peer.report.role == "trainer"]
 
 
-def apply(state: State, event: Event) -> State:
+def apply_event(state: RunState, event: DashboardEvent) -> RunState:
     """The state after the event."""
-    if isinstance(event, Moved):
-        return _moved(state, event)
-    after = replace(_changed(state, event), index=state.index + 1, newest=event.at or state.newest)
-    said = said_of(state, event)
+    if isinstance(event, PeersUpdated):
+        return _apply_updates(state, event)
+    after = replace(_apply_logged(state, event), index=state.index + 1, newest_at=event.at or state.newest_at)
+    said = log_text_of(state, event)
     if said is None:
         return after
-    line = Line(state.index, event.at or state.opened, getattr(event, "peer", None), said.text, said.tone)
-    return replace(after, log=(*state.log, line)[-KEPT_LINES:])
+    line = LogLine(state.index, event.at or state.opened_at, getattr(event, "peer", None), said.text, said.tone)
+    return replace(after, log=(*state.log, line)[-MAX_LOG_LINES:])
 
 
-def said_of(state: State, event: Event) -> Said | None:
+def log_text_of(state: RunState, event: DashboardEvent) -> LogText | None:
     """What the log tells of it. That a peer is seen again after the host's own start is no news."""
-    if isinstance(event, Joined):
+    if isinstance(event, PeerAppeared):
         known = state.peers.get(event.now.peer)
-        if known is not None and known.reason == UNSEEN:
+        if known is not None and known.reason == UNSEEN_SINCE_RESTART:
             return None
-    return sentence(event, {name: peer.now.name for name, peer in state.peers.items()})
+    return describe_event(event, {name: peer.report.name for name, peer in state.peers.items()})
 
 
-def _changed(state: State, event: Event) -> State:
+def _apply_logged(state: RunState, event: DashboardEvent) -> RunState:
     match event:
-        case Opened():
-            return replace(state, facts=event.facts, opened=event.at)
-        case Started():
-            return _all_gone(state, event.at)
-        case Joined():
-            return _joined(state, event)
-        case Left():
-            return _left(state, event)
-        case Committed():
-            return _committed(state, event)
-        case Timed():
-            return _timed(state, event)
-        case Measured():
-            return _measured(state, event)
-        case Forked():
-            return _forked(state, event)
-        case Missing():
-            return replace(state, missing=state.missing + event.last - event.first + 1)
-        case Lost():
-            return replace(state, lost=event.at)
-        case Found():
-            return replace(state, lost=None)
-        case Strayed() | Moved():
+        case LogOpened():
+            return replace(state, facts=event.facts, opened_at=event.at)
+        case HostRestarted():
+            return _mark_all_gone(state, event.at)
+        case PeerAppeared():
+            return _apply_joined(state, event)
+        case PeerDeparted():
+            return _apply_left(state, event)
+        case RoundCommitted():
+            return _apply_committed(state, event)
+        case RoundTimed():
+            return _apply_timed(state, event)
+        case ValidationMeasured():
+            return _apply_measured(state, event)
+        case ChainForked():
+            return _apply_forked(state, event)
+        case RoundsMissing():
+            return replace(state, missing_rounds=state.missing_rounds + event.last - event.first + 1)
+        case SwarmLost():
+            return replace(state, lost_since=event.at)
+        case SwarmFound():
+            return replace(state, lost_since=None)
+        case PeerDiverged() | PeersUpdated():
             return state
 
 
-def _moved(state: State, event: Moved) -> State:
+def _apply_updates(state: RunState, event: PeersUpdated) -> RunState:
     peers = dict(state.peers)
     for now in event.peers:
         known = peers.get(now.peer)
-        if known is not None and known.gone is None:
-            peers[now.peer] = replace(known, now=now)
+        if known is not None and known.gone_at is None:
+            peers[now.peer] = replace(known, report=now)
     return replace(state, peers=peers)
 
 
-def _joined(state: State, event: Joined) -> State:
+def _apply_joined(state: RunState, event: PeerAppeared) -> RunState:
     known = state.peers.get(event.now.peer)
     if known is None:
-        peer = Peer(event.now, event.at)
+        peer = PeerHistory(event.now, event.at)
     else:
-        peer = replace(known, now=event.now, since=event.at, gone=None, reason="", speeds=())
+        peer = replace(known, report=event.now, since=event.at, gone_at=None, reason="", speeds=())
     others = {name: other for name, other in state.peers.items() if name != event.now.peer}
     return replace(state, peers={**others, event.now.peer: peer})
 
 
-def _left(state: State, event: Left) -> State:
+def _apply_left(state: RunState, event: PeerDeparted) -> RunState:
     known = state.peers.get(event.peer)
     if known is None:
         return state
     others = {name: peer for name, peer in state.peers.items() if name != event.peer}
-    gone = replace(known, gone=event.at, reason=event.reason)
-    return replace(state, peers=_pruned({**others, event.peer: gone}))
+    gone = replace(known, gone_at=event.at, reason=event.reason)
+    return replace(state, peers=_prune_gone({**others, event.peer: gone}))
 
 
-def _all_gone(state: State, at: float) -> State:
+def _mark_all_gone(state: RunState, at: float) -> RunState:
     peers = {
-        name: peer if peer.gone is not None else replace(peer, gone=at, reason=UNSEEN)
+        name: peer if peer.gone_at is not None else replace(peer, gone_at=at, reason=UNSEEN_SINCE_RESTART)
         for name, peer in state.peers.items()
     }
-    return replace(state, peers=_pruned(peers))
+    return replace(state, peers=_prune_gone(peers))
 
 
-def _pruned(peers: Mapping[PeerId, Peer]) -> dict[PeerId, Peer]:
-    gone = [name for name, peer in peers.items() if peer.gone is not None]
-    forgotten = set(gone[: max(0, len(gone) - KEPT_GONE)])
+def _prune_gone(peers: Mapping[PeerId, PeerHistory]) -> dict[PeerId, PeerHistory]:
+    gone = [name for name, peer in peers.items() if peer.gone_at is not None]
+    forgotten = set(gone[: max(0, len(gone) - MAX_GONE_PEERS)])
     return {name: peer for name, peer in peers.items() if name not in forgotten}
 
 
-def _committed(state: State, event: Committed) -> State:
-    peers, row = dict(state.peers), _row(state, event)
+def _apply_committed(state: RunState, event: RoundCommitted) -> RunState:
+    peers, row = dict(state.peers), _summarize_round(state, event)
     for given in event.given:
         if given.peer in peers:
-            peers[given.peer] = _included(peers[given.peer], given, row)
+            peers[given.peer] = _count_included(peers[given.peer], given, row)
     for name in set(event.late) & peers.keys():
-        peers[name] = replace(peers[name], missed=peers[name].missed + 1, in_time=False)
+        peers[name] = replace(peers[name], missed_count=peers[name].missed_count + 1, in_time=False)
     return replace(state, peers=peers, rows=state.rows.append(row))
 
 
-def _included(peer: Peer, given: Given, row: Row) -> Peer:
+def _count_included(peer: PeerHistory, given: CommittedContribution, row: RoundSummary) -> PeerHistory:
     """Where nothing else is known of a peer, as in a replay, its contributions tell where it stands."""
-    known = {"round": max(peer.now.round, row.round + 1), "loss": given.loss}
-    if not peer.now.tokens_per_second and row.seconds:
+    known = {"round": max(peer.report.round, row.round + 1), "loss": given.loss}
+    if not peer.report.tokens_per_second and row.seconds:
         known["tokens_per_second"] = given.tokens / row.seconds
-    now = peer.now.model_copy(update=known)
-    speeds = (*peer.speeds, now.tokens_per_second)[-KEPT_SPEEDS:]
-    return replace(peer, now=now, given=peer.given + 1, in_time=True, speeds=speeds)
+    now = peer.report.model_copy(update=known)
+    speeds = (*peer.speeds, now.tokens_per_second)[-MAX_SPEEDS:]
+    return replace(peer, report=now, included_count=peer.included_count + 1, in_time=True, speeds=speeds)
 
 
-def _row(state: State, event: Committed) -> Row:
+def _summarize_round(state: RunState, event: RoundCommitted) -> RoundSummary:
     given, tokens = event.given, sum(given.tokens for given in event.given)
     count = max(1, len(given))
-    return Row(
+    return RoundSummary(
         round=event.round,
         at=event.at,
         digest=event.digest,
         tokens=event.tokens,
         loss=sum(one.loss * one.tokens for one in given) / max(1, tokens),
         contributors=len(given),
-        late=len(event.late),
-        message=sum(one.size for one in given) / count,
-        raw=_baseline(state.facts, count, sum(one.steps for one in given) / count),
-        seconds=_seconds(state.rows.last, event),
+        late_count=len(event.late),
+        contribution_bytes=sum(one.size for one in given) / count,
+        all_reduce_bytes=_all_reduce_bytes(state.facts, count, sum(one.steps for one in given) / count),
+        seconds=_round_seconds(state.rows.last, event),
     )
 
 
-def _seconds(last: Row | None, event: Committed) -> float | None:
+def _round_seconds(last: RoundSummary | None, event: RoundCommitted) -> float | None:
     """That the round took; None where its beginning or its end is not known."""
     if last is None or last.round != event.round - 1 or last.at is None or event.at is None:
         return None
     return event.at - last.at
 
 
-def _baseline(facts: Facts | None, peers: int, steps: float) -> float:
+def _all_reduce_bytes(facts: RunFacts | None, peers: int, steps: float) -> float:
     return 2 * (peers - 1) / peers * FLOAT_BYTES * (facts.parameters if facts else 0) * steps
 
 
-def _timed(state: State, event: Timed) -> State:
-    after = replace(state, timelines=(*state.timelines, event)[-KEPT_TIMELINES:])
+def _apply_timed(state: RunState, event: RoundTimed) -> RunState:
+    after = replace(state, timelines=(*state.timelines, event)[-MAX_TIMELINES:])
     row = state.rows.find(event.round)
     if row is None or not event.lanes:
         return after
     mean = sum(lane.sent for lane in event.lanes) / len(event.lanes)
-    rows = state.rows.amend(replace(row, sent=mean))
-    return replace(after, rows=rows, sent=state.sent + mean, raw=state.raw + row.raw)
+    rows = state.rows.replace_row(replace(row, sent_bytes=mean))
+    return replace(after, rows=rows, sent_bytes=state.sent_bytes + mean, all_reduce_bytes=state.all_reduce_bytes + row.all_reduce_bytes)
 
 
-def _measured(state: State, event: Measured) -> State:
+def _apply_measured(state: RunState, event: ValidationMeasured) -> RunState:
     row = state.rows.find(event.round - 1)
-    return state if row is None else replace(state, rows=state.rows.amend(replace(row, validation=event.loss)))
+    return state if row is None else replace(state, rows=state.rows.replace_row(replace(row, validation_loss=event.loss)))
 
 
-def _forked(state: State, event: Forked) -> State:
+def _apply_forked(state: RunState, event: ChainForked) -> RunState:
     timelines = tuple(timed for timed in state.timelines if timed.round < event.round)
-    return replace(state, rows=state.rows.before(event.round), timelines=timelines)
+    return replace(state, rows=state.rows.truncate_from(event.round), timelines=timelines)
 
 
-def lanes_of(state: State, number: int | None) -> tuple[int | None, tuple[Lane, ...]]:
+def timings_of_round(state: RunState, number: int | None) -> tuple[int | None, tuple[PeerTiming, ...]]:
     """The timeline of that round (default: the newest that is known), and its number."""
     found = [timed for timed in state.timelines if number is None or timed.round == number]
     return (found[-1].round, found[-1].lanes) if found else (number, ())

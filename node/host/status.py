@@ -4,27 +4,27 @@ import time
 from collections.abc import Callable
 
 from node.daemon.metrics import Metrics
-from node.host.hosting import Hosting
-from node.host.window import Window
+from node.host.hosting import RunningDashboard
+from node.host.window import NodeHandle
 from node.status import NodeStatus
 
 
-def watching_status(window: Window, shown: Hosting, metrics: Metrics) -> Callable[[], NodeStatus]:
-    manifest = window.manifest
+def observer_status(node: NodeHandle, dashboard: RunningDashboard, metrics: Metrics) -> Callable[[], NodeStatus]:
+    manifest = node.manifest
     beginning = NodeStatus(
-        peer_id=window.peer_id,
+        peer_id=node.peer_id,
         run=manifest.run.name,
         run_id=manifest.run_id,
         phase="watching",
         target_rounds=manifest.target.rounds,
         target_tokens=manifest.target.tokens,
-        page=shown.page,
+        page=dashboard.page_url,
         since=time.time(),
     )
 
     def now() -> NodeStatus:
-        state, transport = shown.recorder.state, window.transport
-        last, own = state.rows.last, window.directory.live().get(window.peer_id)
+        state, transport = dashboard.event_log.state, node.transport
+        last, own = state.rows.last, node.directory.live().get(node.peer_id)
         seen = {
             "round": last.round + 1 if last else 0,
             "chain_tokens": last.tokens if last else 0,

@@ -6,18 +6,18 @@ more. The totals in those two records are subtracted; they go out with each new 
 
 from dataclasses import dataclass
 
-from node.host.events import Lane
+from node.host.events import PeerTiming
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import PeerRecord
 
-PATIENCE = 5.0  # seconds for the last lanes of a round
-LATE_SECONDS = 60.0  # that a record may have been under way
-KEPT_ROUNDS = 8
-AHEAD = 4  # rounds that a peer may claim to be ahead of the known chain; what is beyond is nobody's lane
+WAIT_SECONDS = 5.0  # seconds for the last lanes of a round
+MAX_RECORD_DELAY_SECONDS = 60.0  # that a record may have been under way
+MAX_OPEN_ROUNDS = 8
+MAX_ROUNDS_AHEAD = 4  # rounds that a peer may claim to be ahead of the known chain; what is beyond is nobody's lane
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class ActivityTotals:
     at: float  # when the record came
     round: int
     compute: float
@@ -26,78 +26,78 @@ class Totals:
     sent: int
 
     @classmethod
-    def of(cls, record: PeerRecord, now: float) -> "Totals":
+    def of(cls, record: PeerRecord, now: float) -> "ActivityTotals":
         return cls(
             now, record.round, record.compute_seconds, record.exchange_seconds, record.wait_seconds, record.bytes_sent
         )
 
 
-class Lanes:
+class RoundTimeline:
     """Collects lanes until every trainer that is there has given its own, or patience ends.
 
     A peer's first round is left out: the host saw only the end of it.
     """
 
     def __init__(self) -> None:
-        self._whole: set[PeerId] = set()
-        self._begun: dict[PeerId, Totals] = {}
-        self._open: dict[int, dict[PeerId, Lane]] = {}
-        self._since: dict[int, float] = {}
-        self._given = -1  # the newest round that was given
+        self._fully_observed: set[PeerId] = set()
+        self._totals_at_start: dict[PeerId, ActivityTotals] = {}
+        self._open_rounds: dict[int, dict[PeerId, PeerTiming]] = {}
+        self._opened_at: dict[int, float] = {}
+        self._newest_finished = -1  # the newest round that was given
 
     def forget(self, peer: PeerId) -> None:
-        self._begun.pop(peer, None)
-        self._whole.discard(peer)
+        self._totals_at_start.pop(peer, None)
+        self._fully_observed.discard(peer)
 
-    def note(self, peer: PeerId, record: PeerRecord, now: float, known: int) -> None:
+    def record(self, peer: PeerId, peer_record: PeerRecord, now: float, chain_round: int) -> None:
         """`known`: the newest round of the chain."""
-        totals = Totals.of(record, now)
-        begun = self._begun.get(peer)
+        totals = ActivityTotals.of(peer_record, now)
+        begun = self._totals_at_start.get(peer)
         if begun is not None and totals.round == begun.round:
             return
-        self._begun[peer] = totals
+        self._totals_at_start[peer] = totals
         if begun is None:
             return
-        if peer in self._whole and totals.round > begun.round and totals.sent >= begun.sent:
-            lane, number = _lane(peer, begun, totals), totals.round - 1
-            if self._given < number <= known + AHEAD:  # who comes when its round was given comes too late
-                self._close(number, lane, now)
-        self._whole.add(peer)
+        if peer in self._fully_observed and totals.round > begun.round and totals.sent >= begun.sent:
+            lane, number = _timing_between(peer, begun, totals), totals.round - 1
+            if self._newest_finished < number <= chain_round + MAX_ROUNDS_AHEAD:  # who comes when its round was given comes too late
+                self._add_timing(number, lane, now)
+        self._fully_observed.add(peer)
 
-    def finished(self, now: float, known: int) -> list[tuple[int, tuple[Lane, ...]]]:
+    def pop_finished(self, now: float, chain_round: int) -> list[tuple[int, tuple[PeerTiming, ...]]]:
         """The rounds up to `known` whose lanes are all there, in order; each is given once."""
-        self._given = min(self._given, known)  # on another chain there are rounds of these numbers anew
+        self._newest_finished = min(self._newest_finished, chain_round)  # on another chain there are rounds of these numbers anew
         done = [
             number
-            for number, lanes in self._open.items()
-            if number <= known and (self._whole <= lanes.keys() or now - self._since[number] > PATIENCE)
+            for number, lanes in self._open_rounds.items()
+            if number <= chain_round and (self._fully_observed <= lanes.keys() or now - self._opened_at[number] > WAIT_SECONDS)
         ]
-        self._given = max([self._given, *done])
+        self._newest_finished = max([self._newest_finished, *done])
         return [self._pop(number) for number in sorted(done)]
 
-    def _close(self, number: int, lane: Lane, now: float) -> None:
-        self._since.setdefault(number, now)
-        self._open.setdefault(number, {})[lane.peer] = lane
-        while len(self._open) > KEPT_ROUNDS:
-            self._pop(min(self._open))
+    def _add_timing(self, number: int, lane: PeerTiming, now: float) -> None:
+        self._opened_at.setdefault(number, now)
+        self._open_rounds.setdefault(number, {})[lane.peer] = lane
+        while len(self._open_rounds) > MAX_OPEN_ROUNDS:
+            self._pop(min(self._open_rounds))
 
-    def _pop(self, number: int) -> tuple[int, tuple[Lane, ...]]:
-        lanes = self._open.pop(number)
-        del self._since[number]
+    def _pop(self, number: int) -> tuple[int, tuple[PeerTiming, ...]]:
+        lanes = self._open_rounds.pop(number)
+        del self._opened_at[number]
         return number, tuple(lanes[peer] for peer in sorted(lanes))
 
 
-def _lane(peer: PeerId, begun: Totals, ended: Totals) -> Lane:
+def _timing_between(peer: PeerId, start: ActivityTotals, end: ActivityTotals) -> PeerTiming:
     """No activity took longer than it was between the two records: what one claims must not dwarf the others."""
-    most = max(0.0, ended.at - begun.at) + LATE_SECONDS
+    most = max(0.0, end.at - start.at) + MAX_RECORD_DELAY_SECONDS
 
     def spent(before: float, after: float) -> float:
         return min(max(0.0, after - before), most)
 
-    return Lane(
+    return PeerTiming(
         peer=peer,
-        compute=spent(begun.compute, ended.compute),
-        exchange=spent(begun.exchange, ended.exchange),
-        wait=spent(begun.wait, ended.wait),
-        sent=min(ended.sent - begun.sent, 2**53),
+        compute=spent(start.compute, end.compute),
+        exchange=spent(start.exchange, end.exchange),
+        wait=spent(start.wait, end.wait),
+        sent=min(end.sent - start.sent, 2**53),
     )

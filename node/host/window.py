@@ -4,26 +4,26 @@ from dataclasses import dataclass
 
 import grpc
 
-from node.daemon.assembly import MAX_TOKENS, Assembly
+from node.daemon.assembly import MAX_TOKENS, Node
 from node.model import shape_table
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
-from protocol.membership.gossip import Directory
+from protocol.membership.gossip import PeerDirectory
 from protocol.network.transport import Transport
-from protocol.rounds.statements import MAX_PARTS, Terms
+from protocol.rounds.statements import MAX_PARTS, ContributionLimits
 
-MAX_BLOB_BYTES = 1 << 40  # nothing is fetched: the sizes are only shown
+MAX_SHOWN_BLOB_BYTES = 1 << 40  # nothing is fetched: the sizes are only shown
 
 
 @dataclass(frozen=True)
-class Window:
+class NodeHandle:
     """`trains`: whether the node behind it is a trainer itself, and thus one of those on the page."""
 
     manifest: Manifest
     identity: Identity
-    directory: Directory
+    directory: PeerDirectory
     transport: Transport
-    trains: bool
+    is_trainer: bool
 
     @property
     def peer_id(self) -> PeerId:
@@ -32,12 +32,12 @@ class Window:
     def channel(self, peer: PeerId) -> grpc.aio.Channel:
         return self.transport.channel(peer)
 
-    def terms(self) -> Terms:
+    def contribution_limits(self) -> ContributionLimits:
         """Wide ones: the peers have checked their commits against the run's own."""
         manifest = self.manifest
         shapes = shape_table(manifest.model).hash()
-        return Terms(manifest.method.recipe, shapes, MAX_PARTS, MAX_TOKENS, MAX_BLOB_BYTES)
+        return ContributionLimits(manifest.method.recipe, shapes, MAX_PARTS, MAX_TOKENS, MAX_SHOWN_BLOB_BYTES)
 
 
-def window_of(node: Assembly, identity: Identity, manifest: Manifest) -> Window:
-    return Window(manifest, identity, node.directory, node.transport, trains=True)
+def node_handle(node: Node, identity: Identity, manifest: Manifest) -> NodeHandle:
+    return NodeHandle(manifest, identity, node.directory, node.transport, is_trainer=True)

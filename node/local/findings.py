@@ -10,40 +10,40 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from node.checkpoints.checkpoint import load_trained
+from node.checkpoints.checkpoint import load_trained_weights
 from node.data.batches import validation_batches
 from node.data.source import open_source
 from node.export import export
 from node.generate import generate
-from node.local.report import Findings
+from node.local.report import ModelEvaluation
 from node.model import Llama, initial_weights
-from node.places import newest_checkpoint, trained_folder
+from node.places import find_newest_checkpoint, find_trained_dir
 from protocol.manifest import Manifest
 
 VALIDATION_TOKENS = 65_536
 SAMPLE_TOKENS = 200
 SAMPLE_CHARACTERS = 240
 PROMPTS = {"python-stdlib": "def "}
-USUAL_PROMPT = "The "
+DEFAULT_PROMPT = "The "
 
 
-def examine(manifest: Manifest, swarm: Path) -> Findings:
+def evaluate_model(manifest: Manifest, swarm_dir: Path) -> ModelEvaluation:
     """Reads the newest checkpoint below `swarm` and writes `swarm`/export anew. Raises MurmurError."""
-    node = trained_folder(swarm)
-    trained = load_trained(node)
+    node = find_trained_dir(swarm_dir)
+    trained = load_trained_weights(node)
     initial = initial_weights(manifest.model, manifest.run.seed)
-    before, after = validation_losses(manifest, swarm, initial, trained.anchor)
-    exported = swarm / "export"
+    before, after = validation_losses(manifest, swarm_dir, initial, trained.anchor)
+    exported = swarm_dir / "export"
     shutil.rmtree(exported, ignore_errors=True)
     export(node, exported)
-    return Findings(
-        checkpoint=newest_checkpoint(node) or node,
+    return ModelEvaluation(
+        checkpoint=find_newest_checkpoint(node) or node,
         export=exported,
         rounds=trained.round,
         parameters=trained.anchor.numel(),
         initial_validation_loss=before,
         validation_loss=after,
-        sample=sample(manifest, node),
+        sample=sample_text(manifest, node),
     )
 
 
@@ -60,8 +60,8 @@ def validation_losses(manifest: Manifest, base: Path, *weights: Tensor) -> list[
     return losses
 
 
-def sample(manifest: Manifest, node: Path) -> str:
+def sample_text(manifest: Manifest, node_dir: Path) -> str:
     """The beginning of what the model makes of a usual prompt, the prompt included."""
-    prompt = PROMPTS.get(manifest.data.source, USUAL_PROMPT)
-    pieces = generate(node, prompt, tokens=SAMPLE_TOKENS, temperature=0.7, top_k=40, seed=manifest.run.seed)
+    prompt = PROMPTS.get(manifest.data.source, DEFAULT_PROMPT)
+    pieces = generate(node_dir, prompt, tokens=SAMPLE_TOKENS, temperature=0.7, top_k=40, seed=manifest.run.seed)
     return "".join(itertools.chain((prompt,), pieces))[:SAMPLE_CHARACTERS]

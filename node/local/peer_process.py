@@ -14,12 +14,12 @@ from typing import IO
 
 from pydantic import ValidationError
 
-from node.local.views import Ledger, PeerView, State
+from node.local.views import PeerTotals, PeerSummary, PeerProcessState
 from node.status import NodeStatus, fetch_status
 from protocol.errors import StorageError, UnreachableError
 
-STATUS_DEADLINE = 2.0
-LAST_WORDS_BYTES = 4096
+STATUS_SECONDS = 2.0
+LOG_TAIL_BYTES = 4096
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -30,11 +30,11 @@ class PeerProcess:
     def __init__(self, name: str, folder: Path, command: Sequence[str]) -> None:
         self.name = name
         self.folder = folder
-        self.ledger = Ledger({})
+        self.totals = PeerTotals({})
         self.status: NodeStatus | None = None
         self._command = tuple(command)
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = 0.0
+        self._started_at = 0.0
 
     @property
     def log(self) -> Path:
@@ -46,13 +46,13 @@ class PeerProcess:
         return self._process.poll() if self._process else None
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def start(self, peers: Sequence[str]) -> None:
+    def start(self, bootstrap: Sequence[str]) -> None:
         self.status = None
-        self._started = time.time()
-        introductions = [word for address in peers for word in ("--peer", address)]
+        self._started_at = time.time()
+        introductions = [word for address in bootstrap for word in ("--peer", address)]
         with self._open_log() as log:
             self._process = subprocess.Popen(
                 [*self._command, *introductions],
@@ -60,22 +60,22 @@ class PeerProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=functools.partial(_die_with, os.getpid()),
+                preexec_fn=functools.partial(_die_with_parent, os.getpid()),
             )
 
     async def poll(self) -> None:
         """Ask for its status; keeps the last one when it does not answer."""
         if self._process is None:
             return
-        if not self.running:
-            self._note(self._parting_status())
+        if not self.is_running:
+            self._record_status(self._read_final_status())
             return
-        port = self.announced().get("metrics_port")
+        port = self.read_node_info().get("metrics_port")
         if isinstance(port, int):
             with contextlib.suppress(UnreachableError):  # the view shows what is missing: the status stays as it was
-                self._note(await fetch_status(port, STATUS_DEADLINE))
+                self._record_status(await fetch_status(port, STATUS_SECONDS))
 
-    def announced(self) -> dict[str, object]:
+    def read_node_info(self) -> dict[str, object]:
         """Its node.json, once this life has written it."""
         try:
             values = json.loads((self.folder / "node.json").read_bytes())
@@ -85,52 +85,52 @@ class PeerProcess:
         return values if mine else {}
 
     def addresses(self) -> tuple[str, ...]:
-        found = self.announced().get("addresses", ())
+        found = self.read_node_info().get("addresses", ())
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
-    def view(self) -> PeerView:
-        return PeerView(self.name, self._state(), self.status, self.ledger.bytes_sent)
+    def summary(self) -> PeerSummary:
+        return PeerSummary(self.name, self._state(), self.status, self.totals.bytes_sent)
 
     def interrupt(self) -> None:
         """Ask it to leave politely."""
-        if self._process and self.running:
+        if self._process and self.is_running:
             self._process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
         """SIGKILL to all of its process group, at once."""
-        if self._process and self.running:
+        if self._process and self.is_running:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(timeout=10)
 
-    def last_words(self, lines: int = 6) -> list[str]:
+    def log_tail(self, lines: int = 6) -> list[str]:
         """The end of its log."""
         try:
             with self.log.open("rb") as file:
-                file.seek(max(0, self.log.stat().st_size - LAST_WORDS_BYTES))
+                file.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
                 return file.read().decode(errors="replace").splitlines()[-lines:]
         except OSError:
             return []
 
-    def _state(self) -> State:
-        if self.running:
+    def _state(self) -> PeerProcessState:
+        if self.is_running:
             return "running" if self.status else "starting"
         if self._process is None:
             return "starting"
         return "ended" if self.returncode == 0 else "lost"
 
-    def _note(self, status: NodeStatus | None) -> None:
+    def _record_status(self, status: NodeStatus | None) -> None:
         if status is not None:
             self.status = status
-            self.ledger.note(status)
+            self.totals.record(status)
 
-    def _parting_status(self) -> NodeStatus | None:
+    def _read_final_status(self) -> NodeStatus | None:
         """What it left in status.json when it ended by itself; None if that is of an earlier life."""
         try:
             status = NodeStatus.model_validate_json((self.folder / "status.json").read_bytes())
         except (OSError, ValidationError):
             return None
-        return status if status.since >= self._started else None
+        return status if status.since >= self._started_at else None
 
     def _open_log(self) -> IO[bytes]:
         try:
@@ -143,7 +143,7 @@ class PeerProcess:
         return log
 
 
-def _die_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """In the child, before the program starts: die when the parent does, whatever kills it."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

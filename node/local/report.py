@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from node.local.views import Ledger, compute_share
-from node.status import short_bytes
+from node.local.views import PeerTotals, compute_share
+from node.status import format_bytes
 from protocol.manifest import Manifest
 
 
-class Report(BaseModel):
+class FinalReport(BaseModel):
     """The object that --json prints. Losses in nats a token; bytes and seconds of this start of the swarm."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,8 +52,8 @@ class Report(BaseModel):
             f"tokens           {self.tokens:,} in {self.rounds} rounds, {self.seconds:.0f} s",
             f"validation loss  {self.initial_validation_loss:.3f} -> {self.validation_loss:.3f} nats a token",
             f"parameters       {self.parameters:,}",
-            f"sent per peer    {short_bytes(self.bytes_sent_per_peer)}; per-step all-reduce would have sent "
-            f"{short_bytes(self.bytes_all_reduce_per_peer)}: {ratio}",
+            f"sent per peer    {format_bytes(self.bytes_sent_per_peer)}; per-step all-reduce would have sent "
+            f"{format_bytes(self.bytes_all_reduce_per_peer)}: {ratio}",
             f"computing        {share} of the time",
             f"peers            {self.peers}, lost {self.peers_lost}, rejoined {self.peers_rejoined}",
             f"digests          {self._digest_line()}",
@@ -70,10 +70,10 @@ class Report(BaseModel):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SwarmResult:
     """What the swarm itself knows when its peers have ended. `tokens_before`: committed before this start."""
 
-    ledgers: Sequence[Ledger]
+    peer_totals: Sequence[PeerTotals]
     tokens: int
     digests: Mapping[str, str]
     tokens_before: int
@@ -83,7 +83,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Findings:
+class ModelEvaluation:
     """What was found in the newest checkpoint."""
 
     checkpoint: Path
@@ -101,36 +101,36 @@ def ring_all_reduce_bytes(peers: int, parameters: int, tokens: int, batch_tokens
     return round(2 * (peers - 1) / peers * 4 * parameters * steps)
 
 
-def agree(digests: Mapping[str, str], peers: int) -> bool:
+def do_digests_agree(digests: Mapping[str, str], peers: int) -> bool:
     """Every peer told a digest, and all are the same."""
     return len(digests) == peers and all(digests.values()) and len(set(digests.values())) == 1
 
 
-def summarise(manifest: Manifest, outcome: Outcome, found: Findings) -> Report:
-    sent = [ledger.bytes_sent for ledger in outcome.ledgers]
-    tokens_now = max(0, outcome.tokens - outcome.tokens_before)
-    all_reduce = ring_all_reduce_bytes(len(sent), found.parameters, tokens_now, manifest.train.batch_tokens)
-    return Report(
+def build_report(manifest: Manifest, result: SwarmResult, evaluation: ModelEvaluation) -> FinalReport:
+    sent = [ledger.bytes_sent for ledger in result.peer_totals]
+    tokens_now = max(0, result.tokens - result.tokens_before)
+    all_reduce = ring_all_reduce_bytes(len(sent), evaluation.parameters, tokens_now, manifest.train.batch_tokens)
+    return FinalReport(
         run=manifest.run.name,
         run_id=manifest.run_id,
         recipe=manifest.method.recipe,
         peers=len(sent),
-        validation_loss=found.validation_loss,
-        initial_validation_loss=found.initial_validation_loss,
-        tokens=outcome.tokens,
-        rounds=found.rounds,
-        parameters=found.parameters,
+        validation_loss=evaluation.validation_loss,
+        initial_validation_loss=evaluation.initial_validation_loss,
+        tokens=result.tokens,
+        rounds=evaluation.rounds,
+        parameters=evaluation.parameters,
         bytes_sent_per_peer=max(sent),
         bytes_sent_mean=round(sum(sent) / len(sent)),
         bytes_all_reduce_per_peer=all_reduce,
         byte_ratio=all_reduce / max(sent) if max(sent) else None,
-        compute_share=compute_share(outcome.ledgers),
-        seconds=round(outcome.seconds, 1),
-        digests=dict(outcome.digests),
-        agreed=agree(outcome.digests, len(sent)),
-        peers_lost=outcome.peers_lost,
-        peers_rejoined=outcome.peers_rejoined,
-        checkpoint=str(found.checkpoint),
-        export=str(found.export),
-        sample=found.sample,
+        compute_share=compute_share(result.peer_totals),
+        seconds=round(result.seconds, 1),
+        digests=dict(result.digests),
+        agreed=do_digests_agree(result.digests, len(sent)),
+        peers_lost=result.peers_lost,
+        peers_rejoined=result.peers_rejoined,
+        checkpoint=str(evaluation.checkpoint),
+        export=str(evaluation.export),
+        sample=evaluation.sample,
     )

@@ -8,10 +8,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from node.local.views import PeerView, Remaining, SwarmView
-from node.status import short_bytes, short_count
+from node.local.views import PeerSummary, RemainingTime, SwarmSummary
+from node.status import format_bytes, format_count
 
-PLAIN_INTERVAL = 5.0
+PLAIN_LINE_SECONDS = 5.0
 COLUMNS = ("peer", "state", "round", "step", "loss", "tok/s", "sent", "included", "digest")
 COLOURS = {
     "training": "green",
@@ -23,13 +23,13 @@ COLOURS = {
 }
 
 
-class Display:
+class SwarmDisplay:
     """Shows views and says what happens. `plain` forces lines, as when the output is not a terminal."""
 
     def __init__(self, console: Console, plain: bool = False) -> None:
         self._console = console
-        self._remaining = Remaining()
-        self._shown_at = -PLAIN_INTERVAL
+        self._remaining = RemainingTime()
+        self._shown_at = -PLAIN_LINE_SECONDS
         self._live = None if plain or not console.is_terminal else Live(console=console, auto_refresh=False)
 
     def __enter__(self) -> Self:
@@ -43,36 +43,36 @@ class Display:
         if self._live:
             self._live.stop()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """One line that stays."""
         self._console.print(Text(text), soft_wrap=True)
 
-    def show(self, view: SwarmView) -> None:
-        remaining = self._remaining.estimate(view)
+    def show(self, swarm: SwarmSummary) -> None:
+        remaining = self._remaining.estimate(swarm)
         if self._live:
-            self._live.update(Group(Text(header(view, remaining)), table(view)), refresh=True)
-        elif view.elapsed - self._shown_at >= PLAIN_INTERVAL:
-            self._shown_at = view.elapsed
-            self.say(plain_line(view, remaining))
+            self._live.update(Group(Text(format_header(swarm, remaining)), build_table(swarm)), refresh=True)
+        elif swarm.elapsed - self._shown_at >= PLAIN_LINE_SECONDS:
+            self._shown_at = swarm.elapsed
+            self.print_line(format_plain_line(swarm, remaining))
 
 
-def header(view: SwarmView, remaining: float | None) -> str:
-    ready = f"{len(view.present)} of {len(view.peers)} peers"
-    return " · ".join((view.run, ready, _round(view), clock(view.elapsed), f"left {clock(remaining)}"))
+def format_header(swarm: SwarmSummary, remaining: float | None) -> str:
+    ready = f"{len(swarm.running_peers)} of {len(swarm.peers)} peers"
+    return " · ".join((swarm.run, ready, _format_round(swarm), format_clock(swarm.elapsed), f"left {format_clock(remaining)}"))
 
 
-def table(view: SwarmView) -> Table:
+def build_table(swarm: SwarmSummary) -> Table:
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     for column in COLUMNS:
         drawn.add_column(column, justify="left" if column in ("peer", "state", "digest") else "right", no_wrap=True)
-    for peer in view.peers:
-        drawn.add_row(*cells(peer), style="dim" if peer.state in ("starting", "lost") else None)
+    for peer in swarm.peers:
+        drawn.add_row(*format_cells(peer), style="dim" if peer.state in ("starting", "lost") else None)
     return drawn
 
 
-def cells(peer: PeerView) -> tuple[Text, ...]:
+def format_cells(peer: PeerSummary) -> tuple[Text, ...]:
     """One for each of COLUMNS."""
-    state = Text(peer.word, style=COLOURS.get(peer.word, ""))
+    state = Text(peer.state_word, style=COLOURS.get(peer.state_word, ""))
     status = peer.status
     if status is None:
         return (Text(peer.name), state, *(Text("-") for _ in COLUMNS[2:]))
@@ -81,25 +81,25 @@ def cells(peer: PeerView) -> tuple[Text, ...]:
         str(status.round),
         str(status.step),
         "-" if status.loss is None else f"{status.loss:.3f}",
-        short_count(status.tokens_per_second),
-        short_bytes(peer.sent),
+        format_count(status.tokens_per_second),
+        format_bytes(peer.bytes_sent),
         f"{status.contributions_included}/{offered}",
         status.digest[:8] or "-",
     )
     return (Text(peer.name), state, *map(Text, words))
 
 
-def plain_line(view: SwarmView, remaining: float | None) -> str:
-    statuses = [peer.status for peer in view.peers if peer.status and peer.state == "running"]
+def format_plain_line(swarm: SwarmSummary, remaining: float | None) -> str:
+    statuses = [peer.status for peer in swarm.peers if peer.status and peer.state == "running"]
     losses = [status.loss for status in statuses if status.loss is not None]
     loss = f"loss {sum(losses) / len(losses):.3f}" if losses else "loss -"
-    speed = f"{short_count(sum(status.tokens_per_second for status in statuses))} tok/s"
-    sent = f"sent {short_bytes(sum(peer.sent for peer in view.peers))}"
-    states = ", ".join(f"{peer.name} {peer.word}" for peer in view.peers)
-    return " · ".join((_round(view), clock(view.elapsed), f"left {clock(remaining)}", loss, speed, sent, states))
+    speed = f"{format_count(sum(status.tokens_per_second for status in statuses))} tok/s"
+    sent = f"sent {format_bytes(sum(peer.bytes_sent for peer in swarm.peers))}"
+    states = ", ".join(f"{peer.name} {peer.state_word}" for peer in swarm.peers)
+    return " · ".join((_format_round(swarm), format_clock(swarm.elapsed), f"left {format_clock(remaining)}", loss, speed, sent, states))
 
 
-def clock(seconds: float | None) -> str:
+def format_clock(seconds: float | None) -> str:
     """75 -> 1:15; unknown: -"""
     if seconds is None:
         return "-"
@@ -108,9 +108,9 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _round(view: SwarmView) -> str:
-    if view.target_rounds:
-        return f"round {view.round} of {view.target_rounds}"
-    if view.target_tokens:
-        return f"round {view.round} · {short_count(view.tokens)} of {short_count(view.target_tokens)} tokens"
-    return f"round {view.round}"
+def _format_round(swarm: SwarmSummary) -> str:
+    if swarm.target_rounds:
+        return f"round {swarm.round} of {swarm.target_rounds}"
+    if swarm.target_tokens:
+        return f"round {swarm.round} · {format_count(swarm.tokens)} of {format_count(swarm.target_tokens)} tokens"
+    return f"round {swarm.round}"

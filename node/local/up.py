@@ -10,23 +10,23 @@ from typing import Any
 from rich.console import Console
 
 from node import places
-from node.config import LOOPBACK_LISTEN, Device, threads_each
-from node.folder import RunFolder, write_atomically
-from node.local.drill import Drill
-from node.local.findings import examine
+from node.config import LISTEN_ON_LOOPBACK, Device, threads_per_process
+from node.folder import RunDir, write_atomically
+from node.local.drill import KillTest
+from node.local.findings import evaluate_model
 from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
-from node.local.report import Outcome, summarise
-from node.local.swarm_table import Display
-from node.program import program_of
+from node.local.report import SwarmResult, build_report
+from node.local.swarm_table import SwarmDisplay
+from node.program import build_program
 from node.quantities import parse_rate, parse_size
 from protocol.manifest import Manifest, load_manifest
 
-USUAL_PEERS = 3
+DEFAULT_PEERS = 3
 
 
 @dataclass(frozen=True)
-class Wish:
+class UpOptions:
     """What the command line asked for; None: not said."""
 
     run: Path | None = None
@@ -46,7 +46,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SwarmConfig:
     """What will be done, after every default."""
 
     manifest: Manifest
@@ -55,83 +55,83 @@ class Plan:
     drill: bool
     device: Device
     json: bool
-    guest: tuple[str, ...] = ()  # options of `murmur join` that spare this machine
+    join_options: tuple[str, ...] = ()  # options of `murmur join` that spare this machine
 
 
-def up(wish: Wish) -> int:
+def up(options: UpOptions) -> int:
     """Runs the swarm to its target, prints the report and returns the exit code. Raises MurmurError."""
-    plan = settle(wish)
-    program_of(plan.manifest)  # a method that does not exist must not claim the folder
-    with RunFolder(plan.folder).claimed(plan.manifest):
-        return _train(plan)
+    plan = resolve_options(options)
+    build_program(plan.manifest)  # a method that does not exist must not claim the folder
+    with RunDir(plan.folder).lock(plan.manifest):
+        return _run_swarm(plan)
 
 
-def settle(wish: Wish) -> Plan:
+def resolve_options(options: UpOptions) -> SwarmConfig:
     """A folder that was used before goes on with its own manifest, unless another is named."""
-    kept = wish.folder / "run.toml" if wish.folder else None
-    resumed = wish.run is None and kept is not None and kept.exists()
-    source = kept if resumed and kept else wish.run or places.demo_manifest()
+    kept = options.folder / "run.toml" if options.folder else None
+    resumed = options.run is None and kept is not None and kept.exists()
+    source = kept if resumed and kept else options.run or places.demo_manifest()
     given = load_manifest(source)
-    peers = wish.peers or (given.run.min_peers if resumed else max(USUAL_PEERS, given.run.min_peers))
-    return Plan(
-        manifest=swarm_manifest(given, source.parent.resolve(), peers, wish),
-        folder=wish.folder or places.fresh_swarm(given.run.name),
+    peers = options.peers or (given.run.min_peers if resumed else max(DEFAULT_PEERS, given.run.min_peers))
+    return SwarmConfig(
+        manifest=adapt_manifest(given, source.parent.resolve(), peers, options),
+        folder=options.folder or places.next_swarm_dir(given.run.name),
         peers=peers,
-        drill=(wish.run is None and not resumed) if wish.drill is None else wish.drill,
-        device=wish.device,
-        json=wish.json,
-        guest=_guest_options(wish, peers),
+        drill=(options.run is None and not resumed) if options.drill is None else options.drill,
+        device=options.device,
+        json=options.json,
+        join_options=_join_options(options, peers),
     )
 
 
-def _guest_options(wish: Wish, peers: int) -> tuple[str, ...]:
-    words = ["--threads", str(wish.threads or threads_each(peers))]
-    if wish.memory is not None:
-        parse_size(wish.memory, "--memory")
-        words += ["--memory", wish.memory]
-    for option, limit in (("--upload", wish.upload), ("--download", wish.download)):
+def _join_options(options: UpOptions, peers: int) -> tuple[str, ...]:
+    words = ["--threads", str(options.threads or threads_per_process(peers))]
+    if options.memory is not None:
+        parse_size(options.memory, "--memory")
+        words += ["--memory", options.memory]
+    for option, limit in (("--upload", options.upload), ("--download", options.download)):
         if limit is not None:
             parse_rate(limit, option)
             words += [option, limit]
-    return (*words, *(["--pause-when-busy"] if wish.pause_when_busy else []))
+    return (*words, *(["--pause-when-busy"] if options.pause_when_busy else []))
 
 
-def _train(plan: Plan) -> int:
-    with Display(Console(stderr=plan.json, highlight=False), plain=plan.json) as display:
-        name, recipe = plan.manifest.run.name, plan.manifest.method.recipe
-        display.say(f"{name}: {plan.peers} peers in {plan.folder}, recipe {recipe}")
-        drill = Drill(plan.peers) if plan.drill else None
+def _run_swarm(config: SwarmConfig) -> int:
+    with SwarmDisplay(Console(stderr=config.json, highlight=False), plain=config.json) as display:
+        name, recipe = config.manifest.run.name, config.manifest.method.recipe
+        display.print_line(f"{name}: {config.peers} peers in {config.folder}, recipe {recipe}")
+        drill = KillTest(config.peers) if config.drill else None
         try:
-            outcome = asyncio.run(LocalSwarm(plan.manifest, peer_processes(plan), display, drill).run())
+            outcome = asyncio.run(LocalSwarm(config.manifest, build_peer_processes(config), display, drill).run())
         except Interrupted:
-            display.say(f"left; murmur up --dir {plan.folder} goes on from here")
+            display.print_line(f"left; murmur up --dir {config.folder} goes on from here")
             return 130
-        display.say("all peers have reached the target; measuring and exporting the model")
-    return _conclude(plan, outcome)
+        display.print_line("all peers have reached the target; measuring and exporting the model")
+    return _report_result(config, outcome)
 
 
-def _conclude(plan: Plan, outcome: Outcome) -> int:
-    report = summarise(plan.manifest, outcome, examine(plan.manifest, plan.folder))
-    write_atomically(plan.folder / "report.json", report.model_dump_json(indent=2).encode())
-    if plan.json:
+def _report_result(config: SwarmConfig, result: SwarmResult) -> int:
+    report = build_report(config.manifest, result, evaluate_model(config.manifest, config.folder))
+    write_atomically(config.folder / "report.json", report.model_dump_json(indent=2).encode())
+    if config.json:
         sys.stdout.write(report.model_dump_json() + "\n")
     else:
         sys.stdout.write("\n".join(report.lines()) + "\n")
     return 0 if report.agreed else 1
 
 
-def swarm_manifest(manifest: Manifest, base: Path, peers: int, wish: Wish) -> Manifest:
+def adapt_manifest(manifest: Manifest, base: Path, peers: int, options: UpOptions) -> Manifest:
     """The manifest with the command line's changes, and with data paths that hold from any folder."""
     values: dict[str, Any] = manifest.model_dump(mode="json", exclude_none=True)
     values["run"] |= {"min_peers": peers, "bootstrap": []}
-    if wish.seed is not None:
-        values["run"]["seed"] = wish.seed
-    if wish.rounds is not None:
-        values["target"] = {"rounds": wish.rounds}
-    if wish.recipe is not None and wish.recipe != manifest.method.recipe:
-        values["method"] = {"recipe": wish.recipe}  # the other recipe's parts have other options
-        if wish.rounds is None and manifest.target.rounds is not None:
-            values["target"] = {"tokens": tokens_in(manifest, manifest.target.rounds, peers)}
+    if options.seed is not None:
+        values["run"]["seed"] = options.seed
+    if options.rounds is not None:
+        values["target"] = {"rounds": options.rounds}
+    if options.recipe is not None and options.recipe != manifest.method.recipe:
+        values["method"] = {"recipe": options.recipe}  # the other recipe's parts have other options
+        if options.rounds is None and manifest.target.rounds is not None:
+            values["target"] = {"tokens": tokens_in_rounds(manifest, manifest.target.rounds, peers)}
     data = values["data"]
     if data["tokenizer"]:
         data["tokenizer"] = str(base / data["tokenizer"])
@@ -141,16 +141,16 @@ def swarm_manifest(manifest: Manifest, base: Path, peers: int, wish: Wish) -> Ma
     return Manifest.model_validate_json(json.dumps(values))
 
 
-def tokens_in(manifest: Manifest, rounds: int, peers: int) -> int:
+def tokens_in_rounds(manifest: Manifest, rounds: int, peers: int) -> int:
     """What so many rounds of the manifest's own method train on."""
-    return program_of(manifest).steps_before(rounds) * manifest.train.batch_tokens * peers
+    return build_program(manifest).steps_before(rounds) * manifest.train.batch_tokens * peers
 
 
-def peer_processes(plan: Plan) -> list[PeerProcess]:
+def build_peer_processes(config: SwarmConfig) -> list[PeerProcess]:
     found = []
-    for index in range(plan.peers):
-        home = places.peer_folder(plan.folder, index)
-        command = [sys.executable, "-m", "node.cli", "join", str(plan.folder / "run.toml"), "--dir", str(home)]
-        command += ["--name", home.name, *plan.guest, "--device", plan.device, "--listen", LOOPBACK_LISTEN]
+    for index in range(config.peers):
+        home = places.peer_dir(config.folder, index)
+        command = [sys.executable, "-m", "node.cli", "join", str(config.folder / "run.toml"), "--dir", str(home)]
+        command += ["--name", home.name, *config.join_options, "--device", config.device, "--listen", LISTEN_ON_LOOPBACK]
         found.append(PeerProcess(home.name, home, command))
     return found

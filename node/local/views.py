@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from node.status import AT_THE_MODEL, NodeStatus, spent
+from node.status import COMPUTE_ACTIVITIES, NodeStatus, sum_seconds
 
-State = Literal["starting", "running", "lost", "ended"]
+PeerProcessState = Literal["starting", "running", "lost", "ended"]
 
 
 @dataclass(frozen=True)
-class PeerView:
+class PeerSummary:
     """One peer process. `status` is the last it told in its present life; `sent`: bytes in all its lives."""
 
     name: str
-    state: State
+    state: PeerProcessState
     status: NodeStatus | None
-    sent: int = 0
+    bytes_sent: int = 0
 
     @property
-    def word(self) -> str:
+    def state_word(self) -> str:
         if self.state != "running" or self.status is None:
             return self.state
         return "paused" if self.status.paused else self.status.phase
@@ -30,17 +30,17 @@ class PeerView:
 
 
 @dataclass(frozen=True)
-class SwarmView:
+class SwarmSummary:
     """All peers of this machine. `elapsed` in seconds since the start of the swarm."""
 
     run: str
     target_rounds: int | None
     target_tokens: int | None
     elapsed: float
-    peers: tuple[PeerView, ...]
+    peers: tuple[PeerSummary, ...]
 
     @property
-    def present(self) -> tuple[PeerView, ...]:
+    def running_peers(self) -> tuple[PeerSummary, ...]:
         return tuple(peer for peer in self.peers if peer.state == "running")
 
     @property
@@ -59,42 +59,42 @@ class SwarmView:
         return min(1.0, max(rounds, tokens))
 
 
-class Remaining:
+class RemainingTime:
     """Estimates the seconds left from the pace since the first progress seen (a resumed run starts half-way)."""
 
     def __init__(self) -> None:
-        self._first: tuple[float, float] | None = None
+        self._first_progress: tuple[float, float] | None = None
 
-    def estimate(self, view: SwarmView) -> float | None:
-        if not view.progress:
+    def estimate(self, swarm: SwarmSummary) -> float | None:
+        if not swarm.progress:
             return None
-        if self._first is None:
-            self._first = (view.elapsed, view.progress)
-        seconds, gained = view.elapsed - self._first[0], view.progress - self._first[1]
-        return seconds * (1 - view.progress) / gained if gained > 0 else None
+        if self._first_progress is None:
+            self._first_progress = (swarm.elapsed, swarm.progress)
+        seconds, gained = swarm.elapsed - self._first_progress[0], swarm.progress - self._first_progress[1]
+        return seconds * (1 - swarm.progress) / gained if gained > 0 else None
 
 
 @dataclass
-class Ledger:
+class PeerTotals:
     """What one peer has done over all its lives in this swarm: the last status of each, by its start time."""
 
-    lives: dict[float, NodeStatus]
+    status_by_start: dict[float, NodeStatus]
 
-    def note(self, status: NodeStatus) -> None:
-        self.lives[status.since] = status
+    def record(self, status: NodeStatus) -> None:
+        self.status_by_start[status.since] = status
 
     @property
     def bytes_sent(self) -> int:
-        return sum(status.bytes_sent for status in self.lives.values())
+        return sum(status.bytes_sent for status in self.status_by_start.values())
 
-    def seconds(self) -> dict[str, float]:
+    def newest_seconds(self) -> dict[str, float]:
         """Of the newest life that told any: a trainer goes on counting where the life before it was saved."""
-        told = {since: status.seconds for since, status in self.lives.items() if status.seconds}
+        told = {since: status.seconds for since, status in self.status_by_start.items() if status.seconds}
         return dict(told[max(told)]) if told else {}
 
 
-def compute_share(ledgers: Sequence[Ledger]) -> float | None:
+def compute_share(peer_totals: Sequence[PeerTotals]) -> float | None:
     """Seconds at the model, training or measuring it, over all seconds that the trainers accounted for."""
-    sums = [ledger.seconds() for ledger in ledgers]
+    sums = [ledger.newest_seconds() for ledger in peer_totals]
     whole = sum(sum(seconds.values()) for seconds in sums)
-    return sum(spent(seconds, *AT_THE_MODEL) for seconds in sums) / whole if whole else None
+    return sum(sum_seconds(seconds, *COMPUTE_ACTIVITIES) for seconds in sums) / whole if whole else None

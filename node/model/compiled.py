@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from node.model.llama import Llama
-from protocol.manifest import Model
+from protocol.manifest import ModelSection
 
 COMPILERS: Final = ("g++", "clang++")
 
@@ -29,7 +29,7 @@ class CompiledLlama(Llama):
 
     causal: Tensor
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: ModelSection) -> None:
         super().__init__(config)
         future = torch.full((config.context, config.context), -math.inf).triu(1)
         self.register_buffer("causal", future, persistent=False)
@@ -39,7 +39,7 @@ class CompiledLlama(Llama):
         with torch.autocast("cpu", torch.bfloat16):
             return super().forward(tokens, targets)
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Written out: of torch's fused attention, the backward pass in bf16 is the slowest part of a step.
 
         softmax(s) v = exp(s - max s) v / sum exp(s - max s): divided are D values a token, not as many as it looks at.

@@ -18,44 +18,44 @@ import torch
 from torch import Tensor
 
 from node.model.shapes import shape_table
-from protocol.manifest import Model
+from protocol.manifest import ModelSection
 
 STANDARD_DEVIATION = 0.02
-CHUNK = 2**20  # elements drawn at a time: bounds the working memory to a few 8 MiB arrays
+CHUNK_ELEMENTS = 2**20  # elements drawn at a time: bounds the working memory to a few 8 MiB arrays
 
 SUM_MEAN = 4 * 65535 // 2
 SUM_DEVIATION = math.sqrt(4 * (65536**2 - 1) / 12)
 
 
-def initial_weights(config: Model, seed: int) -> Tensor:
+def initial_weights(config: ModelSection, seed: int) -> Tensor:
     """The weights of round 0: a flat fp32 vector (numel,) on the CPU, a function of the shapes and the seed alone."""
     table = shape_table(config)
     flat = torch.ones(table.numel)
     for name, view in table.views(flat).items():
         if view.ndim == 2:
-            _fill_bell(view.view(-1), _deviation(name, config.layers), _key(seed, name))
+            _fill_irwin_hall(view.view(-1), _standard_deviation(name, config.layers), _stream_key(seed, name))
     return flat
 
 
-def _deviation(name: str, layers: int) -> float:
+def _standard_deviation(name: str, layers: int) -> float:
     writes_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
     return STANDARD_DEVIATION / math.sqrt(2 * layers) if writes_to_stream else STANDARD_DEVIATION
 
 
-def _key(seed: int, name: str) -> int:
+def _stream_key(seed: int, name: str) -> int:
     """128 bits for one parameter's stream, so that a parameter's values do not depend on what else the model has."""
     return int.from_bytes(hashlib.sha256(f"murmur initial 1 {seed} {name}".encode()).digest()[:16], "big")
 
 
-def _fill_bell(out: Tensor, deviation: float, key: int) -> None:
+def _fill_irwin_hall(out: Tensor, deviation: float, key: int) -> None:
     stream = np.random.Philox(key=key)
     scale = np.float32(deviation / SUM_DEVIATION)
-    for start in range(0, out.numel(), CHUNK):
-        chunk = out[start : start + CHUNK]
-        chunk.copy_(torch.from_numpy(_sums(stream, chunk.numel()).astype(np.float32) * scale))
+    for start in range(0, out.numel(), CHUNK_ELEMENTS):
+        chunk = out[start : start + CHUNK_ELEMENTS]
+        chunk.copy_(torch.from_numpy(_draw_uniform_sums(stream, chunk.numel()).astype(np.float32) * scale))
 
 
-def _sums(stream: np.random.Philox, count: int) -> npt.NDArray[np.int64]:
+def _draw_uniform_sums(stream: np.random.Philox, count: int) -> npt.NDArray[np.int64]:
     """Sums of four 16-bit uniforms less their mean: exact in fp32 (under 2**18), in any order."""
     raw: npt.NDArray[np.uint64] = np.asarray(stream.random_raw(count), dtype=np.uint64)
     total = sum(((raw >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64) for shift in (0, 16, 32, 48))

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from node.model.shapes import shape_table
-from protocol.manifest import Model
+from protocol.manifest import ModelSection
 
 NORM_EPSILON = 1e-5
 
@@ -27,12 +27,12 @@ class Llama(nn.Module):
     cosines: Tensor
     sines: Tensor
 
-    def __init__(self, config: Model, device: torch.device | str = "cpu") -> None:
+    def __init__(self, config: ModelSection, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.config = config
         self.shapes = shape_table(config)
         self.flat = nn.Parameter(torch.zeros(self.shapes.numel, device=device))
-        self.blocks = _block_shapes(config)
+        self.matrix_shapes = _list_matrix_shapes(config)
         for name, table in zip(("cosines", "sines"), rotary_tables(config), strict=True):
             self.register_buffer(name, table.to(device), persistent=False)
 
@@ -52,23 +52,23 @@ class Llama(nn.Module):
         With `targets` (B, T) int64: the mean cross entropy in nats a token, a scalar.
         """
         # One view a matrix product: query, key and value are one matrix, and so are gate and up.
-        weights = torch.split(self.flat, [rows * columns for rows, columns in self.blocks])
-        matrices = [piece.view(shape) for piece, shape in zip(weights, self.blocks, strict=True)]
+        weights = torch.split(self.flat, [rows * columns for rows, columns in self.matrix_shapes])
+        matrices = [piece.view(shape) for piece, shape in zip(weights, self.matrix_shapes, strict=True)]
         embedding, layers = matrices[0], matrices[1:]
         stream = F.embedding(tokens, embedding)  # (B, T, W)
         for layer in range(self.config.layers):
-            stream = self._block(stream, layers[6 * layer : 6 * layer + 6])
+            stream = self._apply_layer(stream, layers[6 * layer : 6 * layer + 6])
         final_norm, output = layers[6 * self.config.layers], embedding if self.config.tied else layers[-1]
-        logits = F.linear(normalise(stream, final_norm), output)
+        logits = F.linear(rms_norm(stream, final_norm), output)
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    def _block(self, stream: Tensor, matrices: list[Tensor]) -> Tensor:
+    def _apply_layer(self, stream: Tensor, matrices: list[Tensor]) -> Tensor:
         projection, attention_output, gate_up, down, attention_norm, mlp_norm = matrices
-        heads = self._attention(F.linear(normalise(stream, attention_norm), projection))
+        heads = self._attention(F.linear(rms_norm(stream, attention_norm), projection))
         stream = stream + F.linear(heads, attention_output)
-        gate, up = F.linear(normalise(stream, mlp_norm), gate_up).chunk(2, dim=-1)
+        gate, up = F.linear(rms_norm(stream, mlp_norm), gate_up).chunk(2, dim=-1)
         return stream + F.linear(F.silu(gate) * up, down)
 
     def _attention(self, projected: Tensor) -> Tensor:
@@ -76,23 +76,23 @@ class Llama(nn.Module):
         batch, length, _ = projected.shape
         heads, groups = self.config.heads, self.config.kv_heads or self.config.heads
         split = projected.view(batch, length, heads + 2 * groups, -1)
-        turned = rotate(split[:, :, : heads + groups], self.cosines[:length], self.sines[:length])
+        turned = apply_rotary(split[:, :, : heads + groups], self.cosines[:length], self.sines[:length])
         query, key = torch.split(turned.transpose(1, 2), [heads, groups], dim=1)  # (B, N, T, D), (B, K, T, D)
         value = split[:, :, heads + groups :].transpose(1, 2)
-        return self._mix(query, key, value).transpose(1, 2).reshape(batch, length, -1)
+        return self._attend(query, key, value).transpose(1, 2).reshape(batch, length, -1)
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention: `query` (B, N, T, D), `key` and `value` (B, K, T, D); the result (B, N, T, D)."""
         grouped = key.shape[1] != query.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
-def normalise(stream: Tensor, gain: Tensor) -> Tensor:
+def rms_norm(stream: Tensor, gain: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * gain over the last dimension; `gain` is (1, W)."""
     return F.rms_norm(stream, (stream.shape[-1],), gain.view(-1), NORM_EPSILON)
 
 
-def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def apply_rotary(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i + D/2}) by the angle of its position: `heads` (B, T, N, D), tables (T, D/2)."""
     first, second = heads.chunk(2, dim=-1)
     cosines, sines = cosines[:, None], sines[:, None]
@@ -100,7 +100,7 @@ def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return turned.type_as(heads)
 
 
-def rotary_tables(config: Model) -> tuple[Tensor, Tensor]:
+def rotary_tables(config: ModelSection) -> tuple[Tensor, Tensor]:
     """Cosines and sines (context, D/2) of position * theta^(-2i / D), in fp32."""
     half = config.width // config.heads // 2
     frequencies = config.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
@@ -108,7 +108,7 @@ def rotary_tables(config: Model) -> tuple[Tensor, Tensor]:
     return angles.cos().float(), angles.sin().float()
 
 
-def _block_shapes(config: Model) -> list[tuple[int, int]]:
+def _list_matrix_shapes(config: ModelSection) -> list[tuple[int, int]]:
     """The matrices of `forward`, in the order of the shape table, neighbours that share an input taken together."""
     width, hidden = config.width, config.hidden
     projected = width + 2 * (width // config.heads) * (config.kv_heads or config.heads)

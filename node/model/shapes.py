@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from optim.layout import Layout
-from protocol.manifest import Model
+from protocol.manifest import ModelSection
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -55,12 +55,12 @@ class ShapeTable:
     @cached_property
     def layout(self) -> Layout:
         """For the methods: the embedding, each layer, and what comes after the last one are a block each."""
-        layers = 1 + max((layer for layer in map(_layer_of, self.names) if layer is not None), default=-1)
-        return Layout(self.shapes, tuple(self._block(name, layers) for name in self.names))
+        layers = 1 + max((layer for layer in map(_layer_number, self.names) if layer is not None), default=-1)
+        return Layout(self.shapes, tuple(self._block_number(name, layers) for name in self.names))
 
     @staticmethod
-    def _block(name: str, layers: int) -> int:
-        layer = _layer_of(name)
+    def _block_number(name: str, layers: int) -> int:
+        layer = _layer_number(name)
         return 0 if name == EMBEDDING else 1 + (layers if layer is None else layer)
 
     def hash(self) -> bytes:
@@ -74,7 +74,7 @@ class ShapeTable:
         pieces = torch.split(flat, list(self.sizes))
         return {name: piece.view(shape) for (name, shape), piece in zip(self.entries, pieces, strict=True)}
 
-    def fill(self, flat: Tensor, named: Mapping[str, Tensor]) -> None:
+    def copy_named(self, flat: Tensor, named: Mapping[str, Tensor]) -> None:
         """The inverse of `views`: copy every named parameter to its place. ValueError when names or shapes differ."""
         if set(named) != set(self.names):
             raise ValueError(f"parameters differ: {sorted(set(named) ^ set(self.names))[:3]}")
@@ -84,21 +84,21 @@ class ShapeTable:
             view.copy_(named[name])
 
 
-def shape_table(config: Model) -> ShapeTable:
-    return ShapeTable(tuple(_entries(config)))
+def shape_table(config: ModelSection) -> ShapeTable:
+    return ShapeTable(tuple(_list_entries(config)))
 
 
-def _entries(config: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _list_entries(config: ModelSection) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield EMBEDDING, (config.vocabulary, config.width)
     for layer in range(config.layers):
-        for name, shape in _layer(config):
+        for name, shape in _layer_entries(config):
             yield f"model.layers.{layer}.{name}.weight", shape
     yield FINAL_NORM, (config.width,)
     if not config.tied:
         yield OUTPUT, (config.vocabulary, config.width)
 
 
-def _layer(config: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer_entries(config: ModelSection) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Query, key and value stand side by side, as do gate and up: the model multiplies by each group at once."""
     keys = config.width // config.heads * (config.kv_heads or config.heads)
     yield "self_attn.q_proj", (config.width, config.width)
@@ -112,7 +112,7 @@ def _layer(config: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "post_attention_layernorm", (config.width,)
 
 
-def _layer_of(name: str) -> int | None:
+def _layer_number(name: str) -> int | None:
     """Number of the layer that a parameter belongs to."""
     found = LAYER.match(name)
     return int(found[1]) if found else None

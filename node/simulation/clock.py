@@ -13,12 +13,12 @@ class VirtualClock:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
-    def after(self, delay: float, action: Callable[[], None]) -> None:
+    def schedule(self, delay: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + delay, next(self._numbers), action))
 
-    def run(self, finished: Callable[[], bool]) -> bool:
+    def run(self, is_finished: Callable[[], bool]) -> bool:
         """Until `finished`; False when nothing is left to happen before that."""
-        while not finished():
+        while not is_finished():
             if not self._queue:
                 return False
             self.now, _, action = heapq.heappop(self._queue)

@@ -17,10 +17,10 @@ from node.folder import write_atomically
 from node.model.compiled import has_compiler
 from node.simulation import plot, report
 from node.simulation.baselines import DATA_PARALLEL, LOCAL
-from node.simulation.comparison import Comparison, compare, steps_in_all
-from node.simulation.liars import KINDS, Liars, LieKind
+from node.simulation.comparison import Comparison, compare, count_steps
+from node.simulation.liars import LIE_KINDS, Adversaries, LieKind
 from node.simulation.links import BYTES_PER_MEGABIT
-from node.simulation.setting import Setting, default_manifest, for_each_peer
+from node.simulation.setting import SimulationConfig, default_manifest, expand_per_peer
 from optim.errors import OptimError
 from optim.method import Method
 from optim.parts import Scalar
@@ -28,13 +28,13 @@ from optim.recipes import compose
 from protocol.errors import UsageError
 from protocol.manifest import Manifest, load_manifest
 
-USUAL_STEPS = 200
+DEFAULT_STEPS = 200
 PLOT_POINTS = 20
 Overrides = dict[str, dict[str, Scalar]]
 
 
 @dataclass(frozen=True)
-class Wish:
+class SimulationOptions:
     """What the command line asked for. `bandwidth` in megabits and `latency` in milliseconds, as people say them."""
 
     recipes: tuple[str, ...]
@@ -48,71 +48,71 @@ class Wish:
     liars: str | None = None
     seeds: int = 3
     run: Path | None = None
-    options: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     json: bool = False
     plot: Path | None = None
     compiled: bool = False
 
 
-def simulate(wish: Wish) -> None:
+def simulate(options: SimulationOptions) -> None:
     """Prints the comparison. Raises MurmurError."""
-    setting = settle(wish)
-    methods = compose_all(wish.recipes, setting.manifest, overrides(wish.options))
+    setting = build_config(options)
+    methods = compose_methods(options.recipes, setting.manifest, parse_overrides(options.overrides))
     corpus = open_source(setting.manifest.data, setting.base)
     corpus.require_vocabulary(setting.manifest.model.vocabulary)
-    points = PLOT_POINTS if wish.plot else 1
-    with _progress(steps_in_all(setting, len(methods), wish.seeds)) as counted:
-        comparison = compare(setting, methods, corpus, wish.seeds, points, counted)
-    _show(comparison, wish.json)
-    if wish.plot:
-        write_atomically(wish.plot, plot.svg(comparison).encode())
+    points = PLOT_POINTS if options.plot else 1
+    with _progress_bar(count_steps(setting, len(methods), options.seeds)) as counted:
+        comparison = compare(setting, methods, corpus, options.seeds, points, counted)
+    _print_comparison(comparison, options.json)
+    if options.plot:
+        write_atomically(options.plot, plot.render_svg(comparison).encode())
 
 
-def _show(comparison: Comparison, as_json: bool) -> None:
+def _print_comparison(comparison: Comparison, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(comparison.to_json(), indent=1) + "\n")
         return
-    console = Console(width=report.WIDTH)
-    console.print(report.table(comparison))
-    console.print(report.logic_line(comparison))
+    console = Console(width=report.TABLE_WIDTH)
+    console.print(report.build_table(comparison))
+    console.print(report.format_logic_time(comparison))
 
 
-def settle(wish: Wish) -> Setting:
+def build_config(options: SimulationOptions) -> SimulationConfig:
     """Raises UsageError, or ManifestError for the --run."""
-    if wish.steps is not None and wish.tokens is not None:
+    if options.steps is not None and options.tokens is not None:
         raise UsageError("--steps and --tokens both say how long; give one of them")
-    if wish.compiled and not has_compiler():
+    if options.compiled and not has_compiler():
         raise UsageError("--compiled needs a C++ compiler (g++ or clang++); install one, or leave it out")
-    if wish.plot and not wish.plot.parent.is_dir():  # said now: a comparison may take hours
-        raise UsageError(f"--plot: there is no folder {wish.plot.parent}; make it, or name a file elsewhere")
-    given = load_manifest(wish.run) if wish.run else None
-    batch = (given or default_manifest(USUAL_STEPS)).train.batch_tokens
-    steps = wish.steps or USUAL_STEPS
-    if wish.tokens is not None:
-        steps = max(1, wish.tokens // (batch * wish.peers))
-    megabits = for_each_peer(_numbers(wish.bandwidth, "--bandwidth"), wish.peers, "--bandwidth")
-    return Setting(
+    if options.plot and not options.plot.parent.is_dir():  # said now: a comparison may take hours
+        raise UsageError(f"--plot: there is no folder {options.plot.parent}; make it, or name a file elsewhere")
+    given = load_manifest(options.run) if options.run else None
+    batch = (given or default_manifest(DEFAULT_STEPS)).train.batch_tokens
+    steps = options.steps or DEFAULT_STEPS
+    if options.tokens is not None:
+        steps = max(1, options.tokens // (batch * options.peers))
+    megabits = expand_per_peer(_parse_numbers(options.bandwidth, "--bandwidth"), options.peers, "--bandwidth")
+    return SimulationConfig(
         manifest=given or default_manifest(steps),
-        base=wish.run.parent if wish.run else Path(),
-        peers=wish.peers,
+        base=options.run.parent if options.run else Path(),
+        peers=options.peers,
         steps=steps,
-        speeds=for_each_peer(_numbers(wish.speeds, "--speeds"), wish.peers, "--speeds"),
+        speeds=expand_per_peer(_parse_numbers(options.speeds, "--speeds"), options.peers, "--speeds"),
         bandwidths=tuple(value * BYTES_PER_MEGABIT for value in megabits),
-        latency=wish.latency / 1000,
-        churn=wish.churn,
-        liars=_liars(wish.liars),
-        compiled=wish.compiled,
+        latency=options.latency / 1000,
+        churn=options.churn,
+        adversaries=_parse_adversaries(options.liars),
+        compiled=options.compiled,
     )
 
 
-def compose_all(recipes: Sequence[str], manifest: Manifest, changed: Overrides) -> Mapping[str, Method]:
+def compose_methods(recipes: Sequence[str], manifest: Manifest, overrides: Overrides) -> Mapping[str, Method]:
     """Each recipe with its own defaults and the options of `--set`; the manifest's recipe, with the manifest's too."""
     methods = {}
     for name in recipes:
         if name in (DATA_PARALLEL, LOCAL):
             continue  # always there
         tables: Overrides = manifest.method.overrides() if name == manifest.method.recipe else {}
-        for part, options in changed.items():
+        for part, options in overrides.items():
             tables[part] = {**tables.get(part, {}), **options}
         try:
             methods[name] = compose(name, tables)
@@ -121,19 +121,19 @@ def compose_all(recipes: Sequence[str], manifest: Manifest, changed: Overrides) 
     return methods
 
 
-def overrides(options: Sequence[str]) -> Overrides:
+def parse_overrides(texts: Sequence[str]) -> Overrides:
     """From `part.option=value`, the value as in a manifest; text needs no quotes."""
     found: Overrides = {}
-    for option in options:
+    for option in texts:
         place, equals, text = option.partition("=")
         part, dot, name = place.partition(".")
         if not (equals and dot and part and name and text):
             raise UsageError(f"--set {option!r}: write it as part.option=value, such as codec.k=128")
-        found.setdefault(part, {})[name] = _scalar(text)
+        found.setdefault(part, {})[name] = _parse_scalar(text)
     return found
 
 
-def _scalar(text: str) -> Scalar:
+def _parse_scalar(text: str) -> Scalar:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -141,24 +141,24 @@ def _scalar(text: str) -> Scalar:
     return value if isinstance(value, bool | int | float | str) else text
 
 
-def _numbers(text: str, option: str) -> list[float]:
+def _parse_numbers(text: str, option: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",")]
     except ValueError as error:
         raise UsageError(f"{option} {text!r}: write numbers with commas between them, such as 1,1,0.5") from error
 
 
-def _liars(text: str | None) -> Liars | None:
+def _parse_adversaries(text: str | None) -> Adversaries | None:
     if text is None:
         return None
     share, _, kind = text.partition(":")
     known: dict[str, LieKind] = {name: name for name in get_args(LieKind)}
-    if kind not in known or not _is_share(share):
-        raise UsageError(f"--liars {text!r}: write share:kind, such as 0.25:sign-flip; kinds: {', '.join(KINDS)}")
-    return Liars(float(share), known[kind])
+    if kind not in known or not _is_fraction(share):
+        raise UsageError(f"--liars {text!r}: write share:kind, such as 0.25:sign-flip; kinds: {', '.join(LIE_KINDS)}")
+    return Adversaries(float(share), known[kind])
 
 
-def _is_share(text: str) -> bool:
+def _is_fraction(text: str) -> bool:
     try:
         return 0 < float(text) < 1
     except ValueError:
@@ -166,7 +166,7 @@ def _is_share(text: str) -> bool:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
+def _progress_bar(total: int) -> Iterator[Callable[[], None]]:
     """A bar with the time left, on standard error; gives what to call for each inner step."""
     columns = (TextColumn("inner steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:

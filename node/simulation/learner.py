@@ -5,59 +5,59 @@ from functools import partial
 
 from torch import Tensor
 
-from node.arena import Arena, Contents
-from node.channel import Fate, Message
-from node.daemon.offers import Past
-from node.data import Batches, Corpus
+from node.arena import SharedMemory, SharedLayout
+from node.channel import ContributionOutcome, ContributionHeader
+from node.daemon.offers import SettledContribution
+from node.data import BatchReader, Corpus
 from node.model import Llama
 from node.trainer.inner import InnerOptimizer
-from node.trainer.inner_state import InnerState
+from node.trainer.inner_state import TrainerState
 from node.trainer.inner_step import accumulate_gradient
-from node.trainer.pace import Stretch, Wanted, is_message_due, may_adopt, must_wait
-from optim.exchange import Sender
-from optim.program import Program
+from node.trainer.pace import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait
+from optim.exchange import ContributionEncoder
+from optim.program import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.errors import MurmurError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 
 
-class Learner:
+class VirtualTrainer:
     """Starts from `anchor`, the state after `round_number` rounds."""
 
     def __init__(
-        self, model: Llama, manifest: Manifest, program: Program, corpus: Corpus, sender: Sender, me: PeerId,
+        self, model: Llama, manifest: Manifest, planner: RoundPlanner, corpus: Corpus, encoder: ContributionEncoder, peer_id: PeerId,
         shared: list[Tensor], round_number: int,
     ) -> None:  # fmt: skip
         self._train = manifest.train
         self._sequences = manifest.train.batch_tokens // manifest.model.context
-        self._optimizer = InnerOptimizer(model, manifest.train, program.method.inner)
-        self._arena = Arena.create(Contents.of(program))
-        self._arena.close()  # the memory stays; a thousand peers would use up the descriptors
+        self._optimizer = InnerOptimizer(model, manifest.train, planner.method.inner)
+        self._shared_memory = SharedMemory.create(SharedLayout.of(planner))
+        self._shared_memory.close()  # the memory stays; a thousand peers would use up the descriptors
         self._model = model
-        self.wanted = Wanted()
-        self._stretch = Stretch()
-        self.state = InnerState(model, self._optimizer, program, sender, self._arena)
-        self._arena.write_anchor(round_number, shared)
+        self.step_target = StepTarget()
+        self._contribution_timer = ContributionTimer()
+        self.state = TrainerState(model, self._optimizer, planner, encoder, self._shared_memory)
+        self._shared_memory.write_anchor(round_number, shared)
         self.state.start(round_number)
-        self._batches = Batches(corpus, manifest.model.context, manifest.run.seed, me)
+        self._batches = BatchReader(corpus, manifest.model.context, manifest.run.seed, peer_id)
 
     def must_wait(self) -> bool:
         return must_wait(self.state.counters, self.state.plan)
 
-    def may_adopt(self) -> bool:
-        return may_adopt(self.state.counters, self.state.plan)
+    def may_apply_anchor(self) -> bool:
+        return may_apply_anchor(self.state.counters, self.state.plan)
 
-    def is_message_due(self, most_steps: int, now: float) -> bool:
+    def is_contribution_due(self, max_steps: int, now: float) -> bool:
         """`most_steps`: so many bring the run to its target."""
         counters, plan = self.state.counters, self.state.plan
-        seconds = self._stretch.seconds(counters.since_message.steps, now)
-        steps = self.wanted.of(min(plan.steps, most_steps), counters.round)
-        return is_message_due(counters, steps, plan.method.schedule, seconds)
+        seconds = self._contribution_timer.seconds(counters.since_message.steps, now)
+        steps = self.step_target.steps_due(min(plan.steps, max_steps), counters.round)
+        return is_contribution_due(counters, steps, plan.method.schedule, seconds)
 
     def step(self) -> None:
         step = self.state.counters.step
-        windows, place = self._batches.next(self._sequences), self._optimizer.look_ahead(step)
+        windows, place = self._batches.next_batch(self._sequences), self._optimizer.lookahead_weights(step)
         loss = accumulate_gradient(self._model, windows, self._train.microbatch, place)
         applied = self._optimizer.step(step)
         self._optimizer.clear_gradient()
@@ -65,16 +65,16 @@ class Learner:
             raise MurmurError("a simulated peer's gradient is not finite; lower train.learning_rate")
         self.state.count_step(self._train.batch_tokens, loss, self._batches.position)
 
-    def message(self) -> tuple[Message, list[bytes]]:
-        message = self.state.message()
-        return message, [bytes(part) for part in self._arena.outbox_parts(message.sizes)]
+    def make_contribution(self) -> tuple[ContributionHeader, list[bytes]]:
+        message = self.state.make_contribution()
+        return message, [bytes(part) for part in self._shared_memory.contribution_parts(message.sizes)]
 
-    def adopt(
-        self, round_number: int, shared: list[Tensor], fate: Fate, revised: Iterable[Past],
-        payloads: Callable[[Sequence[Blob]], list[bytes]],
+    def apply_anchor(
+        self, round_number: int, shared: list[Tensor], outcome: ContributionOutcome, revised: Iterable[SettledContribution],
+        read_payloads: Callable[[Sequence[Blob]], list[bytes]],
     ) -> None:  # fmt: skip
         """`revised`: earlier messages, whose fate is another on the chain that was taken over."""
-        self._arena.write_anchor(round_number, shared)
-        self.state.adopt(round_number, fate)
+        self._shared_memory.write_anchor(round_number, shared)
+        self.state.apply_anchor(round_number, outcome)
         for entry in revised:
-            self.state.revise(entry.offer.message, entry.fate, partial(payloads, entry.offer.parts))
+            self.state.revise_outcome(entry.contribution.header, entry.outcome, partial(read_payloads, entry.contribution.parts))

@@ -12,36 +12,36 @@ import torch
 from torch import Tensor
 
 from optim.codecs.codec import Payload
-from optim.exchange import Sender
-from optim.program import Program
+from optim.exchange import ContributionEncoder
+from optim.program import RoundPlanner
 
 LieKind = Literal["sign-flip", "scale10", "zero", "random"]
-KINDS: Final[tuple[str, ...]] = get_args(LieKind)
+LIE_KINDS: Final[tuple[str, ...]] = get_args(LieKind)
 
 
 @dataclass(frozen=True)
-class Liars:
+class Adversaries:
     """The share of peers that lie, rounded to whole peers, and how."""
 
-    share: float
+    fraction: float
     kind: LieKind
 
     def count(self, peers: int) -> int:
-        return round(self.share * peers)
+        return round(self.fraction * peers)
 
 
-class LyingSender(Sender):
+class LyingEncoder(ContributionEncoder):
     """Encodes another message than the one it is given."""
 
-    def __init__(self, program: Program, kind: LieKind, seed: int) -> None:
-        super().__init__(program)
+    def __init__(self, planner: RoundPlanner, kind: LieKind, seed: int) -> None:
+        super().__init__(planner)
         self._generator = torch.Generator().manual_seed(seed)
-        self._lie = self._lies()[kind]
+        self._falsify = self._falsifiers()[kind]
 
-    def message(self, round_number: int, delta: Tensor, residual: Tensor) -> list[Payload]:
-        return super().message(round_number, self._lie(delta), residual)
+    def encode(self, round_number: int, delta: Tensor, residual: Tensor) -> list[Payload]:
+        return super().encode(round_number, self._falsify(delta), residual)
 
-    def _lies(self) -> dict[LieKind, Callable[[Tensor], Tensor]]:
+    def _falsifiers(self) -> dict[LieKind, Callable[[Tensor], Tensor]]:
         return {
             "sign-flip": torch.neg,
             "scale10": lambda delta: delta * 10,

@@ -21,103 +21,103 @@ from functools import partial
 from node.simulation.clock import VirtualClock
 
 BYTES_PER_MEGABIT = 125_000
-INSTANT = 1e-9  # seconds: less is rounding
+ROUNDING_SECONDS = 1e-9  # seconds: less is rounding
 
 
-class Links:
+class VirtualNetwork:
     """`bandwidths` in bytes a second, by the peer's slot; `latency` in seconds, one way."""
 
     def __init__(self, clock: VirtualClock, bandwidths: Sequence[float], latency: float) -> None:
         self._clock = clock
         self._bandwidths = tuple(bandwidths)
         self.latency = latency
-        self._up = [End(clock, rate) for rate in bandwidths]
-        self._down = [End(clock, rate) for rate in bandwidths]
+        self._up = [LinkDirection(clock, rate) for rate in bandwidths]
+        self._down = [LinkDirection(clock, rate) for rate in bandwidths]
         self.blob_bytes = [0] * len(bandwidths)
-        self.statement_bytes = [0] * len(bandwidths)
+        self.message_bytes = [0] * len(bandwidths)
 
-    def backlog(self, slot: int) -> float:
+    def backlog_seconds(self, slot: int) -> float:
         """How many seconds that uplink has still to send for."""
-        return self._up[slot].backlog()
+        return self._up[slot].backlog_seconds()
 
-    def carry(self, source: int, receiver: int, size: int, arrived: Callable[[], None]) -> None:
+    def send_blob(self, sender: int, receiver: int, size: int, on_arrival: Callable[[], None]) -> None:
         """A blob from slot to slot."""
-        self.blob_bytes[source] += size
+        self.blob_bytes[sender] += size
         ends = itertools.count(1)
 
         def done() -> None:
             if next(ends) == 2:
-                self._clock.after(self.latency, arrived)
+                self._clock.schedule(self.latency, on_arrival)
 
-        self._up[source].begin(size, done)
-        self._down[receiver].begin(size, done)
+        self._up[sender].start_transfer(size, done)
+        self._down[receiver].start_transfer(size, done)
 
-    def say(self, sender: int, receivers: Iterable[int], size: int, deliver: Callable[[int], None]) -> None:
+    def send_message(self, sender: int, receivers: Iterable[int], size: int, deliver: Callable[[int], None]) -> None:
         """A statement to several slots; `deliver` is called with each of them."""
         together: dict[float, list[int]] = defaultdict(list)
         for receiver in receivers:
             together[self.latency + size / min(self._bandwidths[sender], self._bandwidths[receiver])].append(receiver)
-            self.statement_bytes[sender] += size
+            self.message_bytes[sender] += size
         for delay, slots in together.items():
-            self._clock.after(delay, partial(_deliver, deliver, slots))
+            self._clock.schedule(delay, partial(_deliver_to_all, deliver, slots))
 
 
-class End:
+class LinkDirection:
     """One direction of one link: `rate` bytes a second for all blobs that it has under way together."""
 
     def __init__(self, clock: VirtualClock, rate: float) -> None:
         self._clock = clock
         self._rate = rate
-        self._had = 0.0
-        self._at = 0.0  # bytes that each of them had by that time
-        self._under_way: list[tuple[float, int, Callable[[], None]]] = []  # what `had` will be when it is done
-        self._wanted = 0.0  # the sum of these
+        self._served_bytes = 0.0
+        self._served_at = 0.0  # bytes that each of them had by that time
+        self._transfers: list[tuple[float, int, Callable[[], None]]] = []  # what `had` will be when it is done
+        self._target_sum = 0.0  # the sum of these
         self._numbers = itertools.count()
         self._alarm_at: float | None = None
 
-    def begin(self, size: int, done: Callable[[], None]) -> None:
+    def start_transfer(self, size: int, on_done: Callable[[], None]) -> None:
         self._advance()
-        heapq.heappush(self._under_way, (self._had + size, next(self._numbers), done))
-        self._wanted += self._had + size
+        heapq.heappush(self._transfers, (self._served_bytes + size, next(self._numbers), on_done))
+        self._target_sum += self._served_bytes + size
         self._set_alarm()
 
-    def backlog(self) -> float:
+    def backlog_seconds(self) -> float:
         """Seconds until all that is under way now would be done."""
         self._advance()
-        return max(0.0, self._wanted - self._had * len(self._under_way)) / self._rate
+        return max(0.0, self._target_sum - self._served_bytes * len(self._transfers)) / self._rate
 
     def _advance(self) -> None:
         now = self._clock.now
-        if self._under_way:
-            self._had += (now - self._at) * self._rate / len(self._under_way)
-        self._at = now
+        if self._transfers:
+            self._served_bytes += (now - self._served_at) * self._rate / len(self._transfers)
+        self._served_at = now
 
     def _set_alarm(self) -> None:
         """One that is early by what has begun since looks again; so most blobs that begin need none of their own."""
         seconds = self._seconds_left()
         if self._alarm_at is None or self._clock.now + seconds < self._alarm_at:
             self._alarm_at = self._clock.now + seconds
-            self._clock.after(seconds, partial(self._look, self._alarm_at))
+            self._clock.schedule(seconds, partial(self._on_alarm, self._alarm_at))
 
     def _seconds_left(self) -> float:
         """Until the next one is done, if none begins before."""
-        return max(0.0, self._under_way[0][0] - self._had) * len(self._under_way) / self._rate
+        return max(0.0, self._transfers[0][0] - self._served_bytes) * len(self._transfers) / self._rate
 
-    def _look(self, alarm_at: float) -> None:
+    def _on_alarm(self, alarm_at: float) -> None:
         if alarm_at != self._alarm_at:
             return
         self._alarm_at = None
         self._advance()
-        while self._under_way and self._seconds_left() < INSTANT:
-            target, _, done = heapq.heappop(self._under_way)
-            self._wanted -= target
+        while self._transfers and self._seconds_left() < ROUNDING_SECONDS:
+            target, _, done = heapq.heappop(self._transfers)
+            self._target_sum -= target
             done()
-        if self._under_way:
+        if self._transfers:
             self._set_alarm()
         else:
-            self._had = self._wanted = 0.0
+            self._served_bytes = self._target_sum = 0.0
 
 
-def _deliver(deliver: Callable[[int], None], slots: Sequence[int]) -> None:
+def _deliver_to_all(deliver: Callable[[int], None], slots: Sequence[int]) -> None:
     for slot in slots:
         deliver(slot)

@@ -12,20 +12,20 @@ from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
 from protocol.identity import PeerId
-from protocol.rounds.events import Received
+from protocol.rounds.events import MessageReceived
 from protocol.rounds.kinds import KINDS
-from protocol.rounds.statements import Statement, Terms
+from protocol.rounds.statements import SignedMessage, ContributionLimits
 
 
-class Notary:
+class FakeSigner:
     """Signs for every peer of one run, and opens what it signed."""
 
-    def __init__(self, terms: Terms) -> None:
-        self._terms = terms
-        self._opened: dict[bytes, Received] = {}
-        self._signed_in: dict[int, list[bytes]] = {}
+    def __init__(self, limits: ContributionLimits) -> None:
+        self._limits = limits
+        self._events_by_signature: dict[bytes, MessageReceived] = {}
+        self._signatures_by_round: dict[int, list[bytes]] = {}
 
-    def signer(self, peer: PeerId) -> Callable[[str, Message], wire.Signed]:
+    def signer_for(self, peer: PeerId) -> Callable[[str, Message], wire.Signed]:
         def sign(kind: str, body: Message) -> wire.Signed:
             encoded = body.SerializeToString(deterministic=True)
             signature = hashlib.sha512(f"{peer} {kind} ".encode() + encoded).digest()
@@ -33,22 +33,22 @@ class Notary:
 
         return sign
 
-    def open(self, signed: wire.Signed) -> Statement[Any]:
-        return self.received(signed).statement
+    def open(self, signed: wire.Signed) -> SignedMessage[Any]:
+        return self.received_event(signed).message
 
-    def received(self, signed: wire.Signed) -> Received:
+    def received_event(self, signed: wire.Signed) -> MessageReceived:
         """The same event for all who hear it."""
         key = signed.signature
-        event = self._opened.get(key)
+        event = self._events_by_signature.get(key)
         if event is None:
-            message, from_wire = KINDS[signed.kind]
-            body = from_wire(message.FromString(signed.body), self._terms, self.open)
-            event = self._opened[key] = Received(Statement.of(signed, body))
-            self._signed_in.setdefault(body.round, []).append(key)
+            message, body_type = KINDS[signed.kind]
+            body = body_type.from_wire(message.FromString(signed.body), self._limits, self.open)
+            event = self._events_by_signature[key] = MessageReceived(SignedMessage.of(signed, body))
+            self._signatures_by_round.setdefault(body.round, []).append(key)
         return event
 
     def forget_before(self, number: int) -> None:
         """Drop what was said in the rounds before that one."""
-        for old in [known for known in self._signed_in if known < number]:
-            for signature in self._signed_in.pop(old):
-                del self._opened[signature]
+        for old in [known for known in self._signatures_by_round if known < number]:
+            for signature in self._signatures_by_round.pop(old):
+                del self._events_by_signature[signature]

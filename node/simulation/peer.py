@@ -8,396 +8,396 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from node.channel import Fate
-from node.daemon.catch_up import PATIENCE, is_time_to_go
-from node.daemon.offers import Offer, Offers
-from node.daemon.replica import Share, blobs_of
-from node.program import pacing_of
+from node.channel import ContributionOutcome
+from node.daemon.catch_up import SYNC_AFTER_SECONDS, should_sync
+from node.daemon.offers import StoredContribution, ContributionTracker
+from node.daemon.replica import SignedContributions, blobs_to_apply
+from node.program import build_pacing
 from node.simulation.clock import VirtualClock
-from node.simulation.directory import Directory
-from node.simulation.learner import Learner
-from node.simulation.ledger import End, Ledger
-from node.simulation.links import Links
-from node.simulation.notary import Notary
-from node.simulation.setting import Setting
-from node.simulation.vault import KEPT_ROUNDS, Applied, Vault
+from node.simulation.directory import VirtualGossip
+from node.simulation.learner import VirtualTrainer
+from node.simulation.ledger import ContributionEnd, Accounting
+from node.simulation.links import VirtualNetwork
+from node.simulation.notary import FakeSigner
+from node.simulation.setting import SimulationConfig
+from node.simulation.vault import KEPT_ROUNDS, AppliedState, SharedCompute
 from optim.method import Method
-from optim.program import Program
+from optim.program import RoundPlanner
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.rounds.attendance import Attendance
-from protocol.rounds.chain import Chain, Head
+from protocol.rounds.attendance import MessageBuffer
+from protocol.rounds.chain import Chain, ChainHead
 from protocol.rounds.events import (
     Action,
     Event,
     Fetch,
     Finish,
-    Held,
-    Hurry,
-    Live,
-    Offered,
-    Received,
+    BlobAvailable,
+    RequestEarlySubmit,
+    MembershipChanged,
+    LocalContribution,
+    MessageReceived,
     Reduce,
-    Reduced,
+    PartReduced,
     RoundSettings,
     Send,
-    Skip,
+    Rejected,
     Tick,
 )
-from protocol.rounds.grouping import group_of
-from protocol.rounds.round import Round
-from protocol.rounds.statements import Commit, Digest, Portion, Statement, Terms
+from protocol.rounds.grouping import contributions_for
+from protocol.rounds.round import RoundMachine
+from protocol.rounds.statements import Commit, Digest, PartBlob, SignedMessage, ContributionLimits
 
-REACTION = 0.01  # virtual seconds in which a peer gathers what came in before it looks at it
-RETRY = 0.2  # until it asks again for a blob that nobody had
+REACTION_SECONDS = 0.01  # virtual seconds in which a peer gathers what came in before it looks at it
+RETRY_SECONDS = 0.2  # until it asks again for a blob that nobody had
 
 
-class World(Protocol):
+class SwarmServices(Protocol):
     """What a peer asks of the swarm that it is in, and tells it."""
 
-    setting: Setting
+    config: SimulationConfig
     method: Method
-    program: Program
+    planner: RoundPlanner
     run_id: RunId
     clock: VirtualClock
-    links: Links
-    ledger: Ledger
-    directory: Directory
-    notary: Notary
-    vault: Vault
-    terms: Terms
+    network: VirtualNetwork
+    accounting: Accounting
+    gossip: VirtualGossip
+    fake_signer: FakeSigner
+    compute: SharedCompute
+    limits: ContributionLimits
     round_settings: Callable[[int], RoundSettings]
     peers: dict[PeerId, "VirtualPeer"]
 
-    def say(self, sender: "VirtualPeer", receivers: Iterable[PeerId], signed: wire.Signed) -> None: ...
+    def send(self, sender: "VirtualPeer", receivers: Iterable[PeerId], signed: wire.Signed) -> None: ...
 
-    def new_learner(self, peer: "VirtualPeer") -> Learner: ...
+    def new_trainer(self, peer: "VirtualPeer") -> VirtualTrainer: ...
 
     def steps_to_target(self, tokens: int) -> int: ...
 
-    def stepped(self, peer: "VirtualPeer") -> None: ...
+    def on_step(self, peer: "VirtualPeer") -> None: ...
 
-    def arrived(self, peer: "VirtualPeer") -> None: ...
+    def on_new_head(self, peer: "VirtualPeer") -> None: ...
 
 
 class VirtualPeer:
     """`slot`: which machine and link it has. A peer that comes back is a new one on the old slot."""
 
-    def __init__(self, name: PeerId, slot: int, swarm: World) -> None:
-        self.name = name
+    def __init__(self, peer_id: PeerId, slot: int, swarm: SwarmServices) -> None:
+        self.peer_id = peer_id
         self.slot = slot
         self.swarm = swarm
-        self.alive = True
-        self.chain = Chain.begin(swarm.run_id)
-        self.applied: Applied = swarm.vault.initial
-        self.held: dict[Digest, int] = {}  # since which round of ours
-        self.offers = Offers(swarm.program)
-        self.learner: Learner | None = None
-        self._machine: Round | None = None
-        self._seen: dict[PeerId, float] | None = None
+        self.is_alive = True
+        self.chain = Chain.from_genesis(swarm.run_id)
+        self.applied_state: AppliedState = swarm.compute.initial
+        self.held_since: dict[Digest, int] = {}  # since which round of ours
+        self.contributions = ContributionTracker(swarm.planner)
+        self.trainer: VirtualTrainer | None = None
+        self._machine: RoundMachine | None = None
+        self._last_seen: dict[PeerId, float] | None = None
         self._live: frozenset[PeerId] = frozenset()
         self._inbox: list[Event] = []
-        self._attendance = Attendance(swarm.round_settings(0).leader_timeout)
-        self._pacing = pacing_of(swarm.setting.manifest, swarm.program)
-        self._wanted: dict[Portion, tuple[PeerId, ...]] = {}
-        self._pending: Statement[Commit] | None = None  # decided, but not all its blobs are here
+        self._message_buffer = MessageBuffer(swarm.round_settings(0).leader_timeout)
+        self._pacing = build_pacing(swarm.config.manifest, swarm.planner)
+        self._downloads: dict[PartBlob, tuple[PeerId, ...]] = {}
+        self._pending_commit: SignedMessage[Commit] | None = None  # decided, but not all its blobs are here
         self._behind_since: float | None = None
-        self._taking_over = self._busy = False
-        self._adoption: Fate | None = None
+        self._is_syncing = self._is_stepping = False
+        self._unapplied_outcome: ContributionOutcome | None = None
         self._tick_at = 0.0
 
     @property
     def is_done(self) -> bool:
-        return self.chain.tokens >= self.swarm.setting.target_tokens
+        return self.chain.tokens >= self.swarm.config.target_tokens
 
-    def begin(self) -> None:
+    def begin_round(self) -> None:
         """Open the next round on our chain, and go on training."""
         swarm, head = self.swarm, self.chain.head
         if self.is_done:
-            return self.train()  # adopts the last anchor
-        swarm.vault.enter(head.round)
-        self.held = {digest: since for digest, since in self.held.items() if since >= head.round - KEPT_ROUNDS}
+            return self.continue_training()  # adopts the last anchor
+        swarm.compute.begin_round(head.round)
+        self.held_since = {digest: since for digest, since in self.held_since.items() if since >= head.round - KEPT_ROUNDS}
         now = swarm.clock.now
-        seen = self._seen if self._seen is not None else dict.fromkeys(swarm.directory.peers, now)
+        seen = self._last_seen if self._last_seen is not None else dict.fromkeys(swarm.gossip.peers, now)
         self._inbox.clear()
         self._live = frozenset()
         self._tick_at = 0.0
-        self._machine = Round(
-            swarm.round_settings(head.round), self.name, head.round, head.digest, swarm.notary.signer(self.name), now,
-            seen, urgency=self._pacing.urgency,
+        self._machine = RoundMachine(
+            swarm.round_settings(head.round), self.peer_id, head.round, head.digest, swarm.fake_signer.signer_for(self.peer_id), now,
+            seen, early_submit_policy=self._pacing.early_submit_policy,
         )  # fmt: skip
-        self._pacing.opened(head.round, now)
+        self._pacing.open_round(head.round, now)
         self.refresh()
-        for statement in self._attendance.begin(head.round):
-            self._queue(Received(statement))
-        self._offer()
-        self.train()
+        for statement in self._message_buffer.open_round(head.round):
+            self._post(MessageReceived(statement))
+        self._submit_contribution()
+        self.continue_training()
 
-    def _offer(self) -> None:
-        offer = self.offers.current
+    def _submit_contribution(self) -> None:
+        offer = self.contributions.pending
         if offer is not None and self._machine is not None:
-            fresh = offer.message.round == self.chain.round
-            self._pacing.offered(offer.message.steps if fresh else None, self.swarm.clock.now)
-            self._queue(Offered(offer.contribution(self.chain.head, self.swarm.terms)))
+            fresh = offer.header.round == self.chain.round
+            self._pacing.record_submit(offer.header.steps if fresh else None, self.swarm.clock.now)
+            self._post(LocalContribution(offer.to_contribution(self.chain.head, self.swarm.limits)))
 
     def refresh(self) -> None:
         """What all know of one another has changed, or we have moved."""
         if self._machine is not None:
-            last = self.chain.since(max(0, self.chain.round - 1)) or ()
+            last = self.chain.commits_since(max(0, self.chain.round - 1)) or ()
             near = {self.chain.digest, *(commit.body.base for commit in last)}
-            live = self.swarm.directory.standing_at(near)
-            live = live if self.name in live else live | {self.name}
+            live = self.swarm.gossip.peers_at(near)
+            live = live if self.peer_id in live else live | {self.peer_id}
             if live != self._live:
                 self._live = live
-                self._queue(Live(live))
-        self._catch_up()
+                self._post(MembershipChanged(live))
+        self._sync_if_behind()
 
-    def _queue(self, event: Event) -> None:
+    def _post(self, event: Event) -> None:
         if not self._inbox:
-            self._later(REACTION, self._look)
+            self._call_later(REACTION_SECONDS, self._drain_inbox)
         self._inbox.append(event)
 
-    def _look(self) -> None:
+    def _drain_inbox(self) -> None:
         events, self._inbox = self._inbox, []
         machine = self._machine
         if machine is None or not events:
             return
         started = time.process_time()
         actions = machine.handle_all(events, self.swarm.clock.now)
-        self.swarm.ledger.logic_seconds += time.process_time() - started
+        self.swarm.accounting.logic_seconds += time.process_time() - started
         for action in actions:
-            self._carry_out(action)
+            self._run_action(action)
         if machine is self._machine:
-            self._arm(machine)
+            self._schedule_tick(machine)
 
-    def _arm(self, machine: Round) -> None:
+    def _schedule_tick(self, machine: RoundMachine) -> None:
         now = self.swarm.clock.now
         deadline = machine.next_deadline(now)
         if deadline is not None and not now < self._tick_at <= deadline:
             self._tick_at = deadline
-            self._later(deadline - now, lambda: self._tick(machine, deadline))
+            self._call_later(deadline - now, lambda: self._tick(machine, deadline))
 
-    def _tick(self, machine: Round, deadline: float) -> None:
+    def _tick(self, machine: RoundMachine, deadline: float) -> None:
         if machine is self._machine and deadline == self._tick_at:
-            self._queue(Tick())
+            self._post(Tick())
 
-    def _carry_out(self, action: Action) -> None:
+    def _run_action(self, action: Action) -> None:
         match action:
             case Send(peers, signed):
-                self.swarm.say(self, peers, signed)
+                self.swarm.send(self, peers, signed)
             case Fetch(portion, sources):
-                self._want(portion, sources)
+                self._download(portion, sources)
             case Reduce():
                 self._reduce(action)
             case Finish(commit):
-                self._finish(commit)
-            case Hurry():
-                self._hurry()
-            case Skip():
-                self.swarm.ledger.skips[action.reason] += 1
+                self._on_decision(commit)
+            case RequestEarlySubmit():
+                self._submit_early()
+            case Rejected():
+                self.swarm.accounting.rejections[action.reason] += 1
 
-    def _hurry(self) -> None:
-        self._pacing.asked(self.swarm.clock.now)
-        self.swarm.ledger.skips["hurried"] += 1
-        if self.learner is not None:
-            self.learner.wanted.ask(self.chain.round, 1)
-            self.train()
+    def _submit_early(self) -> None:
+        self._pacing.record_early_request(self.swarm.clock.now)
+        self.swarm.accounting.rejections["hurried"] += 1
+        if self.trainer is not None:
+            self.trainer.step_target.set(self.chain.round, 1)
+            self.continue_training()
 
     def _reduce(self, order: Reduce) -> None:
         contributions = [contribution.body for contribution in order.contributions]
-        blob = self.swarm.vault.reduce(self.chain.round, order.part, contributions)
-        self.held[blob.digest] = self.chain.round
-        self._queue(Reduced(order.part, order.attempt, blob))
+        blob = self.swarm.compute.reduce_part(self.chain.round, order.part, contributions)
+        self.held_since[blob.digest] = self.chain.round
+        self._post(PartReduced(order.part, order.request_id, blob))
 
-    def _finish(self, commit: Statement[Commit]) -> None:
+    def _on_decision(self, commit: SignedMessage[Commit]) -> None:
         machine = self._machine
         assert machine is not None
-        self._seen = machine.seen
-        self._pacing.decided(machine.arrivals, commit.body.in_time)
-        told = self._seen if commit.sender == self.name else ()
-        self._attendance.decide(machine.number, machine.decision, told, self.swarm.clock.now)
+        self._last_seen = machine.last_seen
+        self._pacing.close_round(machine.arrival_times, commit.body.roster_peers)
+        told = self._last_seen if commit.sender == self.peer_id else ()
+        self._message_buffer.record_decision(machine.number, machine.signed_decision, told, self.swarm.clock.now)
         self._machine = None
-        self._pending = commit
-        self.swarm.ledger.decide(commit.body)
-        others = tuple(sorted(self.swarm.peers.keys() - {self.name}))
-        for place, blob in enumerate(blobs_of(commit.body, self._share(commit.body))):
-            if blob.digest not in self.held:  # a sum's part, or somebody's message, whole
-                self._want(Portion(blob, place if commit.body.parts else 0), others)
+        self._pending_commit = commit
+        self.swarm.accounting.record_commit(commit.body)
+        others = tuple(sorted(self.swarm.peers.keys() - {self.peer_id}))
+        for place, blob in enumerate(blobs_to_apply(commit.body, self._group_contributions(commit.body))):
+            if blob.digest not in self.held_since:  # a sum's part, or somebody's message, whole
+                self._download(PartBlob(blob, place if commit.body.parts else 0), others)
         self._apply_when_whole()
 
-    def _share(self, commit: Commit) -> Share:
+    def _group_contributions(self, commit: Commit) -> SignedContributions:
         """What of it is for us; a partner's message that died with it is not."""
-        share = group_of(commit, self.name, self.swarm.round_settings(commit.round))
+        share = contributions_for(commit, self.peer_id, self.swarm.round_settings(commit.round))
         if self.swarm.method.topology.kind != "groups":
             return share
-        return tuple(entry for entry in share if self._is_to_be_had(entry.body.parts[0]))
+        return tuple(entry for entry in share if self._is_available(entry.body.parts[0]))
 
-    def _is_to_be_had(self, blob: Blob) -> bool:
-        return any(peer.alive and blob.digest in peer.held for peer in self.swarm.peers.values())
+    def _is_available(self, blob: Blob) -> bool:
+        return any(peer.is_alive and blob.digest in peer.held_since for peer in self.swarm.peers.values())
 
     def _apply_when_whole(self) -> None:
-        commit = self._pending
+        commit = self._pending_commit
         if commit is None:
             return
-        share = self._share(commit.body)
-        if not all(blob.digest in self.held for blob in blobs_of(commit.body, share)):
+        share = self._group_contributions(commit.body)
+        if not all(blob.digest in self.held_since for blob in blobs_to_apply(commit.body, share)):
             return
-        self._pending = None
-        self.applied = self.swarm.vault.apply(self.applied, commit.body, share)
+        self._pending_commit = None
+        self.applied_state = self.swarm.compute.apply_commit(self.applied_state, commit.body, share)
         self.chain.append(commit)
-        self._settle(self.offers.current, self.offers.reach(self.name, [commit.body], self.chain.round))
+        self._on_new_state(self.contributions.pending, self.contributions.on_commits(self.peer_id, [commit.body], self.chain.round))
 
-    def _settle(self, offer: Offer | None, fate: Fate) -> None:
+    def _on_new_state(self, contribution: StoredContribution | None, outcome: ContributionOutcome) -> None:
         """A new state is in place; what became of the message that was on its way."""
         self._behind_since = None
-        if offer is not None and fate != "none":
-            end: End = "given back" if fate == "excluded" else fate
-            self.swarm.ledger.settle(self.name, offer.message.round, end)
-        self.swarm.arrived(self)
-        if self.learner is None:
-            self.learner = self.swarm.new_learner(self)
-        elif self._adoption in (None, "none"):  # a fate that the trainer has not heard yet stays
-            self._adoption = fate
-        self.begin()
+        if contribution is not None and outcome != "none":
+            end: ContributionEnd = "given back" if outcome == "excluded" else outcome
+            self.swarm.accounting.record_end(self.peer_id, contribution.header.round, end)
+        self.swarm.on_new_head(self)
+        if self.trainer is None:
+            self.trainer = self.swarm.new_trainer(self)
+        elif self._unapplied_outcome in (None, "none"):  # a fate that the trainer has not heard yet stays
+            self._unapplied_outcome = outcome
+        self.begin_round()
 
     def receive(self, signed: wire.Signed) -> None:
         """A statement; whoever still asks about a round that is decided is answered with the decision."""
-        if not self.alive:
+        if not self.is_alive:
             return
-        received = self.swarm.notary.received(signed)
-        statement, ahead = received.statement, received.statement.body.round - self.chain.head.round
+        received = self.swarm.fake_signer.received_event(signed)
+        statement, ahead = received.message, received.message.body.round - self.chain.head.round
         if ahead == 0 and self._machine is not None:
-            self._queue(received)
+            self._post(received)
         elif ahead == 1:
-            self._attendance.keep(statement)
-        elif self._attendance.is_late(statement):
-            for answer in self._attendance.answer(statement.body.round, statement.sender, self.swarm.clock.now):
-                self.swarm.say(self, [statement.sender], answer)
+            self._message_buffer.buffer_early(statement)
+        elif self._message_buffer.is_late(statement):
+            for answer in self._message_buffer.answer_late(statement.body.round, statement.sender, self.swarm.clock.now):
+                self.swarm.send(self, [statement.sender], answer)
 
-    def _want(self, portion: Portion, sources: tuple[PeerId, ...]) -> None:
-        if portion.blob.digest in self.held:
-            return self._check(portion)
-        fresh, self._wanted[portion] = portion not in self._wanted, sources
+    def _download(self, portion: PartBlob, sources: tuple[PeerId, ...]) -> None:
+        if portion.blob.digest in self.held_since:
+            return self._accept_blob(portion)
+        fresh, self._downloads[portion] = portion not in self._downloads, sources
         if fresh:
-            self._ask(portion)
+            self._request_blob(portion)
 
-    def _ask(self, portion: Portion) -> None:
+    def _request_blob(self, portion: PartBlob) -> None:
         """Of those who have it, the one whose uplink is free first: a daemon asks several at once."""
-        links, peers, blob = self.swarm.links, self.swarm.peers, portion.blob
-        found = (peers[name] for name in self._wanted[portion] if name in peers)
-        holders = [peer for peer in found if peer.alive and blob.digest in peer.held]
+        links, peers, blob = self.swarm.network, self.swarm.peers, portion.blob
+        found = (peers[name] for name in self._downloads[portion] if name in peers)
+        holders = [peer for peer in found if peer.is_alive and blob.digest in peer.held_since]
         if not holders:
-            self._later(RETRY, lambda: self._ask(portion))
+            self._call_later(RETRY_SECONDS, lambda: self._request_blob(portion))
             self._apply_when_whole()
             return
-        source = min(holders, key=lambda peer: links.backlog(peer.slot))
-        links.carry(source.slot, self.slot, blob.size, self._if_alive(lambda: self._arrived(portion, source)))
+        source = min(holders, key=lambda peer: links.backlog_seconds(peer.slot))
+        links.send_blob(source.slot, self.slot, blob.size, self._if_alive(lambda: self._on_blob(portion, source)))
 
-    def _arrived(self, portion: Portion, source: "VirtualPeer") -> None:
-        if not source.alive:
-            return self._ask(portion)
-        self._wanted.pop(portion, None)
-        self._check(portion)
+    def _on_blob(self, portion: PartBlob, source: "VirtualPeer") -> None:
+        if not source.is_alive:
+            return self._request_blob(portion)
+        self._downloads.pop(portion, None)
+        self._accept_blob(portion)
 
-    def _check(self, portion: Portion) -> None:
-        if self.swarm.vault.is_well_formed(portion.blob, self.chain.round, portion.part):
-            self.held[portion.blob.digest] = self.chain.round
-            self._queue(Held(portion))
+    def _accept_blob(self, portion: PartBlob) -> None:
+        if self.swarm.compute.is_well_formed(portion.blob, self.chain.round, portion.part):
+            self.held_since[portion.blob.digest] = self.chain.round
+            self._post(BlobAvailable(portion))
             self._apply_when_whole()
 
-    def _catch_up(self) -> None:
+    def _sync_if_behind(self) -> None:
         """Take the state over where others are ahead and the commit does not come by itself."""
         swarm = self.swarm
-        head = swarm.directory.best(self.chain.head)
-        if head is None or self._taking_over or self._pending is not None:
+        head = swarm.gossip.best_head(self.chain.head)
+        if head is None or self._is_syncing or self._pending_commit is not None:
             self._behind_since = None if head is None else self._behind_since
             return
         now = swarm.clock.now
         if self._behind_since is None:
             self._behind_since = now
-            self._later(PATIENCE, self._catch_up)
-        if self.learner is None or is_time_to_go(self.chain.head, head, now - self._behind_since):
-            self._take_over()
+            self._call_later(SYNC_AFTER_SECONDS, self._sync_if_behind)
+        if self.trainer is None or should_sync(self.chain.head, head, now - self._behind_since):
+            self._start_sync()
 
-    def _take_over(self) -> None:
+    def _start_sync(self) -> None:
         """From the peer that is furthest, among those the one whose uplink is free first."""
         swarm = self.swarm
-        best = max((peer for peer in swarm.peers.values() if peer.alive), key=lambda peer: peer.chain.tokens)
+        best = max((peer for peer in swarm.peers.values() if peer.is_alive), key=lambda peer: peer.chain.tokens)
         if best.chain.head == self.chain.head:
             return  # whoever was further has died
-        level = [peer for peer in swarm.peers.values() if peer.alive and peer.chain.head == best.chain.head]
-        source = min(level, key=lambda peer: swarm.links.backlog(peer.slot))
-        since = self.offers.asks_since(self.chain.round)
-        head, applied, commits = source.chain.head, source.applied, source.chain.since(since) or ()
-        self._taking_over = True
+        level = [peer for peer in swarm.peers.values() if peer.is_alive and peer.chain.head == best.chain.head]
+        source = min(level, key=lambda peer: swarm.network.backlog_seconds(peer.slot))
+        since = self.contributions.history_needed_since(self.chain.round)
+        head, applied, commits = source.chain.head, source.applied_state, source.chain.commits_since(since) or ()
+        self._is_syncing = True
         self._machine = None
         self._inbox.clear()
-        swarm.ledger.takeovers += 1
-        arrived = self._if_alive(lambda: self._took_over(source, head, commits, applied))
-        swarm.links.carry(source.slot, self.slot, applied[1].size, arrived)
+        swarm.accounting.state_syncs += 1
+        arrived = self._if_alive(lambda: self._finish_sync(source, head, commits, applied))
+        swarm.network.send_blob(source.slot, self.slot, applied[1].size, arrived)
 
-    def _took_over(
-        self, source: "VirtualPeer", head: Head, commits: Sequence[Statement[Commit]], applied: Applied
+    def _finish_sync(
+        self, source: "VirtualPeer", head: ChainHead, commits: Sequence[SignedMessage[Commit]], applied: AppliedState
     ) -> None:
-        self._taking_over = False
-        if not source.alive:
-            return self._catch_up()
-        self.applied = applied  # who gives it out keeps it for as long as that takes
-        offer, bodies, left = self.offers.current, [commit.body for commit in commits], self.chain.head
-        self.chain.restart(head, commits)
-        self._settle(offer, self.offers.jump(self.name, bodies, head.round, left).fate)
+        self._is_syncing = False
+        if not source.is_alive:
+            return self._sync_if_behind()
+        self.applied_state = applied  # who gives it out keeps it for as long as that takes
+        offer, bodies, left = self.contributions.pending, [commit.body for commit in commits], self.chain.head
+        self.chain.switch_to(head, commits)
+        self._on_new_state(offer, self.contributions.on_fork(self.peer_id, bodies, head.round, left).outcome)
 
-    def train(self) -> None:
+    def continue_training(self) -> None:
         """What the trainer does next."""
-        learner = self.learner
-        if learner is None or self._busy or not self.alive:
+        learner = self.trainer
+        if learner is None or self._is_stepping or not self.is_alive:
             return
-        if self._adoption is not None and learner.may_adopt():
-            shared, payloads = self.applied[0].shared(self.swarm.method), self.swarm.vault.payloads
-            revised = [entry for entry in self.offers.past if entry.was is not None]
-            learner.adopt(self.chain.round, shared, self._adoption, revised, payloads)
-            learner.wanted.ask(self.chain.round, self._pacing.steps(self.chain.round))
-            self._adoption = None
+        if self._unapplied_outcome is not None and learner.may_apply_anchor():
+            shared, payloads = self.applied_state[0].shared_vectors(self.swarm.method), self.swarm.compute.read_payloads
+            revised = [entry for entry in self.contributions.settled if entry.previous_outcome is not None]
+            learner.apply_anchor(self.chain.round, shared, self._unapplied_outcome, revised, payloads)
+            learner.step_target.set(self.chain.round, self._pacing.steps_for(self.chain.round))
+            self._unapplied_outcome = None
         if self.is_done:
             return
-        if learner.is_message_due(self.swarm.steps_to_target(self.chain.tokens), self.swarm.clock.now):
-            self._place(learner)
+        if learner.is_contribution_due(self.swarm.steps_to_target(self.chain.tokens), self.swarm.clock.now):
+            self._store_contribution(learner)
         if not learner.must_wait():
-            self._busy = True
-            self._later(1 / self.swarm.setting.speeds[self.slot], self._stepped)
+            self._is_stepping = True
+            self._call_later(1 / self.swarm.config.speeds[self.slot], self._on_step)
 
-    def _stepped(self) -> None:
-        assert self.learner is not None
-        self._busy = False
-        self.learner.step()
-        step = self.learner.state.counters.step
-        self._pacing.trained(step, step / self.swarm.setting.speeds[self.slot])
-        self.swarm.stepped(self)
-        self.train()
+    def _on_step(self) -> None:
+        assert self.trainer is not None
+        self._is_stepping = False
+        self.trainer.step()
+        step = self.trainer.state.counters.step
+        self._pacing.record_steps(step, step / self.swarm.config.speeds[self.slot])
+        self.swarm.on_step(self)
+        self.continue_training()
 
-    def _place(self, learner: Learner) -> None:
-        message, payloads = learner.message()
-        parts = tuple(self.swarm.vault.put(payload) for payload in payloads)
-        self.held.update((blob.digest, self.chain.round) for blob in parts)
-        self.offers.place(Offer(message, parts))
-        self.swarm.ledger.enter(self.name, message, parts)
-        self._offer()
+    def _store_contribution(self, trainer: VirtualTrainer) -> None:
+        message, payloads = trainer.make_contribution()
+        parts = tuple(self.swarm.compute.put(payload) for payload in payloads)
+        self.held_since.update((blob.digest, self.chain.round) for blob in parts)
+        self.contributions.submit(StoredContribution(message, parts))
+        self.swarm.accounting.record_contribution(self.peer_id, message, parts)
+        self._submit_contribution()
 
-    def _later(self, delay: float, action: Callable[[], None]) -> None:
-        self.swarm.clock.after(delay, self._if_alive(action))
+    def _call_later(self, delay: float, action: Callable[[], None]) -> None:
+        self.swarm.clock.schedule(delay, self._if_alive(action))
 
     def _if_alive(self, action: Callable[[], None]) -> Callable[[], None]:
         def act() -> None:
-            if self.alive:
+            if self.is_alive:
                 action()
 
         return act
 
     def die(self) -> None:
-        self.alive = False
+        self.is_alive = False
         self._machine = None
-        self.learner = None
-        self.swarm.ledger.bury(self.name)
-        self.swarm.directory.lose(self.name)
+        self.trainer = None
+        self.swarm.accounting.record_death(self.peer_id)
+        self.swarm.gossip.remove(self.peer_id)

@@ -4,45 +4,45 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from node.simulation.comparison import Comparison, Series
-from node.simulation.measure import Point
-from node.status import short_bytes
+from node.simulation.comparison import Comparison, RecipeResults
+from node.simulation.measure import CurvePoint
+from node.status import format_bytes
 
-WIDTH, HEIGHT = 520, 340
+CHART_WIDTH, CHART_HEIGHT = 520, 340
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 34, 46
 COLOURS = ("#3366cc", "#dc3912", "#109618", "#990099", "#e67300", "#0099c6", "#994499", "#8b6914", "#555555", "#b82e2e")
 TICKS = 5
-Across = Callable[[Point], float]
+XValue = Callable[[CurvePoint], float]
 
 
-def svg(comparison: Comparison) -> str:
+def render_svg(comparison: Comparison) -> str:
     """A whole document. Each line is the mean over the seeds; a series with one point is a dot."""
     charts = (
-        ("bytes sent by a peer", lambda point: point.sent_bytes, lambda value: short_bytes(round(value))),
-        ("virtual seconds", lambda point: point.virtual_seconds, _seconds),
+        ("bytes sent by a peer", lambda point: point.sent_bytes, lambda value: format_bytes(round(value))),
+        ("virtual seconds", lambda point: point.virtual_seconds, _format_seconds),
     )
     drawn = [
-        _chart(comparison.series, title, across, label, index * WIDTH)
+        _render_chart(comparison.recipes, title, across, label, index * CHART_WIDTH)
         for index, (title, across, label) in enumerate(charts)
     ]
-    legend = _legend([series.name for series in comparison.series])
-    height = HEIGHT + 22 * (1 + (len(comparison.series) - 1) // 5)
+    legend = _render_legend([series.name for series in comparison.recipes])
+    height = CHART_HEIGHT + 22 * (1 + (len(comparison.recipes) - 1) // 5)
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * CHART_WIDTH} {height}" '
         'font-family="sans-serif" font-size="12">'
     )
     return "\n".join((head, '<rect width="100%" height="100%" fill="white"/>', *drawn, legend, "</svg>\n"))
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def mean_curve(series: Series) -> list[Point]:
+def mean_curve(series: RecipeResults) -> list[CurvePoint]:
     """Point by point over the seeds; as many as the shortest has."""
-    rows = zip(*(outcome.curve for outcome in series.outcomes), strict=False)
+    rows = zip(*(outcome.curve for outcome in series.results), strict=False)
     return [
-        Point(
+        CurvePoint(
             round(_mean([point.tokens for point in row])),
             _mean([point.virtual_seconds for point in row]),
             _mean([point.sent_bytes for point in row]),
@@ -56,38 +56,38 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _chart(series: Sequence[Series], title: str, across: Across, label: Callable[[float], str], offset: int) -> str:
-    curves = [[point for point in mean_curve(one) if across(point) > 0] for one in series]
+def _render_chart(series: Sequence[RecipeResults], title: str, x_value: XValue, label: Callable[[float], str], offset: int) -> str:
+    curves = [[point for point in mean_curve(one) if x_value(point) > 0] for one in series]
     points = [point for curve in curves for point in curve]
     if not points:
         return ""
-    low, high = _span([math.log10(across(point)) for point in points])
-    bottom, top = _span([point.loss for point in points])
+    low, high = _axis_range([math.log10(x_value(point)) for point in points])
+    bottom, top = _axis_range([point.loss for point in points])
 
-    def place(point: Point) -> tuple[float, float]:
-        right = LEFT + (math.log10(across(point)) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
-        down = TOP + (top - point.loss) / (top - bottom) * (HEIGHT - TOP - BOTTOM)
+    def place(point: CurvePoint) -> tuple[float, float]:
+        right = LEFT + (math.log10(x_value(point)) - low) / (high - low) * (CHART_WIDTH - LEFT - RIGHT)
+        down = TOP + (top - point.loss) / (top - bottom) * (CHART_HEIGHT - TOP - BOTTOM)
         return round(right, 1), round(down, 1)
 
-    lines = [_line([place(point) for point in curve], _colour(index)) for index, curve in enumerate(curves)]
-    axes = _axes(title, (low, high), (bottom, top), label)
+    lines = [_render_line([place(point) for point in curve], _colour(index)) for index, curve in enumerate(curves)]
+    axes = _render_axes(title, (low, high), (bottom, top), label)
     return f'<g transform="translate({offset} 0)">{axes}{"".join(lines)}</g>'
 
 
-def _span(values: Sequence[float]) -> tuple[float, float]:
+def _axis_range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     margin = 0.05 * (high - low) or 0.5
     return low - margin, high + margin
 
 
-def _line(places: Sequence[tuple[float, float]], colour: str) -> str:
+def _render_line(places: Sequence[tuple[float, float]], colour: str) -> str:
     dots = "".join(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>' for x, y in places)
     path = " ".join(f"{x},{y}" for x, y in places)
     return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>{dots}'
 
 
-def _axes(title: str, logs: tuple[float, float], losses: tuple[float, float], label: Callable[[float], str]) -> str:
-    right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
+def _render_axes(title: str, logs: tuple[float, float], losses: tuple[float, float], label: Callable[[float], str]) -> str:
+    right, floor = CHART_WIDTH - RIGHT, CHART_HEIGHT - BOTTOM
     parts = [
         f'<text x="{(LEFT + right) / 2}" y="18" text-anchor="middle">validation loss against {escape(title)}</text>',
         f'<path d="M{LEFT} {TOP}V{floor}H{right}" fill="none" stroke="#888"/>',
@@ -101,10 +101,10 @@ def _axes(title: str, logs: tuple[float, float], losses: tuple[float, float], la
     return "".join(parts)
 
 
-def _legend(names: Sequence[str]) -> str:
+def _render_legend(names: Sequence[str]) -> str:
     entries = []
     for index, name in enumerate(names):
-        x, y = 40 + index % 5 * 190, HEIGHT + 8 + 22 * (index // 5)
+        x, y = 40 + index % 5 * 190, CHART_HEIGHT + 8 + 22 * (index // 5)
         entries.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{_colour(index)}"/>')
         entries.append(f'<text x="{x + 16}" y="{y}">{escape(name)}</text>')
     return "".join(entries)

@@ -8,15 +8,15 @@ from pathlib import Path
 from torch import Tensor
 
 from node.model import CompiledLlama, Llama, initial_weights
-from node.simulation.liars import Liars
+from node.simulation.liars import Adversaries
 from protocol.errors import UsageError
-from protocol.manifest import Data, Manifest, Method, Model, Round, Run, Train
+from protocol.manifest import DataSection, Manifest, MethodSection, ModelSection, RoundSection, RunSection, TrainSection
 
-DEFAULT_MODEL = Model(width=64, layers=2, heads=4, hidden=172, context=64)
+DEFAULT_MODEL = ModelSection(width=64, layers=2, heads=4, hidden=172, context=64)
 
 
 @dataclass(frozen=True)
-class Setting:
+class SimulationConfig:
     """`steps`: inner steps of each peer, where all are equally fast. Per peer: `speeds` in inner steps a second,
     `bandwidths` in bytes a second; `latency` in seconds. `churn`: the share of peers that die in each round."""
 
@@ -28,15 +28,15 @@ class Setting:
     bandwidths: tuple[float, ...]
     latency: float
     churn: float = 0.0
-    liars: Liars | None = None
+    adversaries: Adversaries | None = None
     initial: Tensor | None = None  # the weights that training starts from; None: those of the seed
     compiled: bool = False  # bf16 products, and compiled: worth its start in long runs
 
-    def model(self) -> Llama:
+    def build_model(self) -> Llama:
         """One that trains or is examined; its weights are zero yet."""
         return CompiledLlama(self.manifest.model) if self.compiled else Llama(self.manifest.model)
 
-    def weights(self) -> Tensor:
+    def start_weights(self) -> Tensor:
         """Flat fp32."""
         if self.initial is not None:
             return self.initial.clone()
@@ -51,16 +51,16 @@ class Setting:
 def default_manifest(steps: int) -> Manifest:
     """A model that takes some milliseconds a step, on text that every machine has."""
     return Manifest(
-        run=Run(name="simulation"),
+        run=RunSection(name="simulation"),
         model=DEFAULT_MODEL,
-        data=Data(source="python-stdlib"),
-        train=Train(batch_tokens=512, learning_rate=3e-3, warmup_steps=20, decay_steps=steps),
-        method=Method(recipe="diloco"),
-        round=Round(grace=5.0, leader_timeout=3.0, exchange_timeout=60.0),
+        data=DataSection(source="python-stdlib"),
+        train=TrainSection(batch_tokens=512, learning_rate=3e-3, warmup_steps=20, decay_steps=steps),
+        method=MethodSection(recipe="diloco"),
+        round=RoundSection(grace=5.0, leader_timeout=3.0, exchange_timeout=60.0),
     )
 
 
-def for_each_peer(values: Sequence[float], peers: int, option: str) -> tuple[float, ...]:
+def expand_per_peer(values: Sequence[float], peers: int, option: str) -> tuple[float, ...]:
     """One value for all, or one for each."""
     if len(values) not in (1, peers) or not all(math.isfinite(value) and value > 0 for value in values):
         raise UsageError(f"{option} takes one positive number, or one for each of the {peers} peers")

@@ -15,11 +15,11 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from node.collector import rare_collections
-from node.priority import TRAINER, give_way
+from node.collector import rare_garbage_collection
+from node.priority import TRAINER_NICENESS, lower_priority
 
 if TYPE_CHECKING:
-    from node.channel import TrainerEnd
+    from node.channel import TrainerChannel
     from protocol.errors import MurmurError
 
 CONFIG_SECONDS = 60.0
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 def main(arguments: list[str]) -> int:
     channel_fd, arena_fd, parent = (int(argument) for argument in arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(parent)
-    give_way(TRAINER)
+    die_with_parent(parent)
+    lower_priority(TRAINER_NICENESS)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    return serve(socket.socket(fileno=channel_fd), arena_fd)
+    return train_until_stopped(socket.socket(fileno=channel_fd), arena_fd)
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the daemon dies, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -44,44 +44,44 @@ def die_with(parent: int) -> None:
         raise SystemExit(0)  # it died before the kernel was asked
 
 
-def serve(connection: socket.socket, arena_fd: int) -> int:
+def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int:
     """Train until the daemon says stop; returns the exit code."""
     # Importing torch takes seconds, in which the daemon may already die: only after die_with.
-    with rare_collections():
+    with rare_garbage_collection():
         import torch
 
-        from node.arena import Arena, Contents
-        from node.channel import ChannelClosed, Config, TrainerEnd
-        from node.program import program_of
+        from node.arena import SharedMemory, SharedLayout
+        from node.channel import ChannelClosed, TrainerConfig, TrainerChannel
+        from node.program import build_program
         from node.trainer.device import is_out_of_memory
         from node.trainer.training import Trainer
         from protocol.errors import DeviceError, MurmurError
         from protocol.manifest import parse_manifest
 
-    channel, memory = TrainerEnd(connection), None
+    channel, memory = TrainerChannel(connection), None
     try:
         config = channel.receive(CONFIG_SECONDS)
-        if not isinstance(config, Config):
+        if not isinstance(config, TrainerConfig):
             raise MurmurError(f"the daemon sent no config within {CONFIG_SECONDS:.0f} s; start it again")
         memory = config.memory
         torch.set_num_threads(config.threads)
         manifest = parse_manifest(config.manifest.encode(), "the daemon's manifest")
-        program = program_of(manifest)
-        Trainer(config, manifest, program, Arena.attach(arena_fd, Contents.of(program)), channel).run()
+        program = build_program(manifest)
+        Trainer(config, manifest, program, SharedMemory.attach(shared_memory_fd, SharedLayout.of(program)), channel).run()
     except ChannelClosed:
         logger.info("the daemon is gone; stopping")
     except MurmurError as error:
-        return _failed(channel, error)
+        return _send_failed(channel, error)
     except (MemoryError, RuntimeError) as error:
         if memory is None or not is_out_of_memory(error):
             raise
-        return _failed(channel, DeviceError(f"--memory: {memory / 1e6:.0f} MB do not suffice; allow more"))
+        return _send_failed(channel, DeviceError(f"--memory: {memory / 1e6:.0f} MB do not suffice; allow more"))
     finally:
         channel.close()
     return 0
 
 
-def _failed(channel: "TrainerEnd", error: "MurmurError") -> int:
+def _send_failed(channel: "TrainerChannel", error: "MurmurError") -> int:
     from node.channel import Failed
 
     channel.send(Failed(reason=str(error), exit_code=error.exit_code))

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from node.channel import Activity
 
 
-class Stopwatch:
+class ActivityTimer:
     """Seconds spent by activity, added to those of earlier lives."""
 
-    def __init__(self, earlier: Mapping[Activity, float], clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds: dict[Activity, float] = dict(earlier)
+    def __init__(self, seconds: Mapping[Activity, float], clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds: dict[Activity, float] = dict(seconds)
         self._clock = clock
 
     @contextmanager
-    def spend(self, activity: Activity) -> Iterator[None]:
+    def measure(self, activity: Activity) -> Iterator[None]:
         start = self._clock()
         try:
             yield

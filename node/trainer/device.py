@@ -5,20 +5,20 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from node.config import Device, NodeSettings
-from node.footprint import microbatch_within
-from node.trainer.usage import meter_of
+from node.config import Device, NodeOptions
+from node.footprint import fit_microbatch
+from node.trainer.usage import usage_meter_for
 from protocol.errors import DeviceError
 
-UNTOUCHED_BYTES = 256 << 20  # what a process has asked for and does not use, such as the stacks of its threads
+UNUSED_MEMORY_BYTES = 256 << 20  # what a process has asked for and does not use, such as the stacks of its threads
 
 
-def choose_device(wanted: Device) -> torch.device:
+def choose_device(requested: Device) -> torch.device:
     """`auto` takes the accelerator where there is one. Raises DeviceError when `cuda` is asked for and missing."""
     present = torch.cuda.is_available()
-    if wanted == "cuda" and not present:
+    if requested == "cuda" and not present:
         raise DeviceError("no CUDA device here; use --device cpu, or install the driver and a CUDA build of torch")
-    return torch.device("cuda" if present and wanted != "cpu" else "cpu")
+    return torch.device("cuda" if present and requested != "cpu" else "cpu")
 
 
 def device_name(device: torch.device) -> str:
@@ -26,24 +26,24 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def require_fit(settings: NodeSettings) -> None:
+def require_usable_device(settings: NodeOptions) -> None:
     """Raises DeviceError, before anything is started, where the device or the allowed memory will not do."""
     device = choose_device(settings.device)
-    microbatch_within(settings.manifest, settings.memory, device.type)
+    fit_microbatch(settings.manifest, settings.memory, device.type)
     if settings.pause_when_busy:
-        meter_of(device)
+        usage_meter_for(device)
 
 
-def keep_within(memory: int | None, device: torch.device) -> None:
+def limit_memory(max_bytes: int | None, device: torch.device) -> None:
     """From here on an allocation that would take this process above so many bytes fails."""
-    if memory is None:
+    if max_bytes is None:
         return
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max_bytes / total), device)
     else:
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        limit = memory + UNTOUCHED_BYTES
+        limit = max_bytes + UNUSED_MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
@@ -52,6 +52,6 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def precision(device: torch.device) -> AbstractContextManager[object]:
+def autocast_context(device: torch.device) -> AbstractContextManager[object]:
     """bf16 matrix products where the hardware is made for them; fp32 on a processor."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()

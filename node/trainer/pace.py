@@ -8,28 +8,28 @@ trains on for `ahead` further steps, and applies the result after `delay` of the
 from dataclasses import dataclass
 
 from node.trainer.inner_state import Counters
-from optim.program import Plan
+from optim.program import RoundPlan
 from optim.schedules import Schedule
 
 
 @dataclass
-class Wanted:
+class StepTarget:
     """What the daemon asks for: `steps` for round `number` at most; at least one is made."""
 
-    number: int = -1
+    round_number: int = -1
     steps: int | None = None
 
-    def ask(self, number: int, steps: int | None) -> None:
-        self.number = number
+    def set(self, round_number: int, steps: int | None) -> None:
+        self.round_number = round_number
         self.steps = steps
 
-    def of(self, full: int, number: int) -> int:
+    def steps_due(self, planned_steps: int, round_number: int) -> int:
         """Steps that make a message due, of the plan's `full`."""
-        return full if self.steps is None or number != self.number else max(1, min(full, self.steps))
+        return planned_steps if self.steps is None or round_number != self.round_number else max(1, min(planned_steps, self.steps))
 
 
 @dataclass
-class Stretch:
+class ContributionTimer:
     """How long a peer has trained for its next message. Told before every step, of the steps made and the time."""
 
     began: float | None = None
@@ -40,16 +40,16 @@ class Stretch:
         return now - self.began
 
 
-def is_message_due(counters: Counters, steps: int, schedule: Schedule, seconds: float) -> bool:
+def is_contribution_due(counters: Counters, steps: int, schedule: Schedule, seconds: float) -> bool:
     """`seconds`: of training for it."""
     made = counters.since_message.steps
     return counters.outstanding is None and (made >= steps or schedule.is_due(made, seconds))
 
 
-def may_adopt(counters: Counters, plan: Plan) -> bool:
+def may_apply_anchor(counters: Counters, plan: RoundPlan) -> bool:
     """Whether an anchor that has come may be taken already. `plan`: of the round whose message is on its way."""
     return counters.outstanding is None or counters.since_message.steps >= plan.method.schedule.delay
 
 
-def must_wait(counters: Counters, plan: Plan) -> bool:
+def must_wait(counters: Counters, plan: RoundPlan) -> bool:
     return counters.outstanding is not None and counters.since_message.steps >= plan.method.schedule.ahead

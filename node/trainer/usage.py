@@ -13,21 +13,21 @@ import torch
 
 from protocol.errors import DeviceError
 
-TRAINER = b"node.trainer"
+TRAINER_MODULE = b"node.trainer"
 STAT_FIELDS = 8  # of the first line of /proc/stat: what follows is contained in these
-IDLE, WAITING, STOLEN = 3, 4, 7
-PARENT, USER_TICKS, SYSTEM_TICKS, STARTED = 1, 11, 12, 19  # in /proc/PID/stat, after the name
+IDLE, IOWAIT, STEAL = 3, 4, 7
+PARENT, USER_TICKS, SYSTEM_TICKS, START_TIME = 1, 11, 12, 19  # in /proc/PID/stat, after the name
 CONTEXT_BYTES = 1 << 30  # of an accelerator's memory that our own process has beside its tensors
 
 
-class Meter(Protocol):
+class UsageMeter(Protocol):
     """`share()`: of the device used by others since the last call, 0 to 1; None: not known yet. `what`: in words."""
 
-    what: str
+    description: str
     pause_share: float
     resume_share: float
 
-    def share(self) -> float | None: ...
+    def measure_share(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,27 @@ class _Process:
     started: int
 
 
-class ProcessorMeter:
-    what = "of the processors"
+class CpuMeter:
+    description = "of the processors"
     pause_share, resume_share = 0.25, 0.15
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._trainers: dict[tuple[int, int], bool] = {}  # by process and its start
-        self._ours: dict[tuple[int, int], int] = {}
+        self._own_ticks_before: dict[tuple[int, int], int] = {}
         self._busy = self._total = 0
         if self._read_total() is None:
             raise DeviceError("--pause-when-busy reads /proc, which this system does not have; leave it out")
 
-    def share(self) -> float | None:
-        now, ours = self._read_total(), self._own_ticks()
+    def measure_share(self) -> float | None:
+        now, ours = self._read_total(), self._read_own_ticks()
         if now is None:
             return None
         (busy, total), (busy_before, total_before) = now, (self._busy, self._total)
-        spent = sum(ticks - self._ours.get(key, 0) for key, ticks in ours.items())
+        spent = sum(ticks - self._own_ticks_before.get(key, 0) for key, ticks in ours.items())
         self._busy = busy
         self._total = total
-        self._ours = ours
+        self._own_ticks_before = ours
         if not total_before or total <= total_before:
             return None
         return min(1.0, max(0.0, (busy - busy_before - spent) / (total - total_before)))
@@ -71,9 +71,9 @@ class ProcessorMeter:
             return None
         if len(fields) < STAT_FIELDS:
             return None
-        return sum(fields) - fields[IDLE] - fields[WAITING] - fields[STOLEN], sum(fields)
+        return sum(fields) - fields[IDLE] - fields[IOWAIT] - fields[STEAL], sum(fields)
 
-    def _own_ticks(self) -> dict[tuple[int, int], int]:
+    def _read_own_ticks(self) -> dict[tuple[int, int], int]:
         found = {int(entry.name): self._read_process(entry) for entry in self._proc.glob("[0-9]*")}
         alive = {pid: process for pid, process in found.items() if process is not None}
         self._trainers = {
@@ -90,13 +90,13 @@ class ProcessorMeter:
         try:
             fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
             ticks = int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])
-            return _Process(int(fields[PARENT]), ticks, int(fields[STARTED]))
+            return _Process(int(fields[PARENT]), ticks, int(fields[START_TIME]))
         except (OSError, ValueError, IndexError):
             return None  # it has just ended
 
     def _is_trainer(self, pid: int) -> bool:
         try:
-            return TRAINER in (self._proc / str(pid) / "cmdline").read_bytes().split(b"\0") or pid == os.getpid()
+            return TRAINER_MODULE in (self._proc / str(pid) / "cmdline").read_bytes().split(b"\0") or pid == os.getpid()
         except OSError:
             return False
 
@@ -104,17 +104,17 @@ class ProcessorMeter:
 class AcceleratorMeter:
     """By memory: that is what the driver tells of others without more rights."""
 
-    what = "of the accelerator's memory"
+    description = "of the accelerator's memory"
     pause_share, resume_share = 0.10, 0.06
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def share(self) -> float | None:
+    def measure_share(self) -> float | None:
         free, total = torch.cuda.mem_get_info(self._device)
         own = torch.cuda.memory_reserved(self._device) + CONTEXT_BYTES
         return max(0.0, (total - free - own) / total)
 
 
-def meter_of(device: torch.device) -> Meter:
-    return AcceleratorMeter(device) if device.type == "cuda" else ProcessorMeter()
+def usage_meter_for(device: torch.device) -> UsageMeter:
+    return AcceleratorMeter(device) if device.type == "cuda" else CpuMeter()

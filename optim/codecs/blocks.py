@@ -21,23 +21,23 @@ import numpy.typing as npt
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.codec import Codec, Draft, Payload, Reader
-from optim.codecs.dense import LIMIT, largest_bits
-from optim.codecs.packing import Bytes, Integers, Packing, packing
-from optim.compiled import bits_of, compiled, float_of
+from optim.codecs.codec import Codec, PayloadWriter, Payload, PayloadReader
+from optim.codecs.dense import MAGNITUDE_LIMIT, max_magnitude_bits
+from optim.codecs.packing import Bytes, Integers, Packing, make_packing
+from optim.compiled import float_to_bits, jit, bits_to_float
 from optim.errors import CodecError
 from optim.parts import STRICT
-from optim.threads import each, scratch
-from optim.vectors import SLAB, Floats, Vector, slabs
+from optim.threads import parallel_for, thread_buffer
+from optim.vectors import SLAB_SIZE, Floats, Vector, slabs
 
-LOWEST = 2.0**-118  # a smaller scale is zero: products stay normal numbers
-LOWEST_HALF, LIMIT_HALF = (np.float32(value).view(np.uint32) >> np.uint32(16) for value in (LOWEST, LIMIT))
-LIMIT_SCALE, HALF = np.float32(LIMIT), np.uint32(16)
-UP, NEAREST = np.uint32(0xFFFF), np.uint32(0x8000)  # added to an fp32 scale before its lower half is cut off
+MIN_SCALE = 2.0**-118  # a smaller scale is zero: products stay normal numbers
+MIN_SCALE_HALF, SCALE_LIMIT_HALF = (np.float32(value).view(np.uint32) >> np.uint32(16) for value in (MIN_SCALE, MAGNITUDE_LIMIT))
+SCALE_LIMIT, HALF_BITS = np.float32(MAGNITUDE_LIMIT), np.uint32(16)
+ROUND_UP, ROUND_NEAREST = np.uint32(0xFFFF), np.uint32(0x8000)  # added to an fp32 scale before its lower half is cut off
 Halves = npt.NDArray[np.uint16]
 # Encodes whole blocks from number `first` on: (values, first, halves, codes, subtract), the scales' upper halves and
 # the codes written, the decoded values subtracted if asked for. False if a value is not finite or too large.
-Coder = Callable[[Floats, int, Halves, Integers, bool], bool]
+BlockEncoder = Callable[[Floats, int, Halves, Integers, bool], bool]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -51,52 +51,52 @@ class BlockCodec(Codec):
         return self.block
 
     def max_bytes(self, numel: int) -> int:
-        return 2 + 2 * self._blocks(numel) + self._packing(numel).size
+        return 2 + 2 * self._block_count(numel) + self._make_packing(numel).size
 
-    def write(self, values: Floats, subtract: bool) -> Payload:
-        layout = self._packing(values.size)
-        draft = Draft(self.head(), 2 * self._blocks(values.size) + layout.size)
-        halves, packed = draft.add("u2", self._blocks(values.size)), draft.add("u1", layout.size)
-        code = self.coder(values)
+    def encode_array(self, values: Floats, subtract: bool) -> Payload:
+        layout = self._make_packing(values.size)
+        draft = PayloadWriter(self.header(), 2 * self._block_count(values.size) + layout.size)
+        halves, packed = draft.reserve("u2", self._block_count(values.size)), draft.reserve("u1", layout.size)
+        code = self.make_encoder(values)
 
         def encode(part: slice) -> None:
-            spans, codes = layout.spans(part), layout.room(packed, part)
+            spans, codes = layout.spans(part), layout.code_buffers(packed, part)
             for span, out in zip(spans, codes, strict=True):
-                first, blocks = span.start // self.block, self._blocks(out.size)
+                first, blocks = span.start // self.block, self._block_count(out.size)
                 if not code(values[span], first, halves[first : first + blocks], out, subtract):
                     raise CodecError("a value is not finite or too large")
-            layout.join(packed, part, codes)
+            layout.pack(packed, part, codes)
 
-        each(encode, layout.parts(self.stretch))
+        parallel_for(encode, layout.slabs(self.slab_size))
         return draft.payload
 
-    def read(self, payload: Payload, numel: int) -> "BlockVector":
-        reader = self.open(payload, numel)
-        scales = read_scales(reader, self._blocks(numel))
-        layout = self._packing(numel)
-        packed: Bytes = reader.take("u1", layout.size)
-        reader.end()
+    def decode_vector(self, payload: Payload, numel: int) -> "BlockVector":
+        reader = self.open_payload(payload, numel)
+        scales = read_scales(reader, self._block_count(numel))
+        layout = self._make_packing(numel)
+        packed: Bytes = reader.read("u1", layout.size)
+        reader.expect_end()
         layout.check_padding(packed)
         return BlockVector(numel, self, layout, packed, scales)
 
     @abstractmethod
-    def coder(self, values: Floats) -> Coder:
+    def make_encoder(self, values: Floats) -> BlockEncoder:
         """For all of a message's blocks, in any order and thread; the last one may be short."""
 
     @abstractmethod
-    def multiples(self, codes: Integers) -> None:
+    def codes_to_multiples(self, codes: Integers) -> None:
         """From codes, in place, to what the scale is multiplied with."""
 
-    def _blocks(self, numel: int) -> int:
+    def _block_count(self, numel: int) -> int:
         return -(-numel // self.block)
 
-    def _packing(self, numel: int) -> Packing:
-        return packing(self.bits, numel, self.block)
+    def _make_packing(self, numel: int) -> Packing:
+        return make_packing(self.bits, numel, self.block)
 
     @property
-    def stretch(self) -> int:
+    def slab_size(self) -> int:
         """Whole blocks whose temporaries stay in the cache, in values."""
-        return max(1, SLAB // self.block) * self.block
+        return max(1, SLAB_SIZE // self.block) * self.block
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -116,36 +116,36 @@ class BlockVector(Vector):
     packed: Bytes
     scales: Floats
 
-    def pieces(self) -> Iterable[slice]:
-        return slabs(self.numel, self.codec.stretch)
+    def decode_slabs(self) -> Iterable[slice]:
+        return slabs(self.numel, self.codec.slab_size)
 
-    def restore(self, part: slice, out: Floats) -> None:
+    def decode_into(self, slab: slice, out: Floats) -> None:
         block = self.codec.block
-        first = part.start // block
-        whole = slice(first * block, min(-(-part.stop // block) * block, self.numel))
-        values = out if whole == part else scratch("floats", np.float32, whole.stop - whole.start)
-        _write_products(self._multiples(whole), self.scales[first:], block, values)
-        if whole != part:
-            out[:] = values[part.start - whole.start : part.stop - whole.start]
+        first = slab.start // block
+        whole = slice(first * block, min(-(-slab.stop // block) * block, self.numel))
+        values = out if whole == slab else thread_buffer("floats", np.float32, whole.stop - whole.start)
+        _write_products(self._decode_multiples(whole), self.scales[first:], block, values)
+        if whole != slab:
+            out[:] = values[slab.start - whole.start : slab.stop - whole.start]
 
     def add_to(self, total: Floats, weight: float) -> None:
         """total <- total + m * (weight * s), rounded at each step; with weight 1 only the sum is."""
         block, factors = self.codec.block, self.scales * np.float32(weight)
 
         def add(part: slice) -> None:
-            _add_products(self._multiples(part), factors[part.start // block :], block, total[part])
+            _add_products(self._decode_multiples(part), factors[part.start // block :], block, total[part])
 
-        each(add, self.pieces())
+        parallel_for(add, self.decode_slabs())
 
-    def _multiples(self, span: slice) -> Integers:
+    def _decode_multiples(self, span: slice) -> Integers:
         """Of a span of whole blocks."""
-        multiples: Integers = scratch("multiples", np.int8, span.stop - span.start)
-        self.packing.split(self.packed, span, multiples)
-        self.codec.multiples(multiples)
+        multiples: Integers = thread_buffer("multiples", np.int8, span.stop - span.start)
+        self.packing.unpack(self.packed, span, multiples)
+        self.codec.codes_to_multiples(multiples)
         return multiples
 
 
-@compiled
+@jit
 def _add_products(multiples: Integers, scales: Floats, block: int, total: Floats) -> None:
     for place in range(-(-total.size // block)):
         row, scale = multiples[place * block : (place + 1) * block], scales[place]
@@ -154,7 +154,7 @@ def _add_products(multiples: Integers, scales: Floats, block: int, total: Floats
             out[i] += np.float32(row[i]) * scale
 
 
-@compiled
+@jit
 def _write_products(multiples: Integers, scales: Floats, block: int, values: Floats) -> None:
     for place in range(-(-values.size // block)):
         row, scale = multiples[place * block : (place + 1) * block], scales[place]
@@ -163,33 +163,33 @@ def _write_products(multiples: Integers, scales: Floats, block: int, values: Flo
             out[i] = np.float32(row[i]) * scale
 
 
-@compiled
-def peak(row: Floats) -> np.float32:
+@jit
+def block_peak(row: Floats) -> np.float32:
     """max |x|; a NaN or an infinity where there is one. For compiled functions alone, as are the next two."""
-    return float_of(np.uint32(largest_bits(row)))
+    return bits_to_float(np.uint32(max_magnitude_bits(row)))
 
 
-@compiled
-def settled(scale: np.float32, round_up: np.uint32, halves: Halves, place: int) -> np.float32:
+@jit
+def round_scale(scale: np.float32, round_up: np.uint32, halves: Halves, place: int) -> np.float32:
     """What a block's scale is once its upper half is written: zero where it is too small, below zero where it is not
     finite or too large."""
-    if not scale < LIMIT_SCALE:
+    if not scale < SCALE_LIMIT:
         return np.float32(-1)
-    half = np.uint32((bits_of(scale) + round_up) >> HALF)
-    halves[place] = half if half >= LOWEST_HALF else np.uint32(0)
-    return float_of(np.uint32(np.uint32(halves[place]) << HALF))
+    half = np.uint32((float_to_bits(scale) + round_up) >> HALF_BITS)
+    halves[place] = half if half >= MIN_SCALE_HALF else np.uint32(0)
+    return bits_to_float(np.uint32(np.uint32(halves[place]) << HALF_BITS))
 
 
-@compiled
-def inverse_of(scale: np.float32) -> np.float32:
+@jit
+def inverse_or_zero(scale: np.float32) -> np.float32:
     """Zero where the scale is."""
     return np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
 
 
-def read_scales(reader: Reader, count: int) -> Floats:
+def read_scales(reader: PayloadReader, count: int) -> Floats:
     """So many, of which the payload has the upper halves. CodecError if one is none of those that `settled` writes."""
-    halves: Halves = reader.take("u2", count)
+    halves: Halves = reader.read("u2", count)
     # As integers: a sign bit, an infinity and a NaN all lie above every bfloat16 from +0 to the limit.
-    if halves.max() > LIMIT_HALF or (halves[halves > 0] < LOWEST_HALF).any():
+    if halves.max() > SCALE_LIMIT_HALF or (halves[halves > 0] < MIN_SCALE_HALF).any():
         raise CodecError("a scale is negative, not finite, too large or too small")
     return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -17,15 +17,15 @@ import torch
 
 from optim.errors import CodecError
 from optim.layout import Layout, Shape
-from optim.memory import raw
+from optim.memory import empty_bytes
 from optim.threads import ALIGNMENT
 from optim.vectors import Floats, Vector
 
 if TYPE_CHECKING:
-    from optim.codecs.accumulation import Accumulation
+    from optim.codecs.accumulation import ResidualUpdate
 
 Payload = bytes | bytearray | memoryview
-SAMPLE = 1 << 20  # values that are enough to tell a codec's rate
+SAMPLE_SIZE = 1 << 20  # values that are enough to tell a codec's rate
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Codec(ABC):
     kind: ClassVar[str]
     number: ClassVar[int]
     version: ClassVar[int]
-    shrinks: ClassVar[bool] = True  # what a message leaves over is shorter than what was to be sent
+    is_contractive: ClassVar[bool] = True  # what a message leaves over is shorter than what was to be sent
     binding: Binding | None = None
 
     @property
@@ -51,7 +51,7 @@ class Codec(ABC):
         return 1
 
     @property
-    def reads_by_round(self) -> bool:
+    def depends_on_round(self) -> bool:
         """Whether the same bytes are other values in another round."""
         return False
 
@@ -63,39 +63,39 @@ class Codec(ABC):
 
     def encode(self, values: torch.Tensor) -> Payload:
         """`values`: flat fp32 on the CPU, not empty. CodecError if one is not finite or beyond the format's range."""
-        return self.write(as_array(values), subtract=False)
+        return self.encode_array(as_array(values), subtract=False)
 
-    def extract(self, values: torch.Tensor) -> Payload:
+    def encode_and_subtract(self, values: torch.Tensor) -> Payload:
         """As `encode`, and subtract in place what the receiver will decode; `values` is of no use after an error."""
-        return self.write(as_array(values), subtract=True)
+        return self.encode_array(as_array(values), subtract=True)
 
-    def extract_after(self, before: "Accumulation", values: torch.Tensor) -> Payload:
+    def encode_updated(self, update: "ResidualUpdate", values: torch.Tensor) -> Payload:
         """The same of what `values` become by that, in place."""
-        before.apply(as_array(values))
-        return self.extract(values)
+        update.apply(as_array(values))
+        return self.encode_and_subtract(values)
 
     def decode(self, payload: Payload, numel: int) -> torch.Tensor:
         """Flat fp32 of `numel` values, all finite. CodecError if the payload is malformed or of another length."""
-        return torch.from_numpy(self.read(payload, numel).dense())
+        return torch.from_numpy(self.decode_vector(payload, numel).to_dense())
 
     def bits_per_parameter(self, numel: int) -> float:
         """Measured on the encoded bytes of normally distributed values."""
-        sample = np.random.default_rng(0).standard_normal(min(numel, SAMPLE), np.float32)
-        return 8 * len(self.write(sample, subtract=False)) / sample.size
+        sample = np.random.default_rng(0).standard_normal(min(numel, SAMPLE_SIZE), np.float32)
+        return 8 * len(self.encode_array(sample, subtract=False)) / sample.size
 
     @abstractmethod
     def max_bytes(self, numel: int) -> int:
         """No payload of `numel` values is longer."""
 
     @abstractmethod
-    def write(self, values: Floats, subtract: bool) -> Payload:
+    def encode_array(self, values: Floats, subtract: bool) -> Payload:
         """`encode` or `extract` on an array."""
 
     @abstractmethod
-    def read(self, payload: Payload, numel: int) -> Vector:
+    def decode_vector(self, payload: Payload, numel: int) -> Vector:
         """Check everything and decode; CodecError says what is wrong."""
 
-    def layout_of(self, numel: int) -> Layout | None:
+    def bound_layout(self, numel: int) -> Layout | None:
         """The tensors that this codec was bound to, if it was. ValueError unless they have `numel` values."""
         if self.binding is None:
             return None
@@ -104,32 +104,32 @@ class Codec(ABC):
             raise ValueError(f"{numel} values for a codec that was bound to tensors of {layout.numel}")
         return layout
 
-    def head(self) -> bytes:
+    def header(self) -> bytes:
         return struct.pack("<BB", self.number, self.version)
 
-    def open(self, payload: Payload, numel: int) -> "Reader":
+    def open_payload(self, payload: Payload, numel: int) -> "PayloadReader":
         """A reader behind the head, after what can be told from the length and the head alone."""
         limit = self.max_bytes(numel)
         if len(payload) > limit:
             raise CodecError(f"payload of {len(payload)} bytes where {numel} values take at most {limit}")
-        reader = Reader(payload)
-        number, version = reader.take("u1", 2).tolist()
+        reader = PayloadReader(payload)
+        number, version = reader.read("u1", 2).tolist()
         if (number, version) != (self.number, self.version):
             raise CodecError(f"codec {number} version {version} where {self.number} version {self.version} was agreed")
         return reader
 
 
-class Draft:
+class PayloadWriter:
     """A payload whose length is known before, `size` bytes behind its head: written in place, as joining arrays takes
     as long as encoding them. Its memory is given out again once nobody holds the payload."""
 
-    def __init__(self, head: bytes, size: int) -> None:
-        before = -len(head) % ALIGNMENT  # what follows the head is aligned
-        self._whole = raw(before + len(head) + size)[before:]
-        self._whole[: len(head)] = np.frombuffer(head, np.uint8)
-        self._position = len(head)
+    def __init__(self, header: bytes, size: int) -> None:
+        before = -len(header) % ALIGNMENT  # what follows the head is aligned
+        self._whole = empty_bytes(before + len(header) + size)[before:]
+        self._whole[: len(header)] = np.frombuffer(header, np.uint8)
+        self._position = len(header)
 
-    def add(self, dtype: str, count: int) -> npt.NDArray[Any]:
+    def reserve(self, dtype: str, count: int) -> npt.NDArray[Any]:
         """Room for `count` little-endian values."""
         kind = np.dtype(dtype).newbyteorder("<")
         first, self._position = self._position, self._position + count * kind.itemsize
@@ -140,7 +140,7 @@ class Draft:
         return self._whole.data.toreadonly()
 
 
-class Reader:
+class PayloadReader:
     """Takes arrays off the front of a payload; never past its end."""
 
     def __init__(self, payload: Payload) -> None:
@@ -151,7 +151,7 @@ class Reader:
     def remaining(self) -> int:
         return len(self._payload) - self._position
 
-    def take(self, dtype: str, count: int) -> npt.NDArray[Any]:
+    def read(self, dtype: str, count: int) -> npt.NDArray[Any]:
         """`count` little-endian values of `dtype`, not copied, to be read only."""
         kind = np.dtype(dtype).newbyteorder("<")
         if self.remaining < count * kind.itemsize:
@@ -161,18 +161,18 @@ class Reader:
         self._position += count * kind.itemsize
         return values
 
-    def rest(self) -> memoryview:
+    def read_rest(self) -> memoryview:
         """All that is left, not copied."""
         rest = memoryview(self._payload)[self._position :]
         self._position = len(self._payload)
         return rest
 
-    def end(self) -> None:
+    def expect_end(self) -> None:
         if self.remaining:
             raise CodecError(f"{self.remaining} bytes after the end of the payload")
 
 
-def two_dimensions(shape: Shape) -> tuple[int, int]:
+def matrix_shape(shape: Shape) -> tuple[int, int]:
     """Rows and columns: all dimensions behind the first are one; a vector is a row."""
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 

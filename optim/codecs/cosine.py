@@ -19,49 +19,49 @@ import torch
 
 from optim.vectors import Floats
 
-SIDE: Final = 64  # of the largest tile
-PRECISION: Final = 24
+MAX_SIDE: Final = 64  # of the largest tile
+PRECISION_BITS: Final = 24
 
 
-@lru_cache(maxsize=SIDE)
-def table(side: int) -> torch.Tensor:
+@lru_cache(maxsize=MAX_SIDE)
+def dct_table(side: int) -> torch.Tensor:
     """(side, side) fp64, to be divided by 2^24."""
     share = [math.sqrt((1 if u == 0 else 2) / side) for u in range(side)]
     cosines = [[math.cos(math.pi * (2 * i + 1) * u / (2 * side)) for i in range(side)] for u in range(side)]
-    return torch.from_numpy(np.rint(np.array(cosines) * np.array(share)[:, None] * 2.0**PRECISION))
+    return torch.from_numpy(np.rint(np.array(cosines) * np.array(share)[:, None] * 2.0**PRECISION_BITS))
 
 
-def forward(tiles: Floats) -> Floats:
+def dct(tiles: Floats) -> Floats:
     """Coefficients of (count, height, width) finite values. Tiles of height 1 are vectors."""
-    return _transform(tiles, table(tiles.shape[1]), table(tiles.shape[2]).T)
+    return _transform(tiles, dct_table(tiles.shape[1]), dct_table(tiles.shape[2]).T)
 
 
-def inverse(tiles: Floats) -> Floats:
+def inverse_dct(tiles: Floats) -> Floats:
     """Undo `forward`, to 2^-22 of a tile's largest coefficient or so."""
-    return _transform(tiles, table(tiles.shape[1]).T, table(tiles.shape[2]))
+    return _transform(tiles, dct_table(tiles.shape[1]).T, dct_table(tiles.shape[2]))
 
 
 def _transform(tiles: Floats, left: torch.Tensor, right: torch.Tensor) -> Floats:
-    whole, exponents = _whole(torch.from_numpy(tiles).double())
+    whole, exponents = _to_integers(torch.from_numpy(tiles).double())
     product = (whole.reshape(-1, len(right)) @ right).reshape(whole.shape)
     if len(left) > 1:
-        product, shifts = _whole(product)
+        product, shifts = _to_integers(product)
         product = torch.matmul(left, product)
-        exponents += shifts - PRECISION
-    product *= _powers(exponents - PRECISION)
+        exponents += shifts - PRECISION_BITS
+    product *= _powers_of_two(exponents - PRECISION_BITS)
     transformed: Floats = product.float().numpy()
     return transformed
 
 
-def _whole(tiles: torch.Tensor) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+def _to_integers(tiles: torch.Tensor) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
     """Each tile as integers of at most 24 bits, to be multiplied by 2^exponent. Changes `tiles`."""
     flat = tiles.reshape(len(tiles), -1)
     largest = torch.maximum(flat.amax(1), -flat.amin(1)).numpy()
-    exponents = np.frexp(largest)[1] - np.int32(PRECISION)
-    tiles *= _powers(-exponents)
+    exponents = np.frexp(largest)[1] - np.int32(PRECISION_BITS)
+    tiles *= _powers_of_two(-exponents)
     return tiles.round_(), exponents
 
 
-def _powers(exponents: npt.NDArray[np.int32]) -> torch.Tensor:
+def _powers_of_two(exponents: npt.NDArray[np.int32]) -> torch.Tensor:
     """Multiplying fp64 by a power of two is exact so far from the ends of its range."""
     return torch.from_numpy(np.ldexp(1.0, exponents))[:, None, None]

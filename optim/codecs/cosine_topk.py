@@ -19,26 +19,26 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.codec import Codec, Payload, two_dimensions
-from optim.codecs.cosine import SIDE, forward, inverse
+from optim.codecs.codec import Codec, Payload, matrix_shape
+from optim.codecs.cosine import MAX_SIDE, dct, inverse_dct
 from optim.codecs.dense import largest_magnitude
 from optim.codecs.topk import ChunkTopK
 from optim.layout import Layout
 from optim.memory import empty
 from optim.parts import STRICT
-from optim.threads import each
+from optim.threads import parallel_for
 from optim.vectors import Floats, Vector, slabs
 
-TILE = SIDE * SIDE
-BAND = 1 << 16  # values; as fp64 they are twice as long
+TILE_SIZE = MAX_SIDE * MAX_SIDE
+BAND_SIZE = 1 << 16  # values; as fp64 they are twice as long
 
 
 @plain_dataclass(frozen=True)
-class Tiles:
+class TiledTensor:
     """Those of one tensor. `start`: of its values in the vector; `place`: of its coefficients among all."""
 
     start: int
-    place: int
+    coefficient_start: int
     rows: int
     columns: int
     height: int
@@ -51,84 +51,84 @@ class Tiles:
     def bands(self) -> Iterator[slice]:
         """Values, counted from the tensor's start, in whole rows of tiles, not many more than the cache holds."""
         band = self.height * self.columns
-        return slabs(self.rows * self.columns, max(1, BAND // band) * band)
+        return slabs(self.rows * self.columns, max(1, BAND_SIZE // band) * band)
 
-    def around(self, first: int, last: int) -> slice:
+    def enclosing_bands(self, first: int, last: int) -> slice:
         """The least whole rows of tiles that hold these values, counted from the tensor's start."""
         band = self.height * self.columns
         return slice(first // band * band, -(-last // band) * band)
 
-    def coefficients(self, values: Floats) -> Floats:
+    def transform(self, values: Floats) -> Floats:
         """Tile after tile, of whole rows of tiles."""
         across = self.columns // self.width
         tiles = values.reshape(-1, self.height, across, self.width).transpose(0, 2, 1, 3)
-        return forward(tiles.reshape(-1, self.height, self.width)).ravel()
+        return dct(tiles.reshape(-1, self.height, self.width)).ravel()
 
-    def values(self, coefficients: Floats) -> Floats:
+    def inverse_transform(self, coefficients: Floats) -> Floats:
         """Undo `coefficients`."""
         across = self.columns // self.width
-        tiles = inverse(coefficients.reshape(-1, self.height, self.width))
+        tiles = inverse_dct(coefficients.reshape(-1, self.height, self.width))
         return tiles.reshape(-1, across, self.height, self.width).transpose(0, 2, 1, 3).ravel()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class CosineTopK(Codec):
+class DctTopK(Codec):
     kind: ClassVar[str] = "dct-topk"
     number: ClassVar[int] = 9
     version: ClassVar[int] = 2
 
-    k: int = Field(default=64, ge=1, le=TILE, description="coefficients kept of each 4096")
+    k: int = Field(default=64, ge=1, le=TILE_SIZE, description="coefficients kept of each 4096")
     bits: int = Field(default=2, ge=1, le=3, description="bits of a kept coefficient, its sign included")
     dimensions: Literal[1, 2] = 2
 
     @property
     def alignment(self) -> int:
-        return TILE
+        return TILE_SIZE
 
     def max_bytes(self, numel: int) -> int:
-        return 2 + self._inner.max_bytes(self._tiled(numel)[1])
+        return 2 + self._coefficient_codec.max_bytes(self._tile(numel)[1])
 
     def bits_per_parameter(self, numel: int) -> float:
-        return 16 / numel + self._inner.bits_per_parameter(numel)
+        return 16 / numel + self._coefficient_codec.bits_per_parameter(numel)
 
-    def write(self, values: Floats, subtract: bool) -> Payload:
+    def encode_array(self, values: Floats, subtract: bool) -> Payload:
         largest_magnitude(values)
-        tensors, count = self._tiled(values.size)
+        tensors, count = self._tile(values.size)
         coefficients = empty(count)
 
-        def transform(job: tuple[Tiles, slice]) -> None:
+        def transform(job: tuple[TiledTensor, slice]) -> None:
             tiles, band = job
-            found = tiles.coefficients(_filled(values, tiles.start + band.start, tiles.start + band.stop))
-            coefficients[tiles.place + band.start : tiles.place + band.stop] = found
+            found = tiles.transform(_zero_padded(values, tiles.start + band.start, tiles.start + band.stop))
+            coefficients[tiles.coefficient_start + band.start : tiles.coefficient_start + band.stop] = found
 
-        each(transform, ((tiles, band) for tiles in tensors for band in tiles.bands()))
-        payload = b"".join((self.head(), self._inner.write(coefficients, subtract=False)))
+        parallel_for(transform, ((tiles, band) for tiles in tensors for band in tiles.bands()))
+        payload = b"".join((self.header(), self._coefficient_codec.encode_array(coefficients, subtract=False)))
         if subtract:
-            self.read(payload, values.size).subtract_from(values)
+            self.decode_vector(payload, values.size).subtract_from(values)
         return payload
 
-    def read(self, payload: Payload, numel: int) -> "TiledVector":
-        tensors, count = self._tiled(numel)
-        return TiledVector(numel, tensors, self._inner.read(self.open(payload, numel).rest(), count))
+    def decode_vector(self, payload: Payload, numel: int) -> "TiledVector":
+        tensors, count = self._tile(numel)
+        return TiledVector(numel, tensors, self._coefficient_codec.decode_vector(self.open_payload(payload, numel).read_rest(), count))
 
     @property
-    def _inner(self) -> ChunkTopK:
-        return ChunkTopK(k=self.k, chunk=TILE, bits=self.bits)
+    def _coefficient_codec(self) -> ChunkTopK:
+        return ChunkTopK(k=self.k, chunk=TILE_SIZE, bits=self.bits)
 
-    def _tiled(self, numel: int) -> tuple[list[Tiles], int]:
+    def _tile(self, numel: int) -> tuple[list[TiledTensor], int]:
         """All tensors' tiles in the order of the vector, and the number of coefficients."""
-        tensors: dict[int, Tiles] = {}
+        tensors: dict[int, TiledTensor] = {}
         place = 0
-        layout = self.layout_of(numel) or Layout(((-(-numel // TILE) * SIDE, SIDE),))
-        sizes = [(*two_dimensions(shape), start) for shape, (start, _) in layout.tensors()]
-        shaped = [(rows, columns, start, self._height(rows), _side(columns)) for rows, columns, start in sizes]
-        for rows, columns, start, height, width in sorted(shaped, key=lambda tensor: tensor[3] * tensor[4] < TILE):
-            tensors[start] = Tiles(start, place, rows, columns, height, width)
+        layout = self.bound_layout(numel) or Layout(((-(-numel // TILE_SIZE) * MAX_SIDE, MAX_SIDE),))
+        sizes = [(*matrix_shape(shape), start) for shape, (start, _) in layout.iter_tensors()]
+        shaped = [(rows, columns, start, self._tile_height(rows), _tile_side(columns)) for rows, columns, start in sizes]
+        for rows, columns, start, height, width in sorted(shaped, key=lambda tensor: tensor[3] * tensor[4] < TILE_SIZE):
+            tensors[start] = TiledTensor(start, place, rows, columns, height, width)
             place += rows * columns
         return [tensors[start] for start in sorted(tensors)], place
 
-    def _height(self, rows: int) -> int:
-        return _side(rows) if self.dimensions == 2 else 1
+    def _tile_height(self, rows: int) -> int:
+        return _tile_side(rows) if self.dimensions == 2 else 1
 
 
 @plain_dataclass(frozen=True)
@@ -136,36 +136,36 @@ class TiledVector(Vector):
     """`kept`: the coefficients. Transformed back on demand."""
 
     numel: int
-    tensors: list[Tiles]
-    kept: Vector
+    tensors: list[TiledTensor]
+    transformed: Vector
 
     @property
-    def sent(self) -> Vector:
-        return self.kept
+    def coefficients(self) -> Vector:
+        return self.transformed
 
-    def decoded(self, sent: Vector) -> "TiledVector":
-        return TiledVector(self.numel, self.tensors, sent)
+    def with_coefficients(self, coefficients: Vector) -> "TiledVector":
+        return TiledVector(self.numel, self.tensors, coefficients)
 
-    def pieces(self) -> Iterator[slice]:
+    def decode_slabs(self) -> Iterator[slice]:
         for tiles in self.tensors:
             for band in tiles.bands():
                 yield slice(tiles.start + band.start, min(tiles.start + band.stop, self.numel))
 
-    def restore(self, part: slice, out: Floats) -> None:
+    def decode_into(self, slab: slice, out: Floats) -> None:
         for tiles in self.tensors:
-            first, last = max(tiles.start, part.start), min(tiles.stop, part.stop)
+            first, last = max(tiles.start, slab.start), min(tiles.stop, slab.stop)
             if first < last:
-                around = tiles.around(first - tiles.start, last - tiles.start)
-                found = tiles.values(self.kept.span(slice(tiles.place + around.start, tiles.place + around.stop)))
+                around = tiles.enclosing_bands(first - tiles.start, last - tiles.start)
+                found = tiles.inverse_transform(self.transformed.decode_slab(slice(tiles.coefficient_start + around.start, tiles.coefficient_start + around.stop)))
                 origin = tiles.start + around.start
-                out[first - part.start : last - part.start] = found[first - origin : last - origin]
+                out[first - slab.start : last - slab.start] = found[first - origin : last - origin]
 
 
-def _side(length: int) -> int:
+def _tile_side(length: int) -> int:
     """The largest divisor up to 64."""
-    return next(side for side in range(min(length, SIDE), 0, -1) if length % side == 0)
+    return next(side for side in range(min(length, MAX_SIDE), 0, -1) if length % side == 0)
 
 
-def _filled(values: Floats, start: int, stop: int) -> Floats:
+def _zero_padded(values: Floats, start: int, stop: int) -> Floats:
     part = values[start:stop]
     return np.pad(part, (0, stop - start - part.size)) if part.size < stop - start else part

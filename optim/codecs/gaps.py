@@ -13,32 +13,32 @@ from math import comb
 import numpy as np
 import numpy.typing as npt
 
-from optim.codecs.rans import TOTAL, Frequencies, Symbols, normalized
-from optim.compiled import compiled
+from optim.codecs.rans import TOTAL, Frequencies, Symbols, normalize_counts
+from optim.compiled import jit
 from optim.errors import CodecError
 
 Gaps = npt.NDArray[np.uint16]
 Indices = npt.NDArray[np.uint32]
 Counts = npt.NDArray[np.int64]
 
-DIRECT = 8  # gaps that are their own class
-OCTAVE = 4  # classes in each octave above
+DIRECT_CLASSES = 8  # gaps that are their own class
+CLASSES_PER_OCTAVE = 4  # classes in each octave above
 
 
-def class_of(gaps: Gaps) -> Symbols:
+def classify_gaps(gaps: Gaps) -> Symbols:
     """The class of each gap below 2^16."""
-    exponent = np.frexp(np.maximum(gaps, DIRECT).astype(np.float32))[1].astype(np.int32) - 3
-    return np.where(gaps < DIRECT, gaps, (OCTAVE * exponent + (gaps >> exponent))).astype(np.uint8)
+    exponent = np.frexp(np.maximum(gaps, DIRECT_CLASSES).astype(np.float32))[1].astype(np.int32) - 3
+    return np.where(gaps < DIRECT_CLASSES, gaps, (CLASSES_PER_OCTAVE * exponent + (gaps >> exponent))).astype(np.uint8)
 
 
 @lru_cache(maxsize=16)
 def class_table(span: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]:
     """The lowest gap and the number of plain bits of each class, for gaps below `span`."""
-    widths = [0] * DIRECT
-    lowest = list(range(DIRECT))
+    widths = [0] * DIRECT_CLASSES
+    lowest = list(range(DIRECT_CLASSES))
     while lowest[-1] + (1 << widths[-1]) < span:
         lowest.append(lowest[-1] + (1 << widths[-1]))
-        widths.append((len(lowest) - 1 - DIRECT) // OCTAVE + 1)
+        widths.append((len(lowest) - 1 - DIRECT_CLASSES) // CLASSES_PER_OCTAVE + 1)
     return np.array(lowest, np.uint16), np.array(widths, np.uint8)
 
 
@@ -49,17 +49,17 @@ def uniform_frequencies(span: int, keep: int) -> Frequencies:
     at_least = [comb(max(0, span - first), keep) for first in lowest] + [0]
     counts = [at_least[i] - at_least[i + 1] for i in range(len(lowest))]
     scaled = np.array([-(-count * TOTAL * 1024 // at_least[0]) for count in counts], np.int64)
-    return normalized(scaled)
+    return normalize_counts(scaled)
 
 
 @lru_cache(maxsize=16)
-def classes_below(span: int) -> Symbols:
+def class_lookup(span: int) -> Symbols:
     """The class of each gap below `span`."""
-    return class_of(np.arange(span, dtype=np.uint16))
+    return classify_gaps(np.arange(span, dtype=np.uint16))
 
 
-@compiled
-def between(indices: Indices, keep: int, class_of_gap: Symbols, gaps: Gaps, classes: Symbols, counts: Counts) -> None:
+@jit
+def compute_gaps(indices: Indices, keep: int, class_of_gap: Symbols, gaps: Gaps, classes: Symbols, counts: Counts) -> None:
     """Of chunks with `keep` ascending indices each, the last may have fewer: write how many positions lie between each
     and the one before it in its chunk, and its class, and count the classes."""
     for first in range(0, indices.size, keep):

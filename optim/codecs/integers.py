@@ -13,20 +13,20 @@ from typing import ClassVar
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import UP, Coder, Halves, PeakBlockCodec, inverse_of, peak, settled
-from optim.codecs.noise import FRACTION, block_key, key_of, scattered
+from optim.codecs.blocks import ROUND_UP, BlockEncoder, Halves, PeakBlockCodec, inverse_or_zero, block_peak, round_scale
+from optim.codecs.noise import FRACTION_UNIT, block_key, noise_key, mix_bits
 from optim.codecs.packing import Integers
-from optim.compiled import compiled
+from optim.compiled import jit
 from optim.parts import STRICT
 from optim.vectors import Floats
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _BlockIntegers(PeakBlockCodec):
-    def coder(self, values: Floats) -> Coder:
+    def make_encoder(self, values: Floats) -> BlockEncoder:
         if self.rounding == "nearest":
-            return partial(_nearest, self.block, self.levels)
-        return partial(_drawn, self.block, self.levels, *key_of(values, self.binding))
+            return partial(_encode_nearest, self.block, self.levels)
+        return partial(_encode_stochastic, self.block, self.levels, *noise_key(values, self.binding))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -39,7 +39,7 @@ class BlockInt8(_BlockIntegers):
     bits: ClassVar[int] = 8
     levels: ClassVar[int] = 127
 
-    def multiples(self, codes: Integers) -> None:
+    def codes_to_multiples(self, codes: Integers) -> None:
         """A code is its own multiple."""
 
 
@@ -53,30 +53,30 @@ class BlockInt4(_BlockIntegers):
     bits: ClassVar[int] = 4
     levels: ClassVar[int] = 7
 
-    def multiples(self, codes: Integers) -> None:
-        _signed(codes)
+    def codes_to_multiples(self, codes: Integers) -> None:
+        _sign_extend(codes)
 
 
-@compiled
-def _nearest(
+@jit
+def _encode_nearest(
     block: int, levels: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool
 ) -> bool:
     """As blocks.Coder says, as does the next one."""
     for place in range(halves.size):
         row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        scale = settled(peak(row) / np.float32(levels), UP, halves, place)
+        scale = round_scale(block_peak(row) / np.float32(levels), ROUND_UP, halves, place)
         if scale < 0:
             return False
-        inverse = inverse_of(scale)
+        inverse = inverse_or_zero(scale)
         for i in range(row.size):
             out[i] = np.int8(np.rint(row[i] * inverse))
         if subtract:
-            _subtract(out, scale, row)
+            _subtract_decoded(out, scale, row)
     return True
 
 
-@compiled
-def _drawn(
+@jit
+def _encode_stochastic(
     block: int, levels: int, low: np.uint32, high: np.uint32,
     values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool,
 ) -> bool:  # fmt: skip
@@ -84,27 +84,27 @@ def _drawn(
     highest = np.float32(levels)
     for place in range(halves.size):
         row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        scale = settled(peak(row) / highest, UP, halves, place)
+        scale = round_scale(block_peak(row) / highest, ROUND_UP, halves, place)
         if scale < 0:
             return False
-        inverse, key = inverse_of(scale), block_key(low, high, first + place, np.uint32(halves[place]))
+        inverse, key = inverse_or_zero(scale), block_key(low, high, first + place, np.uint32(halves[place]))
         for i in range(row.size):
-            fraction = np.float32(scattered(np.uint32(key + np.uint32(i))) >> np.uint32(8)) * FRACTION
+            fraction = np.float32(mix_bits(np.uint32(key + np.uint32(i))) >> np.uint32(8)) * FRACTION_UNIT
             rounded = np.floor(row[i] * inverse + fraction)
             out[i] = np.int8(min(max(rounded, -highest), highest))
         if subtract:
-            _subtract(out, scale, row)
+            _subtract_decoded(out, scale, row)
     return True
 
 
-@compiled
-def _subtract(codes: Integers, scale: np.float32, row: Floats) -> None:
+@jit
+def _subtract_decoded(codes: Integers, scale: np.float32, row: Floats) -> None:
     for i in range(row.size):
         row[i] -= np.float32(codes[i]) * scale
 
 
-@compiled
-def _signed(codes: Integers) -> None:
+@jit
+def _sign_extend(codes: Integers) -> None:
     """Two's complement of the lowest four bits."""
     for i in range(codes.size):
         codes[i] = np.int8((codes[i] & 0x0F) ^ 0x08) - np.int8(0x08)

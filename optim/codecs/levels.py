@@ -8,26 +8,26 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.codecs.selection import Bits
-from optim.compiled import MAGNITUDE, compiled
+from optim.compiled import MAGNITUDE_MASK, jit
 from optim.vectors import Floats
 
 Doubles = npt.NDArray[np.float64]
 Ranks = npt.NDArray[np.int32]
-FEW = 256  # are ranked by comparing each with each, in many lanes of a register
+MAX_PAIRWISE = 256  # are ranked by comparing each with each, in many lanes of a register
 
 
-@compiled
-def fit(magnitudes: Bits, numbers: Bits, levels: Floats) -> None:
+@jit
+def fit_levels(magnitudes: Bits, numbers: Bits, levels: Floats) -> None:
     """Write `levels.size` ascending levels, and of each magnitude (at most 2^16) the number of its level."""
     numbers[:] = 0
     if levels.size == 1:
         levels[0] = _mean(magnitudes.view(np.float32))
         return
     ranks = np.empty(magnitudes.size, np.int32)
-    rank(magnitudes, ranks)
-    sums = _sums(magnitudes.view(np.float32), ranks)
+    rank_descending(magnitudes, ranks)
+    sums = _prefix_sums(magnitudes.view(np.float32), ranks)
     edges = np.zeros(levels.size + 1, np.int64)
-    _cut(sums, edges)
+    _find_edges(sums, edges)
     for edge in edges[1:-1]:
         for place in range(magnitudes.size):
             numbers[place] += np.uint32(ranks[place] < edge)
@@ -39,7 +39,7 @@ def fit(magnitudes: Bits, numbers: Bits, levels: Floats) -> None:
         levels[number] = mean
 
 
-@compiled
+@jit
 def _mean(magnitudes: Floats) -> float:
     """In double precision."""
     total = 0.0
@@ -48,21 +48,21 @@ def _mean(magnitudes: Floats) -> float:
     return total / magnitudes.size
 
 
-@compiled
-def rank(magnitudes: Bits, ranks: Ranks) -> None:
+@jit
+def rank_descending(magnitudes: Bits, ranks: Ranks) -> None:
     """Write how many come before each, if the largest comes first and of equals the earlier."""
-    if magnitudes.size > FEW:
-        _rank_by_digits(magnitudes, ranks)
+    if magnitudes.size > MAX_PAIRWISE:
+        _radix_rank(magnitudes, ranks)
         return
     _count_larger(magnitudes.view(np.int32), ranks)
     total = 0  # in a loop of its own: within the one that counts it keeps those many lanes from being used
     for place in range(ranks.size):
         total += int(ranks[place])
     if total < magnitudes.size * (magnitudes.size - 1) // 2:  # as they were, if no two were equal
-        _part_equals(magnitudes, ranks)
+        _break_ties(magnitudes, ranks)
 
 
-@compiled
+@jit
 def _count_larger(magnitudes: Ranks, ranks: Ranks) -> None:
     """Of numbers with a sign, as older processors compare only such in one step."""
     for place in range(magnitudes.size):
@@ -72,25 +72,25 @@ def _count_larger(magnitudes: Ranks, ranks: Ranks) -> None:
         ranks[place] = larger
 
 
-@compiled
-def _part_equals(magnitudes: Bits, ranks: Ranks) -> None:
+@jit
+def _break_ties(magnitudes: Bits, ranks: Ranks) -> None:
     for place in range(magnitudes.size):
         for other in range(place):
             ranks[place] += np.int32(magnitudes[other] == magnitudes[place])
 
 
-@compiled
-def _rank_by_digits(magnitudes: Bits, ranks: Ranks) -> None:
+@jit
+def _radix_rank(magnitudes: Bits, ranks: Ranks) -> None:
     """Sorted by one digit after the other, the lowest first; what is equal in one stays in order."""
     order, after = np.arange(magnitudes.size).astype(np.int32), np.empty(magnitudes.size, np.int32)
     for shift in range(0, 32, 8):
         places = np.zeros(257, np.int32)
         for magnitude in magnitudes:
-            places[((MAGNITUDE - magnitude) >> shift & 255) + 1] += 1
+            places[((MAGNITUDE_MASK - magnitude) >> shift & 255) + 1] += 1
         for digit in range(256):
             places[digit + 1] += places[digit]
         for number in order:
-            digit = (MAGNITUDE - magnitudes[number]) >> shift & 255
+            digit = (MAGNITUDE_MASK - magnitudes[number]) >> shift & 255
             after[places[digit]] = number
             places[digit] += 1
         order, after = after, order
@@ -98,8 +98,8 @@ def _rank_by_digits(magnitudes: Bits, ranks: Ranks) -> None:
         ranks[order[place]] = place
 
 
-@compiled
-def _sums(magnitudes: Floats, ranks: Ranks) -> Doubles:
+@jit
+def _prefix_sums(magnitudes: Floats, ranks: Ranks) -> Doubles:
     """(size + 1,) of the so many largest."""
     sums = np.zeros(magnitudes.size + 1)
     for place in range(magnitudes.size):
@@ -109,20 +109,20 @@ def _sums(magnitudes: Floats, ranks: Ranks) -> Doubles:
     return sums
 
 
-@compiled
-def _cut(sums: Doubles, edges: npt.NDArray[np.int64]) -> None:
+@jit
+def _find_edges(sums: Doubles, edges: npt.NDArray[np.int64]) -> None:
     """The edges of the groups from the largest magnitudes on: halves of halves."""
     groups = edges.size - 1
     edges[groups] = sums.size - 1
     step = groups // 2
     while step:
         for group in range(step, groups, 2 * step):
-            edges[group] = _split(sums, edges[group - step], edges[group + step])
+            edges[group] = _find_split(sums, edges[group - step], edges[group + step])
         step //= 2
 
 
-@compiled
-def _split(sums: Doubles, first: int, last: int) -> int:
+@jit
+def _find_split(sums: Doubles, first: int, last: int) -> int:
     """Where to cut [first, last) in two, the upper group not empty unless all is.
 
     The least sum of squared errors comes with the largest sum_g (sum of g)^2 / |g|. `sums[i]`: of the i first.

@@ -31,38 +31,38 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.codec import Codec, Payload, two_dimensions
-from optim.codecs.dense import HalfPrecision, largest_magnitude
+from optim.codecs.codec import Codec, Payload, matrix_shape
+from optim.codecs.dense import Float16, largest_magnitude
 from optim.codecs.integers import BlockInt4, BlockInt8
-from optim.codecs.noise import raw_words
+from optim.codecs.noise import philox_words
 from optim.codecs.subspace import (
     Doubles,
-    Operand,
-    basis,
-    fitted,
-    multiplied,
-    precision,
-    product,
-    rounded,
-    strongest,
+    RoundedMatrix,
+    range_basis,
+    fit_right_factor,
+    matmul,
+    exact_bits,
+    exact_matmul,
+    round_to_bits,
+    principal_directions,
 )
 from optim.errors import CodecError
 from optim.layout import Layout, Span
 from optim.parts import STRICT
-from optim.threads import each
+from optim.threads import parallel_for
 from optim.vectors import DenseVector, Floats
 
-Inner = Literal["int4", "int8", "fp16"]
-INNER: Final[Mapping[Inner, Codec]] = MappingProxyType(
-    {"int4": BlockInt4(), "int8": BlockInt8(), "fp16": HalfPrecision()}
+FactorCodec = Literal["int4", "int8", "fp16"]
+FACTOR_CODECS: Final[Mapping[FactorCodec, Codec]] = MappingProxyType(
+    {"int4": BlockInt4(), "int8": BlockInt8(), "fp16": Float16()}
 )
-REST: Final = BlockInt8()
-NOTHING = np.empty(0, np.float32)
-LONGEST = 2.0  # no entry of an orthonormal basis is above 1
+REST_CODEC: Final = BlockInt8()
+NO_VALUES = np.empty(0, np.float32)
+MAX_BASIS_ENTRY = 2.0  # no entry of an orthonormal basis is above 1
 
 
 @plain_dataclass(frozen=True)
-class Matrix:
+class MatrixSpan:
     start: int
     rows: int
     columns: int
@@ -73,18 +73,18 @@ class Matrix:
 
 
 @plain_dataclass(frozen=True)
-class Factored:
+class FactoredMatrix:
     """A decoded matrix: (rows, r) and (r, columns), rounded for exact sums."""
 
-    matrix: Matrix
+    matrix: MatrixSpan
     left: Doubles
     right: Doubles
 
-    def span(self, start: int, stop: int) -> Floats:
+    def decode_span(self, start: int, stop: int) -> Floats:
         """Values of the matrix, counted from its own start."""
         columns = self.matrix.columns
         first, last = start // columns, -(-stop // columns)
-        rows = multiplied(self.left[first:last], self.right).astype(np.float32)
+        rows = matmul(self.left[first:last], self.right).astype(np.float32)
         return rows.ravel()[start - first * columns : stop - first * columns]
 
 
@@ -95,7 +95,7 @@ class LowRank(Codec):
     version: ClassVar[int] = 1
 
     rank: int = Field(default=32, ge=1, le=1024)
-    values: Inner = "int4"
+    values: FactorCodec = "int4"
     energy: float = Field(default=1.0, gt=0, le=1, description="share of the found directions' energy that is sent")
 
     @property
@@ -105,17 +105,17 @@ class LowRank(Codec):
     def max_bytes(self, numel: int) -> int:
         """Every payload has this length if the rank is fixed."""
         matrices, rest = self._split(numel)
-        return self._bytes(matrices, [self.rank] * len(matrices), _length(rest))
+        return self._payload_bytes(matrices, [self.rank] * len(matrices), _total_length(rest))
 
     def bits_per_parameter(self, numel: int) -> float:
-        return super().bits_per_parameter(numel) if self._adapts else 8 * self.max_bytes(numel) / numel
+        return super().bits_per_parameter(numel) if self._is_adaptive else 8 * self.max_bytes(numel) / numel
 
-    def _bytes(self, matrices: Sequence[Matrix], ranks: Sequence[int], left: int) -> int:
+    def _payload_bytes(self, matrices: Sequence[MatrixSpan], ranks: Sequence[int], left: int) -> int:
         """Of a whole payload; `left`: values that are in no matrix."""
         factors = sum(sum(self._factor_bytes(matrix, rank)) for matrix, rank in zip(matrices, ranks, strict=True))
-        return 2 + 2 * len(matrices) * self._adapts + factors + (REST.max_bytes(left) if left else 0)
+        return 2 + 2 * len(matrices) * self._is_adaptive + factors + (REST_CODEC.max_bytes(left) if left else 0)
 
-    def write(self, values: Floats, subtract: bool) -> Payload:
+    def encode_array(self, values: Floats, subtract: bool) -> Payload:
         largest_magnitude(values)
         matrices, rest = self._split(values.size)
         factors, ranks = [b""] * len(matrices), np.zeros(len(matrices), "<u2")
@@ -123,126 +123,126 @@ class LowRank(Codec):
         def factorize(index: int) -> None:
             matrix = matrices[index]
             whole = values[matrix.start : matrix.stop].reshape(matrix.rows, -1)
-            factors[index], ranks[index] = self._factors(whole, index)
+            factors[index], ranks[index] = self._encode_factors(whole, index)
 
-        each(factorize, range(len(matrices)))
-        pieces: list[Payload] = [self.head(), ranks.tobytes() if self._adapts else b"", *factors]
+        parallel_for(factorize, range(len(matrices)))
+        pieces: list[Payload] = [self.header(), ranks.tobytes() if self._is_adaptive else b"", *factors]
         if rest:
-            pieces.append(REST.write(np.concatenate([values[start:stop] for start, stop in rest]), subtract=False))
+            pieces.append(REST_CODEC.encode_array(np.concatenate([values[start:stop] for start, stop in rest]), subtract=False))
         payload = b"".join(pieces)
         if subtract:
-            self.read(payload, values.size).subtract_from(values)
+            self.decode_vector(payload, values.size).subtract_from(values)
         return payload
 
-    def read(self, payload: Payload, numel: int) -> DenseVector:
+    def decode_vector(self, payload: Payload, numel: int) -> DenseVector:
         matrices, rest = self._split(numel)
-        reader, left = self.open(payload, numel), _length(rest)
-        ranks = reader.take("u2", len(matrices)).tolist() if self._adapts else [self.rank] * len(matrices)
+        reader, left = self.open_payload(payload, numel), _total_length(rest)
+        ranks = reader.read("u2", len(matrices)).tolist() if self._is_adaptive else [self.rank] * len(matrices)
         if not all(1 <= rank <= self.rank for rank in ranks):
             raise CodecError(f"a rank that is not in 1 to {self.rank}")
-        if len(payload) != (expected := self._bytes(matrices, ranks, left)):
+        if len(payload) != (expected := self._payload_bytes(matrices, ranks, left)):
             raise CodecError(f"payload of {len(payload)} bytes where there must be {expected}")
-        remaining, factored = reader.rest(), []
+        remaining, factored = reader.read_rest(), []
         for matrix, rank in zip(matrices, ranks, strict=True):
             first, second = self._factor_bytes(matrix, rank)
-            factored.append(self._read_factors(remaining[:first], remaining[first : first + second], matrix, rank))
+            factored.append(self._decode_factors(remaining[:first], remaining[first : first + second], matrix, rank))
             remaining = remaining[first + second :]
-        plain = REST.read(remaining, left).dense() if rest else NOTHING
-        return DenseVector(numel, Decoded(factored, rest, plain).restore)
+        plain = REST_CODEC.decode_vector(remaining, left).to_dense() if rest else NO_VALUES
+        return DenseVector(numel, MatrixDecoder(factored, rest, plain).decode_into)
 
-    def _factors(self, matrix: Floats, index: int) -> tuple[bytes, int]:
+    def _encode_factors(self, matrix: Floats, index: int) -> tuple[bytes, int]:
         """The payloads of both, and their rank."""
-        operand = Operand(matrix)
-        columns = basis(operand, self._start(matrix.shape[1], index))
-        if self._adapts:
-            columns = product(columns, strongest(operand.transposed_times(columns), self.energy))
+        operand = RoundedMatrix(matrix)
+        columns = range_basis(operand, self._random_signs(matrix.shape[1], index))
+        if self._is_adaptive:
+            columns = exact_matmul(columns, principal_directions(operand.transposed_times(columns), self.energy))
         rank = columns.shape[1]
-        left = self._inner.write(_flat(columns), subtract=False)
-        received = self._inner.read(left, rank * len(matrix)).dense().reshape(rank, -1).T
-        right = self._inner.write(_flat(fitted(operand, received.astype(np.float64))), subtract=False)
+        left = self._factor_codec.encode_array(_flatten_columns(columns), subtract=False)
+        received = self._factor_codec.decode_vector(left, rank * len(matrix)).to_dense().reshape(rank, -1).T
+        right = self._factor_codec.encode_array(_flatten_columns(fit_right_factor(operand, received.astype(np.float64))), subtract=False)
         return b"".join((left, right)), rank
 
-    def _read_factors(self, left: Payload, right: Payload, matrix: Matrix, rank: int) -> Factored:
-        rows = self._inner.read(left, rank * matrix.rows).dense()
-        if max(rows.max(), -rows.min()) > LONGEST:
+    def _decode_factors(self, left: Payload, right: Payload, matrix: MatrixSpan, rank: int) -> FactoredMatrix:
+        rows = self._factor_codec.decode_vector(left, rank * matrix.rows).to_dense()
+        if max(rows.max(), -rows.min()) > MAX_BASIS_ENTRY:
             raise CodecError("a basis is longer than one")
-        columns = self._inner.read(right, rank * matrix.columns).dense().reshape(rank, -1)
-        bits = precision(rank)
+        columns = self._factor_codec.decode_vector(right, rank * matrix.columns).to_dense().reshape(rank, -1)
+        bits = exact_bits(rank)
         transposed = np.ascontiguousarray(rows.reshape(rank, -1).T, np.float64)
-        return Factored(matrix, rounded(transposed, bits, axis=1), rounded(columns.astype(np.float64), bits, axis=0))
+        return FactoredMatrix(matrix, round_to_bits(transposed, bits, axis=1), round_to_bits(columns.astype(np.float64), bits, axis=0))
 
-    def _start(self, columns: int, index: int) -> Doubles:
+    def _random_signs(self, columns: int, index: int) -> Doubles:
         """Random signs, other ones for each matrix and round."""
         round_number = -1 if self.binding is None else self.binding.round_number
         count = columns * self.rank
-        words = raw_words(f"murmur low rank {round_number} {index}".encode(), -(-count // 64))
+        words = philox_words(f"murmur low rank {round_number} {index}".encode(), -(-count // 64))
         signs: Doubles = np.unpackbits(words.view(np.uint8), count=count).astype(np.float64)
         return (1 - 2 * signs).reshape(columns, self.rank)
 
     @property
-    def _inner(self) -> Codec:
-        return INNER[self.values]
+    def _factor_codec(self) -> Codec:
+        return FACTOR_CODECS[self.values]
 
     @property
-    def _adapts(self) -> bool:
+    def _is_adaptive(self) -> bool:
         return self.energy < 1
 
-    def _factor_bytes(self, matrix: Matrix, rank: int) -> tuple[int, int]:
-        inner = self._inner
+    def _factor_bytes(self, matrix: MatrixSpan, rank: int) -> tuple[int, int]:
+        inner = self._factor_codec
         return inner.max_bytes(rank * matrix.rows), inner.max_bytes(rank * matrix.columns)
 
-    def _split(self, numel: int) -> tuple[list[Matrix], list[Span]]:
+    def _split(self, numel: int) -> tuple[list[MatrixSpan], list[Span]]:
         """The matrices that are factored, and the spans of all other tensors."""
-        matrices: list[Matrix] = []
+        matrices: list[MatrixSpan] = []
         rest: list[Span] = []
-        for shape, (start, stop) in (self.layout_of(numel) or _square(numel)).tensors():
-            rows, columns = two_dimensions(shape)
+        for shape, (start, stop) in (self.bound_layout(numel) or _nearly_square(numel)).iter_tensors():
+            rows, columns = matrix_shape(shape)
             if 2 * self.rank * (rows + columns) <= rows * columns:
-                matrices.append(Matrix(start, rows, columns))
+                matrices.append(MatrixSpan(start, rows, columns))
             else:
                 rest.append((start, stop))
         return matrices, rest
 
 
-class Decoded:
+class MatrixDecoder:
     """Factored matrices and all other values, each where it belongs."""
 
-    def __init__(self, matrices: Sequence[Factored], rest: Sequence[Span], plain: Floats) -> None:
+    def __init__(self, matrices: Sequence[FactoredMatrix], rest: Sequence[Span], plain: Floats) -> None:
         self._matrices = matrices
         self._rest = rest
         self._plain = plain
 
-    def restore(self, part: slice, out: Floats) -> None:
+    def decode_into(self, slab: slice, out: Floats) -> None:
         for factored in self._matrices:
             origin = factored.matrix.start
-            for first, last in _common((origin, factored.matrix.stop), part):
-                out[first - part.start : last - part.start] = factored.span(first - origin, last - origin)
+            for first, last in _overlap((origin, factored.matrix.stop), slab):
+                out[first - slab.start : last - slab.start] = factored.decode_span(first - origin, last - origin)
         taken = 0
         for span in self._rest:
-            for first, last in _common(span, part):
+            for first, last in _overlap(span, slab):
                 place = taken + first - span[0]
-                out[first - part.start : last - part.start] = self._plain[place : place + last - first]
+                out[first - slab.start : last - slab.start] = self._plain[place : place + last - first]
             taken += span[1] - span[0]
 
 
-def _length(spans: Sequence[Span]) -> int:
+def _total_length(spans: Sequence[Span]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def _common(span: Span, part: slice) -> Iterator[Span]:
+def _overlap(span: Span, part: slice) -> Iterator[Span]:
     """What of the span lies in the part, if anything."""
     first, last = max(span[0], part.start), min(span[1], part.stop)
     if first < last:
         yield first, last
 
 
-def _square(numel: int) -> Layout:
+def _nearly_square(numel: int) -> Layout:
     rows = math.isqrt(numel)
     columns = numel // rows
     left = numel - rows * columns
     return Layout(((rows, columns), (left,)) if left else ((rows, columns),))
 
 
-def _flat(columns: Doubles) -> Floats:
+def _flatten_columns(columns: Doubles) -> Floats:
     """One column after the other, so that scales are not shared between strong and weak directions."""
     return np.ascontiguousarray(columns.T, np.float32).ravel()

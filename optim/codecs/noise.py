@@ -14,50 +14,50 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.codecs.codec import Binding
-from optim.compiled import compiled
+from optim.compiled import jit
 from optim.vectors import Floats
 
-SAMPLED = 1 << 16  # values that a seed is made from
-SEED = 8  # bytes of it
-FRACTION = np.float32(2.0**-24)  # of the upper 24 bits of a word: to [0, 1)
+MAX_SAMPLED_VALUES = 1 << 16  # values that a seed is made from
+SEED_BYTES = 8  # bytes of it
+FRACTION_UNIT = np.float32(2.0**-24)  # of the upper 24 bits of a word: to [0, 1)
 FIRST_SHIFT, SHIFT, FIRST_FACTOR, SECOND_FACTOR = map(np.uint32, (16, 15, 0x21F0_AAAD, 0xD35A_2D97))
 
 
-class Key(NamedTuple):
+class NoiseKey(NamedTuple):
     low: np.uint32
     high: np.uint32
 
 
-def seed_of(values: Floats) -> bytes:
+def seed_from_values(values: Floats) -> bytes:
     """That follows from the values, so that encoding is a function, and that another member hardly has."""
-    sample = np.ascontiguousarray(values[:: -(-values.size // SAMPLED)], "<f4")
-    return digest(sample.tobytes())
+    sample = np.ascontiguousarray(values[:: -(-values.size // MAX_SAMPLED_VALUES)], "<f4")
+    return short_digest(sample.tobytes())
 
 
-def digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()[:SEED]
+def short_digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()[:SEED_BYTES]
 
 
-def key_of(values: Floats, binding: Binding | None) -> Key:
+def noise_key(values: Floats, binding: Binding | None) -> NoiseKey:
     round_number = -1 if binding is None else binding.round_number
-    return Key(*np.frombuffer(digest(f"murmur noise {round_number}\0".encode() + seed_of(values)), "<u4"))
+    return NoiseKey(*np.frombuffer(short_digest(f"murmur noise {round_number}\0".encode() + seed_from_values(values)), "<u4"))
 
 
-@compiled
+@jit
 def block_key(low: np.uint32, high: np.uint32, number: int, half: np.uint32) -> np.uint32:
     """`half`: the upper half of its scale. For compiled functions alone."""
-    return scattered(np.uint32(scattered(np.uint32(np.uint32(number) ^ low)) ^ high) + half)
+    return mix_bits(np.uint32(mix_bits(np.uint32(np.uint32(number) ^ low)) ^ high) + half)
 
 
-@compiled
-def scattered(word: np.uint32) -> np.uint32:
+@jit
+def mix_bits(word: np.uint32) -> np.uint32:
     """Another word, each for each. For compiled functions alone."""
     word = np.uint32(np.uint32(word ^ (word >> FIRST_SHIFT)) * FIRST_FACTOR)
     word = np.uint32(np.uint32(word ^ (word >> SHIFT)) * SECOND_FACTOR)
     return np.uint32(word ^ (word >> SHIFT))
 
 
-def raw_words(text: bytes, count: int) -> npt.NDArray[np.uint64]:
+def philox_words(text: bytes, count: int) -> npt.NDArray[np.uint64]:
     """64-bit words that follow from `text` alone: Philox is counter-based, and they are the same everywhere."""
     key = np.frombuffer(hashlib.sha256(text).digest()[:16], "<u8")
     return np.random.Philox(key=key).random_raw(count).astype("<u8", copy=False)

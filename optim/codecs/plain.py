@@ -10,18 +10,18 @@ import numpy.typing as npt
 from optim.codecs.gaps import Gaps
 from optim.codecs.kept import Codes
 from optim.codecs.rans import Symbols
-from optim.compiled import compiled
+from optim.compiled import jit
 
 Bytes = npt.NDArray[np.uint8]
 Widths = npt.NDArray[np.uint8]  # of a class's low bits
 
 ZERO, ONE = np.uint64(0), np.uint64(1)
-IN_BYTE, LAST = np.uint64(3), np.uint64(7)  # bits of a bit's place in its byte, and the last one
-BEHIND = 2  # bytes that can be read behind the last: low bits, at most 13, are taken from three
+BYTE_SHIFT, BIT_MASK = np.uint64(3), np.uint64(7)  # bits of a bit's place in its byte, and the last one
+READ_AHEAD_BYTES = 2  # bytes that can be read behind the last: low bits, at most 13, are taken from three
 
 
-@compiled
-def count(classes: Symbols, widths: Widths) -> int:
+@jit
+def count_low_bits(classes: Symbols, widths: Widths) -> int:
     """Low bits of all gaps."""
     bits = 0
     for symbol in classes:
@@ -29,8 +29,8 @@ def count(classes: Symbols, widths: Widths) -> int:
     return bits
 
 
-@compiled
-def write(codes: Codes, bits: int, gaps: Gaps, classes: Symbols, widths: Widths, packed: Bytes) -> None:
+@jit
+def write_bit_planes(codes: Codes, bits: int, distances: Gaps, classes: Symbols, widths: Widths, packed: Bytes) -> None:
     """To the front of `packed`. `bits`: of a code's flags."""
     pending, filled, byte = 0, 0, 0
     for flag in range(bits):
@@ -41,9 +41,9 @@ def write(codes: Codes, bits: int, gaps: Gaps, classes: Symbols, widths: Widths,
             if filled == 8:
                 packed[byte] = pending
                 pending, filled, byte = 0, 0, byte + 1
-    for place in range(gaps.size):
+    for place in range(distances.size):
         width = widths[classes[place]]
-        pending = pending << width | gaps[place] & (1 << width) - 1
+        pending = pending << width | distances[place] & (1 << width) - 1
         filled += width
         while filled >= 8:
             filled -= 8
@@ -53,8 +53,8 @@ def write(codes: Codes, bits: int, gaps: Gaps, classes: Symbols, widths: Widths,
         packed[byte] = pending << 8 - filled
 
 
-@compiled
-def read(
+@jit
+def read_bit_planes(
     packed: Bytes, bits: int, classes: Symbols, lowest: Gaps, widths: Widths, span: int, keep: int, codes: Codes
 ) -> int:
     """Undo `write`, for chunks with `keep` codes each but the last; how far the last chunk's indices go. Below zero if
@@ -77,10 +77,10 @@ def read(
     return index
 
 
-@compiled
+@jit
 def _low_bits(packed: Bytes, bit: np.uint64, width: np.uint64) -> np.uint64:
     """So many bits from that one on. For compiled functions alone."""
-    byte = bit >> IN_BYTE
+    byte = bit >> BYTE_SHIFT
     window = np.uint64(packed[byte]) << np.uint64(16) | np.uint64(packed[byte + ONE]) << np.uint64(8)
     window |= np.uint64(packed[byte + ONE + ONE])
-    return window >> np.uint64(24) - (bit & LAST) - width & (ONE << width) - ONE
+    return window >> np.uint64(24) - (bit & BIT_MASK) - width & (ONE << width) - ONE

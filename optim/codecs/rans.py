@@ -13,13 +13,13 @@ other data ("carried") in place of a constant, so lanes cost nothing.
 import numpy as np
 import numpy.typing as npt
 
-from optim.compiled import compiled
+from optim.compiled import jit
 from optim.errors import CodecError
 
 PRECISION = 12
 TOTAL = 1 << PRECISION
-WORD, LOW = np.uint32(16), np.uint32(0xFFFF)
-SHARE, SPARE = np.uint32(PRECISION), np.uint32(32 - PRECISION)
+WORD_BITS, LOW_WORD = np.uint32(16), np.uint32(0xFFFF)
+PRECISION_SHIFT, RENORM_SHIFT = np.uint32(PRECISION), np.uint32(32 - PRECISION)
 SYMBOLS_PER_LANE = 96  # fewer lanes are slower, more would not find 16 bits each to carry
 
 Symbols = npt.NDArray[np.uint8]
@@ -28,32 +28,32 @@ Words = npt.NDArray[np.uint16]
 Frequencies = npt.NDArray[np.uint32]  # one a symbol; they sum to TOTAL
 
 
-def lanes_for(count: int) -> int:
+def lane_count(count: int) -> int:
     return -(-count // SYMBOLS_PER_LANE)
 
 
-def encode(symbols: Symbols, frequencies: Frequencies, carried: Words) -> tuple[States, Words]:
+def encode(symbols: Symbols, frequencies: Frequencies, initial_words: Words) -> tuple[States, Words]:
     """The lanes and the stream of words. `carried`: one word a lane. Every symbol has a frequency above zero."""
-    lanes = carried.astype(np.uint32) | np.uint32(1 << 16)
+    lanes = initial_words.astype(np.uint32) | np.uint32(1 << 16)
     words = np.empty(symbols.size, np.uint16)
-    first = _push(symbols, frequencies, _starts(frequencies), lanes, words)
+    first = _encode_lanes(symbols, frequencies, _cumulative(frequencies), lanes, words)
     return lanes, words[first:]
 
 
-@compiled
-def _push(symbols: Symbols, frequencies: Frequencies, starts: Frequencies, lanes: States, words: Words) -> int:
+@jit
+def _encode_lanes(symbols: Symbols, frequencies: Frequencies, starts: Frequencies, lanes: States, words: Words) -> int:
     """From the last symbol to the first, at most a word each. Where the words, written from the end on, begin."""
     position = words.size
     for first in range((symbols.size - 1) // lanes.size * lanes.size, -1, -lanes.size):
         for lane in range(min(lanes.size, symbols.size - first) - 1, -1, -1):
             symbol, state = symbols[first + lane], lanes[lane]
             frequency = frequencies[symbol]
-            words[position - 1] = state & LOW  # written anyway: a branch could not be foretold
-            large = state >= frequency << SPARE
+            words[position - 1] = state & LOW_WORD  # written anyway: a branch could not be foretold
+            large = state >= frequency << RENORM_SHIFT
             position -= int(large)
-            state = np.uint32(state >> WORD) if large else state
+            state = np.uint32(state >> WORD_BITS) if large else state
             quotient = state // frequency
-            lanes[lane] = (quotient << SHARE) + (state - quotient * frequency) + starts[symbol]
+            lanes[lane] = (quotient << PRECISION_SHIFT) + (state - quotient * frequency) + starts[symbol]
     return position
 
 
@@ -63,10 +63,10 @@ def decode(count: int, frequencies: Frequencies, lanes: States, words: Words) ->
         raise CodecError("an entropy coder's lane is out of range")
     kinds = np.arange(frequencies.size, dtype=np.uint8)
     symbol_at = np.repeat(kinds, frequencies)
-    offset_at = np.arange(TOTAL, dtype=np.uint32) - _starts(frequencies)[symbol_at]
+    offset_at = np.arange(TOTAL, dtype=np.uint32) - _cumulative(frequencies)[symbol_at]
     symbols = np.empty(count, np.uint8)
     lanes = lanes.astype(np.uint32)
-    read = _pop(lanes, np.append(words, LOW).astype(np.uint16), symbol_at, frequencies[symbol_at], offset_at, symbols)
+    read = _decode_lanes(lanes, np.append(words, LOW_WORD).astype(np.uint16), symbol_at, frequencies[symbol_at], offset_at, symbols)
     if read > words.size:
         raise CodecError("the entropy-coded stream is too short")
     if read < words.size or (lanes >> np.uint32(16) != 1).any():
@@ -74,9 +74,9 @@ def decode(count: int, frequencies: Frequencies, lanes: States, words: Words) ->
     return symbols, lanes.astype(np.uint16)
 
 
-@compiled
-def _pop(
-    lanes: States, words: Words, symbol_at: Symbols, share_at: Frequencies, offset_at: Frequencies, symbols: Symbols
+@jit
+def _decode_lanes(
+    lanes: States, words: Words, symbol_at: Symbols, frequency_at: Frequencies, offset_at: Frequencies, symbols: Symbols
 ) -> int:
     """How many words it took; the last one, which is no part of the stream, stands for all that are missing."""
     size, step = np.uint64(symbols.size), np.uint64(lanes.size)
@@ -86,14 +86,14 @@ def _pop(
             state = lanes[lane]
             slot = state & np.uint32(TOTAL - 1)
             symbols[first + lane] = symbol_at[slot]
-            state = np.uint32((state >> SHARE) * share_at[slot] + offset_at[slot])
-            word, small = words[min(position, last)], state <= LOW  # read anyway: a branch could not be foretold
-            lanes[lane] = np.uint32(state << WORD | word) if small else state
+            state = np.uint32((state >> PRECISION_SHIFT) * frequency_at[slot] + offset_at[slot])
+            word, small = words[min(position, last)], state <= LOW_WORD  # read anyway: a branch could not be foretold
+            lanes[lane] = np.uint32(state << WORD_BITS | word) if small else state
             position += np.uint64(small)
     return int(position)
 
 
-def normalized(counts: npt.NDArray[np.int64]) -> Frequencies:
+def normalize_counts(counts: npt.NDArray[np.int64]) -> Frequencies:
     """Frequencies that sum to TOTAL, at least one for every symbol that occurs (far fewer than TOTAL do)."""
     shares = np.maximum(counts * TOTAL // counts.sum(), counts > 0)
     shares[shares.argmax()] += TOTAL - shares.sum()
@@ -101,5 +101,5 @@ def normalized(counts: npt.NDArray[np.int64]) -> Frequencies:
     return frequencies
 
 
-def _starts(frequencies: Frequencies) -> Frequencies:
+def _cumulative(frequencies: Frequencies) -> Frequencies:
     return (np.cumsum(frequencies) - frequencies).astype(np.uint32)

@@ -13,9 +13,9 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.blocks import NEAREST, BlockCodec, Coder, Halves, settled
+from optim.codecs.blocks import ROUND_NEAREST, BlockCodec, BlockEncoder, Halves, round_scale
 from optim.codecs.packing import Integers
-from optim.compiled import compiled
+from optim.compiled import jit
 from optim.parts import STRICT
 from optim.vectors import Floats
 
@@ -29,20 +29,20 @@ class BlockSign(BlockCodec):
 
     block: int = Field(default=1024, ge=16, le=65_536, multiple_of=8, description="values that share a scale")
 
-    def coder(self, values: Floats) -> Coder:
-        return partial(_code, self.block)
+    def make_encoder(self, values: Floats) -> BlockEncoder:
+        return partial(_encode_signs, self.block)
 
-    def multiples(self, codes: Integers) -> None:
-        _signs(codes)
+    def codes_to_multiples(self, codes: Integers) -> None:
+        _codes_to_signs(codes)
 
 
-@compiled
-def _code(block: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
+@jit
+def _encode_signs(block: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
     """As blocks.Coder says."""
     sums = np.empty(block, np.float32)
     for place in range(halves.size):
         row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        scale = settled(_mean(row, sums), NEAREST, halves, place)
+        scale = round_scale(_mean_magnitude(row, sums), ROUND_NEAREST, halves, place)
         if scale < 0:
             return False
         for i in range(row.size):
@@ -53,8 +53,8 @@ def _code(block: int, values: Floats, first: int, halves: Halves, codes: Integer
     return True
 
 
-@compiled
-def _mean(row: Floats, sums: Floats) -> np.float32:
+@jit
+def _mean_magnitude(row: Floats, sums: Floats) -> np.float32:
     """Of the magnitudes. The second half is added to the first until one is left, a short block filled up with zeros:
     an order that never depends on the machine."""
     sums[:] = np.float32(0)
@@ -70,7 +70,7 @@ def _mean(row: Floats, sums: Floats) -> np.float32:
     return np.float32(sums[0] / np.float32(row.size))
 
 
-@compiled
-def _signs(codes: Integers) -> None:
+@jit
+def _codes_to_signs(codes: Integers) -> None:
     for i in range(codes.size):
         codes[i] = np.int8(1) - (codes[i] << np.int8(1))

@@ -24,17 +24,17 @@ import numpy as np
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.codec import SAMPLE, Codec, Payload
-from optim.codecs.dense import BrainFloat, HalfPrecision, largest_magnitude
+from optim.codecs.codec import SAMPLE_SIZE, Codec, Payload
+from optim.codecs.dense import BFloat16, Float16, largest_magnitude
 from optim.codecs.integers import BlockInt4, BlockInt8
-from optim.codecs.noise import SEED, digest, seed_of
+from optim.codecs.noise import SEED_BYTES, short_digest, seed_from_values
 from optim.codecs.signs import BlockSign
 from optim.parts import STRICT
 from optim.vectors import Floats, Positions, SparseVector
 
-Inner = Literal["bf16", "fp16", "int8", "int4", "sign"]
-INNER: Final[Mapping[Inner, Codec]] = MappingProxyType(
-    {"bf16": BrainFloat(), "fp16": HalfPrecision(), "int8": BlockInt8(), "int4": BlockInt4(), "sign": BlockSign()}
+ValueCodec = Literal["bf16", "fp16", "int8", "int4", "sign"]
+VALUE_CODECS: Final[Mapping[ValueCodec, Codec]] = MappingProxyType(
+    {"bf16": BFloat16(), "fp16": Float16(), "int8": BlockInt8(), "int4": BlockInt4(), "sign": BlockSign()}
 )
 
 
@@ -45,56 +45,56 @@ class RandomSubset(Codec):
     version: ClassVar[int] = 2
 
     density: float = Field(default=1 / 64, ge=2**-16, le=1, description="share of the values that is sent")
-    values: Inner = "int8"
+    values: ValueCodec = "int8"
     selection: Literal["random", "striding"] = "random"
     shared: bool = True
 
     @model_validator(mode="after")
-    def _strides_together(self) -> Self:
+    def _check_striding(self) -> Self:
         if self.selection == "striding" and not self.shared:
             raise ValueError("striding goes by the round's number, which all share: shared must be true")
         return self
 
     @property
-    def reads_by_round(self) -> bool:
+    def depends_on_round(self) -> bool:
         return self.shared
 
     def max_bytes(self, numel: int) -> int:
-        most = self._kept(numel) if self.selection == "random" else -(-numel // self._stride(numel))
-        return 2 + self._seed_bytes + self._inner.max_bytes(most)
+        most = self._sent_count(numel) if self.selection == "random" else -(-numel // self._stride(numel))
+        return 2 + self._seed_bytes + self._value_codec.max_bytes(most)
 
     def bits_per_parameter(self, numel: int) -> float:
-        sampled = min(numel, SAMPLE)
-        kept = self._kept(sampled) / sampled if self.selection == "random" else 1 / self._stride(sampled)
+        sampled = min(numel, SAMPLE_SIZE)
+        kept = self._sent_count(sampled) / sampled if self.selection == "random" else 1 / self._stride(sampled)
         head = 8 * (2 + self._seed_bytes) / sampled
-        return head + kept * self._inner.bits_per_parameter(max(1, round(sampled * kept)))
+        return head + kept * self._value_codec.bits_per_parameter(max(1, round(sampled * kept)))
 
-    def write(self, values: Floats, subtract: bool) -> Payload:
+    def encode_array(self, values: Floats, subtract: bool) -> Payload:
         largest_magnitude(values)
-        seed = b"" if self.shared else seed_of(values)
+        seed = b"" if self.shared else seed_from_values(values)
         positions = self._positions(seed, values.size)
         kept = values[positions]
-        payload = b"".join((self.head(), seed, self._inner.write(kept, subtract)))
+        payload = b"".join((self.header(), seed, self._value_codec.encode_array(kept, subtract)))
         if subtract:
             values[positions] = kept
         return payload
 
-    def read(self, payload: Payload, numel: int) -> SparseVector:
-        reader = self.open(payload, numel)
-        seed = b"" if self.shared else reader.take("u1", SEED).tobytes()
+    def decode_vector(self, payload: Payload, numel: int) -> SparseVector:
+        reader = self.open_payload(payload, numel)
+        seed = b"" if self.shared else reader.read("u1", SEED_BYTES).tobytes()
         positions = self._positions(seed, numel)
-        values = self._inner.read(reader.rest(), positions.size).dense()
+        values = self._value_codec.decode_vector(reader.read_rest(), positions.size).to_dense()
         return SparseVector(positions, values, numel)
 
     @property
-    def _inner(self) -> Codec:
-        return INNER[self.values]
+    def _value_codec(self) -> Codec:
+        return VALUE_CODECS[self.values]
 
     @property
     def _seed_bytes(self) -> int:
-        return 0 if self.shared else SEED
+        return 0 if self.shared else SEED_BYTES
 
-    def _kept(self, numel: int) -> int:
+    def _sent_count(self, numel: int) -> int:
         return min(numel, math.ceil(numel * self.density))
 
     def _stride(self, numel: int) -> int:
@@ -103,16 +103,16 @@ class RandomSubset(Codec):
     def _positions(self, seed: bytes, numel: int) -> Positions:
         if self.selection == "striding":
             stride = self._stride(numel)
-            return np.arange(self._round() % stride, numel, stride, dtype=np.int64)
-        return _draw(seed or digest(f"murmur subset {self._round()}".encode()), numel, self._kept(numel))
+            return np.arange(self._bound_round() % stride, numel, stride, dtype=np.int64)
+        return _draw_positions(seed or short_digest(f"murmur subset {self._bound_round()}".encode()), numel, self._sent_count(numel))
 
-    def _round(self) -> int:
+    def _bound_round(self) -> int:
         if self.binding is None:
             raise ValueError("positions that all share go by the round's number: bind the codec to one first")
         return self.binding.round_number
 
 
-def _draw(seed: bytes, numel: int, count: int) -> Positions:
+def _draw_positions(seed: bytes, numel: int, count: int) -> Positions:
     """One position of each stretch. Philox is counter-based and its raw words are the same everywhere."""
     edges = np.arange(count + 1, dtype=np.int64) * numel // count
     words = np.random.Philox(key=int.from_bytes(seed, "little")).random_raw(count) >> np.uint64(32)

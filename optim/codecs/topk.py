@@ -20,12 +20,12 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from optim.codecs import gaps, plain, rans
-from optim.codecs.accumulation import NOTHING, Accumulation
+from optim.codecs.accumulation import NO_UPDATE, ResidualUpdate
 from optim.codecs.blocks import read_scales
-from optim.codecs.codec import Codec, Payload, Reader, as_array
-from optim.codecs.kept import INDEX, Codes, Layout, select, vector
+from optim.codecs.codec import Codec, Payload, PayloadReader, as_array
+from optim.codecs.kept import INDEX_SHIFT, Codes, TopKLayout, select_codes, decode_codes
 from optim.errors import CodecError
-from optim.memory import empty_of
+from optim.memory import empty_array
 from optim.parts import STRICT
 from optim.vectors import Floats, SparseVector
 
@@ -43,7 +43,7 @@ class ChunkTopK(Codec):
     bits: int = Field(default=2, ge=1, le=3, description="bits of a kept value, its sign included")
 
     @model_validator(mode="after")
-    def _keeps_no_more_than_there_is(self) -> Self:
+    def _check_k(self) -> Self:
         if self.k > self.chunk:
             raise ValueError(f"k must be at most the chunk's {self.chunk} values")
         return self
@@ -54,69 +54,69 @@ class ChunkTopK(Codec):
 
     def max_bytes(self, numel: int) -> int:
         layout = self._layout(numel)
-        table = 2 * len(gaps.class_table(layout.reach)[0])
+        table = 2 * len(gaps.class_table(layout.gap_limit)[0])
         # At most one 16-bit word, 15 low bits, a sign and two magnitude bits a value: 34 bits.
-        return 7 + table + 2 * layout.levels * layout.chunks + 4 * rans.lanes_for(layout.kept) + 5 * layout.kept
+        return 7 + table + 2 * layout.levels * layout.chunks + 4 * rans.lane_count(layout.kept_count) + 5 * layout.kept_count
 
-    def write(self, values: Floats, subtract: bool) -> Payload:
-        return self._write(values, subtract, NOTHING)
+    def encode_array(self, values: Floats, subtract: bool) -> Payload:
+        return self._encode(values, subtract, NO_UPDATE)
 
-    def extract_after(self, before: Accumulation, values: torch.Tensor) -> Payload:
-        return self._write(as_array(values), True, before)
+    def encode_updated(self, update: ResidualUpdate, values: torch.Tensor) -> Payload:
+        return self._encode(as_array(values), True, update)
 
-    def _write(self, values: Floats, subtract: bool, before: Accumulation) -> Payload:
+    def _encode(self, values: Floats, subtract: bool, update: ResidualUpdate) -> Payload:
         layout = self._layout(values.size)
-        codes, halves = select(values, layout, subtract, before)
-        return self.head() + _pack(codes, layout, halves.astype("<u2").tobytes())
+        codes, halves = select_codes(values, layout, subtract, update)
+        return self.header() + _pack(codes, layout, halves.astype("<u2").tobytes())
 
-    def read(self, payload: Payload, numel: int) -> SparseVector:
+    def decode_vector(self, payload: Payload, numel: int) -> SparseVector:
         layout = self._layout(numel)
-        return _unpack(self.open(payload, numel), layout)
+        return _unpack(self.open_payload(payload, numel), layout)
 
-    def _layout(self, numel: int) -> Layout:
-        return Layout(numel, self.chunk, self.k, self.bits)
+    def _layout(self, numel: int) -> TopKLayout:
+        return TopKLayout(numel, self.chunk, self.k, self.bits)
 
 
-def _pack(codes: Codes, layout: Layout, levels: bytes) -> bytes:
-    lowest, widths = gaps.class_table(layout.reach)
-    places, distances = empty_of(np.uint32, codes.size), empty_of(np.uint16, codes.size)
-    classes = empty_of(np.uint8, codes.size)
+def _pack(codes: Codes, layout: TopKLayout, levels: bytes) -> bytes:
+    lowest, widths = gaps.class_table(layout.gap_limit)
+    places, distances = empty_array(np.uint32, codes.size), empty_array(np.uint16, codes.size)
+    classes = empty_array(np.uint8, codes.size)
     counts = np.zeros(len(lowest), np.int64)
-    np.right_shift(codes, INDEX, places)
-    gaps.between(places, layout.keep, gaps.classes_below(layout.reach), distances, classes, counts)
+    np.right_shift(codes, INDEX_SHIFT, places)
+    gaps.compute_gaps(places, layout.keep, gaps.class_lookup(layout.gap_limit), distances, classes, counts)
     model, frequencies, table = _choose_model(counts, layout)
     bits = layout.bits * codes.size + int(counts @ widths)
-    packed = np.zeros(max(-(-bits // 8), 2 * rans.lanes_for(codes.size)), np.uint8)
-    plain.write(codes, layout.bits, distances, classes, widths, packed)
-    carried, rest = np.split(packed, [2 * rans.lanes_for(codes.size)])
+    packed = np.zeros(max(-(-bits // 8), 2 * rans.lane_count(codes.size)), np.uint8)
+    plain.write_bit_planes(codes, layout.bits, distances, classes, widths, packed)
+    carried, rest = np.split(packed, [2 * rans.lane_count(codes.size)])
     lanes, words = rans.encode(classes, frequencies, carried.view("<u2"))
     head = struct.pack("<BI", model, words.size)
     return b"".join((head, table, levels, lanes.astype("<u4").tobytes(), words.astype("<u2").tobytes(), rest.tobytes()))
 
 
-def _unpack(reader: Reader, layout: Layout) -> SparseVector:
-    model, word_count = struct.unpack("<BI", reader.take("u1", 5).tobytes())
+def _unpack(reader: PayloadReader, layout: TopKLayout) -> SparseVector:
+    model, word_count = struct.unpack("<BI", reader.read("u1", 5).tobytes())
     if model not in (UNIFORM, COUNTED):
         raise CodecError(f"model {model} of the gaps is not known")
     frequencies = _read_frequencies(reader, layout) if model == COUNTED else layout.frequencies
     levels = read_scales(reader, layout.levels * layout.chunks).reshape(-1, layout.levels)
     if (levels[:, :-1] > levels[:, 1:]).any():
         raise CodecError("a chunk's levels do not ascend")
-    lanes = reader.take("u4", rans.lanes_for(layout.kept))
-    words = reader.take("u2", word_count)
-    classes, carried = rans.decode(layout.kept, frequencies, lanes, words)
-    lowest, widths = gaps.class_table(layout.reach)
-    packed = _read_plain(reader, carried, layout.bits * layout.kept + plain.count(classes, widths))
-    codes = empty_of(np.uint32, layout.kept)
-    last = plain.read(packed, layout.bits, classes, lowest, widths, layout.span, layout.keep, codes)
-    if not 0 <= last < (layout.rest or layout.span):
+    lanes = reader.read("u4", rans.lane_count(layout.kept_count))
+    words = reader.read("u2", word_count)
+    classes, carried = rans.decode(layout.kept_count, frequencies, lanes, words)
+    lowest, widths = gaps.class_table(layout.gap_limit)
+    packed = _read_bit_planes(reader, carried, layout.bits * layout.kept_count + plain.count_low_bits(classes, widths))
+    codes = empty_array(np.uint32, layout.kept_count)
+    last = plain.read_bit_planes(packed, layout.bits, classes, lowest, widths, layout.chunk_size, layout.keep, codes)
+    if not 0 <= last < (layout.tail or layout.chunk_size):
         raise CodecError("an index is beyond its chunk")
-    return vector(codes, levels, layout)
+    return decode_codes(codes, levels, layout)
 
 
-def _choose_model(counts: gaps.Counts, layout: Layout) -> tuple[int, rans.Frequencies, bytes]:
+def _choose_model(counts: gaps.Counts, layout: TopKLayout) -> tuple[int, rans.Frequencies, bytes]:
     """Counted frequencies where they save more than their table costs."""
-    uniform, counted = layout.frequencies, rans.normalized(counts)
+    uniform, counted = layout.frequencies, rans.normalize_counts(counts)
     occurring = counts > 0
     if (uniform[occurring] > 0).all():
         saved = (counts[occurring] * np.log2(counted[occurring] / uniform[occurring])).sum()
@@ -125,20 +125,20 @@ def _choose_model(counts: gaps.Counts, layout: Layout) -> tuple[int, rans.Freque
     return COUNTED, counted, counted.astype("<u2").tobytes()
 
 
-def _read_frequencies(reader: Reader, layout: Layout) -> rans.Frequencies:
-    frequencies = reader.take("u2", len(gaps.class_table(layout.reach)[0])).astype(np.uint32)
+def _read_frequencies(reader: PayloadReader, layout: TopKLayout) -> rans.Frequencies:
+    frequencies = reader.read("u2", len(gaps.class_table(layout.gap_limit)[0])).astype(np.uint32)
     gaps.check_frequencies(frequencies)
     return frequencies
 
 
-def _read_plain(reader: Reader, carried: rans.Words, count: int) -> npt.NDArray[np.uint8]:
+def _read_bit_planes(reader: PayloadReader, carried: rans.Words, count: int) -> npt.NDArray[np.uint8]:
     """The bytes of `count` plain bits: those in the lanes first, then all that is left of the payload; and zeros."""
     length, first = -(-count // 8), 2 * carried.size
-    packed = np.zeros(max(length, first) + plain.BEHIND, np.uint8)
+    packed = np.zeros(max(length, first) + plain.READ_AHEAD_BYTES, np.uint8)
     packed[:first] = carried.astype("<u2").view(np.uint8)
-    rest = reader.take("u1", max(0, length - first))
+    rest = reader.read("u1", max(0, length - first))
     packed[first : first + rest.size] = rest
-    reader.end()
+    reader.expect_end()
     if packed[length:].any() or packed[length - 1] & (1 << (8 * length - count)) - 1:
         raise CodecError("padding is not zero")
     return packed

@@ -14,14 +14,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from optim.inner.inner import EPSILON, FIRST_MOMENT, SECOND_MOMENT, Inner, Step
+from optim.inner.inner import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerUpdateRule, InnerStep
 from optim.parts import STRICT
 
 ACCUMULATED = "accumulated"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class AccumulatingAdamW(Inner):
+class AccumulatingAdamW(InnerUpdateRule):
     """m' = beta1 * m + (1 - beta1) * g;  v' = beta2 * v + (1 - beta2) * g^2;  n = ceil(count / s)
     theta <- theta * (1 - rate * weight_decay)            matrices only
     theta <- theta - rate * m' / (1 - beta1^n) / (sqrt(v' / (1 - beta2^n)) + eps)
@@ -33,11 +33,11 @@ class AccumulatingAdamW(Inner):
 
     every: int = Field(default=4, ge=1, le=1000, description="steps between two changes of the moments")
 
-    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
         first, second, accumulated = vectors[FIRST_MOMENT], vectors[SECOND_MOMENT], vectors[ACCUMULATED]
         count = step.count // self.every + 1
         accumulated += gradient
-        step.decay(weights)
+        step.decay_weights(weights)
         candidate = (second * step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
         spread = candidate.sqrt_().div_(math.sqrt(1 - step.beta2**count)).add_(EPSILON)
         weights.addcdiv_(first.lerp(gradient, 1 - step.beta1), spread, value=-step.rate / (1 - step.beta1**count))

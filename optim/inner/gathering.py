@@ -7,25 +7,25 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from optim.inner.inner import GRADIENT_SUM, Inner, Step
+from optim.inner.inner import GRADIENT_SUM, InnerUpdateRule, InnerStep
 from optim.parts import STRICT
 
 MOMENTUM = "momentum"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Gathering(Inner):
+class GradientAccumulator(InnerUpdateRule):
     """G <- G + g;  theta stays"""
 
     kind: ClassVar[str] = "gathering"
     vectors: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
 
-    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
         vectors[GRADIENT_SUM].add_(gradient)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class GatheringAhead(Inner):
+class LookaheadAccumulator(InnerUpdateRule):
     """G <- G + g;  M <- beta * M + g;  theta stays, but the gradient is taken at theta - reach * rate * sign(M)
 
     For signs that are applied a step late (DisTrO, the public code of arXiv 2411.19870): where the next one is likely
@@ -39,9 +39,9 @@ class GatheringAhead(Inner):
     beta: float = Field(default=0.999, ge=0, lt=1)
     reach: float = Field(default=0.3, ge=0, le=10)
 
-    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
         vectors[GRADIENT_SUM].add_(gradient)
         vectors[MOMENTUM].mul_(self.beta).add_(gradient)
 
-    def look_ahead(self, weights: Tensor, vectors: Mapping[str, Tensor], step: Step) -> Tensor | None:
+    def lookahead_weights(self, weights: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> Tensor | None:
         return weights.sub(vectors[MOMENTUM].sign(), alpha=self.reach * step.rate)

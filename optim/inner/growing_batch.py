@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from optim.inner.adamw import AdamW
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step
+from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, InnerUpdateRule, InnerStep
 from optim.parts import STRICT
 
 ACCUMULATED = "accumulated"
@@ -30,7 +30,7 @@ TALLY = "tally"  # gradients gathered, the sum of their squared norms, gradients
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class GrowingBatch(Inner):
+class GrowingBatch(InnerUpdateRule):
     """G <- G + g_j for n local steps, then AdamW with the mean G / n, and
     n <- max(n, ceil(sum_j |g_j - G / n|^2 / (n - 1) / (theta^2 |G / n|^2))), at most `most`
     """
@@ -44,30 +44,30 @@ class GrowingBatch(Inner):
     most: int = Field(default=64, ge=2, le=10_000, description="local steps of the largest batch")
 
     @model_validator(mode="after")
-    def _starts_below_the_most(self) -> "GrowingBatch":
+    def _check_start(self) -> "GrowingBatch":
         if self.start > self.most:
             raise ValueError("start must not be above most")
         return self
 
-    def size_of(self, name: str, numel: int) -> int:
+    def vector_numel(self, name: str, numel: int) -> int:
         return 4 if name == TALLY else numel
 
-    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
         accumulated, tally = vectors[ACCUMULATED], vectors[TALLY]
         accumulated += gradient
         tally[0] += 1
         tally[1] += gradient.square().sum()
         count, squares, wanted, steps = tally.tolist()
-        if count < self.batch(wanted):
+        if count < self.rounded_batch_size(wanted):
             return
         mean = accumulated / count
-        tally[2] = max(wanted, self.wanted(int(count), squares, float(mean.square().sum())))
-        AdamW().step(weights, mean, vectors, step.at(int(steps)))
+        tally[2] = max(wanted, self.noise_batch_size(int(count), squares, float(mean.square().sum())))
+        AdamW().step(weights, mean, vectors, step.with_count(int(steps)))
         accumulated.zero_()
         tally[:2] = 0
         tally[3] += 1
 
-    def wanted(self, count: int, squares: float, size: float) -> int:
+    def noise_batch_size(self, count: int, squares: float, size: float) -> int:
         """By the norm test. `squares`: the sum of the gradients' squared norms; `size`: the mean's."""
         variance = max(0.0, squares - count * size) / max(1, count - 1)
         if variance == 0:
@@ -75,7 +75,7 @@ class GrowingBatch(Inner):
         share = variance / (self.theta**2 * size) if size else math.inf
         return self.most if share > self.most else math.ceil(share)
 
-    def batch(self, wanted: float) -> int:
+    def rounded_batch_size(self, wanted: float) -> int:
         """Local steps that are gathered where the test wants so many."""
         count = max(self.start, round(wanted))
         if count > 2 * self.at_once:

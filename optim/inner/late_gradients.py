@@ -13,7 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from optim.inner.inner import Inner, Step
+from optim.inner.inner import InnerUpdateRule, InnerStep
 from optim.parts import STRICT
 
 VELOCITY = "velocity"
@@ -21,30 +21,30 @@ TINY = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class _Momentum(Inner):
+class _MomentumRule(InnerUpdateRule):
     vectors: ClassVar[tuple[str, ...]] = (VELOCITY,)
 
     momentum: float = Field(default=0.9, ge=0, lt=1)
     boost: float = Field(default=10.0, gt=0, le=1000, description="times the run's learning rate")
 
-    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
-        step.decay(weights)
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
+        step.decay_weights(weights)
         velocity = vectors[VELOCITY]
-        self._accelerate(velocity, gradient, step)
-        weights.sub_(self._course(velocity, gradient), alpha=self._rate(step))
+        self._update_velocity(velocity, gradient, step)
+        weights.sub_(self._direction(velocity, gradient), alpha=self._rate(step))
 
-    def _rate(self, step: Step) -> float:
+    def _rate(self, step: InnerStep) -> float:
         return step.rate * self.boost
 
-    def _accelerate(self, velocity: Tensor, gradient: Tensor, step: Step) -> None:
+    def _update_velocity(self, velocity: Tensor, gradient: Tensor, step: InnerStep) -> None:
         velocity.mul_(self.momentum).add_(gradient)
 
-    def _course(self, velocity: Tensor, gradient: Tensor) -> Tensor:
+    def _direction(self, velocity: Tensor, gradient: Tensor) -> Tensor:
         return velocity
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class AdaptiveBraking(_Momentum):
+class AdaptiveBraking(_MomentumRule):
     """a = 1 - rho * <g, v> / (|g| |v|), of each tensor;  v <- mu * v + a * g;  theta <- theta - rate * v
     (arXiv 2007.01397): a gradient along the velocity counts less, one against it more. rho = 0 is plain momentum; with
     rho = 1 a noiseless gradient along the velocity counts nothing, and training stands still.
@@ -54,8 +54,8 @@ class AdaptiveBraking(_Momentum):
 
     rho: float = Field(default=2.0, ge=0, le=10)
 
-    def _accelerate(self, velocity: Tensor, gradient: Tensor, step: Step) -> None:
-        for start, stop in step.tensors or ((0, velocity.numel()),):
+    def _update_velocity(self, velocity: Tensor, gradient: Tensor, step: InnerStep) -> None:
+        for start, stop in step.tensor_spans or ((0, velocity.numel()),):
             fresh, course = gradient[start:stop], velocity[start:stop]
             product = torch.linalg.vector_norm(fresh) * torch.linalg.vector_norm(course)
             fresh.mul_(1 - self.rho * torch.dot(fresh, course) / product.clamp(min=TINY))
@@ -63,7 +63,7 @@ class AdaptiveBraking(_Momentum):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SpikeCompensation(_Momentum):
+class SpikeCompensation(_MomentumRule):
     """v <- mu * v + g;  theta <- theta - rate * (mu^D * v + (1 - mu^D) / (1 - mu) * g), D = `delay`
     (arXiv 2003.11666): a late gradient contributes at once what it would have contributed in the D steps it missed.
     """
@@ -72,13 +72,13 @@ class SpikeCompensation(_Momentum):
 
     delay: int = Field(default=1, ge=0, le=1000, description="steps by which gradients are late")
 
-    def _course(self, velocity: Tensor, gradient: Tensor) -> Tensor:
+    def _direction(self, velocity: Tensor, gradient: Tensor) -> Tensor:
         left = self.momentum**self.delay
         return (velocity * left).add_(gradient, alpha=(1 - left) / (1 - self.momentum))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class WeightPrediction(_Momentum):
+class WeightPrediction(_MomentumRule):
     """The gradient is taken at theta - rate * D * v, where the velocity would lead in the D = `delay` steps until it
     comes back (arXiv 2003.11666);  v <- mu * v + g;  theta <- theta - rate * v
     """
@@ -87,7 +87,7 @@ class WeightPrediction(_Momentum):
 
     delay: int = Field(default=1, ge=0, le=1000, description="steps by which gradients are late")
 
-    def look_ahead(self, weights: Tensor, vectors: Mapping[str, Tensor], step: Step) -> Tensor | None:
+    def lookahead_weights(self, weights: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> Tensor | None:
         if self.delay == 0:
             return None
         return weights.sub(vectors[VELOCITY], alpha=self._rate(step) * self.delay)

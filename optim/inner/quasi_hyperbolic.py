@@ -13,12 +13,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, Inner, Step, advance_second_moment
+from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, InnerUpdateRule, InnerStep, update_second_moment
 from optim.parts import STRICT
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class QuasiHyperbolic(Inner):
+class QuasiHyperbolic(InnerUpdateRule):
     """u <- beta * u + (1 - beta) * g;  v <- beta2 * v + (1 - beta2) * g^2
     theta <- theta * (1 - rate * weight_decay)            matrices only
     theta <- theta - rate * ((1 - w) * g + w * u') / (sqrt(v') + eps), where x' = x / (1 - beta^count)
@@ -32,10 +32,10 @@ class QuasiHyperbolic(Inner):
     beta: float = Field(default=0.999, ge=0, lt=1, description="of the slow momentum; takes the place of train.beta1")
     weight: float = Field(default=0.9, ge=0, le=1, description="of the slow momentum in the step")
 
-    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: Step) -> None:
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
         slow, second, count = vectors[FIRST_MOMENT], vectors[SECOND_MOMENT], step.count + 1
-        step.decay(weights)
+        step.decay_weights(weights)
         slow.lerp_(gradient, 1 - self.beta)
-        spread = advance_second_moment(second, gradient, step)
+        spread = update_second_moment(second, gradient, step)
         course = gradient.mul_(1 - self.weight).add_(slow, alpha=self.weight / (1 - self.beta**count))
         weights.addcdiv_(course, spread, value=-step.rate)

@@ -3,7 +3,7 @@
 from optim.updates.adaptive import Adam, FrozenAdam, Sign
 from optim.updates.gossip import Gossip, GossipWeights, Replace, consensus_factor
 from optim.updates.momentum import DelayedNesterov, HeavyBall, Nesterov, Sgd, StalenessPenalised
-from optim.updates.update import Moment, Slots, Update
+from optim.updates.update import OuterStep, Slots, OuterOptimizer
 
 __all__ = [
     "Adam",
@@ -12,13 +12,13 @@ __all__ = [
     "Gossip",
     "GossipWeights",
     "HeavyBall",
-    "Moment",
+    "OuterStep",
     "Nesterov",
     "Replace",
     "Sgd",
     "Sign",
     "Slots",
     "StalenessPenalised",
-    "Update",
+    "OuterOptimizer",
     "consensus_factor",
 ]

@@ -8,11 +8,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.parts import STRICT
-from optim.updates.update import EPSILON, Moment, Slots, Update, decay_matrices, length, slabs_of
+from optim.updates.update import EPSILON, OuterStep, Slots, OuterOptimizer, decay_weights, tensor_norm, tensor_slabs
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Sign(Update):
+class Sign(OuterOptimizer):
     """phi <- phi * (1 - eta' * weight_decay) (matrices only);  phi <- phi - eta' * sign(delta), sign(0) = 0
     with eta' = eta times what is left of the run's learning rate (arXiv 1802.04434; DeMo, arXiv 2411.19870).
 
@@ -24,15 +24,15 @@ class Sign(Update):
     learning_rate: float = Field(default=0.001, gt=0, le=10)
     weight_decay: float = Field(default=0.0, ge=0, le=1)
 
-    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
-        rate = self.learning_rate * moment.decay
-        decay_matrices(anchor, moment, rate * self.weight_decay)
-        for part in slabs_of(anchor):
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
+        rate = self.learning_rate * outer_step.rate_decay
+        decay_weights(anchor, outer_step, rate * self.weight_decay)
+        for part in tensor_slabs(anchor):
             anchor[part] -= torch.sign(delta[part]) * rate
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Adam(Update):
+class Adam(OuterOptimizer):
     """AdamW (arXiv 1711.05101) on the merged gradient: data parallel training is this after every step.
 
     g <- delta * min(1, clip / |delta|)
@@ -50,13 +50,13 @@ class Adam(Update):
     weight_decay: float = Field(default=0.1, ge=0, le=1)
     clip: float = Field(default=1.0, gt=0)
 
-    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
-        rate, count = self.learning_rate * moment.decay, moment.round + 1
-        size = length(delta)
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
+        rate, count = self.learning_rate * outer_step.rate_decay, outer_step.count + 1
+        size = tensor_norm(delta)
         shrink = min(1.0, self.clip / size) if size else 1.0
-        decay_matrices(anchor, moment, rate * self.weight_decay)
+        decay_weights(anchor, outer_step, rate * self.weight_decay)
         scale = math.sqrt(1 - self.beta2**count)
-        for part in slabs_of(anchor):
+        for part in tensor_slabs(anchor):
             first, second, gradient = slots["first_moment"][part], slots["second_moment"][part], delta[part] * shrink
             first *= self.beta1
             first += gradient * (1 - self.beta1)
@@ -69,7 +69,7 @@ class Adam(Update):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class FrozenAdam(Update):
+class FrozenAdam(OuterOptimizer):
     """1-bit Adam (arXiv 2102.02888): the merged message is the momentum m' itself. In the first `warm_rounds` rounds
     this is Adam, which learns v from the mean gradient that m' tells of; afterwards v stays as it is, so that m' may
     come in one bit a value:
@@ -93,16 +93,16 @@ class FrozenAdam(Update):
     warm_rounds: int = Field(default=100, ge=1)
     floor: float = Field(default=0.0, ge=0, le=1)
 
-    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
-        rate, count = self.learning_rate * moment.decay, moment.round + 1
-        decay_matrices(anchor, moment, rate * self.weight_decay)
-        if moment.round == self.warm_rounds:
-            self._raise(slots["second_moment"])
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
+        rate, count = self.learning_rate * outer_step.rate_decay, outer_step.count + 1
+        decay_weights(anchor, outer_step, rate * self.weight_decay)
+        if outer_step.count == self.warm_rounds:
+            self._raise_to_floor(slots["second_moment"])
         scale = math.sqrt(1 - self.beta2 ** min(count, self.warm_rounds))
-        for part in slabs_of(anchor):
+        for part in tensor_slabs(anchor):
             first, second = slots["first_moment"][part], slots["second_moment"][part]
-            if moment.round < self.warm_rounds:
-                self._learn(first, second, delta[part])
+            if outer_step.count < self.warm_rounds:
+                self._update_second_moment(first, second, delta[part])
             first.copy_(delta[part])
             spread = torch.sqrt(second)
             spread /= scale
@@ -110,12 +110,12 @@ class FrozenAdam(Update):
             step = first / spread * (rate / (1 - self.beta1**count))
             anchor[part] -= torch.where(second > 0, step, 0.0)
 
-    def _learn(self, first: torch.Tensor, second: torch.Tensor, merged: torch.Tensor) -> None:
+    def _update_second_moment(self, first: torch.Tensor, second: torch.Tensor, merged: torch.Tensor) -> None:
         gradient = merged - first * self.beta1
         gradient /= 1 - self.beta1
         second *= self.beta2
         second += gradient * gradient * (1 - self.beta2)
 
-    def _raise(self, second: torch.Tensor) -> None:
-        mean = length(torch.sqrt(second)) ** 2 / second.numel()
+    def _raise_to_floor(self, second: torch.Tensor) -> None:
+        mean = tensor_norm(torch.sqrt(second)) ** 2 / second.numel()
         second.clamp_(min=self.floor * mean)

@@ -8,11 +8,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.parts import STRICT
-from optim.updates.update import Moment, Slots, Update, slabs_of
+from optim.updates.update import OuterStep, Slots, OuterOptimizer, tensor_slabs
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Gossip(Update):
+class Gossip(OuterOptimizer):
     """NoLoCo's step (arXiv 2506.10911) in a group whose members have anchors of their own; with the mean progress
     delta (uphill) and the mean anchor of the group:
 
@@ -30,9 +30,9 @@ class Gossip(Update):
     beta: float = Field(default=0.7, gt=0, le=10)
     gamma: float = Field(default=0.7, ge=0, le=10)
 
-    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
         progress, mean = delta[: anchor.numel()], delta[anchor.numel() :]
-        for part in slabs_of(anchor):
+        for part in tensor_slabs(anchor):
             momentum = slots["momentum"][part]
             momentum *= self.alpha
             momentum -= progress[part] * self.beta
@@ -41,7 +41,7 @@ class Gossip(Update):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class GossipWeights(Update):
+class GossipWeights(OuterOptimizer):
     """NoLoCo's step (arXiv 2506.10911) with gamma = beta, where the progress and the anchor of a member need not be
     told apart: its weights theta say all.
 
@@ -62,8 +62,8 @@ class GossipWeights(Update):
     def gamma(self) -> float:
         return self.beta
 
-    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
-        for part in slabs_of(anchor):
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
+        for part in tensor_slabs(anchor):
             momentum = slots["momentum"][part]
             momentum *= self.alpha
             momentum -= (anchor[part] - delta[part]) * self.beta
@@ -71,14 +71,14 @@ class GossipWeights(Update):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Replace(Update):
+class Replace(OuterOptimizer):
     """phi <- what was merged: for the signal "weights" (gossip averaging, arXiv 2410.11998)."""
 
     kind: ClassVar[str] = "replace"
     is_elementwise: ClassVar[bool] = True
     signals: ClassVar[tuple[str, ...]] = ("weights",)
 
-    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
         anchor.copy_(delta)
 
 

@@ -8,11 +8,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.parts import STRICT
-from optim.updates.update import Moment, Slots, Update, length, slabs_of
+from optim.updates.update import OuterStep, Slots, OuterOptimizer, tensor_norm, tensor_slabs
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class _Step(Update):
+class _ScalableOptimizer(OuterOptimizer):
     """`shorten`: a round with less behind it than usual moves by its share (see optim.usual)."""
 
     is_elementwise: ClassVar[bool] = True
@@ -20,29 +20,29 @@ class _Step(Update):
     shorten: bool = Field(default=False, description="a round with less behind it than usual moves by its share")
 
     @property
-    def is_shortened(self) -> bool:
+    def is_scaled_by_weight(self) -> bool:
         return self.shorten
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Sgd(_Step):
+class Sgd(_ScalableOptimizer):
     """phi <- phi - eta * delta. With eta = 1 and a mean this is plain parameter averaging (arXiv 1602.05629)."""
 
     kind: ClassVar[str] = "sgd"
 
     learning_rate: float = Field(default=1.0, gt=0, le=10)
 
-    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
-        for part in slabs_of(anchor):
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
+        for part in tensor_slabs(anchor):
             anchor[part] -= delta[part] * self.learning_rate
 
     @property
-    def rate(self) -> float:
+    def linear_rate(self) -> float:
         return self.learning_rate
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class _Momentum(_Step):
+class _MomentumOptimizer(_ScalableOptimizer):
     """m <- mu * m + delta; what the step is made of beside m is the subclass's affair."""
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -50,8 +50,8 @@ class _Momentum(_Step):
     learning_rate: float = Field(default=0.7, gt=0, le=10)
     momentum: float = Field(default=0.9, ge=0, lt=1)
 
-    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
-        for part in slabs_of(anchor):
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
+        for part in tensor_slabs(anchor):
             momentum = slots["momentum"][part]
             momentum *= self.momentum
             momentum += delta[part]
@@ -65,7 +65,7 @@ class _Momentum(_Step):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Nesterov(_Momentum):
+class Nesterov(_MomentumOptimizer):
     """Nesterov's momentum as in torch.optim.SGD(nesterov=True), the outer optimizer of DiLoCo (arXiv 2311.08105):
 
     m <- mu * m + delta;  phi <- phi - eta * (delta + mu * m)
@@ -80,7 +80,7 @@ class Nesterov(_Momentum):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class HeavyBall(_Momentum):
+class HeavyBall(_MomentumOptimizer):
     """Polyak's momentum as in torch.optim.SGD(nesterov=False):
 
     m <- mu * m + delta;  phi <- phi - eta * m
@@ -93,7 +93,7 @@ class HeavyBall(_Momentum):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class DelayedNesterov(Update):
+class DelayedNesterov(OuterOptimizer):
     """Momentum for progress that comes a few members at a time (arXiv 2401.09135, with its c = 0): applied to every
     stale update it diverges, so it moves only once in N = `period` updates, by their mean.
 
@@ -111,9 +111,9 @@ class DelayedNesterov(Update):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     period: int = Field(default=4, ge=1, le=1000)
 
-    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
-        turns = (moment.round + 1) % self.period == 0
-        for part in slabs_of(anchor):
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
+        turns = (outer_step.count + 1) % self.period == 0
+        for part in tensor_slabs(anchor):
             gathered, step = slots["gathered"][part], delta[part] / self.period
             gathered += delta[part]
             if turns:
@@ -127,7 +127,7 @@ class DelayedNesterov(Update):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class StalenessPenalised(Update):
+class StalenessPenalised(OuterOptimizer):
     """CO2's outer step on progress that is one round late (arXiv 2401.16265):
 
     m <- mu * m + delta / L;  m <- clamp(m, -c', c');  phi <- phi - eta * m
@@ -148,21 +148,21 @@ class StalenessPenalised(Update):
     penalty: bool = True
     rate: float = Field(default=0.1, gt=0, le=1, description="of the running mean")
 
-    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
-        penalty = self._penalty(slots, moment) if self.penalty else 1.0
-        most = self.clip * moment.decay
-        for part in slabs_of(anchor):
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
+        penalty = self._update_penalty(slots, outer_step) if self.penalty else 1.0
+        most = self.clip * outer_step.rate_decay
+        for part in tensor_slabs(anchor):
             momentum = slots["momentum"][part]
             momentum *= self.momentum
             momentum += delta[part] / penalty
             momentum.clamp_(-most, most)
             anchor[part] -= momentum * self.learning_rate
 
-    def _penalty(self, slots: Slots, moment: Moment) -> float:
+    def _update_penalty(self, slots: Slots, outer_step: OuterStep) -> float:
         """L; moves `a` on. Both in units of eta."""
         momentum, movement = slots["momentum"], slots["movement"]
-        weight = max(self.rate, 1 / max(1, moment.round))
-        for part in slabs_of(momentum):
+        weight = max(self.rate, 1 / max(1, outer_step.count))
+        for part in tensor_slabs(momentum):
             movement[part] += (momentum[part].abs() - movement[part]) * weight
-        usual = length(movement)
-        return 1 + length(momentum) / usual if usual else 1.0
+        usual = tensor_norm(movement)
+        return 1 + tensor_norm(momentum) / usual if usual else 1.0

@@ -21,18 +21,18 @@ Slots = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Moment:
+class OuterStep:
     """`round`: how often these values were updated before; `step`: local steps of a peer before this round's; `decay`:
     the share of the run's learning rate that is left at that step, for updates that take an optimizer's place;
     `matrices`: where they stand, which alone are decayed."""
 
-    round: int = 0
-    step: int = 0
-    decay: float = 1.0
-    matrices: tuple[Span, ...] = ()
+    count: int = 0
+    local_steps: int = 0
+    rate_decay: float = 1.0
+    matrix_spans: tuple[Span, ...] = ()
 
 
-class Update(ABC):
+class OuterOptimizer(ABC):
     """The outer optimizer. `slots` names its state vectors, each flat fp32 of the model's size, zero at the start.
     `signals`: the kinds of signal that it can make a step of."""
 
@@ -42,30 +42,30 @@ class Update(ABC):
     is_elementwise: ClassVar[bool] = False  # stretch by stretch, in any order and beside one another, gives the same
 
     @property
-    def is_shortened(self) -> bool:
+    def is_scaled_by_weight(self) -> bool:
         """Whether a round with less behind it than usual is to move by its share (see optim.usual)."""
         return False
 
     @abstractmethod
-    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, moment: Moment) -> None:
+    def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
         """Change `anchor` and `slots` in place. All are flat fp32 tensors of one size on the CPU."""
 
     @property
-    def rate(self) -> float | None:
+    def linear_rate(self) -> float | None:
         """Of an update that is phi <- phi - rate * delta, and no more."""
         return None
 
 
-def slabs_of(vector: torch.Tensor) -> Iterator[slice]:
+def tensor_slabs(vector: torch.Tensor) -> Iterator[slice]:
     return slabs(vector.numel())
 
 
-def length(vector: torch.Tensor) -> float:
+def tensor_norm(vector: torch.Tensor) -> float:
     """The Euclidean norm, the same on every machine."""
     return norm([vector.numpy()])
 
 
-def decay_matrices(anchor: torch.Tensor, moment: Moment, share: float) -> None:
+def decay_weights(anchor: torch.Tensor, outer_step: OuterStep, fraction: float) -> None:
     """phi <- phi * (1 - share), matrices only."""
-    for start, stop in moment.matrices:
-        anchor[start:stop] *= 1 - share
+    for start, stop in outer_step.matrix_spans:
+        anchor[start:stop] *= 1 - fraction

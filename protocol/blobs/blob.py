@@ -40,7 +40,7 @@ class Blob:
     @classmethod
     def of(cls, *data: Bytes) -> Self:
         """Of all of them, one after the other."""
-        return cls.from_hashes(piece_hashes(*data), size_of(data))
+        return cls.from_hashes(piece_hashes(*data), total_size(data))
 
     @classmethod
     def from_hashes(cls, hashes: bytes, size: int) -> Self:
@@ -86,7 +86,7 @@ def digest_of(hashes: bytes, size: int) -> bytes:
     return hash_of(hashes + size.to_bytes(8, "big"))
 
 
-def size_of(data: Iterable[Bytes]) -> int:
+def total_size(data: Iterable[Bytes]) -> int:
     return sum(memoryview(part).nbytes for part in data)
 
 

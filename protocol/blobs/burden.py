@@ -12,40 +12,40 @@ from protocol.identity import PeerId
 
 
 @dataclass(frozen=True)
-class _Load:
-    asker: PeerId
+class _Reservation:
+    peer: PeerId
     size: int
     round: int
 
 
-class Burden:
+class RelayQuota:
     """`most`, `most_each`: bytes, of all who ask and of one. `blobs_each`: how many of one, as each costs us work."""
 
-    def __init__(self, most: int, most_each: int, blobs_each: int) -> None:
-        self._most = most
-        self._most_each = most_each
-        self._blobs_each = blobs_each
-        self._loads: dict[bytes, _Load] = {}
+    def __init__(self, max_bytes: int, max_bytes_per_peer: int, max_blobs_per_peer: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_bytes_per_peer = max_bytes_per_peer
+        self._max_blobs_per_peer = max_blobs_per_peer
+        self._reservations: dict[bytes, _Reservation] = {}
 
     @property
-    def size(self) -> int:
+    def reserved_bytes(self) -> int:
         """Bytes."""
-        return sum(load.size for load in self._loads.values())
+        return sum(load.size for load in self._reservations.values())
 
-    def take(self, asker: PeerId, blob: Blob, number: int) -> None:
+    def reserve(self, peer: PeerId, blob: Blob, round_number: int) -> None:
         """Count a blob of that round. Raises LimitError where it is too much."""
-        if blob.digest in self._loads:
+        if blob.digest in self._reservations:
             return
-        own = [load.size for load in self._loads.values() if load.asker == asker]
-        if sum(own) + blob.size > self._most_each or len(own) >= self._blobs_each:
-            raise LimitError(f"{asker} has {len(own)} blobs of {sum(own)} bytes carried already")
-        if self.size + blob.size > self._most:
-            raise LimitError(f"{self.size} bytes are carried for others already")
-        self._loads[blob.digest] = _Load(asker, blob.size, number)
+        own = [load.size for load in self._reservations.values() if load.peer == peer]
+        if sum(own) + blob.size > self._max_bytes_per_peer or len(own) >= self._max_blobs_per_peer:
+            raise LimitError(f"{peer} has {len(own)} blobs of {sum(own)} bytes carried already")
+        if self.reserved_bytes + blob.size > self._max_bytes:
+            raise LimitError(f"{self.reserved_bytes} bytes are carried for others already")
+        self._reservations[blob.digest] = _Reservation(peer, blob.size, round_number)
 
-    def drop_before(self, number: int) -> None:
+    def release_before(self, round_number: int) -> None:
         """All of earlier rounds."""
-        self._loads = {digest: load for digest, load in self._loads.items() if load.round >= number}
+        self._reservations = {digest: load for digest, load in self._reservations.items() if load.round >= round_number}
 
     def digests(self) -> set[bytes]:
-        return set(self._loads)
+        return set(self._reservations)

@@ -9,9 +9,9 @@ from typing import Final, NamedTuple
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Bytes
 
-BLOBS: Final = wire.DESCRIPTOR.services_by_name["Blobs"].full_name
-FETCH: Final = f"/{BLOBS}/Fetch"
-DATA, SQUEEZED = b"\x0a", b"\x10"  # the fields' tags: 1, by its length, and 2, a varint
+BLOBS_SERVICE: Final = wire.DESCRIPTOR.services_by_name["Blobs"].full_name
+FETCH_METHOD: Final = f"/{BLOBS_SERVICE}/Fetch"
+DATA_TAG, SQUEEZED_TAG = b"\x0a", b"\x10"  # the fields' tags: 1, by its length, and 2, a varint
 MAX_VARINT_BYTES = 5  # of 32 bits
 
 
@@ -21,29 +21,29 @@ class Chunk(NamedTuple):
     data: Bytes
     squeezed: int = 0
 
-    def written(self) -> bytes:
+    def serialize(self) -> bytes:
         """As `Chunk.SerializeToString` does it."""
-        data = (DATA, _varint(len(self.data)), self.data) if self.data else ()
-        return b"".join((*data, *((SQUEEZED, _varint(self.squeezed)) if self.squeezed else ())))
+        data = (DATA_TAG, _encode_varint(len(self.data)), self.data) if self.data else ()
+        return b"".join((*data, *((SQUEEZED_TAG, _encode_varint(self.squeezed)) if self.squeezed else ())))
 
 
-def read(raw: bytes | bytearray) -> Chunk:
+def parse_chunk(raw: bytes | bytearray) -> Chunk:
     """`raw` lives as long as the chunk, and must not change. DecodeError: it is none."""
     try:
-        return _read_plain(raw)
+        return _parse_plain_chunk(raw)
     except (ValueError, IndexError):
         message = wire.Chunk.FromString(bytes(raw))
         return Chunk(message.data, message.squeezed)
 
 
-def _read_plain(raw: bytes | bytearray) -> Chunk:
+def _parse_plain_chunk(raw: bytes | bytearray) -> Chunk:
     """ValueError or IndexError: protobuf would not have written it so."""
-    if raw[:1] != DATA:
+    if raw[:1] != DATA_TAG:
         raise ValueError("another field comes first")
-    length, start = _varint_at(raw, 1)
+    length, start = _decode_varint(raw, 1)
     end, squeezed = start + length, 0
-    if length and raw[end : end + 1] == SQUEEZED:
-        squeezed, stop = _varint_at(raw, end + 1)
+    if length and raw[end : end + 1] == SQUEEZED_TAG:
+        squeezed, stop = _decode_varint(raw, end + 1)
     else:
         stop = end
     if not length or stop != len(raw):
@@ -51,7 +51,7 @@ def _read_plain(raw: bytes | bytearray) -> Chunk:
     return Chunk(memoryview(raw)[start:end], squeezed)
 
 
-def _varint(number: int) -> bytes:
+def _encode_varint(number: int) -> bytes:
     written = bytearray()
     while number >= 0x80:
         written.append(number & 0x7F | 0x80)
@@ -60,7 +60,7 @@ def _varint(number: int) -> bytes:
     return bytes(written)
 
 
-def _varint_at(raw: bytes | bytearray, place: int) -> tuple[int, int]:
+def _decode_varint(raw: bytes | bytearray, place: int) -> tuple[int, int]:
     """The number, and where it ends."""
     number = 0
     for shift in range(MAX_VARINT_BYTES):

@@ -24,7 +24,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise StorageError(f"cannot use {path}: {error.strerror}; mend the disk or choose another folder") from error
 
 
-def copy(source: IO[bytes], target: IO[bytes], size: int) -> bytes:
+def copy_and_hash(source: IO[bytes], target: IO[bytes], size: int) -> bytes:
     """Copies at most `size` bytes; returns the piece hashes of what was copied."""
     hashes = []
     while size > 0 and (piece := source.read(min(PIECE_BYTES, size))):

@@ -14,25 +14,25 @@ from protocol.blobs.files import disk_errors, has_data, hash_piece, write_at
 from protocol.errors import MalformedError
 
 
-class Home(Protocol):
+class PartialStore(Protocol):
     """Whose blobs they become."""
 
     def complete_partial(self, blob: Blob) -> None: ...
-    def complete_held(self, blob: Blob, hashes: bytes, data: memoryview) -> None: ...
+    def complete_in_memory(self, blob: Blob, hashes: bytes, data: memoryview) -> None: ...
     def close_partial(self, blob: Blob) -> None: ...
 
 
 class Partial(ABC):
     """`missing` holds the pieces that are not there or not yet checked."""
 
-    def __init__(self, home: Home, blob: Blob, hashes: bytes) -> None:
+    def __init__(self, store: PartialStore, blob: Blob, hashes: bytes) -> None:
         self.blob = blob
         self.hashes = hashes
         self.missing = set(range(blob.pieces))
-        self._home = home
+        self._store = store
 
     @abstractmethod
-    def recheck(self) -> None:
+    def verify_existing(self) -> None:
         """Look at what an earlier fetch left."""
 
     @abstractmethod
@@ -59,14 +59,14 @@ class Partial(ABC):
         return self.hashes[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]
 
 
-class HeldPartial(Partial):
+class MemoryPartial(Partial):
     """In memory, as one: whoever decodes it more than once, to check it and to use it, need not copy it."""
 
-    def __init__(self, home: Home, blob: Blob, hashes: bytes) -> None:
-        super().__init__(home, blob, hashes)
+    def __init__(self, store: PartialStore, blob: Blob, hashes: bytes) -> None:
+        super().__init__(store, blob, hashes)
         self._data = np.empty(blob.size, np.uint8).data  # no memory until it is written to
 
-    def recheck(self) -> None:
+    def verify_existing(self) -> None:
         """What is here was checked."""
 
     def write(self, piece: int, data: bytes | bytearray) -> None:
@@ -77,31 +77,31 @@ class HeldPartial(Partial):
 
     def finish(self) -> None:
         self._require_all()
-        self._home.complete_held(self.blob, self.hashes, self._data)
+        self._store.complete_in_memory(self.blob, self.hashes, self._data)
 
     def close(self) -> None:
-        self._home.close_partial(self.blob)
+        self._store.close_partial(self.blob)
 
 
 class FilePartial(Partial):
     """On disk."""
 
-    def __init__(self, home: Home, blob: Blob, hashes: bytes, path: Path) -> None:
-        super().__init__(home, blob, hashes)
+    def __init__(self, store: PartialStore, blob: Blob, hashes: bytes, path: Path) -> None:
+        super().__init__(store, blob, hashes)
         self._path = path
         # A thread may still be writing when its task is cancelled: the descriptor must not be closed, and given to
         # another file, under its hands.
         self._lock = threading.Lock()
         with disk_errors(path):
-            self._descriptor: int | None = _opened(path, blob.size)
+            self._descriptor: int | None = _open_file(path, blob.size)
 
-    def recheck(self) -> None:
+    def verify_existing(self) -> None:
         """Takes seconds for gigabytes, and ends early when closed."""
         for piece in range(self.blob.pieces):
             with self._lock, disk_errors(self._path):
                 if self._descriptor is None:
                     return
-                if self._holds(self._descriptor, piece):
+                if self._has_piece(self._descriptor, piece):
                     self.missing.discard(piece)
 
     def write(self, piece: int, data: bytes | bytearray) -> None:
@@ -113,21 +113,21 @@ class FilePartial(Partial):
 
     def finish(self) -> None:
         self._require_all()
-        self._home.complete_partial(self.blob)
+        self._store.complete_partial(self.blob)
 
     def close(self) -> None:
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None
-                self._home.close_partial(self.blob)
+                self._store.close_partial(self.blob)
 
-    def _holds(self, descriptor: int, piece: int) -> bool:
+    def _has_piece(self, descriptor: int, piece: int) -> bool:
         start = piece * PIECE_BYTES
         return has_data(descriptor, start) and hash_piece(descriptor, start) == self._hash_of(piece)
 
 
-def _opened(path: Path, size: int) -> int:
+def _open_file(path: Path, size: int) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         os.ftruncate(descriptor, size)

@@ -28,11 +28,11 @@ from protocol.blobs.blob import PIECE_BYTES
 from protocol.identity import PeerId
 
 SMALL_BYTES = 32 * 1024  # of all of a plan: it holds up nobody
-DENIALS = 2  # of a source: the first may have crossed the blob's arrival there
-NOWHERE: Final[Mapping[PeerId, int]] = MappingProxyType({})
+DENIALS_UNTIL_ABSENT = 2  # of a source: the first may have crossed the blob's arrival there
+NONE_AWAITED: Final[Mapping[PeerId, int]] = MappingProxyType({})
 
 
-class Failure(StrEnum):
+class RequestFailure(StrEnum):
     """Why a call did not deliver its piece."""
 
     LIED = "lied"
@@ -43,23 +43,23 @@ class Failure(StrEnum):
 
 
 @dataclass(frozen=True)
-class Pace:
+class DownloadPolicy:
     """When to wait and when to give up; seconds and bytes a second."""
 
     sources: int = 4
     pieces_per_source: int = 2
-    stall: float = 5.0  # a call without a byte for so long has failed, if all of its source's are silent
-    slowest: float = 8 * 1024  # a call below this speed is late, and in the end fails
+    stall_seconds: float = 5.0  # a call without a byte for so long has failed, if all of its source's are silent
+    min_speed: float = 8 * 1024  # a call below this speed is late, and in the end fails
     slack: float = 8.0  # a call may take so many times what its source took before
-    shortest: float = 10.0  # no call has less time than this
-    patience: float = 1.0  # no call is late before; on slow links later, up to `stall`
+    min_seconds: float = 10.0  # no call has less time than this
+    late_after_seconds: float = 1.0  # no call is late before; on slow links later, up to `stall`
     late_share: float = 0.25  # nor while it has this share of the best source's speed
-    retry: float = 0.25  # after the first failure, doubled with each one that follows
-    longest_retry: float = 5.0
+    first_retry_seconds: float = 0.25  # after the first failure, doubled with each one that follows
+    max_retry_seconds: float = 5.0
 
 
 @dataclass(frozen=True)
-class Call:
+class PieceRequest:
     """One piece asked of one source; `seconds` is how long it may take altogether."""
 
     peer: PeerId
@@ -68,214 +68,214 @@ class Call:
 
 
 @dataclass
-class Source:
+class SourceStats:
     """How a peer has done so far. `order` breaks ties at random."""
 
-    order: float
+    tie_breaker: float
     speed: float | None = None  # bytes a second of one call, smoothed
     failures: int = 0  # in a row
     denials: int = 0  # in a row, that it does not have the blob
     retry_at: float = float("-inf")
     tried: bool = False
     banned: bool = False
-    trouble: str = ""  # the last failure, in words
+    last_failure: str = ""  # the last failure, in words
 
 
 @dataclass
-class Progress:
+class RunningRequest:
     """A call that runs."""
 
-    call: Call
-    began: float
+    request: PieceRequest
+    started_at: float
     length: int
-    before: int  # bytes that had come of its source
-    due: int  # of which that many were to come then, its own the last of them
+    received_before: int  # bytes that had come of its source
+    bytes_due: int  # of which that many were to come then, its own the last of them
     received: int = 0
 
 
 @dataclass
-class Inflow:
+class InflowStats:
     """What comes in all plans: bytes of each peer so far, and of all together in a second, lately."""
 
-    came: Counter[PeerId] = field(default_factory=Counter)
+    received_by_peer: Counter[PeerId] = field(default_factory=Counter)
     rate: float = 0.0
 
     def seconds_for(self, size: int) -> float:
         """How long so much of one peer takes where all give the same; 0 where nothing is known."""
-        return size * len(self.came) / self.rate if self.rate else 0.0
+        return size * len(self.received_by_peer) / self.rate if self.rate else 0.0
 
 
 @dataclass
-class Sources:
+class SourceSet:
     """All the sources of one blob, remembered as long as it is being fetched: a ban must outlive a departure.
 
     `places`: the pieces that a peer's link has use for at once.
     """
 
-    pace: Pace
+    policy: DownloadPolicy
     rng: random.Random
-    places: Callable[[PeerId], int] = lambda peer: 0
-    inflow: Inflow = field(default_factory=Inflow)
-    by_peer: dict[PeerId, Source] = field(default_factory=dict)
+    parallelism: Callable[[PeerId], int] = lambda peer: 0
+    inflow: InflowStats = field(default_factory=InflowStats)
+    by_peer: dict[PeerId, SourceStats] = field(default_factory=dict)
     present: frozenset[PeerId] = frozenset()
 
-    def offer(self, peers: Iterable[PeerId]) -> None:
+    def update_present(self, peers: Iterable[PeerId]) -> None:
         """Those that may have the blob now."""
         self.present = frozenset(peers)
         for peer in sorted(self.present - self.by_peer.keys()):
-            self.by_peer[peer] = Source(self.rng.random())
+            self.by_peer[peer] = SourceStats(self.rng.random())
 
-    def available(self, now: float) -> list[PeerId]:
+    def available_sources(self, now: float) -> list[PeerId]:
         """Those that may be asked, best first."""
         able = [peer for peer in self.present if not self.by_peer[peer].banned and self.by_peer[peer].retry_at <= now]
-        assumed = self.best / 2
-        return sorted(able, key=lambda peer: (-(self.by_peer[peer].speed or assumed), self.by_peer[peer].order))
+        assumed = self.best_speed / 2
+        return sorted(able, key=lambda peer: (-(self.by_peer[peer].speed or assumed), self.by_peer[peer].tie_breaker))
 
     @property
-    def best(self) -> float:
+    def best_speed(self) -> float:
         """Bytes a second of the fastest; 0 where none has delivered."""
         return max((source.speed or 0.0 for source in self.by_peer.values()), default=0.0)
 
-    def succeeded(self, peer: PeerId, speed: float) -> None:
+    def record_success(self, peer: PeerId, speed: float) -> None:
         source = self.by_peer[peer]
         source.speed = speed if source.speed is None else 0.7 * source.speed + 0.3 * speed
         source.failures = source.denials = 0
         source.retry_at = float("-inf")
 
-    def failed(self, peer: PeerId, failure: Failure, trouble: str, now: float) -> None:
-        source, pace = self.by_peer[peer], self.pace
-        pause = min(pace.longest_retry, pace.retry * 2.0 ** min(source.failures, 30))
+    def record_failure(self, peer: PeerId, failure: RequestFailure, reason: str, now: float) -> None:
+        source, pace = self.by_peer[peer], self.policy
+        pause = min(pace.max_retry_seconds, pace.first_retry_seconds * 2.0 ** min(source.failures, 30))
         source.retry_at = now + pause * self.rng.uniform(0.5, 1.5)
         source.failures += 1
-        source.denials = source.denials + 1 if failure is Failure.ABSENT else 0
-        source.trouble = trouble or failure
-        source.banned = source.banned or failure is Failure.LIED
-        if failure is Failure.SLOW and source.speed:
+        source.denials = source.denials + 1 if failure is RequestFailure.ABSENT else 0
+        source.last_failure = reason or failure
+        source.banned = source.banned or failure is RequestFailure.LIED
+        if failure is RequestFailure.SLOW and source.speed:
             source.speed /= 2
 
     @property
-    def are_without(self) -> bool:
+    def all_lack_blob(self) -> bool:
         """Whether all of them have said twice that they do not have it."""
         able = [source for peer in self.present if not (source := self.by_peer[peer]).banned]
-        return bool(able) and all(source.denials >= DENIALS for source in able)
+        return bool(able) and all(source.denials >= DENIALS_UNTIL_ABSENT for source in able)
 
-    def seconds_for(self, peer: PeerId, length: int) -> float:
+    def timeout_for(self, peer: PeerId, length: int) -> float:
         """How long a call for `length` bytes may take."""
-        pace, speed = self.pace, self.by_peer[peer].speed
-        longest = max(pace.shortest, length / pace.slowest)
-        return min(longest, max(pace.shortest, pace.slack * length / speed)) if speed else longest
+        pace, speed = self.policy, self.by_peer[peer].speed
+        longest = max(pace.min_seconds, length / pace.min_speed)
+        return min(longest, max(pace.min_seconds, pace.slack * length / speed)) if speed else longest
 
-    def troubles(self) -> dict[PeerId, str]:
+    def last_failures(self) -> dict[PeerId, str]:
         """The last failure of each source that was ever asked."""
-        return {peer: source.trouble or "slow" for peer, source in self.by_peer.items() if source.tried}
+        return {peer: source.last_failure or "slow" for peer, source in self.by_peer.items() if source.tried}
 
 
-class Plan:
+class DownloadScheduler:
     """Pieces to be fetched: their number to their length in bytes."""
 
-    def __init__(self, lengths: Mapping[int, int], sources: Sources) -> None:
+    def __init__(self, lengths: Mapping[int, int], sources: SourceSet) -> None:
         self._lengths = lengths
         self._sources = sources
-        self._pace = sources.pace
+        self._policy = sources.policy
         self._waiting = deque(sorted(lengths))
-        self._running: dict[int, dict[PeerId, Progress]] = {}
+        self._running: dict[int, dict[PeerId, RunningRequest]] = {}
         self.is_small = sum(lengths.values()) <= SMALL_BYTES
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return not self._waiting and not self._running
 
-    def next_call(
-        self, now: float, elsewhere: Mapping[PeerId, int] = NOWHERE, *, idle_only: bool = False
-    ) -> Call | None:
+    def next_request(
+        self, now: float, awaited_elsewhere: Mapping[PeerId, int] = NONE_AWAITED, *, idle_only: bool = False
+    ) -> PieceRequest | None:
         """A call to begin at once, if there is one; ask until there is none. `elsewhere`: what other plans await;
         `idle_only`: ask nobody of whom anything is awaited."""
-        busy: dict[PeerId, list[Progress]] = {}
-        for progress in self._calls():
-            busy.setdefault(progress.call.peer, []).append(progress)
-        if sum(map(len, busy.values())) >= self._most_calls():
+        busy: dict[PeerId, list[RunningRequest]] = {}
+        for progress in self._running_requests():
+            busy.setdefault(progress.request.peer, []).append(progress)
+        if sum(map(len, busy.values())) >= self._max_requests():
             return None
-        for peer in self._ready(busy, elsewhere, now):
-            if idle_only and (peer in busy or elsewhere.get(peer)):
+        for peer in self._ready_sources(busy, awaited_elsewhere, now):
+            if idle_only and (peer in busy or awaited_elsewhere.get(peer)):
                 continue
             piece = self._piece_for(peer, now)
             if piece is not None:
-                return self._begin(peer, piece, now, elsewhere.get(peer, 0))
+                return self._start_request(peer, piece, now, awaited_elsewhere.get(peer, 0))
         return None
 
-    def may_begin(self, now: float) -> bool:
+    def can_start_request(self, now: float) -> bool:
         """Whether there is a piece that anybody could be asked for now."""
-        return bool(self._waiting) or any(self._is_late(progress, now) for progress in self._calls())
+        return bool(self._waiting) or any(self._is_late(progress, now) for progress in self._running_requests())
 
-    def runs(self, call: Call) -> bool:
+    def is_running(self, request: PieceRequest) -> bool:
         """Whether anybody still waits for what this call brings."""
-        return self._find(call) is not None
+        return self._find(request) is not None
 
-    def awaited(self, now: float) -> dict[PeerId, int]:
+    def awaited_bytes(self, now: float) -> dict[PeerId, int]:
         """Bytes of the calls that run, by source; for those that are late nobody waits."""
         awaited: dict[PeerId, int] = {}
-        for progress in self._calls():
+        for progress in self._running_requests():
             if not self._is_late(progress, now):
-                awaited[progress.call.peer] = awaited.get(progress.call.peer, 0) + progress.length
+                awaited[progress.request.peer] = awaited.get(progress.request.peer, 0) + progress.length
         return awaited
 
-    def received(self, call: Call, size: int) -> None:
+    def record_received(self, request: PieceRequest, size: int) -> None:
         """Some bytes of a piece came."""
-        self._sources.inflow.came[call.peer] += size
-        if progress := self._find(call):
+        self._sources.inflow.received_by_peer[request.peer] += size
+        if progress := self._find(request):
             progress.received += size
 
-    def succeeded(self, call: Call, now: float) -> list[Call]:
+    def record_success(self, request: PieceRequest, now: float) -> list[PieceRequest]:
         """The piece is there and checked. Returns the other calls for it, to be cancelled; they are forgotten here."""
-        running = self._running.pop(call.piece, None)
+        running = self._running.pop(request.piece, None)
         if running is None:
             return []
-        progress = running.pop(call.peer)
-        self._sources.succeeded(call.peer, progress.length / max(now - progress.began, 1e-6))
+        progress = running.pop(request.peer)
+        self._sources.record_success(request.peer, progress.length / max(now - progress.started_at, 1e-6))
         for other in running.values():
             if self._is_late(other, now):
-                self._sources.failed(other.call.peer, Failure.SLOW, "slower than others", now)
-        return [other.call for other in running.values()]
+                self._sources.record_failure(other.request.peer, RequestFailure.SLOW, "slower than others", now)
+        return [other.request for other in running.values()]
 
-    def failed(self, call: Call, failure: Failure, trouble: str, now: float) -> None:
+    def record_failure(self, request: PieceRequest, failure: RequestFailure, reason: str, now: float) -> None:
         """`trouble` says in words what happened."""
-        self._sources.failed(call.peer, failure, trouble, now)
-        running = self._running.get(call.piece, {})
-        running.pop(call.peer, None)
-        if not running and self._running.pop(call.piece, None) is not None:
-            self._waiting.appendleft(call.piece)
+        self._sources.record_failure(request.peer, failure, reason, now)
+        running = self._running.get(request.piece, {})
+        running.pop(request.peer, None)
+        if not running and self._running.pop(request.piece, None) is not None:
+            self._waiting.appendleft(request.piece)
 
-    def _ready(
-        self, busy: Mapping[PeerId, list[Progress]], elsewhere: Mapping[PeerId, int], now: float
+    def _ready_sources(
+        self, busy: Mapping[PeerId, list[RunningRequest]], awaited_elsewhere: Mapping[PeerId, int], now: float
     ) -> list[PeerId]:
         """Sources that may be given one more piece, the least busy first.
 
         Only the best few are: a slower one finishes what it has and then makes room.
         """
         late = {peer for peer, calls in busy.items() if self._are_late(calls, now)}
-        places = self._pace.sources - len(busy.keys() - late)
+        places = self._policy.sources - len(busy.keys() - late)
         ready = []
-        for peer in [peer for peer in self._sources.available(now) if peer not in late][: self._pace.sources]:
+        for peer in [peer for peer in self._sources.available_sources(now) if peer not in late][: self._policy.sources]:
             if peer not in busy:
                 places -= 1
             if places >= 0 or peer in busy:
                 ready.append(peer)
         own = {peer: float(len(busy.get(peer, ()))) for peer in ready}
-        taken = {peer: calls + elsewhere.get(peer, 0) / PIECE_BYTES for peer, calls in own.items()}
+        taken = {peer: calls + awaited_elsewhere.get(peer, 0) / PIECE_BYTES for peer, calls in own.items()}
         counted = own if self.is_small else taken
-        return [peer for peer in sorted(ready, key=taken.__getitem__) if counted[peer] < self._places(peer)]
+        return [peer for peer in sorted(ready, key=taken.__getitem__) if counted[peer] < self._parallelism_of(peer)]
 
-    def _most_calls(self) -> int:
+    def _max_requests(self) -> int:
         """Enough for all sources twice, as calls that are late fill no place, or for one that has use for more."""
-        return max(2 * self._pace.sources * self._pace.pieces_per_source, self.most_places)
+        return max(2 * self._policy.sources * self._policy.pieces_per_source, self.max_parallelism)
 
     @property
-    def most_places(self) -> int:
+    def max_parallelism(self) -> int:
         """Of any source: the pieces that its link has use for at once."""
-        return max(map(self._places, self._sources.present), default=0)
+        return max(map(self._parallelism_of, self._sources.present), default=0)
 
-    def _places(self, peer: PeerId) -> int:
-        return max(self._pace.pieces_per_source, self._sources.places(peer))
+    def _parallelism_of(self, peer: PeerId) -> int:
+        return max(self._policy.pieces_per_source, self._sources.parallelism(peer))
 
     def _piece_for(self, peer: PeerId, now: float) -> int | None:
         if self._waiting:
@@ -287,32 +287,32 @@ class Plan:
         ]
         return min(late)[1] if late else None
 
-    def _are_late(self, calls: Sequence[Progress], now: float) -> bool:
+    def _are_late(self, requests: Sequence[RunningRequest], now: float) -> bool:
         """Whether at least half are: of many connections to one peer, one may be unlucky."""
-        return 2 * sum(self._is_late(call, now) for call in calls) >= len(calls)
+        return 2 * sum(self._is_late(call, now) for call in requests) >= len(requests)
 
-    def _is_late(self, progress: Progress, now: float) -> bool:
-        pace, taken = self._pace, now - progress.began
-        if taken < pace.patience:
+    def _is_late(self, progress: RunningRequest, now: float) -> bool:
+        pace, taken = self._policy, now - progress.started_at
+        if taken < pace.late_after_seconds:
             return False
-        came = self._sources.inflow.came[progress.call.peer] - progress.before
-        if came >= 2 * progress.due and not progress.received:
+        came = self._sources.inflow.received_by_peer[progress.request.peer] - progress.received_before
+        if came >= 2 * progress.bytes_due and not progress.received:
             return True
-        enough = max(pace.slowest, pace.late_share * self._sources.best)
-        return came < enough * taken and taken >= min(pace.stall, 2 * self._sources.inflow.seconds_for(progress.due))
+        enough = max(pace.min_speed, pace.late_share * self._sources.best_speed)
+        return came < enough * taken and taken >= min(pace.stall_seconds, 2 * self._sources.inflow.seconds_for(progress.bytes_due))
 
-    def _begin(self, peer: PeerId, piece: int, now: float, elsewhere: int) -> Call:
+    def _start_request(self, peer: PeerId, piece: int, now: float, awaited_elsewhere: int) -> PieceRequest:
         if self._waiting and self._waiting[0] == piece:
             self._waiting.popleft()
         length = self._lengths[piece]
-        call = Call(peer, piece, self._sources.seconds_for(peer, length))
-        due = elsewhere + self.awaited(now).get(peer, 0) + length
-        self._running.setdefault(piece, {})[peer] = Progress(call, now, length, self._sources.inflow.came[peer], due)
+        call = PieceRequest(peer, piece, self._sources.timeout_for(peer, length))
+        due = awaited_elsewhere + self.awaited_bytes(now).get(peer, 0) + length
+        self._running.setdefault(piece, {})[peer] = RunningRequest(call, now, length, self._sources.inflow.received_by_peer[peer], due)
         self._sources.by_peer[peer].tried = True
         return call
 
-    def _calls(self) -> list[Progress]:
+    def _running_requests(self) -> list[RunningRequest]:
         return [progress for running in self._running.values() for progress in running.values()]
 
-    def _find(self, call: Call) -> Progress | None:
-        return self._running.get(call.piece, {}).get(call.peer)
+    def _find(self, request: PieceRequest) -> RunningRequest | None:
+        return self._running.get(request.piece, {}).get(request.peer)

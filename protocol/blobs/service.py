@@ -18,8 +18,8 @@ from typing import Any, Self
 import grpc
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
-from protocol.blobs.chunk import BLOBS, Chunk
-from protocol.blobs.squeeze import squeezed
+from protocol.blobs.chunk import BLOBS_SERVICE, Chunk
+from protocol.blobs.squeeze import compress_piece
 from protocol.blobs.store import BlobStore
 from protocol.errors import LimitError, MalformedError, MissingFileError, MurmurError, StorageError
 from protocol.identity import PeerId
@@ -28,11 +28,11 @@ from protocol.murmur_pb2_grpc import BlobsServicer
 
 logger = logging.getLogger(__name__)
 
-COUNTED_CALLERS = 1024
-CHUNK_OF_RATE = 0.05  # seconds
-LEAST_CHUNK_BYTES = 4096
+MAX_COUNTED_CALLERS = 1024
+CHUNK_SECONDS = 0.05  # seconds
+MIN_CHUNK_BYTES = 4096
 RECENT_SECONDS = 60.0  # so long after a call a blob counts as being fetched
-MAX_RECENT = 256
+MAX_RECENT_BLOBS = 256
 
 
 class RangeError(MurmurError):
@@ -63,11 +63,11 @@ class CallerLimits:
     @classmethod
     def at_rate(cls, upload: float) -> Self:
         """For so many bytes a second: chunks that all who fetch at once get one of before they give us up."""
-        return cls(chunk_bytes=int(min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, upload * CHUNK_OF_RATE))))
+        return cls(chunk_bytes=int(min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, upload * CHUNK_SECONDS))))
 
 
 @dataclass
-class Load:
+class CallerLoad:
     """What one caller has going on."""
 
     calls: int = 0
@@ -88,33 +88,33 @@ class BlobService(BlobsServicer):
         self._store = store
         self._caller = caller
         self._limits = limits or CallerLimits()
-        self._loads: dict[PeerId, Load] = {}
+        self._loads: dict[PeerId, CallerLoad] = {}
         self._served_at: OrderedDict[bytes, float] = OrderedDict()
 
-    def being_fetched(self) -> set[bytes]:
+    def recently_requested(self) -> set[bytes]:
         """Digests of the blobs that somebody asked for a moment ago, and may ask for more of."""
         now = time.monotonic()
         return {digest for digest, served in self._served_at.items() if now - served < RECENT_SECONDS}
 
     async def Pieces(self, request: PiecesRequest, context: Any) -> PiecesReply:  # noqa: N802
-        async with self._answer(context) as peer:
+        async with self._translate_errors(context) as peer:
             with self._admit(peer, 0):
                 blob = self._store.blob(request.digest)
                 hashes = await asyncio.to_thread(self._store.hashes, blob.digest)
-                self._count(peer, len(hashes))
+                self._count_bytes(peer, len(hashes))
         return PiecesReply(size=blob.size, pieces=hashes)
 
     # Written with context.write instead of yield: only so can a reader that does not read be given a deadline.
     async def Fetch(self, request: FetchRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        async with self._answer(context) as peer:
+        async with self._translate_errors(context) as peer:
             blob = self._store.blob(request.digest)
             _check_range(blob, request.offset, request.length)
             with self._admit(peer, request.length):
-                self._note(blob)
+                self._record_request(blob)
                 async for chunk in self._chunks(blob, request):
                     async with asyncio.timeout(self._limits.chunk_seconds):
                         await context.write(chunk)
-                    self._count(peer, len(chunk.data))
+                    self._count_bytes(peer, len(chunk.data))
 
     async def _chunks(self, blob: Blob, request: FetchRequest) -> AsyncIterator[Chunk]:
         offset, end = request.offset, request.offset + request.length
@@ -123,13 +123,13 @@ class BlobService(BlobsServicer):
             piece, start = divmod(offset, PIECE_BYTES)
             data = await asyncio.to_thread(self._store.read_piece, blob.digest, piece)
             wanted = memoryview(data)[start : start + end - offset]
-            packed = await asyncio.to_thread(squeezed, wanted) if request.squeezed and is_one_piece else None
-            for chunk in _cut(packed or wanted, self._limits.chunk_bytes):
+            packed = await asyncio.to_thread(compress_piece, wanted) if request.squeezed and is_one_piece else None
+            for chunk in _split_chunks(packed or wanted, self._limits.chunk_bytes):
                 yield Chunk(chunk, len(packed or b""))
             offset += len(wanted)
 
     @asynccontextmanager
-    async def _answer(self, context: Any) -> AsyncIterator[PeerId]:
+    async def _translate_errors(self, context: Any) -> AsyncIterator[PeerId]:
         """Gives the caller's peer id; what is raised inside becomes a status and a log line."""
         peer = "somebody unknown"
         try:
@@ -147,7 +147,7 @@ class BlobService(BlobsServicer):
     def _admit(self, peer: PeerId, length: int) -> Iterator[None]:
         if sum(load.calls for load in self._loads.values()) >= self._limits.all_calls:
             raise LimitError(f"all {self._limits.all_calls} places are taken")
-        load = self._loads.get(peer, Load())
+        load = self._loads.get(peer, CallerLoad())
         if load.calls >= self._limits.calls or load.bytes_asked + length > self._limits.bytes_asked:
             raise LimitError(f"at most {self._limits.calls} calls and {self._limits.bytes_asked} bytes at once")
         self._loads[peer] = load
@@ -161,32 +161,32 @@ class BlobService(BlobsServicer):
             if load.calls == 0:
                 del self._loads[peer]
 
-    def _note(self, blob: Blob) -> None:
+    def _record_request(self, blob: Blob) -> None:
         self._served_at[blob.digest] = time.monotonic()
         self._served_at.move_to_end(blob.digest)
-        if len(self._served_at) > MAX_RECENT:
+        if len(self._served_at) > MAX_RECENT_BLOBS:
             self._served_at.popitem(last=False)
 
-    def _count(self, peer: PeerId, size: int) -> None:
+    def _count_bytes(self, peer: PeerId, size: int) -> None:
         self.total_bytes_served += size
         self.bytes_served[peer] = self.bytes_served.pop(peer, 0) + size
-        if len(self.bytes_served) > COUNTED_CALLERS:
+        if len(self.bytes_served) > MAX_COUNTED_CALLERS:
             self.bytes_served.popitem(last=False)
 
 
-def add_blobs(service: BlobService, server: Any) -> None:
+def register_blob_service(service: BlobService, server: Any) -> None:
     """As the generated code adds it, but for who writes the chunks."""
     handlers = {
         "Pieces": grpc.unary_unary_rpc_method_handler(
             service.Pieces, PiecesRequest.FromString, PiecesReply.SerializeToString
         ),
-        "Fetch": grpc.unary_stream_rpc_method_handler(service.Fetch, FetchRequest.FromString, Chunk.written),
+        "Fetch": grpc.unary_stream_rpc_method_handler(service.Fetch, FetchRequest.FromString, Chunk.serialize),
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BLOBS, handlers),))
-    server.add_registered_method_handlers(BLOBS, handlers)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BLOBS_SERVICE, handlers),))
+    server.add_registered_method_handlers(BLOBS_SERVICE, handlers)
 
 
-def _cut(data: Bytes, size: int) -> Iterator[memoryview]:
+def _split_chunks(data: Bytes, size: int) -> Iterator[memoryview]:
     return (memoryview(data)[place : place + size] for place in range(0, len(data), size))
 
 

@@ -22,65 +22,65 @@ from numpy.typing import NDArray
 from protocol.blobs.blob import Bytes
 from protocol.errors import MalformedError
 
-HEADS: Final = {width: struct.Struct(f"<B{width}I") for width in (2, 4)}
-LEVEL = 1
-LEAST_BYTES = 4096
+HEADERS: Final = {width: struct.Struct(f"<B{width}I") for width in (2, 4)}
+ZSTD_LEVEL = 1
+MIN_COMPRESSED_BYTES = 4096
 SAMPLE_BYTES = 1 << 15
-WORTH_WHILE = 0.95  # of the bytes of a piece, or of one place
-CLEARLY_LESS = 0.98  # that the wider numbers must come to: by chance a smaller sample is less even
-Places = Sequence[NDArray[np.uint8]]
+MAX_RATIO = 0.95  # of the bytes of a piece, or of one place
+WIDE_ADVANTAGE = 0.98  # that the wider numbers must come to: by chance a smaller sample is less even
+BytePlanes = Sequence[NDArray[np.uint8]]
 
 
-def squeezed(data: Bytes) -> bytes | None:
+def compress_piece(data: Bytes) -> bytes | None:
     """None: it does not pay."""
-    if len(data) < LEAST_BYTES:
+    if len(data) < MIN_COMPRESSED_BYTES:
         return None
     values = np.frombuffer(data, np.uint8)
-    narrow, wide = ([_left_of(place) for place in _places(values[:SAMPLE_BYTES], width)] for width in HEADS)
-    left = wide if fmean(wide) < CLEARLY_LESS * fmean(narrow) else narrow
-    if fmean(left) > WORTH_WHILE:
+    narrow, wide = ([_entropy_share(place) for place in _byte_planes(values[:SAMPLE_BYTES], width)] for width in HEADERS)
+    left = wide if fmean(wide) < WIDE_ADVANTAGE * fmean(narrow) else narrow
+    if fmean(left) > MAX_RATIO:
         return None
-    compressor = zstandard.ZstdCompressor(level=LEVEL)
-    places = zip(_places(values, len(left)), left, strict=True)
-    parts = [_smaller(place, compressor) if share < WORTH_WHILE else place.tobytes() for place, share in places]
-    if sum(map(len, parts)) > WORTH_WHILE * len(data):
+    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+    places = zip(_byte_planes(values, len(left)), left, strict=True)
+    parts = [_compress_plane(place, compressor) if share < MAX_RATIO else place.tobytes() for place, share in places]
+    if sum(map(len, parts)) > MAX_RATIO * len(data):
         return None
-    return b"".join([HEADS[len(parts)].pack(len(parts), *map(len, parts)), *parts])
+    return b"".join([HEADERS[len(parts)].pack(len(parts), *map(len, parts)), *parts])
 
 
-def unsqueezed(packed: Bytes, size: int) -> bytearray:
+def decompress_piece(packed: Bytes, size: int) -> bytearray:
     """The piece, which has `size` bytes. Raises MalformedError; never takes up more than that."""
-    head = HEADS.get(packed[0]) if packed else None
+    head = HEADERS.get(packed[0]) if packed else None
     if head is None or len(packed) < head.size:
         raise MalformedError("a squeezed piece has no such head")
     width, *lengths = head.unpack_from(packed)
     if head.size + sum(lengths) != len(packed):
         raise MalformedError("a squeezed piece is not as long as its head says")
     data, start = bytearray(size), head.size
-    for place, length in zip(_places(np.frombuffer(data, np.uint8), width), lengths, strict=True):
-        place[:] = _whole(bytes(packed[start : start + length]), place.size)
+    for place, length in zip(_byte_planes(np.frombuffer(data, np.uint8), width), lengths, strict=True):
+        place[:] = _decompress_plane(bytes(packed[start : start + length]), place.size)
         start += length
     return data
 
 
-def _places(values: NDArray[np.uint8], width: int) -> Places:
+def _byte_planes(values: NDArray[np.uint8], width: int) -> BytePlanes:
     return [values[number::width] for number in range(width)]
 
 
-def _left_of(place: NDArray[np.uint8]) -> float:
+def _entropy_share(plane: NDArray[np.uint8]) -> float:
     """As a share, where each byte takes -log2(its frequency) bits."""
-    counts = np.bincount(place, minlength=256)
-    shares = counts[counts > 0] / place.size
+    counts = np.bincount(plane, minlength=256)
+    shares = counts[counts > 0] / plane.size
     return float(-(shares * np.log2(shares)).sum()) / 8
 
 
-def _smaller(place: NDArray[np.uint8], compressor: zstandard.ZstdCompressor) -> bytes:
-    plain = place.tobytes()
+def _compress_plane(plane: NDArray[np.uint8], compressor: zstandard.ZstdCompressor) -> bytes:
+    plain = plane.tobytes()
     found = compressor.compress(plain)
     return found if len(found) < len(plain) else plain
 
 
-def _whole(part: bytes, size: int) -> NDArray[np.uint8]:
+def _decompress_plane(part: bytes, size: int) -> NDArray[np.uint8]:
     """Of one place that has so many bytes."""
     if len(part) == size:
         return np.frombuffer(part, np.uint8)

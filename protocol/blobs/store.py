@@ -25,19 +25,19 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
-from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, hash_of, piece_hashes, size_of
-from protocol.blobs.files import copy, disk_errors, hash_piece, read_at
-from protocol.blobs.lent import Lent, lent
-from protocol.blobs.partial import FilePartial, HeldPartial, Partial
+from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, hash_of, piece_hashes, total_size
+from protocol.blobs.files import copy_and_hash, disk_errors, hash_piece, read_at
+from protocol.blobs.lent import InMemoryBlob, make_in_memory_blob
+from protocol.blobs.partial import FilePartial, MemoryPartial, Partial
 from protocol.errors import MissingFileError, PeerFault, StorageError
 
 logger = logging.getLogger(__name__)
 
-HELD_BYTES = 1 << 28  # for all that a node keeps in memory of what it fetches
-MAX_HELD_BYTES = 8 * PIECE_BYTES  # of one blob in memory: more is worth taking up again after a restart
-FEW_PIECES = 8
-FRESH_SECONDS = 60.0  # so long after it was written a blob is taken to be as it was hashed
-_OURS = re.compile(r"([0-9a-f]{64})(\.part|\.pieces)?")
+DEFAULT_MEMORY_BYTES = 1 << 28  # for all that a node keeps in memory of what it fetches
+MAX_IN_MEMORY_BLOB_BYTES = 8 * PIECE_BYTES  # of one blob in memory: more is worth taking up again after a restart
+MAX_PIECES_WITHOUT_FILE = 8
+TRUSTED_SECONDS = 60.0  # so long after it was written a blob is taken to be as it was hashed
+_BLOB_FILE_NAME = re.compile(r"([0-9a-f]{64})(\.part|\.pieces)?")
 
 
 class BlobStore:
@@ -51,26 +51,26 @@ class BlobStore:
         self._lock = threading.Lock()
         self._complete: dict[bytes, int] = {}
         self._hashes: dict[bytes, bytes] = {}  # of complete ones of few pieces
-        self._lent: dict[bytes, Lent] = {}
-        self._growing: dict[bytes, HeldPartial] = {}
-        self._held: dict[bytes, int] = {}  # sizes of those in memory that nobody has lent, growing or whole
+        self._in_memory: dict[bytes, InMemoryBlob] = {}
+        self._memory_partials: dict[bytes, MemoryPartial] = {}
+        self._memory_sizes: dict[bytes, int] = {}  # sizes of those in memory that nobody has lent, growing or whole
         self._partial: dict[bytes, int] = {}
-        self._open: set[bytes] = set()
-        self._fresh: dict[bytes, tuple[int, float]] = {}  # time on the file in nanoseconds, and when it was written
-        self._writing = 0
+        self._open_partials: set[bytes] = set()
+        self._written_files: dict[bytes, tuple[int, float]] = {}  # time on the file in nanoseconds, and when it was written
+        self._bytes_being_written = 0
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._scan()
 
     def __len__(self) -> int:
         """Complete blobs, lent ones included."""
-        return len(self._complete.keys() | self._lent.keys())
+        return len(self._complete.keys() | self._in_memory.keys())
 
     @property
     def size(self) -> int:
         """Bytes on disk: of all blobs, complete and partial, and of those being written."""
         with self._lock:
-            return self._total()
+            return self._total_bytes()
 
     def path(self, digest: bytes) -> Path:
         """Where a complete blob lies, whether or not it is there."""
@@ -78,107 +78,107 @@ class BlobStore:
         return self._folder / digest.hex()
 
     def has(self, digest: bytes) -> bool:
-        return digest in self._complete or digest in self._lent
+        return digest in self._complete or digest in self._in_memory
 
     def blob(self, digest: bytes) -> Blob:
         """The name of a complete blob; raises MissingFileError."""
         check_digest(digest)
-        if held := self._lent.get(digest):
+        if held := self._in_memory.get(digest):
             return held.blob
         size = self._complete.get(digest)
         if size is None:
             raise MissingFileError(f"no blob {digest.hex()} in {self._folder}; fetch it first")
         return Blob(digest, size)
 
-    def hold(self, data: Bytes) -> Blob:
+    def put_in_memory(self, data: Bytes) -> Blob:
         """As `put`, in memory where there is room for it: it must not change."""
-        blob, hashes = _named(data)
+        blob, hashes = _hash_data(data)
         with self._lock:
             if not self.has(blob.digest) and self._has_room(blob):
-                self._held[blob.digest] = blob.size
-                self._lent[blob.digest] = lent(blob, hashes, (data,))
+                self._memory_sizes[blob.digest] = blob.size
+                self._in_memory[blob.digest] = make_in_memory_blob(blob, hashes, (data,))
         if not self.has(blob.digest):
             self._write(blob, hashes, data)
         return blob
 
     def put(self, *data: Bytes) -> Blob:
         """All of them, one after the other, as one blob."""
-        blob, hashes = _named(*data)
+        blob, hashes = _hash_data(*data)
         if not self.has(blob.digest):
             self._write(blob, hashes, *data)
         return blob
 
     def lend(self, *data: Bytes) -> Blob:
         """As `put`, but nothing is copied: the memory must stay as it is until the blob is discarded."""
-        blob, hashes = _named(*data)
+        blob, hashes = _hash_data(*data)
         if not self.has(blob.digest):
-            self._lent[blob.digest] = lent(blob, hashes, data)
+            self._in_memory[blob.digest] = make_in_memory_blob(blob, hashes, data)
         return blob
 
-    def secure(self, digest: bytes) -> None:
+    def persist(self, digest: bytes) -> None:
         """Put a blob that is in memory on disk as well: it is there after a kill, too."""
-        if digest not in self._complete and (held := self._lent.get(digest)):
+        if digest not in self._complete and (held := self._in_memory.get(digest)):
             self._write(held.blob, held.hashes, *held.views)
 
-    def write_out(self, digest: bytes) -> None:
+    def move_to_disk(self, digest: bytes) -> None:
         """Put a blob that is lent on disk; its memory is free then."""
-        self.secure(digest)
+        self.persist(digest)
         with self._lock:
-            self._lent.pop(digest, None)
-            self._held.pop(digest, None)
+            self._in_memory.pop(digest, None)
+            self._memory_sizes.pop(digest, None)
 
     def put_file(self, path: Path) -> Blob:
         """Copy a file of any size into the store."""
         with disk_errors(path), path.open("rb") as source:
             size = os.fstat(source.fileno()).st_size
             with self._new_file(size) as file:
-                hashes = copy(source, file, size)
+                hashes = copy_and_hash(source, file, size)
                 blob = Blob.from_hashes(hashes, file.tell())
-                self._adopt(file, blob, hashes)
+                self._commit_file(file, blob, hashes)
         return blob
 
     def read(self, digest: bytes) -> bytearray:
         """A whole blob, checked. MissingFileError where it is absent, or was damaged and has been removed."""
-        if held := self._lent.get(digest):
-            return held.whole()
+        if held := self._in_memory.get(digest):
+            return held.copy_bytes()
         blob = self.blob(digest)
-        with self._opened(digest) as descriptor:
+        with self._open_blob(digest) as descriptor:
             data = read_at(descriptor, blob.size, 0)
-            fresh = self._is_fresh(digest, descriptor)
+            fresh = self._is_trusted(digest, descriptor)
         if len(data) != blob.size or not fresh and Blob.of(data) != blob:
-            raise self._rotten(digest)
+            raise self._discard_damaged(digest)
         return data
 
     def view(self, digest: bytes) -> Bytes:
         """As `read`, to be looked at only: not copied where it lies in memory as one."""
-        held = self._lent.get(digest)
+        held = self._in_memory.get(digest)
         return held.views[0] if held and len(held.views) == 1 else self.read(digest)
 
     def read_piece(self, digest: bytes, piece: int) -> Bytes:
         """One piece, checked. Raises MissingFileError as `read` does."""
-        if held := self._lent.get(digest):
+        if held := self._in_memory.get(digest):
             return held.piece(piece)
         length = self.blob(digest).piece_length(piece)
-        with self._opened(digest) as descriptor:
+        with self._open_blob(digest) as descriptor:
             data = read_at(descriptor, length, piece * PIECE_BYTES)
-            if len(data) == length and self._is_fresh(digest, descriptor):
+            if len(data) == length and self._is_trusted(digest, descriptor):
                 return data
         if hash_of(data) != self.hashes(digest)[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]:
-            raise self._rotten(digest)
+            raise self._discard_damaged(digest)
         return data
 
     def hashes(self, digest: bytes) -> bytes:
         """The piece hashes of a complete blob; made anew where their file is lost or damaged."""
-        if held := self._lent.get(digest):
+        if held := self._in_memory.get(digest):
             return held.hashes
         blob = self.blob(digest)
         known = self._hashes.get(digest) or self._read_hashes(blob)
         if known is not None:
             return known
-        with self._opened(digest) as descriptor:
+        with self._open_blob(digest) as descriptor:
             found = b"".join(hash_piece(descriptor, piece * PIECE_BYTES) for piece in range(blob.pieces))
         if Blob.from_hashes(found, blob.size) != blob:
-            raise self._rotten(digest)
+            raise self._discard_damaged(digest)
         self._keep_hashes(blob, found)
         return found
 
@@ -186,24 +186,24 @@ class BlobStore:
         """Remove a blob if it is there. A partial blob that is open stays: it is still being fetched."""
         check_digest(digest)
         with self._lock:
-            if digest not in self._open:
+            if digest not in self._open_partials:
                 self._complete.pop(digest, None)
-                for known in (self._lent, self._held, self._growing, self._hashes):
+                for known in (self._in_memory, self._memory_sizes, self._memory_partials, self._hashes):
                     known.pop(digest, None)
                 self._partial.pop(digest, None)
-                self._fresh.pop(digest, None)
+                self._written_files.pop(digest, None)
                 self._remove(digest, "", ".part", ".pieces")
 
     def retain(self, digests: Collection[bytes]) -> None:
         """Remove every blob, complete or partial, that is neither named nor being fetched."""
         keep = set(digests)
-        for digest in [*self._complete, *self._partial, *self._lent, *self._growing]:
+        for digest in [*self._complete, *self._partial, *self._in_memory, *self._memory_partials]:
             if digest not in keep:
                 self.discard(digest)
 
     def partial_hashes(self, blob: Blob) -> bytes | None:
         """The piece hashes of a fetch that was begun, if there was one."""
-        if growing := self._growing.get(blob.digest):
+        if growing := self._memory_partials.get(blob.digest):
             return growing.hashes
         return self._read_hashes(blob) if blob.digest in self._partial else None
 
@@ -211,13 +211,13 @@ class BlobStore:
         """Begin or take up a fetch; one at a time for each blob. What lies there counts once `recheck` has read it."""
         blob.check_hashes(hashes)
         with self._lock:
-            if blob.digest in self._open:
+            if blob.digest in self._open_partials:
                 raise ValueError(f"blob {blob.name} is being fetched already")
-            growing = self._growing_partial(blob, hashes)
+            growing = self._memory_partial(blob, hashes)
             if growing is None:
                 self._make_room(blob.size - self._partial.get(blob.digest, 0))
                 self._partial[blob.digest] = blob.size
-            self._open.add(blob.digest)
+            self._open_partials.add(blob.digest)
         if growing is not None:
             return growing
         try:
@@ -230,36 +230,36 @@ class BlobStore:
     def close_partial(self, blob: Blob) -> None:
         """For Partial."""
         with self._lock:
-            self._open.discard(blob.digest)
+            self._open_partials.discard(blob.digest)
 
-    def complete_held(self, blob: Blob, hashes: bytes, data: memoryview) -> None:
+    def complete_in_memory(self, blob: Blob, hashes: bytes, data: memoryview) -> None:
         """For Partial: every piece is there and checked."""
         with self._lock:
-            self._lent[blob.digest] = lent(blob, hashes, (data,))
-            self._growing.pop(blob.digest, None)
+            self._in_memory[blob.digest] = make_in_memory_blob(blob, hashes, (data,))
+            self._memory_partials.pop(blob.digest, None)
 
-    def _growing_partial(self, blob: Blob, hashes: bytes) -> HeldPartial | None:
+    def _memory_partial(self, blob: Blob, hashes: bytes) -> MemoryPartial | None:
         """None: it goes to the disk, or lies there already."""
-        known = self._growing.get(blob.digest)
+        known = self._memory_partials.get(blob.digest)
         if known is None and blob.digest not in self._partial and self._has_room(blob):
-            known = self._growing[blob.digest] = HeldPartial(self, blob, hashes)
-            self._held[blob.digest] = blob.size
+            known = self._memory_partials[blob.digest] = MemoryPartial(self, blob, hashes)
+            self._memory_sizes[blob.digest] = blob.size
         return known
 
     def _has_room(self, blob: Blob) -> bool:
-        return blob.size <= min(MAX_HELD_BYTES, self._memory_bytes - sum(self._held.values()))
+        return blob.size <= min(MAX_IN_MEMORY_BLOB_BYTES, self._memory_bytes - sum(self._memory_sizes.values()))
 
     def complete_partial(self, blob: Blob) -> None:
         """For Partial: every piece is there and checked."""
         with disk_errors(self._folder), self._lock:
-            self._appear(self._folder / f"{blob.name}.part", blob)
+            self._publish_file(self._folder / f"{blob.name}.part", blob)
             self._partial.pop(blob.digest, None)
 
     def _scan(self) -> None:
         partial: dict[bytes, int] = {}
         with_hashes: set[bytes] = set()
         for entry in self._folder.iterdir():
-            match = _OURS.fullmatch(entry.name)
+            match = _BLOB_FILE_NAME.fullmatch(entry.name)
             if match is None:
                 if entry.suffix == ".new":
                     entry.unlink()
@@ -275,11 +275,11 @@ class BlobStore:
         for digest in with_hashes - self._partial.keys() - self._complete.keys():
             self._remove(digest, ".pieces")
 
-    def _total(self) -> int:
-        return sum(self._complete.values()) + sum(self._partial.values()) + self._writing
+    def _total_bytes(self) -> int:
+        return sum(self._complete.values()) + sum(self._partial.values()) + self._bytes_being_written
 
     def _make_room(self, size: int) -> None:
-        if self._total() + size > self._max_bytes:
+        if self._total_bytes() + size > self._max_bytes:
             raise StorageError(
                 f"{self._folder} may hold {self._max_bytes} bytes and is full; stop the node, remove it and start again"
             )
@@ -287,20 +287,20 @@ class BlobStore:
     def _write(self, blob: Blob, hashes: bytes, *data: Bytes) -> None:
         with self._new_file(blob.size) as file:
             file.writelines(data)
-            self._adopt(file, blob, hashes)
+            self._commit_file(file, blob, hashes)
 
     @contextlib.contextmanager
     def _new_file(self, size: int) -> Iterator[IO[bytes]]:
         """A file for `size` bytes that disappears unless it is adopted."""
         with self._lock:
             self._make_room(size)
-            self._writing += size
+            self._bytes_being_written += size
         try:
             with disk_errors(self._folder), self._temporary() as file:
                 yield file
         finally:
             with self._lock:
-                self._writing -= size
+                self._bytes_being_written -= size
 
     @contextlib.contextmanager
     def _temporary(self) -> Iterator[IO[bytes]]:
@@ -310,29 +310,29 @@ class BlobStore:
             finally:
                 Path(file.name).unlink(missing_ok=True)
 
-    def _adopt(self, file: IO[bytes], blob: Blob, hashes: bytes) -> None:
+    def _commit_file(self, file: IO[bytes], blob: Blob, hashes: bytes) -> None:
         self._keep_hashes(blob, hashes)
         file.flush()
         with self._lock:
-            self._appear(Path(file.name), blob)
-            if blob.digest in self._partial and blob.digest not in self._open:
+            self._publish_file(Path(file.name), blob)
+            if blob.digest in self._partial and blob.digest not in self._open_partials:
                 del self._partial[blob.digest]
                 self._remove(blob.digest, ".part")
 
-    def _appear(self, path: Path, blob: Blob) -> None:
+    def _publish_file(self, path: Path, blob: Blob) -> None:
         """Under its name, with a time that no writer to come will leave there."""
         mark = time.time_ns() - 10**9
         os.utime(path, ns=(mark, mark))
         os.replace(path, self.path(blob.digest))
         self._complete[blob.digest] = blob.size
-        self._fresh[blob.digest] = os.stat(self.path(blob.digest)).st_mtime_ns, time.monotonic()
+        self._written_files[blob.digest] = os.stat(self.path(blob.digest)).st_mtime_ns, time.monotonic()
 
-    def _is_fresh(self, digest: bytes, descriptor: int) -> bool:
-        mark, written = self._fresh.get(digest, (0, -FRESH_SECONDS))
-        return time.monotonic() - written < FRESH_SECONDS and os.fstat(descriptor).st_mtime_ns == mark
+    def _is_trusted(self, digest: bytes, descriptor: int) -> bool:
+        mark, written = self._written_files.get(digest, (0, -TRUSTED_SECONDS))
+        return time.monotonic() - written < TRUSTED_SECONDS and os.fstat(descriptor).st_mtime_ns == mark
 
     def _keep_hashes(self, blob: Blob, hashes: bytes) -> None:
-        if blob.pieces > FEW_PIECES:
+        if blob.pieces > MAX_PIECES_WITHOUT_FILE:
             self._write_hashes(blob, hashes)
         else:
             self._hashes[blob.digest] = hashes
@@ -358,7 +358,7 @@ class BlobStore:
                 (self._folder / f"{digest.hex()}{suffix}").unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _opened(self, digest: bytes) -> Iterator[int]:
+    def _open_blob(self, digest: bytes) -> Iterator[int]:
         path = self.path(digest)
         with disk_errors(path):
             try:
@@ -371,13 +371,13 @@ class BlobStore:
             finally:
                 os.close(descriptor)
 
-    def _rotten(self, digest: bytes) -> MissingFileError:
+    def _discard_damaged(self, digest: bytes) -> MissingFileError:
         logger.warning("blob %s in %s is damaged and is removed", digest.hex(), self._folder)
         self.discard(digest)
         return MissingFileError(f"blob {digest.hex()} in {self._folder} was damaged and is removed; fetch it again")
 
 
-def _named(*data: Bytes) -> tuple[Blob, bytes]:
+def _hash_data(*data: Bytes) -> tuple[Blob, bytes]:
     """The name of all of them, one after the other, and the hashes of its pieces."""
     hashes = piece_hashes(*data)
-    return Blob.from_hashes(hashes, size_of(data)), hashes
+    return Blob.from_hashes(hashes, total_size(data)), hashes

@@ -7,14 +7,14 @@ keeps a few calls running. Clock in seconds.
 
 from protocol.blobs.blob import PIECE_BYTES
 
-SECONDS = 2.0
+WINDOW_SECONDS = 2.0
 SAMPLE_SECONDS = 0.5
-KEPT = 0.9  # of a rate, from one sample to the next: it was one source that paused, or the link that changed
-LEAST_PIECES = 4
-SLOW = 16e6  # bytes a second: where fewer come, squeezing them takes a twentieth of a core at most, and saves a sixth
+RATE_DECAY = 0.9  # of a rate, from one sample to the next: it was one source that paused, or the link that changed
+MIN_PIECES = 4
+SLOW_LINK_RATE = 16e6  # bytes a second: where fewer come, squeezing them takes a twentieth of a core at most, and saves a sixth
 
 
-class Window:
+class InFlightLimit:
     """`bytes`: that may be awaited now. `rate`: bytes a second lately; 0 where nothing came yet."""
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class Window:
             self._since = now, received
         elif now - self._since[0] >= SAMPLE_SECONDS:
             rate = (received - self._since[1]) / (now - self._since[0])
-            self.rate = max(rate, KEPT * self.rate)
+            self.rate = max(rate, RATE_DECAY * self.rate)
             self._since = now, received
 
     @property
     def is_slow(self) -> bool:
         """Whether a line is known to be what we wait for."""
-        return 0 < self.rate < SLOW
+        return 0 < self.rate < SLOW_LINK_RATE
 
-    def bytes(self, calls: int) -> int:
+    def max_bytes(self, min_pieces: int) -> int:
         """`calls`: those that the source with the most connections needs."""
-        return max(int(SECONDS * self.rate), max(calls, LEAST_PIECES) * PIECE_BYTES)
+        return max(int(WINDOW_SECONDS * self.rate), max(min_pieces, MIN_PIECES) * PIECE_BYTES)

@@ -14,23 +14,23 @@ from hivemind.dht.routing import DHTID
 from protocol.errors import MalformedError
 from protocol.murmur_pb2 import Signed
 
-FAR = 1e10  # seconds since the epoch: the year 2286, later than any wrong clock
+EXPIRATION_OFFSET_SECONDS = 1e10  # seconds since the epoch: the year 2286, later than any wrong clock
 
 
-class Notice(NamedTuple):
+class Announcement(NamedTuple):
     """`place`: the subkey; `expires` in swarm time, seconds since the epoch."""
 
-    place: str
+    subkey: str
     value: bytes
     expires: float
 
     @property
-    def expiration(self) -> float:
+    def dht_expiration(self) -> float:
         """The time to give hivemind."""
-        return FAR + self.expires
+        return EXPIRATION_OFFSET_SECONDS + self.expires
 
 
-def envelope_of(value: bytes, max_bytes: int, title: str) -> Signed:
+def parse_envelope(value: bytes, max_bytes: int, title: str) -> Signed:
     """Nothing in it is checked yet. Raises MalformedError, which begins with `title`."""
     if len(value) > max_bytes:
         raise MalformedError(f"{title} has {len(value)} bytes")
@@ -41,12 +41,12 @@ def envelope_of(value: bytes, max_bytes: int, title: str) -> Signed:
 
 
 @dataclass(frozen=True)
-class Board:
+class Topic:
     """`read` gives the notice that a value is, or raises PeerFault."""
 
-    title: str
-    read: Callable[[bytes], Notice]
+    name: str
+    parse: Callable[[bytes], Announcement]
 
     @property
     def key(self) -> DHTID:
-        return DHTID.generate(source=f"murmur/1/{self.title}")
+        return DHTID.generate(source=f"murmur/1/{self.name}")

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from protocol.identity import PeerId
 
 MAX_VOTES = 64
-MAX_ROUND_TRIP = 10.0  # seconds; the error of a vote is at most half of it
-PLAUSIBLE = (1.7e9, 4.1e9)  # seconds since the epoch: 2023 to 2099; a device without a battery wakes up in 1970
+MAX_ROUND_TRIP_SECONDS = 10.0  # seconds; the error of a vote is at most half of it
+PLAUSIBLE_RANGE = (1.7e9, 4.1e9)  # seconds since the epoch: 2023 to 2099; a device without a battery wakes up in 1970
 FEW_VOTES = 3
-VOTE_LIFETIME = 120.0  # seconds; after it, a step of our own clock is forgotten
+VOTE_LIFETIME_SECONDS = 120.0  # seconds; after it, a step of our own clock is forgotten
 
 
-class Clock:
+class SwarmClock:
     """All times in seconds since the epoch."""
 
     def __init__(self, local: Callable[[], float] = time.time) -> None:
@@ -35,12 +35,12 @@ class Clock:
     def observe(self, peer: PeerId, theirs: float, sent: float, received: float) -> None:
         """Count a peer's clock, read between `sent` and `received` of ours; nonsense is not counted."""
         offset = theirs - (sent + received) / 2
-        if not (_plausible(theirs) and 0 <= received - sent <= MAX_ROUND_TRIP):
+        if not (_is_plausible(theirs) and 0 <= received - sent <= MAX_ROUND_TRIP_SECONDS):
             return
         self._votes.pop(peer, None)
         self._votes[peer] = offset, received
         self._drop_old(received)
-        own = [0.0] if _plausible(received) else []
+        own = [0.0] if _is_plausible(received) else []
         self.offset = statistics.median([*own, *(offset for offset, _ in self._votes.values())])
 
     def observe_caller(self, peer: PeerId, theirs: float) -> None:
@@ -51,9 +51,9 @@ class Clock:
     def _drop_old(self, now: float) -> None:
         # A vote from the future was cast before our own clock was set back; it says nothing any more.
         for peer, (_, measured) in list(self._votes.items()):
-            if len(self._votes) > MAX_VOTES or not -MAX_ROUND_TRIP <= now - measured <= VOTE_LIFETIME:
+            if len(self._votes) > MAX_VOTES or not -MAX_ROUND_TRIP_SECONDS <= now - measured <= VOTE_LIFETIME_SECONDS:
                 del self._votes[peer]
 
 
-def _plausible(time_read: float) -> bool:
-    return PLAUSIBLE[0] <= time_read <= PLAUSIBLE[1]
+def _is_plausible(time_read: float) -> bool:
+    return PLAUSIBLE_RANGE[0] <= time_read <= PLAUSIBLE_RANGE[1]

@@ -14,18 +14,18 @@ from pathlib import Path
 
 from protocol.errors import MalformedError, ManifestError
 from protocol.identity import PeerId
-from protocol.records import peer_of
+from protocol.records import peer_id_of
 
 logger = logging.getLogger(__name__)
 
 MAX_CONTACTS = 1024
 MAX_ADDRESSES = 8  # of one peer
 MAX_FILE_BYTES = 4 * 1024 * 1024
-MEMORY = 3600.0  # seconds
-SHORTEST_WAIT = 1.0  # seconds
-LONGEST_WAIT = 60.0  # seconds
-LONGEST_WAIT_ALONE = 5.0  # seconds
-SAVE_SECONDS = 30.0
+REMEMBER_SECONDS = 3600.0  # seconds
+MIN_WAIT_SECONDS = 1.0  # seconds
+MAX_WAIT_SECONDS = 60.0  # seconds
+MAX_WAIT_ALONE_SECONDS = 5.0  # seconds
+SAVE_INTERVAL_SECONDS = 30.0
 FEW_PEERS = 8  # on disk: each one more is worth a write of its own
 
 
@@ -35,14 +35,14 @@ class Contact:
 
     peer: PeerId
     addresses: tuple[str, ...]
-    seen: float
-    permanent: bool = False
+    last_seen: float
+    is_permanent: bool = False
     failures: int = 0
     last_attempt: float = float("-inf")
     next_attempt: float = field(default=float("-inf"))
 
     def is_due(self, now: float, is_alone: bool) -> bool:
-        return self.next_attempt <= now or (is_alone and now >= self.last_attempt + LONGEST_WAIT_ALONE)
+        return self.next_attempt <= now or (is_alone and now >= self.last_attempt + MAX_WAIT_ALONE_SECONDS)
 
 
 class Contacts:
@@ -50,54 +50,54 @@ class Contacts:
         self._rng = rng
         self._max_contacts = max_contacts
         self._contacts: dict[PeerId, Contact] = {}  # the longest unseen first
-        self._bootstrap = _by_peer(bootstrap)
+        self._bootstrap = _group_by_peer(bootstrap)
         for peer, addresses in self._bootstrap.items():
-            self._contacts[peer] = Contact(peer, addresses, seen=float("inf"), permanent=True)
+            self._contacts[peer] = Contact(peer, addresses, last_seen=float("inf"), is_permanent=True)
 
     def __len__(self) -> int:
         return len(self._contacts)
 
-    def remember(self, peer: PeerId, addresses: Sequence[str], now: float) -> None:
+    def add(self, peer: PeerId, addresses: Sequence[str], now: float) -> None:
         """Note where a peer can be found; news of a peer do not shorten the wait after a failure."""
         contact = self._contacts.pop(peer, None) or Contact(peer, (), now)
         # The manifest's own addresses stay: a record may tell of others that are gone when they are needed.
         known = dict.fromkeys((*self._bootstrap.get(peer, ()), *addresses))
         contact.addresses = tuple(known)[:MAX_ADDRESSES]
-        if not contact.permanent:
-            contact.seen = now
+        if not contact.is_permanent:
+            contact.last_seen = now
         self._contacts[peer] = contact
         self._prune(now)
 
-    def due(self, now: float, present: Container[PeerId], count: int, is_alone: bool = False) -> list[Contact]:
+    def pick_due(self, now: float, live_peers: Container[PeerId], count: int, is_alone: bool = False) -> list[Contact]:
         """Up to `count` of those who are not present and whose wait is over, at random. `is_alone`: nobody is there."""
         self._prune(now)
         waiting = [
             contact
             for peer, contact in self._contacts.items()
-            if peer not in present and contact.addresses and contact.is_due(now, is_alone)
+            if peer not in live_peers and contact.addresses and contact.is_due(now, is_alone)
         ]
         return self._rng.sample(waiting, min(count, len(waiting)))
 
-    def succeeded(self, peer: PeerId, now: float) -> None:
+    def record_success(self, peer: PeerId, now: float) -> None:
         contact = self._contacts.get(peer)
         if contact is not None:
             contact.failures, contact.next_attempt = 0, now
 
-    def failed(self, peer: PeerId, now: float) -> float:
+    def record_failure(self, peer: PeerId, now: float) -> float:
         """The seconds until it is tried again."""
         contact = self._contacts.get(peer)
         if contact is None:
-            return LONGEST_WAIT
+            return MAX_WAIT_SECONDS
         # The exponent is bounded too: 2.0 ** failures overflows after a week of trying.
-        wait = min(SHORTEST_WAIT * 2.0 ** min(contact.failures, 16), LONGEST_WAIT) * self._rng.uniform(0.7, 1.3)
+        wait = min(MIN_WAIT_SECONDS * 2.0 ** min(contact.failures, 16), MAX_WAIT_SECONDS) * self._rng.uniform(0.7, 1.3)
         contact.failures += 1
         contact.last_attempt, contact.next_attempt = now, now + wait
         return wait
 
-    def is_worth_a_word(self, peer: PeerId) -> bool:
+    def should_warn(self, peer: PeerId) -> bool:
         """Whether a person should hear of this failure: of who once was here only the first."""
         contact = self._contacts.get(peer)
-        return contact is not None and (contact.permanent or contact.failures == 1)
+        return contact is not None and (contact.is_permanent or contact.failures == 1)
 
     def addresses(self) -> Mapping[PeerId, tuple[str, ...]]:
         return {peer: contact.addresses for peer, contact in self._contacts.items()}
@@ -108,7 +108,7 @@ class Contacts:
     def _prune(self, now: float) -> None:
         for peer, contact in list(self._contacts.items()):
             crowded = len(self._contacts) > self._max_contacts
-            if not contact.permanent and (crowded or now - contact.seen > MEMORY):
+            if not contact.is_permanent and (crowded or now - contact.last_seen > REMEMBER_SECONDS):
                 del self._contacts[peer]
 
 
@@ -124,11 +124,11 @@ class AddressFile:
         """What an earlier life has left."""
         return {} if self._path is None else load_addresses(self._path)
 
-    def keep(self, addresses: Mapping[PeerId, Sequence[str]], now: float) -> None:
+    def save_if_due(self, addresses: Mapping[PeerId, Sequence[str]], now: float) -> None:
         """Save now and then. Whoever knows but a few is killed at any moment and comes back with nobody else to ask:
         then a new one is saved at once."""
         is_new = len(self._saved) < FEW_PEERS and not self._saved.issuperset(addresses)
-        if is_new or now - self._saved_at > SAVE_SECONDS:
+        if is_new or now - self._saved_at > SAVE_INTERVAL_SECONDS:
             self.save(addresses, now)
 
     def save(self, addresses: Mapping[PeerId, Sequence[str]], now: float) -> None:
@@ -156,7 +156,7 @@ def load_addresses(path: Path) -> Mapping[PeerId, tuple[str, ...]]:
             listed = json.loads(file.read(MAX_FILE_BYTES))
         if not (isinstance(listed, list) and all(isinstance(address, str) for address in listed)):
             raise ValueError("not a list of addresses")
-        return _by_peer(listed)
+        return _group_by_peer(listed)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, ManifestError) as error:
@@ -164,11 +164,11 @@ def load_addresses(path: Path) -> Mapping[PeerId, tuple[str, ...]]:
         return {}
 
 
-def _by_peer(addresses: Iterable[str]) -> dict[PeerId, tuple[str, ...]]:
+def _group_by_peer(addresses: Iterable[str]) -> dict[PeerId, tuple[str, ...]]:
     grouped: dict[PeerId, tuple[str, ...]] = {}
     for address in addresses:
         try:
-            peer = peer_of(address)
+            peer = peer_id_of(address)
         except MalformedError as error:
             raise ManifestError(f"bootstrap address {error}; add it") from error
         grouped[peer] = (*grouped.get(peer, ()), address)

@@ -16,22 +16,22 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.proto import dht_pb2
 
-from protocol.errors import TransportError, UnreachableError, told
+from protocol.errors import TransportError, UnreachableError, describe_error
 from protocol.identity import PeerId
-from protocol.membership.board import Board, Notice
-from protocol.membership.clock import Clock
-from protocol.membership.shelf import AnnouncementCheck, Door, Neighbourhood, Shelf, node_id
+from protocol.membership.board import Topic, Announcement
+from protocol.membership.clock import SwarmClock
+from protocol.membership.shelf import AnnouncementValidator, RequestLimiter, PeerIdRoutingTable, BoundedStorage, node_id
 
 logger = logging.getLogger(__name__)
 
 REPLICAS = 5
-BEAM = 8  # nodes that a search keeps in view
-CALL_SECONDS = 3.0
-CONNECT_SECONDS = 5.0
-STOP_SECONDS = 2.0
+BEAM_SIZE = 8  # nodes that a search keeps in view
+CALL_TIMEOUT_SECONDS = 3.0
+CONNECT_TIMEOUT_SECONDS = 5.0
+STOP_TIMEOUT_SECONDS = 2.0
 
 # What comes out of hivemind where p2pd is dead or refuses, a peer cannot be reached, or answers nonsense.
-FAILURES = (
+DHT_ERRORS = (
     OSError,
     EOFError,
     TimeoutError,
@@ -43,35 +43,35 @@ FAILURES = (
 )
 
 
-class Host(Protocol):
+class DhtTransport(Protocol):
     """What the DHT needs of the transport."""
 
     @property
     def p2p(self) -> Any: ...
-    async def connect(self, address: str, deadline: float) -> PeerId: ...
+    async def connect(self, address: str, timeout: float) -> PeerId: ...
 
 
-class Dht:
+class DhtNode:
     """`boards`: all that is kept for others here. `asks_only`: nothing is, and others do not learn of us."""
 
-    def __init__(self, transport: Host, clock: Clock, boards: Iterable[Board], asks_only: bool = False) -> None:
-        kept, self._asks_only = tuple(boards), asks_only
+    def __init__(self, transport: DhtTransport, clock: SwarmClock, topics: Iterable[Topic], client_mode: bool = False) -> None:
+        kept, self._client_mode = tuple(topics), client_mode
         self._transport = transport
         self._clock = clock
-        self._check = AnnouncementCheck(kept)
-        self._shelf = Shelf(kept, clock)
-        self._door = Door()
+        self._validator = AnnouncementValidator(kept)
+        self._storage = BoundedStorage(kept, clock)
+        self._limiter = RequestLimiter()
         self._node: Any = None
 
     @property
-    def refused(self) -> int:
+    def refused_count(self) -> int:
         """Values that were forged, of another run or malformed, and requests that were too large."""
-        return self._check.refused + self._door.refused
+        return self._validator.refused_count + self._limiter.refused_count
 
     async def open(self) -> None:
         """Where it is not open already."""
         if self._node is None:
-            self._node = await self._make_node()
+            self._node = await self._create_node()
 
     async def close(self) -> None:
         """hivemind's shutdown waits for ever where p2pd is dead."""
@@ -79,34 +79,34 @@ class Dht:
         if node is None:
             return
         try:
-            await asyncio.wait_for(node.shutdown(), STOP_SECONDS)
-        except FAILURES as error:
-            logger.info("the DHT node did not end in order: %s", told(error))
+            await asyncio.wait_for(node.shutdown(), STOP_TIMEOUT_SECONDS)
+        except DHT_ERRORS as error:
+            logger.info("the DHT node did not end in order: %s", describe_error(error))
 
-    async def _make_node(self) -> Any:
+    async def _create_node(self) -> Any:
         p2p = self._transport.p2p
         # No caches (they would be filled by strangers, too) and no seeds: dead ones must not stop a start.
         node = await DHTNode.create(
             p2p=p2p,
             node_id=node_id(p2p.peer_id),
-            client_mode=self._asks_only,
+            client_mode=self._client_mode,
             num_replicas=REPLICAS,
-            wait_timeout=CALL_SECONDS,
+            wait_timeout=CALL_TIMEOUT_SECONDS,
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
             cache_refresh_before_expiry=0,
             reuse_get_requests=False,
-            record_validator=self._check,
-            authorizer=self._door,
+            record_validator=self._validator,
+            authorizer=self._limiter,
         )
         protocol = node.protocol
-        protocol.storage = protocol.cache = self._shelf
+        protocol.storage = protocol.cache = self._storage
         table = protocol.routing_table
-        protocol.routing_table = Neighbourhood(table.node_id, table.bucket_size, table.depth_modulo)
+        protocol.routing_table = PeerIdRoutingTable(table.node_id, table.bucket_size, table.depth_modulo)
         return node
 
-    async def greet(self, peer: PeerId, addresses: Sequence[str]) -> bool:
+    async def ping_peer(self, peer: PeerId, addresses: Sequence[str]) -> bool:
         """Make a peer known to the DHT node, and learn its clock: before any gossip this is all we know of time."""
         node = self._node
         try:
@@ -114,47 +114,47 @@ class Dht:
             remote = PeerID.from_base58(peer)
             sent = self._clock.local()
             request = dht_pb2.PingRequest(peer=node.protocol.node_info)
-            response = await node.protocol.get_stub(remote).rpc_ping(request, timeout=CALL_SECONDS)
+            response = await node.protocol.get_stub(remote).rpc_ping(request, timeout=CALL_TIMEOUT_SECONDS)
             self._clock.observe(peer, response.dht_time, sent, self._clock.local())
             await node.protocol.update_routing_table(node_id(remote), remote, responded=True)
-        except FAILURES as error:
-            logger.info("no DHT answer from %s: %s", peer, told(error))
+        except DHT_ERRORS as error:
+            logger.info("no DHT answer from %s: %s", peer, describe_error(error))
             return False
         return True
 
     async def _connect(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        async with asyncio.timeout(CONNECT_SECONDS):
+        async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
             for address in addresses:
                 try:
-                    await self._transport.connect(address, CONNECT_SECONDS)
+                    await self._transport.connect(address, CONNECT_TIMEOUT_SECONDS)
                     return
                 except UnreachableError as error:
                     last = error
         raise UnreachableError(f"{peer} has no address") if not addresses else last
 
-    async def exchange(self, board: Board, notice: Notice | None, found: Callable[[bytes], None]) -> None:
+    async def announce_and_lookup(self, topic: Topic, announcement: Announcement | None, on_value: Callable[[bytes], None]) -> None:
         """Tell `found` of every value on the board at the nodes nearest to it and here; pin ours there."""
-        if notice is not None:
-            self._shelf.store_subkey(board.key, notice.place, notice.value, notice.expiration)
+        if announcement is not None:
+            self._storage.store_subkey(topic.key, announcement.subkey, announcement.value, announcement.dht_expiration)
         nearest = await self._node.find_nearest_nodes(
-            [board.key], k_nearest=REPLICAS, beam_size=BEAM, exclude_self=True
+            [topic.key], k_nearest=REPLICAS, beam_size=BEAM_SIZE, exclude_self=True
         )
-        await asyncio.gather(*(self._visit(peer, board, notice, found) for peer in nearest[board.key].values()))
-        held = self._shelf.get(board.key)
+        await asyncio.gather(*(self._query_node(peer, topic, announcement, on_value) for peer in nearest[topic.key].values()))
+        held = self._storage.get(topic.key)
         if held is not None:
-            _report(held.value, found)
+            _report_values(held.value, on_value)
 
-    async def _visit(self, peer: PeerID, board: Board, notice: Notice | None, found: Callable[[bytes], None]) -> None:
-        protocol, key = self._node.protocol, board.key
+    async def _query_node(self, peer: PeerID, topic: Topic, announcement: Announcement | None, on_value: Callable[[bytes], None]) -> None:
+        protocol, key = self._node.protocol, topic.key
         # Each answer on its own: in hivemind's joint search one bad node spoils what the others say.
         answer: Mapping[Any, Any] = await protocol.call_find(peer, [key]) or {}
         value, _ = answer.get(key, (None, {}))
         if value is not None and isinstance(value.value, DictionaryDHTValue):
-            _report(value.value, found)
-        if notice is not None:
-            await protocol.call_store(peer, [key], [notice.value], [notice.expiration], subkeys=[notice.place])
+            _report_values(value.value, on_value)
+        if announcement is not None:
+            await protocol.call_store(peer, [key], [announcement.value], [announcement.dht_expiration], subkeys=[announcement.subkey])
 
 
-def _report(values: DictionaryDHTValue, found: Callable[[bytes], None]) -> None:
+def _report_values(values: DictionaryDHTValue, on_value: Callable[[bytes], None]) -> None:
     for _, (value, _) in values.items():
-        found(value)
+        on_value(value)

@@ -14,7 +14,7 @@ from protocol.errors import LimitError, MalformedError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import PeerRecord, Signed
-from protocol.records import MAX_CHAIN_TOKENS, MAX_ROUND, peer_of, read_unverified, verify_signed
+from protocol.records import MAX_CHAIN_TOKENS, MAX_ROUND, peer_id_of, read_unverified, verify_signed
 
 KIND = "peer"
 ROLES = ("trainer", "observer")
@@ -24,42 +24,42 @@ MAX_ADDRESSES = 8
 MAX_ADDRESS_CHARACTERS = 256
 MAX_TEXT_CHARACTERS = 64
 MAX_PORT = 65535
-CLOCK_TOLERANCE = 60.0  # seconds by which two honest swarm times may differ
+CLOCK_TOLERANCE_SECONDS = 60.0  # seconds by which two honest swarm times may differ
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class PeerJoined:
     peer: PeerId
     record: PeerRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Updated:
+class PeerUpdated:
     peer: PeerId
     record: PeerRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class PeerLeft:
     peer: PeerId
     reason: str  # "left", "expired" or "unreachable"
 
 
-Event = Joined | Updated | Left
+MembershipEvent = PeerJoined | PeerUpdated | PeerLeft
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
     signed: Signed
     record: PeerRecord
-    suspected: bool = False
+    is_suspected: bool = False
 
     @property
-    def live(self) -> bool:
-        return not (self.suspected or self.record.leaving)
+    def is_live(self) -> bool:
+        return not (self.is_suspected or self.record.leaving)
 
 
-class Table:
+class PeerTable:
     """The records of one run. `lifetime`: seconds that a record may at most be valid for."""
 
     def __init__(self, run_id: RunId, lifetime: float, max_peers: int = MAX_PEERS) -> None:
@@ -67,7 +67,7 @@ class Table:
         self._lifetime = lifetime
         self._max_peers = max_peers
         self._entries: dict[PeerId, _Entry] = {}
-        self._swept = float("-inf")
+        self._last_sweep_at = float("-inf")
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -81,18 +81,18 @@ class Table:
         record = read_unverified(signed, KIND, PeerRecord, MAX_RECORD_BYTES)
         held = self._entries.get(signed.peer)
         # Cheap refusals come before the signature: a flood must not cost us an Ed25519 check a record.
-        if held is not None and not _newer(signed, record, held):
+        if held is not None and not _is_newer(signed, record, held):
             return None
         check_record(signed.peer, record, now, self._lifetime)
         if held is None and len(self._entries) >= self._max_peers:
-            self._make_room(now)
+            self._require_free_slot(now)
         verify_signed(signed, self._run_id)
         self._entries[signed.peer] = _Entry(signed, record)
         return record
 
-    def _make_room(self, now: float) -> None:
+    def _require_free_slot(self, now: float) -> None:
         # At most once a second: a flood of newcomers must not cost a sweep each.
-        if abs(now - self._swept) >= 1:
+        if abs(now - self._last_sweep_at) >= 1:
             self.expire(now)
         if len(self._entries) >= self._max_peers:
             raise LimitError(f"the table is full with {self._max_peers} peers; a newcomer must wait for one to leave")
@@ -100,15 +100,15 @@ class Table:
     def live(self, now: float) -> Mapping[PeerId, PeerRecord]:
         """Those who are there: not expired, not leaving, not suspected."""
         return {
-            peer: entry.record for peer, entry in self._entries.items() if entry.live and entry.record.expires > now
+            peer: entry.record for peer, entry in self._entries.items() if entry.is_live and entry.record.expires > now
         }
 
     def expire(self, now: float) -> list[PeerId]:
         """Drop the records whose time is over, or not yet there as our clock was set back; whose they were."""
-        gone = [peer for peer, entry in self._entries.items() if _untimely(entry.record, now, self._lifetime)]
+        gone = [peer for peer, entry in self._entries.items() if _find_timing_fault(entry.record, now, self._lifetime)]
         for peer in gone:
             del self._entries[peer]
-        self._swept = now
+        self._last_sweep_at = now
         return gone
 
     def discard(self, peer: PeerId) -> None:
@@ -118,38 +118,38 @@ class Table:
         """Not live until a record with a higher sequence shows that the peer still speaks."""
         entry = self._entries.get(peer)
         if entry is not None:
-            self._entries[peer] = _Entry(entry.signed, entry.record, suspected=True)
+            self._entries[peer] = _Entry(entry.signed, entry.record, is_suspected=True)
 
-    def fate(self, peer: PeerId) -> str:
+    def reason_left(self, peer: PeerId) -> str:
         """Why a peer is not live."""
         entry = self._entries.get(peer)
         if entry is None:
             return "expired"
         if entry.record.leaving:
             return "left"
-        return "unreachable" if entry.suspected else "expired"
+        return "unreachable" if entry.is_suspected else "expired"
 
-    def known(self) -> dict[PeerId, int]:
+    def known_sequences(self) -> dict[PeerId, int]:
         return {peer: entry.record.sequence for peer, entry in self._entries.items()}
 
-    def newer_than(self, known: Mapping[PeerId, int]) -> list[Signed]:
+    def records_newer_than(self, known: Mapping[PeerId, int]) -> list[Signed]:
         """The records that somebody who knows these sequences lacks."""
         return [entry.signed for peer, entry in self._entries.items() if entry.record.sequence > known.get(peer, -1)]
 
-    def lacking(self, known: Mapping[PeerId, int]) -> list[PeerId]:
+    def peers_newer_in(self, known: Mapping[PeerId, int]) -> list[PeerId]:
         """The peers of whom somebody with these sequences has a newer record."""
-        return [peer for peer, sequence in known.items() if sequence > self.sequence(peer)]
+        return [peer for peer, sequence in known.items() if sequence > self.sequence_of(peer)]
 
-    def records(self, peers: Iterable[PeerId]) -> list[Signed]:
+    def records_of(self, peers: Iterable[PeerId]) -> list[Signed]:
         return [self._entries[peer].signed for peer in peers if peer in self._entries]
 
-    def sequence(self, peer: PeerId) -> int:
+    def sequence_of(self, peer: PeerId) -> int:
         """-1 for a peer that is not here."""
         entry = self._entries.get(peer)
         return -1 if entry is None else entry.record.sequence
 
 
-def _newer(signed: Signed, record: PeerRecord, held: _Entry) -> bool:
+def _is_newer(signed: Signed, record: PeerRecord, held: _Entry) -> bool:
     # The body decides between two records that a lying peer gave one sequence: all must keep the same of the two.
     return (record.sequence, signed.body) > (held.record.sequence, held.signed.body)
 
@@ -157,22 +157,22 @@ def _newer(signed: Signed, record: PeerRecord, held: _Entry) -> bool:
 def next_sequence(previous: int, now: float) -> int:
     """Above the previous one, and near the clock; one that a wrong clock once made is given up."""
     clock = max(1, int(now * 1000))
-    return previous + 1 if clock <= previous <= clock + CLOCK_TOLERANCE * 1000 else clock
+    return previous + 1 if clock <= previous <= clock + CLOCK_TOLERANCE_SECONDS * 1000 else clock
 
 
 def check_record(peer: PeerId, record: PeerRecord, now: float, lifetime: float) -> None:
     """MalformedError unless a peer may say this of itself, StaleError unless it may now."""
-    fault = _untimely(record, now, lifetime)
+    fault = _find_timing_fault(record, now, lifetime)
     if fault is not None:
         raise StaleError(f"the record of {peer} {fault}")
     check_addresses(peer, record.addresses)
     _check_fields(peer, record)
 
 
-def _untimely(record: PeerRecord, now: float, lifetime: float) -> str | None:
-    if not now < record.expires <= now + lifetime + CLOCK_TOLERANCE:  # not a number is neither
+def _find_timing_fault(record: PeerRecord, now: float, lifetime: float) -> str | None:
+    if not now < record.expires <= now + lifetime + CLOCK_TOLERANCE_SECONDS:  # not a number is neither
         return f"expires in {record.expires - now:.1f} s"
-    if not 0 < record.sequence <= (now + CLOCK_TOLERANCE) * 1000:
+    if not 0 < record.sequence <= (now + CLOCK_TOLERANCE_SECONDS) * 1000:
         return f"has the sequence {record.sequence}, which no clock gives at {now:.0f}"
     return None
 
@@ -187,7 +187,7 @@ def check_addresses(peer: PeerId, addresses: Iterable[str]) -> None:
         if not plain or len(address) > MAX_ADDRESS_CHARACTERS:
             raise MalformedError(f"the record of {peer} has an address that is none")
         # Otherwise one peer could send all others knocking at another's door.
-        if peer_of(address) != peer:
+        if peer_id_of(address) != peer:
             raise MalformedError(f"the record of {peer} has the address of another peer")
 
 

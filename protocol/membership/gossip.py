@@ -18,45 +18,45 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from protocol.errors import LimitError, MalformedError, PeerFault, StaleError, TransportError, UnreachableError, told
+from protocol.errors import LimitError, MalformedError, PeerFault, StaleError, TransportError, UnreachableError, describe_error
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
-from protocol.membership.allowance import Allowance
-from protocol.membership.clock import Clock
+from protocol.membership.allowance import TokenBuckets
+from protocol.membership.clock import SwarmClock
 from protocol.membership.contacts import AddressFile, Contacts
 from protocol.membership.directory import (
     KIND,
     MAX_PEERS,
     MAX_RECORD_BYTES,
     MAX_TEXT_CHARACTERS,
-    Event,
-    Joined,
-    Left,
-    Table,
-    Updated,
+    MembershipEvent,
+    PeerJoined,
+    PeerLeft,
+    PeerTable,
+    PeerUpdated,
     check_addresses,
 )
 from protocol.membership.own_record import FieldValue, OwnRecord
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord, Signed
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
-from protocol.network.transport import SOMEBODY, caller
+from protocol.network.transport import UNKNOWN_CALLER, caller
 from protocol.records import open_signed
-from protocol.replies import parsed
+from protocol.replies import require_reply
 
 logger = logging.getLogger(__name__)
 
-PARTNERS = 3
-URGENT_PARTNERS = 16
+GOSSIP_FANOUT = 3
+URGENT_FANOUT = 16
 MAX_RECORDS = 256  # a message; with the largest records and MAX_PEERS known still below 1 MiB
 FAILURES_UNTIL_SUSPECT = 2
-SHORTEST_DEADLINE = 2.0  # seconds
+MIN_TIMEOUT_SECONDS = 2.0  # seconds
 LEAVE_SECONDS = 2.0
-REUNION_SHARE = 0.2  # of heartbeats that try somebody who is not live although others are
-CALLS_PER_HEARTBEAT = 8
+CONTACT_RETRY_PROBABILITY = 0.2  # of heartbeats that try somebody who is not live although others are
+MAX_CALLS_PER_HEARTBEAT = 8
 CALL_BURST = 32
 
 
-class Network(Protocol):
+class GossipTransport(Protocol):
     """What the directory needs of the transport."""
 
     async def addresses(self) -> tuple[str, ...]: ...
@@ -65,15 +65,15 @@ class Network(Protocol):
     def channel(self, peer: PeerId) -> grpc.aio.Channel: ...
 
 
-class Directory(MembershipServicer):
+class PeerDirectory(MembershipServicer):
     """`heartbeat`, `expiry`: seconds. `addresses_file`: where peers' addresses outlive a restart."""
 
     def __init__(
         self,
         identity: Identity,
         run_id: RunId,
-        transport: Network,
-        clock: Clock,
+        transport: GossipTransport,
+        clock: SwarmClock,
         heartbeat: float,
         expiry: float,
         rng: random.Random,
@@ -87,19 +87,19 @@ class Directory(MembershipServicer):
         self._clock = clock
         self._heartbeat = heartbeat
         self._rng = rng
-        self._deadline = max(SHORTEST_DEADLINE, 2 * heartbeat)
-        self._table = Table(run_id, expiry)
+        self._timeout = max(MIN_TIMEOUT_SECONDS, 2 * heartbeat)
+        self._table = PeerTable(run_id, expiry)
         self._contacts = Contacts(bootstrap, rng)
-        self._allowance = Allowance(CALL_BURST, CALLS_PER_HEARTBEAT / heartbeat)
+        self._call_buckets = TokenBuckets(CALL_BURST, MAX_CALLS_PER_HEARTBEAT / heartbeat)
         self._own = OwnRecord(identity, run_id, clock, expiry)
-        self._seen: dict[PeerId, int] = {}
+        self._reported_sequences: dict[PeerId, int] = {}
         self._failures: Counter[PeerId] = Counter()
         self._exchanges: dict[PeerId, asyncio.Task[None]] = {}
-        self._again: set[PeerId] = set()
-        self._subscribers: list[Callable[[Event], None]] = []
+        self._repeat_exchanges: set[PeerId] = set()
+        self._subscribers: list[Callable[[MembershipEvent], None]] = []
         self._address_file = AddressFile(addresses_file, time.monotonic())
         for peer, addresses in self._address_file.load().items():
-            self.remember(peer, addresses)
+            self.add_contact(peer, addresses)
         self._own.renew(self._table)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -107,25 +107,25 @@ class Directory(MembershipServicer):
 
     def publish(self, *, urgent: bool = False, **fields: FieldValue) -> None:
         """Change fields of our own record. Raises MalformedError for what no peer would accept."""
-        self._own.change(fields)
+        self._own.update_fields(fields)
         self._own.renew(self._table)
         if urgent:
-            self._push()
+            self._push_own_record()
 
     def live(self) -> Mapping[PeerId, PeerRecord]:
         """The peers that are there, ourselves among them."""
         return self._table.live(self._clock.now())
 
-    def subscribe(self, callback: Callable[[Event], None]) -> None:
+    def subscribe(self, callback: Callable[[MembershipEvent], None]) -> None:
         """The callback hears of every other peer that joins, leaves or changes its record."""
         self._subscribers.append(callback)
 
-    def remember(self, peer: PeerId, addresses: Sequence[str]) -> None:
+    def add_contact(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """A peer that may be in the run; it is asked when there is need."""
-        if peer != self.peer_id and peer not in self._table.known():
-            self._contacts.remember(peer, addresses, time.monotonic())
+        if peer != self.peer_id and peer not in self._table.known_sequences():
+            self._contacts.add(peer, addresses, time.monotonic())
 
-    def neighbours(self) -> Mapping[PeerId, tuple[str, ...]]:
+    def known_addresses(self) -> Mapping[PeerId, tuple[str, ...]]:
         """The live peers and the bootstrap peers, with their addresses."""
         live = {peer: tuple(record.addresses) for peer, record in self.live().items()}
         found = {**self._contacts.bootstrap(), **live}
@@ -137,13 +137,13 @@ class Directory(MembershipServicer):
             return
         logger.warning("%s counts as gone until it speaks again: %s", peer, reason)
         self._table.suspect(peer)
-        self._announce()
+        self._notify_subscribers()
 
     async def run(self) -> None:
         """Gossip until cancelled."""
         try:
             while True:
-                await self._beat()
+                await self._run_heartbeat()
                 await asyncio.sleep(self._heartbeat * self._rng.uniform(0.9, 1.1))
         finally:
             await self._stop_exchanges()
@@ -151,181 +151,181 @@ class Directory(MembershipServicer):
     async def leave(self) -> None:
         """Tell the live that we go; takes at most four seconds."""
         self._address_file.save(self._contacts.addresses(), time.monotonic())
-        self._own.change({"leaving": True})
+        self._own.update_fields({"leaving": True})
         self._own.renew(self._table)
-        for peer in self._others():
-            self._start(peer, again=True)
+        for peer in self._other_live_peers():
+            self._start_exchange(peer, repeat=True)
         if self._exchanges:
             await asyncio.wait(self._exchanges.values(), timeout=LEAVE_SECONDS)
         await self._stop_exchanges()
 
     async def Gossip(self, request: GossipRequest, context: Any) -> GossipReply:  # noqa: N802
-        peer = SOMEBODY
+        peer = UNKNOWN_CALLER
         try:
             peer = caller(context)
-            return self._answer(peer, request)
+            return self._answer_gossip(peer, request)
         except PeerFault as fault:
-            self.refuse(peer, fault)
-            return await _abort(context, fault)
+            self.record_refusal(peer, fault)
+            return await _abort_call(context, fault)
 
-    def refuse(self, peer: PeerId, fault: PeerFault) -> None:
+    def record_refusal(self, peer: PeerId, fault: PeerFault) -> None:
         """Count and log a call that is not answered."""
-        self.refusals[fault.word] += 1
+        self.refusals[fault.metric_label] += 1
         logger.warning("a call of %s was refused: %s", peer, fault)
 
-    def _answer(self, peer: PeerId, request: GossipRequest) -> GossipReply:
+    def _answer_gossip(self, peer: PeerId, request: GossipRequest) -> GossipReply:
         if request.run.hex() != self._run_id:
             raise StaleError(f"{peer} gossips about another run")
-        if not self._allowance.take(peer, time.monotonic()):
-            raise LimitError(f"{peer} gossips more than {CALLS_PER_HEARTBEAT} times a heartbeat")
+        if not self._call_buckets.try_take(peer, time.monotonic()):
+            raise LimitError(f"{peer} gossips more than {MAX_CALLS_PER_HEARTBEAT} times a heartbeat")
         if len(request.known) > MAX_PEERS or any(len(known) > MAX_TEXT_CHARACTERS for known in request.known):
             raise LimitError(f"{peer} claims to know {len(request.known)} peers")
         self._clock.observe_caller(peer, request.time)
-        self._redate()
-        self._absorb(request.records, peer)
-        newer, lacking = self._table.newer_than(request.known), self._table.lacking(request.known)
-        return GossipReply(time=self._clock.local(), records=self._some(newer), wanted=lacking[:MAX_RECORDS])
+        self._renew_if_misdated()
+        self._merge_records(request.records, peer)
+        newer, lacking = self._table.records_newer_than(request.known), self._table.peers_newer_in(request.known)
+        return GossipReply(time=self._clock.local(), records=self._sample_records(newer), wanted=lacking[:MAX_RECORDS])
 
-    def _some(self, records: list[Signed]) -> list[Signed]:
+    def _sample_records(self, records: list[Signed]) -> list[Signed]:
         return records if len(records) <= MAX_RECORDS else self._rng.sample(records, MAX_RECORDS)
 
-    async def _beat(self) -> None:
+    async def _run_heartbeat(self) -> None:
         await self._refresh_addresses()
         self._own.renew(self._table)
-        self._expire()
-        self._announce()
-        others = self._others()
-        for peer in self._rng.sample(others, min(PARTNERS, len(others))):
-            self._start(peer)
-        if not others or self._rng.random() < REUNION_SHARE:
-            self._try_contacts(1 if others else PARTNERS)
-        self._address_file.keep(self._contacts.addresses(), time.monotonic())
+        self._expire_records()
+        self._notify_subscribers()
+        others = self._other_live_peers()
+        for peer in self._rng.sample(others, min(GOSSIP_FANOUT, len(others))):
+            self._start_exchange(peer)
+        if not others or self._rng.random() < CONTACT_RETRY_PROBABILITY:
+            self._try_contacts(1 if others else GOSSIP_FANOUT)
+        self._address_file.save_if_due(self._contacts.addresses(), time.monotonic())
 
-    def _expire(self, caller_now: PeerId | None = None) -> None:
+    def _expire_records(self, current_caller: PeerId | None = None) -> None:
         for peer in self._table.expire(self._clock.now()):
             self._failures.pop(peer, None)
             # To forget cuts the connection: not that of a peer that is back after a long sleep and speaks to us.
-            if peer not in (self.peer_id, caller_now):
+            if peer not in (self.peer_id, current_caller):
                 self._transport.forget(peer)
 
     async def _refresh_addresses(self) -> None:
         try:
-            async with asyncio.timeout(self._deadline):
+            async with asyncio.timeout(self._timeout):
                 addresses = await self._transport.addresses()
         except (TimeoutError, TransportError, UnreachableError) as error:
-            logger.warning("our own addresses cannot be read now (%s); the last ones stay", told(error))
+            logger.warning("our own addresses cannot be read now (%s); the last ones stay", describe_error(error))
             return
-        self._own.move(addresses)
+        self._own.set_addresses(addresses)
 
-    def _others(self) -> list[PeerId]:
+    def _other_live_peers(self) -> list[PeerId]:
         return [peer for peer in self.live() if peer != self.peer_id]
 
-    def _push(self) -> None:
-        others = self._others()
-        for peer in self._rng.sample(others, min(URGENT_PARTNERS, len(others))):
-            self._start(peer, again=True)
+    def _push_own_record(self) -> None:
+        others = self._other_live_peers()
+        for peer in self._rng.sample(others, min(URGENT_FANOUT, len(others))):
+            self._start_exchange(peer, repeat=True)
 
     def _try_contacts(self, count: int) -> None:
-        present = {*self._others(), self.peer_id, *self._exchanges}
-        for contact in self._contacts.due(time.monotonic(), present, count, is_alone=not self._others()):
+        present = {*self._other_live_peers(), self.peer_id, *self._exchanges}
+        for contact in self._contacts.pick_due(time.monotonic(), present, count, is_alone=not self._other_live_peers()):
             try:
                 self._transport.introduce(contact.peer, contact.addresses)
             except MalformedError as error:
-                self._failed(contact.peer, error)
+                self._record_failure(contact.peer, error)
                 continue
-            self._start(contact.peer)
+            self._start_exchange(contact.peer)
 
-    def _start(self, peer: PeerId, again: bool = False) -> None:
+    def _start_exchange(self, peer: PeerId, repeat: bool = False) -> None:
         """Exchange with a peer; if that is under way, once more afterwards where `again` asks for it."""
         if peer not in self._exchanges:
-            self._exchanges[peer] = asyncio.create_task(self._converse(peer))
-        elif again:
-            self._again.add(peer)
+            self._exchanges[peer] = asyncio.create_task(self._run_exchange(peer))
+        elif repeat:
+            self._repeat_exchanges.add(peer)
 
-    async def _converse(self, peer: PeerId) -> None:
+    async def _run_exchange(self, peer: PeerId) -> None:
         try:
-            await self._swap(peer)
-            while peer in self._again:
-                self._again.discard(peer)
-                await self._swap(peer)
+            await self._exchange_records(peer)
+            while peer in self._repeat_exchanges:
+                self._repeat_exchanges.discard(peer)
+                await self._exchange_records(peer)
         except (grpc.aio.AioRpcError, UnreachableError, PeerFault) as error:
-            self._failed(peer, error)
+            self._record_failure(peer, error)
         else:
             self._failures.pop(peer, None)
-            self._contacts.succeeded(peer, time.monotonic())
+            self._contacts.record_success(peer, time.monotonic())
         finally:
-            self._again.discard(peer)
+            self._repeat_exchanges.discard(peer)
             self._exchanges.pop(peer, None)
 
-    async def _swap(self, peer: PeerId) -> None:
-        wanted = await self._exchange(peer, [self.peer_id])
-        if self._redate():
+    async def _exchange_records(self, peer: PeerId) -> None:
+        wanted = await self._call_gossip(peer, [self.peer_id])
+        if self._renew_if_misdated():
             wanted.append(self.peer_id)
         if wanted:
-            await self._exchange(peer, wanted)
+            await self._call_gossip(peer, wanted)
 
-    def _redate(self) -> bool:
-        misdated = self._own.misdated()
+    def _renew_if_misdated(self) -> bool:
+        misdated = self._own.is_misdated()
         if misdated:
             logger.info("our clock is %.1f s from the swarm's; our record is dated anew", -self._clock.offset)
             self._own.renew(self._table)
         return misdated
 
-    async def _exchange(self, peer: PeerId, pushed: Sequence[PeerId]) -> list[PeerId]:
+    async def _call_gossip(self, peer: PeerId, pushed_peers: Sequence[PeerId]) -> list[PeerId]:
         """The peers of whom the other side wants our record."""
         sent = self._clock.local()
         request = GossipRequest(
             run=bytes.fromhex(self._run_id),
             time=sent,
-            known=self._table.known(),
-            records=self._table.records(pushed),
+            known=self._table.known_sequences(),
+            records=self._table.records_of(pushed_peers),
         )
         stub = MembershipStub(self._transport.channel(peer))
-        reply: GossipReply = parsed(await stub.Gossip(request, timeout=self._deadline))
+        reply: GossipReply = require_reply(await stub.Gossip(request, timeout=self._timeout))
         self._clock.observe(peer, reply.time, sent, self._clock.local())
-        self._absorb(reply.records, peer)
+        self._merge_records(reply.records, peer)
         return [wanted for wanted in reply.wanted[:MAX_RECORDS] if wanted != self.peer_id]
 
-    def _failed(self, peer: PeerId, error: Exception) -> None:
-        reason = _in_words(error)
+    def _record_failure(self, peer: PeerId, error: Exception) -> None:
+        reason = _describe_error(error)
         self._failures[peer] += 1
         live = peer in self.live()
-        if live and _silent(error) and self._failures[peer] >= FAILURES_UNTIL_SUSPECT:
+        if live and _is_unreachable(error) and self._failures[peer] >= FAILURES_UNTIL_SUSPECT:
             self.suspect(peer, f"no answer in {self._failures[peer]} attempts: {reason}")
         elif live:
             logger.info("gossip with %s failed: %s", peer, reason)
         else:
             del self._failures[peer]
-            wait = self._contacts.failed(peer, time.monotonic())
+            wait = self._contacts.record_failure(peer, time.monotonic())
             tried = " ".join(self._contacts.addresses().get(peer, ()))
-            level = logging.WARNING if self._contacts.is_worth_a_word(peer) else logging.DEBUG
+            level = logging.WARNING if self._contacts.should_warn(peer) else logging.DEBUG
             logger.log(level, "no answer from %s at %s (%s); trying again in %.0f s", peer, tried, reason, wait)
 
-    def _absorb(self, records: Sequence[Signed], sender: PeerId) -> None:
+    def _merge_records(self, records: Sequence[Signed], sender: PeerId) -> None:
         if len(records) > MAX_RECORDS:
             raise LimitError(f"{sender} sent {len(records)} records at once, of at most {MAX_RECORDS}")
-        self._expire(sender)
-        faults = [fault for signed in records if (fault := self._merge(signed)) is not None]
-        self.refusals.update(fault.word for fault in faults)
+        self._expire_records(sender)
+        faults = [fault for signed in records if (fault := self._merge_record(signed)) is not None]
+        self.refusals.update(fault.metric_label for fault in faults)
         if faults:
             logger.warning("%d records from %s were refused; the first: %s", len(faults), sender, faults[0])
-        self._announce()
+        self._notify_subscribers()
 
-    def _merge(self, signed: Signed) -> PeerFault | None:
+    def _merge_record(self, signed: Signed) -> PeerFault | None:
         try:
             record = self._table.merge(signed, self._clock.now())
             if record is not None:
-                self._learn(signed.peer, record)
+                self._learn_peer(signed.peer, record)
         except StaleError as fault:
-            self._note_untimely(signed)
+            self._learn_from_untimely_record(signed)
             return fault
         except PeerFault as fault:
             return fault
         return None
 
-    def _note_untimely(self, signed: Signed) -> None:
+    def _learn_from_untimely_record(self, signed: Signed) -> None:
         """While nobody is live, our own clock may be what is wrong: whose record this is can help to find the time."""
-        if signed.peer == self.peer_id or self._others():
+        if signed.peer == self.peer_id or self._other_live_peers():
             return
         try:
             record = open_signed(signed, self._run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
@@ -333,31 +333,31 @@ class Directory(MembershipServicer):
         except PeerFault as fault:
             logger.info("an untimely record was of no use either: %s", fault)
         else:
-            self._contacts.remember(signed.peer, record.addresses, time.monotonic())
+            self._contacts.add(signed.peer, record.addresses, time.monotonic())
 
-    def _learn(self, peer: PeerId, record: PeerRecord) -> None:
+    def _learn_peer(self, peer: PeerId, record: PeerRecord) -> None:
         if peer == self.peer_id:
             logger.info("a record of our own key is about from elsewhere or an earlier life; ours overrides it")
             self._own.renew(self._table)
             return
         self._failures.pop(peer, None)
-        self._contacts.remember(peer, record.addresses, time.monotonic())
+        self._contacts.add(peer, record.addresses, time.monotonic())
         if not record.leaving:
             self._transport.introduce(peer, tuple(record.addresses), record.direct_port)
 
-    def _announce(self) -> None:
+    def _notify_subscribers(self) -> None:
         """Tell the subscribers what has changed since the last time."""
         live = {peer: record for peer, record in self.live().items() if peer != self.peer_id}
-        events: list[Event] = [Left(peer, self._table.fate(peer)) for peer in self._seen.keys() - live.keys()]
+        events: list[MembershipEvent] = [PeerLeft(peer, self._table.reason_left(peer)) for peer in self._reported_sequences.keys() - live.keys()]
         for peer, record in live.items():
-            if peer not in self._seen:
-                events.append(Joined(peer, record))
-            elif record.sequence != self._seen[peer]:
-                events.append(Updated(peer, record))
-        self._seen = {peer: record.sequence for peer, record in live.items()}
+            if peer not in self._reported_sequences:
+                events.append(PeerJoined(peer, record))
+            elif record.sequence != self._reported_sequences[peer]:
+                events.append(PeerUpdated(peer, record))
+        self._reported_sequences = {peer: record.sequence for peer, record in live.items()}
         for event in events:
-            if not isinstance(event, Updated):
-                logger.info("%s", _line(event))
+            if not isinstance(event, PeerUpdated):
+                logger.info("%s", _describe_event(event))
             for callback in self._subscribers:
                 callback(event)
 
@@ -369,7 +369,7 @@ class Directory(MembershipServicer):
             await asyncio.wait(tasks, timeout=LEAVE_SECONDS)
 
 
-def _in_words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if not isinstance(error, grpc.aio.AioRpcError):
         return str(error)
     # What gRPC says of these is about sockets of ours.
@@ -377,18 +377,18 @@ def _in_words(error: Exception) -> str:
     return ours.get(error.code()) or str(error.details())
 
 
-def _silent(error: Exception) -> bool:
+def _is_unreachable(error: Exception) -> bool:
     """Whether a failure says that the peer is not there; one that refuses us is."""
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     return isinstance(error, UnreachableError)
 
 
-async def _abort(context: Any, fault: PeerFault) -> NoReturn:
+async def _abort_call(context: Any, fault: PeerFault) -> NoReturn:
     codes = {LimitError: grpc.StatusCode.RESOURCE_EXHAUSTED, StaleError: grpc.StatusCode.FAILED_PRECONDITION}
     await context.abort(codes.get(type(fault), grpc.StatusCode.INVALID_ARGUMENT), str(fault))
     raise AssertionError("abort always raises")
 
 
-def _line(event: Joined | Left | Updated) -> str:
-    return f"{event.peer} {event.reason}" if isinstance(event, Left) else f"{event.peer} joined"
+def _describe_event(event: PeerJoined | PeerLeft | PeerUpdated) -> str:
+    return f"{event.peer} {event.reason}" if isinstance(event, PeerLeft) else f"{event.peer} joined"

@@ -9,31 +9,31 @@ import re
 
 from protocol.errors import MalformedError, StaleError
 from protocol.identity import Identity, PeerId
-from protocol.membership.board import Board, Notice, envelope_of
+from protocol.membership.board import Topic, Announcement, parse_envelope
 from protocol.murmur_pb2 import PublicRun
 from protocol.records import read_unverified, sign, verify_signed
 
 KIND = "run"
-LIFETIME = 300.0  # seconds
+LIFETIME_SECONDS = 300.0  # seconds
 MAX_VALUE_BYTES = 1024
 MAX_LINK_CHARACTERS = 400
 RUN_BYTES = 32
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-LINK = re.compile(r"(https?://|murmur://(?P<run>[0-9a-f]{64})@/)[!-~]+")
+NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+LINK_PATTERN = re.compile(r"(https?://|murmur://(?P<run>[0-9a-f]{64})@/)[!-~]+")
 
 
-def notice_of(identity: Identity, run: PublicRun, now: float) -> Notice:
+def make_run_announcement(identity: Identity, run: PublicRun, now: float) -> Announcement:
     """`run` without its expiry; `now` in swarm time. Raises MalformedError for what no peer would accept."""
     dated = PublicRun()
     dated.CopyFrom(run)
-    dated.expires = now + LIFETIME
+    dated.expires = now + LIFETIME_SECONDS
     value = sign(identity, KIND, run.run.hex(), dated).SerializeToString()
-    return read_notice(value)
+    return parse_run_announcement(value)
 
 
-def read_public_run(value: bytes) -> tuple[PeerId, PublicRun]:
+def parse_public_run(value: bytes) -> tuple[PeerId, PublicRun]:
     """The organiser and what it says. Raises MalformedError or ForgedError."""
-    signed = envelope_of(value, MAX_VALUE_BYTES, "the notice of a run")
+    signed = parse_envelope(value, MAX_VALUE_BYTES, "the notice of a run")
     run = read_unverified(signed, KIND, PublicRun, MAX_VALUE_BYTES)
     _check(run)
     verify_signed(signed, run.run.hex())
@@ -42,21 +42,21 @@ def read_public_run(value: bytes) -> tuple[PeerId, PublicRun]:
 
 def require_current(run: PublicRun, now: float, tolerance: float) -> None:
     """StaleError for a notice that is over, or is to last longer than any may."""
-    if not now < run.expires <= now + LIFETIME + tolerance:
+    if not now < run.expires <= now + LIFETIME_SECONDS + tolerance:
         raise StaleError(f"the notice of the run {run.name} expires in {run.expires - now:.0f} s")
 
 
-def read_notice(value: bytes) -> Notice:
-    organiser, run = read_public_run(value)
-    return Notice(f"{organiser}/{run.run.hex()[:16]}", value, run.expires)
+def parse_run_announcement(value: bytes) -> Announcement:
+    organiser, run = parse_public_run(value)
+    return Announcement(f"{organiser}/{run.run.hex()[:16]}", value, run.expires)
 
 
 def _check(run: PublicRun) -> None:
     if len(run.run) != RUN_BYTES:
         raise MalformedError("the notice of a run does not say which")
-    if not NAME.fullmatch(run.name) or not NAME.fullmatch(run.recipe):
+    if not NAME_PATTERN.fullmatch(run.name) or not NAME_PATTERN.fullmatch(run.recipe):
         raise MalformedError("the notice of a run has a name that is none")
-    found = LINK.fullmatch(run.link)
+    found = LINK_PATTERN.fullmatch(run.link)
     if found is None or len(run.link) > MAX_LINK_CHARACTERS:
         raise MalformedError(f"the notice of the run {run.name} has a link that is none")
     if found["run"] not in (None, run.run.hex()):
@@ -65,4 +65,4 @@ def _check(run: PublicRun) -> None:
         raise MalformedError(f"the notice of the run {run.name} has no time")
 
 
-PUBLIC = Board("public runs", read_notice)
+PUBLIC_RUNS_TOPIC = Topic("public runs", parse_run_announcement)

@@ -15,23 +15,23 @@ from protocol import errors
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
 from protocol.membership import dht
-from protocol.membership.board import Notice
-from protocol.membership.clock import Clock
-from protocol.membership.dht import FAILURES, Dht
+from protocol.membership.board import Announcement
+from protocol.membership.clock import SwarmClock
+from protocol.membership.dht import DHT_ERRORS, DhtNode
 from protocol.membership.directory import MAX_ADDRESSES
-from protocol.membership.public_runs import PUBLIC
-from protocol.membership.shelf import announcement, read_announcement, run_board
+from protocol.membership.public_runs import PUBLIC_RUNS_TOPIC
+from protocol.membership.shelf import make_announcement, parse_announcement, run_topic
 
 logger = logging.getLogger(__name__)
 
-GREETED = 3  # neighbours that a round makes sure of
-ROUND_SECONDS = 30.0
-FIRST_PERIOD = 0.25  # seconds between rounds; doubles up to
-LONGEST_PERIOD = 60.0
-Advertisement = Callable[[float], Awaitable[Notice]]  # what to announce at a swarm time
+PINGED_PEERS = 3  # neighbours that a round makes sure of
+LOOKUP_TIMEOUT_SECONDS = 30.0
+MIN_PERIOD_SECONDS = 0.25  # seconds between rounds; doubles up to
+MAX_PERIOD_SECONDS = 60.0
+MakeAnnouncement = Callable[[float], Awaitable[Announcement]]  # what to announce at a swarm time
 
 
-class Host(dht.Host, Protocol):
+class RendezvousTransport(dht.DhtTransport, Protocol):
     """What the rendezvous needs of the transport."""
 
     def on_restart(self, callback: Callable[[], None]) -> None: ...
@@ -45,90 +45,90 @@ class Rendezvous:
         self,
         identity: Identity,
         run_id: RunId,
-        transport: Host,
-        clock: Clock,
-        neighbours: Callable[[], Mapping[PeerId, Sequence[str]]],
-        found: Callable[[PeerId, Sequence[str]], None],
+        transport: RendezvousTransport,
+        clock: SwarmClock,
+        known_addresses: Callable[[], Mapping[PeerId, Sequence[str]]],
+        on_peer_found: Callable[[PeerId, Sequence[str]], None],
         rng: random.Random,
     ) -> None:
         self._identity = identity
         self._run_id = run_id
         self._transport = transport
         self._clock = clock
-        self._neighbours = neighbours
-        self._found = found
+        self._known_addresses = known_addresses
+        self._on_peer_found = on_peer_found
         self._rng = rng
-        self._board = run_board(run_id)
-        self._dht = Dht(transport, clock, (self._board, PUBLIC))
-        self._advertisement: Advertisement | None = None
-        self._doors: Mapping[PeerId, Sequence[str]] = {}
-        self._restarted = False
+        self._topic = run_topic(run_id)
+        self._dht = DhtNode(transport, clock, (self._topic, PUBLIC_RUNS_TOPIC))
+        self._make_run_announcement: MakeAnnouncement | None = None
+        self._extra_peers: Mapping[PeerId, Sequence[str]] = {}
+        self._has_restarted = False
         self._wake = asyncio.Event()
-        self._unreadable = 0  # announcements that others hold
-        transport.on_restart(self._note_restart)
+        self._invalid_count = 0  # announcements that others hold
+        transport.on_restart(self._on_restart)
 
     @property
-    def refused(self) -> int:
+    def refused_count(self) -> int:
         """Values that were forged, of another run or malformed, and requests that were too large."""
-        return self._dht.refused + self._unreadable
+        return self._dht.refused_count + self._invalid_count
 
-    def advertise(self, advertisement: Advertisement, doors: Mapping[PeerId, Sequence[str]]) -> None:
+    def advertise_run(self, make_announcement: MakeAnnouncement, extra_peers: Mapping[PeerId, Sequence[str]]) -> None:
         """From now on announce the run itself as well, also at peers of other runs: `doors`, with their addresses."""
-        self._advertisement = advertisement
-        self._doors = doors
+        self._make_run_announcement = make_announcement
+        self._extra_peers = extra_peers
         self._wake.set()
 
-    def _note_restart(self) -> None:
-        self._restarted = True
+    def _on_restart(self) -> None:
+        self._has_restarted = True
         self._wake.set()
 
     async def run(self) -> None:
         """Announce and look up until cancelled: often at first, then once a minute; anew after a restart of p2pd."""
-        period = FIRST_PERIOD
+        period = MIN_PERIOD_SECONDS
         try:
             while True:
-                await self._round()
+                await self._announce_and_lookup()
                 try:
                     await asyncio.wait_for(self._wake.wait(), period * self._rng.uniform(0.8, 1.2))
                 except TimeoutError:
-                    period = min(2 * period, LONGEST_PERIOD)
+                    period = min(2 * period, MAX_PERIOD_SECONDS)
                     continue
                 self._wake.clear()
-                if self._restarted:
-                    self._restarted, period = False, FIRST_PERIOD
+                if self._has_restarted:
+                    self._has_restarted, period = False, MIN_PERIOD_SECONDS
                     await self._dht.close()
         finally:
             await self._dht.close()
 
-    async def _round(self) -> None:
+    async def _announce_and_lookup(self) -> None:
         try:
-            async with asyncio.timeout(ROUND_SECONDS):
+            async with asyncio.timeout(LOOKUP_TIMEOUT_SECONDS):
                 await self._dht.open()
-                await self._greet_some()
+                await self._ping_some()
                 own = (await self._transport.addresses())[:MAX_ADDRESSES]
-                notice = announcement(self._identity, self._run_id, own, self._clock.now())
-                await self._dht.exchange(self._board, notice, self._report)
-                await self._advertise()
-        except FAILURES as error:
-            logger.warning("the DHT is out of reach for now: %s", errors.told(error))
+                notice = make_announcement(self._identity, self._run_id, own, self._clock.now())
+                await self._dht.announce_and_lookup(self._topic, notice, self._on_announcement)
+                await self._announce_run()
+        except DHT_ERRORS as error:
+            logger.warning("the DHT is out of reach for now: %s", errors.describe_error(error))
 
-    async def _greet_some(self) -> None:
-        neighbours = list(self._neighbours().items())
-        chosen = self._rng.sample(neighbours, min(GREETED, len(neighbours)))
-        await asyncio.gather(*(self._dht.greet(peer, addresses) for peer, addresses in chosen))
+    async def _ping_some(self) -> None:
+        neighbours = list(self._known_addresses().items())
+        chosen = self._rng.sample(neighbours, min(PINGED_PEERS, len(neighbours)))
+        await asyncio.gather(*(self._dht.ping_peer(peer, addresses) for peer, addresses in chosen))
 
-    async def _advertise(self) -> None:
-        if self._advertisement is not None:
-            await asyncio.gather(*(self._dht.greet(peer, addresses) for peer, addresses in self._doors.items()))
-            notice = await self._advertisement(self._clock.now())
-            await self._dht.exchange(PUBLIC, notice, lambda value: None)
+    async def _announce_run(self) -> None:
+        if self._make_run_announcement is not None:
+            await asyncio.gather(*(self._dht.ping_peer(peer, addresses) for peer, addresses in self._extra_peers.items()))
+            notice = await self._make_run_announcement(self._clock.now())
+            await self._dht.announce_and_lookup(PUBLIC_RUNS_TOPIC, notice, lambda value: None)
 
-    def _report(self, value: bytes) -> None:
+    def _on_announcement(self, value: bytes) -> None:
         try:
-            peer, record = read_announcement(value, self._run_id)
+            peer, record = parse_announcement(value, self._run_id)
         except errors.PeerFault as fault:
-            self._unreadable += 1
+            self._invalid_count += 1
             logger.warning("an announcement in the DHT was refused: %s", fault)
             return
         if peer != self._identity.peer_id:
-            self._found(peer, tuple(record.addresses))
+            self._on_peer_found(peer, tuple(record.addresses))

@@ -29,90 +29,90 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from protocol.errors import MalformedError, PeerFault
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
-from protocol.membership.board import FAR, Board, Notice, envelope_of
-from protocol.membership.clock import Clock
-from protocol.membership.directory import CLOCK_TOLERANCE, check_addresses
+from protocol.membership.board import EXPIRATION_OFFSET_SECONDS, Topic, Announcement, parse_envelope
+from protocol.membership.clock import SwarmClock
+from protocol.membership.directory import CLOCK_TOLERANCE_SECONDS, check_addresses
 from protocol.murmur_pb2 import PeerRecord
 from protocol.records import open_signed, sign
 
 logger = logging.getLogger(__name__)
 
 KIND = "rendezvous"
-LIFETIME = 300.0  # seconds
+LIFETIME_SECONDS = 300.0  # seconds
 MAX_ENTRIES = 64  # of one board; a lookup carries all of them, and one that answers is enough: gossip tells of the rest
 MAX_VALUE_BYTES = 3072
 MAX_REQUEST_BYTES = 2 * MAX_ENTRIES * MAX_VALUE_BYTES
 MAX_REQUEST_KEYS = 16
 
 
-def run_board(run_id: RunId) -> Board:
+def run_topic(run_id: RunId) -> Topic:
     """Where the peers of a run announce themselves."""
 
-    def read(value: bytes) -> Notice:
-        peer, record = read_announcement(value, run_id)
-        return Notice(peer, value, record.expires)
+    def read(value: bytes) -> Announcement:
+        peer, record = parse_announcement(value, run_id)
+        return Announcement(peer, value, record.expires)
 
-    return Board(run_id, read)
+    return Topic(run_id, read)
 
 
 def node_id(peer: PeerID) -> DHTID:
     return DHTID.generate(source=peer.to_bytes())
 
 
-def announcement(identity: Identity, run_id: RunId, addresses: tuple[str, ...], now: float) -> Notice:
-    record = PeerRecord(sequence=int(now * 1000), expires=now + LIFETIME, addresses=addresses)
-    return Notice(identity.peer_id, sign(identity, KIND, run_id, record).SerializeToString(), record.expires)
+def make_announcement(identity: Identity, run_id: RunId, addresses: tuple[str, ...], now: float) -> Announcement:
+    record = PeerRecord(sequence=int(now * 1000), expires=now + LIFETIME_SECONDS, addresses=addresses)
+    return Announcement(identity.peer_id, sign(identity, KIND, run_id, record).SerializeToString(), record.expires)
 
 
-def read_announcement(value: bytes, run_id: RunId) -> tuple[PeerId, PeerRecord]:
+def parse_announcement(value: bytes, run_id: RunId) -> tuple[PeerId, PeerRecord]:
     """Raises MalformedError or ForgedError unless a peer signed this for itself."""
-    signed = envelope_of(value, MAX_VALUE_BYTES, "an announcement")
+    signed = parse_envelope(value, MAX_VALUE_BYTES, "an announcement")
     record = open_signed(signed, run_id, KIND, PeerRecord, MAX_VALUE_BYTES)
     check_addresses(signed.peer, record.addresses)
     return signed.peer, record
 
 
-class AnnouncementCheck(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    def __init__(self, boards: Iterable[Board]) -> None:
-        self._boards = {board.key.to_bytes(): board for board in boards}
-        self.refused = 0
+class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    def __init__(self, topics: Iterable[Topic]) -> None:
+        self._topics = {board.key.to_bytes(): board for board in topics}
+        self.refused_count = 0
 
     def validate(self, record: DHTRecord) -> bool:
         try:
             self._check(record)
         except PeerFault as fault:
-            self.refused += 1
-            if self.refused & (self.refused - 1) == 0:  # strangers must not fill the log: at 1, 2, 4, 8, ...
-                logger.warning("%d DHT values were refused so far; the last: %s", self.refused, fault)
+            self.refused_count += 1
+            if self.refused_count & (self.refused_count - 1) == 0:  # strangers must not fill the log: at 1, 2, 4, 8, ...
+                logger.warning("%d DHT values were refused so far; the last: %s", self.refused_count, fault)
             return False
         return True
 
     def _check(self, record: DHTRecord) -> None:
-        board = self._boards.get(record.key)
+        board = self._topics.get(record.key)
         if board is None:
             raise MalformedError("a value under a key that is not the run's")
-        notice = board.read(record.value)
+        notice = board.parse(record.value)
         # Bound to what is signed: an old announcement cannot be stored again for ever, or under another's name.
-        if record.subkey != MSGPackSerializer.dumps(notice.place) or record.expiration_time != notice.expiration:
-            raise MalformedError(f"an announcement of {notice.place} under another name or time than it was signed for")
+        if record.subkey != MSGPackSerializer.dumps(notice.subkey) or record.expiration_time != notice.dht_expiration:
+            raise MalformedError(f"an announcement of {notice.subkey} under another name or time than it was signed for")
 
 
-class Shelf(DHTLocalStorage):  # type: ignore[misc]
+class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     """Stands in for both of hivemind's storages, which grow with every store and ask the local clock."""
 
-    def __init__(self, boards: Iterable[Board], clock: Clock) -> None:
+    def __init__(self, topics: Iterable[Topic], clock: SwarmClock) -> None:
         super().__init__()
         self._clock = clock
-        self._boards: dict[DHTID, dict[str, ValueWithExpiration[bytes]]] = {board.key: {} for board in boards}
+        self._topics: dict[DHTID, dict[str, ValueWithExpiration[bytes]]] = {board.key: {} for board in topics}
 
     def store(self, key: DHTID, value: Any, expiration_time: float, subkey: str | None = None) -> bool:
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
         self._drop_expired()
-        entries = self._boards.get(key)
-        left = expiration_time - FAR - self._clock.now()
-        if entries is None or not 0 < left <= LIFETIME + CLOCK_TOLERANCE:
+        entries = self._topics.get(key)
+        left = expiration_time - EXPIRATION_OFFSET_SECONDS - self._clock.now()
+        if entries is None or not 0 < left <= LIFETIME_SECONDS + CLOCK_TOLERANCE_SECONDS:
             return False
         held = entries.get(subkey)
         if held.expiration_time >= expiration_time if held else len(entries) >= MAX_ENTRIES:
@@ -122,7 +122,7 @@ class Shelf(DHTLocalStorage):  # type: ignore[misc]
 
     def get(self, key: DHTID) -> ValueWithExpiration[DictionaryDHTValue] | None:
         self._drop_expired()
-        entries = self._boards.get(key)
+        entries = self._topics.get(key)
         if not entries:
             return None
         dictionary = DictionaryDHTValue()
@@ -131,24 +131,24 @@ class Shelf(DHTLocalStorage):  # type: ignore[misc]
         return ValueWithExpiration(dictionary, dictionary.latest_expiration_time)
 
     def items(self) -> Iterator[tuple[DHTID, ValueWithExpiration[DictionaryDHTValue]]]:
-        found = ((key, self.get(key)) for key in self._boards)
+        found = ((key, self.get(key)) for key in self._topics)
         return iter([(key, value) for key, value in found if value is not None])
 
     def __contains__(self, key: DHTID) -> bool:
         return self.get(key) is not None
 
     def __len__(self) -> int:
-        return sum(len(entries) for entries in self._boards.values())
+        return sum(len(entries) for entries in self._topics.values())
 
     def _drop_expired(self) -> None:
         now = self._clock.now()
-        for entries in self._boards.values():
+        for entries in self._topics.values():
             for place, entry in list(entries.items()):
-                if not 0 < entry.expiration_time - FAR - now <= LIFETIME + CLOCK_TOLERANCE:
+                if not 0 < entry.expiration_time - EXPIRATION_OFFSET_SECONDS - now <= LIFETIME_SECONDS + CLOCK_TOLERANCE_SECONDS:
                     del entries[place]
 
 
-class Neighbourhood(RoutingTable):  # type: ignore[misc]
+class PeerIdRoutingTable(RoutingTable):  # type: ignore[misc]
     def add_or_update_node(self, node: DHTID, peer: PeerID) -> tuple[DHTID, PeerID] | None:
         if node != node_id(peer):
             logger.debug("%s claims a place in the DHT that is not its own", peer)
@@ -157,18 +157,18 @@ class Neighbourhood(RoutingTable):  # type: ignore[misc]
         return found
 
 
-class Door(AuthorizerBase):  # type: ignore[misc]
+class RequestLimiter(AuthorizerBase):  # type: ignore[misc]
     """hivemind asks it before it serves a request."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.refused = 0
+        self.refused_count = 0
 
     async def validate_request(self, request: Any) -> bool:
         keys = len(request.keys) if isinstance(request, dht_pb2.StoreRequest | dht_pb2.FindRequest) else 0
         small = keys <= MAX_REQUEST_KEYS and request.ByteSize() <= MAX_REQUEST_BYTES
         if not small:
-            self.refused += 1
+            self.refused_count += 1
             logger.warning("a DHT request with %d keys and %d bytes was refused", keys, request.ByteSize())
         return small
 

@@ -19,281 +19,281 @@ import grpc
 
 from protocol.errors import UnreachableError
 from protocol.identity import PeerId
-from protocol.network.arrivals import Arrivals, arrivals, lost_on_the_way
-from protocol.network.connection import Connection
-from protocol.network.direct import DirectDialer, Place
-from protocol.network.lanes import Arrived, Lanes
-from protocol.network.line import KEPT_SECONDS, SPARE_SECONDS, LineChannel
-from protocol.network.paths import Choice, Path
-from protocol.network.tunnel import Tunnels
+from protocol.network.arrivals import TcpReceiveStats, read_tcp_receive_stats, count_link_losses
+from protocol.network.connection import TlsConnection
+from protocol.network.direct import TlsDialer, Endpoint
+from protocol.network.lanes import TransferTotals, ConnectionCountController
+from protocol.network.line import IDLE_SECONDS, SPARE_IDLE_SECONDS, RpcChannel
+from protocol.network.paths import PathSelector, BulkPath
+from protocol.network.tunnel import ConnectionSupervisor
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.1  # seconds between two looks at the lanes
-CALLS_PER_LANE = 2  # so that a lane is never without work
-MAX_PLACES = 8192  # that are remembered
-MAX_LINKS = 256  # peers to whom bulk went lately
+OBSERVE_INTERVAL_SECONDS = 0.1  # seconds between two looks at the lanes
+CALLS_PER_CONNECTION = 2  # so that a lane is never without work
+MAX_ENDPOINTS = 8192  # that are remembered
+MAX_PEERS = 256  # peers to whom bulk went lately
 
 
 @dataclass(eq=False)
-class Lane:
+class PooledConnection:
     """One connection of its own."""
 
-    channel: LineChannel = field(init=False)
+    channel: RpcChannel = field(init=False)
     calls: int = 0
-    connection: socket.socket | None = None  # once it stands
-    seen: Arrivals = field(default_factory=Arrivals)
+    tcp_socket: socket.socket | None = None  # once it stands
+    tcp_stats: TcpReceiveStats = field(default_factory=TcpReceiveStats)
 
-    def look(self) -> int:
+    def count_new_losses(self) -> int:
         """How many packets show, since the last look, that the link loses some."""
-        before, self.seen = self.seen, arrivals(self.connection) if self.connection else Arrivals()
-        return lost_on_the_way(before, self.seen)
+        before, self.tcp_stats = self.tcp_stats, read_tcp_receive_stats(self.tcp_socket) if self.tcp_socket else TcpReceiveStats()
+        return count_link_losses(before, self.tcp_stats)
 
 
 @dataclass(eq=False)
-class Link:
+class PeerConnections:
     """All that bulk knows of a peer. `host`: at which it answered last."""
 
-    place: Place | None = None
-    host: str = ""
-    choice: Choice = field(default_factory=Choice)
-    lanes: Lanes = field(default_factory=Lanes)
-    open: list[Lane] = field(default_factory=list)
-    retired: set[Lane] = field(default_factory=set)  # calls still run on them
-    lost: int = 0  # packets so far that show that the link loses some
-    is_proving: bool = False
+    endpoint: Endpoint | None = None
+    last_host: str = ""
+    path_selector: PathSelector = field(default_factory=PathSelector)
+    count_controller: ConnectionCountController = field(default_factory=ConnectionCountController)
+    active: list[PooledConnection] = field(default_factory=list)
+    draining: set[PooledConnection] = field(default_factory=set)  # calls still run on them
+    lost_packets: int = 0  # packets so far that show that the link loses some
+    is_probing: bool = False
 
     @property
-    def calls(self) -> int:
-        return sum(goodput.calls for goodput in self.choice.goodput.values())
+    def running_calls(self) -> int:
+        return sum(goodput.calls for goodput in self.path_selector.goodput.values())
 
     @property
-    def busy(self) -> int:
+    def busy_connections(self) -> int:
         """Lanes that carry a call."""
-        return len(self.retired) + sum(lane.calls > 0 for lane in self.open)
+        return len(self.draining) + sum(lane.calls > 0 for lane in self.active)
 
-    def observe(self, now: float, peer: int, total: int) -> None:
+    def observe(self, now: float, peer_bytes: int, total_bytes: int) -> None:
         """Bytes so far from this peer and from all."""
-        self.lost += sum(lane.look() for lane in self.open)
-        queued = 2 * sum(lane.seen.queued for lane in self.open) > len(self.open)
-        self.lanes.observe(now, self.busy, Arrived(peer, total, self.lost, queued))
+        self.lost_packets += sum(lane.count_new_losses() for lane in self.active)
+        queued = 2 * sum(lane.tcp_stats.is_queued for lane in self.active) > len(self.active)
+        self.count_controller.observe(now, self.busy_connections, TransferTotals(peer_bytes, total_bytes, self.lost_packets, queued))
 
 
-class Lease:
+class BulkLease:
     """A channel for one call; enter it for as long as the call runs."""
 
     def __init__(
-        self, bulk: "Bulk", link: Link, path: Path, channel: grpc.aio.Channel | LineChannel, lane: Lane | None
+        self, bulk: "BulkTransport", peer_connections: PeerConnections, path: BulkPath, channel: grpc.aio.Channel | RpcChannel, connection: PooledConnection | None
     ) -> None:
         self.channel = channel
         self._bulk = bulk
-        self._link = link
+        self._peer_connections = peer_connections
         self._path = path
-        self._lane = lane
-        self._broken = False
+        self._connection = connection
+        self._is_broken = False
 
-    def received(self, size: int) -> None:
-        self._link.choice.goodput[self._path].received(size)
+    def record_received(self, size: int) -> None:
+        self._peer_connections.path_selector.goodput[self._path].record_bytes(size)
         self._bulk.bytes_received[self._path] += size
 
-    def broken(self, reason: str) -> None:
+    def report_broken(self, reason: str) -> None:
         """The call failed, and the connection may be why."""
-        self._broken = True
-        if self._path is Path.DIRECT and self._link.choice.is_proved:
-            self._bulk.leave_direct(self._link, reason)
+        self._is_broken = True
+        if self._path is BulkPath.DIRECT and self._peer_connections.path_selector.is_direct_verified:
+            self._bulk.abandon_direct(self._peer_connections, reason)
 
     def __enter__(self) -> Self:
-        self._link.choice.goodput[self._path].began(_now())
-        if self._lane:
-            self._lane.calls += 1
+        self._peer_connections.path_selector.goodput[self._path].call_started(_now())
+        if self._connection:
+            self._connection.calls += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._link.choice.goodput[self._path].ended(_now())
-        if self._path is Path.DIRECT and not self._broken and error is None:
-            self._link.choice.delivered()
-        if self._lane:
-            self._bulk.leave_lane(self._link, self._lane)
+        self._peer_connections.path_selector.goodput[self._path].call_ended(_now())
+        if self._path is BulkPath.DIRECT and not self._is_broken and error is None:
+            self._peer_connections.path_selector.record_delivery()
+        if self._connection:
+            self._bulk.release_connection(self._peer_connections, self._connection)
 
 
-class Bulk:
+class BulkTransport:
     """`usual` gives the channel by libp2p."""
 
-    def __init__(self, dialer: DirectDialer, tunnels: Tunnels, usual: Callable[[PeerId], grpc.aio.Channel]) -> None:
-        self.bytes_received: Counter[Path] = Counter()  # payload of calls
+    def __init__(self, dialer: TlsDialer, supervisor: ConnectionSupervisor, libp2p_channel: Callable[[PeerId], grpc.aio.Channel]) -> None:
+        self.bytes_received: Counter[BulkPath] = Counter()  # payload of calls
         self._dialer = dialer
-        self._tunnels = tunnels
-        self._usual = usual
-        self._places: OrderedDict[PeerId, Place] = OrderedDict()
-        self._links: OrderedDict[PeerId, Link] = OrderedDict()
-        self._lanes: set[Lane] = set()
-        tunnels.spawn(self._watch())
+        self._supervisor = supervisor
+        self._libp2p_channel = libp2p_channel
+        self._endpoints: OrderedDict[PeerId, Endpoint] = OrderedDict()
+        self._peers: OrderedDict[PeerId, PeerConnections] = OrderedDict()
+        self._open_connections: set[PooledConnection] = set()
+        supervisor.spawn(self._observe_loop())
 
-    def introduce(self, peer: PeerId, place: Place | None) -> None:
+    def set_endpoint(self, peer: PeerId, endpoint: Endpoint | None) -> None:
         """Where `peer` takes direct connections now, if it does."""
-        if place is None:
-            self._places.pop(peer, None)
+        if endpoint is None:
+            self._endpoints.pop(peer, None)
         else:
-            self._places[peer] = place
-            self._places.move_to_end(peer)
-            if len(self._places) > MAX_PLACES:
-                self._places.popitem(last=False)
-        link = self._links.get(peer)
-        if link and link.place != place:
-            self._move(link, place)
+            self._endpoints[peer] = endpoint
+            self._endpoints.move_to_end(peer)
+            if len(self._endpoints) > MAX_ENDPOINTS:
+                self._endpoints.popitem(last=False)
+        link = self._peers.get(peer)
+        if link and link.endpoint != endpoint:
+            self._change_endpoint(link, endpoint)
 
-    def _move(self, link: Link, place: Place | None) -> None:
-        link.place = place
-        link.choice.moved()
-        self._retire(link, 0)
+    def _change_endpoint(self, connections: PeerConnections, endpoint: Endpoint | None) -> None:
+        connections.endpoint = endpoint
+        connections.path_selector.reset_direct()
+        self._drain(connections, 0)
 
-    def lease(self, peer: PeerId) -> Lease:
+    def lease_channel(self, peer: PeerId) -> BulkLease:
         """For one call to `peer`, by the path and the lane that serve it best now."""
-        now, link = _now(), self._link(peer)
-        if link.place and not link.is_proving and link.choice.wants_proof(now):
-            link.is_proving = True
-            self._tunnels.spawn(self._prove(peer, link, link.place))
-        path = link.choice.next(now)
-        if path is Path.LIBP2P:
-            return Lease(self, link, path, self._usual(peer), None)
-        lane = self._lane(peer, link)
-        return Lease(self, link, path, lane.channel, lane)
+        now, link = _now(), self._connections_of(peer)
+        if link.endpoint and not link.is_probing and link.path_selector.should_probe(now):
+            link.is_probing = True
+            self._supervisor.spawn(self._probe_direct(peer, link, link.endpoint))
+        path = link.path_selector.next_path(now)
+        if path is BulkPath.LIBP2P:
+            return BulkLease(self, link, path, self._libp2p_channel(peer), None)
+        lane = self._pick_connection(peer, link)
+        return BulkLease(self, link, path, lane.channel, lane)
 
-    def standing(self, peer: PeerId) -> AbstractContextManager[LineChannel | None]:
+    def fallback_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
         """A lane for one call that is no bulk and tells nothing of a path; None where no direct path is proved."""
-        link = self._links.get(peer)
-        if link is None or not link.place or not link.choice.is_proved:
+        link = self._peers.get(peer)
+        if link is None or not link.endpoint or not link.path_selector.is_direct_verified:
             return nullcontext()
-        return self._on(link, self._lane(peer, link))
+        return self._borrow(link, self._pick_connection(peer, link))
 
-    def idle(self, peer: PeerId) -> AbstractContextManager[LineChannel | None]:
+    def idle_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
         """The same, but on a connection that is open and without work."""
-        link = self._links.get(peer)
-        if link is None or link.choice.best is not Path.DIRECT:
+        link = self._peers.get(peer)
+        if link is None or link.path_selector.best_path is not BulkPath.DIRECT:
             return nullcontext()
-        free = next((lane for lane in link.open if not lane.calls and lane.channel.stands), None)
-        return self._on(link, free) if free else nullcontext()
+        free = next((lane for lane in link.active if not lane.calls and lane.channel.is_open), None)
+        return self._borrow(link, free) if free else nullcontext()
 
     @contextmanager
-    def _on(self, link: Link, lane: Lane) -> Iterator[LineChannel]:
-        lane.calls += 1
+    def _borrow(self, connections: PeerConnections, connection: PooledConnection) -> Iterator[RpcChannel]:
+        connection.calls += 1
         try:
-            yield lane.channel
+            yield connection.channel
         finally:
-            self.leave_lane(link, lane)
+            self.release_connection(connections, connection)
 
-    def places(self, peer: PeerId) -> int:
+    def parallelism(self, peer: PeerId) -> int:
         """How many calls to `peer` may well run at once."""
-        link = self._links.get(peer)
-        if link is None or link.choice.best is Path.LIBP2P:
-            return CALLS_PER_LANE
+        link = self._peers.get(peer)
+        if link is None or link.path_selector.best_path is BulkPath.LIBP2P:
+            return CALLS_PER_CONNECTION
         # What began by libp2p takes no lane's place.
-        return CALLS_PER_LANE * link.lanes.width + link.choice.goodput[Path.LIBP2P].calls
+        return CALLS_PER_CONNECTION * link.count_controller.connections + link.path_selector.goodput[BulkPath.LIBP2P].calls
 
-    def paths(self) -> dict[PeerId, str]:
+    def describe_paths(self) -> dict[PeerId, str]:
         """How bulk goes to each peer that lately had some, in words."""
-        return {peer: _words(link) for peer, link in self._links.items()}
+        return {peer: _describe_path(link) for peer, link in self._peers.items()}
 
     def forget(self, peer: PeerId) -> None:
         """Its place and its lanes, whatever runs on them."""
-        self._places.pop(peer, None)
-        if link := self._links.pop(peer, None):
-            link.place = None
-            self._retire(link, 0)
+        self._endpoints.pop(peer, None)
+        if link := self._peers.pop(peer, None):
+            link.endpoint = None
+            self._drain(link, 0)
 
     async def close(self) -> None:
-        lanes, self._lanes = self._lanes, set()
+        lanes, self._open_connections = self._open_connections, set()
         for lane in lanes:
             await lane.channel.close()
 
-    def leave_direct(self, link: Link, reason: str) -> None:
+    def abandon_direct(self, connections: PeerConnections, reason: str) -> None:
         """Calls that begin from now on go by libp2p."""
-        logger.info("a direct connection to %s broke (%s); libp2p for now", link.host, reason)
-        link.choice.failed(_now())
-        self._retire(link, 0)
+        logger.info("a direct connection to %s broke (%s); libp2p for now", connections.last_host, reason)
+        connections.path_selector.record_failure(_now())
+        self._drain(connections, 0)
 
-    def leave_lane(self, link: Link, lane: Lane) -> None:
+    def release_connection(self, connections: PeerConnections, connection: PooledConnection) -> None:
         """A call on it has ended."""
-        lane.calls -= 1
-        if lane in link.retired:
-            self._close_if_unused(link, lane)
+        connection.calls -= 1
+        if connection in connections.draining:
+            self._close_if_unused(connections, connection)
 
-    def _link(self, peer: PeerId) -> Link:
-        link = self._links.get(peer)
+    def _connections_of(self, peer: PeerId) -> PeerConnections:
+        link = self._peers.get(peer)
         if link is None:
-            link = self._links[peer] = Link(self._places.get(peer))
-            self._make_room()
-        self._links.move_to_end(peer)
+            link = self._peers[peer] = PeerConnections(self._endpoints.get(peer))
+            self._evict_unused_peers()
+        self._peers.move_to_end(peer)
         return link
 
-    def _make_room(self) -> None:
-        unused = [peer for peer, link in self._links.items() if not link.calls]
-        for peer in unused[: max(0, len(self._links) - MAX_LINKS)]:
-            self._retire(self._links.pop(peer), 0)
+    def _evict_unused_peers(self) -> None:
+        unused = [peer for peer, link in self._peers.items() if not link.running_calls]
+        for peer in unused[: max(0, len(self._peers) - MAX_PEERS)]:
+            self._drain(self._peers.pop(peer), 0)
 
-    def _lane(self, peer: PeerId, link: Link) -> Lane:
+    def _pick_connection(self, peer: PeerId, connections: PeerConnections) -> PooledConnection:
         """The least busy; one more is opened where all are busy and there may be more."""
-        least = min(link.open, key=lambda lane: lane.calls, default=None)
-        if least and (least.calls == 0 or len(link.open) >= link.lanes.width):
+        least = min(connections.active, key=lambda lane: lane.calls, default=None)
+        if least and (least.calls == 0 or len(connections.active) >= connections.count_controller.connections):
             return least
-        lane = Lane()
-        idle = SPARE_SECONDS if link.open else KEPT_SECONDS
-        lane.channel = LineChannel(peer, lambda peer: self._dial(peer, link, lane), self._tunnels, idle)
-        link.open.append(lane)
-        self._lanes.add(lane)
+        lane = PooledConnection()
+        idle = SPARE_IDLE_SECONDS if connections.active else IDLE_SECONDS
+        lane.channel = RpcChannel(peer, lambda peer: self._dial_direct(peer, connections, lane), self._supervisor, idle)
+        connections.active.append(lane)
+        self._open_connections.add(lane)
         return lane
 
-    async def _dial(self, peer: PeerId, link: Link, lane: Lane) -> Connection:
-        if not link.place:
+    async def _dial_direct(self, peer: PeerId, connections: PeerConnections, pooled: PooledConnection) -> TlsConnection:
+        if not connections.endpoint:
             raise UnreachableError("it takes no direct connections any more")
-        connection, _ = await self._dialer.dial(peer, Place((link.host,), link.place.port))
-        lane.connection = connection.socket
+        connection, _ = await self._dialer.dial(peer, Endpoint((connections.last_host,), connections.endpoint.port))
+        pooled.tcp_socket = connection.socket
         return connection
 
-    async def _prove(self, peer: PeerId, link: Link, place: Place) -> None:
+    async def _probe_direct(self, peer: PeerId, connections: PeerConnections, endpoint: Endpoint) -> None:
         try:
-            connection, host = await self._dialer.dial(peer, place)
+            connection, host = await self._dialer.dial(peer, endpoint)
         except UnreachableError as error:
-            link.choice.failed(_now())
+            connections.path_selector.record_failure(_now())
             logger.info("%s is reached by libp2p: %s", peer, error)
         else:
             connection.abort()
-            if link.place == place:
-                link.host = host
-                link.choice.proved(_now())
-                logger.info("%s is reached directly, at %s port %d", peer, host, place.port)
+            if connections.endpoint == endpoint:
+                connections.last_host = host
+                connections.path_selector.record_probe_success(_now())
+                logger.info("%s is reached directly, at %s port %d", peer, host, endpoint.port)
         finally:
-            link.is_proving = False
+            connections.is_probing = False
 
-    async def _watch(self) -> None:
+    async def _observe_loop(self) -> None:
         while True:
-            await asyncio.sleep(TICK)
-            total = self._tunnels.traffic.total.received
-            for peer, link in self._links.items():
-                if link.open or link.retired:
-                    link.observe(_now(), self._tunnels.traffic.of(peer).received, total)
-                    self._retire(link, link.lanes.width)
+            await asyncio.sleep(OBSERVE_INTERVAL_SECONDS)
+            total = self._supervisor.traffic.total.received
+            for peer, link in self._peers.items():
+                if link.active or link.draining:
+                    link.observe(_now(), self._supervisor.traffic.count_of(peer).received, total)
+                    self._drain(link, link.count_controller.connections)
 
-    def _retire(self, link: Link, kept: int) -> None:
-        while len(link.open) > kept:
-            lane = link.open.pop()
-            link.retired.add(lane)
-            self._close_if_unused(link, lane)
+    def _drain(self, connections: PeerConnections, keep: int) -> None:
+        while len(connections.active) > keep:
+            lane = connections.active.pop()
+            connections.draining.add(lane)
+            self._close_if_unused(connections, lane)
 
-    def _close_if_unused(self, link: Link, lane: Lane) -> None:
-        if lane.calls == 0 and lane in self._lanes:
-            link.retired.discard(lane)
-            self._lanes.discard(lane)
-            self._tunnels.spawn(lane.channel.close())
+    def _close_if_unused(self, connections: PeerConnections, connection: PooledConnection) -> None:
+        if connection.calls == 0 and connection in self._open_connections:
+            connections.draining.discard(connection)
+            self._open_connections.discard(connection)
+            self._supervisor.spawn(connection.channel.close())
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _words(link: Link) -> str:
-    if link.choice.best is Path.LIBP2P:
-        return str(Path.LIBP2P)
-    return f"{Path.DIRECT}, {link.lanes.width} connection{'s' if link.lanes.width > 1 else ''}"
+def _describe_path(connections: PeerConnections) -> str:
+    if connections.path_selector.best_path is BulkPath.LIBP2P:
+        return str(BulkPath.LIBP2P)
+    return f"{BulkPath.DIRECT}, {connections.count_controller.connections} connection{'s' if connections.count_controller.connections > 1 else ''}"

@@ -17,76 +17,76 @@ from contextlib import suppress
 from copy import copy
 from typing import Any, Final
 
-SPILL_BYTES = 64 * 1024  # that come while nobody waits; then the sender is paused
-RECORD_BYTES = 16 * 1024 + 512  # of TLS: what may lie in its buffers, not yet decrypted
-QUIET_SECONDS = 0.05  # in which what comes wakes nobody
-MEASURED_SECONDS = 0.1
+READ_AHEAD_BYTES = 64 * 1024  # that come while nobody waits; then the sender is paused
+MAX_TLS_RECORD_BYTES = 16 * 1024 + 512  # of TLS: what may lie in its buffers, not yet decrypted
+WAKEUP_SECONDS = 0.05  # in which what comes wakes nobody
+MEASURE_SECONDS = 0.1
 SILENT_SECONDS = 0.5  # then the next byte counts again
 YIELD_BYTES = 1024 * 1024  # written in one go, at most
-MOST_QUIET_BYTES = 256 * 1024  # the kernel must have room for twice that
-CAN_BE_QUIET: Final = sys.platform == "linux"  # elsewhere, what lies there wakes nobody once less is waited for
+MAX_WAKEUP_BYTES = 256 * 1024  # the kernel must have room for twice that
+HAS_LOW_WATERMARK: Final = sys.platform == "linux"  # elsewhere, what lies there wakes nobody once less is waited for
 
 
-class Quiet:
+class WakeupThreshold:
     """PURE: how many bytes need not wake anybody, from how fast they come."""
 
     def __init__(self, now: float) -> None:
         self.bytes = 1
-        self._since = now
-        self._heard = now
-        self._came = 0
+        self._window_start = now
+        self._last_received_at = now
+        self._window_bytes = 0
 
-    def came(self, size: int, now: float) -> None:
-        self._came += size
-        self._heard = now
-        seconds = now - self._since
-        if seconds >= MEASURED_SECONDS:
-            self.bytes = max(1, min(MOST_QUIET_BYTES, int(self._came / seconds * QUIET_SECONDS)))
-            self._since = now
-            self._came = 0
+    def record_bytes(self, size: int, now: float) -> None:
+        self._window_bytes += size
+        self._last_received_at = now
+        seconds = now - self._window_start
+        if seconds >= MEASURE_SECONDS:
+            self.bytes = max(1, min(MAX_WAKEUP_BYTES, int(self._window_bytes / seconds * WAKEUP_SECONDS)))
+            self._window_start = now
+            self._window_bytes = 0
 
-    def look(self, now: float) -> None:
+    def reset_if_silent(self, now: float) -> None:
         """Called now and then: what came fast may come slowly, or not at all."""
-        if now - self._heard >= SILENT_SECONDS:
+        if now - self._last_received_at >= SILENT_SECONDS:
             self.bytes = 1
 
 
-class Connection(asyncio.BufferedProtocol):
+class TlsConnection(asyncio.BufferedProtocol):
     """Both directions. One task at a time may read."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._spill = bytearray(SPILL_BYTES)
-        self._start = self._stop = 0  # of what lies in it
-        self._wanted = memoryview(b"")  # what is still to be filled
+        self._read_ahead = bytearray(READ_AHEAD_BYTES)
+        self._read_ahead_start = self._read_ahead_end = 0  # of what lies in it
+        self._unfilled = memoryview(b"")  # what is still to be filled
         self._waiter: asyncio.Future[None] | None = None
-        self.placed = 0  # bytes that the last `fill` brought, also where it was cancelled or failed
-        self._quiet = Quiet(self._loop.time())
-        self._low_water = 1
+        self.filled_bytes = 0  # bytes that the last `fill` brought, also where it was cancelled or failed
+        self._wakeup_threshold = WakeupThreshold(self._loop.time())
+        self._low_watermark = 1
         self._transport: asyncio.Transport | None = None  # while it is connected
-        self._ended: Exception | None = None
-        self._has_room = asyncio.Event()
-        self._has_room.set()
+        self._end_reason: Exception | None = None
+        self._can_write = asyncio.Event()
+        self._can_write.set()
         self._closed = self._loop.create_future()
-        self._written = 0  # since the event loop could say anything
+        self._written_since_yield = 0  # since the event loop could say anything
 
     # What a reader and a writer see.
 
     async def fill(self, view: memoryview) -> None:
         """All of it. EOFError, OSError: the connection has ended before."""
-        self.placed = 0
-        self._wanted = view
-        self._take_spilt()
+        self.filled_bytes = 0
+        self._unfilled = view
+        self._take_read_ahead()
         try:
-            while self._wanted:
-                if self._ended:
-                    raise copy(self._ended)  # its traceback names us
+            while self._unfilled:
+                if self._end_reason:
+                    raise copy(self._end_reason)  # its traceback names us
                 self._waiter = self._loop.create_future()
-                self._hush()
+                self._set_low_watermark()
                 await self._waiter
         finally:
             self._waiter = None
-            self._wanted = memoryview(b"")
+            self._unfilled = memoryview(b"")
 
     async def read(self, size: int) -> bytes:
         """So many bytes; errors as of `fill`."""
@@ -98,16 +98,16 @@ class Connection(asyncio.BufferedProtocol):
         """Nothing, where it has ended: `drain` says so."""
         if self._transport:
             self._transport.write(data)
-        self._written += len(data)
+        self._written_since_yield += len(data)
 
     async def drain(self) -> None:
         """Until there is room for more. ConnectionError: it has ended."""
         # So that it can be told to those who only write: where the other end has reset the connection, TLS does not
         # know that it is closing, and swallows whatever is written.
-        if self._is_closing or self._written >= YIELD_BYTES:
-            self._written = 0
+        if self._is_closing or self._written_since_yield >= YIELD_BYTES:
+            self._written_since_yield = 0
             await asyncio.sleep(0)
-        await self._has_room.wait()
+        await self._can_write.wait()
         if self._closed.done():
             raise ConnectionResetError("the connection is lost")
 
@@ -120,45 +120,45 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def has_ended(self) -> bool:
-        return self._ended is not None or self._is_closing
+        return self._end_reason is not None or self._is_closing
 
     @property
     def _is_closing(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
     @property
-    def pending(self) -> int:
+    def unsent_bytes(self) -> int:
         """Bytes written that the kernel has not taken yet."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     @property
     def socket(self) -> socket.socket:
         """ConnectionError: it has ended."""
-        connection: socket.socket = self._extra("socket")
+        connection: socket.socket = self._extra_info("socket")
         return connection
 
     @property
-    def tls(self) -> ssl.SSLObject:
+    def ssl_object(self) -> ssl.SSLObject:
         """ConnectionError: it has ended."""
-        tls: ssl.SSLObject = self._extra("ssl_object")
+        tls: ssl.SSLObject = self._extra_info("ssl_object")
         return tls
 
-    def certificate(self) -> bytes:
+    def peer_certificate(self) -> bytes:
         """The other end's, in DER."""
-        certificate = self.tls.getpeercert(binary_form=True)
+        certificate = self.ssl_object.getpeercert(binary_form=True)
         assert certificate is not None
         return certificate
 
-    def _extra(self, name: str) -> Any:
+    def _extra_info(self, name: str) -> Any:
         if self._transport is None:
             raise ConnectionResetError("the connection is lost")
         return self._transport.get_extra_info(name)
 
-    def look(self) -> None:
+    def check_silence(self) -> None:
         """To be called about once a second: where nothing has come for long, the next byte is heard."""
-        self._quiet.look(self._loop.time())
+        self._wakeup_threshold.reset_if_silent(self._loop.time())
         if self._waiter:
-            self._hush()
+            self._set_low_watermark()
 
     # What the event loop calls.
 
@@ -167,65 +167,65 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._wanted or memoryview(self._spill)[self._stop :]
+        return self._unfilled or memoryview(self._read_ahead)[self._read_ahead_end :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._quiet.came(nbytes, self._loop.time())
-        if not self._wanted:
-            self._stop += nbytes
-            if self._stop == SPILL_BYTES and self._transport:
+        self._wakeup_threshold.record_bytes(nbytes, self._loop.time())
+        if not self._unfilled:
+            self._read_ahead_end += nbytes
+            if self._read_ahead_end == READ_AHEAD_BYTES and self._transport:
                 self._transport.pause_reading()
             return
         self._advance(nbytes)
-        if not self._wanted:
+        if not self._unfilled:
             self._wake()
         else:
-            self._hush()
+            self._set_low_watermark()
 
     def eof_received(self) -> None:
-        self._end(EOFError("the connection was closed"))
+        self._mark_ended(EOFError("the connection was closed"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._end(exc or EOFError("the connection was closed"))
-        self._has_room.set()
+        self._mark_ended(exc or EOFError("the connection was closed"))
+        self._can_write.set()
         if not self._closed.done():
             self._closed.set_result(None)
 
     def pause_writing(self) -> None:
-        self._has_room.clear()
+        self._can_write.clear()
 
     def resume_writing(self) -> None:
-        self._has_room.set()
+        self._can_write.set()
 
     def _advance(self, size: int) -> None:
-        self._wanted = self._wanted[size:]
-        self.placed += size
+        self._unfilled = self._unfilled[size:]
+        self.filled_bytes += size
 
-    def _take_spilt(self) -> None:
+    def _take_read_ahead(self) -> None:
         """What came before anybody waited for it."""
-        size = min(len(self._wanted), self._stop - self._start)
-        self._wanted[:size] = memoryview(self._spill)[self._start : self._start + size]
-        self._start += size
+        size = min(len(self._unfilled), self._read_ahead_end - self._read_ahead_start)
+        self._unfilled[:size] = memoryview(self._read_ahead)[self._read_ahead_start : self._read_ahead_start + size]
+        self._read_ahead_start += size
         self._advance(size)
-        if self._start == self._stop:
-            was_full, self._start, self._stop = self._stop == SPILL_BYTES, 0, 0
+        if self._read_ahead_start == self._read_ahead_end:
+            was_full, self._read_ahead_start, self._read_ahead_end = self._read_ahead_end == READ_AHEAD_BYTES, 0, 0
             if was_full and self._transport and not self._transport.is_closing():
                 self._transport.resume_reading()
 
-    def _end(self, reason: Exception) -> None:
-        if self._ended is None:
-            self._ended = copy(reason)  # the traceback of asyncio's own names its TLS, which names us
+    def _mark_ended(self, reason: Exception) -> None:
+        if self._end_reason is None:
+            self._end_reason = copy(reason)  # the traceback of asyncio's own names its TLS, which names us
         self._wake()
 
     def _wake(self) -> None:
         if self._waiter and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _hush(self) -> None:
+    def _set_low_watermark(self) -> None:
         """Have the kernel wake us for no less than is worth while."""
-        least = max(1, min(self._quiet.bytes, len(self._wanted) - RECORD_BYTES)) if CAN_BE_QUIET else 1
-        if least != self._low_water:
-            self._low_water = least
+        least = max(1, min(self._wakeup_threshold.bytes, len(self._unfilled) - MAX_TLS_RECORD_BYTES)) if HAS_LOW_WATERMARK else 1
+        if least != self._low_watermark:
+            self._low_watermark = least
             with suppress(OSError):  # closed by now
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)

@@ -13,67 +13,67 @@ from contextlib import suppress
 
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId
-from protocol.membership.allowance import Allowance, SharedAllowance
+from protocol.membership.allowance import TokenBuckets, SharedTokenBuckets
 from protocol.murmur_pb2 import DialBackReply
-from protocol.network.reach import RELAYED
+from protocol.network.reach import CIRCUIT_MARKER
 
 logger = logging.getLogger(__name__)
 
 MAX_PORTS = 2
-KNOCK_SECONDS = 5.0
-PERIOD = 60.0  # seconds between two calls of one peer
-MOST_A_PERIOD = 20  # calls of all peers together
-GREETING = b"\x13/multistream/1.0.0\n"  # what a libp2p listener says first
-Seen = Callable[[PeerId], Awaitable[Sequence[str]]]
-Knock = Callable[[str, int], Awaitable[bool]]
+PROBE_SECONDS = 5.0
+CALL_PERIOD_SECONDS = 60.0  # seconds between two calls of one peer
+MAX_CALLS_PER_PERIOD = 20  # calls of all peers together
+LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"  # what a libp2p listener says first
+RemoteAddresses = Callable[[PeerId], Awaitable[Sequence[str]]]
+ProbePort = Callable[[str, int], Awaitable[bool]]
 
 
-async def greets(host: str, port: int) -> bool:
+async def is_libp2p_listening(host: str, port: int) -> bool:
     """Whether a libp2p peer listens there; says nothing itself."""
     writer: asyncio.StreamWriter | None = None
     with suppress(OSError, EOFError, TimeoutError):
-        async with asyncio.timeout(KNOCK_SECONDS):
+        async with asyncio.timeout(PROBE_SECONDS):
             reader, writer = await asyncio.open_connection(host, port)
-            said = await reader.readexactly(len(GREETING))
+            said = await reader.readexactly(len(LIBP2P_GREETING))
         writer.transport.abort()
-        return said == GREETING
+        return said == LIBP2P_GREETING
     if writer is not None:
         writer.transport.abort()
     return False
 
 
-def host_of(addresses: Sequence[str]) -> tuple[str, str] | None:
+def find_direct_host(addresses: Sequence[str]) -> tuple[str, str] | None:
     """The first address that no relay stands behind, and the host in it."""
     for address in addresses:
         _, _, rest = address.partition("/")
         kind, _, tail = rest.partition("/")
-        if kind in ("ip4", "ip6") and RELAYED not in address:
+        if kind in ("ip4", "ip6") and CIRCUIT_MARKER not in address:
             host = tail.partition("/")[0]
             with suppress(ValueError):
                 return address, str(ipaddress.ip_address(host))
     return None
 
 
-class DialBack:
+class DialBackResponder:
     """`seen`: the far ends of the connections with a peer."""
 
-    def __init__(self, seen: Seen, knock: Knock = greets) -> None:
-        self._seen = seen
-        self._knock = knock
-        together = Allowance(MOST_A_PERIOD, MOST_A_PERIOD / PERIOD)
-        self._allowance = SharedAllowance(Allowance(1, 1 / PERIOD), together)
+    def __init__(self, remote_addresses: RemoteAddresses, probe_port: ProbePort = is_libp2p_listening) -> None:
+        self._remote_addresses = remote_addresses
+        self._probe_port = probe_port
+        together = TokenBuckets(MAX_CALLS_PER_PERIOD, MAX_CALLS_PER_PERIOD / CALL_PERIOD_SECONDS)
+        self._call_quota = SharedTokenBuckets(TokenBuckets(1, 1 / CALL_PERIOD_SECONDS), together)
 
-    async def answer(self, peer: PeerId, ports: Sequence[int], now: float) -> DialBackReply:
+    async def probe_ports(self, peer: PeerId, ports: Sequence[int], now: float) -> DialBackReply:
         """`now` in seconds, monotonic. Raises MalformedError and LimitError."""
         if len(ports) > MAX_PORTS or not all(0 < port < 65536 for port in ports):
             raise MalformedError(f"{peer} names {len(ports)} ports, or one that is none; at most {MAX_PORTS}")
-        if lack := self._allowance.take(peer, now):
-            much = f"more than once in {PERIOD:.0f} s" if lack == "caller" else "while too many others do"
+        if lack := self._call_quota.charge(peer, now):
+            much = f"more than once in {CALL_PERIOD_SECONDS:.0f} s" if lack == "caller" else "while too many others do"
             raise LimitError(f"{peer} asks to be dialled back {much}; try again later")
-        found = host_of(await self._seen(peer))
+        found = find_direct_host(await self._remote_addresses(peer))
         if found is None:
             return DialBackReply()
         address, host = found
-        answers = await asyncio.gather(*(self._knock(host, port) for port in ports))
+        answers = await asyncio.gather(*(self._probe_port(host, port) for port in ports))
         logger.info("dialled %s back at %s: %d of %d ports answer", peer, host, sum(answers), len(ports))
         return DialBackReply(seen=address, open=[port for port, heard in zip(ports, answers, strict=True) if heard])

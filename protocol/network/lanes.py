@@ -12,109 +12,109 @@ What another peer's transfer lost is no gain: the sum over all peers must have g
 
 from dataclasses import dataclass
 
-MOST = 32
-STEP = 4
+MAX_CONNECTIONS = 32
+GROWTH_FACTOR = 4
 SETTLE_SECONDS = 1.0  # after a change: handshakes and slow starts
 EPOCH_SECONDS = 1.0
-HASTY_SECONDS = 0.3  # of measurement before the first trial, where packets get lost
-LOST = 8  # packets within that time: more than a stray one
-GAIN = 0.55  # n times as many lanes are worth while if they carry n to this power: 2 carry 1.5, 4 2.1, 32 6.7 times
-KEPT = 0.9  # of the speed must be left with fewer
-FIRST_HOLD = 3.0  # seconds until another number is tried, for losses come by chance; doubles up to
-LONGEST_HOLD = 300.0
-LEAST_HOLD_OF_FEWER = 20.0  # that trial costs speed where it fails
+FIRST_EPOCH_SECONDS = 0.3  # of measurement before the first trial, where packets get lost
+LOSSY_PACKETS = 8  # packets within that time: more than a stray one
+GAIN_EXPONENT = 0.55  # n times as many lanes are worth while if they carry n to this power: 2 carry 1.5, 4 2.1, 32 6.7 times
+MIN_KEPT_RATE = 0.9  # of the speed must be left with fewer
+MIN_HOLD_SECONDS = 3.0  # seconds until another number is tried, for losses come by chance; doubles up to
+MAX_HOLD_SECONDS = 300.0
+MIN_HOLD_BEFORE_SHRINK_SECONDS = 20.0  # that trial costs speed where it fails
 
 
 @dataclass(frozen=True)
-class Arrived:
+class TransferTotals:
     """So far: bytes from this peer and from all; packets from this peer that tell of losses on the way. `queued`:
     whether packets from this peer wait somewhere now."""
 
-    peer: int
-    total: int
-    lost: int = 0
-    queued: bool = False
+    peer_bytes: int
+    total_bytes: int
+    lost_packets: int = 0
+    is_queued: bool = False
 
 
 @dataclass(frozen=True)
 class Trial:
     """The width before, and what it carried, in bytes a second."""
 
-    width: int
-    peer: float
-    total: float
+    connections: int
+    peer_rate: float
+    total_rate: float
 
 
-class Lanes:
+class ConnectionCountController:
     """`width`: the number of connections to use now."""
 
     def __init__(self) -> None:
-        self.width = 1
+        self.connections = 1
         self._trial: Trial | None = None
-        self._fewer = False  # which way the next trial goes
-        self._hold = FIRST_HOLD
+        self._tries_fewer = False  # which way the next trial goes
+        self._hold = MIN_HOLD_SECONDS
         self._hold_until = float("-inf")
-        self._began: tuple[float, Arrived] | None = None
-        self._quiet_until = float("-inf")
+        self._epoch_start: tuple[float, TransferTotals] | None = None
+        self._settled_at = float("-inf")
 
-    def observe(self, now: float, busy: int, arrived: Arrived) -> None:
+    def observe(self, now: float, busy: int, totals: TransferTotals) -> None:
         """Called some times a second; `busy`: how many carry a call. Changes `width` when an epoch is over."""
         # With too little to do what is measured says nothing of the link, nor while lanes that were given up empty.
-        if busy == 0 or not self.width <= 2 * busy <= 2 * self.width:
-            self._began = None
-        elif self._began is None:
-            if now >= self._quiet_until:
-                self._began = now, arrived
-        elif now - self._began[0] >= self._epoch(arrived.lost - self._began[1].lost):
-            began, before = self._began
-            seconds, lossy = now - began, arrived.lost - before.lost >= LOST
-            more = 1 if arrived.queued else MOST if lossy and self._hold == FIRST_HOLD else STEP
-            self._judge((arrived.peer - before.peer) / seconds, (arrived.total - before.total) / seconds, more, now)
-            self._began = (now, arrived) if now >= self._quiet_until else None
+        if busy == 0 or not self.connections <= 2 * busy <= 2 * self.connections:
+            self._epoch_start = None
+        elif self._epoch_start is None:
+            if now >= self._settled_at:
+                self._epoch_start = now, totals
+        elif now - self._epoch_start[0] >= self._epoch_seconds(totals.lost_packets - self._epoch_start[1].lost_packets):
+            began, before = self._epoch_start
+            seconds, lossy = now - began, totals.lost_packets - before.lost_packets >= LOSSY_PACKETS
+            more = 1 if totals.is_queued else MAX_CONNECTIONS if lossy and self._hold == MIN_HOLD_SECONDS else GROWTH_FACTOR
+            self._evaluate((totals.peer_bytes - before.peer_bytes) / seconds, (totals.total_bytes - before.total_bytes) / seconds, more, now)
+            self._epoch_start = (now, totals) if now >= self._settled_at else None
 
-    def _epoch(self, lost: int) -> float:
+    def _epoch_seconds(self, lost_packets: int) -> float:
         """Seconds; of the first width of all nothing more than a rough figure is needed."""
-        is_first = self._trial is None and self.width == 1
-        return HASTY_SECONDS if is_first and lost >= LOST else EPOCH_SECONDS
+        is_first = self._trial is None and self.connections == 1
+        return FIRST_EPOCH_SECONDS if is_first and lost_packets >= LOSSY_PACKETS else EPOCH_SECONDS
 
-    def _judge(self, peer: float, total: float, more: int, now: float) -> None:
+    def _evaluate(self, peer_rate: float, total_rate: float, growth: int, now: float) -> None:
         """`more`: times as many connections that are worth a trial."""
         trial, self._trial = self._trial, None
         if trial is None:
             if now >= self._hold_until:
-                self._try(peer, total, more, now)
-        elif not self._is_better(trial, peer, total):
-            self._move(trial.width, now)
-            self._rest(now)
-            self._hold = min(2 * self._hold, LONGEST_HOLD)
-        elif self.width in (1, MOST):
-            self._hold = FIRST_HOLD
-            self._rest(now)
+                self._start_trial(peer_rate, total_rate, growth, now)
+        elif not self._is_better(trial, peer_rate, total_rate):
+            self._set_connections(trial.connections, now)
+            self._hold_and_turn(now)
+            self._hold = min(2 * self._hold, MAX_HOLD_SECONDS)
+        elif self.connections in (1, MAX_CONNECTIONS):
+            self._hold = MIN_HOLD_SECONDS
+            self._hold_and_turn(now)
         else:
-            self._hold = FIRST_HOLD
-            self._try(peer, total, more, now)
+            self._hold = MIN_HOLD_SECONDS
+            self._start_trial(peer_rate, total_rate, growth, now)
 
-    def _rest(self, now: float) -> None:
+    def _hold_and_turn(self, now: float) -> None:
         """This way there is nothing more to gain; the other is tried later."""
-        self._fewer = not self._fewer
-        self._hold_until = now + max(self._hold, LEAST_HOLD_OF_FEWER if self._fewer and self.width > 1 else 0.0)
+        self._tries_fewer = not self._tries_fewer
+        self._hold_until = now + max(self._hold, MIN_HOLD_BEFORE_SHRINK_SECONDS if self._tries_fewer and self.connections > 1 else 0.0)
 
-    def _is_better(self, trial: Trial, peer: float, total: float) -> bool:
-        if self.width < trial.width:
-            return peer >= KEPT * trial.peer
+    def _is_better(self, trial: Trial, peer_rate: float, total_rate: float) -> bool:
+        if self.connections < trial.connections:
+            return peer_rate >= MIN_KEPT_RATE * trial.peer_rate
         # What the peer's other takers lost is not seen here: at its full link more lanes take from them, but not in
         # proportion. Of what our other peers lost half may be chance.
-        enough = (self.width / trial.width) ** GAIN * trial.peer
-        return peer >= enough and total - trial.total >= (peer - trial.peer) / 2
+        enough = (self.connections / trial.connections) ** GAIN_EXPONENT * trial.peer_rate
+        return peer_rate >= enough and total_rate - trial.total_rate >= (peer_rate - trial.peer_rate) / 2
 
-    def _try(self, peer: float, total: float, more: int, now: float) -> None:
-        self._fewer = self.width == MOST or (self._fewer and self.width > 1)
-        width = self.width // 2 if self._fewer else min(more * self.width, MOST)
-        if width == self.width:
-            return self._rest(now)
-        self._trial = Trial(self.width, peer, total)
-        self._move(width, now)
+    def _start_trial(self, peer_rate: float, total_rate: float, growth: int, now: float) -> None:
+        self._tries_fewer = self.connections == MAX_CONNECTIONS or (self._tries_fewer and self.connections > 1)
+        width = self.connections // 2 if self._tries_fewer else min(growth * self.connections, MAX_CONNECTIONS)
+        if width == self.connections:
+            return self._hold_and_turn(now)
+        self._trial = Trial(self.connections, peer_rate, total_rate)
+        self._set_connections(width, now)
 
-    def _move(self, width: int, now: float) -> None:
-        self.width = width
-        self._quiet_until = now + SETTLE_SECONDS
+    def _set_connections(self, connections: int, now: float) -> None:
+        self.connections = connections
+        self._settled_at = now + SETTLE_SECONDS

@@ -24,27 +24,27 @@ from typing import Any, Final
 import grpc
 from google.protobuf.message import DecodeError
 
-from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError, told
+from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError, describe_error
 from protocol.identity import PeerId
-from protocol.network.connection import Connection
+from protocol.network.connection import TlsConnection
 from protocol.network.control import BUFFER_BYTES
-from protocol.network.tunnel import Fault, Progress, Tunnels, fault_of
+from protocol.network.tunnel import CutReason, TransferProgress, ConnectionSupervisor, cut_reason_for
 
 logger = logging.getLogger(__name__)
 
-HEAD: Final = struct.Struct(">IB")
+FRAME_HEADER: Final = struct.Struct(">IB")
 CALL, REPLY, END = 1, 2, 3
 MAX_MESSAGE_BYTES = 1024 * 1024 + 64 * 1024
-MAX_SKIPPED_BYTES = 2 * MAX_MESSAGE_BYTES
-KEPT_SECONDS = 900.0  # without a call: a line by which the next round goes
-SPARE_SECONDS = 60.0  # one beside it
-CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+MAX_DISCARDED_BYTES = 2 * MAX_MESSAGE_BYTES
+IDLE_SECONDS = 900.0  # without a call: a line by which the next round goes
+SPARE_IDLE_SECONDS = 60.0  # one beside it
+STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
-Dial = Callable[[PeerId], Awaitable[Connection]]
+Dial = Callable[[PeerId], Awaitable[TlsConnection]]
 Deserialize = Callable[[bytes | bytearray], Any]
 
 
-class Line:
+class FramedConnection:
     """Frames over one connection, and what `Tunnels` wants to know of it. `is_ours`: we have opened it.
 
     Of a limited rate all lines that a peer has opened get one share, however many: they are its choice. What we ask of
@@ -52,23 +52,23 @@ class Line:
     """
 
     def __init__(
-        self, peer: PeerId, connection: Connection, tunnels: Tunnels, idle: float, *, is_ours: bool
+        self, peer: PeerId, connection: TlsConnection, supervisor: ConnectionSupervisor, idle_seconds: float, *, is_outgoing: bool
     ) -> None:
         self.peer = peer
         self._connection = connection
-        self._limits = tunnels.limits
-        self._idle = idle
-        self._traffic = tunnels.traffic
-        self._upload, self._download = tunnels.gates
-        whose = "ours" if is_ours else "theirs"
-        self._flows = tunnels.flow(peer, f"up, {whose}"), tunnels.flow(peer, f"down, {whose}")
-        self._sending = asyncio.Lock()
+        self._limits = supervisor.limits
+        self._idle_seconds = idle_seconds
+        self._traffic = supervisor.traffic
+        self._upload, self._download = supervisor.limiters
+        whose = "ours" if is_outgoing else "theirs"
+        self._flows = supervisor.flow_of(peer, f"up, {whose}"), supervisor.flow_of(peer, f"down, {whose}")
+        self._send_lock = asyncio.Lock()
         self._sent = 0
-        self._head = bytearray(HEAD.size)
+        self._header = bytearray(FRAME_HEADER.size)
         self._body = bytearray()  # of the frame that is coming
-        self._came = 0  # bytes of it
-        self._progress = Progress(asyncio.get_running_loop().time())
-        self.moved_at = self._progress.moved_at
+        self._frame_received = 0  # bytes of it
+        self._progress = TransferProgress(asyncio.get_running_loop().time())
+        self.last_progress_at = self._progress.last_progress_at
 
     async def run(self) -> None:
         """Until it is closed, by either end."""
@@ -81,22 +81,22 @@ class Line:
         self._connection.abort()
 
     @property
-    def is_cut(self) -> bool:
+    def has_ended(self) -> bool:
         return self._connection.has_ended
 
-    def fault(self, now: float) -> Fault | None:
+    def find_cut_reason(self, now: float) -> CutReason | None:
         """If it must end."""
-        self._connection.look()
-        pending = self._connection.pending
+        self._connection.check_silence()
+        pending = self._connection.unsent_bytes
         self._progress.observe(self._sent - pending, pending, now)
-        self.moved_at = max(self.moved_at, self._progress.moved_at)
-        return fault_of(self._progress.stalled_for(now), now - self.moved_at, self._limits.stall, self._idle)
+        self.last_progress_at = max(self.last_progress_at, self._progress.last_progress_at)
+        return cut_reason_for(self._progress.stalled_for(now), now - self.last_progress_at, self._limits.stall, self._idle_seconds)
 
     async def send(self, kind: int, body: bytes) -> None:
         """ConnectionError: it is cut. Who is cancelled in the middle of a frame cuts it."""
-        frame = memoryview(b"".join((HEAD.pack(len(body), kind), body)))
+        frame = memoryview(b"".join((FRAME_HEADER.pack(len(body), kind), body)))
         step = self._upload.grant_bytes if self._upload else len(frame)
-        async with self._sending:
+        async with self._send_lock:
             sent = self._sent
             try:
                 for start in range(0, len(frame), step):
@@ -108,7 +108,7 @@ class Line:
 
     async def _write(self, data: memoryview) -> None:
         if self._upload:
-            await self._upload.pass_through(self._flows[0], len(data))
+            await self._upload.acquire(self._flows[0], len(data))
         self._sent += len(data)
         self._traffic.add_sent(self.peer, len(data))
         self._connection.write(data)
@@ -117,94 +117,94 @@ class Line:
     async def receive(self) -> tuple[int, bytearray]:
         """The next frame; who comes after one that was cancelled goes on where that was. EOFError, OSError: it has
         ended. LimitError: it is too long."""
-        await self._fill(self._head, 0)
-        length, kind = HEAD.unpack(self._head)
+        await self._fill(self._header, 0)
+        length, kind = FRAME_HEADER.unpack(self._header)
         if length > MAX_MESSAGE_BYTES:
             raise LimitError(f"a frame of {length} bytes")
         if len(self._body) != length:
             self._body = bytearray(length)
-        await self._fill(self._body, HEAD.size)
-        body, self._body, self._came = self._body, bytearray(), 0
+        await self._fill(self._body, FRAME_HEADER.size)
+        body, self._body, self._frame_received = self._body, bytearray(), 0
         return kind, body
 
-    async def _fill(self, data: bytearray, before: int) -> None:
+    async def _fill(self, data: bytearray, offset: int) -> None:
         """All of it that has not come yet; `before`: bytes of the frame ahead of it."""
         step = self._download.grant_bytes if self._download else BUFFER_BYTES
-        while (start := self._came - before) < len(data):
+        while (start := self._frame_received - offset) < len(data):
             try:
                 await self._connection.fill(memoryview(data)[start : start + step])
             finally:
-                self._count(self._connection.placed)
+                self._record_received(self._connection.filled_bytes)
             if self._download:
-                await self._download.pass_through(self._flows[1], self._connection.placed)
+                await self._download.acquire(self._flows[1], self._connection.filled_bytes)
 
-    def _count(self, size: int) -> None:
-        self._came += size
+    def _record_received(self, size: int) -> None:
+        self._frame_received += size
         self._traffic.add_received(self.peer, size)
-        self.moved_at = asyncio.get_running_loop().time()
+        self.last_progress_at = asyncio.get_running_loop().time()
 
 
 @dataclass(eq=False)
-class Turn:
+class PendingCall:
     """A call that was sent. `come` once those before it are answered, or cannot be any more."""
 
-    line: Line
-    queue: "deque[Turn]"
-    come: asyncio.Event = field(default_factory=asyncio.Event)
+    connection: FramedConnection
+    queue: "deque[PendingCall]"
+    is_next: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def receive(self) -> tuple[int, bytearray]:
         """The next frame of the answer; with the last one it is the next call's turn."""
-        await self.come.wait()
+        await self.is_next.wait()
         try:
-            kind, body = await self.line.receive()
+            kind, body = await self.connection.receive()
             if kind != REPLY and (kind != END or not body):
                 raise MalformedError(f"a frame of kind {kind} and {len(body)} bytes where an answer is expected")
         except (OSError, EOFError, PeerFault):
-            self.line.cut()
+            self.connection.cut()
             while self.queue:
-                self.queue.popleft().come.set()
+                self.queue.popleft().is_next.set()
             raise
         if kind == END:
             self.queue.popleft()
-            self._look()
+            self._wake_first()
         return kind, body
 
-    def _look(self) -> None:
+    def _wake_first(self) -> None:
         if self.queue:
-            self.queue[0].come.set()
+            self.queue[0].is_next.set()
 
-    def wait(self) -> None:
+    def enqueue(self) -> None:
         """Behind those that were sent before."""
         self.queue.append(self)
-        self._look()
+        self._wake_first()
 
 
-class LineChannel:
+class RpcChannel:
     """Dials when there is something to call, and again when the line is gone. For a stub it is gRPC's channel.
 
     A line is closed after `idle` seconds without a call. TCP begins on a new connection without knowing how much the
     link carries, and where several begin at once, one may stay slow for seconds; one that rested knows.
     """
 
-    def __init__(self, peer: PeerId, dial: Dial, tunnels: Tunnels, idle: float = KEPT_SECONDS) -> None:
+    def __init__(self, peer: PeerId, dial: Dial, supervisor: ConnectionSupervisor, idle_seconds: float = IDLE_SECONDS) -> None:
         self._peer = peer
         self._dial = dial
-        self._tunnels = tunnels
-        self._idle = idle
-        self._sending = asyncio.Lock()  # calls are answered in the order in which they were sent
-        self._line: Line | None = None
-        self._turns: deque[Turn] = deque()  # of that line
+        self._supervisor = supervisor
+        self._idle_seconds = idle_seconds
+        self._send_lock = asyncio.Lock()  # calls are answered in the order in which they were sent
+        self._connection: FramedConnection | None = None
+        self._pending_calls: deque[PendingCall] = deque()  # of that line
 
     def unary_unary(
         self, name: str, request_serializer: Callable[[Any], bytes], response_deserializer: Deserialize,
         **_: object,
     ) -> Callable[..., Awaitable[Any]]:  # fmt: skip
         async def call(request: Any, timeout: float) -> Any:
-            replies = Replies(self, _called(name, request_serializer(request)), response_deserializer, timeout)
+            replies = ReplyStream(self, _encode_call(name, request_serializer(request)), response_deserializer, timeout)
             reply = await replies.read()
             if reply is grpc.aio.EOF or await replies.read() is not grpc.aio.EOF:
                 replies.cancel()
-                raise _error(grpc.StatusCode.INTERNAL, "not one reply")
+                raise _rpc_error(grpc.StatusCode.INTERNAL, "not one reply")
             return reply
 
         return call
@@ -212,66 +212,66 @@ class LineChannel:
     def unary_stream(
         self, name: str, request_serializer: Callable[[Any], bytes], response_deserializer: Deserialize,
         **_: object,
-    ) -> "Callable[..., Replies]":  # fmt: skip
-        def call(request: Any, timeout: float) -> Replies:
-            return Replies(self, _called(name, request_serializer(request)), response_deserializer, timeout)
+    ) -> "Callable[..., ReplyStream]":  # fmt: skip
+        def call(request: Any, timeout: float) -> ReplyStream:
+            return ReplyStream(self, _encode_call(name, request_serializer(request)), response_deserializer, timeout)
 
         return call
 
     async def close(self) -> None:
-        if self._line:
-            self._line.cut()
+        if self._connection:
+            self._connection.cut()
 
     @property
-    def stands(self) -> bool:
+    def is_open(self) -> bool:
         """Nothing need be dialled."""
-        return self._standing is not None
+        return self._open_connection is not None
 
     @property
-    def _standing(self) -> Line | None:
-        return None if self._line is None or self._line.is_cut else self._line
+    def _open_connection(self) -> FramedConnection | None:
+        return None if self._connection is None or self._connection.has_ended else self._connection
 
-    async def send(self, body: bytes) -> Turn:
-        async with self._sending:
-            line = self._standing or await self._opened()
+    async def send_call(self, body: bytes) -> PendingCall:
+        async with self._send_lock:
+            line = self._open_connection or await self._connect()
             await line.send(CALL, body)
-            turn = Turn(line, self._turns)
-            turn.wait()
+            turn = PendingCall(line, self._pending_calls)
+            turn.enqueue()
             return turn
 
-    async def _opened(self) -> Line:
+    async def _connect(self) -> FramedConnection:
         connection = await self._dial(self._peer)
-        self._line = Line(self._peer, connection, self._tunnels, self._idle, is_ours=True)
-        self._turns = deque()
-        self._tunnels.spawn(self._keep(self._line))
-        return self._line
+        self._connection = FramedConnection(self._peer, connection, self._supervisor, self._idle_seconds, is_outgoing=True)
+        self._pending_calls = deque()
+        self._supervisor.spawn(self._supervise(self._connection))
+        return self._connection
 
-    async def _keep(self, line: Line) -> None:
+    async def _supervise(self, connection: FramedConnection) -> None:
         """Until it ends; its memory goes with it."""
         try:
-            await self._tunnels.keep_out(line)
+            await self._supervisor.supervise_outgoing(connection)
         finally:
-            if self._line is line:
-                self._line = None
+            if self._connection is connection:
+                self._connection = None
 
-    def skip(self, turn: Turn) -> None:
+    def discard_reply(self, call: PendingCall) -> None:
         """Nobody waits for its answer any more."""
-        if not turn.line.is_cut:
-            self._tunnels.spawn(_skip(turn))
+        if not call.connection.has_ended:
+            self._supervisor.spawn(_discard_reply(call))
 
 
-class Replies:
+class ReplyStream:
     """The answer to one call. AioRpcError: as gRPC says it."""
 
-    def __init__(self, channel: LineChannel, body: bytes, deserialize: Deserialize, seconds: float) -> None:
+    def __init__(self, channel: RpcChannel, body: bytes, deserialize: Deserialize, seconds: float) -> None:
         self._channel = channel
         self._body = body
         self._deserialize = deserialize
-        self._ends = asyncio.get_running_loop().time() + seconds
-        self._turn: Turn | None = None
+        self._deadline = asyncio.get_running_loop().time() + seconds
+        self._call: PendingCall | None = None
         self._ended = False
 
-    def __aiter__(self) -> "Replies":
+    def __aiter__(self) -> "ReplyStream":
         return self
 
     async def __anext__(self) -> Any:
@@ -285,59 +285,59 @@ class Replies:
         if self._ended:
             return grpc.aio.EOF
         try:
-            async with asyncio.timeout_at(self._ends):
-                frame = await self._next()
-            return grpc.aio.EOF if frame is None else self._parsed(frame)
+            async with asyncio.timeout_at(self._deadline):
+                frame = await self._next_or_cancel()
+            return grpc.aio.EOF if frame is None else self._parse(frame)
         except TimeoutError as error:
-            raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time") from error
+            raise _rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time") from error
         except (UnreachableError, TransportError, OSError, EOFError, PeerFault) as error:
-            raise _error(grpc.StatusCode.UNAVAILABLE, told(error)) from error
+            raise _rpc_error(grpc.StatusCode.UNAVAILABLE, describe_error(error)) from error
 
-    def _parsed(self, frame: bytearray) -> Any:
+    def _parse(self, frame: bytearray) -> Any:
         """None where it does not parse, as gRPC has it."""
         try:
             return self._deserialize(frame)
         except DecodeError:
             return None
 
-    async def _next(self) -> bytearray | None:
+    async def _next_or_cancel(self) -> bytearray | None:
         try:
-            return await self._frame()
+            return await self._receive_frame()
         except BaseException:
             self.cancel()
             raise
 
-    async def _frame(self) -> bytearray | None:
-        if self._turn is None:
-            self._turn = await self._channel.send(self._body)
-        kind, body = await self._turn.receive()
+    async def _receive_frame(self) -> bytearray | None:
+        if self._call is None:
+            self._call = await self._channel.send_call(self._body)
+        kind, body = await self._call.receive()
         if kind == REPLY:
             return body
         self._ended = True
         if status := body[0]:
-            raise _error(CODES.get(status, grpc.StatusCode.UNKNOWN), body[1:].decode(errors="replace"))
+            raise _rpc_error(STATUS_CODES.get(status, grpc.StatusCode.UNKNOWN), body[1:].decode(errors="replace"))
         return None
 
     def cancel(self) -> None:
-        if self._turn and not self._ended:
-            self._channel.skip(self._turn)
+        if self._call and not self._ended:
+            self._channel.discard_reply(self._call)
         self._ended = True
 
 
-async def _skip(turn: Turn) -> None:
+async def _discard_reply(call: PendingCall) -> None:
     kind, skipped = REPLY, 0
     with suppress(OSError, EOFError, PeerFault):
         while kind != END:
-            kind, body = await turn.receive()
-            skipped += HEAD.size + len(body)
-            if skipped > MAX_SKIPPED_BYTES:
-                logger.info("cutting a line to %s: what nobody waits for any more does not end", turn.line.peer)
-                turn.line.cut()
+            kind, body = await call.receive()
+            skipped += FRAME_HEADER.size + len(body)
+            if skipped > MAX_DISCARDED_BYTES:
+                logger.info("cutting a line to %s: what nobody waits for any more does not end", call.connection.peer)
+                call.connection.cut()
 
 
-def _called(name: str, request: bytes) -> bytes:
+def _encode_call(name: str, request: bytes) -> bytes:
     return b"\0".join((name.encode(), request))
 
 
-def _error(code: grpc.StatusCode, reason: str) -> grpc.aio.AioRpcError:
+def _rpc_error(code: grpc.StatusCode, reason: str) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=reason)

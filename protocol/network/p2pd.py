@@ -25,8 +25,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from protocol.errors import PortTakenError, TransportError, UnreachableError
 from protocol.identity import PeerId
-from protocol.network.control import Control
-from protocol.network.ports import patiently
+from protocol.network.control import P2pdClient
+from protocol.network.ports import retry_while_port_taken
 
 logger = logging.getLogger(__name__)
 use_hivemind_log_handler("nowhere")  # its records go where ours go
@@ -34,9 +34,9 @@ use_hivemind_log_handler("nowhere")  # its records go where ours go
 BINARY = Path(hivemind.hivemind_cli.__file__).with_name("p2pd")
 START_SECONDS = 15.0
 STOP_SECONDS = 3.0
-FIRST_DELAY = 0.1  # seconds before a restart; doubles up to
-LONGEST_DELAY = 30.0
-STEADY_SECONDS = 60.0  # after this long alive, the next death counts as the first
+MIN_RESTART_DELAY_SECONDS = 0.1  # seconds before a restart; doubles up to
+MAX_RESTART_DELAY_SECONDS = 30.0
+STABLE_SECONDS = 60.0  # after this long alive, the next death counts as the first
 
 # It would call from the port on which it listens. Two that call each other at the same moment, as all do who learn of a
 # decision together on a long line, then have one connection instead of two, in which both want to be the caller: it
@@ -54,7 +54,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 @dataclass(frozen=True)
-class Options:
+class P2pdOptions:
     """How p2pd is reached. Addresses are multiaddresses; port 0 is chosen once and kept over restarts."""
 
     identity_path: Path
@@ -72,19 +72,19 @@ class P2pd:
     peer_id: PeerId
     p2p: Any  # hivemind's P2P
 
-    def __init__(self, options: Options, folder: Path, streams: Mapping[str, Path]) -> None:
+    def __init__(self, options: P2pdOptions, folder: Path, streams: Mapping[str, Path]) -> None:
         self._options = options
         self._folder = folder
         self._streams = streams
         self._listen = options.listen
         self._callbacks: list[Callable[[], None]] = []
         self._process: Process | None = None
-        self._output: asyncio.Task[None] | None = None
+        self._output_task: asyncio.Task[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self.control = Control(folder / "p2pd.sock")
+        self.client = P2pdClient(folder / "p2pd.sock")
 
     @classmethod
-    async def start(cls, options: Options, folder: Path, streams: Mapping[str, Path]) -> Self:
+    async def start(cls, options: P2pdOptions, folder: Path, streams: Mapping[str, Path]) -> Self:
         """`streams`: where p2pd shall connect to for incoming streams, by protocol name.
 
         `folder` is private and its path short. PortTakenError: after some seconds
@@ -92,7 +92,7 @@ class P2pd:
         """
         self = cls(options, folder, streams)
         try:
-            await patiently(self._launch_whole)
+            await retry_while_port_taken(self._launch_or_clean_up)
         except BaseException:
             await self.stop()
             raise
@@ -113,39 +113,39 @@ class P2pd:
         if self._supervisor:
             self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
-        await self._end_process()
+        await self._stop_process()
 
     async def _supervise(self) -> None:
-        delay, loop = FIRST_DELAY, asyncio.get_running_loop()
+        delay, loop = MIN_RESTART_DELAY_SECONDS, asyncio.get_running_loop()
         while True:
             assert self._process
             began = loop.time()
             code = await self._process.wait()
-            delay = FIRST_DELAY if loop.time() - began > STEADY_SECONDS else delay
+            delay = MIN_RESTART_DELAY_SECONDS if loop.time() - began > STABLE_SECONDS else delay
             logger.warning("p2pd ended with code %s; it is started again", code)
-            await self._end_process()
-            while not await self._relaunched(delay):
-                delay = min(2 * delay, LONGEST_DELAY)
-            delay = min(2 * delay, LONGEST_DELAY)
+            await self._stop_process()
+            while not await self._try_relaunch(delay):
+                delay = min(2 * delay, MAX_RESTART_DELAY_SECONDS)
+            delay = min(2 * delay, MAX_RESTART_DELAY_SECONDS)
             for callback in self._callbacks:
                 asyncio.get_running_loop().call_soon(callback)  # its failure must not end this loop
 
-    async def _relaunched(self, delay: float) -> bool:
+    async def _try_relaunch(self, delay: float) -> bool:
         await asyncio.sleep(delay)
         try:
-            await self._launch_whole()
+            await self._launch_or_clean_up()
         except TransportError as error:
-            logger.warning("%s; next attempt in %.1f s", error, min(2 * delay, LONGEST_DELAY))
+            logger.warning("%s; next attempt in %.1f s", error, min(2 * delay, MAX_RESTART_DELAY_SECONDS))
             self._listen = self._options.listen  # the port that was ours may be another's by now
             return False
         return True
 
-    async def _launch_whole(self) -> None:
+    async def _launch_or_clean_up(self) -> None:
         """Or nothing is left of the attempt."""
         try:
             await self._launch()
         except TransportError:
-            await self._end_process()
+            await self._stop_process()
             raise
 
     async def _launch(self) -> None:
@@ -173,7 +173,7 @@ class P2pd:
         # Its own process group: a Ctrl-C in the terminal is for us, and we still need p2pd to say goodbye.
         self._process = await asyncio.create_subprocess_exec(
             *launcher,
-            *arguments(self._options, self._listen, self._folder),
+            *command_line(self._options, self._listen, self._folder),
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
@@ -182,19 +182,19 @@ class P2pd:
         )
         assert self._process.stdout
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._output = asyncio.create_task(_read_output(self._process.stdout, ready), name="p2pd output")
+        self._output_task = asyncio.create_task(_read_output(self._process.stdout, ready), name="p2pd output")
         await ready
 
     async def _attach(self) -> None:
-        self.peer_id, addresses = await self.control.identify()
-        self._listen = keep_ports(self._listen, addresses)
+        self.peer_id, addresses = await self.client.identify()
+        self._listen = with_bound_ports(self._listen, addresses)
         for protocol, listener in self._streams.items():
-            await self.control.hand_over(protocol, listener)
+            await self.client.register_stream_handler(protocol, listener)
         # hivemind puts a socket of its own into /tmp, unless told a better place.
         attached: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._folder}/"})
         self.p2p = await attached.replicate(Multiaddr(f"/unix{self._folder}/p2pd.sock"))
 
-    async def _end_process(self) -> None:
+    async def _stop_process(self) -> None:
         if hasattr(self, "p2p"):
             await self.p2p.shutdown()
         process = self._process
@@ -208,12 +208,12 @@ class P2pd:
                 with suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-        if self._output:  # its end is also when asyncio lets go of the process
-            await asyncio.wait({self._output}, timeout=STOP_SECONDS)
-            self._output.cancel()
+        if self._output_task:  # its end is also when asyncio lets go of the process
+            await asyncio.wait({self._output_task}, timeout=STOP_SECONDS)
+            self._output_task.cancel()
 
 
-def arguments(options: Options, listen: tuple[str, ...], folder: Path) -> list[str]:
+def command_line(options: P2pdOptions, listen: tuple[str, ...], folder: Path) -> list[str]:
     """p2pd's command line. Whatever has a default that reaches out or lets in is set."""
     flags = {
         "id": options.identity_path.absolute(),
@@ -240,7 +240,7 @@ def arguments(options: Options, listen: tuple[str, ...], folder: Path) -> list[s
     return [str(BINARY), *(f"-{name}={value}" for name, value in flags.items())]
 
 
-def keep_ports(listen: tuple[str, ...], addresses: tuple[str, ...]) -> tuple[str, ...]:
+def with_bound_ports(listen: tuple[str, ...], addresses: tuple[str, ...]) -> tuple[str, ...]:
     """`listen` with each port 0 replaced by the one that was given, so that a restart keeps our addresses true."""
     pattern = re.compile(r"/(ip[46])/[^/]+/(tcp|udp)/([0-9]+)")
     ports = {match[1] + match[2]: match[3] for match in map(pattern.match, addresses) if match}

@@ -10,16 +10,16 @@ and proved anew before it is used again, after a pause that doubles with each fa
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-TRIAL_SECONDS = 120.0  # between two calls by the path that is not taken
-FIRST_PAUSE = 15.0  # after a failure; doubles up to
-LONGEST_PAUSE = 600.0
-CLEARLY = 2.0  # times as fast: only then does the other path replace the direct one
-SAMPLE_BYTES = 1 << 20
-SAMPLE_SECONDS = 0.5
+TRIAL_INTERVAL_SECONDS = 120.0  # between two calls by the path that is not taken
+MIN_RETRY_DELAY_SECONDS = 15.0  # after a failure; doubles up to
+MAX_RETRY_DELAY_SECONDS = 600.0
+SWITCH_RATIO = 2.0  # times as fast: only then does the other path replace the direct one
+MIN_SAMPLE_BYTES = 1 << 20
+MIN_SAMPLE_SECONDS = 0.5
 SMOOTHING = 0.3
 
 
-class Path(StrEnum):
+class BulkPath(StrEnum):
     LIBP2P = "libp2p"
     DIRECT = "direct"
 
@@ -34,19 +34,19 @@ class Goodput:
     _bytes: int = 0
     _seconds: float = 0.0
 
-    def began(self, now: float) -> None:
+    def call_started(self, now: float) -> None:
         if self.calls == 0:
             self._since = now
         self.calls += 1
 
-    def received(self, size: int) -> None:
+    def record_bytes(self, size: int) -> None:
         self._bytes += size
 
-    def ended(self, now: float) -> None:
+    def call_ended(self, now: float) -> None:
         self._seconds += now - self._since
         self._since = now
         self.calls -= 1
-        if self._seconds > 0 and (self._bytes >= SAMPLE_BYTES or self._seconds >= SAMPLE_SECONDS):
+        if self._seconds > 0 and (self._bytes >= MIN_SAMPLE_BYTES or self._seconds >= MIN_SAMPLE_SECONDS):
             rate = self._bytes / self._seconds
             self.rate = rate if self.rate is None else (1 - SMOOTHING) * self.rate + SMOOTHING * rate
             self._bytes = 0
@@ -54,52 +54,52 @@ class Goodput:
 
 
 @dataclass
-class Choice:
+class PathSelector:
     """The paths to one peer."""
 
-    goodput: dict[Path, Goodput] = field(default_factory=lambda: {path: Goodput() for path in Path})
-    is_proved: bool = False
-    _pause: float = FIRST_PAUSE
-    _probe_at: float = float("-inf")
-    _trial_at: float = float("-inf")
+    goodput: dict[BulkPath, Goodput] = field(default_factory=lambda: {path: Goodput() for path in BulkPath})
+    is_direct_verified: bool = False
+    _retry_delay: float = MIN_RETRY_DELAY_SECONDS
+    _next_probe_at: float = float("-inf")
+    _next_trial_at: float = float("-inf")
 
-    def wants_proof(self, now: float) -> bool:
+    def should_probe(self, now: float) -> bool:
         """Whether it is time to try to make a direct connection."""
-        return not self.is_proved and now >= self._probe_at
+        return not self.is_direct_verified and now >= self._next_probe_at
 
-    def proved(self, now: float) -> None:
+    def record_probe_success(self, now: float) -> None:
         """A direct connection was made."""
-        self.is_proved = True
-        self._trial_at = now + TRIAL_SECONDS
+        self.is_direct_verified = True
+        self._next_trial_at = now + TRIAL_INTERVAL_SECONDS
 
-    def failed(self, now: float) -> None:
+    def record_failure(self, now: float) -> None:
         """A direct connection could not be made, or failed a call."""
-        self._probe_at = now + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self.is_proved = False
+        self._next_probe_at = now + self._retry_delay
+        self._retry_delay = min(2 * self._retry_delay, MAX_RETRY_DELAY_SECONDS)
+        self.is_direct_verified = False
 
-    def moved(self) -> None:
+    def reset_direct(self) -> None:
         """The peer is elsewhere now. After a failure the pause stays: nobody has us knock at many doors in a row."""
-        self.is_proved = False
-        self.goodput[Path.DIRECT].rate = None
+        self.is_direct_verified = False
+        self.goodput[BulkPath.DIRECT].rate = None
 
-    def delivered(self) -> None:
+    def record_delivery(self) -> None:
         """A call over the direct path succeeded."""
-        self._pause = FIRST_PAUSE
+        self._retry_delay = MIN_RETRY_DELAY_SECONDS
 
     @property
-    def best(self) -> Path:
+    def best_path(self) -> BulkPath:
         """The path that is taken."""
-        if not self.is_proved:
-            return Path.LIBP2P
-        usual, direct = self.goodput[Path.LIBP2P].rate, self.goodput[Path.DIRECT].rate
-        if usual is not None and direct is not None and usual > CLEARLY * direct:
-            return Path.LIBP2P
-        return Path.DIRECT
+        if not self.is_direct_verified:
+            return BulkPath.LIBP2P
+        usual, direct = self.goodput[BulkPath.LIBP2P].rate, self.goodput[BulkPath.DIRECT].rate
+        if usual is not None and direct is not None and usual > SWITCH_RATIO * direct:
+            return BulkPath.LIBP2P
+        return BulkPath.DIRECT
 
-    def next(self, now: float) -> Path:
+    def next_path(self, now: float) -> BulkPath:
         """For a call that begins now: the best, or now and then the other."""
-        if not self.is_proved or now < self._trial_at:
-            return self.best
-        self._trial_at = now + TRIAL_SECONDS
-        return Path.LIBP2P if self.best is Path.DIRECT else Path.DIRECT
+        if not self.is_direct_verified or now < self._next_trial_at:
+            return self.best_path
+        self._next_trial_at = now + TRIAL_INTERVAL_SECONDS
+        return BulkPath.LIBP2P if self.best_path is BulkPath.DIRECT else BulkPath.DIRECT

@@ -12,16 +12,16 @@ from protocol.errors import PortTakenError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 10.0
-PAUSE = 0.25
+PORT_RETRY_SECONDS = 10.0
+PORT_RETRY_INTERVAL_SECONDS = 0.25
 
 Claimed = TypeVar("Claimed")
 
 
-async def patiently(claim: Callable[[], Awaitable[Claimed]]) -> Claimed:
+async def retry_while_port_taken(claim: Callable[[], Awaitable[Claimed]]) -> Claimed:
     """What `claim` returns. While it raises PortTakenError it is called again, until PATIENCE seconds have passed."""
     loop = asyncio.get_running_loop()
-    until, said = loop.time() + PATIENCE, False
+    until, said = loop.time() + PORT_RETRY_SECONDS, False
     while True:
         try:
             return await claim()
@@ -29,6 +29,6 @@ async def patiently(claim: Callable[[], Awaitable[Claimed]]) -> Claimed:
             if loop.time() >= until:
                 raise
             if not said:
-                logger.warning("%s; it is tried again for %g s", error, PATIENCE)
+                logger.warning("%s; it is tried again for %g s", error, PORT_RETRY_SECONDS)
             said = True
-        await asyncio.sleep(PAUSE)
+        await asyncio.sleep(PORT_RETRY_INTERVAL_SECONDS)

@@ -35,19 +35,19 @@ VALID_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
 
-class ServerProof:
+class ServerHandshake:
     """What a listener shows and asks for: `context` for TLS, and the check of a caller's proof."""
 
     def __init__(self, identity: Identity) -> None:
         self._peer_id = identity.peer_id
-        certificate = _certificate(identity)
-        self._certificate = certificate.public_bytes(Encoding.DER)
+        certificate = _make_certificate(identity)
+        self._certificate_der = certificate.public_bytes(Encoding.DER)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_3
         self.context.num_tickets = 0
-        _load(self.context, identity, certificate)
+        _load_certificate(self.context, identity, certificate)
 
-    def check(self, proof: bytes, nonce: bytes) -> PeerId:
+    def verify_proof(self, proof: bytes, nonce: bytes) -> PeerId:
         """Who made the proof for this nonce. Raises MalformedError or ForgedError."""
         if len(proof) != PROOF_BYTES:
             raise MalformedError(f"a proof has {PROOF_BYTES} bytes, not {len(proof)}")
@@ -55,11 +55,11 @@ class ServerProof:
         if not name.isascii():
             raise MalformedError("a proof names no peer")
         peer = name.decode("ascii")
-        verify(peer, _covered(nonce, self._certificate, self._peer_id, peer), signature)
+        verify(peer, _signed_bytes(nonce, self._certificate_der, self._peer_id, peer), signature)
         return peer
 
 
-def client_context() -> ssl.SSLContext:
+def make_client_context() -> ssl.SSLContext:
     """For dialling; the certificate is checked by `check_certificate` and not by TLS, which knows only authorities."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -78,18 +78,18 @@ def check_certificate(server: PeerId, certificate: bytes | None) -> None:
         raise ForgedError(f"whoever answered for {server} has another key")
 
 
-def prove(identity: Identity, server: PeerId, certificate: bytes, nonce: bytes) -> bytes:
+def make_proof(identity: Identity, server: PeerId, certificate: bytes, nonce: bytes) -> bytes:
     """What a client sends to a server whose certificate it has checked: PROOF_BYTES."""
-    signature = identity.sign(_covered(nonce, certificate, server, identity.peer_id))
+    signature = identity.sign(_signed_bytes(nonce, certificate, server, identity.peer_id))
     return identity.peer_id.encode("ascii") + signature
 
 
-def _covered(nonce: bytes, certificate: bytes, server: PeerId, client: PeerId) -> bytes:
+def _signed_bytes(nonce: bytes, certificate: bytes, server: PeerId, client: PeerId) -> bytes:
     # Every part has one length, so no two ways to cut it give the same bytes.
     return b"".join((DOMAIN, nonce, hashlib.sha256(certificate).digest(), server.encode(), client.encode()))
 
 
-def _certificate(identity: Identity) -> x509.Certificate:
+def _make_certificate(identity: Identity) -> x509.Certificate:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "murmur")])
     builder = (
         x509.CertificateBuilder()
@@ -103,7 +103,7 @@ def _certificate(identity: Identity) -> x509.Certificate:
     return builder.sign(identity.private_key, None)
 
 
-def _load(context: ssl.SSLContext, identity: Identity, certificate: x509.Certificate) -> None:
+def _load_certificate(context: ssl.SSLContext, identity: Identity, certificate: x509.Certificate) -> None:
     """OpenSSL reads keys from files only; this one has no name and no place on a disk."""
     key = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     descriptor = os.memfd_create("murmur-certificate", os.MFD_CLOEXEC)

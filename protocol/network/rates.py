@@ -22,20 +22,20 @@ MAX_GRANT_BYTES = 64 * 1024
 class Flow:
     """One of those who share a rate."""
 
-    clock: float = 0.0  # in bytes
+    finish_tag: float = 0.0  # in bytes
 
 
 @dataclass(order=True)
-class Turn:
+class QueuedRequest:
     """A place in the queue."""
 
-    start: float
+    start_tag: float
     size: int  # among equals the smaller goes first
     number: int
-    is_wanted: bool = field(default=True, compare=False)
+    is_active: bool = field(default=True, compare=False)
 
 
-class Turns:
+class FairQueue:
     """`rate` in bytes a second; over any time at most `rate` times that, a burst and one grant."""
 
     def __init__(self, rate: float, now: float) -> None:
@@ -43,71 +43,71 @@ class Turns:
         self._rate = rate
         self._burst = rate * BURST_SECONDS
         self._tokens = self._burst
-        self._when = now
-        self._served = 0.0  # the start of the turn that was granted last
-        self._queue: list[Turn] = []
+        self._updated_at = now
+        self._virtual_time = 0.0  # the start of the turn that was granted last
+        self._queue: list[QueuedRequest] = []
         self._numbers = itertools.count()
 
-    def ask(self, flow: Flow, size: int) -> Turn:
+    def enqueue(self, flow: Flow, size: int) -> QueuedRequest:
         """`size` of at most `grant_bytes`, one at a time for each connection."""
-        turn = Turn(max(self._served, flow.clock), size, next(self._numbers))
-        flow.clock = turn.start + size
+        turn = QueuedRequest(max(self._virtual_time, flow.finish_tag), size, next(self._numbers))
+        flow.finish_tag = turn.start_tag + size
         heapq.heappush(self._queue, turn)
         return turn
 
-    def granted(self, now: float) -> list[Turn]:
+    def dequeue_granted(self, now: float) -> list[QueuedRequest]:
         """Whose turn it is; those that are no longer wanted are dropped."""
-        self._tokens = min(self._burst, self._tokens + (now - self._when) * self._rate)
-        self._when = now
+        self._tokens = min(self._burst, self._tokens + (now - self._updated_at) * self._rate)
+        self._updated_at = now
         found = []
-        while self._queue and (self._tokens > 0 or not self._queue[0].is_wanted):
+        while self._queue and (self._tokens > 0 or not self._queue[0].is_active):
             turn = heapq.heappop(self._queue)
-            if turn.is_wanted:
-                self._served = turn.start
+            if turn.is_active:
+                self._virtual_time = turn.start_tag
                 self._tokens -= turn.size
                 found.append(turn)
         return found
 
-    def wait(self, now: float) -> float | None:
+    def seconds_until_grant(self, now: float) -> float | None:
         """Seconds until `granted` may grant; None: nobody waits."""
         if not self._queue:
             return None
-        return max(0.0, self._when - self._tokens / self._rate - now)
+        return max(0.0, self._updated_at - self._tokens / self._rate - now)
 
 
-class Gate:
+class RateLimiter:
     """Lets bytes pass at a rate."""
 
     def __init__(self, rate: float) -> None:
         self._loop = asyncio.get_running_loop()
-        self._turns = Turns(rate, self._loop.time())
-        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._queue = FairQueue(rate, self._loop.time())
+        self._waiters: dict[int, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def grant_bytes(self) -> int:
-        return self._turns.grant_bytes
+        return self._queue.grant_bytes
 
-    async def pass_through(self, flow: Flow, size: int) -> None:
+    async def acquire(self, flow: Flow, size: int) -> None:
         """Returns when it is this flow's turn."""
-        turn = self._turns.ask(flow, size)
-        self._waiting[turn.number] = waiting = self._loop.create_future()
-        self._look()
+        turn = self._queue.enqueue(flow, size)
+        self._waiters[turn.number] = waiting = self._loop.create_future()
+        self._grant_due()
         try:
             await waiting
         finally:
-            turn.is_wanted = False
-            self._waiting.pop(turn.number, None)
+            turn.is_active = False
+            self._waiters.pop(turn.number, None)
 
-    def _look(self) -> None:
+    def _grant_due(self) -> None:
         if self._timer:
             self._timer.cancel()
         now = self._loop.time()
-        for turn in self._turns.granted(now):
-            if not self._waiting[turn.number].done():
-                self._waiting[turn.number].set_result(None)
-        wait = self._turns.wait(now)
-        self._timer = None if wait is None else self._loop.call_later(wait, self._look)
+        for turn in self._queue.dequeue_granted(now):
+            if not self._waiters[turn.number].done():
+                self._waiters[turn.number].set_result(None)
+        wait = self._queue.seconds_until_grant(now)
+        self._timer = None if wait is None else self._loop.call_later(wait, self._grant_due)
 
     def close(self) -> None:
         if self._timer:

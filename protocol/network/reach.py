@@ -9,40 +9,40 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 
-RELAYED = "/p2p-circuit"
+CIRCUIT_MARKER = "/p2p-circuit"
 MAX_RELAYS = 4
-Host = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def is_public(address: str) -> bool:
+def is_public_address(address: str) -> bool:
     """Whether a multiaddress is a machine's own, and its IP address one that the whole internet can reach."""
-    host = None if RELAYED in address else _host(address)
+    host = None if CIRCUIT_MARKER in address else _ip_of(address)
     return host is not None and host.is_global
 
 
-def relays_for(listen: Sequence[str], contacts: Sequence[str], outward: str) -> tuple[str, ...]:
+def choose_relays(listen_addresses: Sequence[str], known_addresses: Sequence[str], own_ip: str) -> tuple[str, ...]:
     """Of the peers that we can ask, those that may relay to us: none where we are reachable without, or want not to be.
 
     `listen`, `contacts`: multiaddresses. `outward`: our IP address towards the internet.
     """
-    hosts = [ipaddress.ip_address(outward) if host.is_unspecified else host for host in map(_host, listen) if host]
+    hosts = [ipaddress.ip_address(own_ip) if host.is_unspecified else host for host in map(_ip_of, listen_addresses) if host]
     if any(host.is_global for host in hosts) or all(host.is_loopback for host in hosts):
         return ()
-    return tuple(address for address in contacts if RELAYED not in address)[:MAX_RELAYS]
+    return tuple(address for address in known_addresses if CIRCUIT_MARKER not in address)[:MAX_RELAYS]
 
 
-def is_hidden(addresses: Sequence[str]) -> bool:
+def is_relay_only(addresses: Sequence[str]) -> bool:
     """Whether a peer with these multiaddresses can be called only through a relay."""
-    return any(RELAYED in address for address in addresses) and not any(map(is_public, addresses))
+    return any(CIRCUIT_MARKER in address for address in addresses) and not any(map(is_public_address, addresses))
 
 
-def carriers_of(addresses: Sequence[str]) -> tuple[str, ...]:
+def relays_of(addresses: Sequence[str]) -> tuple[str, ...]:
     """Whom a peer with these multiaddresses has asked to relay to it, each once: ids as it wrote them, unchecked."""
-    ways = [address.partition(RELAYED)[0].rpartition("/p2p/")[2] for address in addresses if RELAYED in address]
+    ways = [address.partition(CIRCUIT_MARKER)[0].rpartition("/p2p/")[2] for address in addresses if CIRCUIT_MARKER in address]
     return tuple(dict.fromkeys(way for way in ways if way))[:MAX_RELAYS]
 
 
-def own_address() -> str:
+def find_own_ip() -> str:
     """The address that this machine has towards the internet; connecting a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -52,7 +52,7 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _host(address: str) -> Host | None:
+def _ip_of(address: str) -> IpAddress | None:
     """Of a multiaddress such as /ip4/192.0.2.1/tcp/4001; None where it begins with a name."""
     kind, _, rest = address.lstrip("/").partition("/")
     try:

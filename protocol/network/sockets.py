@@ -18,9 +18,9 @@ from protocol.errors import AlreadyRunningError, StorageError
 
 logger = logging.getLogger(__name__)
 
-LINK = "sockets"
+LINK_NAME = "sockets"
 PREFIX = "murmur-"
-LONGEST_ROOT = 40  # leaves 60 of a socket's 107 bytes for the folder's and the socket's own names
+MAX_ROOT_BYTES = 40  # leaves 60 of a socket's 107 bytes for the folder's and the socket's own names
 
 
 class SocketFolder:
@@ -34,13 +34,13 @@ class SocketFolder:
     @classmethod
     def create(cls, node_folder: Path) -> Self:
         """AlreadyRunningError: a living process uses this node folder. StorageError: no folder can be made."""
-        link = node_folder / LINK
+        link = node_folder / LINK_NAME
         try:
             node_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_stale(link)
-            path, lock = _linked(link)
+            path, lock = _create_linked_folder(link)
         except FileExistsError as error:
-            raise _in_use(link) from error
+            raise _in_use_error(link) from error
         except OSError as error:
             message = f"cannot make the socket folder of {node_folder}: {error.strerror}; free or open that place"
             raise StorageError(message) from error
@@ -52,24 +52,24 @@ class SocketFolder:
         os.close(self._lock)
 
 
-def _linked(link: Path) -> tuple[Path, int]:
+def _create_linked_folder(link: Path) -> tuple[Path, int]:
     """A new folder, and our lock on it. FileExistsError: another process was faster. Leaves nothing where it fails."""
-    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_root()))
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_temporary_root()))
     with ExitStack() as undoing:
         undoing.callback(shutil.rmtree, path, ignore_errors=True)
-        lock = _locked(path)
+        lock = _lock_folder(path)
         undoing.callback(os.close, lock)
         link.symlink_to(path)
         undoing.pop_all()
     return path, lock
 
 
-def _root() -> str:
+def _temporary_root() -> str:
     root = tempfile.gettempdir()
-    return root if len(os.fsencode(root)) <= LONGEST_ROOT else "/tmp"
+    return root if len(os.fsencode(root)) <= MAX_ROOT_BYTES else "/tmp"
 
 
-def _locked(path: Path) -> int:
+def _lock_folder(path: Path) -> int:
     """BlockingIOError where another process holds it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -80,7 +80,7 @@ def _locked(path: Path) -> int:
     return descriptor
 
 
-def _in_use(link: Path) -> AlreadyRunningError:
+def _in_use_error(link: Path) -> AlreadyRunningError:
     return AlreadyRunningError(f"a running node uses {link.parent}; stop it, or name another folder")
 
 
@@ -91,9 +91,9 @@ def _remove_stale(link: Path) -> None:
         return
     target = link.readlink()
     try:
-        lock = _locked(target)
+        lock = _lock_folder(target)
     except BlockingIOError as error:
-        raise _in_use(link) from error
+        raise _in_use_error(link) from error
     except FileNotFoundError:  # a restart of the machine empties the temporary folder
         link.unlink()
         return

@@ -17,19 +17,19 @@ import grpc
 
 from protocol.errors import MalformedError, MurmurError, TransportError, UnreachableError
 from protocol.identity import Identity, PeerId, public_key
-from protocol.network.bulk import Bulk
+from protocol.network.bulk import BulkTransport
 from protocol.network.control import Stream, split_address
-from protocol.network.desk import Desk
-from protocol.network.direct import DirectDialer, DirectDoor, DirectLimits, Place
-from protocol.network.doors import SOMEBODY, Dial, Entrance, Exit, caller
-from protocol.network.line import MAX_MESSAGE_BYTES, LineChannel
-from protocol.network.p2pd import Options, P2pd
-from protocol.network.ports import patiently
-from protocol.network.reach import RELAYED
+from protocol.network.desk import RpcServer
+from protocol.network.direct import TlsDialer, TlsListener, TlsLimits, Endpoint
+from protocol.network.doors import UNKNOWN_CALLER, Dial, InboundBridge, OutboundBridge, caller
+from protocol.network.line import MAX_MESSAGE_BYTES, RpcChannel
+from protocol.network.p2pd import P2pdOptions, P2pd
+from protocol.network.ports import retry_while_port_taken
+from protocol.network.reach import CIRCUIT_MARKER
 from protocol.network.sockets import SocketFolder
-from protocol.network.tunnel import Count, Traffic, TunnelLimits, Tunnels
+from protocol.network.tunnel import ByteCount, TrafficCounter, ConnectionLimits, ConnectionSupervisor
 
-__all__ = ["SOMEBODY", "Transport", "caller"]
+__all__ = ["UNKNOWN_CALLER", "Transport", "caller"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ PROTOCOL = "/murmur/grpc/1"
 MAX_PEERS = 8192  # whose addresses are remembered
 MAX_ADDRESSES = 8  # of one peer
 STOP_SECONDS = 10.0
-MAX_EXITS = 128  # of which each holds a socket; beyond, those without a connection are closed
-FAILING_SECONDS = 1.0  # for calls that are failing already to say so
+MAX_OUTBOUND_BRIDGES = 128  # of which each holds a socket; beyond, those without a connection are closed
+FAILING_CALL_SECONDS = 1.0  # for calls that are failing already to say so
 
 COMMON_OPTIONS = {
     "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
@@ -64,49 +64,49 @@ SERVER_OPTIONS = COMMON_OPTIONS | {
     "grpc.so_reuseport": 0,
 }
 
-Service = Callable[[Any], None]  # adds a servicer to a server
-Use = Literal["words", "bulk"]
+AddServicer = Callable[[Any], None]  # adds a servicer to a server
+ChannelUse = Literal["words", "bulk"]
 
 
 class Transport:
     """The network side of a node. Made by `create`, used after `open`; everything it made is gone after `stop`."""
 
-    def __init__(self, identity: Identity, identity_path: Path, folder: SocketFolder, limits: TunnelLimits) -> None:
+    def __init__(self, identity: Identity, identity_path: Path, folder: SocketFolder, limits: ConnectionLimits) -> None:
         self.peer_id: PeerId = identity.peer_id
-        self.traffic = Traffic()
-        self.door: DirectDoor | None = None  # for direct connections, where they are taken
+        self.traffic = TrafficCounter()
+        self.listener: TlsListener | None = None  # for direct connections, where they are taken
         self._identity = identity
         self._identity_path = identity_path
         self._sockets = folder
         self._folder = folder.path
         self._limits = limits
-        self._direct_limits = DirectLimits(stall=limits.stall)
+        self._direct_limits = TlsLimits(stall=limits.stall)
         self._stack = AsyncExitStack()
-        self._tunnels = Tunnels(limits, self.traffic)
-        dialer = DirectDialer(identity, self._direct_limits)
-        self.bulk = Bulk(dialer, self._tunnels, self.bulk_channel)
+        self._supervisor = ConnectionSupervisor(limits, self.traffic)
+        dialer = TlsDialer(identity, self._direct_limits)
+        self.bulk = BulkTransport(dialer, self._supervisor, self.bulk_channel)
         self._addresses: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
-        self._tunnels.knows = self._addresses.__contains__
-        self._exits: dict[tuple[PeerId, Use], Exit] = {}
-        self._exits_made = 0
-        self._started: P2pd | None = None
+        self._supervisor.is_known = self._addresses.__contains__
+        self._outbound_bridges: dict[tuple[PeerId, ChannelUse], OutboundBridge] = {}
+        self._bridges_made = 0
+        self._started_p2pd: P2pd | None = None
 
     @classmethod
-    def create(cls, identity_path: Path, folder: Path, limits: TunnelLimits | None = None) -> Self:
+    def create(cls, identity_path: Path, folder: Path, limits: ConnectionLimits | None = None) -> Self:
         """Not on the network yet; channels made now dial later. `folder` is the node's, used by one process at a time.
 
         Raises IdentityError, AlreadyRunningError or StorageError.
         """
         identity = Identity.load_or_create(identity_path)
-        self = cls(identity, identity_path, SocketFolder.create(folder), limits or TunnelLimits())
+        self = cls(identity, identity_path, SocketFolder.create(folder), limits or ConnectionLimits())
         self._stack.callback(self._sockets.remove)
-        self._stack.push_async_callback(self._tunnels.stop)
-        self._stack.push_async_callback(self._close_exits)
+        self._stack.push_async_callback(self._supervisor.stop)
+        self._stack.push_async_callback(self._close_bridges)
         self._stack.push_async_callback(self.bulk.close)
         return self
 
     @classmethod
-    async def start(cls, identity_path: Path, folder: Path, services: Sequence[Service], **options: Any) -> Self:
+    async def start(cls, identity_path: Path, folder: Path, services: Sequence[AddServicer], **options: Any) -> Self:
         """`create` and `open` in one, for those whose services need no transport."""
         self = cls.create(identity_path, folder, options.pop("limits", None))
         await self.open(services, **options)
@@ -114,7 +114,7 @@ class Transport:
 
     async def open(
         self,
-        services: Sequence[Service],
+        services: Sequence[AddServicer],
         listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce: Sequence[str] = (),
         relays: Sequence[str] = (),
@@ -125,14 +125,14 @@ class Transport:
         `direct`: the port for direct connections, on the hosts of `listen`; 0 is a free one, None takes none.
         Each call that a servicer receives carries its caller: see `caller`. Raises TransportError.
         """
-        options = Options(self._identity_path, tuple(listen), tuple(announce), tuple(relays))
+        options = P2pdOptions(self._identity_path, tuple(listen), tuple(announce), tuple(relays))
         try:
             await self._open(options, services, direct)
         except BaseException:
             await self.stop()
             raise
 
-    async def _open(self, options: Options, services: Sequence[Service], direct: int | None) -> None:
+    async def _open(self, options: P2pdOptions, services: Sequence[AddServicer], direct: int | None) -> None:
         server_path, entrance_path = self._folder / "server.sock", self._folder / "in.sock"
         server = grpc.aio.server(options=list(SERVER_OPTIONS.items()))
         for service in services:
@@ -140,25 +140,25 @@ class Transport:
         server.add_insecure_port(f"unix:{server_path}")
         self._stack.push_async_callback(server.stop, grace=0.5)
         await server.start()
-        entrance = Entrance(entrance_path, server_path, self._tunnels)
+        entrance = InboundBridge(entrance_path, server_path, self._supervisor)
         await entrance.open()
         self._stack.callback(entrance.close)
         if direct is not None:
-            await self._open_door(services, _hosts(options.listen), direct)
-        self._started = await P2pd.start(options, self._folder, {PROTOCOL: entrance_path})
-        self._stack.push_async_callback(self._started.stop)
+            await self._open_listener(services, _hosts_of(options.listen), direct)
+        self._started_p2pd = await P2pd.start(options, self._folder, {PROTOCOL: entrance_path})
+        self._stack.push_async_callback(self._started_p2pd.stop)
 
-    async def _open_door(self, services: Sequence[Service], hosts: Sequence[str], port: int) -> None:
-        desk = Desk(self._tunnels)
+    async def _open_listener(self, services: Sequence[AddServicer], hosts: Sequence[str], port: int) -> None:
+        desk = RpcServer(self._supervisor)
         for service in services:
             service(desk)
-        self.door = door = DirectDoor(self._identity, desk.welcome, self._direct_limits)
+        self.listener = door = TlsListener(self._identity, desk.serve_peer, self._direct_limits)
         self._stack.push_async_callback(door.close)
 
         async def claim() -> None:
-            door.open(hosts, port)
+            door.listen(hosts, port)
 
-        await patiently(claim)
+        await retry_while_port_taken(claim)
 
     async def stop(self) -> None:
         """Within STOP_SECONDS; a second call does nothing."""
@@ -170,9 +170,9 @@ class Transport:
 
     @property
     def _p2pd(self) -> P2pd:
-        if not self._started:
+        if not self._started_p2pd:
             raise TransportError("the transport is not open yet")
-        return self._started
+        return self._started_p2pd
 
     @property
     def p2p(self) -> Any:
@@ -196,32 +196,32 @@ class Transport:
         return self.traffic.total.received
 
     @property
-    def bytes_by_peer(self) -> Mapping[PeerId, Count]:
+    def bytes_by_peer(self) -> Mapping[PeerId, ByteCount]:
         return self.traffic.by_peer
 
     @property
     def direct_port(self) -> int:
         """At which direct connections are taken; 0: none are."""
-        return self.door.port if self.door else 0
+        return self.listener.port if self.listener else 0
 
     @property
     def direct_refusals(self) -> Mapping[str, int]:
         """Direct connections that were not taken, by reason."""
-        return self.door.refusals if self.door else {}
+        return self.listener.refusals if self.listener else {}
 
     @property
     def refusals(self) -> Mapping[str, int]:
         """Streams that were not taken, or cut, by reason."""
-        return self._tunnels.refusals
+        return self._supervisor.refusals
 
     async def addresses(self) -> tuple[str, ...]:
         """Where others can reach us: multiaddresses with /p2p/. TransportError while p2pd is being restarted."""
-        _, addresses = await self._p2pd.control.identify()
+        _, addresses = await self._p2pd.client.identify()
         return tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
 
     async def remote_addresses(self, peer: PeerId) -> tuple[str, ...]:
         """Where a peer that we are connected with seems to be: what a network between us shows of it."""
-        return await self._p2pd.control.remote_addresses(peer)
+        return await self._p2pd.client.remote_addresses(peer)
 
     def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None:
         """Remember how `peer` is reached, instead of what was known; dials nothing. MalformedError: an address is none.
@@ -235,35 +235,35 @@ class Transport:
         if any(owner != peer for owner, _ in split):
             raise MalformedError(f"an address of {peer} belongs to another peer")
         ways = self._addresses[peer] = tuple(way for _, way in split)
-        self.bulk.introduce(peer, Place(_hosts(ways), direct_port) if direct_port else None)
+        self.bulk.set_endpoint(peer, Endpoint(_hosts_of(ways), direct_port) if direct_port else None)
         self._addresses.move_to_end(peer)
         if len(self._addresses) > MAX_PEERS:
             self._addresses.popitem(last=False)
-        for key in [(peer, use) for use in get_args(Use)]:
-            if key in self._exits and self._exits[key].has_failed:
-                self._tunnels.spawn(self._exits.pop(key).close(FAILING_SECONDS))
+        for key in [(peer, use) for use in get_args(ChannelUse)]:
+            if key in self._outbound_bridges and self._outbound_bridges[key].has_failed:
+                self._supervisor.spawn(self._outbound_bridges.pop(key).close(FAILING_CALL_SECONDS))
 
     def forget(self, peer: PeerId) -> None:
         """Drop its addresses and cut everything between us; it may come again. Its channel is closed."""
         self._addresses.pop(peer, None)
-        self._tunnels.cut(peer)
+        self._supervisor.cut_peer(peer)
         self.bulk.forget(peer)
-        exits = [self._exits.pop(key) for key in list(self._exits) if key[0] == peer]
-        self._tunnels.spawn(self._disconnect(peer, exits))
+        exits = [self._outbound_bridges.pop(key) for key in list(self._outbound_bridges) if key[0] == peer]
+        self._supervisor.spawn(self._disconnect(peer, exits))
 
-    async def _disconnect(self, peer: PeerId, exits: Sequence[Exit]) -> None:
-        for way_out in exits:
+    async def _disconnect(self, peer: PeerId, bridges: Sequence[OutboundBridge]) -> None:
+        for way_out in bridges:
             await way_out.close()
         try:
-            await self._p2pd.control.disconnect(peer)
+            await self._p2pd.client.disconnect(peer)
         except (UnreachableError, TransportError) as error:
             logger.info("cannot disconnect from %s: %s", peer, error)
 
-    async def connect(self, address: str, deadline: float) -> PeerId:
+    async def connect(self, address: str, timeout: float) -> PeerId:
         """Dial within `deadline` seconds, and remember the address. UnreachableError names the address and why."""
         try:
             peer, way = split_address(address)
-            await self._p2pd.control.connect(peer, (way,), deadline)
+            await self._p2pd.client.connect(peer, (way,), timeout)
         except MurmurError as error:
             raise UnreachableError(f"cannot reach {address}: {error}") from error
         if way not in self._addresses.get(peer, ()):
@@ -275,51 +275,51 @@ class Transport:
         """The one channel for small calls, until `forget`. They fail as UNAVAILABLE where `peer` cannot be reached."""
         return self._channel(peer, "words")
 
-    def quick(self, peer: PeerId) -> AbstractContextManager[LineChannel | None]:
+    def idle_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
         """A direct connection for one small call, where one is open and without work: by the channel its bytes would
         go through two more processes."""
-        return self.bulk.idle(peer)
+        return self.bulk.idle_channel(peer)
 
-    def spare(self, peer: PeerId) -> AbstractContextManager[LineChannel | None]:
+    def fallback_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
         """A direct connection for one small call, where such a path stands: for when the channel fails. It may queue
         behind bulk."""
-        return self.bulk.standing(peer)
+        return self.bulk.fallback_channel(peer)
 
     def bulk_channel(self, peer: PeerId) -> grpc.aio.Channel:
         """The libp2p side of `bulk`: in a tunnel of their own, calls that move much queue before no small one."""
         return self._channel(peer, "bulk")
 
-    def _channel(self, peer: PeerId, use: Use) -> grpc.aio.Channel:
-        if (peer, use) not in self._exits:
+    def _channel(self, peer: PeerId, use: ChannelUse) -> grpc.aio.Channel:
+        if (peer, use) not in self._outbound_bridges:
             public_key(peer)
-            if len(self._exits) >= MAX_EXITS:
-                self._close_unused()
-            self._exits[peer, use] = self._new_exit(peer, self._dial)
-        return self._exits[peer, use].channel
+            if len(self._outbound_bridges) >= MAX_OUTBOUND_BRIDGES:
+                self._close_unused_bridges()
+            self._outbound_bridges[peer, use] = self._make_bridge(peer, self._dial)
+        return self._outbound_bridges[peer, use].channel
 
-    def _close_unused(self) -> None:
+    def _close_unused_bridges(self) -> None:
         """Of the older half: nobody else closes those of peers that never answered, or left before they were called."""
-        for key in list(self._exits)[: MAX_EXITS // 2]:
-            if not self._exits[key].is_connected:
-                self._tunnels.spawn(self._exits.pop(key).close(FAILING_SECONDS))
+        for key in list(self._outbound_bridges)[: MAX_OUTBOUND_BRIDGES // 2]:
+            if not self._outbound_bridges[key].is_connected:
+                self._supervisor.spawn(self._outbound_bridges.pop(key).close(FAILING_CALL_SECONDS))
 
-    def _new_exit(self, peer: PeerId, dial: Dial) -> Exit:
-        self._exits_made += 1
-        path = self._folder / f"out-{self._exits_made}.sock"
-        return Exit(peer, path, dial, self._tunnels, list(CHANNEL_OPTIONS.items()))
+    def _make_bridge(self, peer: PeerId, dial: Dial) -> OutboundBridge:
+        self._bridges_made += 1
+        path = self._folder / f"out-{self._bridges_made}.sock"
+        return OutboundBridge(peer, path, dial, self._supervisor, list(CHANNEL_OPTIONS.items()))
 
     async def _dial(self, peer: PeerId) -> Stream:
-        control, addresses = self._p2pd.control, self._addresses.get(peer)
+        control, addresses = self._p2pd.client, self._addresses.get(peer)
         if addresses:
             await control.connect(peer, addresses, self._limits.dial)
         return await control.open_stream(peer, PROTOCOL, self._limits.dial)
 
-    async def _close_exits(self) -> None:
-        while self._exits:
-            _, way_out = self._exits.popitem()
+    async def _close_bridges(self) -> None:
+        while self._outbound_bridges:
+            _, way_out = self._outbound_bridges.popitem()
             await way_out.close()
 
 
-def _hosts(ways: Sequence[str]) -> tuple[str, ...]:
+def _hosts_of(addresses: Sequence[str]) -> tuple[str, ...]:
     """Of multiaddresses that begin with a host, each once; a circuit's host is the relay's."""
-    return tuple(dict.fromkeys(way.split("/")[2] for way in ways if RELAYED not in way))
+    return tuple(dict.fromkeys(way.split("/")[2] for way in addresses if CIRCUIT_MARKER not in way))

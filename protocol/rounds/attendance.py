@@ -10,59 +10,59 @@ from typing import Any
 
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
-from protocol.rounds.reports import Decision
-from protocol.rounds.statements import Commit, Statement
+from protocol.rounds.reports import CommitCertificate
+from protocol.rounds.statements import Commit, SignedMessage
 
-KEPT_DECISIONS = 4
-MAX_TOLD = 4096  # of one decision; whoever was told the longest ago is forgotten first
-Key = tuple[PeerId, str, int]  # sender, kind and part: what a peer may say of these is bounded
-
-
-def key_of(statement: Statement[Any]) -> Key:
-    return statement.sender, statement.signed.kind, getattr(statement.body, "part", 0)
+MAX_KEPT_DECISIONS = 4
+MAX_ANSWERED_PEERS = 4096  # of one decision; whoever was told the longest ago is forgotten first
+MessageKey = tuple[PeerId, str, int]  # sender, kind and part: what a peer may say of these is bounded
 
 
-class Attendance:
+def message_key(message: SignedMessage[Any]) -> MessageKey:
+    return message.sender, message.signed.kind, getattr(message.body, "part", 0)
+
+
+class MessageBuffer:
     """`patience`: seconds after which whoever still asks is told the same decision again."""
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
-        self._early: dict[Key, Statement[Any]] = {}
+    def __init__(self, repeat_seconds: float) -> None:
+        self._repeat_seconds = repeat_seconds
+        self._early: dict[MessageKey, SignedMessage[Any]] = {}
         self._decisions: dict[int, tuple[Signed, ...]] = {}
-        self._told: dict[int, dict[PeerId, float]] = {}
+        self._answered_at: dict[int, dict[PeerId, float]] = {}
 
-    def keep(self, statement: Statement[Any]) -> None:
+    def buffer_early(self, message: SignedMessage[Any]) -> None:
         """For the round after the one that is open."""
-        self._early[key_of(statement)] = statement
+        self._early[message_key(message)] = message
 
-    def begin(self, number: int) -> list[Statement[Any]]:
+    def open_round(self, number: int) -> list[SignedMessage[Any]]:
         """A round opens: what came for it early. After a change of chains, later decisions may be of the other one."""
         for later in [known for known in self._decisions if known >= number]:
-            del self._decisions[later], self._told[later]
+            del self._decisions[later], self._answered_at[later]
         early, self._early = self._early, {}
         return [statement for statement in early.values() if statement.body.round == number]
 
-    def close(self) -> None:
+    def clear(self) -> None:
         self._early.clear()
 
-    def decide(self, number: int, decision: tuple[Signed, ...], told: Iterable[PeerId], now: float) -> None:
+    def record_decision(self, number: int, decision: tuple[Signed, ...], informed_peers: Iterable[PeerId], now: float) -> None:
         """`told`: who has just been sent it."""
-        self._decisions[number], self._told[number] = decision, dict.fromkeys(told, now)
-        while len(self._decisions) > KEPT_DECISIONS:
+        self._decisions[number], self._answered_at[number] = decision, dict.fromkeys(informed_peers, now)
+        while len(self._decisions) > MAX_KEPT_DECISIONS:
             oldest = min(self._decisions)
-            del self._decisions[oldest], self._told[oldest]
+            del self._decisions[oldest], self._answered_at[oldest]
 
-    def is_late(self, statement: Statement[Any]) -> bool:
+    def is_late(self, message: SignedMessage[Any]) -> bool:
         """Whether its sender has not heard that its round is decided."""
-        return statement.body.round in self._decisions and not isinstance(statement.body, Commit | Decision)
+        return message.body.round in self._decisions and not isinstance(message.body, Commit | CommitCertificate)
 
-    def answer(self, number: int, asker: PeerId, now: float) -> tuple[Signed, ...]:
+    def answer_late(self, number: int, peer: PeerId, now: float) -> tuple[Signed, ...]:
         """What was decided in that round; nothing to whom it was told a moment ago."""
-        told = self._told[number]
-        if now < told.get(asker, -self._patience) + self._patience:
+        told = self._answered_at[number]
+        if now < told.get(peer, -self._repeat_seconds) + self._repeat_seconds:
             return ()
-        told.pop(asker, None)
-        told[asker] = now
-        if len(told) > MAX_TOLD:
+        told.pop(peer, None)
+        told[peer] = now
+        if len(told) > MAX_ANSWERED_PEERS:
             del told[next(iter(told))]
         return self._decisions[number]

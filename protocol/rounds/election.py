@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.rounds.events import Live
+from protocol.rounds.events import MembershipChanged
 
 
 @dataclass(frozen=True, order=True)
@@ -26,14 +26,14 @@ class Ballot:
 
 # Both are asked over and over in one round and never again: with eight peers these fill in ten minutes with 0.3 MB.
 @lru_cache(maxsize=1024)
-def rank(run_id: RunId, number: int, view: int, peer: PeerId) -> int:
+def leader_rank(run_id: RunId, number: int, view: int, peer: PeerId) -> int:
     text = f"murmur leader {run_id} {number} {view} {peer}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
 
 
 @lru_cache(maxsize=64)
-def first_ranked(run_id: RunId, number: int, view: int, peers: frozenset[PeerId]) -> PeerId | None:
-    return min(peers, key=lambda peer: rank(run_id, number, view, peer), default=None)
+def lowest_ranked_peer(run_id: RunId, number: int, view: int, peers: frozenset[PeerId]) -> PeerId | None:
+    return min(peers, key=lambda peer: leader_rank(run_id, number, view, peer), default=None)
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Election:
     round: int
 
     def ballot(self, view: int, peer: PeerId) -> Ballot:
-        return Ballot(view, -rank(self.run_id, self.round, view, peer))
+        return Ballot(view, -leader_rank(self.run_id, self.round, view, peer))
 
     def leader(self, view: int, peers: frozenset[PeerId]) -> PeerId | None:
-        return first_ranked(self.run_id, self.round, view, peers)
+        return lowest_ranked_peer(self.run_id, self.round, view, peers)
 
 
-class Electorate:
+class VoterSet:
     """The members whose majority decides.
 
     A member that vanishes without a word keeps its vote for `memory` seconds: members notice such things at different
@@ -69,75 +69,75 @@ class Electorate:
     must not decide alone a round that these have passed.
     """
 
-    def __init__(self, memory: float, step: float, seen: Mapping[PeerId, float], now: float) -> None:
-        away = now - max(seen.values(), default=now)
+    def __init__(self, vote_memory: float, max_gap: float, last_seen: Mapping[PeerId, float], now: float) -> None:
+        away = now - max(last_seen.values(), default=now)
         self.live: frozenset[PeerId] = frozenset()
         self._resting: frozenset[PeerId] = frozenset()
         self._ahead: frozenset[PeerId] = frozenset()
-        self._memory = memory
-        self._step = step
+        self._vote_memory = vote_memory
+        self._max_gap = max_gap
         self._now = now
-        self._vanished = {peer: time + away for peer, time in seen.items()}
+        self._vanished = {peer: time + away for peer, time in last_seen.items()}
         # Members of the round before that have not yet shown up in this one: late rather than gone.
-        self._awaited = set(seen)
+        self._not_yet_seen = set(last_seen)
         self._forgotten: set[PeerId] = set()
         self._recount()
 
     def _recount(self) -> None:
         self.members: frozenset[PeerId] = self.live.union(self._vanished) if self._vanished else self.live
-        self.electors = self.members | self._forgotten if self._forgotten else self.members
+        self.voters = self.members | self._forgotten if self._forgotten else self.members
         # Those from whom a contribution may still come.
-        expected = self.live | self._awaited if self._awaited else self.live
-        self.expected: frozenset[PeerId] = expected - self._resting if self._resting else expected
+        expected = self.live | self._not_yet_seen if self._not_yet_seen else self.live
+        self.awaited: frozenset[PeerId] = expected - self._resting if self._resting else expected
 
-    def update(self, given: Live, now: float) -> None:
-        live, gone = given.peers, given.departed
-        self._vanished.update(dict.fromkeys((self.live - live) | (self._forgotten & given.ahead), now))
+    def update(self, membership: MembershipChanged, now: float) -> None:
+        live, gone = membership.peers, membership.departed
+        self._vanished.update(dict.fromkeys((self.live - live) | (self._forgotten & membership.ahead), now))
         for peer in self._vanished.keys() & (live | gone):
             del self._vanished[peer]
         self.live = live
-        self._resting = given.resting
-        self._ahead = given.ahead
-        self._awaited -= live | gone | given.ahead
-        self._forgotten -= live | gone | given.ahead
+        self._resting = membership.resting
+        self._ahead = membership.ahead
+        self._not_yet_seen -= live | gone | membership.ahead
+        self._forgotten -= live | gone | membership.ahead
         self._recount()
 
     def advance(self, now: float) -> None:
         """Forget the votes of those that vanished too long ago."""
-        away = max(0.0, now - self._now - self._step)
+        away = max(0.0, now - self._now - self._max_gap)
         self._now = now
         if not self._vanished:
             return
         aged = {peer: now if peer in self._ahead else time + away for peer, time in self._vanished.items()}
-        self._vanished = {peer: time for peer, time in aged.items() if now - time <= self._memory}
+        self._vanished = {peer: time for peer, time in aged.items() if now - time <= self._vote_memory}
         if len(self._vanished) < len(aged):
-            self._awaited &= self._vanished.keys()
+            self._not_yet_seen &= self._vanished.keys()
             self._forgotten |= aged.keys() - self._vanished.keys()
             self._recount()
 
     @property
-    def seen(self) -> dict[PeerId, float]:
+    def last_seen(self) -> dict[PeerId, float]:
         """When each member was last known to live."""
         return {**self._vanished, **dict.fromkeys(self.live, self._now)}
 
     @property
-    def remembered(self) -> dict[PeerId, float]:
+    def last_seen_with_forgotten(self) -> dict[PeerId, float]:
         """The same, with those that are forgotten, for a new electorate of this very round: it forgets them at once,
         and counts their votes as we did."""
-        return {**dict.fromkeys(self._forgotten, self._now - 2 * self._memory), **self.seen}
+        return {**dict.fromkeys(self._forgotten, self._now - 2 * self._vote_memory), **self.last_seen}
 
-    def is_elector(self, peer: PeerId) -> bool:
-        return peer in self.electors
+    def is_voter(self, peer: PeerId) -> bool:
+        return peer in self.voters
 
-    def is_quorum(self, voters: Iterable[PeerId]) -> bool:
+    def is_quorum(self, peers: Iterable[PeerId]) -> bool:
         """More than half of the electors, or exactly half with the lowest peer id among them, as two such sets still
         meet; or all members."""
-        present = self.electors.intersection(voters)
-        surplus = 2 * len(present) - len(self.electors)
-        if surplus > 0 or (present and surplus == 0 and min(self.electors) in present):
+        present = self.voters.intersection(peers)
+        surplus = 2 * len(present) - len(self.voters)
+        if surplus > 0 or (present and surplus == 0 and min(self.voters) in present):
             return True
         return bool(self.members) and self.members <= present
 
-    def next_change(self) -> float | None:
+    def next_forget_at(self) -> float | None:
         """When the next vote is forgotten."""
-        return min((time + self._memory for time in self._vanished.values()), default=None)
+        return min((time + self._vote_memory for time in self._vanished.values()), default=None)

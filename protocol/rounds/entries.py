@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import Self
 
 from protocol.identity import PeerId
-from protocol.rounds.statements import Contribution, Statement
+from protocol.rounds.statements import Contribution, SignedMessage
 from protocol.rounds.view import blobs_of
 
 
 @dataclass(frozen=True)
-class Entries:
+class AppliedContributions:
     """`parts`: of the contributions of `peers`; `size`: of these together, in bytes."""
 
     peers: tuple[PeerId, ...]
-    parts: int
-    size: int
+    part_count: int
+    total_bytes: int
 
     @classmethod
-    def of(cls, share: Sequence[Statement[Contribution]]) -> Self:
+    def of(cls, contributions: Sequence[SignedMessage[Contribution]]) -> Self:
         """`share`: the contributions that were applied."""
-        blobs = blobs_of(share)
-        return cls(tuple(entry.sender for entry in share), len(blobs), sum(blob.size for blob in blobs))
+        blobs = blobs_of(contributions)
+        return cls(tuple(entry.sender for entry in contributions), len(blobs), sum(blob.size for blob in blobs))

@@ -11,7 +11,7 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.rounds.statements import Commit, Contribution, Digest, Portion, Statement
+from protocol.rounds.statements import Commit, Contribution, Digest, PartBlob, SignedMessage
 
 Exchange = Literal["butterfly", "gather", "groups"]
 Pattern = Literal["random", "ring", "exponential"]
@@ -34,36 +34,36 @@ class RoundSettings:
     leader_timeout: float
     exchange_timeout: float
     vote_memory: float = 30.0
-    quorum: float = 1.0
+    roster_quorum: float = 1.0
     group_size: int = 2
     pattern: Pattern = "random"
 
     @property
-    def sums(self) -> int:
+    def reduced_part_count(self) -> int:
         """How many reduced parts a commit names."""
         return self.parts if self.exchange == "butterfly" else 0
 
-    def fits(self, commit: Commit) -> bool:
+    def accepts_commit(self, commit: Commit) -> bool:
         """Whether a commit has the shape that such a round gives it."""
         is_whole = self.exchange == "groups" or not commit.left_out
-        return len(commit.parts) == self.sums and commit.widths == {self.parts} and is_whole
+        return len(commit.parts) == self.reduced_part_count and commit.part_counts == {self.parts} and is_whole
 
     @property
-    def whole_exchange(self) -> float:
+    def exchange_seconds(self) -> float:
         """A butterfly has two exchanges, of contributions and of sums."""
         return self.exchange_timeout * (2 if self.exchange == "butterfly" else 1)
 
 
 @dataclass(frozen=True)
-class Urgency:
+class EarlySubmitPolicy:
     """When Hurry comes out: `reserve` seconds before the others' grace ends, where one of them offered so much."""
 
-    reserve: float
-    whole_tokens: int
+    margin_seconds: float
+    min_full_tokens: int
 
 
 @dataclass(frozen=True)
-class Live:
+class MembershipChanged:
     """The peers that are alive and, by their records, at this round and base; with ourselves if we train.
 
     `departed`: those known to have said good-bye; they lose their vote at once. `resting`: those of the peers who say
@@ -78,32 +78,32 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Offered:
+class LocalContribution:
     """Our own trainer's message; its blobs are in our store. The machine signs and announces it."""
 
     contribution: Contribution
 
 
 @dataclass(frozen=True)
-class Received:
+class MessageReceived:
     """A checked statement of another peer for this round."""
 
-    statement: Statement[Any]
+    message: SignedMessage[Any]
 
 
 @dataclass(frozen=True)
-class Held:
+class BlobAvailable:
     """A blob is complete in our store, and well-formed as that part: the answer to Fetch."""
 
-    portion: Portion
+    part_blob: PartBlob
 
 
 @dataclass(frozen=True)
-class Reduced:
+class PartReduced:
     """A reduction that was asked for is done, its blob in our store; `part` and `attempt` are those of the Reduce."""
 
     part: int
-    attempt: int
+    request_id: int
     blob: Blob
 
 
@@ -112,9 +112,9 @@ class Tick:
     """Time has passed: see `Round.next_deadline`."""
 
 
-Event = Live | Offered | Received | Held | Reduced | Tick
+Event = MembershipChanged | LocalContribution | MessageReceived | BlobAvailable | PartReduced | Tick
 
-Reason = Literal[
+RejectReason = Literal[
     "foreign",  # a statement of another round, another base or another kind of exchange
     "stranger",  # a statement of a peer that is no member of this round
     "equivocation",  # two different statements where one peer may make one
@@ -138,7 +138,7 @@ Reason = Literal[
 
 
 @dataclass(frozen=True)
-class Vow:
+class VoteRecord:
     """What binds a peer in the round that continues `base`: it takes no part in a view up to `view` a second time.
 
     An acceptor of Paxos may vote again after a restart only if it remembers how it voted. As an action: nothing that
@@ -153,9 +153,9 @@ class Vow:
     round: int
     base: Digest
     view: int
-    lock: Statement[Commit] | None
+    lock: SignedMessage[Commit] | None
     members: frozenset[PeerId]
-    rests_on: tuple[Blob, ...] = ()
+    required_blobs: tuple[Blob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,9 @@ class Fetch:
     but all contributions' together.
     """
 
-    portion: Portion
+    part_blob: PartBlob
     sources: tuple[PeerId, ...]
-    is_sum: bool = False
+    is_reduced: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,35 +185,35 @@ class Reduce:
     """
 
     part: int
-    attempt: int
-    contributions: tuple[Statement[Contribution], ...]
+    request_id: int
+    contributions: tuple[SignedMessage[Contribution], ...]
 
 
 @dataclass(frozen=True)
 class Finish:
     """The round is decided; whatever the commit names and our store lacks is still to be fetched."""
 
-    commit: Statement[Commit]
+    commit: SignedMessage[Commit]
 
 
 @dataclass(frozen=True)
-class Skip:
+class Rejected:
     """Something was refused, left out or given up: for the log and the counters."""
 
     peer: PeerId | None
-    reason: Reason
+    reason: RejectReason
 
 
 @dataclass(frozen=True)
-class Hurry:
+class RequestEarlySubmit:
     """The others' patience is about to end, and nothing was offered here yet. Once a round."""
 
 
 @dataclass(frozen=True)
-class Foresee:
+class Speculate:
     """What will most likely be decided, by whichever leader's proposal; all that it takes is here. It binds nobody."""
 
     commit: Commit
 
 
-Action = Vow | Send | Fetch | Reduce | Finish | Skip | Hurry | Foresee
+Action = VoteRecord | Send | Fetch | Reduce | Finish | Rejected | RequestEarlySubmit | Speculate

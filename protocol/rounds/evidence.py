@@ -10,181 +10,181 @@ from dataclasses import replace
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.rounds.election import Electorate
-from protocol.rounds.reports import Acknowledgement, Decision, Holding
+from protocol.rounds.election import VoterSet
+from protocol.rounds.reports import Acknowledgement, CommitCertificate, Inventory
 from protocol.rounds.statements import (
     MAX_CONTRIBUTIONS,
     NO_ROSTER,
     Commit,
     Contribution,
     Digest,
-    Listing,
-    Portion,
-    Statement,
+    ContributionList,
+    PartBlob,
+    SignedMessage,
 )
 
 MAX_PROPOSALS = 256
-MAX_PROPOSALS_EACH = 4  # but for those that somebody else is bound to
+MAX_PROPOSALS_PER_PEER = 4  # but for those that somebody else is bound to
 
 
-class Evidence:
+class RoundKnowledge:
     """`proofs`: of every proposal, the newest decision that we were told."""
 
     def __init__(self, me: PeerId) -> None:
         self.me = me
-        self.contributions: dict[PeerId, Statement[Contribution]] = {}
+        self.contributions: dict[PeerId, SignedMessage[Contribution]] = {}
         self._senders: set[PeerId] = set()  # of these
-        self.held: set[Portion] = set()
-        self.sizes: dict[Digest, int] = {}  # of the blobs that we hold
-        self.holdings: dict[PeerId, Holding] = {}  # without their lists
-        self._reported: dict[PeerId, int] = {}  # how long these were
-        self.moved: set[PeerId] = set()  # who has left the first view
-        self.proposals: dict[Digest, Statement[Commit]] = {}
-        self.acknowledged: dict[Digest, dict[PeerId, Statement[Acknowledgement]]] = {}
-        self.proofs: dict[Digest, Statement[Decision]] = {}
-        self._newest: dict[PeerId, Statement[Acknowledgement]] = {}
-        self._stocks: dict[PeerId, set[Digest]] = {}
+        self.held_parts: set[PartBlob] = set()
+        self.held_sizes: dict[Digest, int] = {}  # of the blobs that we hold
+        self.inventories: dict[PeerId, Inventory] = {}  # without their lists
+        self._inventory_sizes: dict[PeerId, int] = {}  # how long these were
+        self.in_later_view: set[PeerId] = set()  # who has left the first view
+        self.proposals: dict[Digest, SignedMessage[Commit]] = {}
+        self.acknowledgements: dict[Digest, dict[PeerId, SignedMessage[Acknowledgement]]] = {}
+        self.certificates: dict[Digest, SignedMessage[CommitCertificate]] = {}
+        self._latest_acknowledgements: dict[PeerId, SignedMessage[Acknowledgement]] = {}
+        self._held_by_peer: dict[PeerId, set[Digest]] = {}
         self._holders: dict[Digest, set[PeerId]] = {}
 
-    def hold(self, portions: Iterable[Portion]) -> None:
+    def add_held_parts(self, part_blobs: Iterable[PartBlob]) -> None:
         """They are in our store, and well-formed."""
-        self.held.update(portions)
-        self.sizes.update((portion.blob.digest, portion.blob.size) for portion in portions)
+        self.held_parts.update(part_blobs)
+        self.held_sizes.update((portion.blob.digest, portion.blob.size) for portion in part_blobs)
 
-    def learn_contribution(self, statement: Statement[Contribution]) -> bool:
+    def learn_contribution(self, message: SignedMessage[Contribution]) -> bool:
         """False: its sender has already made another one, which stays."""
-        self._senders.add(statement.sender)
-        return self.contributions.setdefault(statement.sender, statement).digest == statement.digest
+        self._senders.add(message.sender)
+        return self.contributions.setdefault(message.sender, message).digest == message.digest
 
-    def learn_contributions(self, body: Listing, members: Set[PeerId]) -> list[PeerId]:
+    def learn_contributions(self, contribution_list: ContributionList, members: Set[PeerId]) -> list[PeerId]:
         """As others tell them. The senders of those that are not what they have made before."""
-        if body.by_sender.items() <= self.contributions.items():
+        if contribution_list.by_sender.items() <= self.contributions.items():
             return []
         room = MAX_CONTRIBUTIONS - len(self._senders - members)
-        fresh = body.by_sender.keys() - self._senders - members
+        fresh = contribution_list.by_sender.keys() - self._senders - members
         crowding = set(sorted(fresh)[max(0, room) :])
-        listed = [entry for entry in body.contributions if entry.sender not in crowding]
+        listed = [entry for entry in contribution_list.contributions if entry.sender not in crowding]
         return [entry.sender for entry in listed if not self.learn_contribution(entry)]
 
-    def learn_holding(self, statement: Statement[Holding], most: int) -> None:
+    def learn_inventory(self, message: SignedMessage[Inventory], max_blobs: int) -> None:
         """`most`: as many blobs as there are to be held, as far as we know. Whoever said more over time is believed for
         what it says now."""
-        sender, body = statement.sender, statement.body
-        if self._is_newer(statement):
-            self.holdings[sender], self._reported[sender] = replace(body, blobs=()), len(body.blobs)
+        sender, body = message.sender, message.body
+        if self._is_newer(message):
+            self.inventories[sender], self._inventory_sizes[sender] = replace(body, blobs=()), len(body.blobs)
             if body.view:
-                self.moved.add(sender)
-        if len(body.blobs) > most:
+                self.in_later_view.add(sender)
+        if len(body.blobs) > max_blobs:
             return
-        stock = self._stocks.setdefault(sender, set())
-        if len(stock.union(body.blobs)) > most:
-            self._forget_stock(sender)
+        stock = self._held_by_peer.setdefault(sender, set())
+        if len(stock.union(body.blobs)) > max_blobs:
+            self._forget_held_blobs(sender)
         for digest in body.blobs:
             if digest not in stock:
                 stock.add(digest)
                 self._holders.setdefault(digest, set()).add(sender)
 
-    def _forget_stock(self, peer: PeerId) -> None:
-        for digest in self._stocks[peer]:
+    def _forget_held_blobs(self, peer: PeerId) -> None:
+        for digest in self._held_by_peer[peer]:
             self._holders[digest].discard(peer)
             if not self._holders[digest]:
                 del self._holders[digest]
-        self._stocks[peer].clear()
+        self._held_by_peer[peer].clear()
 
-    def learn_acknowledgement(self, statement: Statement[Acknowledgement]) -> None:
-        known = self._newest.get(statement.sender)
-        if known is None or statement.body.view >= known.body.view:
-            self._newest[statement.sender] = statement
-        if statement.body.proposal in self.proposals:
-            self.acknowledged[statement.body.proposal].setdefault(statement.sender, statement)
+    def learn_acknowledgement(self, message: SignedMessage[Acknowledgement]) -> None:
+        known = self._latest_acknowledgements.get(message.sender)
+        if known is None or message.body.view >= known.body.view:
+            self._latest_acknowledgements[message.sender] = message
+        if message.body.proposal in self.proposals:
+            self.acknowledgements[message.body.proposal].setdefault(message.sender, message)
 
-    def learn_proposal(self, statement: Statement[Commit]) -> None:
-        if statement.digest in self.proposals:
+    def learn_proposal(self, message: SignedMessage[Commit]) -> None:
+        if message.digest in self.proposals:
             return
-        own = [digest for digest, known in self.proposals.items() if known.sender == statement.sender]
-        loose = [digest for digest in own if not self.is_backed(digest)]
-        if len(loose) >= MAX_PROPOSALS_EACH:
+        own = [digest for digest, known in self.proposals.items() if known.sender == message.sender]
+        loose = [digest for digest in own if not self.has_other_acknowledgers(digest)]
+        if len(loose) >= MAX_PROPOSALS_PER_PEER:
             self._drop_oldest(loose)
         elif len(self.proposals) >= MAX_PROPOSALS:
             self._drop_oldest(self.proposals)
-        self.proposals[statement.digest] = statement
+        self.proposals[message.digest] = message
         # Acknowledgements may have overtaken the proposal that they acknowledge.
-        self.acknowledged[statement.digest] = {
-            peer: known for peer, known in self._newest.items() if known.body.proposal == statement.digest
+        self.acknowledgements[message.digest] = {
+            peer: known for peer, known in self._latest_acknowledgements.items() if known.body.proposal == message.digest
         }
 
     def _drop_oldest(self, digests: Iterable[Digest]) -> None:
         oldest = min(digests, key=lambda digest: self.proposals[digest].body.view)
-        del self.proposals[oldest], self.acknowledged[oldest]
-        self.proofs.pop(oldest, None)
+        del self.proposals[oldest], self.acknowledgements[oldest]
+        self.certificates.pop(oldest, None)
 
-    def learn_decision(self, statement: Statement[Decision], members: Set[PeerId]) -> None:
-        proposal, votes = statement.body.proposal, statement.body.by_sender
+    def learn_certificate(self, message: SignedMessage[CommitCertificate], members: Set[PeerId]) -> None:
+        proposal, votes = message.body.proposal, message.body.by_sender
         if proposal not in self.proposals:
             for acknowledgement in votes.values():
                 if acknowledgement.sender in members:
                     self.learn_acknowledgement(acknowledgement)
             return
-        self.proofs[proposal] = statement
+        self.certificates[proposal] = message
         known = votes if votes.keys() <= members else {peer: votes[peer] for peer in votes.keys() & members}
-        self.acknowledged[proposal].update(known)
+        self.acknowledgements[proposal].update(known)
 
-    def _is_newer(self, statement: Statement[Holding]) -> bool:
-        known = self.holdings.get(statement.sender)
-        if known is None or statement.body.view != known.view:
-            return known is None or statement.body.view > known.view
-        if statement.body.roster == known.roster:
-            return len(statement.body.blobs) >= self._reported[statement.sender]
-        return statement.body.roster != NO_ROSTER
+    def _is_newer(self, message: SignedMessage[Inventory]) -> bool:
+        known = self.inventories.get(message.sender)
+        if known is None or message.body.view != known.view:
+            return known is None or message.body.view > known.view
+        if message.body.roster == known.roster:
+            return len(message.body.blobs) >= self._inventory_sizes[message.sender]
+        return message.body.roster != NO_ROSTER
 
-    def holds(self, peer: PeerId, digest: Digest) -> bool:
-        return digest in self.stock(peer)
+    def has_blob(self, peer: PeerId, digest: Digest) -> bool:
+        return digest in self.held_digests(peer)
 
-    def stock(self, peer: PeerId) -> Set[Digest]:
+    def held_digests(self, peer: PeerId) -> Set[Digest]:
         """What that peer is known to hold."""
-        return self.sizes.keys() if peer == self.me else self._stocks.get(peer, frozenset())
+        return self.held_sizes.keys() if peer == self.me else self._held_by_peer.get(peer, frozenset())
 
-    def holds_all(self, peer: PeerId, portions: Iterable[Portion]) -> bool:
+    def has_all_parts(self, peer: PeerId, part_blobs: Iterable[PartBlob]) -> bool:
         """Of others we know no more than digests; our own vote is for what we have checked."""
         if peer == self.me:
-            return self.held.issuperset(portions)
-        stock = self.stock(peer)
-        return all(portion.blob.digest in stock for portion in portions)
+            return self.held_parts.issuperset(part_blobs)
+        stock = self.held_digests(peer)
+        return all(portion.blob.digest in stock for portion in part_blobs)
 
-    def is_here(self, blob: Blob) -> bool:
-        return self.sizes.get(blob.digest) == blob.size
+    def has_local_blob(self, blob: Blob) -> bool:
+        return self.held_sizes.get(blob.digest) == blob.size
 
     def holders(self, digest: Digest, among: Set[PeerId]) -> list[PeerId]:
         """But for us, ascending."""
         return sorted(peer for peer in self._holders.get(digest, ()) if peer in among and peer != self.me)
 
-    def is_whole(self, contribution: Statement[Contribution], parts: Iterable[int], live: frozenset[PeerId]) -> bool:
+    def is_obtainable(self, contribution: SignedMessage[Contribution], parts: Iterable[int], live: frozenset[PeerId]) -> bool:
         """Whether all these parts can still be had of somebody alive; its owner can always give them out."""
         if contribution.sender in live or contribution.sender == self.me:
             return True
         blobs = (contribution.body.parts[part] for part in parts)
-        return all(self.is_here(blob) or not live.isdisjoint(self._holders.get(blob.digest, ())) for blob in blobs)
+        return all(self.has_local_blob(blob) or not live.isdisjoint(self._holders.get(blob.digest, ())) for blob in blobs)
 
-    def obtainable(self, live: frozenset[PeerId]) -> Set[PeerId]:
+    def obtainable_senders(self, live: frozenset[PeerId]) -> Set[PeerId]:
         """The senders of contributions of which no part is lost."""
         if self._senders <= live:
             return self._senders
         absent = [self.contributions[peer] for peer in self._senders - live]
-        lost = {entry.sender for entry in absent if not self.is_whole(entry, range(len(entry.body.parts)), live)}
+        lost = {entry.sender for entry in absent if not self.is_obtainable(entry, range(len(entry.body.parts)), live)}
         return self._senders - lost
 
-    def bound_to(self, digest: Digest) -> set[PeerId]:
+    def acknowledgers(self, digest: Digest) -> set[PeerId]:
         """Who is known to have acknowledged that proposal."""
-        told = {peer for peer, holding in self.holdings.items() if holding.lock == digest}
-        return told | self.acknowledged[digest].keys()
+        told = {peer for peer, holding in self.inventories.items() if holding.lock == digest}
+        return told | self.acknowledgements[digest].keys()
 
-    def is_backed(self, digest: Digest) -> bool:
+    def has_other_acknowledgers(self, digest: Digest) -> bool:
         """Whether anybody but its proposer is."""
-        return not self.bound_to(digest) <= {self.proposals[digest].sender}
+        return not self.acknowledgers(digest) <= {self.proposals[digest].sender}
 
-    def decided(self, electorate: Electorate) -> Statement[Commit] | None:
+    def decided_proposal(self, voter_set: VoterSet) -> SignedMessage[Commit] | None:
         """The proposal that a majority acknowledged."""
         for digest, proposal in self.proposals.items():
-            if electorate.is_quorum(self.acknowledged[digest].keys()):
+            if voter_set.is_quorum(self.acknowledgements[digest].keys()):
                 return proposal
         return None

@@ -17,12 +17,12 @@ from functools import lru_cache
 
 from protocol.identity import PeerId
 from protocol.rounds.events import RoundSettings
-from protocol.rounds.statements import Commit, Contribution, Statement
+from protocol.rounds.statements import Commit, Contribution, SignedMessage
 
 Group = tuple[PeerId, ...]  # ascending
 
 
-def groups(seed: bytes, peers: Collection[PeerId], size: int) -> list[Group]:
+def random_groups(seed: bytes, peers: Collection[PeerId], size: int) -> list[Group]:
     """A remainder of one joins the last group, or stays alone where the groups are pairs."""
     order = sorted(peers, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest())
     cut = [order[start : start + size] for start in range(0, len(order), size)]
@@ -31,11 +31,11 @@ def groups(seed: bytes, peers: Collection[PeerId], size: int) -> list[Group]:
     return [tuple(sorted(group)) for group in cut]
 
 
-def ring(turn: int, peers: Collection[PeerId]) -> list[Group]:
+def ring_pairs(round_number: int, peers: Collection[PeerId]) -> list[Group]:
     order = sorted(peers)
-    if turn % 2 and len(order) % 2 == 0:
+    if round_number % 2 and len(order) % 2 == 0:
         order = order[1:] + order[:1]
-    elif turn % 2:
+    elif round_number % 2:
         return [tuple(order[:1]), *_pairs(order[1:])]
     return _pairs(order)
 
@@ -44,10 +44,10 @@ def _pairs(order: Sequence[PeerId]) -> list[Group]:
     return [tuple(sorted(order[start : start + 2])) for start in range(0, len(order), 2)]
 
 
-def exponential(turn: int, peers: Collection[PeerId]) -> list[Group]:
+def exponential_pairs(round_number: int, peers: Collection[PeerId]) -> list[Group]:
     """Where the number of peers is no power of two, whose partner's place is empty stays alone."""
     order = sorted(peers)
-    distance = 1 << turn % max(1, (len(order) - 1).bit_length())
+    distance = 1 << round_number % max(1, (len(order) - 1).bit_length())
     places = (tuple(sorted({place, place ^ distance})) for place in range(len(order)) if place < place ^ distance)
     found = [tuple(order[place] for place in pair if place < len(order)) for pair in places]
     alone = set(order).difference(*found)
@@ -55,21 +55,21 @@ def exponential(turn: int, peers: Collection[PeerId]) -> list[Group]:
 
 
 @lru_cache(maxsize=64)
-def drawn(settings: RoundSettings, number: int, senders: Group) -> Mapping[PeerId, frozenset[PeerId]]:
+def groups_by_peer(settings: RoundSettings, round_number: int, senders: Group) -> Mapping[PeerId, frozenset[PeerId]]:
     """Of every sender on the roster of that round, with whom it exchanges, itself included."""
     if settings.exchange != "groups":
         return dict.fromkeys(senders, frozenset(senders))
     if settings.pattern == "ring":
-        cut = ring(number, senders)
+        cut = ring_pairs(round_number, senders)
     elif settings.pattern == "exponential":
-        cut = exponential(number, senders)
+        cut = exponential_pairs(round_number, senders)
     else:
-        seed = hashlib.sha256(f"murmur groups {settings.run_id} {number}".encode()).digest()
-        cut = groups(seed, senders, settings.group_size)
+        seed = hashlib.sha256(f"murmur groups {settings.run_id} {round_number}".encode()).digest()
+        cut = random_groups(seed, senders, settings.group_size)
     return {peer: frozenset(group) for group in cut for peer in group}
 
 
-def group_of(commit: Commit, me: PeerId, settings: RoundSettings) -> tuple[Statement[Contribution], ...]:
+def contributions_for(commit: Commit, me: PeerId, settings: RoundSettings) -> tuple[SignedMessage[Contribution], ...]:
     """The contributions that are for us to apply, in the order of the commit.
 
     In a round of groups these are those of our group; none where our own is not included: whoever gives nothing takes
@@ -80,5 +80,5 @@ def group_of(commit: Commit, me: PeerId, settings: RoundSettings) -> tuple[State
     included = [entry.sender for entry in commit.contributions]
     if me not in included:
         return ()
-    group = drawn(settings, commit.round, tuple(sorted(commit.in_time)))[me]
+    group = groups_by_peer(settings, commit.round, tuple(sorted(commit.roster_peers)))[me]
     return tuple(entry for entry in commit.contributions if entry.sender in group)

@@ -2,96 +2,96 @@
 
 from typing import Any
 
-from protocol.rounds.reports import Acknowledgement, Decision, Holding, Inclusion, Part
-from protocol.rounds.state import Fault, RoundState
-from protocol.rounds.statements import Commit, Contribution, Roster, Statement
+from protocol.rounds.reports import Acknowledgement, CommitCertificate, Inventory, ReducerAssignment, ReducedPart
+from protocol.rounds.state import Rejection, RoundState
+from protocol.rounds.statements import Commit, Contribution, Roster, SignedMessage
 
 
-def hear(state: RoundState, statement: Statement[Any], now: float) -> list[Fault]:
+def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:
     """Learns from a checked statement. Whom to blame for what: empty where all is well."""
-    sender, body = statement.sender, statement.body
+    sender, body = message.sender, message.body
     if body.round != state.number or getattr(body, "base", state.base) != state.base:
         return [(sender, "foreign")]
-    if not state.electorate.is_elector(sender):
+    if not state.voter_set.is_voter(sender):
         return [(sender, "stranger")]
     if sender == state.me:
         return []
-    view = state.followed
+    view = state.current_view
     if view and sender == view.leader and getattr(body, "view", -1) >= state.view and not isinstance(body, Roster):
         # A roster is repeated to those whom its leader has not heard: no sign that it is of use to us.
-        view.heard = now
+        view.leader_last_heard = now
     if view is None and sender == state.leader:
-        state.heard = now
-    return _learn(state, statement, now)
+        state.leader_last_heard = now
+    return _dispatch(state, message, now)
 
 
-def _learn(state: RoundState, statement: Statement[Any], now: float) -> list[Fault]:
-    match statement.body:
+def _dispatch(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:
+    match message.body:
         case Contribution():
-            return _learn_contribution(state, statement)
+            return _handle_contribution(state, message)
         case Roster():
-            return _learn_roster(state, statement, now)
-        case Holding():
-            state.evidence.learn_holding(statement, state.most_held)
-        case Inclusion():
-            return _learn_inclusion(state, statement, now)
-        case Part():
-            return _learn_part(state, statement)
+            return _handle_roster(state, message, now)
+        case Inventory():
+            state.knowledge.learn_inventory(message, state.max_held_blobs)
+        case ReducerAssignment():
+            return _handle_assignment(state, message, now)
+        case ReducedPart():
+            return _handle_reduced_part(state, message)
         case Commit():
-            return _learn_proposal(state, statement)
+            return _handle_proposal(state, message)
         case Acknowledgement():
-            state.evidence.learn_acknowledgement(statement)
-        case Decision():
-            state.evidence.learn_decision(statement, state.electorate.electors)
+            state.knowledge.learn_acknowledgement(message)
+        case CommitCertificate():
+            state.knowledge.learn_certificate(message, state.voter_set.voters)
     return []
 
 
-def _learn_contribution(state: RoundState, statement: Statement[Contribution]) -> list[Fault]:
-    if len(statement.body.parts) != state.settings.parts:
-        return [(statement.sender, "foreign")]
-    return [] if state.evidence.learn_contribution(statement) else [(statement.sender, "equivocation")]
+def _handle_contribution(state: RoundState, message: SignedMessage[Contribution]) -> list[Rejection]:
+    if len(message.body.parts) != state.settings.parts:
+        return [(message.sender, "foreign")]
+    return [] if state.knowledge.learn_contribution(message) else [(message.sender, "equivocation")]
 
 
-def _learn_roster(state: RoundState, statement: Statement[Roster], now: float) -> list[Fault]:
-    followed, sender = state.followed, statement.sender
-    if followed and followed.roster.digest == statement.digest:
+def _handle_roster(state: RoundState, message: SignedMessage[Roster], now: float) -> list[Rejection]:
+    followed, sender = state.current_view, message.sender
+    if followed and followed.roster.digest == message.digest:
         return []
-    ballot = state.election.ballot(statement.body.view, sender)
-    if statement.body.widths != {state.settings.parts}:
+    ballot = state.election.ballot(message.body.view, sender)
+    if message.body.part_counts != {state.settings.parts}:
         return [(sender, "foreign")]
     if ballot.view < state.view or (followed and ballot <= followed.ballot):
         return [(sender, "stale view")]
-    if ballot.view > state.farthest_view:
+    if ballot.view > state.max_reachable_view:
         return [(sender, "far view")]
-    if followed and len(statement.body.contributions) < len(followed.contributors):
+    if followed and len(message.body.contributions) < len(followed.contributors):
         return [(sender, "poorer roster")]  # until our own leader fails, or half of the living have moved on
     if not state.may_lead(sender, ballot.view):
         return [(sender, "not the leader")]
-    return state.follow(statement, now)
+    return state.follow_roster(message, now)
 
 
-def _learn_inclusion(state: RoundState, statement: Statement[Inclusion], now: float) -> list[Fault]:
-    view = state.followed
-    if len(statement.body.reducers) != state.settings.parts:
-        return [(statement.sender, "foreign")]
-    if view and statement.body.roster == view.roster.digest and statement.sender == view.leader:
-        view.follow_inclusion(statement, now)
+def _handle_assignment(state: RoundState, message: SignedMessage[ReducerAssignment], now: float) -> list[Rejection]:
+    view = state.current_view
+    if len(message.body.reducers) != state.settings.parts:
+        return [(message.sender, "foreign")]
+    if view and message.body.roster == view.roster.digest and message.sender == view.leader:
+        view.follow_assignment(message, now)
     return []
 
 
-def _learn_part(state: RoundState, statement: Statement[Part]) -> list[Fault]:
-    view = state.followed
-    if statement.body.part >= state.settings.parts:
-        return [(statement.sender, "foreign")]
-    if view and statement.body.roster == view.roster.digest and not view.learn_part(statement):
-        return [(statement.sender, "stale view")]
+def _handle_reduced_part(state: RoundState, message: SignedMessage[ReducedPart]) -> list[Rejection]:
+    view = state.current_view
+    if message.body.part >= state.settings.parts:
+        return [(message.sender, "foreign")]
+    if view and message.body.roster == view.roster.digest and not view.learn_reduced_part(message):
+        return [(message.sender, "stale view")]
     return []
 
 
-def _learn_proposal(state: RoundState, statement: Statement[Commit]) -> list[Fault]:
-    if not state.settings.fits(statement.body):
-        return [(statement.sender, "foreign")]
-    state.evidence.learn_proposal(statement)
-    if statement.sender == state.leader or state.may_lead(statement.sender, statement.body.view):
-        state.evidence.learn_contributions(statement.body, state.electorate.electors)
+def _handle_proposal(state: RoundState, message: SignedMessage[Commit]) -> list[Rejection]:
+    if not state.settings.accepts_commit(message.body):
+        return [(message.sender, "foreign")]
+    state.knowledge.learn_proposal(message)
+    if message.sender == state.leader or state.may_lead(message.sender, message.body.view):
+        state.knowledge.learn_contributions(message.body, state.voter_set.voters)
     return []

@@ -1,7 +1,7 @@
 """All kinds of statements about a round, and how to read one."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
@@ -10,53 +10,55 @@ from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError
 from protocol.manifest import RunId
 from protocol.records import open_signed
-from protocol.rounds.reports import Acknowledgement, Decision, Holding, Inclusion, Part
-from protocol.rounds.statements import MAX_STATEMENT_BYTES, Commit, Contribution, Roster, Statement, Terms
+from protocol.rounds.reports import Acknowledgement, CommitCertificate, Inventory, ReducerAssignment, ReducedPart
+from protocol.rounds.statements import MAX_MESSAGE_BYTES, Commit, Contribution, Roster, SignedMessage, ContributionLimits
 
-Body = Contribution | Roster | Holding | Inclusion | Part | Commit | Acknowledgement | Decision
+Body = Contribution | Roster | Inventory | ReducerAssignment | ReducedPart | Commit | Acknowledgement | CommitCertificate
 
-KINDS: dict[str, tuple[type[Message], Callable[..., Body]]] = {
-    "contribution": (wire.Contribution, Contribution.from_wire),
-    "roster": (wire.Roster, Roster.from_wire),
-    "holding": (wire.Holding, Holding.from_wire),
-    "inclusion": (wire.Inclusion, Inclusion.from_wire),
-    "part": (wire.Part, Part.from_wire),
-    "commit": (wire.Commit, Commit.from_wire),
-    "acknowledgement": (wire.Acknowledgement, Acknowledgement.from_wire),
-    "decision": (wire.Decision, Decision.from_wire),
+KINDS: dict[str, tuple[type[Message], type[Any]]] = {  # the wire type and ours
+    "contribution": (wire.Contribution, Contribution),
+    "roster": (wire.Roster, Roster),
+    "holding": (wire.Holding, Inventory),
+    "inclusion": (wire.Inclusion, ReducerAssignment),
+    "part": (wire.Part, ReducedPart),
+    "commit": (wire.Commit, Commit),
+    "acknowledgement": (wire.Acknowledgement, Acknowledgement),
+    "decision": (wire.Decision, CommitCertificate),
 }
+_KIND_BY_TYPE = {body: kind for kind, (_, body) in KINDS.items()}
 
 
-class Named(NamedTuple):
+class NamedBlob(NamedTuple):
     """A blob, and the statement that names it."""
 
     blob: Blob
-    statement: Statement[Body]
+    message: SignedMessage[Body]
 
 
 def kind_of(body: Body) -> str:
-    return type(body).__name__.lower()
+    """Return the wire kind of a message body."""
+    return _KIND_BY_TYPE[type(body)]
 
 
-def parse(signed: wire.Signed, run_id: RunId, terms: Terms) -> Statement[Body]:
+def parse(signed: wire.Signed, run_id: RunId, limits: ContributionLimits) -> SignedMessage[Body]:
     """The checked statement in an envelope. Raises MalformedError, ForgedError or LimitError."""
     if signed.kind not in KINDS:
         raise MalformedError("a statement of a kind that no round knows")
-    message, from_wire = KINDS[signed.kind]
-    body = open_signed(signed, run_id, signed.kind, message, MAX_STATEMENT_BYTES)
-    return Statement.of(signed, from_wire(body, terms, lambda nested: parse(nested, run_id, terms)))
+    message, body_type = KINDS[signed.kind]
+    body = open_signed(signed, run_id, signed.kind, message, MAX_MESSAGE_BYTES)
+    return SignedMessage.of(signed, body_type.from_wire(body, limits, lambda nested: parse(nested, run_id, limits)))
 
 
-def named_blobs(statement: Statement[Body]) -> Iterator[Named]:
+def named_blobs(message: SignedMessage[Body]) -> Iterator[NamedBlob]:
     """Those that a statement, or one inside it, names."""
-    body = statement.body
+    body = message.body
     match body:
         case Contribution():
-            yield from (Named(blob, statement) for blob in body.parts)
+            yield from (NamedBlob(blob, message) for blob in body.parts)
         case Roster():
             yield from (named for nested in body.contributions for named in named_blobs(nested))
         case Commit():
-            yield from (Named(blob, statement) for blob in body.parts)
+            yield from (NamedBlob(blob, message) for blob in body.parts)
             yield from (named for nested in body.contributions for named in named_blobs(nested))
-        case Part():
-            yield Named(body.blob, statement)
+        case ReducedPart():
+            yield NamedBlob(body.blob, message)

@@ -10,14 +10,14 @@ from protocol.errors import MalformedError
 from protocol.identity import PeerId, public_key
 from protocol.rounds.statements import (
     MAX_CONTRIBUTIONS,
-    MAX_HELD,
+    MAX_HELD_BLOBS,
     Digest,
-    Opener,
-    Statement,
-    Terms,
+    OpenNested,
+    SignedMessage,
+    ContributionLimits,
     check_ascending,
     check_count,
-    check_parts,
+    check_part_count,
     check_round,
 )
 
@@ -25,7 +25,7 @@ MAX_VOTES = 4096
 
 
 @dataclass(frozen=True)
-class Holding:
+class Inventory:
     """Which blobs a member holds of a roster; NO_ROSTER: it only tells its view.
 
     `lock`: the newest proposal that it acknowledged; empty where there is none.
@@ -41,9 +41,9 @@ class Holding:
         return wire.Holding(round=self.round, view=self.view, roster=self.roster, blobs=self.blobs, lock=self.lock)
 
     @classmethod
-    def from_wire(cls, body: wire.Holding, terms: Terms, opened: Opener) -> Self:
+    def from_wire(cls, body: wire.Holding, limits: ContributionLimits, open_nested: OpenNested) -> Self:
         check_round(body.round, body.roster)
-        check_count(len(body.blobs), MAX_HELD, "blobs")
+        check_count(len(body.blobs), MAX_HELD_BLOBS, "blobs")
         for digest in body.blobs:
             check_digest(digest)
         check_ascending(body.blobs, "held blobs")
@@ -64,13 +64,13 @@ class Acknowledgement:
         return wire.Acknowledgement(round=self.round, view=self.view, proposal=self.proposal)
 
     @classmethod
-    def from_wire(cls, body: wire.Acknowledgement, terms: Terms, opened: Opener) -> Self:
+    def from_wire(cls, body: wire.Acknowledgement, limits: ContributionLimits, open_nested: OpenNested) -> Self:
         check_round(body.round, body.proposal)
         return cls(body.round, body.view, body.proposal)
 
 
 @dataclass(frozen=True)
-class Decision:
+class CommitCertificate:
     """Acknowledgements of one proposal, ascending by sender; those of a majority decide it, whoever passes them on.
 
     Their bodies are all the same, so only senders and signatures stand in it.
@@ -79,10 +79,10 @@ class Decision:
     round: int
     view: int
     proposal: Digest
-    acknowledgements: tuple[Statement[Acknowledgement], ...]
+    acknowledgements: tuple[SignedMessage[Acknowledgement], ...]
 
     @cached_property
-    def by_sender(self) -> dict[PeerId, Statement[Acknowledgement]]:
+    def by_sender(self) -> dict[PeerId, SignedMessage[Acknowledgement]]:
         return {entry.sender: entry for entry in self.acknowledgements}
 
     def to_wire(self) -> wire.Decision:
@@ -95,17 +95,17 @@ class Decision:
         )
 
     @classmethod
-    def from_wire(cls, body: wire.Decision, terms: Terms, opened: Opener) -> Self:
+    def from_wire(cls, body: wire.Decision, limits: ContributionLimits, open_nested: OpenNested) -> Self:
         check_round(body.round, body.proposal)
         check_count(len(body.peers), MAX_VOTES, "acknowledgements")
         if len(body.peers) != len(body.signatures):
             raise MalformedError(f"a decision of {len(body.peers)} peers and {len(body.signatures)} signatures")
         check_ascending(body.peers, "acknowledgements")
-        votes = tuple(opened(signed) for signed in _acknowledging(body))
+        votes = tuple(open_nested(signed) for signed in _acknowledgement_envelopes(body))
         return cls(body.round, body.view, body.proposal, votes)
 
 
-def _acknowledging(body: wire.Decision) -> list[wire.Signed]:
+def _acknowledgement_envelopes(body: wire.Decision) -> list[wire.Signed]:
     """The envelopes of a decision's acknowledgements."""
     said = Acknowledgement(body.round, body.view, body.proposal).to_wire().SerializeToString(deterministic=True)
     return [
@@ -115,7 +115,7 @@ def _acknowledging(body: wire.Decision) -> list[wire.Signed]:
 
 
 @dataclass(frozen=True)
-class Inclusion:
+class ReducerAssignment:
     """Whose contributions the reducers shall sum, and who reduces which part."""
 
     round: int
@@ -136,12 +136,12 @@ class Inclusion:
         )
 
     @classmethod
-    def from_wire(cls, body: wire.Inclusion, terms: Terms, opened: Opener) -> Self:
+    def from_wire(cls, body: wire.Inclusion, limits: ContributionLimits, open_nested: OpenNested) -> Self:
         check_round(body.round, body.roster)
         check_count(len(body.included), MAX_CONTRIBUTIONS, "included peers")
         if not body.included:
             raise MalformedError("an inclusion that names nobody")
-        check_parts(len(body.reducers), terms, "an inclusion")
+        check_part_count(len(body.reducers), limits, "an inclusion")
         for peer in {*body.included, *body.reducers}:
             public_key(peer)
         check_ascending(body.included, "included peers")
@@ -149,7 +149,7 @@ class Inclusion:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReducedPart:
     """One part has been reduced and encoded."""
 
     round: int
@@ -170,8 +170,8 @@ class Part:
         )
 
     @classmethod
-    def from_wire(cls, body: wire.Part, terms: Terms, opened: Opener) -> Self:
+    def from_wire(cls, body: wire.Part, limits: ContributionLimits, open_nested: OpenNested) -> Self:
         check_round(body.round, body.roster)
-        if body.part >= terms.parts:
-            raise MalformedError(f"part {body.part} where there are at most {terms.parts}")
-        return cls(body.round, body.view, body.roster, body.attempt, body.part, terms.blob(body.blob))
+        if body.part >= limits.parts:
+            raise MalformedError(f"part {body.part} where there are at most {limits.parts}")
+        return cls(body.round, body.view, body.roster, body.attempt, body.part, limits.read_blob(body.blob))

@@ -7,11 +7,11 @@ from functools import lru_cache
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.rounds.election import Ballot
-from protocol.rounds.reports import Inclusion, Part
-from protocol.rounds.statements import Contribution, Digest, Portion, Roster, Statement
+from protocol.rounds.reports import ReducerAssignment, ReducedPart
+from protocol.rounds.statements import Contribution, Digest, PartBlob, Roster, SignedMessage
 
 # Parts of an attempt whose inclusion has not arrived yet are kept, but not those of any attempt a peer may dream up.
-ATTEMPTS_AHEAD = 1
+MAX_ATTEMPTS_AHEAD = 1
 
 
 class View:
@@ -19,18 +19,18 @@ class View:
     that it draws; an inclusion says otherwise. `included_at`: since when every reducer of the newest attempt could sum.
     """
 
-    def __init__(self, ballot: Ballot, roster: Statement[Roster], parts: int, now: float) -> None:
+    def __init__(self, ballot: Ballot, roster: SignedMessage[Roster], parts: int, now: float) -> None:
         self.ballot = ballot
         self.roster = roster
         self.contributors = tuple(contribution.sender for contribution in roster.body.contributions)
-        self.since = now
-        self.heard = now
-        self.included_at: float | None = None
-        self.foreseen = -1  # the attempt of which it was told what will most likely be decided
+        self.started_at = now
+        self.leader_last_heard = now
+        self.reducing_since: float | None = None
+        self.speculated_attempt = -1  # the attempt of which it was told what will most likely be decided
         self.included = roster.body.contributions  # what is to be summed, in roster order
-        self.inclusion: Statement[Inclusion] | None = None
-        self.announced: dict[tuple[int, int, PeerId], Statement[Part]] = {}
-        self._first_reducers = assign_reducers(roster.digest, self.contributors, parts)
+        self.assignment: SignedMessage[ReducerAssignment] | None = None
+        self.announcements: dict[tuple[int, int, PeerId], SignedMessage[ReducedPart]] = {}
+        self._initial_reducers = assign_reducers(roster.digest, self.contributors, parts)
 
     @property
     def leader(self) -> PeerId:
@@ -38,50 +38,50 @@ class View:
 
     @property
     def attempt(self) -> int:
-        return self.inclusion.body.attempt if self.inclusion else 0
+        return self.assignment.body.attempt if self.assignment else 0
 
     @property
     def reducers(self) -> tuple[PeerId, ...]:
         """By part."""
-        return self.inclusion.body.reducers if self.inclusion else self._first_reducers
+        return self.assignment.body.reducers if self.assignment else self._initial_reducers
 
-    def follow_inclusion(self, statement: Statement[Inclusion], now: float) -> bool:
+    def follow_assignment(self, message: SignedMessage[ReducerAssignment], now: float) -> bool:
         """False: an old one, or one that names peers outside the roster."""
-        body, contributors = statement.body, set(self.contributors)
+        body, contributors = message.body, set(self.contributors)
         if body.attempt <= self.attempt or not contributors.issuperset(body.included + body.reducers):
             return False
-        self.inclusion, self.included_at, names = statement, now, set(body.included)
+        self.assignment, self.reducing_since, names = message, now, set(body.included)
         self.included = tuple(entry for entry in self.roster.body.contributions if entry.sender in names)
         return True
 
-    def learn_part(self, statement: Statement[Part]) -> bool:
+    def learn_reduced_part(self, message: SignedMessage[ReducedPart]) -> bool:
         """False: of a stranger, of a wrong attempt, or a second word on the same part."""
-        body = statement.body
+        body = message.body
         ahead = body.attempt - self.attempt
-        if statement.sender not in self.contributors or not 0 <= ahead <= ATTEMPTS_AHEAD:
+        if message.sender not in self.contributors or not 0 <= ahead <= MAX_ATTEMPTS_AHEAD:
             return False
-        return self.announced.setdefault((body.attempt, body.part, statement.sender), statement) == statement
+        return self.announcements.setdefault((body.attempt, body.part, message.sender), message) == message
 
-    def part(self, number: int) -> Statement[Part] | None:
+    def reduced_part(self, number: int) -> SignedMessage[ReducedPart] | None:
         """What the appointed reducer announced in the newest attempt."""
-        return self.announced.get((self.attempt, number, self.reducers[number]))
+        return self.announcements.get((self.attempt, number, self.reducers[number]))
 
-    def parts(self) -> list[Statement[Part]]:
+    def reduced_parts(self) -> list[SignedMessage[ReducedPart]]:
         """Those that are announced, ascending."""
-        found = (self.part(number) for number in range(len(self.reducers)))
+        found = (self.reduced_part(number) for number in range(len(self.reducers)))
         return [part for part in found if part is not None]
 
-    def reported(self, held: Set[Portion], own_parts: Collection[int]) -> Set[Digest]:
+    def reportable_blobs(self, held: Set[PartBlob], parts_to_reduce: Collection[int]) -> Set[Digest]:
         """Of what a member holds, that of which it reports it: contributions and reduced parts. `own_parts`: which it
         sums. Of a blob that is to be several parts not before it is held as all that concern it."""
         roster = self.roster.body
-        announced = {Portion(part.body.blob, part.body.part) for part in self.announced.values()}
-        lacking = announced - held | {portion for portion in roster.repeated - held if portion.part in own_parts}
-        return _digests(held & roster.offered | held & announced) - _digests(lacking)
+        announced = {PartBlob(part.body.blob, part.body.part) for part in self.announcements.values()}
+        lacking = announced - held | {portion for portion in roster.ambiguous_part_blobs - held if portion.part in parts_to_reduce}
+        return _digests(held & roster.part_blobs | held & announced) - _digests(lacking)
 
 
-def _digests(portions: Iterable[Portion]) -> set[Digest]:
-    return {portion.blob.digest for portion in portions}
+def _digests(part_blobs: Iterable[PartBlob]) -> set[Digest]:
+    return {portion.blob.digest for portion in part_blobs}
 
 
 @lru_cache(maxsize=16)
@@ -91,16 +91,16 @@ def assign_reducers(seed: Digest, peers: tuple[PeerId, ...], parts: int) -> tupl
     return tuple(order[part % len(order)] for part in range(parts))
 
 
-def reassign_reducers(seed: Digest, reducers: Sequence[PeerId], able: Collection[PeerId]) -> tuple[PeerId, ...]:
+def reassign_reducers(seed: Digest, reducers: Sequence[PeerId], available: Collection[PeerId]) -> tuple[PeerId, ...]:
     """The same, but for the parts of those who are not able any more: these go round the others."""
-    orphaned = [part for part, reducer in enumerate(reducers) if reducer not in able]
-    heirs = dict(zip(orphaned, assign_reducers(seed, tuple(able), len(orphaned)), strict=True))
+    orphaned = [part for part, reducer in enumerate(reducers) if reducer not in available]
+    heirs = dict(zip(orphaned, assign_reducers(seed, tuple(available), len(orphaned)), strict=True))
     return tuple(heirs.get(part, reducer) for part, reducer in enumerate(reducers))
 
 
-def portions_of(contributions: Sequence[Statement[Contribution]]) -> list[Portion]:
-    return [portion for contribution in contributions for portion in contribution.body.portions]
+def part_blobs_of(contributions: Sequence[SignedMessage[Contribution]]) -> list[PartBlob]:
+    return [portion for contribution in contributions for portion in contribution.body.part_blobs]
 
 
-def blobs_of(contributions: Sequence[Statement[Contribution]]) -> list[Blob]:
+def blobs_of(contributions: Sequence[SignedMessage[Contribution]]) -> list[Blob]:
     return [blob for contribution in contributions for blob in contribution.body.parts]

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from node.daemon.metrics import Metrics
-from node.host.figures import GAUGES, Figures
+from node.host.figures import GAUGES, SwarmCollector
 from node.status import NodeStatus
 
 BOARD = json.loads((Path(__file__).parents[2] / "docker" / "grafana" / "board.json").read_text())
@@ -29,22 +29,22 @@ LABEL = re.compile(r"[{,]\s*(\w+)\s*=~?\"|\{\{(\w+)\}\}")
 GROUP = re.compile(r"\bby \(([^)]*)\)")
 
 
-def told() -> dict[str, set[str]]:
+def exported_labels() -> dict[str, set[str]]:
     """The labels of each sample, by its name, of a node and of a host that know all there is to know."""
     metrics = Metrics()
-    metrics.watch(lambda: STATUS)
-    metrics.round_ended("included")
-    metrics.refused("forged")
-    metrics.was_absent("late", 1)
+    metrics.read_status_from(lambda: STATUS)
+    metrics.record_round("included")
+    metrics.record_refusal("forged")
+    metrics.record_missed("late", 1)
     values: dict[str, Any] = {"run": "r", "run_id": "0", "tokens": 1, "peers": []}
-    figures = Figures(lambda: values | {key: 1.0 for _, _, key in GAUGES})
+    figures = SwarmCollector(lambda: values | {key: 1.0 for _, _, key in GAUGES})
     families: Iterator[Metric] = (family for source in (metrics, figures) for family in source.collect())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
 
-def strangers(board: dict[str, Any]) -> set[str]:
+def unknown_names(board: dict[str, Any]) -> set[str]:
     """Metrics and labels that the board names and nobody tells."""
-    known, found = told(), set()
+    known, found = exported_labels(), set()
     for target in (target for panel in board["panels"] for target in panel["targets"]):
         names = set(METRIC.findall(target["expr"]))
         labels = {
@@ -61,13 +61,13 @@ def with_expression(expression: str) -> dict[str, Any]:
 
 
 def test_the_board_names_only_what_is_told() -> None:
-    assert strangers(BOARD) == set()
+    assert unknown_names(BOARD) == set()
 
 
 def test_a_stranger_is_noticed() -> None:
-    assert strangers(with_expression("rate(murmur_bytes[1m])")) == {"murmur_bytes"}  # a counter ends in _total
-    assert strangers(with_expression('murmur_bytes_total{way="sent"}')) == {"way"}
-    assert strangers(with_expression("sum by (kind, peer) (murmur_bytes_total)")) == {"peer"}
+    assert unknown_names(with_expression("rate(murmur_bytes[1m])")) == {"murmur_bytes"}  # a counter ends in _total
+    assert unknown_names(with_expression('murmur_bytes_total{way="sent"}')) == {"way"}
+    assert unknown_names(with_expression("sum by (kind, peer) (murmur_bytes_total)")) == {"peer"}
 
 
 def test_every_panel_asks_something_of_the_source_that_is_set_up() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from docker.check import chosen_engine, reachable
-from docker.engines import Build, Docker, first_inside, local_places, pip_settings
+from docker.check import choose_engine, reachable_or_empty
+from docker.engines import Build, Docker, find_first_process, find_local_paths, to_pip_conf
 
 RECORDER = """
 import pathlib, sys
@@ -22,8 +22,8 @@ print({"inspect": "137", "image": '[{"Config": {"User": "1"}, "Healthcheck": {}}
 
 def test_pip_settings_of_the_environment_win() -> None:
     listed = ":env:.find-links='/b'\nglobal.find-links='/a'\nglobal.timeout='60'\ninstall.no-deps='true'\n"
-    assert pip_settings(listed) == "[global]\nfind-links = /b\ntimeout = 60\n[install]\nno-deps = true\n"
-    assert pip_settings("") == ""
+    assert to_pip_conf(listed) == "[global]\nfind-links = /b\ntimeout = 60\n[install]\nno-deps = true\n"
+    assert to_pip_conf("") == ""
 
 
 def test_what_lies_on_this_machine_is_shown_to_a_build(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_what_lies_on_this_machine_is_shown_to_a_build(tmp_path: Path) -> None:
     pip = tmp_path / "pip.conf"
     places = f"file://{tmp_path}/index/simple https://mirror.example/simple {tmp_path}/none"
     pip.write_text(f"[global]\nfind-links = {tmp_path}/wheels\nextra-index-url = {places}\n")
-    assert local_places(pip) == [tmp_path / "index", tmp_path / "wheels"]
+    assert find_local_paths(pip) == [tmp_path / "index", tmp_path / "wheels"]
 
 
 def test_a_mirror_goes_as_a_secret_and_never_as_an_argument(tmp_path: Path) -> None:
@@ -44,22 +44,22 @@ def test_a_mirror_goes_as_a_secret_and_never_as_an_argument(tmp_path: Path) -> N
 
 
 def test_an_index_that_means_nothing_here_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert reachable("https://nowhere.invalid/whl") == ""
+    assert reachable_or_empty("https://nowhere.invalid/whl") == ""
     assert "nowhere.invalid" in capsys.readouterr().out
-    assert reachable("http://127.0.0.1/whl") == "http://127.0.0.1/whl"
-    assert reachable("") == ""
+    assert reachable_or_empty("http://127.0.0.1/whl") == "http://127.0.0.1/whl"
+    assert reachable_or_empty("") == ""
 
 
 def test_without_an_engine_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="apt-get install buildah debootstrap"):
-        chosen_engine(tmp_path)
+        choose_engine(tmp_path)
 
 
 def test_docker_runs_without_rights_and_tells_a_kill_from_a_departure(tmp_path: Path) -> None:
     log = tmp_path / "log"
     docker = Docker([sys.executable, "-c", RECORDER, str(log)])
-    assert docker.configuration() == {"User": "1", "Healthcheck": {}}
+    assert docker.inspect_image() == {"User": "1", "Healthcheck": {}}
     docker.start(["join", "URL"])
     assert docker.stop(7)[0] == -9
     started, stopped = (line for line in log.read_text().splitlines() if line.startswith(("run", "stop")))
@@ -74,8 +74,8 @@ def test_the_first_process_inside_is_found_below_others() -> None:
             deadline = time.monotonic() + 20
             found = None
             while found is None and time.monotonic() < deadline:
-                found = first_inside(outer.pid, "sleep")
+                found = find_first_process(outer.pid, "sleep")
             assert found is not None and found != outer.pid
-            assert first_inside(outer.pid, "tini") is None
+            assert find_first_process(outer.pid, "tini") is None
         finally:
             os.killpg(outer.pid, signal.SIGKILL)

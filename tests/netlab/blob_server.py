@@ -5,7 +5,7 @@ import random
 import sys
 from pathlib import Path
 
-from protocol.blobs.service import BlobService, add_blobs
+from protocol.blobs.service import BlobService, register_blob_service
 from protocol.blobs.store import BlobStore
 from protocol.network.transport import Transport, caller
 
@@ -16,7 +16,7 @@ async def serve(folder: Path, host: str, size: int, seed: int) -> None:
     store = BlobStore(folder / "blobs", 2 * size)
     blob = store.put(random.Random(seed).randbytes(size))
     service = BlobService(store, caller)
-    services = [lambda server: add_blobs(service, server)]
+    services = [lambda server: register_blob_service(service, server)]
     transport = await Transport.start(folder / "key", folder, services, listen=[f"/ip4/{host}/tcp/4001"], direct=0)
     print((await transport.addresses())[0], blob.name, transport.direct_port, flush=True)
     await asyncio.Event().wait()

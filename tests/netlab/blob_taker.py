@@ -14,28 +14,28 @@ from pathlib import Path
 from unittest.mock import patch
 
 from protocol.blobs.blob import Blob
-from protocol.blobs.fetch import Fetcher
+from protocol.blobs.fetch import Downloader
 from protocol.blobs.store import BlobStore
 from protocol.errors import UnreachableError
-from protocol.network.lanes import Lanes
+from protocol.network.lanes import ConnectionCountController
 from protocol.network.transport import Transport
 
 
-async def take(folder: Path, host: str, seconds: float, address: str, blob: Blob, port: int) -> None:
+async def download(folder: Path, host: str, seconds: float, address: str, blob: Blob, port: int) -> None:
     """Prints the seconds it took, how many bytes came in them, and by which path."""
     folder.mkdir()
     store = BlobStore(folder / "blobs", blob.size)
     transport = await Transport.start(folder / "key", folder, [], listen=[f"/ip4/{host}/tcp/0"])
     peer = address.rpartition("/")[2]
     transport.introduce(peer, [address], port)
-    fetcher = Fetcher(store, transport.bulk, lambda *_: None, random.Random(0))
+    fetcher = Downloader(store, transport.bulk, lambda *_: None, random.Random(0))
     began, whole = time.monotonic(), True
     try:
         await fetcher.fetch(blob, lambda: [peer], seconds)
     except UnreachableError:
         whole = False
     taken = time.monotonic() - began
-    outcome = {"whole": whole, "seconds": taken, "bytes": fetcher.bytes_received, "path": transport.bulk.paths()[peer]}
+    outcome = {"whole": whole, "seconds": taken, "bytes": fetcher.bytes_received, "path": transport.bulk.describe_paths()[peer]}
     print(json.dumps(outcome), flush=True)
     await transport.stop()
 
@@ -43,5 +43,5 @@ async def take(folder: Path, host: str, seconds: float, address: str, blob: Blob
 if __name__ == "__main__":
     folder, host, seconds, way, address, digest, port, size = sys.argv[1:]
     wanted = Blob(bytes.fromhex(digest), int(size))
-    with patch.object(Lanes, "observe", lambda *_: None) if way == "single" else nullcontext():
-        asyncio.run(take(Path(folder), host, float(seconds), address, wanted, 0 if way == "libp2p" else int(port)))
+    with patch.object(ConnectionCountController, "observe", lambda *_: None) if way == "single" else nullcontext():
+        asyncio.run(download(Path(folder), host, float(seconds), address, wanted, 0 if way == "libp2p" else int(port)))

@@ -15,10 +15,10 @@ from protocol.errors import UnreachableError
 from protocol.network import p2pd
 from protocol.network.transport import Transport
 
-DEADLINE = 10.0
+DIAL_TIMEOUT_SECONDS = 10.0
 
 
-async def call(folder: Path, host: str) -> None:
+async def dial_at(folder: Path, host: str) -> None:
     """Prints its address; reads whom to call and when, by the machine's monotonic clock; prints what became of it."""
     folder.mkdir()
     transport = await Transport.start(folder / "key", folder, [], listen=[f"/ip4/{host}/tcp/0"])
@@ -27,7 +27,7 @@ async def call(folder: Path, host: str) -> None:
     due, trouble = float(moment), ""
     await asyncio.sleep(due - time.monotonic())
     try:
-        await transport.connect(address, DEADLINE)
+        await transport.connect(address, DIAL_TIMEOUT_SECONDS)
     except UnreachableError as error:
         trouble = str(error)
     print(json.dumps({"seconds": time.monotonic() - due, "trouble": trouble}), flush=True)
@@ -37,4 +37,4 @@ async def call(folder: Path, host: str) -> None:
 if __name__ == "__main__":
     as_libp2p_does = p2pd.ENVIRONMENT | {"LIBP2P_TCP_REUSEPORT": "true"}
     with patch.object(p2pd, "ENVIRONMENT", as_libp2p_does) if sys.argv[3] == "reuse" else nullcontext():
-        asyncio.run(call(Path(sys.argv[1]), sys.argv[2]))
+        asyncio.run(dial_at(Path(sys.argv[1]), sys.argv[2]))

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.netlab.laboratory import Laboratory
-from tests.netlab.namespaces import hindrance
+from tests.netlab.namespaces import reason_unavailable
 
 
 @pytest.fixture(scope="session")
 def permitted() -> None:
     """Skips whatever asks for it where networks cannot be built."""
-    reason = hindrance()
+    reason = reason_unavailable()
     if reason is not None:
         pytest.skip(reason)
 

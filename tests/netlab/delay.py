@@ -36,7 +36,7 @@ def message(kind: int, attributes: bytes) -> bytes:
     return struct.pack("IHHII", HEADER + len(body), QUEUE_SUBSYSTEM << 8 | kind, 1, 0, 0) + body
 
 
-def opened_queue() -> socket.socket:
+def open_queue() -> socket.socket:
     """Queue 0 of this namespace, which all that arrives at eth0 goes through from now on."""
     queue = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER)
     queue.bind((0, 0))
@@ -51,19 +51,19 @@ def opened_queue() -> socket.socket:
     return queue
 
 
-def numbers(data: bytes) -> Iterator[int]:
+def packet_ids(message_bytes: bytes) -> Iterator[int]:
     """Of the packets that one read from the queue tells of."""
     position = 0
-    while position + HEADER <= len(data):
-        length, kind = struct.unpack_from("IH", data, position)
+    while position + HEADER <= len(message_bytes):
+        length, kind = struct.unpack_from("IH", message_bytes, position)
         if length < HEADER:
             return
         if kind & 255 == PACKET:
-            yield struct.unpack_from(">I", data, position + NUMBER_OFFSET)[0]
+            yield struct.unpack_from(">I", message_bytes, position + NUMBER_OFFSET)[0]
         position += (length + 3) & ~3
 
 
-def hold(queue: socket.socket, delay: float, jitter: float) -> None:
+def delay_packets(queue: socket.socket, delay: float, jitter: float) -> None:
     """For ever. Packets never overtake one another."""
     waiting: deque[tuple[float, int]] = deque()
     last = 0.0
@@ -75,7 +75,7 @@ def hold(queue: socket.socket, delay: float, jitter: float) -> None:
         # A time-out of exactly nothing would mean not to wait at all, and to fail.
         queue.settimeout(max(waiting[0][0] - now, 1e-6) if waiting else None)
         try:
-            arrived = list(numbers(queue.recv(65536)))
+            arrived = list(packet_ids(queue.recv(65536)))
         except TimeoutError:
             continue
         if arrived:
@@ -85,9 +85,9 @@ def hold(queue: socket.socket, delay: float, jitter: float) -> None:
 
 def main() -> None:
     os.nice(PRIORITY)  # the delay must not grow where the machine is busy
-    queue = opened_queue()
+    queue = open_queue()
     print(READY, flush=True)
-    hold(queue, float(sys.argv[1]), float(sys.argv[2]))
+    delay_packets(queue, float(sys.argv[1]), float(sys.argv[2]))
 
 
 if __name__ == "__main__":

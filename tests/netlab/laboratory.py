@@ -60,7 +60,7 @@ class Node:
     address: str
     public: str
     router: "Node | None" = None
-    inhabitants: int = 0  # behind it, if it is a router
+    next_home_address: int = 0  # behind it, if it is a router
     holder: subprocess.Popen[str] | None = field(default=None, repr=False)  # the process that delays
 
 
@@ -95,19 +95,19 @@ class Laboratory:
     def node(self, link: Link | None = None, behind: Node | None = None) -> Node:
         """A machine on the internet, or one behind a home router, whose link it shares."""
         if behind is None:
-            return self._on_the_internet(link or Link())
+            return self._make_internet_node(link or Link())
         assert link is None, "the link is the router's"
-        behind.inhabitants += 1
-        namespace = self._namespace(f"{behind.name}-{behind.inhabitants}")
-        port = f"home{behind.inhabitants}"
-        self._connect(namespace, f"{HOME}.{1 + behind.inhabitants}", behind.namespace, port, "home")
-        node = Node(port, namespace, f"{HOME}.{1 + behind.inhabitants}", behind.public, behind)
+        behind.next_home_address += 1
+        namespace = self._namespace(f"{behind.name}-{behind.next_home_address}")
+        port = f"home{behind.next_home_address}"
+        self._connect(namespace, f"{HOME}.{1 + behind.next_home_address}", behind.namespace, port, "home")
+        node = Node(port, namespace, f"{HOME}.{1 + behind.next_home_address}", behind.public, behind)
         self._route_out(node)
         return node
 
     def router(self, link: Link | None = None) -> Node:
         """A home router: who is behind it can call out, and nobody can call in."""
-        node = self._on_the_internet(link or Link())
+        node = self._make_internet_node(link or Link())
         run(f"ip -n {node.namespace} link add home type bridge")
         run(f"ip -n {node.namespace} addr add {HOME}.1/24 dev home")
         run(f"ip -n {node.namespace} link set home up")
@@ -130,7 +130,7 @@ class Laboratory:
         self._delay(node, link)
         if link.loss:  # or dozens of packets would be lost as one
             run(f"ip -n {node.namespace} link set eth0 gso_max_segs 1")
-        self._lose()
+        self._block_all()
 
     def block(self, source: Node, target: Node) -> None:
         """Nothing gets from `source` to `target`; the other way stays open."""
@@ -157,7 +157,7 @@ class Laboratory:
         run(f"ip -n {node.namespace} link set eth0 up")
         self._route_out(node)
 
-    def carried(self, node: Node) -> tuple[int, int]:
+    def interface_bytes(self, node: Node) -> tuple[int, int]:
         """Bytes that its interface has sent and received, packets' heads among them."""
         counts = Path("/sys/class/net/eth0/statistics")
         read = run_inside(node.namespace, f"cat {counts / 'tx_bytes'} {counts / 'rx_bytes'}").split()
@@ -182,7 +182,7 @@ class Laboratory:
         self._stack.callback(namespaces.remove, namespace)
         return namespace
 
-    def _on_the_internet(self, link: Link) -> Node:
+    def _make_internet_node(self, link: Link) -> Node:
         number = len(self.nodes) + 1
         assert number <= MAX_NODES
         name, address = f"node{number}", f"{NETWORK}.{number}"
@@ -221,7 +221,7 @@ class Laboratory:
             assert node.holder.stdout and node.holder.stderr
             assert node.holder.stdout.readline().strip() == delay.READY, node.holder.stderr.read()
 
-    def _lose(self) -> None:
+    def _block_all(self) -> None:
         rule = "add rule bridge lab losses ip saddr {} meta random < {} drop"
         lossy = {address: link.loss for address, link in self._links.items() if link.loss}
         rules = [rule.format(address, int(loss * 2**32)) for address, loss in lossy.items()]
@@ -233,7 +233,7 @@ class Laboratory:
         run_inside(self._exchange, "nft -f -", "\n".join(rule.format(one.public, two.public) for one, two in pairs))
 
 
-def line_of(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     """The next one that a started process prints; AssertionError with its last words where it has ended."""
     assert process.stdout and process.stderr
     line = process.stdout.readline().strip()

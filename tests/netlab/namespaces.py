@@ -33,7 +33,7 @@ def run_inside(namespace: str, command: str, words: str = "") -> str:
     return run(f"ip netns exec {namespace} {command}", words)
 
 
-def hindrance() -> str | None:
+def reason_unavailable() -> str | None:
     """Why this machine lets nobody build networks, if it does not."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:

@@ -12,13 +12,13 @@ from node.local.peer_process import PeerProcess
 from node.status import NodeStatus
 from protocol.manifest import Manifest
 from tests.netlab.laboratory import Laboratory, Node
-from tests.swarm.flock import Flock, join_command, own_world
+from tests.swarm.flock import ProcessSwarm, join_command, isolated_processes
 
 PORT = 4001
 LISTEN = f"/ip4/0.0.0.0/tcp/{PORT}"
 
 
-class ScatteredPeer(PeerProcess):
+class LabPeer(PeerProcess):
     """It runs inside a node of the laboratory, and is asked there."""
 
     def __init__(self, name: str, folder: Path, command: Sequence[str], laboratory: Laboratory, node: Node) -> None:
@@ -35,12 +35,12 @@ class ScatteredPeer(PeerProcess):
         python, _, _, *words = self._command
         self._command = (python, "-c", code, *words)
 
-    def public(self) -> tuple[str, ...]:
+    def public_addresses(self) -> tuple[str, ...]:
         """Its addresses that others on the internet can use."""
         return tuple(address for address in self.addresses() if f"/ip4/{self.node.address}/" in address)
 
 
-class ScatteredFlock(Flock):
+class LabSwarm(ProcessSwarm):
     """A peer in each of the nodes."""
 
     def __init__(self, folder: Path, manifest: Manifest, laboratory: Laboratory, nodes: Sequence[Node]) -> None:
@@ -51,17 +51,17 @@ class ScatteredFlock(Flock):
 
     def start(self) -> None:
         self.start_first()
-        introducer = self.scattered[0].public()
+        introducer = self.lab_peers[0].public_addresses()
         for peer in self.peers[1:]:
             peer.start(introducer)
 
     @property
-    def scattered(self) -> list[ScatteredPeer]:
-        return [peer for peer in self.peers if isinstance(peer, ScatteredPeer)]
+    def lab_peers(self) -> list[LabPeer]:
+        return [peer for peer in self.peers if isinstance(peer, LabPeer)]
 
-    def look(self, *peers: PeerProcess) -> list[NodeStatus]:
+    def poll(self, *peers: PeerProcess) -> list[NodeStatus]:
         """One after the other: this thread can be in one node at a time."""
-        chosen = [peer for peer in self.scattered if not peers or peer in peers]
+        chosen = [peer for peer in self.lab_peers if not peers or peer in peers]
         for peer in chosen:
             with self.laboratory.inside(peer.node):
                 asyncio.run(peer.poll())
@@ -69,24 +69,24 @@ class ScatteredFlock(Flock):
                 self.states.setdefault(peer.status.digest, set()).add(peer.status.state_digest)
         return [peer.status for peer in chosen if peer.status]
 
-    def highest(self, *peers: PeerProcess) -> int:
+    def highest_round(self, *peers: PeerProcess) -> int:
         """The latest round that any of them has applied."""
-        return max(status.round for status in self.look(*peers))
+        return max(status.round for status in self.poll(*peers))
 
-    def _made(self, index: int) -> PeerProcess:
+    def _make_peer(self, index: int) -> PeerProcess:
         name = f"peer-{index}"
         home = self.run.parent / name
         command = join_command(self.run, home, "--name", name, listen=LISTEN)
-        return ScatteredPeer(name, home, command, self.laboratory, self.nodes[index])
+        return LabPeer(name, home, command, self.laboratory, self.nodes[index])
 
 
 @contextlib.contextmanager
-def scattered(
+def running_lab_swarm(
     folder: Path, manifest: Manifest, laboratory: Laboratory, nodes: Sequence[Node]
-) -> Iterator[ScatteredFlock]:
+) -> Iterator[LabSwarm]:
     """In its own world; dead at the end, whatever happened."""
-    with own_world():
-        flock = ScatteredFlock(folder, manifest, laboratory, nodes)
+    with isolated_processes():
+        flock = LabSwarm(folder, manifest, laboratory, nodes)
         try:
             yield flock
         finally:

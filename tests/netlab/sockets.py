@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 
-PATIENCE = 0.5  # seconds for an answer to a datagram
-CALL_SECONDS = 3.0
-PAUSE = 0.0005
+REPLY_TIMEOUT_SECONDS = 0.5  # seconds for an answer to a datagram
+CONNECT_TIMEOUT_SECONDS = 3.0
+SEND_INTERVAL_SECONDS = 0.0005
 
 
 def sink(port: str) -> None:
@@ -32,7 +32,7 @@ def sink(port: str) -> None:
 
 def send(host: str, port: str, size: str) -> None:
     began = time.monotonic()
-    with socket.create_connection((host, int(port)), timeout=CALL_SECONDS) as connection:
+    with socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_SECONDS) as connection:
         print(time.monotonic() - began, flush=True)
         connection.settimeout(None)
         connection.sendall(bytes(int(size)))
@@ -46,7 +46,7 @@ def echo(port: str) -> None:
             server.sendto(*server.recvfrom(2048))
 
 
-def ask(host: str, port: str, count: str) -> None:
+def ping(host: str, port: str, count: str) -> None:
     """Sends without waiting for the answers, so that a loss costs no time."""
     times: list[float] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
@@ -54,23 +54,23 @@ def ask(host: str, port: str, count: str) -> None:
         client.setblocking(False)
         for _ in range(int(count)):
             client.send(str(time.monotonic()).encode())
-            time.sleep(PAUSE)
+            time.sleep(SEND_INTERVAL_SECONDS)
             with contextlib.suppress(BlockingIOError):
-                times.append(round_trip(client))
-        client.settimeout(PATIENCE)
+                times.append(read_round_trip(client))
+        client.settimeout(REPLY_TIMEOUT_SECONDS)
         with contextlib.suppress(TimeoutError):
             while len(times) < int(count):
-                times.append(round_trip(client))
+                times.append(read_round_trip(client))
     # The quickest: not what a busy machine adds.
     print(len(times), min(times, default=0.0), flush=True)
 
 
-def round_trip(client: socket.socket) -> float:
+def read_round_trip(client: socket.socket) -> float:
     """Of the next answer, in seconds."""
     sent = float(client.recv(2048))
     return time.monotonic() - sent
 
 
 if __name__ == "__main__":
-    roles: dict[str, Callable[..., None]] = {"sink": sink, "send": send, "echo": echo, "ask": ask}
+    roles: dict[str, Callable[..., None]] = {"sink": sink, "send": send, "echo": echo, "ask": ping}
     roles[sys.argv[1]](*sys.argv[2:])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.membership.directory import CLOCK_TOLERANCE
+from protocol.membership.directory import CLOCK_TOLERANCE_SECONDS
 from tests.netlab.laboratory import Laboratory
-from tests.netlab.scattered import ScatteredFlock, ScatteredPeer, scattered
+from tests.netlab.scattered import LabSwarm, LabPeer, running_lab_swarm
 from tests.swarm.flock import ENDLESS, join_command, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
@@ -39,29 +39,29 @@ def shifted() -> list[str]:
 
 
 def test_a_clock_that_is_an_hour_ahead(laboratory: Laboratory, tmp_path: Path, shifted: list[str]) -> None:
-    assert HOUR > CLOCK_TOLERANCE, "the control: records dated by its own clock would be refused"
+    assert HOUR > CLOCK_TOLERANCE_SECONDS, "the control: records dated by its own clock would be refused"
     manifest = manifest_with(target={"rounds": ENDLESS}, method={"schedule": {"inner_steps": 60}})
     nodes = [laboratory.node() for _ in range(3)]
-    with scattered(tmp_path, manifest, laboratory, nodes) as flock:
+    with running_lab_swarm(tmp_path, manifest, laboratory, nodes) as flock:
         wrong = set_clock(flock, shifted)
         flock.start()
         flock.wait_for_round(1)
 
         def all_give() -> bool:
-            told = flock.look()
+            told = flock.poll()
             return all(status.contributions_included >= ROUNDS and status.peers == 3 for status in told)
 
-        flock.wait(all_give, f"the work of all is taken {ROUNDS} times", 40)
+        flock.wait_until(all_give, f"the work of all is taken {ROUNDS} times", 40)
         flock.wait_for_agreement(after=ROUNDS)
-        told = flock.look()
+        told = flock.poll()
         since = {status.name: status.since for status in told}
         assert since[wrong.name] - since["peer-0"] > HOUR - 60, "its clock is wrong indeed"
         assert "dated anew" in flock.log(wrong)
 
 
-def set_clock(flock: ScatteredFlock, shifted: list[str]) -> ScatteredPeer:
+def set_clock(flock: LabSwarm, shifted: list[str]) -> LabPeer:
     """The last peer, as one whose clock is wrong."""
-    old = flock.scattered[-1]
+    old = flock.lab_peers[-1]
     command = join_command(flock.run, old.folder, "--name", old.name, listen="/ip4/0.0.0.0/tcp/4001")
-    flock.peers[-1] = ScatteredPeer(old.name, old.folder, [*shifted, *command], old.laboratory, old.node)
-    return flock.scattered[-1]
+    flock.peers[-1] = LabPeer(old.name, old.folder, [*shifted, *command], old.laboratory, old.node)
+    return flock.lab_peers[-1]

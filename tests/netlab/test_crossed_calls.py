@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.netlab import caller
-from tests.netlab.laboratory import Laboratory, Link, line_of
-from tests.swarm.flock import own_world
+from tests.netlab.laboratory import Laboratory, Link, read_line
+from tests.swarm.flock import isolated_processes
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]
 
@@ -26,19 +26,19 @@ def meet(laboratory: Laboratory, folder: Path, way: str) -> list[dict[str, Any]]
         node = laboratory.ordinary_node(LONG)
         words = [str(folder / f"{way}-{name}"), node.address, way]
         peers.append(laboratory.start(node, [sys.executable, caller.__file__, *words]))
-    addresses = [line_of(peer) for peer in peers]
+    addresses = [read_line(peer) for peer in peers]
     moment = time.monotonic() + NOTICE
     for peer, other in zip(peers, reversed(addresses), strict=True):
         assert peer.stdin
         peer.stdin.write(f"{other} {moment}\n")
         peer.stdin.flush()
-    outcomes = [json.loads(line_of(peer)) for peer in peers]
+    outcomes = [json.loads(read_line(peer)) for peer in peers]
     print(way, outcomes)
     return outcomes
 
 
 def test_calls_that_cross_both_arrive(laboratory: Laboratory, tmp_path: Path) -> None:
-    with own_world():
+    with isolated_processes():
         ours, as_libp2p_does = (meet(laboratory, tmp_path, way) for way in ("ours", "reuse"))
     assert all(not call["trouble"] and call["seconds"] < SOON for call in ours)
     assert any(call["trouble"] or call["seconds"] > SOON for call in as_libp2p_does), "the control"

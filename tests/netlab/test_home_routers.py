@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from node.program import program_of
+from node.program import build_program
 from node.status import NodeStatus
-from protocol.network.reach import RELAYED
+from protocol.network.reach import CIRCUIT_MARKER
 from tests.netlab.laboratory import Laboratory, Link, Node
-from tests.netlab.scattered import LISTEN, ScatteredFlock, ScatteredPeer, scattered
+from tests.netlab.scattered import LISTEN, LabSwarm, LabPeer, running_lab_swarm
 from tests.swarm.flock import ENDLESS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
@@ -31,7 +31,7 @@ NOT_CARRIED = "from node.daemon import wishes; wishes.CARRIERS = 0; from node.cl
 
 
 def hidden(status: NodeStatus) -> bool:
-    return any(RELAYED in address for address in status.addresses)
+    return any(CIRCUIT_MARKER in address for address in status.addresses)
 
 
 def homes(laboratory: Laboratory) -> list[Node]:
@@ -39,30 +39,30 @@ def homes(laboratory: Laboratory) -> list[Node]:
     return [laboratory.node(LINK), *(laboratory.node(behind=laboratory.router(LINK)) for _ in range(2))]
 
 
-def wait_until_taken(flock: ScatteredFlock, rounds: int, seconds: float) -> float:
+def wait_until_taken(flock: LabSwarm, rounds: int, seconds: float) -> float:
     """Until so many rounds more have taken the work of each."""
-    told = {status.peer_id: status.contributions_included for status in flock.look()}
+    told = {status.peer_id: status.contributions_included for status in flock.poll()}
 
     def taken() -> bool:
-        return all(now.contributions_included >= told[now.peer_id] + rounds for now in flock.look())
+        return all(now.contributions_included >= told[now.peer_id] + rounds for now in flock.poll())
 
-    return flock.wait(taken, f"the work of all is taken {rounds} times", seconds)
+    return flock.wait_until(taken, f"the work of all is taken {rounds} times", seconds)
 
 
 def test_hidden_peers_train_together_through_one_that_is_not(laboratory: Laboratory, tmp_path: Path) -> None:
     nodes = homes(laboratory)
     manifest = manifest_with(target={"rounds": ENDLESS}, method={"schedule": {"inner_steps": 20}})
-    with scattered(tmp_path, manifest, laboratory, nodes) as flock:
+    with running_lab_swarm(tmp_path, manifest, laboratory, nodes) as flock:
         flock.start()
         flock.wait_for_round(1)
         seconds = wait_until_taken(flock, ROUNDS, 40)
-        flock.wait_for_agreement(after=max(status.round for status in flock.look()))
+        flock.wait_for_agreement(after=max(status.round for status in flock.poll()))
         print(f"the work of all was taken {ROUNDS} times in {seconds:.1f} s")
         at_home = flock.peers[1:]
-        assert all(map(hidden, flock.look(*at_home))), "they say how they are reached"
+        assert all(map(hidden, flock.poll(*at_home))), "they say how they are reached"
         laboratory.cut(nodes[0])
-        flock.wait(
-            lambda: all(status.peers == 1 for status in flock.look(*at_home)),
+        flock.wait_until(
+            lambda: all(status.peers == 1 for status in flock.poll(*at_home)),
             "the control: without the third they lose each other, too",
         )
 
@@ -70,23 +70,23 @@ def test_hidden_peers_train_together_through_one_that_is_not(laboratory: Laborat
 @pytest.mark.timeout(300)
 def test_what_one_hidden_peer_has_for_another_is_carried(laboratory: Laboratory, tmp_path: Path) -> None:
     manifest, nodes = manifest_with(**DENSE), homes(laboratory)
-    assert program_of(manifest).max_part_bytes > 1.5 * CIRCUIT_BYTES
-    with scattered(tmp_path / "carried", manifest, laboratory, nodes) as flock:
+    assert build_program(manifest).max_part_bytes > 1.5 * CIRCUIT_BYTES
+    with running_lab_swarm(tmp_path / "carried", manifest, laboratory, nodes) as flock:
         flock.start()
         flock.wait_for_round(1)
         seconds = wait_until_taken(flock, ROUNDS, 40)
-        flock.wait_for_agreement(after=max(status.round for status in flock.look()))
-        carried = [status.bytes_carried for status in flock.look()]
+        flock.wait_for_agreement(after=max(status.round for status in flock.poll()))
+        carried = [status.bytes_carried for status in flock.poll()]
         print(f"the work of all was taken {ROUNDS} times in {seconds:.1f} s; carried: {carried}")
         assert carried[0] > ROUNDS * CIRCUIT_BYTES and carried[1:] == [0, 0]
-    with scattered(tmp_path / "control", manifest, laboratory, nodes) as flock:
-        for peer in flock.scattered:
+    with running_lab_swarm(tmp_path / "control", manifest, laboratory, nodes) as flock:
+        for peer in flock.lab_peers:
             peer.replace_program(NOT_CARRIED)
         flock.start()
         flock.wait_for_round(1)
         end = time.monotonic() + LONELY
-        flock.wait(lambda: time.monotonic() >= end, "rounds of which each takes the work of some")
-        told = flock.look()
+        flock.wait_until(lambda: time.monotonic() >= end, "rounds of which each takes the work of some")
+        told = flock.poll()
         taken, rounds = [status.contributions_included for status in told], max(status.round for status in told)
         print(f"the control: nobody carries, and of {rounds} rounds so many took the work of each: {taken}")
         assert sum(taken[1:]) <= rounds, "never both: at most one had a round with the third for itself"
@@ -94,11 +94,11 @@ def test_what_one_hidden_peer_has_for_another_is_carried(laboratory: Laboratory,
 
 def test_a_host_at_home_is_found_through_its_introducer(laboratory: Laboratory, tmp_path: Path) -> None:
     nodes = [laboratory.node(LINK), laboratory.node(behind=laboratory.router(LINK))]
-    with scattered(tmp_path, manifest_with(target={"rounds": ENDLESS}), laboratory, nodes[:1]) as flock:
+    with running_lab_swarm(tmp_path, manifest_with(target={"rounds": ENDLESS}), laboratory, nodes[:1]) as flock:
         flock.start()
         home = tmp_path / "host"
         words = [sys.executable, "-m", "node.cli", "host", str(flock.run), "--dir", str(home), "--listen", LISTEN]
-        flock.peers.append(ScatteredPeer("host", home, [*words, "--http", "127.0.0.1:0"], laboratory, nodes[1]))
-        flock.peers[1].start(flock.scattered[0].public())
+        flock.peers.append(LabPeer("host", home, [*words, "--http", "127.0.0.1:0"], laboratory, nodes[1]))
+        flock.peers[1].start(flock.lab_peers[0].public_addresses())
         host = flock.peers[1]
-        flock.wait(lambda: any(hidden(told) and told.peers == 1 for told in flock.look(host)), "it sees the other")
+        flock.wait_until(lambda: any(hidden(told) and told.peers == 1 for told in flock.poll(host)), "it sees the other")

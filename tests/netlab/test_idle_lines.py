@@ -21,7 +21,7 @@ def test_one_whose_other_end_has_vanished_is_cut(laboratory: Laboratory, monkeyp
     with laboratory.inside(here):
         ours, plain = (socket.create_connection((there.address, PORT)) for _ in range(2))
     with server, ours, plain:
-        direct._prepare(ours, stall=1.0)
+        direct._configure_socket(ours, stall=1.0)
         laboratory.cut(there)
         ours.settimeout(30)
         with pytest.raises(TimeoutError) as caught:

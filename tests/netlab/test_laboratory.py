@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.netlab import sockets
-from tests.netlab.laboratory import HOME, Laboratory, Link, Node, line_of
+from tests.netlab.laboratory import HOME, Laboratory, Link, Node, read_line
 from tests.netlab.namespaces import FOLDER, PREFIX, remove_orphans
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]
@@ -29,7 +29,7 @@ with Laboratory() as made:
 
 def serve(laboratory: Laboratory, node: Node, what: str) -> subprocess.Popen[str]:
     process = laboratory.start(node, [sys.executable, "-S", sockets.__file__, what, PORT])
-    assert line_of(process) == "up"
+    assert read_line(process) == "up"
     return process
 
 
@@ -39,7 +39,7 @@ def call(laboratory: Laboratory, node: Node, what: str, host: str, amount: int) 
 
 def numbers(process: subprocess.Popen[str]) -> list[float]:
     """Of the one line that it prints."""
-    return list(map(float, line_of(process).split()))
+    return list(map(float, read_line(process).split()))
 
 
 def answered(laboratory: Laboratory, source: Node, host: str, count: int = 20) -> int:
@@ -51,12 +51,12 @@ def test_rates(laboratory: Laboratory, source: float, target: float, expected: f
     one, two = laboratory.node(Link(up=source)), laboratory.node(Link(down=target))
     sink = serve(laboratory, two, "sink")
     size = int(expected * 1e6 / 8 * 1.5)
-    before = laboratory.carried(two)[1]
+    before = laboratory.interface_bytes(two)[1]
     call(laboratory, one, "send", two.address, size)
     received, seconds = numbers(sink)
     rate = received * 8 / seconds / 1e6 / PAYLOAD_SHARE
     print(f"{rate:.2f} Mbit/s of {expected}")
-    assert received == size and laboratory.carried(two)[1] - before > size
+    assert received == size and laboratory.interface_bytes(two)[1] - before > size
     assert abs(rate / expected - 1) < 0.1
 
 
@@ -95,9 +95,9 @@ def test_blocks_partitions_and_cuts_are_silent_and_heal(laboratory: Laboratory) 
     assert reached() == (True, True)
     laboratory.block(two, one)
     assert reached() == (False, True), "its answers do not come"
-    before = laboratory.carried(two)[1]
+    before = laboratory.interface_bytes(two)[1]
     answered(laboratory, one, two.address)
-    assert laboratory.carried(two)[1] > before, "but it hears"
+    assert laboratory.interface_bytes(two)[1] > before, "but it hears"
     laboratory.heal()
     laboratory.partition([one, two], [three])
     assert reached() == (True, False)

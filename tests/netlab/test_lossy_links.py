@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.netlab import blob_server, blob_taker
-from tests.netlab.laboratory import Laboratory, Link, line_of
-from tests.swarm.flock import own_world
+from tests.netlab.laboratory import Laboratory, Link, read_line
+from tests.swarm.flock import isolated_processes
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
@@ -21,7 +21,7 @@ SECONDS = 17  # more, and the rate is below what is wanted
 CONTROL_SECONDS = 6
 
 
-class Way:
+class TransferSetup:
     """A peer that holds a blob at one end of a link, and as many as are asked for at the other."""
 
     def __init__(self, laboratory: Laboratory, folder: Path, link: Link) -> None:
@@ -30,25 +30,25 @@ class Way:
         self._taken = 0
         server, self._taker = laboratory.ordinary_node(link), laboratory.ordinary_node(link)
         command = [sys.executable, blob_server.__file__, str(folder / "server"), server.address, str(SIZE), "1"]
-        self._about = line_of(laboratory.start(server, command)).split()
+        self._about = read_line(laboratory.start(server, command)).split()
 
-    def take(self, way: str, seconds: int) -> dict[str, Any]:
+    def measure_download(self, way: str, seconds: int) -> dict[str, Any]:
         """Adds `rate`, in Mbit/s from the first moment on."""
         self._taken += 1
         words = [str(self._folder / f"taker-{self._taken}"), self._taker.address, str(seconds), way]
         command = [sys.executable, blob_taker.__file__, *words, *self._about, str(SIZE)]
-        outcome: dict[str, Any] = json.loads(line_of(self._laboratory.start(self._taker, command)))
+        outcome: dict[str, Any] = json.loads(read_line(self._laboratory.start(self._taker, command)))
         outcome["rate"] = outcome["bytes"] / outcome["seconds"] / MEGABIT
         print(f"{way}: {outcome}")
         return outcome
 
 
 def test_a_blob_fills_a_lossy_link(laboratory: Laboratory, tmp_path: Path) -> None:
-    with own_world():
-        way = Way(laboratory, tmp_path, LONG)
-        slow = [way.take(control, CONTROL_SECONDS)["rate"] for control in ("single", "libp2p")]
+    with isolated_processes():
+        way = TransferSetup(laboratory, tmp_path, LONG)
+        slow = [way.measure_download(control, CONTROL_SECONDS)["rate"] for control in ("single", "libp2p")]
         for _ in range(ATTEMPTS):
-            outcome = way.take("direct", SECONDS)
+            outcome = way.measure_download("direct", SECONDS)
             if outcome["rate"] >= WANTED:
                 break
     assert outcome["whole"] and outcome["rate"] >= WANTED

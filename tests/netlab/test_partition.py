@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.replica import Workshop
+from node.daemon.replica import RoundCompute
 from node.local.peer_process import PeerProcess
-from protocol.rounds.chain import Head, after
+from protocol.rounds.chain import ChainHead, extend_head
 from protocol.rounds.election import Election
 from protocol.rounds.statements import Commit
-from tests.netlab.archive import Archive
+from tests.netlab.archive import BlobArchive
 from tests.netlab.laboratory import Laboratory, Link
-from tests.netlab.scattered import ScatteredFlock, scattered
+from tests.netlab.scattered import LabSwarm, running_lab_swarm
 from tests.swarm.flock import ENDLESS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
@@ -29,7 +29,7 @@ APART_ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
-def flock(permitted: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScatteredFlock]:
+def flock(permitted: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabSwarm]:
     manifest = manifest_with(
         target={"rounds": ENDLESS},
         method={"schedule": {"inner_steps": INNER_STEPS}},
@@ -37,13 +37,13 @@ def flock(permitted: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     )
     with Laboratory() as laboratory:
         nodes = [laboratory.node(Link(up=20, down=50, delay=0.01)) for _ in range(PEERS)]
-        with scattered(tmp_path_factory.mktemp("partition"), manifest, laboratory, nodes) as made:
+        with running_lab_swarm(tmp_path_factory.mktemp("partition"), manifest, laboratory, nodes) as made:
             made.start()
             yield made
 
 
 @pytest.fixture(autouse=True)
-def whole(flock: ScatteredFlock) -> Iterator[None]:
+def whole(flock: LabSwarm) -> Iterator[None]:
     """Before and after each test all are there and agree."""
     wait_until_whole(flock)
     yield
@@ -52,27 +52,27 @@ def whole(flock: ScatteredFlock) -> Iterator[None]:
     assert all(len(states) == 1 for states in flock.states.values()), "one chain of commits, one state"
 
 
-def wait_until_whole(flock: ScatteredFlock) -> None:
+def wait_until_whole(flock: LabSwarm) -> None:
     def met() -> bool:
-        told = flock.look()
-        return len(told) == PEERS and all(s.peers == PEERS and s.contributing() == "yes" for s in told)
+        told = flock.poll()
+        return len(told) == PEERS and all(s.peers == PEERS and s.describe_contributing() == "yes" for s in told)
 
-    flock.wait(met, "all are there and contribute")
+    flock.wait_until(met, "all are there and contribute")
 
 
-class Chains:
+class ChainObserver:
     """The digests that groups of peers have shown, by round."""
 
-    def __init__(self, flock: ScatteredFlock, groups: Sequence[Sequence[PeerProcess]]) -> None:
+    def __init__(self, flock: LabSwarm, groups: Sequence[Sequence[PeerProcess]]) -> None:
         self._flock = flock
         self._groups = groups
         self.shown: list[dict[int, set[str]]] = [{} for _ in groups]
 
-    def look(self) -> list[int]:
+    def poll(self) -> list[int]:
         """The round that all of a group have reached, by group."""
         reached = []
         for group, shown in zip(self._groups, self.shown, strict=True):
-            statuses = self._flock.look(*group)
+            statuses = self._flock.poll(*group)
             for status in statuses:
                 shown.setdefault(status.round, set()).add(status.digest)
             reached.append(min(status.round for status in statuses))
@@ -84,109 +84,109 @@ class Chains:
         return len(digests) == len(set(digests))
 
 
-def fall_apart(flock: ScatteredFlock, *groups: Sequence[PeerProcess]) -> None:
+def partition_and_heal(flock: LabSwarm, *groups: Sequence[PeerProcess]) -> None:
     """Each group goes on alone for some rounds, the internet heals, and all come together again."""
-    laboratory, peers = flock.laboratory, flock.scattered
-    before = flock.highest()
+    laboratory, peers = flock.laboratory, flock.lab_peers
+    before = flock.highest_round()
     laboratory.partition(*([peer.node for peer in peers if peer in group] for group in groups))
-    chains = Chains(flock, groups)
-    apart = flock.wait(lambda: min(chains.look()) > before + APART_ROUNDS, "every group goes on", 40)
+    chains = ChainObserver(flock, groups)
+    apart = flock.wait_until(lambda: min(chains.poll()) > before + APART_ROUNDS, "every group goes on", 40)
     assert chains.differ_at(before + APART_ROUNDS), "the control: they did go separate ways"
-    told = {status.peer_id: status for status in flock.look()}
+    told = {status.peer_id: status for status in flock.poll()}
     laboratory.heal()
-    healed = flock.highest()
-    seconds = flock.wait(lambda: len({s.digest for s in flock.look()}) == 1, "all are on one chain", 40)
+    healed = flock.highest_round()
+    seconds = flock.wait_until(lambda: len({s.digest for s in flock.poll()}) == 1, "all are on one chain", 40)
     agreed = flock.wait_for_agreement(after=healed)
     print(f"{apart:.1f} s for {APART_ROUNDS} rounds apart; {seconds:.1f} s, {agreed - healed} rounds to one chain")
 
     def contribute_again() -> bool:
         return all(
-            now.contributions_included > told[now.peer_id].contributions_included and now.contributing() == "yes"
-            for now in flock.look()
+            now.contributions_included > told[now.peer_id].contributions_included and now.describe_contributing() == "yes"
+            for now in flock.poll()
         )
 
-    flock.wait(contribute_again, "everyone's work goes in again")
+    flock.wait_until(contribute_again, "everyone's work goes in again")
 
 
-def test_two_parts_go_on_and_become_one_again(flock: ScatteredFlock) -> None:
-    fall_apart(flock, flock.peers[:3], flock.peers[3:])
+def test_two_parts_go_on_and_become_one_again(flock: LabSwarm) -> None:
+    partition_and_heal(flock, flock.peers[:3], flock.peers[3:])
 
 
-def test_three_fragments_become_one_again(flock: ScatteredFlock) -> None:
-    fall_apart(flock, flock.peers[:2], flock.peers[2:4], flock.peers[4:])
+def test_three_fragments_become_one_again(flock: LabSwarm) -> None:
+    partition_and_heal(flock, flock.peers[:2], flock.peers[2:4], flock.peers[4:])
 
 
-def test_one_way_silence_between_two_holds_nobody(flock: ScatteredFlock) -> None:
-    before, (heard, deaf, *_) = flock.highest(), flock.scattered
+def test_one_way_silence_between_two_holds_nobody(flock: LabSwarm) -> None:
+    before, (heard, deaf, *_) = flock.highest_round(), flock.lab_peers
     words = len(flock.log(deaf)), len(flock.log(heard))
     flock.laboratory.block(heard.node, deaf.node)
-    seconds = flock.wait(lambda: min(status.round for status in flock.look()) >= before + 6, "all go on", 60)
+    seconds = flock.wait_until(lambda: min(status.round for status in flock.poll()) >= before + 6, "all go on", 60)
     print(f"{seconds:.1f} s for 6 rounds")
     said = flock.log(deaf)[words[0] :] + flock.log(heard)[words[1] :]
     assert "failed" in said or "counts as gone" in said, "the control: the two did miss each other"
 
 
-def test_a_leader_that_is_cut_off_holds_the_others_for_a_moment(flock: ScatteredFlock) -> None:
-    began = flock.highest()
-    flock.wait(lambda: flock.highest() > began, "a round begins")
-    number = flock.highest()
-    by_id = {peer.status.peer_id: peer for peer in flock.scattered if peer.status}
+def test_a_leader_that_is_cut_off_holds_the_others_for_a_moment(flock: LabSwarm) -> None:
+    began = flock.highest_round()
+    flock.wait_until(lambda: flock.highest_round() > began, "a round begins")
+    number = flock.highest_round()
+    by_id = {peer.status.peer_id: peer for peer in flock.lab_peers if peer.status}
     leader = Election(flock.manifest.run_id, number).leader(0, frozenset(by_id))
     assert leader is not None
     victim = by_id[leader]
     others = [peer for peer in flock.peers if peer is not victim]
     flock.laboratory.cut(victim.node)
-    chains = Chains(flock, [[victim], others])
-    seconds = flock.wait(lambda: chains.look()[1] >= number + APART_ROUNDS, "the others go on", 40)
+    chains = ChainObserver(flock, [[victim], others])
+    seconds = flock.wait_until(lambda: chains.poll()[1] >= number + APART_ROUNDS, "the others go on", 40)
     print(f"{seconds:.1f} s for {APART_ROUNDS} rounds without the leader of the first")
     assert chains.differ_at(number + APART_ROUNDS), "the control: it did not take part in them"
 
 
-def test_who_introduced_the_others_dies(flock: ScatteredFlock) -> None:
+def test_who_introduced_the_others_dies(flock: LabSwarm) -> None:
     first, *others = flock.peers
-    number = flock.highest()
+    number = flock.highest_round()
     first.kill()
-    seconds = flock.wait(
-        lambda: min(status.round for status in flock.look(*others)) >= number + APART_ROUNDS, "they go on", 40
+    seconds = flock.wait_until(
+        lambda: min(status.round for status in flock.poll(*others)) >= number + APART_ROUNDS, "they go on", 40
     )
     print(f"{seconds:.1f} s for {APART_ROUNDS} rounds")
-    assert all(status.round <= number + 1 for status in flock.look(first)), "the control: it is dead"
+    assert all(status.round <= number + 1 for status in flock.poll(first)), "the control: it is dead"
     first.start(())  # nobody is named: it knows them from before
 
 
-def test_what_went_in_is_what_is_said(flock: ScatteredFlock, tmp_path: Path) -> None:
+def test_what_went_in_is_what_is_said(flock: LabSwarm, tmp_path: Path) -> None:
     """Sums are computed again from the contributions that a commit names, while one of the peers comes and goes."""
     laboratory, spare = flock.laboratory, flock.laboratory.node()
-    with Archive(tmp_path / "archive", flock.manifest, [peer.folder for peer in flock.peers]) as archive:
-        flock.wait_for_round(flock.highest() + 1)  # of the round before, a part may have gone unseen
-        began = flock.highest()
+    with BlobArchive(tmp_path / "archive", flock.manifest, [peer.folder for peer in flock.peers]) as archive:
+        flock.wait_for_round(flock.highest_round() + 1)  # of the round before, a part may have gone unseen
+        began = flock.highest_round()
         flock.wait_for_round(began + 3)
         laboratory.cut(flock.nodes[4])
         flock.wait_for_round(began + 8, *flock.peers[:4])
         laboratory.heal()
         wait_until_whole(flock)
-    commits = archive.commits(laboratory, spare, flock.scattered[0].public()[0], began)
+    commits = archive.request_commits(laboratory, spare, flock.lab_peers[0].public_addresses()[0], began)
     known = [commit for commit in commits if archive.has_all([given.body for given in commit.contributions])]
     print(f"{len(known)} of {len(commits)} rounds can be computed again")
-    assert len(known) >= 5 and len({len(commit.contributions) for commit in known}) > 1, flock.story()
-    check_sums(archive.workshop(), known)
+    assert len(known) >= 5 and len({len(commit.contributions) for commit in known}) > 1, flock.describe()
+    check_sums(archive.make_round_compute(), known)
     check_words(flock, commits)
 
 
-def check_sums(workshop: Workshop, commits: Sequence[Commit]) -> None:
+def check_sums(workshop: RoundCompute, commits: Sequence[Commit]) -> None:
     for commit in commits:
         given = [statement.body for statement in commit.contributions]
         for part, blob in enumerate(commit.parts):
-            assert workshop.reduce(commit.round, part, given) == blob, f"round {commit.round}, part {part}"
+            assert workshop.reduce_part(commit.round, part, given) == blob, f"round {commit.round}, part {part}"
             if len(given) > 1:
-                fewer = workshop.reduce(commit.round, part, given[1:])
+                fewer = workshop.reduce_part(commit.round, part, given[1:])
                 assert fewer != blob, "the control: what went in cannot be less than what is said"
 
 
-def check_words(flock: ScatteredFlock, commits: Sequence[Commit]) -> None:
+def check_words(flock: LabSwarm, commits: Sequence[Commit]) -> None:
     """What every peer said of each round of this chain."""
     senders = {
-        after(Head(c.round, c.base, 0), c).digest.hex()[:8]: {g.sender for g in c.contributions} for c in commits
+        extend_head(ChainHead(c.round, c.base, 0), c).digest.hex()[:8]: {g.sender for g in c.contributions} for c in commits
     }
     for peer in flock.peers:
         assert peer.status is not None

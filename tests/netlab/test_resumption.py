@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from protocol.blobs.blob import PIECE_BYTES, Blob
-from protocol.blobs.fetch import Fetcher
+from protocol.blobs.fetch import Downloader
 from protocol.blobs.store import BlobStore
 from protocol.errors import UnreachableError
 from protocol.identity import PeerId
 from protocol.network.transport import Transport
 from tests.netlab import blob_server
-from tests.netlab.laboratory import Laboratory, Link, Node, line_of
-from tests.swarm.flock import own_world
+from tests.netlab.laboratory import Laboratory, Link, Node, read_line
+from tests.swarm.flock import isolated_processes
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
@@ -38,7 +38,7 @@ class Download:
     async def attempt(self, seconds: float, stop_at: int | None = None) -> bool:
         """Whether it arrived; given up after so many seconds, or bytes."""
         store = BlobStore(self.folder, 2 * SIZE)
-        fetcher = Fetcher(store, self._transport.bulk, lambda *_: None, random.Random(0))
+        fetcher = Downloader(store, self._transport.bulk, lambda *_: None, random.Random(0))
         fetch = asyncio.create_task(fetcher.fetch(self._blob, lambda: [self._peer], seconds))
         while not fetch.done() and (stop_at is None or fetcher.bytes_received < stop_at):
             await asyncio.sleep(0.01)
@@ -72,9 +72,9 @@ async def given_up(download: Download, again: Path) -> bool:
 
 def test_an_interrupted_download_is_not_begun_again(laboratory: Laboratory, tmp_path: Path) -> None:
     client, server = laboratory.node(Link(down=40)), laboratory.node(Link(up=40, delay=0.01))
-    with own_world():
+    with isolated_processes():
         command = [sys.executable, blob_server.__file__, str(tmp_path / "server"), server.address, str(SIZE), "1"]
-        address, name, _ = line_of(laboratory.start(server, command)).split()
+        address, name, _ = read_line(laboratory.start(server, command)).split()
         blob = Blob(bytes.fromhex(name), SIZE)
 
         async def scene() -> dict[str, int]:

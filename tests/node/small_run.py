@@ -9,10 +9,10 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.daemon.replica import OuterState, Replica, Workshop, state_bytes
+from node.daemon.replica import OuterState, ReplicatedState, RoundCompute, state_bytes
 from node.model import shape_table
 from optim.method import Method
-from optim.program import Program
+from optim.program import RoundPlanner
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
@@ -21,9 +21,9 @@ from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest, parse_manifest
 from protocol.murmur_pb2 import Signed
 from protocol.records import sign
-from protocol.rounds.chain import Chain, Head
+from protocol.rounds.chain import Chain, ChainHead
 from protocol.rounds.kinds import kind_of
-from protocol.rounds.statements import Commit, Contribution, Statement, Terms
+from protocol.rounds.statements import Commit, Contribution, SignedMessage, ContributionLimits
 
 torch.set_num_threads(1)
 TOML = """
@@ -67,8 +67,8 @@ def method_of(topology: str = "gather") -> Method:
     return compose("diloco", {"codec": {"kind": "none"}, "topology": {"kind": topology}})
 
 
-def program_of(method: Method, parts: int = 1) -> Program:
-    return Program(method, SHAPES.layout, parts)
+def program_of(method: Method, parts: int = 1) -> RoundPlanner:
+    return RoundPlanner(method, SHAPES.layout, parts)
 
 
 METHOD = method_of()
@@ -76,8 +76,8 @@ PROGRAM = program_of(METHOD)
 STATE_BYTES = state_bytes(NUMEL, METHOD)
 
 
-def terms_of(parts: int = 1) -> Terms:
-    return Terms("diloco", SHAPES.hash(), parts, 1 << 40, METHOD.codec.max_bytes(NUMEL))
+def terms_of(parts: int = 1) -> ContributionLimits:
+    return ContributionLimits("diloco", SHAPES.hash(), parts, 1 << 40, METHOD.codec.max_bytes(NUMEL))
 
 
 TERMS = terms_of()
@@ -87,15 +87,15 @@ def payload(seed: int, numel: int = NUMEL) -> bytes:
     return bytes(METHOD.codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(seed))))
 
 
-def contribution_of(head: Head, parts: Sequence[Blob]) -> Contribution:
+def contribution_of(head: ChainHead, parts: Sequence[Blob]) -> Contribution:
     return Contribution(head.round, head.digest, "diloco", SHAPES.hash(), 100, 5, 3.0, tuple(parts))
 
 
-def stated(identity: Identity, body: Any, run_id: str = RUN_ID) -> Statement[Any]:
-    return Statement.of(sign(identity, kind_of(body), run_id, body.to_wire()), body)
+def stated(identity: Identity, body: Any, run_id: str = RUN_ID) -> SignedMessage[Any]:
+    return SignedMessage.of(sign(identity, kind_of(body), run_id, body.to_wire()), body)
 
 
-def commit_of(head: Head, messages: Mapping[int, Blob | tuple[Blob, ...]]) -> Statement[Commit]:
+def commit_of(head: ChainHead, messages: Mapping[int, Blob | tuple[Blob, ...]]) -> SignedMessage[Commit]:
     """Of the round after `head`, signed by the first peer. `messages`: by the number of the peer."""
     parts = {peer: (named,) if isinstance(named, Blob) else named for peer, named in messages.items()}
     statements = [stated(PEERS[peer], contribution_of(head, named)) for peer, named in parts.items()]
@@ -113,29 +113,29 @@ async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def replica_in(store: BlobStore) -> Replica:
-    workshop = Workshop(PROGRAM, store, lambda step: 1.0)
+def replica_in(store: BlobStore) -> ReplicatedState:
+    workshop = RoundCompute(PROGRAM, store, lambda step: 1.0)
     anchor = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
-    return Replica(Chain.begin(RUN_ID), OuterState.initial(anchor, METHOD), workshop, at_once, at_once)
+    return ReplicatedState(Chain.from_genesis(RUN_ID), OuterState.initial(anchor, METHOD), workshop, at_once, at_once)
 
 
-def states_computed_by(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> list[OuterState]:
+def states_computed_by(replica: ReplicatedState, monkeypatch: pytest.MonkeyPatch) -> list[OuterState]:
     """One for each time that a commit is applied; it grows."""
-    apply, computed = replica._workshop.apply, list[OuterState]()
+    apply, computed = replica._compute.apply_commit, list[OuterState]()
 
     def noted(*arguments: Any) -> OuterState:
         computed.append(apply(*arguments))
         return computed[-1]
 
-    monkeypatch.setattr(replica._workshop, "apply", noted)
+    monkeypatch.setattr(replica._compute, "apply_commit", noted)
     return computed
 
 
-async def apply(replica: Replica, commit: Statement[Commit]) -> None:
-    await replica.advance(commit, await replica.after(commit, commit.body.contributions))
+async def apply(replica: ReplicatedState, commit: SignedMessage[Commit]) -> None:
+    await replica.advance(commit, await replica.compute_next(commit, commit.body.contributions))
 
 
-async def grown(replica: Replica, store: BlobStore, rounds: int, peer: int = 1) -> list[Statement[Commit]]:
+async def grown(replica: ReplicatedState, store: BlobStore, rounds: int, peer: int = 1) -> list[SignedMessage[Commit]]:
     """Let it go through rounds of one contribution; the commits."""
     commits = []
     for _ in range(rounds):
@@ -157,11 +157,11 @@ class CopyingFetcher:
         self.under_way = 0
 
     async def fetch(
-        self, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float, turn: int = 0, *,
-        patient: bool = True,
+        self, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float, priority: int = 0, *,
+        wait_if_absent: bool = True,
     ) -> None:  # fmt: skip
         self.asked.append(blob)
-        self.turns[blob] = turn
+        self.turns[blob] = priority
         self.under_way += 1
         try:
             async with asyncio.timeout(deadline):
@@ -169,8 +169,8 @@ class CopyingFetcher:
                     holders = [peer for peer in sources() if peer in self.stores]
                     found = [peer for peer in holders if self.stores[peer].has(blob.digest)]
                     if found:
-                        self.store.hold(self.stores[found[0]].read(blob.digest))
-                    elif not patient:
+                        self.store.put_in_memory(self.stores[found[0]].read(blob.digest))
+                    elif not wait_if_absent:
                         raise GoneError("nobody has it any more")
                     await asyncio.sleep(0.005)
                 if self.store.blob(blob.digest) != blob:

@@ -8,39 +8,39 @@ import pytest
 
 from node.channel import (
     MAX_MESSAGE_BYTES,
-    Adopt,
-    Adopted,
+    ApplyAnchor,
+    AnchorApplied,
     ChannelClosed,
-    Config,
-    DaemonEnd,
+    TrainerConfig,
+    DaemonChannel,
     Evaluate,
     Evaluated,
     Failed,
     FromTrainer,
-    Message,
-    Progress,
+    ContributionHeader,
+    TrainerProgress,
     Ready,
     Snapshotted,
     Stop,
     Stopped,
     TakeSnapshot,
     ToTrainer,
-    TrainerEnd,
+    TrainerChannel,
 )
 from protocol.errors import MalformedError
 
 TO_TRAINER: list[ToTrainer] = [
-    Config(manifest="[run]", base="/", peer_id="12D3", round=0),
-    Adopt(round=3, fate="excluded"),
+    TrainerConfig(manifest="[run]", base="/", peer_id="12D3", round=0),
+    ApplyAnchor(round=3, outcome="excluded"),
     Evaluate(round=3),
     TakeSnapshot(),
     Stop(),
 ]
 FROM_TRAINER: list[FromTrainer] = [
     Ready(device="cpu", step=1, round=2, outstanding=None),
-    Progress(step=1, tokens=2, loss=3.5, tokens_per_second=4.0, seconds={"compute": 1.5, "wait": 0.0}),
-    Message(round=2, sizes=(10, 20), tokens=5, steps=6, loss=1.25),
-    Adopted(round=3),
+    TrainerProgress(step=1, tokens=2, loss=3.5, tokens_per_second=4.0, seconds={"compute": 1.5, "wait": 0.0}),
+    ContributionHeader(round=2, sizes=(10, 20), tokens=5, steps=6, loss=1.25),
+    AnchorApplied(round=3),
     Evaluated(round=3, loss=0.5, tokens=64),
     Snapshotted(step=9),
     Stopped(),
@@ -48,9 +48,9 @@ FROM_TRAINER: list[FromTrainer] = [
 ]
 
 
-async def pair() -> tuple[DaemonEnd, TrainerEnd]:
+async def pair() -> tuple[DaemonChannel, TrainerChannel]:
     ours, theirs = socket.socketpair()
-    return await DaemonEnd.open(ours), TrainerEnd(theirs)
+    return await DaemonChannel.open(ours), TrainerChannel(theirs)
 
 
 async def test_every_message_to_the_trainer_arrives() -> None:
@@ -75,14 +75,14 @@ async def test_every_message_to_the_daemon_arrives() -> None:
 def test_a_message_that_arrives_byte_by_byte() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        trainer = TrainerEnd(theirs)
-        body = Adopt(round=1, fate="none").model_dump_json().encode()
+        trainer = TrainerChannel(theirs)
+        body = ApplyAnchor(round=1, outcome="none").model_dump_json().encode()
         frame = len(body).to_bytes(4, "big") + body
         for byte in frame[:-1]:
             ours.send(bytes([byte]))
             assert trainer.receive() is None
         ours.send(frame[-1:])
-        assert trainer.receive() == Adopt(round=1, fate="none")
+        assert trainer.receive() == ApplyAnchor(round=1, outcome="none")
 
 
 async def test_a_closed_end_is_noticed_on_both_sides() -> None:
@@ -108,13 +108,13 @@ def test_what_is_no_message_is_refused(body: bytes) -> None:
     with ours, theirs:
         ours.sendall(len(body).to_bytes(4, "big") + body)
         with pytest.raises(MalformedError):
-            TrainerEnd(theirs).receive(1.0)
+            TrainerChannel(theirs).receive(1.0)
 
 
 async def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        daemon = await DaemonEnd.open(ours)
+        daemon = await DaemonChannel.open(ours)
         theirs.sendall((MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"))
         with pytest.raises(MalformedError, match="at most"):
             await daemon.receive()

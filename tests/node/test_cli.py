@@ -105,7 +105,7 @@ def test_every_error_has_its_line_and_code(kind: type[errors.MurmurError], capsy
     def fail() -> None:
         raise kind("mend this")
 
-    assert node.cli._guarded(fail) == kind.exit_code
+    assert node.cli._run_guarded(fail) == kind.exit_code
     assert capsys.readouterr().err == "murmur: mend this\n"
 
 
@@ -115,7 +115,7 @@ def test_what_a_peer_says_does_not_steer_the_terminal(capsys: pytest.CaptureFixt
     def fail() -> None:
         raise errors.UnreachableError(said)
 
-    node.cli._guarded(fail)
+    node.cli._run_guarded(fail)
     assert capsys.readouterr().err == "murmur: refused (x\ufffdmurmur: forged\ufffd[2J)\n"
     assert not said.isprintable(), "the control: it would"
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from node.collector import RARELY, rare_collections
+from node.collector import RARE_GC_THRESHOLD, rare_garbage_collection
 
 # Prints how often the collector came while a daemon's modules were imported.
 IMPORTS = """
@@ -32,8 +32,8 @@ def test_a_start_is_not_held_up_by_looking_for_cycles() -> None:
 
 def test_it_comes_as_before_behind_an_error_too() -> None:
     usual = gc.get_threshold()
-    with pytest.raises(ValueError, match="whatever"), rare_collections():
-        assert gc.get_threshold()[0] == RARELY
+    with pytest.raises(ValueError, match="whatever"), rare_garbage_collection():
+        assert gc.get_threshold()[0] == RARE_GC_THRESHOLD
         assert gc.get_freeze_count() > 0
         raise ValueError("whatever")
     assert gc.get_threshold() == usual

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from node.config import NodeSettings, node_settings, threads_each
+from node.config import NodeOptions, parse_node_options, threads_per_process
 from protocol.errors import UsageError
 from protocol.manifest import load_manifest
 
@@ -10,8 +10,8 @@ MANIFEST = load_manifest(Path(__file__).parents[2] / "configs" / "test.toml")
 PEER = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWTest"
 
 
-def settings(**changes: object) -> NodeSettings:
-    return node_settings(**{"manifest": MANIFEST, "base": Path(), "folder": Path("here"), **changes})
+def settings(**changes: object) -> NodeOptions:
+    return parse_node_options(**{"manifest": MANIFEST, "base": Path(), "folder": Path("here"), **changes})
 
 
 def test_defaults() -> None:
@@ -50,5 +50,5 @@ def test_what_cannot_be_is_one_line_that_names_the_option(changes: dict[str, obj
 
 
 def test_threads_are_shared_and_never_none() -> None:
-    assert threads_each(1) >= 1
-    assert threads_each(10_000) == 1
+    assert threads_per_process(1) >= 1
+    assert threads_per_process(10_000) == 1

@@ -2,7 +2,7 @@ import resource
 
 import pytest
 
-from node.descriptors import MOST, raise_limit, wanted_limit
+from node.descriptors import MAX_FILE_DESCRIPTORS, raise_fd_limit, choose_fd_limit
 
 NONE = resource.RLIM_INFINITY
 
@@ -11,22 +11,22 @@ NONE = resource.RLIM_INFINITY
     ("soft", "hard", "wanted"),
     [
         (1024, 4096, 4096),
-        (1024, 1 << 20, MOST),
-        (1024, NONE, MOST),
+        (1024, 1 << 20, MAX_FILE_DESCRIPTORS),
+        (1024, NONE, MAX_FILE_DESCRIPTORS),
         (4096, 4096, 4096),
         (1 << 20, 1 << 20, 1 << 20),
         (NONE, NONE, NONE),
     ],
 )
 def test_as_many_as_the_system_allows(soft: int, hard: int, wanted: int) -> None:
-    assert wanted_limit(soft, hard) == wanted
+    assert choose_fd_limit(soft, hard) == wanted
 
 
 def test_the_limit_of_this_process() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        raise_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted_limit(256, hard), hard)
+        raise_fd_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (choose_fd_limit(256, hard), hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.arena import Contents
+from node.arena import SharedLayout
 from node.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.daemon.replica import OuterState
-from node.footprint import microbatch_within
-from node.local.up import Wish, swarm_manifest
+from node.footprint import fit_microbatch
+from node.local.up import UpOptions, adapt_manifest
 from node.model import shape_table
-from node.program import program_of
+from node.program import build_program
 from optim.rows import RECIPES
 from protocol.manifest import Manifest, load_manifest, parse_manifest
 
@@ -23,20 +23,20 @@ def manifest_of(recipe: str) -> Manifest:
     """As `murmur up RUN.toml --recipe NAME` has it, for a model that can be cut into a few fragments."""
     given = load_manifest(CONFIG)
     deep = given.model_copy(update={"model": given.model.model_copy(update={"layers": 3})})
-    return swarm_manifest(deep, CONFIG.parent, 3, Wish(recipe=recipe, rounds=2))
+    return adapt_manifest(deep, CONFIG.parent, 3, UpOptions(recipe=recipe, rounds=2))
 
 
 @each_recipe
 def test_a_manifest_with_it_is_written_and_read_and_fits_this_machine(recipe: str) -> None:
     manifest = manifest_of(recipe)
     assert parse_manifest(manifest.to_toml().encode(), "written") == manifest and manifest.method.recipe == recipe
-    assert microbatch_within(manifest, None, "cpu") == manifest.train.microbatch
+    assert fit_microbatch(manifest, None, "cpu") == manifest.train.microbatch
 
 
 @each_recipe
 def test_all_that_it_keeps_is_saved_and_comes_back(recipe: str, tmp_path: Path) -> None:
     manifest = manifest_of(recipe)
-    program, shapes = program_of(manifest), shape_table(manifest.model)
+    program, shapes = build_program(manifest), shape_table(manifest.model)
     state = OuterState.initial(torch.randn(shapes.numel), program.method)
     checkpoint = Checkpoint(
         run_id=manifest.run_id,
@@ -46,7 +46,7 @@ def test_all_that_it_keeps_is_saved_and_comes_back(recipe: str, tmp_path: Path) 
         chain={},
         anchor=state.anchor,
         outer={name: torch.randn(slot.numel()) for name, slot in state.slots.items()},
-        inner={name: torch.randn(numel) for name, numel in Contents.of(program).vectors},
+        inner={name: torch.randn(numel) for name, numel in SharedLayout.of(program).vectors},
         inner_meta={},
     )
     save(tmp_path, checkpoint, shapes, keep=1)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from node.checkpoints.checkpoint import Checkpoint, save
-from node.export import byte_tokenizer, export
+from node.export import byte_tokenizer_json, export
 from node.model import Llama, shape_table
 from protocol.errors import CheckpointError, MissingFileError, StorageError, UsageError
 from protocol.manifest import Manifest
@@ -84,7 +84,7 @@ def test_byte_tokens_are_the_bytes_and_come_back(tmp_path: Path, text: str) -> N
 
 
 def test_byte_tokenizer_knows_every_byte() -> None:
-    tokenizer = Tokenizer.from_str(json.dumps(byte_tokenizer()))
+    tokenizer = Tokenizer.from_str(json.dumps(byte_tokenizer_json()))
     assert tokenizer.get_vocab_size() == 256
     assert [tokenizer.decode([byte]) for byte in range(128)] == [chr(byte) for byte in range(128)]
     everything = "".join(map(chr, [*range(0x100), 0x7FF, 0xFFFF, 0x10FFFF]))
@@ -93,7 +93,7 @@ def test_byte_tokenizer_knows_every_byte() -> None:
 
 
 def test_byte_tokenizer_marks_broken_bytes_and_keeps_the_rest() -> None:
-    tokenizer = Tokenizer.from_str(json.dumps(byte_tokenizer()))
+    tokenizer = Tokenizer.from_str(json.dumps(byte_tokenizer_json()))
     assert tokenizer.decode([0x41, 0xFF, *"é".encode(), 0xC3, 0x42]) == "A\ufffdé\ufffdB"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from node.folder import RunFolder, is_claimed, tokenizer_of, write_atomically
+from node.folder import RunDir, is_locked, tokenizer_path, write_atomically
 from protocol.errors import AlreadyRunningError, OtherRunError, StorageError
 from protocol.manifest import Manifest, load_manifest
 from tests.node.small_run import MANIFEST, manifest_of
@@ -16,22 +16,22 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def claim_once(folder: RunFolder, manifest: Manifest = MANIFEST) -> None:
-    with folder.claimed(manifest):
+def claim_once(folder: RunDir, manifest: Manifest = MANIFEST) -> None:
+    with folder.lock(manifest):
         pass
 
 
 def test_the_first_claim_makes_the_folder_and_its_manifest(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "deep" / "run").claimed(MANIFEST) as folder:
+    with RunDir(tmp_path / "deep" / "run").lock(MANIFEST) as folder:
         assert load_manifest(folder.path / "run.toml").run_id == MANIFEST.run_id
         assert folder.path.stat().st_mode & 0o777 == 0o700
     claim_once(folder)
 
 
 def test_two_nodes_or_two_runs_in_one_folder_are_refused_and_leave_nothing_open(tmp_path: Path) -> None:
-    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    first, second = RunDir(tmp_path), RunDir(tmp_path)
     before = descriptors()
-    with first.claimed(MANIFEST):
+    with first.lock(MANIFEST):
         while_held = descriptors()
         with pytest.raises(AlreadyRunningError, match="another node runs"):
             claim_once(second)
@@ -43,37 +43,37 @@ def test_two_nodes_or_two_runs_in_one_folder_are_refused_and_leave_nothing_open(
 
 
 def test_what_fails_inside_is_not_the_folders_fault(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="of its own"), RunFolder(tmp_path).claimed(MANIFEST):
+    with pytest.raises(OSError, match="of its own"), RunDir(tmp_path).lock(MANIFEST):
         raise OSError("of its own")
-    assert not is_claimed(tmp_path)
+    assert not is_locked(tmp_path)
 
 
 def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="choose another --dir"):
-        claim_once(RunFolder(tmp_path / "file"))
+        claim_once(RunDir(tmp_path / "file"))
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
-    run, folder = tmp_path / "run", RunFolder(tmp_path / "node")
+    run, folder = tmp_path / "run", RunDir(tmp_path / "node")
     run.mkdir()
     values = MANIFEST.model_dump(mode="json", exclude_none=True)
     values["data"]["tokenizer"] = "words/tokenizer.json"
     manifest = Manifest.model_validate_json(json.dumps(values))
-    with folder.claimed(manifest):
-        folder.keep_tokenizer(manifest, run)
-        assert tokenizer_of(folder.path, manifest) == folder.path / "words" / "tokenizer.json", "there was none to keep"
+    with folder.lock(manifest):
+        folder.copy_tokenizer(manifest, run)
+        assert tokenizer_path(folder.path, manifest) == folder.path / "words" / "tokenizer.json", "there was none to keep"
         (run / "words").mkdir()
         (run / "words" / "tokenizer.json").write_text("{}")
-        folder.keep_tokenizer(manifest, run)
-        assert tokenizer_of(folder.path, manifest).read_text() == "{}"
+        folder.copy_tokenizer(manifest, run)
+        assert tokenizer_path(folder.path, manifest).read_text() == "{}"
 
 
 def test_the_port_of_the_last_start(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert folder.usual_port() == 0
-    folder.announce("me", ("/ip4/1.2.3.4/udp/5/quic", "/ip4/1.2.3.4/tcp/4321/p2p/me"), 99)
-    assert folder.usual_port() == 4321
+    folder = RunDir(tmp_path)
+    assert folder.read_last_port() == 0
+    folder.write_node_info("me", ("/ip4/1.2.3.4/udp/5/quic", "/ip4/1.2.3.4/tcp/4321/p2p/me"), 99)
+    assert folder.read_last_port() == 4321
     values = json.loads((tmp_path / "node.json").read_text())
     assert (values["pid"], values["peer_id"], values["metrics_port"]) == (os.getpid(), "me", 99)
 
@@ -81,24 +81,24 @@ def test_the_port_of_the_last_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[", "[]", "{}", '{"addresses": []}', '{"addresses": [3]}', "\0\0\0"])
 def test_what_cannot_be_read_is_not_remembered(tmp_path: Path, text: str) -> None:
     (tmp_path / "node.json").write_text(text)
-    assert RunFolder(tmp_path).usual_port() == 0
+    assert RunDir(tmp_path).read_last_port() == 0
 
 
 def test_a_last_word_is_gone_with_the_next_start(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    with folder.claimed(MANIFEST):
-        folder.leave_word("{}")
+    folder = RunDir(tmp_path)
+    with folder.lock(MANIFEST):
+        folder.write_final_status("{}")
     assert (tmp_path / "status.json").read_text() == "{}"
     claim_once(folder)
     assert not (tmp_path / "status.json").exists(), "a killed node left none: the one before it is not its own"
 
 
 def test_whether_a_folder_is_held(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert not is_claimed(tmp_path)
-    with folder.claimed(MANIFEST):
-        assert is_claimed(tmp_path)
-    assert not is_claimed(tmp_path)
+    folder = RunDir(tmp_path)
+    assert not is_locked(tmp_path)
+    with folder.lock(MANIFEST):
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
     claim_once(folder)
 
 

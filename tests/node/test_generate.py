@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from node.checkpoints.checkpoint import Checkpoint, save
-from node.generate import ByteCodec, choose, generate, sample
+from node.generate import ByteTextCodec, sample_token, generate, sample_tokens
 from node.model import Llama, initial_weights, shape_table
 from protocol.errors import CheckpointError, DataError, MissingFileError, UsageError
 from protocol.manifest import Manifest
@@ -54,45 +54,45 @@ class Successor(Llama):
 
 def test_sampling_follows_the_model_and_the_window_slides() -> None:
     model = Successor()
-    tokens = list(itertools.islice(sample(model, [5, 6], 1.0, None, 0, 256), 10))
+    tokens = list(itertools.islice(sample_tokens(model, [5, 6], 1.0, None, 0, 256), 10))
     assert tokens == list(range(7, 17))
     assert model.shown == [2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
 
 
 def test_a_long_prompt_is_cut_to_its_end() -> None:
     model = Successor()
-    assert next(sample(model, range(100), 0.0, None, 0, 256)) == 100
+    assert next(sample_tokens(model, range(100), 0.0, None, 0, 256)) == 100
     assert model.shown == [8]
 
 
 def test_tokens_beyond_the_vocabulary_are_never_taken() -> None:
-    assert next(sample(Successor(), [99], 0.0, None, 0, 50)) < 50
+    assert next(sample_tokens(Successor(), [99], 0.0, None, 0, 50)) < 50
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
     generator = torch.Generator().manual_seed(0)
-    assert {choose(torch.tensor([0.0, 0.1, 0.05]), 0, None, generator) for _ in range(20)} == {1}
+    assert {sample_token(torch.tensor([0.0, 0.1, 0.05]), 0, None, generator) for _ in range(20)} == {1}
 
 
 def test_frequencies_follow_temperature_and_top_k() -> None:
     logits, generator = torch.tensor([0.1, 0.2, 0.7]).log(), torch.Generator().manual_seed(0)
-    drawn = Counter(choose(logits, 1.0, None, generator) for _ in range(4000))
+    drawn = Counter(sample_token(logits, 1.0, None, generator) for _ in range(4000))
     assert [drawn[token] / 4000 for token in range(3)] == pytest.approx([0.1, 0.2, 0.7], abs=0.03)
-    hot = Counter(choose(logits, 100.0, None, generator) for _ in range(4000))
+    hot = Counter(sample_token(logits, 100.0, None, generator) for _ in range(4000))
     assert [hot[token] / 4000 for token in range(3)] == pytest.approx([1 / 3] * 3, abs=0.04)
-    few = Counter(choose(logits, 1.0, 2, generator) for _ in range(4000))
+    few = Counter(sample_token(logits, 1.0, 2, generator) for _ in range(4000))
     assert few[0] == 0 and few[1] / 4000 == pytest.approx(2 / 9, abs=0.03)
-    assert choose(logits, 1.0, 99, generator) in range(3)
+    assert sample_token(logits, 1.0, 99, generator) in range(3)
 
 
 def test_characters_arrive_whole() -> None:
-    pieces = list(ByteCodec().decode(iter("aé🐦b".encode())))
+    pieces = list(ByteTextCodec().decode(iter("aé🐦b".encode())))
     assert "".join(pieces) == "aé🐦b"
     assert [piece for piece in pieces if piece] == ["a", "é", "🐦", "b"]
 
 
 def test_bytes_that_are_no_text_are_marked() -> None:
-    assert "".join(ByteCodec().decode(iter([0xFF, 0x41, 0xF0, 0x9F]))) == "\ufffdA\ufffd"
+    assert "".join(ByteTextCodec().decode(iter([0xFF, 0x41, 0xF0, 0x9F]))) == "\ufffdA\ufffd"
 
 
 def test_generates_from_a_node_folder_reproducibly(tmp_path: Path) -> None:
@@ -167,6 +167,6 @@ def test_nothing_to_generate_from(tmp_path: Path) -> None:
 def test_what_a_model_says_does_not_steer_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers trained it. Its line breaks and tabs are its own."""
     said = "fine\n\t\x1b[2J\r\u202eok"
-    monkeypatch.setattr("node.generate.sample", lambda *_: iter(said.encode()))
+    monkeypatch.setattr("node.generate.sample_tokens", lambda *_: iter(said.encode()))
     assert "".join(generate(node_folder(tmp_path, manifest()), "x")) == "fine\n\t\ufffd[2J\ufffd\ufffdok"
     assert not said.replace("\n", "").replace("\t", "").isprintable(), "the control: it would"

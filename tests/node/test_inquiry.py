@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.metrics import Metrics, metrics_server
-from node.folder import RunFolder
+from node.daemon.metrics import Metrics, serve_metrics
+from node.folder import RunDir
 from node.inquiry import key_line, status_lines
 from node.status import NodeStatus
 from protocol.errors import IdentityError, MissingFileError, StorageError, UnreachableError, UsageError
@@ -25,7 +25,7 @@ def node(folder: Path, port: int) -> Path:
 async def test_a_line_for_each_node_of_a_swarm(tmp_path: Path, unused_tcp_port: int) -> None:
     counted = {"absences": {"slow": 1, "late": 2}, "refusals": {"forged": 1}}
     status = STATUS.model_copy(update=counted)
-    async with metrics_server(LOOPBACK, Metrics(), lambda: status) as port:
+    async with serve_metrics(LOOPBACK, Metrics(), lambda: status) as port:
         node(tmp_path / "peer-0", port)
         left = node(tmp_path / "peer-1", unused_tcp_port)
         node(tmp_path / "peer-2", unused_tcp_port)
@@ -44,7 +44,7 @@ async def test_a_line_for_each_node_of_a_swarm(tmp_path: Path, unused_tcp_port: 
 
 async def test_a_port_that_is_anothers_by_now_tells_nothing(tmp_path: Path) -> None:
     another = STATUS.model_copy(update={"peer_id": "q"})
-    async with metrics_server(LOOPBACK, Metrics(), lambda: another) as port:
+    async with serve_metrics(LOOPBACK, Metrics(), lambda: another) as port:
         node(tmp_path / "peer-0", port)
         lines = await asyncio.to_thread(status_lines, tmp_path, False)
     assert lines == ["peer-0: does not run; start it with `murmur join`"]
@@ -77,7 +77,7 @@ def test_what_peers_said_does_not_steer_the_terminal(tmp_path: Path, unused_tcp_
 
 
 def test_a_node_that_starts_is_not_told_to_start(tmp_path: Path, unused_tcp_port: int) -> None:
-    with RunFolder(node(tmp_path / "peer-0", unused_tcp_port)).claimed(MANIFEST):
+    with RunDir(node(tmp_path / "peer-0", unused_tcp_port)).lock(MANIFEST):
         assert status_lines(tmp_path, False) == ["peer-0: is starting, or does not answer"]
         with pytest.raises(UnreachableError, match="no node answers: peer-0 is starting, or does not answer"):
             status_lines(tmp_path, False, check=True)

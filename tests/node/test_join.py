@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 
 from node import join
-from node.config import EVERYWHERE_LISTEN, NodeSettings
+from node.config import LISTEN_ON_ALL_INTERFACES, NodeOptions
 from node.daemon import lifecycle
 from node.links import Invitation
-from node.pins import keep_pin
+from node.pins import save_pin
 from protocol.errors import ManifestError, MissingFileError, UnreachableError
 from protocol.identity import Identity
-from protocol.signed_manifest import seal
+from protocol.signed_manifest import sign_manifest
 from tests.node.small_run import MANIFEST
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeSettings]:
-    settings: list[NodeSettings] = []
+def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeOptions]:
+    settings: list[NodeOptions] = []
 
-    async def run_node(given: NodeSettings) -> None:
+    async def run_node(given: NodeOptions) -> None:
         settings.append(given)
 
     monkeypatch.setattr(lifecycle, "run_node", run_node)
@@ -27,35 +27,35 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeSettings]:
     return settings
 
 
-def test_paths_are_resolved_and_the_node_listens_everywhere(started: list[NodeSettings], tmp_path: Path) -> None:
+def test_paths_are_resolved_and_the_node_listens_everywhere(started: list[NodeOptions], tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(MANIFEST.to_toml())
     join.join_run(str(run), tmp_path / "a" / ".." / "b", (), "cpu", "me", 2, (), ":0", False)
     join.join_run(str(run), None, (), "cpu", "me", None, ("/ip4/127.0.0.1/tcp/1",), ":0", False)
     assert started[0].manifest == MANIFEST and started[0].base == tmp_path.resolve()
     assert started[0].folder == tmp_path.resolve() / "b"
-    assert started[0].listen == (EVERYWHERE_LISTEN,) and started[1].listen == ("/ip4/127.0.0.1/tcp/1",)
+    assert started[0].listen == (LISTEN_ON_ALL_INTERFACES,) and started[1].listen == ("/ip4/127.0.0.1/tcp/1",)
     assert started[1].folder.is_absolute()
 
 
-def test_a_run_that_is_not_there(started: list[NodeSettings], tmp_path: Path) -> None:
+def test_a_run_that_is_not_there(started: list[NodeOptions], tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         join.join_run(str(tmp_path / "none.toml"), None, (), "cpu", "", None, (), ":0", False)
     assert not started
 
 
-def test_a_method_that_does_not_exist_claims_nothing(started: list[NodeSettings], tmp_path: Path) -> None:
+def test_a_method_that_does_not_exist_claims_nothing(started: list[NodeOptions], tmp_path: Path) -> None:
     """Nor is the organiser's key kept."""
     method = MANIFEST.method.model_copy(update={"recipe": "dilocco"})
     run = tmp_path / "run.toml"
-    run.write_bytes(seal(MANIFEST.model_copy(update={"method": method}), Identity.create()))
+    run.write_bytes(sign_manifest(MANIFEST.model_copy(update={"method": method}), Identity.create()))
     with pytest.raises(ManifestError, match="did you mean 'diloco'"):
         join.join_run(str(run), tmp_path / "node", (), "cpu", "", None, (), ":0", False)
     assert not started and not (tmp_path / "node").exists()
 
 
 def test_a_host_that_is_gone_keeps_nobody_from_coming_back(
-    started: list[NodeSettings], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    started: list[NodeOptions], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url, folder = "http://127.0.0.1:9/run.toml", tmp_path / "node"
 
@@ -66,7 +66,7 @@ def test_a_host_that_is_gone_keeps_nobody_from_coming_back(
         join_again()
     folder.mkdir()
     (folder / "run.toml").write_text(MANIFEST.to_toml())
-    keep_pin(folder, Invitation(MANIFEST, Identity.create().peer_id, None, source=url))
+    save_pin(folder, Invitation(MANIFEST, Identity.create().peer_id, None, source=url))
     join_again()
     assert started[0].manifest == MANIFEST and started[0].folder == folder
     assert "going on with the run that was joined from there before" in caplog.text

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from node import links
-from node.links import Invitation, accept, require_tame
+from node.links import Invitation, open_invitation, require_paths_inside
 from protocol.errors import ManifestError, MissingFileError, MurmurError, OrganiserError, UnreachableError, UsageError
 from protocol.identity import Identity
 from protocol.manifest import Manifest
-from protocol.signed_manifest import seal
+from protocol.signed_manifest import sign_manifest
 from tests.node.small_run import MANIFEST
 
 ORGANISER = Identity.create()
@@ -51,78 +51,78 @@ def data(**values: str) -> Manifest:
 
 
 def test_a_signed_run_from_the_web() -> None:
-    with answering(seal(MANIFEST, ORGANISER)) as url:
-        assert accept(url, False) == Invitation(MANIFEST, ORGANISER.peer_id, None, source=url)
+    with answering(sign_manifest(MANIFEST, ORGANISER)) as url:
+        assert open_invitation(url, False) == Invitation(MANIFEST, ORGANISER.peer_id, None, source=url)
 
 
 @pytest.mark.parametrize(
     ("body", "fault", "text"),
     [
         (MANIFEST.to_toml().encode(), OrganiserError, "is not signed; ask for the address"),
-        (seal(MANIFEST, ORGANISER).replace(b"small", b"other"), OrganiserError, "is not what 12D3KooW"),
+        (sign_manifest(MANIFEST, ORGANISER).replace(b"small", b"other"), OrganiserError, "is not what 12D3KooW"),
         (b"<html>", ManifestError, "not valid TOML"),
         (b"[run]\nname = 'x'\ncolour = 1\n", ManifestError, "unknown key run.colour .*may need another version"),
         (b"#" * 1_000_000, ManifestError, "is no manifest, it is over .*; check the address"),
-        (seal(data(path="/etc/passwd"), ORGANISER), OrganiserError, "leads out of .*; ask the organiser"),
+        (sign_manifest(data(path="/etc/passwd"), ORGANISER), OrganiserError, "leads out of .*; ask the organiser"),
     ],
 )
 def test_what_the_web_must_not_give_us(body: bytes, fault: type[MurmurError], text: str) -> None:
     with answering(body) as url, pytest.raises(fault, match=text):
-        accept(url, False)
+        open_invitation(url, False)
 
 
 def test_answers_that_are_none() -> None:
     html = {"content-type": "text/html; charset=utf-8"}
     with answering(b"<html>", headers=html) as url, pytest.raises(UsageError, match="is a page for people"):
-        accept(url, False)
+        open_invitation(url, False)
     with answering(b"") as url, pytest.raises(UnreachableError, match="does not speak https"):
-        accept(url.replace("http:", "https:"), False)
+        open_invitation(url.replace("http:", "https:"), False)
     with answering(b"", 404) as url, pytest.raises(UnreachableError, match="answers with 404; check the address"):
-        accept(url, False)
+        open_invitation(url, False)
     with (
         answering(b"", 302, {"location": "https://elsewhere/"}) as url,
         pytest.raises(UsageError, match="join that address"),
     ):
-        accept(url, False)
+        open_invitation(url, False)
     with pytest.raises(UnreachableError, match="cannot get http://127.0.0.1:9/run.toml"):
-        accept("http://127.0.0.1:9/run.toml", False)
+        open_invitation("http://127.0.0.1:9/run.toml", False)
 
 
 def test_a_server_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "DOWNLOAD_SECONDS", 0.3)
     with answering(b"", headers={"content-length": "100"}) as url, pytest.raises(UnreachableError, match="cannot get"):
-        accept(url, False)
+        open_invitation(url, False)
 
 
 @pytest.mark.parametrize("host", ["93.184.216.34", "[2606:2800:220:1::1]"])
 def test_plain_http_is_for_private_networks(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     """The control: with --insecure the address is asked."""
-    monkeypatch.setattr(links, "_download", lambda url: seal(MANIFEST, ORGANISER))
+    monkeypatch.setattr(links, "_download", lambda url: sign_manifest(MANIFEST, ORGANISER))
     with pytest.raises(OrganiserError, match="use https://, or --insecure if you compare the fingerprint"):
-        accept(f"http://{host}/run.toml", False)
-    assert accept(f"http://{host}/run.toml", True).organiser == ORGANISER.peer_id
+        open_invitation(f"http://{host}/run.toml", False)
+    assert open_invitation(f"http://{host}/run.toml", True).organiser == ORGANISER.peer_id
     for private in ("127.0.0.1", "192.168.3.4", "10.0.0.1", "[::1]", "localhost"):
-        assert accept(f"http://{private}/run.toml", False).organiser == ORGANISER.peer_id
-    assert accept(f"https://{host}/run.toml", False).organiser == ORGANISER.peer_id
+        assert open_invitation(f"http://{private}/run.toml", False).organiser == ORGANISER.peer_id
+    assert open_invitation(f"https://{host}/run.toml", False).organiser == ORGANISER.peer_id
 
 
 def test_a_file_is_the_persons_own_word(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(data(path="/anywhere").to_toml())
-    assert accept(str(path), False) == Invitation(data(path="/anywhere"), None, tmp_path.resolve())
-    path.write_bytes(seal(MANIFEST, ORGANISER))
-    assert accept(str(path), False).organiser == ORGANISER.peer_id
-    path.write_bytes(seal(MANIFEST, ORGANISER).replace(b"small", b"other"))
+    assert open_invitation(str(path), False) == Invitation(data(path="/anywhere"), None, tmp_path.resolve())
+    path.write_bytes(sign_manifest(MANIFEST, ORGANISER))
+    assert open_invitation(str(path), False).organiser == ORGANISER.peer_id
+    path.write_bytes(sign_manifest(MANIFEST, ORGANISER).replace(b"small", b"other"))
     with pytest.raises(OrganiserError, match="remove the last two lines"):
-        accept(str(path), False)
+        open_invitation(str(path), False)
     with pytest.raises(MissingFileError, match="cannot read the manifest"):
-        accept(str(tmp_path / "none.toml"), False)
+        open_invitation(str(tmp_path / "none.toml"), False)
 
 
 @pytest.mark.parametrize("run", ["run.example.org/run.toml", "127.0.0.1:8080/run.toml", "localhost:80/run.toml"])
 def test_an_address_without_its_beginning_is_seen_for_one(run: str) -> None:
     with pytest.raises(MissingFileError, match="if it is an address, begin it with https://"):
-        accept(run, False)
+        open_invitation(run, False)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_an_address_without_its_beginning_is_seen_for_one(run: str) -> None:
 )
 def test_what_is_no_run(run: str) -> None:
     with pytest.raises(UsageError):
-        accept(run, False)
+        open_invitation(run, False)
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../key", "a/../../key", "~/.ssh/id", "/"])
 def test_a_strangers_manifest_names_no_files_of_ours(path: str) -> None:
     for manifest in (data(path=path), data(tokenizer=path)):
         with pytest.raises(OrganiserError):
-            require_tame(manifest)
-    require_tame(data(path="corpus/*.txt", tokenizer="tokenizer.json"))
+            require_paths_inside(manifest)
+    require_paths_inside(data(path="corpus/*.txt", tokenizer="tokenizer.json"))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from node.logs import OURS, TOLD_BY_US, configure_logs
+from node.logs import OUR_PACKAGES, SILENCED_LOGGERS, configure_logs
 from protocol.murmur_pb2 import PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
-from tests.protocol.garbled import garbled
+from tests.protocol.garbled import garbled_channel
 
 Capture = pytest.CaptureFixture[str]
 
@@ -18,7 +18,7 @@ Capture = pytest.CaptureFixture[str]
 def loggers() -> Iterator[None]:
     """The loggers are as before afterwards."""
     root = logging.getLogger()
-    handlers, levels = root.handlers[:], {name: logging.getLogger(name).level for name in ("", *OURS, *TOLD_BY_US)}
+    handlers, levels = root.handlers[:], {name: logging.getLogger(name).level for name in ("", *OUR_PACKAGES, *SILENCED_LOGGERS)}
     yield
     root.handlers[:] = handlers
     for name, level in levels.items():
@@ -66,7 +66,7 @@ def test_a_traceback_keeps_its_lines_and_no_more(capsys: Capture) -> None:
 
 async def test_bytes_that_do_not_parse_leave_no_traceback(capsys: Capture, tmp_path: Path) -> None:
     async def told() -> str:
-        async with garbled(tmp_path / "s") as channel:
+        async with garbled_channel(tmp_path / "s") as channel:
             await BlobsStub(channel).Pieces(PiecesRequest(), timeout=10)
         return capsys.readouterr().err
 

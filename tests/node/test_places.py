@@ -32,20 +32,20 @@ def checkpoint(folder: Path, number: int, round_number: int) -> Path:
 
 
 def test_fresh_swarm_never_takes_a_folder_that_exists() -> None:
-    assert places.fresh_swarm("demo") == Path("runs/demo-1")
+    assert places.next_swarm_dir("demo") == Path("runs/demo-1")
     Path("runs/demo-1").mkdir(parents=True)
-    assert places.fresh_swarm("demo") == Path("runs/demo-2")
-    assert places.fresh_swarm("other") == Path("runs/other-1")
+    assert places.next_swarm_dir("demo") == Path("runs/demo-2")
+    assert places.next_swarm_dir("other") == Path("runs/other-1")
 
 
 def test_joined_folder_is_the_same_for_the_same_run(home: Path) -> None:
     manifest = load_manifest(places.demo_manifest())
     expected = home / "state" / "murmur" / f"demo-{manifest.run_id[:8]}"
-    assert places.joined_folder(manifest) == expected
+    assert places.join_dir(manifest) == expected
 
 
 def test_demo_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    monkeypatch.setattr(places, "DEMO", home / "demo.toml")
+    monkeypatch.setattr(places, "DEMO_MANIFEST", home / "demo.toml")
     with pytest.raises(MissingFileError, match="name a manifest: murmur up RUN.toml"):
         places.demo_manifest()
 
@@ -53,28 +53,28 @@ def test_demo_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, home: Path)
 def test_node_folders_of_a_node_and_of_a_swarm(home: Path) -> None:
     peers = [node(home / "swarm" / f"peer-{index}") for index in range(2)]
     (home / "swarm" / "export").mkdir()
-    assert places.node_folders(home / "swarm") == peers
-    assert places.node_folders(peers[0]) == [peers[0]]
+    assert places.find_node_dirs(home / "swarm") == peers
+    assert places.find_node_dirs(peers[0]) == [peers[0]]
 
 
 def test_without_a_folder_the_newest_is_meant(home: Path) -> None:
-    joined = node(places.joined_home() / "demo-1234", age=50)
+    joined = node(places.state_home() / "demo-1234", age=50)
     old = [node(Path("runs") / "demo-1" / f"peer-{index}", age=100) for index in range(2)]
-    assert places.node_folders(None) == [joined]
+    assert places.find_node_dirs(None) == [joined]
     new = [node(Path("runs") / "demo-2" / f"peer-{index}") for index in range(2)]
-    assert places.node_folders(None) == new
+    assert places.find_node_dirs(None) == new
     assert old[0] not in new
-    hosted = node(places.joined_home() / "hosts" / "demo-1234", age=-1)
-    assert places.node_folders(None) == [hosted]
+    hosted = node(places.state_home() / "hosts" / "demo-1234", age=-1)
+    assert places.find_node_dirs(None) == [hosted]
 
 
 def test_no_folder_no_node_nothing_run(home: Path) -> None:
     with pytest.raises(MissingFileError, match="nowhere is no folder"):
-        places.node_folders(home / "nowhere")
+        places.find_node_dirs(home / "nowhere")
     with pytest.raises(UsageError, match="no node has run in"):
-        places.node_folders(home)
+        places.find_node_dirs(home)
     with pytest.raises(UsageError, match="no node has run here yet; start one"):
-        places.node_folders(None)
+        places.find_node_dirs(None)
 
 
 def test_trained_folder_is_that_of_the_latest_round_not_of_the_most_saves(home: Path) -> None:
@@ -82,26 +82,26 @@ def test_trained_folder_is_that_of_the_latest_round_not_of_the_most_saves(home: 
     checkpoint(swarm / "peer-0", number=40, round_number=9)
     checkpoint(swarm / "peer-1", number=2, round_number=10)
     (swarm / "peer-2" / "checkpoints").mkdir(parents=True)
-    assert places.trained_folder(swarm) == swarm / "peer-1"
-    assert places.trained_folder(swarm / "peer-0") == swarm / "peer-0"
+    assert places.find_trained_dir(swarm) == swarm / "peer-1"
+    assert places.find_trained_dir(swarm / "peer-0") == swarm / "peer-0"
 
 
 def test_newest_checkpoint_is_the_last_save_though_its_round_is_lower(home: Path) -> None:
     checkpoint(home, number=1, round_number=12)
     last = checkpoint(home, number=2, round_number=7)
     (home / "checkpoints" / ".0000000003.round-8").mkdir()
-    assert places.newest_checkpoint(home) == last
-    assert places.newest_checkpoint(home / "elsewhere") is None
+    assert places.find_newest_checkpoint(home) == last
+    assert places.find_newest_checkpoint(home / "elsewhere") is None
 
 
 def test_nothing_trained(home: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
-        places.trained_folder(home)
+        places.find_trained_dir(home)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"metrics_port": "x"}'])
 def test_port_of_a_torn_file_is_unknown(home: Path, content: str) -> None:
     folder = node(home / "node", port=4321)
-    assert places.announced_port(folder) == 4321
+    assert places.read_metrics_port(folder) == 4321
     (folder / "node.json").write_text(content)
-    assert places.announced_port(folder) is None and places.announced_peer(folder) is None
+    assert places.read_metrics_port(folder) is None and places.read_peer_id(folder) is None

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from node.model import shape_table
-from node.program import decay_of, method_of, program_of, rate_share, round_settings
+from node.program import learning_rate_decay, build_method, build_program, learning_rate_scale, round_settings_by_number
 from optim.rows import RECIPES
 from protocol.errors import ManifestError
-from protocol.manifest import Manifest, Train, parse_manifest
+from protocol.manifest import Manifest, TrainSection, parse_manifest
 
 TOML = """
 [run]
@@ -41,15 +41,15 @@ def manifest_of(recipe: str = "diloco", tables: str = "") -> Manifest:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_row_fits_a_model(recipe: str) -> None:
     manifest = manifest_of(recipe)
-    program = program_of(manifest)
-    assert program.method == method_of(manifest) and program.method.name == recipe
+    program = build_program(manifest)
+    assert program.method == build_method(manifest) and program.method.name == recipe
     assert program.layout == shape_table(manifest.model).layout
-    assert 0 < program.max_part_bytes <= program.max_message_bytes
+    assert 0 < program.max_part_bytes <= program.max_contribution_bytes
 
 
 def test_another_method_may_be_laid_over_the_model() -> None:
-    other = method_of(manifest_of("sparseloco"))
-    assert program_of(manifest_of("diloco"), other).method is other
+    other = build_method(manifest_of("sparseloco"))
+    assert build_program(manifest_of("diloco"), other).method is other
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_another_method_may_be_laid_over_the_model() -> None:
 )
 def test_a_method_that_cannot_be_is_a_fault_of_the_manifest_in_one_line(recipe: str, tables: str, reason: str) -> None:
     with pytest.raises(ManifestError, match=reason) as caught:
-        program_of(manifest_of(recipe, tables))
+        build_program(manifest_of(recipe, tables))
     assert "\n" not in str(caught.value)
 
 
@@ -75,19 +75,19 @@ def test_each_round_has_its_own_settings() -> None:
         '[method.codec]\nkind = "topk"\nchunk = 512'
     )
     manifest = manifest_of(tables=tables)
-    program = program_of(manifest)
-    settings = round_settings(manifest, program)
-    assert [settings(number).quorum for number in (0, 1, 2, 9)] == [1.0, 1.0, 0.5, 0.5]
+    program = build_program(manifest)
+    settings = round_settings_by_number(manifest, program)
+    assert [settings(number).roster_quorum for number in (0, 1, 2, 9)] == [1.0, 1.0, 0.5, 0.5]
     for number in range(4):
         found = settings(number)
-        assert found.parts == len(program.plan(number).bounds) and found.exchange == "butterfly"
+        assert found.parts == len(program.plan(number).part_spans) and found.exchange == "butterfly"
         assert (found.run_id, found.grace) == (manifest.run_id, manifest.round.grace)
     assert program.max_parts == max(settings(number).parts for number in range(2))
 
 
 def test_groups_say_how_large_and_by_which_pattern() -> None:
     manifest = manifest_of("noloco", '[method.topology]\nsize = 4\npattern = "random"')
-    found = round_settings(manifest, program_of(manifest))(3)
+    found = round_settings_by_number(manifest, build_program(manifest))(3)
     assert (found.exchange, found.group_size, found.pattern, found.parts) == ("groups", 4, "random", 1)
 
 
@@ -102,9 +102,9 @@ def test_groups_say_how_large_and_by_which_pattern() -> None:
     ],
 )
 def test_the_learning_rate_warms_up_and_decays(step: int, expected: float) -> None:
-    train = Train(batch_tokens=24, learning_rate=1e-2, warmup_steps=4, decay_steps=100, final_share=0.1)
-    assert rate_share(train, step) == decay_of(train)(step) == pytest.approx(expected)
+    train = TrainSection(batch_tokens=24, learning_rate=1e-2, warmup_steps=4, decay_steps=100, final_share=0.1)
+    assert learning_rate_scale(train, step) == learning_rate_decay(train)(step) == pytest.approx(expected)
 
 
 def test_without_warm_up_and_decay_it_is_constant() -> None:
-    assert {rate_share(Train(batch_tokens=24, learning_rate=1e-2), step) for step in (0, 1, 10_000)} == {1.0}
+    assert {learning_rate_scale(TrainSection(batch_tokens=24, learning_rate=1e-2), step) for step in (0, 1, 10_000)} == {1.0}

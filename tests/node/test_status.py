@@ -7,12 +7,12 @@ from typing import get_args
 
 import pytest
 
-from node.daemon.absence import MISHAPS
-from node.daemon.metrics import Setback
-from node.status import NodeStatus, fetch_status, plural, short_bytes, short_count
+from node.daemon.absence import REJECT_TEXTS
+from node.daemon.metrics import RecoveredErrorKind
+from node.status import NodeStatus, fetch_status, format_plural, format_bytes, format_count
 from protocol.blobs.service import _STATUS
 from protocol.errors import PeerFault, UnreachableError
-from protocol.rounds.events import Reason
+from protocol.rounds.events import RejectReason
 
 ROOT = Path(__file__).parents[2]
 WORKING = NodeStatus(
@@ -41,7 +41,7 @@ def test_summary_of_a_host_that_only_watches() -> None:
     watching = WORKING.model_copy(update={"phase": "watching", "peers": 1, "page": "http://127.0.0.1:8080/"})
     expected = "round 12/60 · 1 peer there · sent 4.2 MB · watching · page http://127.0.0.1:8080/"
     assert watching.summary() == expected
-    assert watching.contributing() == "no: it only watches, `murmur host --train` takes part"
+    assert watching.describe_contributing() == "no: it only watches, `murmur host --train` takes part"
 
 
 def test_summary_says_how_many_are_reached_directly() -> None:
@@ -68,7 +68,7 @@ def test_summary_says_how_many_are_reached_directly() -> None:
     ],
 )
 def test_contributing(changes: dict[str, object], answer: str) -> None:
-    assert WORKING.model_copy(update=changes).contributing() == answer
+    assert WORKING.model_copy(update=changes).describe_contributing() == answer
 
 
 def test_a_checkpoint_that_is_not_on_disk_is_said_beside() -> None:
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_is_not_on_disk_is_said_beside() -> None:
 
 
 def test_round_without_a_target() -> None:
-    assert WORKING.model_copy(update={"target_rounds": None}).round_of_target() == "round 12"
+    assert WORKING.model_copy(update={"target_rounds": None}).describe_round() == "round 12"
 
 
 def test_json_round_trip_keeps_everything_and_nan_becomes_unknown() -> None:
@@ -90,16 +90,16 @@ def test_json_round_trip_keeps_everything_and_nan_becomes_unknown() -> None:
     ("number", "text"), [(0, "0"), (999, "999"), (9100, "9.1k"), (2_500_000, "2.5M"), (3e9, "3.0G")]
 )
 def test_short_count(number: float, text: str) -> None:
-    assert short_count(number) == text
+    assert format_count(number) == text
 
 
 @pytest.mark.parametrize(("number", "text"), [(12, "12 B"), (1500, "1.5 kB"), (4.2e6, "4.2 MB"), (7e12, "7.0 TB")])
 def test_short_bytes(number: float, text: str) -> None:
-    assert short_bytes(number) == text
+    assert format_bytes(number) == text
 
 
 def test_plural() -> None:
-    assert [plural(count, "peer") for count in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]
+    assert [format_plural(count, "peer") for count in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]
 
 
 async def served(handler: Handler) -> tuple[asyncio.Server, int]:
@@ -142,7 +142,7 @@ async def test_fetch_from_a_stranger(answer: bytes) -> None:
 
 
 def test_reasons_with_their_counts_the_most_frequent_first() -> None:
-    assert WORKING.reasons() == ()
+    assert WORKING.reason_lines() == ()
     counted = WORKING.model_copy(
         update={
             "absences": {"late": 1, "slow": 3},
@@ -150,7 +150,7 @@ def test_reasons_with_their_counts_the_most_frequent_first() -> None:
             "direct_refusals": {"forged": 1},
         }
     )
-    assert counted.reasons() == (
+    assert counted.reason_lines() == (
         "rounds without its work: slow 3, late 1",
         "worked around: blob late 2, not delivered 2",
         "direct connections not taken: forged 1",
@@ -170,13 +170,13 @@ def said(pattern: str, *files: str) -> set[str]:
 
 
 def test_every_word_is_explained_where_it_is_shown_and_no_other() -> None:
-    assert explained("Worked around") == set(get_args(Setback))
-    absences = set(MISHAPS) | said(r'Absence\("([a-z ]+)"', "node/daemon/absence.py", "node/daemon/standing.py")
+    assert explained("Worked around") == set(get_args(RecoveredErrorKind))
+    absences = set(REJECT_TEXTS) | said(r'Absence\("([a-z ]+)"', "node/daemon/absence.py", "node/daemon/standing.py")
     assert {"slow", "excluded"} < absences and explained("Rounds without its work") == absences
-    counted = {word for _, word in _STATUS.values()} | {kind("").word for kind in PeerFault.__subclasses__()}
+    counted = {word for _, word in _STATUS.values()} | {kind("").metric_label for kind in PeerFault.__subclasses__()}
     streams = said(r'refusals\["([a-z ]+)"\]', *(f"protocol/network/{name}.py" for name in ("tunnel", "doors")))
     ours = said(r'metrics\.refused\("([a-z ]+)"\)', "node/daemon/assembly.py")
     assert "stream lost" in streams and "wrong blob" in ours
-    assert explained("Refused") == {*get_args(Reason), *counted, *streams, *ours}
+    assert explained("Refused") == {*get_args(RejectReason), *counted, *streams, *ours}
     direct = said(r'(?:_refuse\(|return )"([A-Za-z ]+)"', "protocol/network/direct.py")
     assert "cut" in direct and explained("Direct connections not taken") == direct

@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from node import web
-from node.web import LEAST_SHARE, is_own, listening, serving
+from node.web import MIN_CONNECTIONS_PER_HOST, is_loopback, open_listener, serve
 
 LONG = 60.0
 ASK = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -86,7 +86,7 @@ async def arrive() -> AsyncIterator[Arrive]:
 
 
 async def test_silent_connections_leave_room_for_the_rest(arrive: Arrive) -> None:
-    async with serving(Site().application, listening("127.0.0.1", 0, "--http"), 3, LONG) as port:
+    async with serve(Site().application, open_listener("127.0.0.1", 0, "--http"), 3, LONG) as port:
         guests = [await arrive(port) for _ in range(3)]
         late = await arrive(port)
         assert await late.closed(), "nobody answers it: it is not held either"
@@ -98,19 +98,19 @@ async def test_silent_connections_leave_room_for_the_rest(arrive: Arrive) -> Non
 
 async def test_of_one_address_no_more_than_its_share(arrive: Arrive, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a proxy on this machine has them all."""
-    async with serving(Site().application, listening("127.0.0.1", 0, "--http"), 16, LONG) as port:
+    async with serve(Site().application, open_listener("127.0.0.1", 0, "--http"), 16, LONG) as port:
         proxied = [await arrive(port) for _ in range(16)]
         assert [await guest.ask() for guest in proxied] == [b"here"] * 16
-    monkeypatch.setattr(web, "is_own", lambda _: False)
-    async with serving(Site().application, listening("127.0.0.1", 0, "--http"), 16, LONG) as port:
-        guests = [await arrive(port) for _ in range(LEAST_SHARE)]
-        assert [await guest.ask() for guest in guests] == [b"here"] * LEAST_SHARE
+    monkeypatch.setattr(web, "is_loopback", lambda _: False)
+    async with serve(Site().application, open_listener("127.0.0.1", 0, "--http"), 16, LONG) as port:
+        guests = [await arrive(port) for _ in range(MIN_CONNECTIONS_PER_HOST)]
+        assert [await guest.ask() for guest in guests] == [b"here"] * MIN_CONNECTIONS_PER_HOST
         assert await (await arrive(port)).closed()
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HT", ASK + ASK[:-2], b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n"])
 async def test_what_brings_no_whole_request_is_closed(arrive: Arrive, begun: bytes) -> None:
-    async with serving(Site().application, listening("127.0.0.1", 0, "--http"), 8, 0.02) as port:
+    async with serve(Site().application, open_listener("127.0.0.1", 0, "--http"), 8, 0.02) as port:
         guest = await arrive(port)
         guest.writer.write(begun)
         async with asyncio.timeout(4):  # less than a connection is kept after its answer
@@ -120,7 +120,7 @@ async def test_what_brings_no_whole_request_is_closed(arrive: Arrive, begun: byt
 
 async def test_an_answer_takes_as_long_as_it_takes(arrive: Arrive) -> None:
     site = Site()
-    async with serving(site.application, listening("127.0.0.1", 0, "--http"), 8, 0.02) as port:
+    async with serve(site.application, open_listener("127.0.0.1", 0, "--http"), 8, 0.02) as port:
         reader = await arrive(port)
         reader.writer.write(ASK.replace(b"/ ", b"/stream "))
         assert await reader.read("first") == b"first"
@@ -135,4 +135,4 @@ async def test_an_answer_takes_as_long_as_it_takes(arrive: Arrive) -> None:
     [("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("192.0.2.1", False), ("", False)],
 )
 def test_what_is_of_this_machine(host: str, own: bool) -> None:
-    assert is_own(host) == own
+    assert is_loopback(host) == own

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch
 
 from optim.codecs.codec import Payload
-from optim.exchange import Merger, Sender
+from optim.exchange import Aggregator, ContributionEncoder
 from optim.layout import Layout
-from optim.method import MEMORY, Method
+from optim.method import AGGREGATION_STATE, Method
 from optim.parts import Scalar
-from optim.program import Program
+from optim.program import RoundPlanner
 from optim.recipes import compose
-from optim.vectors import PlainVector, Vector
+from optim.vectors import ArrayVector, Vector
 
-PARTS = 3
+PART_COUNT = 3
 EMBEDDING, LAYER, LAYERS, NORM = (60, 50), ((20, 30), (50,)), 8, (800,)
 LAYOUT = Layout(
     (EMBEDDING, *(shape for _ in range(LAYERS) for shape in LAYER), NORM),
@@ -25,71 +25,71 @@ LOSSLESS: Tables = {"codec": {"kind": "none"}}
 NO_PROGRESS: Tables = {"adoption": {"unsent": 0.0}}  # for signals of which what is left is none
 
 
-def program_of(recipe: str | Method, overrides: Tables | None = None, parts: int = PARTS) -> Program:
+def make_planner(recipe: str | Method, overrides: Tables | None = None, part_count: int = PART_COUNT) -> RoundPlanner:
     method = compose(recipe, overrides or {}) if isinstance(recipe, str) else recipe
-    return Program(method, LAYOUT, parts)
+    return RoundPlanner(method, LAYOUT, part_count)
 
 
-def plain(values: torch.Tensor) -> PlainVector:
-    return PlainVector(values.numpy())
+def as_vector(values: torch.Tensor) -> ArrayVector:
+    return ArrayVector(values.numpy())
 
 
-def draw(seed: int, numel: int = NUMEL) -> torch.Tensor:
+def random_values(seed: int, numel: int = NUMEL) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 1e-3
 
 
-def decoded(program: Program, number: int, payloads: Sequence[Payload]) -> torch.Tensor:
+def decode_contribution(planner: RoundPlanner, number: int, payloads: Sequence[Payload]) -> torch.Tensor:
     """A message as its receivers read it: as long as what is measured, zero where the round sends nothing."""
-    plan, whole = program.plan(number), torch.zeros(program.message_numel)
+    plan, whole = planner.plan(number), torch.zeros(planner.signal_numel)
     parts = [
         codec.decode(payload, stop - start)
-        for codec, payload, (start, stop) in zip(plan.codecs, payloads, plan.bounds, strict=True)
+        for codec, payload, (start, stop) in zip(plan.codecs, payloads, plan.part_spans, strict=True)
     ]
     plan.scatter(torch.cat(parts), whole)
     return whole
 
 
-def sent(program: Program, number: int) -> torch.Tensor:
+def sent_mask(planner: RoundPlanner, number: int) -> torch.Tensor:
     """1 where that round sends something, else 0."""
-    mask = torch.zeros(program.message_numel)
-    for start, stop in program.plan(number).spans:
+    mask = torch.zeros(planner.signal_numel)
+    for start, stop in planner.plan(number).spans:
         mask[start:stop] += 1
     return mask
 
 
-class Replica:
+class FakePeer:
     """One peer's share of a method: anchor, outer state, residual."""
 
-    def __init__(self, program: Program) -> None:
-        self.program, method = program, program.method
-        self.sender = Sender(program)
-        self.merger = Merger(program)
-        self.anchor = torch.zeros(program.numel)
-        self.residual = torch.zeros(program.message_numel)
-        self.slots = {name: torch.zeros(method.size_of(name, program.numel)) for name in method.slots}
+    def __init__(self, planner: RoundPlanner) -> None:
+        self.planner, method = planner, planner.method
+        self.encoder = ContributionEncoder(planner)
+        self.aggregator = Aggregator(planner)
+        self.anchor = torch.zeros(planner.numel)
+        self.residual = torch.zeros(planner.signal_numel)
+        self.slots = {name: torch.zeros(method.slot_numel(name, planner.numel)) for name in method.slots}
 
-    def message(self, number: int, seed: int) -> list[Payload]:
-        return self.sender.message(number, draw(seed, self.program.message_numel), self.residual)
+    def encode(self, number: int, seed: int) -> list[Payload]:
+        return self.encoder.encode(number, random_values(seed, self.planner.signal_numel), self.residual)
 
-    def merged(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
-        return torch.from_numpy(self._merged(number, messages, weights).dense())
+    def aggregate(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
+        return torch.from_numpy(self._aggregate(number, messages, weights).to_dense())
 
-    def _merged(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> Vector:
+    def _aggregate(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> Vector:
         """As a swarm would, whoever reduces which part."""
-        plan = self.program.plan(number)
+        plan = self.planner.plan(number)
         if plan.method.topology.kind != "butterfly":
-            return self.merger.merge(number, [parts[0] for parts in messages], weights, self.slots.get(MEMORY))
+            return self.aggregator.merge(number, [parts[0] for parts in messages], weights, self.slots.get(AGGREGATION_STATE))
         reduced = [
-            self.merger.reduce_part(number, part, [parts[part] for parts in messages], weights)
-            for part in range(len(plan.bounds))
+            self.aggregator.reduce_part(number, part, [parts[part] for parts in messages], weights)
+            for part in range(len(plan.part_spans))
         ]
-        return self.merger.merge(number, reduced, ())
+        return self.aggregator.merge(number, reduced, ())
 
     def apply(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
-        merged = self._merged(number, messages, weights)
-        plan = self.program.plan(number)
-        self.anchor, self.slots = self.program.moved(plan, self.anchor, self.slots, merged, 1.0, weights)
-        return torch.from_numpy(merged.dense())
+        merged = self._aggregate(number, messages, weights)
+        plan = self.planner.plan(number)
+        self.anchor, self.slots = self.planner.apply_outer_step(plan, self.anchor, self.slots, merged, 1.0, weights)
+        return torch.from_numpy(merged.to_dense())
 
     @property
     def state(self) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ import pytest
 
 from optim.budget import Budget, budget
 from optim.errors import UnknownOption
-from optim.program import Program
+from optim.program import RoundPlanner
 from optim.recipes import compose
 from tests.optim.replicas import LAYOUT
 
@@ -14,7 +14,7 @@ def distances(course: object, steps: int) -> list[int]:
     method = compose("averaging", {"schedule": {"inner_steps": str(course) if isinstance(course, str) else 1}})
     found: list[int] = []
     while sum(found) < steps:
-        found.append(method.at(len(found)).schedule.inner_steps)
+        found.append(method.at_round(len(found)).schedule.inner_steps)
     return found
 
 
@@ -51,7 +51,7 @@ def test_nothing_cannot_be_spent(text: str) -> None:
     ("recipe", "bits"), [("diloco", 80), ("sparseloco", 2), ("noloco", 400), ("streaming-diloco", 60)]
 )
 def test_any_recipe_keeps_to_it(recipe: str, bits: float) -> None:
-    program = Program(
+    program = RoundPlanner(
         compose(recipe, {"schedule": {"inner_steps": f"{bits} bits over 400 steps", "ahead": 0, "delay": 0}}), LAYOUT, 1
     )
     spent, number = 0.0, 0

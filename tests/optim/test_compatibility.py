@@ -2,7 +2,7 @@ import pytest
 
 from optim.errors import UnknownOption
 from optim.recipes import compose
-from optim.rows import RECIPES, Tables
+from optim.rows import RECIPES, OptionTables
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -11,7 +11,7 @@ def test_every_row_goes_together(recipe: str) -> None:
     assert method.name == recipe and method.paper.startswith("arXiv ")
 
 
-REFUSED: list[tuple[str, Tables, str]] = [
+REFUSED: list[tuple[str, OptionTables, str]] = [
     ("noloco", {"signal": {"kind": "pseudo-gradient"}}, "'gossip' makes no step of signal 'pseudo-gradient'"),
     ("diloco", {"signal": {"kind": "weights"}}, "it takes 'pseudo-gradient' or 'gradient' or 'inner-state'"),
     ("gossip-adam", {"update": {"kind": "sgd"}}, "'sgd' makes no step of signal 'weights'"),
@@ -27,7 +27,7 @@ REFUSED: list[tuple[str, Tables, str]] = [
 
 
 @pytest.mark.parametrize(("recipe", "changes", "said"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_does_not_is_refused_in_one_line(recipe: str, changes: Tables, said: str) -> None:
+def test_what_does_not_is_refused_in_one_line(recipe: str, changes: OptionTables, said: str) -> None:
     with pytest.raises(UnknownOption) as refusal:
         compose(recipe, changes)
     assert said in str(refusal.value) and "\n" not in str(refusal.value)

@@ -12,16 +12,16 @@ import torch
 
 from optim.codecs import blocks, dense, integers
 from optim.codecs.codec import Codec
-from optim.codecs.dense import HalfPrecision
+from optim.codecs.dense import Float16
 from optim.codecs.integers import BlockInt8
-from optim.compiled import bits_of, compiled, float_of
-from optim.compiler import module_of
-from optim.machine_code import machine, processor
+from optim.compiled import float_to_bits, jit, bits_to_float
+from optim.compiler import build_module
+from optim.machine_code import target_machine, processor
 
 Floats = npt.NDArray[np.float32]
 
 
-@compiled
+@jit
 def add_product(total: Floats, values: Floats, factor: np.float32) -> None:
     for place in range(total.size):
         total[place] += values[place] * factor
@@ -43,7 +43,7 @@ FUSED = "vfmadd" if platform.machine() == "x86_64" else "fmadd"
 
 def assembly(loop: Any, **options: Any) -> str:
     """Of the last kinds of arguments that it was called with."""
-    text: str = machine().emit_assembly(module_of(loop.function, loop.signatures[-1], **options))
+    text: str = target_machine().emit_assembly(build_module(loop.function, loop.signatures[-1], **options))
     return text
 
 
@@ -52,21 +52,21 @@ def assembly(loop: Any, **options: Any) -> str:
     ("codec", "loop"),
     [
         (BlockInt8(), blocks._add_products),
-        (BlockInt8(rounding="stochastic"), integers._drawn),
-        (HalfPrecision(), dense._add_halves),
+        (BlockInt8(rounding="stochastic"), integers._encode_stochastic),
+        (Float16(), dense._add_float16),
     ],
     ids=["a sum", "noise", "half precision"],
 )
 def test_codecs_hold_no_fused_step(codec: Codec, loop: Any) -> None:
-    codec.read(codec.encode(torch.ones(100)), 100).add_to(np.zeros(100, np.float32), 0.3)
+    codec.decode_vector(codec.encode(torch.ones(100)), 100).add_to(np.zeros(100, np.float32), 0.3)
     assert FUSED not in assembly(loop)
     assert FUSED in assembly(loop, fastmath={"contract"})  # the control: there is one to be had
 
 
-@compiled
+@jit
 def there_and_back(values: Floats) -> None:
     for i in range(values.size):
-        values[i] = float_of(np.uint32(bits_of(values[i]) ^ np.uint32(1 << 31)))
+        values[i] = bits_to_float(np.uint32(float_to_bits(values[i]) ^ np.uint32(1 << 31)))
 
 
 def test_bits_of_numbers_are_had_and_made() -> None:
@@ -75,7 +75,7 @@ def test_bits_of_numbers_are_had_and_made() -> None:
     assert values.tobytes() == np.array([-0.0, -1.5, 2.0**-149, -np.inf], np.float32).tobytes()
 
 
-@compiled
+@jit
 def kinds_of_numbers(values: Floats, whole: int, truth: bool, real: float, word: np.uint32) -> int:
     return int(values[0]) + whole + (1 if truth else 0) + int(real) + int(word)
 
@@ -86,7 +86,7 @@ def test_numbers_of_all_kinds_go_in_and_a_whole_one_comes_out() -> None:
     )
 
 
-@compiled
+@jit
 def summed(rows: Floats) -> int:
     total = np.float32(0)
     for row in range(rows.shape[0]):
@@ -103,7 +103,7 @@ def test_arrays_have_their_values_one_after_the_other() -> None:
             summed(scattered)
 
 
-@compiled
+@jit
 def squares(count: int, size: int) -> int:
     """With memory of its own, over and over."""
     total = 0
@@ -145,7 +145,7 @@ def test_a_loop_leaves_the_interpreter_to_others() -> None:
 
 
 def test_code_needs_nothing_of_the_compilers() -> None:
-    module = module_of(cast(Any, squares).function, (("int64", 0), ("int64", 0)))
+    module = build_module(cast(Any, squares).function, (("int64", 0), ("int64", 0)))
     needed = {function.name for function in module.functions if function.is_declaration}
     assert {name for name in needed if not name.startswith("llvm.")} <= {"malloc", "free", "memset", "memcpy"}
     assert not [variable.name for variable in module.global_variables if variable.is_declaration]

@@ -23,7 +23,7 @@ REQUIRED: dict[str, tuple[Callable[..., None], ...]] = {
 }
 
 
-def recipes_of(test: Callable[..., None]) -> set[str]:
+def parametrised_recipes(test: Callable[..., None]) -> set[str]:
     """The recipes that a test is parametrised with."""
     found: set[str] = set()
     for mark in getattr(test, "pytestmark", []):
@@ -35,11 +35,11 @@ def recipes_of(test: Callable[..., None]) -> set[str]:
 
 @pytest.mark.parametrize("promise", REQUIRED)
 def test_every_recipe_is_tested_for(promise: str) -> None:
-    covered = set[str]().union(*(recipes_of(test) for test in REQUIRED[promise]))
+    covered = set[str]().union(*(parametrised_recipes(test) for test in REQUIRED[promise]))
     assert set(RECIPES) <= covered, f"without such a test: {sorted(set(RECIPES) - covered)}"
 
 
 def test_negative_control_a_test_of_some_recipes_is_told_from_one_of_all() -> None:
-    some = recipes_of(test_recipe_rows.test_replicators_send_the_same_places_of_all_members)
+    some = parametrised_recipes(test_recipe_rows.test_replicators_send_the_same_places_of_all_members)
     assert some == {"detonation-random", "detonation-striding"}
-    assert recipes_of(test_recipe_rows.test_full_replication_leaves_no_momentum_behind) == set()
+    assert parametrised_recipes(test_recipe_rows.test_full_replication_leaves_no_momentum_behind) == set()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from optim.codecs.codec import Payload
-from tests.optim.replicas import LOSSLESS, NUMEL, Replica, Tables, program_of
+from tests.optim.replicas import LOSSLESS, NUMEL, FakePeer, Tables, make_planner
 
 PEERS, ROUNDS = 8, 40
 PART = torch.linspace(0.05, 1, NUMEL)
@@ -20,8 +20,8 @@ UNDISCOUNTED: Tables = {"aggregate": {"staleness": 0.0}}
 RETRAINED: Tables = {"adoption": {"unsent": 0.0}}
 
 
-def swarm(tables: Tables) -> Replica:
-    replica = Replica(program_of("diloco", LOSSLESS | WHOLE | tables))
+def swarm(tables: Tables) -> FakePeer:
+    replica = FakePeer(make_planner("diloco", LOSSLESS | WHOLE | tables))
     replica.anchor = torch.ones(NUMEL)
     return replica
 
@@ -31,15 +31,15 @@ def with_late_messages(tables: Tables, share: float, seed: int) -> list[float]:
     replica, draw, errors = swarm(tables), random.Random(seed), []
     late: list[list[Payload]] = []
     for number in range(ROUNDS):
-        rule = replica.program.plan(number).method.aggregate
-        messages = [(parts, rule.weight(100, 1)) for parts in late]
+        rule = replica.planner.plan(number).method.aggregate
+        messages = [(parts, rule.weigh(100, 1)) for parts in late]
         late = []
         for _ in range(PEERS):
-            parts = replica.sender.message(number, PART * replica.anchor, replica.residual)
+            parts = replica.encoder.encode(number, PART * replica.anchor, replica.residual)
             if draw.random() < share:
                 late.append(parts)
             else:
-                messages.append((parts, rule.weight(100, 0)))
+                messages.append((parts, rule.weigh(100, 0)))
         if messages:
             replica.apply(number, [parts for parts, _ in messages], [weight for _, weight in messages])
         errors.append(float(replica.anchor.square().mean().sqrt()))
@@ -49,7 +49,7 @@ def with_late_messages(tables: Tables, share: float, seed: int) -> list[float]:
 def with_messages_given_back(tables: Tables, share: float, seed: int) -> list[float]:
     """The same where what misses its round goes back into its sender's residual."""
     replica, draw, errors = swarm(tables), random.Random(seed), []
-    unsent = replica.program.method.adoption.unsent
+    unsent = replica.planner.method.adoption.unsent
     residuals = [torch.zeros(NUMEL) for _ in range(PEERS)]
     for number in range(ROUNDS):
         messages = []
@@ -58,7 +58,7 @@ def with_messages_given_back(tables: Tables, share: float, seed: int) -> list[fl
             if draw.random() < share:
                 residual += progress
             else:
-                messages.append(replica.sender.message(number, progress, residual))
+                messages.append(replica.encoder.encode(number, progress, residual))
         if messages:
             replica.apply(number, messages, [1.0] * len(messages))
         errors.append(float(replica.anchor.square().mean().sqrt()))

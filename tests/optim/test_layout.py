@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optim.layout import Layout, Span, joined, within
+from optim.layout import Layout, Span, merge_adjacent, clip_spans
 
 LAYOUT = Layout(((4, 3), (5,), (2, 2), (), (3, 2, 2)), (0, 1, 1, 2, 3))
 shapes = st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=8)
@@ -35,9 +35,9 @@ def test_tensors_blocks_and_matrices_by_hand() -> None:
     assert LAYOUT.numel == 12 + 5 + 4 + 1 + 12
     assert LAYOUT.spans == ((0, 12), (12, 17), (17, 21), (21, 22), (22, 34))
     assert LAYOUT.block_spans == ((0, 12), (12, 21), (21, 22), (22, 34))
-    assert LAYOUT.matrices == ((0, 12), (17, 21), (22, 34)), "more than two dimensions count as a matrix"
-    assert list(LAYOUT.tensors())[1] == ((5,), (12, 17))
-    assert Layout(((2, 2), (2, 2), (3,))).matrices == ((0, 8),), "neighbours are joined"
+    assert LAYOUT.matrix_spans == ((0, 12), (17, 21), (22, 34)), "more than two dimensions count as a matrix"
+    assert list(LAYOUT.iter_tensors())[1] == ((5,), (12, 17))
+    assert Layout(((2, 2), (2, 2), (3,))).matrix_spans == ((0, 8),), "neighbours are joined"
 
 
 def test_without_blocks_each_tensor_is_its_own() -> None:
@@ -49,36 +49,36 @@ def test_without_blocks_each_tensor_is_its_own() -> None:
 def test_tensors_and_blocks_cover_the_vector_once(layout: Layout) -> None:
     assert places(layout.spans) == places(layout.block_spans) == list(range(layout.numel))
     assert len(layout.block_spans) == len(set(layout.blocks))
-    assert set(places(layout.matrices)) == {
-        place for shape, (start, stop) in layout.tensors() if len(shape) > 1 for place in range(start, stop)
+    assert set(places(layout.matrix_spans)) == {
+        place for shape, (start, stop) in layout.iter_tensors() if len(shape) > 1 for place in range(start, stop)
     }
 
 
 @given(layouts(), st.data())
 def test_a_section_holds_the_chosen_tensors_with_their_blocks(layout: Layout, data: st.DataObject) -> None:
     blocks = data.draw(st.sets(st.sampled_from(sorted(set(layout.blocks)))))
-    spans = joined([span for span, block in zip(layout.block_spans, sorted(set(layout.blocks)), strict=True)
+    spans = merge_adjacent([span for span, block in zip(layout.block_spans, sorted(set(layout.blocks)), strict=True)
                     if block in blocks])  # fmt: skip
-    section = layout.section(spans)
+    section = layout.select(spans)
     wanted = [(shape, block) for shape, block in zip(layout.shapes, layout.blocks, strict=True) if block in blocks]
     assert list(zip(section.shapes, section.blocks, strict=True)) == wanted
     assert section.numel == len(places(spans))
-    assert layout.section(((0, layout.numel),)) == layout
+    assert layout.select(((0, layout.numel),)) == layout
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_repeated_vectors_follow_one_another(times: int) -> None:
-    repeated = LAYOUT.repeated(times)
+    repeated = LAYOUT.repeat(times)
     assert repeated.numel == times * LAYOUT.numel
     assert repeated.shapes == LAYOUT.shapes * times
-    assert repeated.section([(0, LAYOUT.numel)]).shapes == LAYOUT.shapes
+    assert repeated.select([(0, LAYOUT.numel)]).shapes == LAYOUT.shapes
     assert math.prod(repeated.shapes[-1]) == 12
-    assert (LAYOUT.repeated(1) is LAYOUT) and LAYOUT.blocks, "one vector keeps its blocks"
+    assert (LAYOUT.repeat(1) is LAYOUT) and LAYOUT.blocks, "one vector keeps its blocks"
 
 
 @given(ascending())
 def test_joining_changes_no_place_and_leaves_none_that_touch(spans: tuple[Span, ...]) -> None:
-    found = joined(spans)
+    found = merge_adjacent(spans)
     assert places(found) == places(spans)
     assert all(before[1] < after[0] for before, after in itertools.pairwise(found))
 
@@ -86,4 +86,4 @@ def test_joining_changes_no_place_and_leaves_none_that_touch(spans: tuple[Span, 
 @given(ascending(), st.integers(0, 60), st.integers(0, 60))
 def test_within_is_what_lies_there_counted_from_its_start(spans: tuple[Span, ...], start: int, size: int) -> None:
     expected = [place - start for place in places(spans) if start <= place < start + size]
-    assert places(within(spans, start, start + size)) == expected
+    assert places(clip_spans(spans, start, start + size)) == expected

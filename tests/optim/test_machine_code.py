@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from optim import machine_code
-from optim.compiled import compiled
-from optim.machine_code import LEVELS, highest_level, places, sources
+from optim.compiled import jit
+from optim.machine_code import LEVEL_FEATURES, highest_level, cache_dirs, source_digest
 
 Floats = npt.NDArray[np.float32]
 
@@ -26,27 +26,27 @@ def doubled(values: Floats) -> None:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only directory that code is looked for in."""
     directory = tmp_path / "code"
-    monkeypatch.setattr(machine_code, "places", lambda source: iter([directory]))
+    monkeypatch.setattr(machine_code, "cache_dirs", lambda source: iter([directory]))
     machine_code._warn_once.cache_clear()
     return directory
 
 
 def run() -> Any:
     """`doubled`, compiled or loaded by a process that has not seen it yet."""
-    loop: Any = compiled(doubled)
+    loop: Any = jit(doubled)
     values = np.arange(5, dtype=np.float32)
     loop(values)
     assert values.tolist() == [0, 2, 4, 6, 8]
     return loop
 
 
-def was_loaded(loop: Any) -> bool:
+def is_loaded_from_cache(loop: Any) -> bool:
     return not loop.made
 
 
 def test_code_is_compiled_once_for_all_who_come_after(place: Path) -> None:
-    assert not was_loaded(run())
-    assert was_loaded(run())
+    assert not is_loaded_from_cache(run())
+    assert is_loaded_from_cache(run())
     (file,) = place.iterdir()
     assert file.stat().st_mode & 0o044  # others may read it: an image is made by another user
 
@@ -58,14 +58,14 @@ def test_damaged_code_is_compiled_anew(
     run()
     (file,) = place.iterdir()
     file.write_bytes(harm(file.read_bytes()))
-    assert not was_loaded(run())
+    assert not is_loaded_from_cache(run())
     assert "damaged" in caplog.text
-    assert len(file.read_bytes()) > 500 and was_loaded(run())
+    assert len(file.read_bytes()) > 500 and is_loaded_from_cache(run())
 
 
 def test_where_nothing_can_be_written_each_process_compiles(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     place.write_text("not a directory")
-    assert not was_loaded(run()) and not was_loaded(run())
+    assert not is_loaded_from_cache(run()) and not is_loaded_from_cache(run())
     assert [record.levelno for record in caplog.records] == [logging.WARNING]  # said once
     assert str(place) in caplog.text
 
@@ -74,13 +74,13 @@ def test_code_is_read_where_it_cannot_be_written_and_else_kept_in_the_next_place
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed, own = tmp_path / "closed", tmp_path / "own"
-    monkeypatch.setattr(machine_code, "places", lambda source: iter([closed, own]))
+    monkeypatch.setattr(machine_code, "cache_dirs", lambda source: iter([closed, own]))
     closed.write_text("not a directory")
     run()
     assert len(list(own.iterdir())) == 1
     closed.unlink()
     own.rename(closed)
-    assert was_loaded(run()) and not own.exists()
+    assert is_loaded_from_cache(run()) and not own.exists()
 
 
 def test_code_of_other_sources_is_not_used_and_goes(
@@ -92,24 +92,24 @@ def test_code_of_other_sources_is_not_used_and_goes(
     try:
         for text in ("one", "two"):
             (package / "helper.py").write_text(text)
-            sources.cache_clear()
-            assert not was_loaded(run()) and was_loaded(run())
+            source_digest.cache_clear()
+            assert not is_loaded_from_cache(run()) and is_loaded_from_cache(run())
             assert len(list(place.iterdir())) == 1
     finally:
-        sources.cache_clear()
+        source_digest.cache_clear()
 
 
 def test_places_are_the_sources_neighbour_and_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "a.py"
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert list(places(source)) == [tmp_path / "__pycache__", tmp_path / "cache" / "murmur"]
+    assert list(cache_dirs(source)) == [tmp_path / "__pycache__", tmp_path / "cache" / "murmur"]
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "given"))
-    assert next(places(source)) == tmp_path / "given"
+    assert next(cache_dirs(source)) == tmp_path / "given"
 
 
 def test_levels_are_those_that_a_processor_has_in_full() -> None:
-    second, third, fourth = LEVELS.values()
+    second, third, fourth = LEVEL_FEATURES.values()
     assert highest_level(set()) is None
     assert highest_level(second | {"sse4a"}) == "x86-64-v2"
     assert highest_level(second | third | {"avx512f"}) == "x86-64-v3"

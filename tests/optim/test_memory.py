@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from optim import memory
-from optim.memory import KEPT, LEAST, SIZES, copy, empty, raw, zeros
+from optim.memory import MAX_FREE_PER_SIZE, MIN_POOLED_BYTES, MAX_SIZES, clone, empty, empty_bytes, zeros
 from optim.vectors import Floats
 
 
 @pytest.fixture(autouse=True)
 def none_free() -> Iterator[None]:
     gc.collect()
-    memory._free.clear()
+    memory._free_by_size.clear()
     yield
-    memory._free.clear()
+    memory._free_by_size.clear()
 
 
 def place(array: Floats) -> int:
@@ -24,10 +24,10 @@ def place(array: Floats) -> int:
 
 
 def test_what_nobody_holds_is_given_out_again() -> None:
-    array = empty(LEAST)
+    array = empty(MIN_POOLED_BYTES)
     before = place(array)
     del array
-    assert place(empty(LEAST)) == before
+    assert place(empty(MIN_POOLED_BYTES)) == before
 
 
 HOLDERS: list[Callable[[Floats], object]] = [
@@ -43,62 +43,62 @@ HOLDERS: list[Callable[[Floats], object]] = [
 
 @pytest.mark.parametrize("hold", HOLDERS)
 def test_no_view_of_any_kind_loses_its_memory(hold: Callable[[Floats], object]) -> None:
-    array = empty(LEAST)
+    array = empty(MIN_POOLED_BYTES)
     held, before = hold(array), place(array)
     del array
-    other = empty(LEAST)
+    other = empty(MIN_POOLED_BYTES)
     assert place(other) != before
     del held
-    assert place(empty(LEAST)) == before, "the control: without the view it is given out"
+    assert place(empty(MIN_POOLED_BYTES)) == before, "the control: without the view it is given out"
 
 
 def test_only_memory_of_the_same_size_is_taken() -> None:
-    array = empty(LEAST)
+    array = empty(MIN_POOLED_BYTES)
     del array
-    assert empty(2 * LEAST).size == 2 * LEAST
-    assert empty(LEAST).size == LEAST
+    assert empty(2 * MIN_POOLED_BYTES).size == 2 * MIN_POOLED_BYTES
+    assert empty(MIN_POOLED_BYTES).size == MIN_POOLED_BYTES
 
 
 def test_no_more_than_a_few_are_kept() -> None:
-    arrays = [empty(LEAST) for _ in range(3 * KEPT)]
+    arrays = [empty(MIN_POOLED_BYTES) for _ in range(3 * MAX_FREE_PER_SIZE)]
     del arrays
-    assert [len(waiting) for waiting in memory._free.values()] == [KEPT]
+    assert [len(waiting) for waiting in memory._free_by_size.values()] == [MAX_FREE_PER_SIZE]
 
 
 def test_many_small_parts_do_not_drive_out_a_large_vector() -> None:
-    large = empty(4 * LEAST)
+    large = empty(4 * MIN_POOLED_BYTES)
     before = place(large)
     del large
-    parts = [empty(LEAST) for _ in range(3 * KEPT)]
+    parts = [empty(MIN_POOLED_BYTES) for _ in range(3 * MAX_FREE_PER_SIZE)]
     del parts
-    assert place(empty(4 * LEAST)) == before
+    assert place(empty(4 * MIN_POOLED_BYTES)) == before
 
 
 def test_of_many_sizes_those_asked_for_last_are_kept() -> None:
-    first = empty(LEAST)
+    first = empty(MIN_POOLED_BYTES)
     before = place(first)
     del first
-    for number in range(2 * SIZES):
-        empty(LEAST + 1 + number)
-        assert place(empty(LEAST)) == before
-    assert len(memory._free) == SIZES
-    for number in range(SIZES):
-        empty(3 * LEAST + number)
-    assert 4 * LEAST not in memory._free
+    for number in range(2 * MAX_SIZES):
+        empty(MIN_POOLED_BYTES + 1 + number)
+        assert place(empty(MIN_POOLED_BYTES)) == before
+    assert len(memory._free_by_size) == MAX_SIZES
+    for number in range(MAX_SIZES):
+        empty(3 * MIN_POOLED_BYTES + number)
+    assert 4 * MIN_POOLED_BYTES not in memory._free_by_size
 
 
 def test_zeros_are_zero_and_a_copy_is_one() -> None:
-    for numel in (3, LEAST):
+    for numel in (3, MIN_POOLED_BYTES):
         empty(numel).fill(7)
         assert not zeros(numel).any()
         vector = torch.arange(numel, dtype=torch.float32)
-        copied = copy(vector)
+        copied = clone(vector)
         assert torch.equal(copied, vector)
         copied += 1
         assert vector[0] == 0
 
 
 def test_short_vectors_are_left_to_the_allocator() -> None:
-    array = raw(LEAST - 1)
+    array = empty_bytes(MIN_POOLED_BYTES - 1)
     del array
-    assert not memory._free
+    assert not memory._free_by_size

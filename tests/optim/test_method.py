@@ -7,15 +7,15 @@ import pytest
 from optim.codecs.dense import Uncompressed
 from optim.codecs.signs import BlockSign
 from optim.inner.inner import WEIGHTS
-from optim.method import MEMORY, USUAL
-from optim.recipes import PARTS, compose
+from optim.method import AGGREGATION_STATE, REFERENCE_WEIGHT
+from optim.recipes import COMPONENTS, compose
 from optim.rows import RECIPES
 from optim.updates import Nesterov
 
 
 def test_without_a_course_every_round_has_the_same_method() -> None:
     method = compose("diloco")
-    assert method.at(0) is method and method.at(10**6) is method and method.knots == (0,)
+    assert method.at_round(0) is method and method.at_round(10**6) is method and method.breakpoints == (0,)
 
 
 def test_with_a_course_each_round_has_its_own() -> None:
@@ -23,27 +23,27 @@ def test_with_a_course_each_round_has_its_own() -> None:
         "diloco",
         {"codec": {"kind": "none until 3 then sign"}, "update": {"momentum": "0.0 -> 0.8 over 4"}},
     )
-    assert method.knots == (0, 2, 3, 4)
-    assert [type(method.at(number).codec) for number in (0, 2, 3, 9)] == [Uncompressed] * 2 + [BlockSign] * 2
-    found = [method.at(number).update for number in (0, 1, 4, 5)]
+    assert method.breakpoints == (0, 2, 3, 4)
+    assert [type(method.at_round(number).codec) for number in (0, 2, 3, 9)] == [Uncompressed] * 2 + [BlockSign] * 2
+    found = [method.at_round(number).update for number in (0, 1, 4, 5)]
     assert [update.momentum for update in found if isinstance(update, Nesterov)] == pytest.approx([0.0, 0.2, 0.8, 0.8])
-    assert method.update == method.at(0).update, "the method itself is that of the first round"
+    assert method.update == method.at_round(0).update, "the method itself is that of the first round"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_peers_hold_alike_is_the_same_in_every_round(recipe: str) -> None:
     method = compose(recipe)
-    for number in (0, *method.knots, method.knots[-1] + 7):
-        now = method.at(number)
+    for number in (0, *method.breakpoints, method.breakpoints[-1] + 7):
+        now = method.at_round(number)
         assert now.slots == method.slots and now.signal == method.signal and now.inner == method.inner
         assert now.topology == method.topology and now.adoption == method.adoption
     assert list(method.slots) == sorted(set(method.slots)) and WEIGHTS not in method.slots
-    remembered = {MEMORY} if method.aggregate.memory else set()
-    usual = {USUAL} if method.update.is_shortened else set()
-    assert {*method.update.slots, *method.signal.shares[1:], *remembered, *usual} == set(method.slots)
+    remembered = {AGGREGATION_STATE} if method.aggregate.state_size else set()
+    usual = {REFERENCE_WEIGHT} if method.update.is_scaled_by_weight else set()
+    assert {*method.update.slots, *method.signal.shared_names[1:], *remembered, *usual} == set(method.slots)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_equal_options_are_equal_methods(recipe: str) -> None:
     assert compose(recipe) == compose(recipe)
-    assert {field.name for field in dataclasses.fields(compose(recipe))} >= set(PARTS)
+    assert {field.name for field in dataclasses.fields(compose(recipe))} >= set(COMPONENTS)

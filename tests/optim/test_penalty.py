@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 import torch
 
-from optim.aggregate import Mean, Message
+from optim.aggregate import Mean, WeightedPayload
 from optim.codecs.dense import Uncompressed
 from optim.errors import UnknownOption
-from optim.exchange import Merger
+from optim.exchange import Aggregator
 from optim.layout import Layout
-from optim.penalty import Penalty
+from optim.penalty import EditPenalty
 from optim.recipes import compose
 from optim.vectors import Floats
-from tests.optim.replicas import LOSSLESS, Replica, Tables, program_of
+from tests.optim.replicas import LOSSLESS, FakePeer, Tables, make_planner
 
 LAYOUT = Layout(((10, 5), (30,)), (0, 1))
 NUMEL = LAYOUT.numel
@@ -26,10 +26,10 @@ def draw(seed: int, norm: float = 1.0, numel: int = NUMEL) -> torch.Tensor:
     return values
 
 
-def messages(vectors: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> list[Message]:
+def messages(vectors: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> list[WeightedPayload]:
     codec = Uncompressed().bind(LAYOUT, 0)
     return [
-        Message(codec, codec.encode(vector), vector.numel(), weight)
+        WeightedPayload(codec, codec.encode(vector), vector.numel(), weight)
         for vector, weight in zip(vectors, weights or [1.0] * len(vectors), strict=True)
     ]
 
@@ -40,7 +40,7 @@ def close(found: Floats, expected: torch.Tensor, tolerance: float = 1e-6) -> boo
 
 def test_equal_norms_give_the_plain_mean() -> None:
     vectors = [draw(seed) for seed in range(5)]
-    found = Penalty().combine(messages(vectors))
+    found = EditPenalty().combine(messages(vectors))
     assert close(found, torch.stack(vectors).mean(0))
     assert np.allclose(found, Mean(weights="equal").combine(messages(vectors)), atol=1e-6)
 
@@ -49,16 +49,16 @@ def test_equal_norms_give_the_plain_mean() -> None:
 def test_a_norm_a_hundred_times_larger_counts_nothing(members: int) -> None:
     honest = [draw(seed) for seed in range(members - 1)]
     liar = draw(99, 100.0)
-    found = Penalty().combine(messages([*honest, liar]))
+    found = EditPenalty().combine(messages([*honest, liar]))
     assert close(found, torch.stack(honest).mean(0))
     plain = Mean().combine(messages([*honest, liar]))
     assert np.linalg.norm(plain) > 10, "the mean alone follows it"
 
 
-def taught(rounds: int, members: int = 4, rate: float = 0.02) -> tuple[Penalty, Floats]:
+def taught(rounds: int, members: int = 4, rate: float = 0.02) -> tuple[EditPenalty, Floats]:
     """What is known after rounds of norms of 1 +- 0.05."""
-    rule, chance = Penalty(statistics="running", rate=rate), np.random.default_rng(1)
-    memory = np.zeros(rule.memory, np.float32)
+    rule, chance = EditPenalty(statistics="running", rate=rate), np.random.default_rng(1)
+    memory = np.zeros(rule.state_size, np.float32)
     for number in range(rounds):
         vectors = [draw(10 * number + seed, float(chance.normal(1, 0.05))) for seed in range(members)]
         rule.combine(messages(vectors), memory)
@@ -85,7 +85,7 @@ def test_a_norm_beyond_what_is_known_counts_nothing_and_teaches_nothing(norm: fl
     found = rule.combine(messages([*honest, draw(99, norm)]), memory)
     assert close(found, torch.stack(honest).mean(0)) is not counts
     assert memory[0] == memory[3] == 120 + 3 + counts
-    assert Penalty().combine(messages([draw(1, norm)])).any(), "the control: of one member a round tells nothing"
+    assert EditPenalty().combine(messages([draw(1, norm)])).any(), "the control: of one member a round tells nothing"
 
 
 def test_where_all_are_out_of_bounds_the_block_stays_and_the_bounds_move() -> None:
@@ -97,11 +97,11 @@ def test_where_all_are_out_of_bounds_the_block_stays_and_the_bounds_move() -> No
 
 
 def test_the_first_rounds_only_learn() -> None:
-    rule = Penalty(statistics="running")
-    memory = np.zeros(rule.memory, np.float32)
+    rule = EditPenalty(statistics="running")
+    memory = np.zeros(rule.state_size, np.float32)
     found = rule.combine(messages([draw(0), draw(1), draw(2, 50.0)]), memory)
     assert found.any() and memory[0] == 3
-    assert Penalty().memory == 0
+    assert EditPenalty().state_size == 0
 
 
 @pytest.mark.parametrize("tables", [{"topology": {"kind": "butterfly"}}, {"schedule": {"fragments": 2}}])
@@ -113,9 +113,9 @@ def test_what_is_remembered_is_remembered_by_all(tables: Tables) -> None:
 
 
 def test_replicas_remember_the_same() -> None:
-    peers = [Replica(program_of("edit", LOSSLESS)) for _ in range(3)]
+    peers = [FakePeer(make_planner("edit", LOSSLESS)) for _ in range(3)]
     for number in range(12):
-        sent = [peer.message(number, 10 * number + place) for place, peer in enumerate(peers)]
+        sent = [peer.encode(number, 10 * number + place) for place, peer in enumerate(peers)]
         for peer in peers:
             peer.apply(number, sent, [1.0, 2.0, 1.0])
     states = [torch.cat(peer.state) for peer in peers]
@@ -126,7 +126,7 @@ def test_block_by_block() -> None:
     """A member that is far off in one block keeps its say in the other."""
     vectors = [draw(seed) for seed in range(4)]
     vectors[3][50:] *= 100
-    found = Penalty().combine(messages(vectors))
+    found = EditPenalty().combine(messages(vectors))
     assert close(found[:50], torch.stack(vectors)[:, :50].mean(0))
     assert close(found[50:], torch.stack(vectors)[:3, 50:].mean(0))
 
@@ -135,7 +135,7 @@ def test_weights_are_the_softmax_of_norms_over_their_median() -> None:
     norms = [3.0, 3.2, 3.5, 4.0]
     vectors = [draw(seed, norm) for seed, norm in enumerate(norms)]
     for scale in (1.0, 10.0):
-        found = Penalty(temperature=0.5, clip=1e9).combine(messages([vector * scale for vector in vectors]))
+        found = EditPenalty(temperature=0.5, clip=1e9).combine(messages([vector * scale for vector in vectors]))
         raw = [float(np.exp(-norm / 3.35 / 0.5)) for norm in norms]
         weights = [value / sum(raw) for value in raw]
         expected = sum((w * v for w, v in zip(weights, vectors, strict=True)), torch.zeros(NUMEL)) * scale
@@ -149,8 +149,8 @@ def test_a_member_that_hardly_trains_is_favoured_unless_both_sides_are_judged() 
     lazy = draw(50, 0.01)
     share = {}
     for both_sides in (False, True):
-        rule = Penalty(both_sides=both_sides)
-        share[both_sides] = rule._weigh([1.0, 1.01, 0.99, 1.0, 1.02, 0.01], [1.0] * 6)[-1]
+        rule = EditPenalty(both_sides=both_sides)
+        share[both_sides] = rule._block_weights([1.0, 1.01, 0.99, 1.0, 1.02, 0.01], [1.0] * 6)[-1]
         assert np.isfinite(rule.combine(messages([*vectors, lazy]))).all()
     assert share[False] > 1 / 3 and share[True] == 0
 
@@ -159,41 +159,41 @@ def test_at_their_own_pace_steps_count() -> None:
     """Norms grow with the root of the steps; whoever made four times as many is neither left out nor small."""
     vectors = [draw(0), draw(1), draw(2), draw(3, 2.0)]
     tokens = [100.0, 100.0, 100.0, 400.0]
-    own_pace = Penalty(tokens=0.5).combine(messages(vectors, tokens))
+    own_pace = EditPenalty(tokens=0.5).combine(messages(vectors, tokens))
     weights = [0.5 / 4 + 0.5 * count / 700 for count in tokens]
     assert close(own_pace, sum((w * v for w, v in zip(weights, vectors, strict=True)), torch.zeros(NUMEL)))
-    by_norms = Penalty().combine(messages(vectors, tokens))
+    by_norms = EditPenalty().combine(messages(vectors, tokens))
     assert close(by_norms, torch.stack(vectors[:3]).mean(0)), "in step with one another it would be an outlier"
 
 
 def test_the_clip_bounds_each_block() -> None:
-    found = Penalty(clip=0.5).combine(messages([draw(1), draw(1), draw(2)]))
+    found = EditPenalty(clip=0.5).combine(messages([draw(1), draw(1), draw(2)]))
     for start, stop in LAYOUT.block_spans:
         assert np.linalg.norm(found[start:stop]) <= 0.5 + 1e-6
-    assert close(Penalty(clip=3.0).combine(messages([draw(1)] * 3)), draw(1)), "and lets what is below it be"
+    assert close(EditPenalty(clip=3.0).combine(messages([draw(1)] * 3)), draw(1)), "and lets what is below it be"
 
 
 def test_order_and_absence_change_nothing() -> None:
     vectors = [draw(seed, 1 + seed / 10) for seed in range(4)]
-    expected = Penalty().combine(messages(vectors))
+    expected = EditPenalty().combine(messages(vectors))
     for order in itertools.permutations(range(4)):
-        found = Penalty().combine(messages([vectors[place] for place in order]))
+        found = EditPenalty().combine(messages([vectors[place] for place in order]))
         assert np.allclose(found, expected, atol=1e-6)
-    absent = Penalty().combine(messages([*vectors, draw(9)], [1.0, 1.0, 1.0, 1.0, 0.0]))
+    absent = EditPenalty().combine(messages([*vectors, draw(9)], [1.0, 1.0, 1.0, 1.0, 0.0]))
     assert np.array_equal(absent, expected)
 
 
 def test_nothing_moved_and_one_alone() -> None:
-    assert not Penalty().combine(messages([torch.zeros(NUMEL)] * 3)).any()
-    assert close(Penalty().combine(messages([draw(4)])), draw(4))
+    assert not EditPenalty().combine(messages([torch.zeros(NUMEL)] * 3)).any()
+    assert close(EditPenalty().combine(messages([draw(4)])), draw(4))
 
 
 def test_whole_messages_are_judged_by_the_models_blocks_and_parts_by_themselves() -> None:
     for topology, blocks in (("gather", 10), ("butterfly", 1)):
-        program = program_of("edit", {"topology": {"kind": topology}, "aggregate": {"statistics": "round"}})
+        program = make_planner("edit", {"topology": {"kind": topology}, "aggregate": {"statistics": "round"}})
         plan = program.plan(0)
-        layout = plan.codecs[0].layout_of(plan.bounds[0][1])
+        layout = plan.codecs[0].bound_layout(plan.part_spans[0][1])
         assert layout is not None and len(layout.block_spans) == blocks
-        payload = plan.codecs[0].encode(torch.full((plan.bounds[0][1],), 2.0**-7))
+        payload = plan.codecs[0].encode(torch.full((plan.part_spans[0][1],), 2.0**-7))
         if topology == "gather":
-            assert (Merger(program).merge(0, [payload] * 2, [1.0, 1.0]).dense() == 2.0**-7).all()
+            assert (Aggregator(program).merge(0, [payload] * 2, [1.0, 1.0]).to_dense() == 2.0**-7).all()

@@ -60,7 +60,7 @@ def test_the_courses_that_are_documented_are_some() -> None:
     written = re.findall(r'^\| `"(.+)"` \|', text, re.MULTILINE)
     assert len(written) == 5 and all(ramp(line) for line in written)
     budgets = re.findall(r'schedule\.inner_steps = "(.+?)"', text)
-    assert budgets and all(compose("averaging", {"schedule": {"inner_steps": line}}).knots for line in budgets)
+    assert budgets and all(compose("averaging", {"schedule": {"inner_steps": line}}).breakpoints for line in budgets)
 
 
 def test_words_may_change_too() -> None:

@@ -3,13 +3,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from optim.codecs.dense import HalfPrecision
+from optim.codecs.dense import Float16
 from optim.codecs.integers import BlockInt8
 from optim.codecs.topk import ChunkTopK
 from optim.errors import UnknownOption, UnknownRecipe
 from optim.feedback import ErrorFeedback, NoFeedback
 from optim.parts import Scalar
-from optim.recipes import CODECS, KINDS, PARTS, SIGNALS, UPDATES, compose
+from optim.recipes import CODECS, REGISTRY, COMPONENTS, SIGNALS, OUTER_OPTIMIZERS, compose
 from optim.rows import RECIPES
 from optim.topologies import Butterfly, Gather
 from optim.updates import Nesterov, Sgd
@@ -20,7 +20,7 @@ from tests.optim.replicas import NO_PROGRESS, Tables
 def test_every_row_composes_and_names_its_paper(name: str) -> None:
     method = compose(name)
     assert method.name == name and method.paper.startswith("arXiv ")
-    assert set(RECIPES[name].tables) == set(PARTS)
+    assert set(RECIPES[name].tables) == set(COMPONENTS)
 
 
 def test_diloco() -> None:
@@ -44,7 +44,7 @@ def test_options_and_kinds_are_overridden() -> None:
         "diloco", {"schedule": {"inner_steps": 7}, "codec": {"kind": "fp16"}, "feedback": {"kind": "none"}}
     )
     assert method.schedule.inner_steps == 7 and method.schedule.ahead == 0
-    assert method.codec == HalfPrecision() and method.feedback == NoFeedback()
+    assert method.codec == Float16() and method.feedback == NoFeedback()
     assert compose("sparseloco", {"topology": {"kind": "butterfly"}}).topology == Butterfly()
 
 
@@ -64,7 +64,7 @@ def test_whole_numbers_may_stand_for_reals() -> None:
 def test_every_kind_of_these_fits_every_recipe(recipe: str, part: str) -> None:
     """But for error feedback where what a codec leaves over would only grow, and signs where squares are learned."""
     tables = RECIPES[recipe].tables
-    for kind, built in KINDS[part].items():
+    for kind, built in REGISTRY[part].items():
         chosen = {other: str(kind if other == part else tables[other]["kind"]) for other in ("codec", "feedback")}
         grows = chosen["feedback"] == "error" and chosen["codec"] == "direction"
         tells_nothing = tables["update"]["kind"] == "frozen-adam" and chosen["codec"] == "sign"
@@ -73,12 +73,12 @@ def test_every_kind_of_these_fits_every_recipe(recipe: str, part: str) -> None:
             assert isinstance(getattr(compose(recipe, {part: {"kind": kind}}), part), built)
 
 
-@pytest.mark.parametrize("kind", UPDATES)
+@pytest.mark.parametrize("kind", OUTER_OPTIMIZERS)
 def test_every_update_goes_with_the_signals_it_names_and_no_other(kind: str) -> None:
     for signal in SIGNALS:
         tables = NO_PROGRESS | {"update": {"kind": kind}, "signal": {"kind": signal}}
-        if signal in UPDATES[kind].signals:
-            assert isinstance(compose("averaging", tables).update, UPDATES[kind])
+        if signal in OUTER_OPTIMIZERS[kind].signals:
+            assert isinstance(compose("averaging", tables).update, OUTER_OPTIMIZERS[kind])
         else:
             with pytest.raises(UnknownOption, match=f"update '{kind}' makes no step of signal '{signal}'"):
                 compose("averaging", tables)
@@ -86,9 +86,9 @@ def test_every_update_goes_with_the_signals_it_names_and_no_other(kind: str) -> 
 
 def test_an_option_may_change_over_the_rounds() -> None:
     method = compose("sparseloco", {"codec": {"kind": "int8 until 9 then topk", "k": "256 => 64 over 20"}})
-    assert method.knots == (0, 8, 9, 20)
-    assert method.at(8).codec == BlockInt8(), "an option of the other kind is left out"
-    assert method.at(20).codec == ChunkTopK(k=64)
+    assert method.breakpoints == (0, 8, 9, 20)
+    assert method.at_round(8).codec == BlockInt8(), "an option of the other kind is left out"
+    assert method.at_round(20).codec == ChunkTopK(k=64)
 
 
 @pytest.mark.parametrize(
@@ -175,4 +175,4 @@ def test_an_option_of_neither_kind_is_refused_and_one_of_either_is_taken() -> No
     with pytest.raises(UnknownOption, match="has no option 'kk'"):
         compose("sparseloco", {"codec": {"kind": "int8 until 5 then topk", "kk": 3}})
     method = compose("sparseloco", {"codec": {"kind": "int8 until 5 then topk", "k": 32, "block": 512}})
-    assert (method.codec.kind, method.at(5).codec.kind) == ("int8", "topk")
+    assert (method.codec.kind, method.at_round(5).codec.kind) == ("int8", "topk")

@@ -6,7 +6,7 @@ import pytest
 
 from optim.codecs.integers import BlockInt8
 from optim.recipes import CODECS
-from optim.rehearsal import _methods
+from optim.rehearsal import _all_methods
 from optim.rows import RECIPES
 
 ROUNDINGS: tuple[Literal["nearest", "stochastic"], ...] = ("nearest", "stochastic")
@@ -50,7 +50,7 @@ def test_a_round_after_it_compiles_nothing() -> None:
 
 
 def test_every_recipe_and_codec_is_compiled_for_with_every_choice_of_words() -> None:
-    methods = list(_methods())
+    methods = list(_all_methods())
     assert {method.name for method in methods} == set(RECIPES)
     assert {method.codec.kind for method in methods} == set(CODECS)
     assert {str(method.codec) for method in methods} >= {str(BlockInt8(rounding=r)) for r in ROUNDINGS}

@@ -8,26 +8,26 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from optim.aggregate import Aggregate, Mean, Message
+from optim.aggregate import AggregationRule, Mean, WeightedPayload
 from optim.codecs.codec import Codec
 from optim.codecs.dense import Uncompressed
 from optim.codecs.integers import BlockInt8
 from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError, OptimError
 from optim.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
-from optim.vectors import SLAB
+from optim.vectors import SLAB_SIZE
 
 Array = npt.NDArray[np.float64]
-RULES: list[Aggregate] = [TrimmedMean(), CoordinateMedian(), Krum(), Krum(several=True), CentredClip()]
+RULES: list[AggregationRule] = [TrimmedMean(), CoordinateMedian(), Krum(), Krum(several=True), CentredClip()]
 each_rule = pytest.mark.parametrize("rule", RULES, ids=str)
 
 
 def messages(
     values: Sequence[torch.Tensor], weights: Sequence[float] | None = None, codec: Codec | None = None
-) -> list[Message]:
+) -> list[WeightedPayload]:
     codec, weights = codec or Uncompressed(), weights or [1.0] * len(values)
     return [
-        Message(codec, codec.encode(value), value.numel(), weight)
+        WeightedPayload(codec, codec.encode(value), value.numel(), weight)
         for value, weight in zip(values, weights, strict=True)
     ]
 
@@ -64,7 +64,7 @@ def slow_centred(rows: Array, radius: float, iterations: int) -> Array:
     return centre
 
 
-SLOW: list[tuple[Aggregate, Callable[[Array], Array]]] = [
+SLOW: list[tuple[AggregationRule, Callable[[Array], Array]]] = [
     (TrimmedMean(), lambda rows: slow_trimmed(rows, 0.25)),
     (TrimmedMean(liars=0.4), lambda rows: slow_trimmed(rows, 0.4)),
     (CoordinateMedian(), lambda rows: np.median(rows, axis=0)),
@@ -78,7 +78,7 @@ SLOW: list[tuple[Aggregate, Callable[[Array], Array]]] = [
 
 @pytest.mark.parametrize(("rule", "slow"), SLOW, ids=[str(rule) for rule, _ in SLOW])
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 5, 8, 13])
-def test_agrees_with_a_slow_rule(rule: Aggregate, slow: Callable[[Array], Array], members: int) -> None:
+def test_agrees_with_a_slow_rule(rule: AggregationRule, slow: Callable[[Array], Array], members: int) -> None:
     values = honest(members, 50)
     combined = rule.combine(messages(values))
     assert combined == pytest.approx(slow(torch.stack(values).double().numpy()), rel=1e-4, abs=1e-5)
@@ -95,7 +95,7 @@ ATTACKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize(("members", "liars"), [(4, 1), (8, 2), (12, 3)])
 def test_liars_do_not_move_the_result_as_they_move_the_mean(
-    rule: Aggregate, attack: str, members: int, liars: int
+    rule: AggregationRule, attack: str, members: int, liars: int
 ) -> None:
     values = honest(members)
     truth = torch.stack(values[liars:]).mean(0)
@@ -108,14 +108,14 @@ def test_liars_do_not_move_the_result_as_they_move_the_mean(
 
 
 @each_rule
-def test_a_loud_claim_of_tokens_buys_nothing(rule: Aggregate) -> None:
+def test_a_loud_claim_of_tokens_buys_nothing(rule: AggregationRule) -> None:
     values = honest(5)
     plain = rule.combine(messages(values))
     assert np.array_equal(plain, rule.combine(messages(values, [1e9, 1, 1, 1, 1])))
 
 
 @each_rule
-def test_nobody_lies(rule: Aggregate) -> None:
+def test_nobody_lies(rule: AggregationRule) -> None:
     values = honest(6)
     truth = torch.stack(values).mean(0)
     assert float((torch.from_numpy(rule.combine(messages(values))) - truth).norm() / truth.norm()) < 0.45
@@ -125,33 +125,33 @@ def test_nobody_lies(rule: Aggregate) -> None:
 
 @each_rule
 @pytest.mark.parametrize("members", [1, 2])
-def test_one_or_two_members_are_their_mean(rule: Aggregate, members: int) -> None:
+def test_one_or_two_members_are_their_mean(rule: AggregationRule, members: int) -> None:
     values = honest(members, spread=0.01)
     assert np.allclose(rule.combine(messages(values)), torch.stack(values).mean(0).numpy(), rtol=1e-4, atol=1e-4)
 
 
 @each_rule
 @pytest.mark.parametrize("codec", [Uncompressed(), BlockInt8(), ChunkTopK(k=8, chunk=64)], ids=str)
-def test_a_member_of_weight_zero_is_as_if_absent(rule: Aggregate, codec: Codec) -> None:
+def test_a_member_of_weight_zero_is_as_if_absent(rule: AggregationRule, codec: Codec) -> None:
     members = messages(honest(5), [3, 0, 5, 7, 1], codec)
     assert np.array_equal(rule.combine(members), rule.combine(members[:1] + members[2:]))
 
 
 @pytest.mark.parametrize("rule", RULES[:4], ids=str)
-def test_the_order_of_members_changes_next_to_nothing(rule: Aggregate) -> None:
+def test_the_order_of_members_changes_next_to_nothing(rule: AggregationRule) -> None:
     members = messages(honest(7))
     assert np.allclose(rule.combine(members), rule.combine(members[::-1]), rtol=1e-6, atol=1e-7)
 
 
 @each_rule
-def test_slabs_leave_no_seam(rule: Aggregate) -> None:
+def test_slabs_leave_no_seam(rule: AggregationRule) -> None:
     """A vector of several slabs, against the same vector put together from two lengths that need only one."""
-    values = honest(5, SLAB + 100)
+    values = honest(5, SLAB_SIZE + 100)
     if isinstance(rule, TrimmedMean | CoordinateMedian):
         whole = rule.combine(messages(values))
         pieces = [
             rule.combine(messages([value[part].contiguous() for value in values]))
-            for part in (slice(0, SLAB), slice(SLAB, None))
+            for part in (slice(0, SLAB_SIZE), slice(SLAB_SIZE, None))
         ]
         assert np.array_equal(whole, np.concatenate(pieces))
     truth = torch.stack(values).mean(0)
@@ -173,13 +173,13 @@ def test_the_median_of_sparse_messages_is_nothing() -> None:
 
 @each_rule
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan"), 1], [float("inf"), 1]])
-def test_weights_that_make_no_sense_are_refused(rule: Aggregate, weights: list[float]) -> None:
+def test_weights_that_make_no_sense_are_refused(rule: AggregationRule, weights: list[float]) -> None:
     with pytest.raises(OptimError, match="weights"):
         rule.combine(messages(honest(2), weights))
 
 
 @each_rule
-def test_a_malformed_message_is_a_codec_error(rule: Aggregate) -> None:
+def test_a_malformed_message_is_a_codec_error(rule: AggregationRule) -> None:
     members = messages(honest(2))
     with pytest.raises(CodecError):
-        rule.combine([members[0], Message(Uncompressed(), b"nonsense", 500, 1)])
+        rule.combine([members[0], WeightedPayload(Uncompressed(), b"nonsense", 500, 1)])

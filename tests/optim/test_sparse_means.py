@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from optim.sparse_means import BLOCK, MeanVector, SenderMeanVector, SparseMean, Stack, divide_where_sent
+from optim.sparse_means import BLOCK_SIZE, MeanVector, SenderMeanVector, SparseMean, SparseBatch, divide_where_sent
 from optim.vectors import Floats, SparseVector
 
-NUMEL = 2 * BLOCK + 1000
+NUMEL = 2 * BLOCK_SIZE + 1000
 SCALES = np.array([1.0, 0.25, 0.7], np.float32)
 WEIGHTS = np.array([1.0, 0.5, 0.7], np.float32)
 
@@ -27,28 +27,28 @@ def summed() -> Floats:
     """One after the other, each product rounded."""
     total = np.zeros(NUMEL, np.float32)
     for vector, scale in zip(VECTORS, SCALES, strict=True):
-        total += vector.dense() * scale
+        total += vector.to_dense() * scale
     return total
 
 
 def senders() -> Floats:
     weight = np.zeros(NUMEL, np.float32)
     for vector, its_weight in zip(VECTORS, WEIGHTS, strict=True):
-        weight += (vector.dense() != 0) * its_weight
+        weight += (vector.to_dense() != 0) * its_weight
     return weight
 
 
-MEAN = MeanVector(Stack.of(VECTORS), SCALES, np.float32(1.95))
-OF_SENDERS = SenderMeanVector(Stack.of(VECTORS), SCALES, WEIGHTS)
-PARTS = [slice(0, NUMEL), slice(0, 1), slice(333, 777), slice(999, 2 * BLOCK + 7), slice(NUMEL - 1, NUMEL), slice(5, 5)]
+MEAN = MeanVector(SparseBatch.from_vectors(VECTORS), SCALES, np.float32(1.95))
+OF_SENDERS = SenderMeanVector(SparseBatch.from_vectors(VECTORS), SCALES, WEIGHTS)
+PARTS = [slice(0, NUMEL), slice(0, 1), slice(333, 777), slice(999, 2 * BLOCK_SIZE + 7), slice(NUMEL - 1, NUMEL), slice(5, 5)]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_a_span_of_either_mean_is_that_of_the_whole_to_the_bit(part: slice) -> None:
-    assert MEAN.span(part).tobytes() == (summed() / MEAN.divisor)[part].tobytes()
+    assert MEAN.decode_slab(part).tobytes() == (summed() / MEAN.divisor)[part].tobytes()
     weight = senders()
     expected = summed() / np.where(weight > 0, weight, np.float32(1))
-    assert OF_SENDERS.span(part).tobytes() == expected[part].tobytes()
+    assert OF_SENDERS.decode_slab(part).tobytes() == expected[part].tobytes()
     assert MEAN.numel == OF_SENDERS.numel == NUMEL
 
 
@@ -58,9 +58,9 @@ def test_a_sum_with_a_mean_is_that_of_its_values_to_the_bit(mean: SparseMean, we
     """What is summed in one pass, rounding by rounding, is what a dense mean comes to."""
     before, out = np.random.default_rng(9).standard_normal((2, NUMEL)).astype(np.float32)
     mean.write_sum(before, weight, out)
-    scaled = mean.dense() * np.float32(weight)
+    scaled = mean.to_dense() * np.float32(weight)
     assert out.tobytes() == (before + scaled).tobytes() != before.tobytes()
-    exact = (before + mean.dense().astype(np.float64) * np.float32(weight)).astype(np.float32)
+    exact = (before + mean.to_dense().astype(np.float64) * np.float32(weight)).astype(np.float32)
     assert weight == -1 or (out != exact).any(), "the control: multiplied and added in one step, with one rounding"
 
 
@@ -74,9 +74,9 @@ def test_it_is_no_matter_where_the_messages_lie() -> None:
         there[:], its_values[:] = vector.positions, vector.values
         moved.append(SparseVector(there, its_values, NUMEL))
         end -= size
-    stack = Stack.of(moved)
-    assert stack.begins[1] == np.uint64(2**64 - sizes[1])
-    assert MeanVector(stack, SCALES, MEAN.divisor).dense().tobytes() == MEAN.dense().tobytes()
+    stack = SparseBatch.from_vectors(moved)
+    assert stack.position_offsets[1] == np.uint64(2**64 - sizes[1])
+    assert MeanVector(stack, SCALES, MEAN.divisor).to_dense().tobytes() == MEAN.to_dense().tobytes()
 
 
 def test_what_does_not_lie_as_it_should_is_not_read() -> None:
@@ -85,15 +85,15 @@ def test_what_does_not_lie_as_it_should_is_not_read() -> None:
     wide = SparseVector(two.positions, two.values.astype(np.float64), NUMEL)
     for bad in (scattered, wide):
         with pytest.raises(ValueError, match="one after the other"):
-            Stack.of([one, bad])
+            SparseBatch.from_vectors([one, bad])
 
 
 def test_a_mean_below_all_numbers_keeps_its_sign() -> None:
     """As where a dense mean is divided; the control is to begin with a plain zero."""
     tiny = SparseVector(np.array([1]), np.array([-1e-45], np.float32), 3)
-    mean = MeanVector(Stack.of([tiny]), np.ones(1, np.float32), np.float32(4))
-    expected = tiny.dense() / np.float32(4)
-    assert np.signbit(mean.dense()).tolist() == np.signbit(expected).tolist() == [False, True, False]
+    mean = MeanVector(SparseBatch.from_vectors([tiny]), np.ones(1, np.float32), np.float32(4))
+    expected = tiny.to_dense() / np.float32(4)
+    assert np.signbit(mean.to_dense()).tolist() == np.signbit(expected).tolist() == [False, True, False]
 
 
 def test_who_sent_a_zero_is_no_sender_of_that_value() -> None:
@@ -101,9 +101,9 @@ def test_who_sent_a_zero_is_no_sender_of_that_value() -> None:
     one = SparseVector(np.array([2, 4]), np.array([3, 5], np.float32), 6)
     zero = SparseVector(np.array([2, 5]), np.array([0, 7], np.float32), 6)
     ones = np.ones(2, np.float32)
-    found = SenderMeanVector(Stack.of([one, zero]), ones, ones)
-    assert found.dense().tolist() == [0, 0, 3, 0, 5, 7]
-    assert MeanVector(Stack.of([one, zero]), ones, np.float32(2)).dense().tolist() == [0, 0, 1.5, 0, 2.5, 3.5]
+    found = SenderMeanVector(SparseBatch.from_vectors([one, zero]), ones, ones)
+    assert found.to_dense().tolist() == [0, 0, 3, 0, 5, 7]
+    assert MeanVector(SparseBatch.from_vectors([one, zero]), ones, np.float32(2)).to_dense().tolist() == [0, 0, 1.5, 0, 2.5, 3.5]
 
 
 def test_what_nobody_sent_is_not_divided() -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from optim.codecs.signs import BlockSign
-from optim.updates import Adam, FrozenAdam, Moment
+from optim.updates import Adam, FrozenAdam, OuterStep
 
 NUMEL, ROUNDS, WARM = 2048, 12, 6
 QUIET = 100  # weights that never have a gradient
@@ -29,7 +29,7 @@ class Run:
             total = self.residual + message
             message = BlockSign().decode(BlockSign().encode(total), NUMEL)
             self.residual = total - message
-        self.update.apply(self.anchor, self.slots, message, Moment(number, matrices=((0, 500),)))
+        self.update.apply(self.anchor, self.slots, message, OuterStep(number, matrix_spans=((0, 500),)))
 
 
 def test_while_warm_it_is_adam() -> None:
@@ -37,7 +37,7 @@ def test_while_warm_it_is_adam() -> None:
     anchor, slots = torch.ones(NUMEL), {name: torch.zeros(NUMEL) for name in plain.slots}
     for number in range(WARM):
         run.round(number)
-        plain.apply(anchor, slots, gradient(number), Moment(number, matrices=((0, 500),)))
+        plain.apply(anchor, slots, gradient(number), OuterStep(number, matrix_spans=((0, 500),)))
         assert torch.allclose(run.anchor, anchor, atol=1e-5)
         assert torch.allclose(run.slots["second_moment"], slots["second_moment"], rtol=1e-3, atol=1e-6)
 
@@ -59,7 +59,7 @@ def test_of_a_steady_gradient_every_step_is_one_rate() -> None:
     steady, momentum = torch.tensor([1.0, -0.01, 30.0, -2.0]), torch.zeros(4)
     for number in range(ROUNDS):
         momentum = 0.9 * momentum + 0.1 * steady
-        update.apply(anchor, slots, momentum, Moment(number))
+        update.apply(anchor, slots, momentum, OuterStep(number))
         assert torch.allclose(anchor, -0.003 * (number + 1) * steady.sign(), rtol=1e-3)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from optim.errors import UnknownOption
 from optim.recipes import compose
-from optim.updates import Gossip, GossipWeights, Moment, Nesterov, Replace, Update, consensus_factor
+from optim.updates import Gossip, GossipWeights, OuterStep, Nesterov, Replace, OuterOptimizer, consensus_factor
 
 STABILITY = [  # size, alpha, gamma, factor
     *((2, 0.0, 1.0, 0.50), (2, 0.0, 0.7, 0.55), (2, 0.3, 0.58, 0.55), (2, 0.3, 0.7, 0.55)),
@@ -38,7 +38,7 @@ def test_peers_in_random_groups_behave_as_the_factor_says(size: int, alpha: floa
             mean = torch.stack([anchors[peer] for peer in group]).mean(0)
             merged = torch.cat([torch.zeros(50), mean])
             for peer in group:
-                update.apply(anchors[peer], slots[peer], merged, Moment())
+                update.apply(anchors[peer], slots[peer], merged, OuterStep())
         spread.append(float(torch.stack(anchors).var(0).mean()))
     measured = (spread[-1] / spread[10]) ** (1 / (rounds - 10))
     assert measured == pytest.approx(consensus_factor(alpha, gamma, size), abs=0.04)
@@ -60,7 +60,7 @@ def test_larger_groups_bear_what_pairs_do_not() -> None:
     compose("noloco", {"update": {"gamma": 1.6}, "topology": {"size": 4}})
 
 
-def pair(update: Update, phi: list[float], theta: list[float]) -> tuple[list[float], list[float]]:
+def pair(update: OuterOptimizer, phi: list[float], theta: list[float]) -> tuple[list[float], list[float]]:
     """Momentum and anchor of both partners after one round."""
     anchors = [torch.tensor([value]) for value in phi]
     weights = [torch.tensor([value]) for value in theta]
@@ -69,12 +69,12 @@ def pair(update: Update, phi: list[float], theta: list[float]) -> tuple[list[flo
     mean = torch.stack(anchors).mean(0)
     merged = torch.cat([progress, mean]) if isinstance(update, Gossip) else torch.stack(weights).mean(0)
     for anchor, slot in zip(anchors, slots, strict=True):
-        update.apply(anchor, slot, merged, Moment())
+        update.apply(anchor, slot, merged, OuterStep())
     return [float(slot["momentum"]) for slot in slots], [float(anchor) for anchor in anchors]
 
 
 @pytest.mark.parametrize("update", [Gossip(), GossipWeights()], ids=str)
-def test_noloco_vector(update: Update) -> None:
+def test_noloco_vector(update: OuterOptimizer) -> None:
     """alpha 0.5, beta = gamma = 0.7: told apart or as weights alone, the same step."""
     momentum, anchors = pair(update, [0.0, 2.0], [1.0, 2.0])
     assert momentum == pytest.approx([1.05, -0.35]) and anchors == pytest.approx([1.05, 1.65])
@@ -96,13 +96,13 @@ def test_of_equal_anchors_it_is_heavy_ball() -> None:
     gossip, slots = torch.zeros(1), {"momentum": torch.zeros(1)}
     plain, momentum = 0.0, 0.0
     for delta in (1.0, -2.0, 0.5):
-        Gossip().apply(gossip, slots, torch.tensor([delta, float(gossip)]), Moment())
+        Gossip().apply(gossip, slots, torch.tensor([delta, float(gossip)]), OuterStep())
         momentum = 0.5 * momentum - 0.7 * delta
         plain += momentum
         assert float(gossip) == pytest.approx(plain)
     nesterov, others = torch.zeros(1), {"momentum": torch.zeros(1)}
     for delta in (1.0, -2.0, 0.5):
-        Nesterov(learning_rate=0.7, momentum=0.5).apply(nesterov, others, torch.tensor([delta]), Moment())
+        Nesterov(learning_rate=0.7, momentum=0.5).apply(nesterov, others, torch.tensor([delta]), OuterStep())
     assert float(nesterov) != pytest.approx(plain), "despite the paper's name for it there is no look-ahead"
 
 
@@ -114,6 +114,6 @@ def test_one_peer_exponential_graph_averages_exactly() -> None:
         for distance in distances:
             means = [(anchors[peer] + anchors[peer ^ distance]) / 2 for peer in range(8)]
             for anchor, merged in zip(anchors, means, strict=True):
-                Replace().apply(anchor, {}, merged, Moment())
+                Replace().apply(anchor, {}, merged, OuterStep())
             assert float(torch.stack(anchors).mean()) == mean
         assert all(float(anchor) == mean for anchor in anchors) == exact

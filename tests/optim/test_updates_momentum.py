@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from optim.updates import DelayedNesterov, Moment, Nesterov, StalenessPenalised, Update
+from optim.updates import DelayedNesterov, OuterStep, Nesterov, StalenessPenalised, OuterOptimizer
 
 NUMEL = 40
 
@@ -11,12 +11,12 @@ def draw(seed: int) -> torch.Tensor:
 
 
 def run(
-    update: Update, deltas: list[torch.Tensor], decay: float = 1.0
+    update: OuterOptimizer, deltas: list[torch.Tensor], decay: float = 1.0
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """The anchor after each round, and the slots after the last."""
     anchor, slots, path = torch.zeros(NUMEL), {name: torch.zeros(NUMEL) for name in update.slots}, []
     for number, delta in enumerate(deltas):
-        update.apply(anchor, slots, delta, Moment(number, decay=decay))
+        update.apply(anchor, slots, delta, OuterStep(number, rate_decay=decay))
         path.append(anchor.clone())
     return path, slots
 

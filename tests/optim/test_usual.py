@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from optim.layout import Layout
-from optim.method import USUAL
-from optim.program import Program
+from optim.method import REFERENCE_WEIGHT
+from optim.program import RoundPlanner
 from optim.recipes import compose
-from optim.rows import Tables
-from optim.usual import share_of, usual_after
-from optim.vectors import PlainVector
+from optim.rows import OptionTables
+from optim.usual import compute_step_scale, update_reference_weight
+from optim.vectors import ArrayVector
 
 START = torch.zeros(1)
 
@@ -20,8 +20,8 @@ def shares(rounds: list[list[float]]) -> list[float]:
     """One round after the other, from the beginning of a run."""
     usual, found = START, []
     for weights in rounds:
-        usual = usual_after(weights, usual)
-        found.append(share_of(weights, usual))
+        usual = update_reference_weight(weights, usual)
+        found.append(compute_step_scale(weights, usual))
     return found
 
 
@@ -58,9 +58,9 @@ def test_a_lie_about_tokens_shortens_what_follows_by_a_fifth_at_most() -> None:
 
 def test_the_same_bits_whatever_the_order_in_which_it_is_summed() -> None:
     weights = [0.1 * number for number in range(1, 9)]
-    forth, back = (usual_after(order, torch.tensor([11.3])) for order in (weights, weights[::-1]))
+    forth, back = (update_reference_weight(order, torch.tensor([11.3])) for order in (weights, weights[::-1]))
     assert torch.equal(forth, back) and forth.dtype == torch.float32 and forth != torch.tensor([11.3])
-    assert share_of(weights, forth) == share_of(weights[::-1], forth) < 1
+    assert compute_step_scale(weights, forth) == compute_step_scale(weights[::-1], forth) < 1
 
 
 SIZES = {"whole": Layout(((300,),)), "by fragments": Layout(((100,),) * 3)}
@@ -71,18 +71,18 @@ SIZES = {"whole": Layout(((300,),)), "by fragments": Layout(((100,),) * 3)}
 def test_a_small_round_moves_the_anchor_and_its_momentum_less(sizes: str, update: dict[str, str]) -> None:
     """From the same state by the same mean: of four members, and of one. Undefended, both go as far."""
     layout = SIZES[sizes]
-    fragments: Tables = {"schedule": {"inner_steps": 30, "fragments": len(layout.shapes)}}
+    fragments: OptionTables = {"schedule": {"inner_steps": 30, "fragments": len(layout.shapes)}}
     for shorten, expected in ((True, 0.25), (False, 1.0)):
-        program = Program(compose("averaging", {**fragments, "update": {**update, "shorten": shorten}}), layout, 1)
+        program = RoundPlanner(compose("averaging", {**fragments, "update": {**update, "shorten": shorten}}), layout, 1)
         plan, ways = program.plan(0), []
         for members in (4, 1):
-            slots = {name: torch.zeros(program.method.size_of(name, 300)) for name in program.method.slots}
+            slots = {name: torch.zeros(program.method.slot_numel(name, 300)) for name in program.method.slots}
             if shorten:
-                slots[USUAL] = torch.tensor([4.0])
-            delta = PlainVector(torch.ones(plan.numel).numpy())
-            anchor, after = program.moved(plan, torch.zeros(300), slots, delta, 1.0, [1.0] * members)
+                slots[REFERENCE_WEIGHT] = torch.tensor([4.0])
+            delta = ArrayVector(torch.ones(plan.numel).numpy())
+            anchor, after = program.apply_outer_step(plan, torch.zeros(300), slots, delta, 1.0, [1.0] * members)
             ways.append([anchor.norm().item(), *(after[name].norm().item() for name in program.method.update.slots)])
             assert set(after) == set(program.method.slots)
-            assert not shorten or not slots[USUAL].sub(4).any(), "what was before stays as it was"
+            assert not shorten or not slots[REFERENCE_WEIGHT].sub(4).any(), "what was before stays as it was"
         shorter = [few / many for many, few in zip(*ways, strict=True)]
         assert shorter == pytest.approx([expected] * len(shorter), rel=0.02)

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 
 from protocol.murmur_pb2 import DESCRIPTOR
-from tests.protocol.served import served
+from tests.protocol.served import serve_locally
 
 GARBLED = b"\xff\xff\xff"
 
@@ -31,7 +31,7 @@ async def _several(request: bytes, context: object) -> AsyncIterator[bytes]:
 
 
 @asynccontextmanager
-async def garbled(path: Path) -> AsyncIterator[grpc.aio.Channel]:
+async def garbled_channel(path: Path) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to it, over this socket."""
-    async with served(path, lambda server: server.add_generic_rpc_handlers((_Answers(),))) as channel:
+    async with serve_locally(path, lambda server: server.add_generic_rpc_handlers((_Answers(),))) as channel:
         yield channel

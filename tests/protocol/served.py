@@ -8,7 +8,7 @@ import grpc
 
 
 @asynccontextmanager
-async def served(path: Path, register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[grpc.aio.Channel]:
+async def serve_locally(path: Path, register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to what is registered with it."""
     server = grpc.aio.server()
     register(server)

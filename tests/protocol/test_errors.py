@@ -1,6 +1,6 @@
 import pytest
 
-from protocol.errors import StorageError, told
+from protocol.errors import StorageError, describe_error
 
 
 @pytest.mark.parametrize(
@@ -12,4 +12,4 @@ from protocol.errors import StorageError, told
     ],
 )
 def test_no_error_says_nothing(error: Exception, words: str) -> None:
-    assert told(error) == words
+    assert describe_error(error) == words

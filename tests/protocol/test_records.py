@@ -6,7 +6,7 @@ from protocol import records
 from protocol.errors import ForgedError, MalformedError, PeerFault
 from protocol.identity import Identity, verify
 from protocol.murmur_pb2 import Contribution, PeerRecord, Signed
-from protocol.records import SHORT_BYTES, open_signed, peer_of, sign
+from protocol.records import MAX_CACHED_MESSAGE_BYTES, open_signed, peer_id_of, sign
 
 RUN = "11" * 32
 OTHER_RUN = "22" * 32
@@ -114,11 +114,11 @@ def test_any_peer_id_is_refused_in_order(noise: str) -> None:
 
 def test_peer_of_an_address() -> None:
     peer = IDENTITY.peer_id
-    assert peer_of(f"/ip4/1.2.3.4/tcp/5/p2p/{peer}") == peer
-    assert peer_of(f"/ip4/1.2.3.4/tcp/5/p2p/{Identity.create().peer_id}/p2p-circuit/p2p/{peer}") == peer
+    assert peer_id_of(f"/ip4/1.2.3.4/tcp/5/p2p/{peer}") == peer
+    assert peer_id_of(f"/ip4/1.2.3.4/tcp/5/p2p/{Identity.create().peer_id}/p2p-circuit/p2p/{peer}") == peer
     for address in ("", "/ip4/1.2.3.4/tcp/5", "/ip4/1.2.3.4/tcp/5/p2p/", "/p2p/nobody", f"/p2p/{peer}/tcp/1"):
         with pytest.raises(MalformedError):
-            peer_of(address)
+            peer_id_of(address)
 
 
 def test_a_genuine_signature_is_checked_once_and_a_forged_one_always(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_genuine_signature_is_checked_once_and_a_forged_one_always(monkeypatch
         verify(peer, message, signature)
 
     monkeypatch.setattr(records, "verify", counted)
-    short, long = (sign(IDENTITY, "peer", RUN, PeerRecord(sequence=9, name="x" * size)) for size in (1, SHORT_BYTES))
+    short, long = (sign(IDENTITY, "peer", RUN, PeerRecord(sequence=9, name="x" * size)) for size in (1, MAX_CACHED_MESSAGE_BYTES))
     for signed, times in ((short, 1), (long, 2)):
         checked.clear()
         for _ in range(2):

@@ -7,22 +7,22 @@ import pytest
 from protocol.errors import MalformedError
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
-from protocol.replies import parsed
-from tests.protocol.garbled import garbled
+from protocol.replies import require_reply
+from tests.protocol.garbled import garbled_channel
 
 
 def test_what_came_is_passed_on() -> None:
     reply = PiecesReply(size=3)
-    assert parsed(reply) is reply
+    assert require_reply(reply) is reply
 
 
 async def test_what_does_not_parse_is_refused(tmp_path: Path) -> None:
     """The control is gRPC itself: it says nothing, and hands over None."""
-    async with garbled(tmp_path / "s") as channel:
+    async with garbled_channel(tmp_path / "s") as channel:
         stub = BlobsStub(channel)
         reply = await stub.Pieces(PiecesRequest(), timeout=10)
         assert reply is None
         with pytest.raises(MalformedError, match="does not parse"):
-            parsed(reply)
+            require_reply(reply)
         chunks: list[Chunk | None] = [chunk async for chunk in stub.Fetch(FetchRequest(), timeout=10)]
         assert chunks == [None]

@@ -1,6 +1,6 @@
 import asyncio
 
-from protocol.tasks import end
+from protocol.tasks import cancel_and_wait
 
 
 async def test_all_have_ended_also_those_that_fail_or_take_their_time() -> None:
@@ -15,7 +15,7 @@ async def test_all_have_ended_also_those_that_fail_or_take_their_time() -> None:
 
     tasks = [asyncio.create_task(stubborn()), asyncio.create_task(broken())]
     await asyncio.sleep(0)
-    await end(tasks)
+    await cancel_and_wait(tasks)
     assert all(task.done() for task in tasks)
     assert tasks[0].cancelled() and isinstance(tasks[1].exception(), ValueError)
-    await end([])
+    await cancel_and_wait([])

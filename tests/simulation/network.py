@@ -25,7 +25,7 @@ from protocol.errors import ForgedError
 from protocol.identity import Identity, PeerId
 from protocol.rounds.events import Exchange, Pattern, RoundSettings
 from protocol.rounds.kinds import KINDS
-from protocol.rounds.statements import Contribution, Digest, Statement, Terms
+from protocol.rounds.statements import Contribution, Digest, SignedMessage, ContributionLimits
 
 NAMES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)).peer_id for number in range(1, 17)]
 RUN_ID = hashlib.sha256(b"simulated run").hexdigest()
@@ -51,17 +51,17 @@ class Scenario:
     training: float
     vote_memory: float = 12.0
     expiry: float = 4.0
-    quorum: float = 1.0
+    roster_quorum: float = 1.0
     group_size: int = 2
     pattern: Pattern = "random"
     disk: float = 0.0  # the longest of a write
-    carries: bool = True
+    resubmits: bool = True
 
     def settings(self) -> RoundSettings:
         return _settings(self)
 
-    def terms(self) -> Terms:
-        return Terms(codec="none", shapes=SHAPES, parts=self.parts, max_tokens=1000, max_blob_bytes=1000)
+    def terms(self) -> ContributionLimits:
+        return ContributionLimits(codec="none", shapes=SHAPES, parts=self.parts, max_tokens=1000, max_blob_bytes=1000)
 
 
 @lru_cache(maxsize=64)
@@ -74,14 +74,14 @@ def _settings(scenario: Scenario) -> RoundSettings:
         leader_timeout=1.5,
         exchange_timeout=10.0,
         vote_memory=scenario.vote_memory,
-        quorum=scenario.quorum,
+        roster_quorum=scenario.roster_quorum,
         group_size=scenario.group_size,
         pattern=scenario.pattern,
     )
 
 
 @dataclass
-class Link:
+class LinkState:
     """What stands between the peers just now. `frozen`: until when; `blocked`: single directions."""
 
     dead: set[PeerId] = field(default_factory=set)
@@ -89,11 +89,11 @@ class Link:
     blocked: set[tuple[PeerId, PeerId]] = field(default_factory=set)
     islands: dict[PeerId, int] = field(default_factory=dict)
 
-    def reaches(self, sender: PeerId, receiver: PeerId) -> bool:
+    def can_send(self, sender: PeerId, receiver: PeerId) -> bool:
         frozen = self.frozen and (sender in self.frozen or receiver in self.frozen)
-        return not frozen and sender not in self.dead and self.leads(sender, receiver)
+        return not frozen and sender not in self.dead and self.can_receive(sender, receiver)
 
-    def leads(self, sender: PeerId, receiver: PeerId) -> bool:
+    def can_receive(self, sender: PeerId, receiver: PeerId) -> bool:
         """Whether what `sender` sent before arrives."""
         if receiver in self.dead or (sender, receiver) in self.blocked:
             return False
@@ -106,12 +106,12 @@ class Network:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario = scenario
         self.random = random.Random(seed)
-        self.link = Link()
+        self.link = LinkState()
         self.now = 0.0
         self.trace: list[tuple[float, str, Any]] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = itertools.count()
-        self._opened: dict[tuple[str, str, bytes, bytes], Statement[Any]] = {}
+        self._opened: dict[tuple[str, str, bytes, bytes], SignedMessage[Any]] = {}
 
     def schedule(self, delay: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + delay, next(self._counter), action))
@@ -122,14 +122,14 @@ class Network:
             self.now, _, action = heapq.heappop(queue)
             action()
 
-    def say(self, peer: str, what: Any) -> None:
+    def record(self, peer: str, what: Any) -> None:
         self.trace.append((self.now, peer, what))
 
     def transmit(self, sender: PeerId, receiver: PeerId, deliver: Callable[[], None], attempt: int = 1) -> None:
         """Late, twice, out of order or, after a few attempts, not at all."""
         chance, scenario = self.random.random, self.scenario
         delay = 0.005 + (scenario.delay - 0.005) * chance()
-        if self.link.reaches(sender, receiver) and chance() >= scenario.loss:
+        if self.link.can_send(sender, receiver) and chance() >= scenario.loss:
             copies = 2 if chance() < scenario.duplication else 1
             for copy in range(copies):
                 self.schedule(delay * (1 + 3 * copy), lambda: self._arrive(sender, receiver, deliver))
@@ -143,19 +143,19 @@ class Network:
         if receiver in link.frozen:  # the kernel keeps it until the process runs again
             later = link.frozen[receiver] - self.now + 0.1 * self.random.random()
             self.schedule(later, lambda: self._arrive(sender, receiver, deliver))
-        elif link.leads(sender, receiver):
+        elif link.can_receive(sender, receiver):
             deliver()
 
-    def open(self, signed: wire.Signed) -> Statement[Any]:
+    def open(self, signed: wire.Signed) -> SignedMessage[Any]:
         """Raises ForgedError where its sender has not signed it."""
         key = (signed.kind, signed.peer, signed.body, signed.signature)
         known = self._opened.get(key)
         if known is None:
             if signed.signature != signature_of(signed.peer, signed.kind, signed.body):
                 raise ForgedError(f"a {signed.kind} that {signed.peer} has not signed")
-            message, from_wire = KINDS[signed.kind]
-            body = from_wire(message.FromString(signed.body), self.scenario.terms(), self.open)
-            known = self._opened[key] = Statement.of(signed, body)
+            message, body_type = KINDS[signed.kind]
+            body = body_type.from_wire(message.FromString(signed.body), self.scenario.terms(), self.open)
+            known = self._opened[key] = SignedMessage.of(signed, body)
         return known
 
 
@@ -164,7 +164,7 @@ def signature_of(peer: PeerId, kind: str, body: bytes) -> bytes:
     return hashlib.blake2b(kind.encode() + b"\0" + body, key=key, digest_size=16).digest()
 
 
-def signer_of(peer: PeerId) -> Callable[[str, Message], wire.Signed]:
+def make_signer(peer: PeerId) -> Callable[[str, Message], wire.Signed]:
     def sign(kind: str, message: Message) -> wire.Signed:
         body = message.SerializeToString(deterministic=True)
         return wire.Signed(kind=kind, peer=peer, body=body, signature=signature_of(peer, kind, body))
@@ -172,11 +172,11 @@ def signer_of(peer: PeerId) -> Callable[[str, Message], wire.Signed]:
     return sign
 
 
-def sum_of(part: int, contributions: Iterable[Statement[Contribution]]) -> Blob:
+def fake_reduce(part: int, contributions: Iterable[SignedMessage[Contribution]]) -> Blob:
     """Stands in for a reduction: the same bytes for the same contributions in the same order."""
     return Blob.of(b"".join([b"sum", bytes([part]), *(entry.digest for entry in contributions)]))
 
 
-def offer_of(peer: PeerId, number: int, base: Digest, scenario: Scenario) -> Contribution:
+def make_contribution(peer: PeerId, number: int, base: Digest, scenario: Scenario) -> Contribution:
     parts = tuple(Blob.of(f"{peer} {number} {base.hex()} {part}".encode()) for part in range(scenario.parts))
     return Contribution(number, base, "none", SHAPES, 100, 10, 2.5, parts)

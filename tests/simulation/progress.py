@@ -9,14 +9,14 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
-from node.channel import Fate, Message
-from node.daemon.offers import Offer, Offers, Past, Sent
-from optim.program import Program
+from node.channel import ContributionOutcome, ContributionHeader
+from node.daemon.offers import StoredContribution, ContributionTracker, SettledContribution, LastSent
+from optim.program import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.rounds.chain import Chain, Head, after
-from protocol.rounds.entries import Entries
-from protocol.rounds.statements import Commit, Contribution, Digest, Statement
+from protocol.rounds.chain import Chain, ChainHead, extend_head
+from protocol.rounds.entries import AppliedContributions
+from protocol.rounds.statements import Commit, Contribution, Digest, SignedMessage
 from tests.simulation.network import Scenario
 
 Units = frozenset[int]
@@ -25,28 +25,28 @@ NONE: Units = frozenset()
 
 
 @dataclass(frozen=True)
-class Plan:
+class FakeRoundPlan:
     """As much of a round's plan as matters to a message."""
 
     round: int
-    carries: bool
+    resubmits: bool
 
-    def may_join(self, other: "Plan") -> bool:
-        return self.carries or self.round == other.round
+    def may_join(self, other: "FakeRoundPlan") -> bool:
+        return self.resubmits or self.round == other.round
 
 
-class Plans:
+class FakeRoundPlans:
     def __init__(self, carries: bool) -> None:
         self._carries = carries
 
-    def plan(self, number: int) -> Plan:
-        return Plan(number, self._carries)
+    def plan(self, number: int) -> FakeRoundPlan:
+        return FakeRoundPlan(number, self._carries)
 
 
-class Ledger:
+class WorkLedger:
     """Of the whole swarm: what is in which message, and which units each chain has applied."""
 
-    def __init__(self, genesis: Head) -> None:
+    def __init__(self, genesis: ChainHead) -> None:
         self.contents: dict[Parts, Units] = {}
         self.owners: dict[Digest, PeerId] = {}  # by blob
         self.sums: dict[Digest, list[Blob]] = {}  # by their blob, what went into them
@@ -57,7 +57,7 @@ class Ledger:
     def new_unit(self) -> int:
         return next(self._serials)
 
-    def append(self, head: Head, commit: Commit) -> None:
+    def append(self, head: ChainHead, commit: Commit) -> None:
         """AssertionError: something is applied a second time, or nobody has made it."""
         units = self.applied[head.digest]
         for entry in commit.contributions:
@@ -65,9 +65,9 @@ class Ledger:
             content = self.contents[entry.body.parts]
             assert not content & units, "a contribution is applied twice"
             units |= content
-        self.applied[after(head, commit).digest] = units
+        self.applied[extend_head(head, commit).digest] = units
 
-    def check_told(self, told: Entries, commit: Commit, group: Collection[PeerId], store: Set[Digest]) -> None:
+    def check_applied(self, reported: AppliedContributions, commit: Commit, group: Collection[PeerId], store: Set[Digest]) -> None:
         """AssertionError: a peer tells of other contributions than those whose bytes it has applied. `group`: with whom
         it exchanged."""
         summed = [blob for part in commit.parts for blob in self.sums[part.digest]]
@@ -75,37 +75,37 @@ class Ledger:
         fetched = [blob for blob in named if blob.digest in store and self.owners[blob.digest] in group]
         blobs = summed if commit.parts else fetched
         peers = sorted({self.owners[blob.digest] for blob in blobs})
-        real = Entries(tuple(peers), len(blobs), sum(blob.size for blob in blobs))
-        assert told == real, f"{told} is told, but {real} was applied"
+        real = AppliedContributions(tuple(peers), len(blobs), sum(blob.size for blob in blobs))
+        assert reported == real, f"{reported} is told, but {real} was applied"
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedWork:
     """A checkpoint: the last fate, the trainer's residual and all that it has made, and its message on its way."""
 
     decided: dict[str, Any]
     units: Units
     residual: Units
     made: int
-    outstanding: Offer | None
+    outstanding: StoredContribution | None
 
 
-class Progress:
+class TrainerWork:
     """Of one peer. `units`: all that its trainer remembers to have made; `residual`: what it has to send again."""
 
-    def __init__(self, name: PeerId, scenario: Scenario, ledger: Ledger) -> None:
+    def __init__(self, name: PeerId, scenario: Scenario, ledger: WorkLedger) -> None:
         self._name = name
         self._scenario = scenario
         self._ledger = ledger
-        self._program = cast(Program, Plans(scenario.carries))
-        self.offers = Offers(self._program)
+        self._program = cast(RoundPlanner, FakeRoundPlans(scenario.resubmits))
+        self.offers = ContributionTracker(self._program)
         self.units = self.residual = NONE
         self.made = 0  # messages
-        self.sent: Sent | None = None  # the last of them, which is on disk before anybody hears of it
+        self.sent: LastSent | None = None  # the last of them, which is on disk before anybody hears of it
 
     def train(self, number: int) -> None:
         """A new message for that round, unless the last one is still on its way."""
-        if self.offers.current is not None:
+        if self.offers.pending is not None:
             return
         unit, ledger = self._ledger.new_unit(), self._ledger
         self.units |= {unit}
@@ -115,57 +115,57 @@ class Progress:
         for blob in parts:
             ledger.owners[blob.digest], ledger.made_for[blob.digest] = self._name, number
         self.made += 1
-        message = Message(serial=self.made, round=number, sizes=(1,), tokens=100, steps=10, loss=2.5)
-        offer = Offer(message, parts)
-        self.sent = Sent(offer, tuple(self.offers.past))
-        self.offers.place(offer)
+        message = ContributionHeader(serial=self.made, round=number, sizes=(1,), tokens=100, steps=10, loss=2.5)
+        offer = StoredContribution(message, parts)
+        self.sent = LastSent(offer, tuple(self.offers.settled))
+        self.offers.submit(offer)
 
-    def contribution(self, head: Head) -> Contribution | None:
-        current = self.offers.current
-        return None if current is None else current.contribution(head, self._scenario.terms())
+    def contribution(self, head: ChainHead) -> Contribution | None:
+        current = self.offers.pending
+        return None if current is None else current.to_contribution(head, self._scenario.terms())
 
-    def settle(self, commits: tuple[Statement[Commit], ...], number: int, left: Head | None) -> None:
+    def settle(self, commits: tuple[SignedMessage[Commit], ...], number: int, left: ChainHead | None) -> None:
         """What these commits mean for our messages. `left`: where we stood, if they are of another chain, perhaps."""
-        current, bodies = self.offers.current, [commit.body for commit in commits]
-        revised: tuple[Past, ...] = ()
+        current, bodies = self.offers.pending, [commit.body for commit in commits]
+        revised: tuple[SettledContribution, ...] = ()
         if left is not None:
-            fate, revised = self.offers.jump(self._name, bodies, number, left)
+            fate, revised = self.offers.on_fork(self._name, bodies, number, left)
         else:
-            fate = self.offers.reach(self._name, bodies, number)
+            fate = self.offers.on_commits(self._name, bodies, number)
         if current is not None and fate in ("excluded", "lost"):
             self._end(current.parts, fate)
         for entry in revised:  # from the newest on: what it carried of an earlier one is taken out after that
-            self._end(entry.offer.parts, entry.fate)
+            self._end(entry.contribution.parts, entry.outcome)
 
-    def _end(self, parts: Parts, fate: Fate) -> None:
+    def _end(self, parts: Parts, fate: ContributionOutcome) -> None:
         content = self._ledger.contents[parts]
         self.residual = self.residual | content if fate == "excluded" else self.residual - content
         if fate == "lost":
             self.units -= content
 
-    def check_once(self, chain: Chain) -> None:
+    def check_nothing_twice(self, chain: Chain) -> None:
         """Once everything is settled. AssertionError: work will be applied a second time."""
         assert not self._ledger.applied[chain.digest] & self._pending, "work is applied, and will be again"
 
-    def check_kept(self, chain: Chain) -> None:
+    def check_nothing_lost(self, chain: Chain) -> None:
         """Once everything is settled. AssertionError: work is lost."""
         assert self.units <= self._ledger.applied[chain.digest] | self._pending, "work got lost"
 
     @property
     def _pending(self) -> Units:
-        current = self.offers.current
+        current = self.offers.pending
         return self.residual | (self._ledger.contents[current.parts] if current else NONE)
 
-    def save(self) -> Saved:
-        return Saved(self.offers.to_json(), self.units, self.residual, self.made, self.offers.current)
+    def save(self) -> SavedWork:
+        return SavedWork(self.offers.to_json(), self.units, self.residual, self.made, self.offers.pending)
 
-    def restore(self, saved: Saved, number: int) -> None:
+    def restore(self, saved: SavedWork, number: int) -> None:
         """What was made since then is lost with the memory, unless it is in the message that was on its way."""
-        self.offers, sent = Offers.from_json(self._program, saved.decided), self.sent
+        self.offers, sent = ContributionTracker.from_json(self._program, saved.decided), self.sent
         self.made = saved.made
         self.units = saved.units
         self.residual = saved.residual
-        if sent is not None and self.offers.resume(saved.outstanding, saved.made, sent, number) != "none":
-            content, self.made = self._ledger.contents[sent.offer.parts], sent.offer.message.serial
+        if sent is not None and self.offers.restore(saved.outstanding, saved.made, sent, number) != "none":
+            content, self.made = self._ledger.contents[sent.contribution.parts], sent.contribution.header.serial
             self.residual = NONE
-            self.units = self.units | content if self.offers.current else self.units - content
+            self.units = self.units | content if self.offers.pending else self.units - content

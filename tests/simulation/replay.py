@@ -5,16 +5,16 @@ import multiprocessing
 import sys
 import time
 
-from tests.simulation.seeds import BATCH, broken
-from tests.simulation.story import BrokenError, Story
+from tests.simulation.seeds import BATCH, broken_runs
+from tests.simulation.story import InvariantError, SeededRun
 
 
 def show(seed: int, isolating: bool) -> str:
     """What broke; empty where nothing did."""
-    story = Story(seed, isolating)
+    story = SeededRun(seed, isolating)
     try:
         story.run()
-    except BrokenError as broken:
+    except InvariantError as broken:
         story.print_trace()
         return str(broken)
     story.print_trace()
@@ -23,7 +23,7 @@ def show(seed: int, isolating: bool) -> str:
 
 def outcomes(batch: tuple[int, int, bool]) -> list[str]:
     """What broke under these seeds."""
-    return [story.fault for story in broken(*batch)]
+    return [story.fault for story in broken_runs(*batch)]
 
 
 def sweep(first: int, count: int, isolating: bool, workers: int) -> int:

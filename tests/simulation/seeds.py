@@ -1,7 +1,7 @@
 """Many seeds one after the other; those that every change must pass come in halves, for two processes."""
 
-from node.collector import rare_collections
-from tests.simulation.story import BrokenError, Story
+from node.collector import rare_garbage_collection
+from tests.simulation.story import InvariantError, SeededRun
 
 SEEDS = 10_000
 BATCH = 100
@@ -9,22 +9,22 @@ FIRST_HALF = range(0, SEEDS // 2, BATCH)
 SECOND_HALF = range(SEEDS // 2, SEEDS, BATCH)
 
 
-def broken(first: int, count: int, isolating: bool) -> list[Story]:
+def broken_runs(first: int, count: int, isolating: bool) -> list[SeededRun]:
     """The stories under these seeds in which something broke, each with its `fault`."""
     stories = []
     # A third less time: what a story leaves is found some stories later.
-    with rare_collections():
+    with rare_garbage_collection():
         for seed in range(first, first + count):
-            story = Story(seed, isolating)
+            story = SeededRun(seed, isolating)
             try:
                 story.run()
-            except BrokenError:
+            except InvariantError:
                 stories.append(story)
     return stories
 
 
-def try_batch(first: int) -> None:
+def run_batch(first: int) -> None:
     """Whatever breaks is told event by event."""
-    for story in broken(first, BATCH, isolating=False):
+    for story in broken_runs(first, BATCH, isolating=False):
         story.print_trace()
-        raise BrokenError(story.fault)
+        raise InvariantError(story.fault)

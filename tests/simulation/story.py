@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from protocol.identity import PeerId
-from protocol.rounds.events import Action, Exchange, Pattern, Reduce, Send, Vow
+from protocol.rounds.events import Action, Exchange, Pattern, Reduce, Send, VoteRecord
 from tests.simulation.network import Scenario
-from tests.simulation.swarm import Swarm
+from tests.simulation.swarm import SimulatedSwarm
 
 # Whole rounds take a few seconds; all faults are over by then, and whoever lives is to end all rounds by the end.
-FAULTS_OVER = 25.0
+FAULTS_END = 25.0
 END = 240.0
 MARGIN = 2.0  # seconds: a heartbeat, and what is on its way, until those who were apart know of each other again
 PHASES = ("contribution", "roster", "holding", "inclusion", "part", "commit", "acknowledgement", "decision", "vow")
@@ -19,11 +19,11 @@ EXCHANGES: tuple[Exchange, ...] = ("butterfly", "butterfly", "gather", "groups")
 PATTERNS: tuple[Pattern, ...] = ("random", "random", "ring", "exponential")
 KILLS = ("kill", "kill in phase", "kill in phase", "kill in phase", "kill reducer", "kill last holder", "relapse")
 FAULTS = (*KILLS, "freeze", "split", "one way")
-TWIN = ("twin",)
+SIZE_CONFLICT = ("twin",)
 ISOLATING_FAULTS = (*FAULTS, "split", "split", "split", "one way", "freeze")
 
 
-class BrokenError(AssertionError):
+class InvariantError(AssertionError):
     """A seed under which something that must hold did not; its text says how to see it again."""
 
 
@@ -42,13 +42,13 @@ def scenario_of(seed: int) -> Scenario:
         training=chance.choice([0.5, 4.0]),
         group_size=chance.choice([2, 2, 3, 4]),
         pattern=chance.choice(PATTERNS),
-        quorum=chance.choice([1.0, 0.6]),
+        roster_quorum=chance.choice([1.0, 0.6]),
         disk=chance.choice([0.0, 0.05]),
-        carries=chance.choice([True, False]),
+        resubmits=chance.choice([True, False]),
     )
 
 
-class Story:
+class SeededRun:
     """One run. `faults`: of which kinds; as usual if empty. `isolating`: they may last longer than votes are
     remembered, so that forks are allowed; otherwise all peers together are away, apart or frozen for less than that."""
 
@@ -57,7 +57,7 @@ class Story:
         self.fault = ""
         self._faults = faults or (ISOLATING_FAULTS if isolating else FAULTS)
         self._end = END * max(1, rounds / 3)
-        self.swarm = Swarm(replace(scenario_of(seed), rounds=rounds), seed, forks_allowed=isolating)
+        self.swarm = SimulatedSwarm(replace(scenario_of(seed), rounds=rounds), seed, forks_allowed=isolating)
         self.isolating = isolating
         self._chance = random.Random(f"faults {seed}")
         self._time_left = self.swarm.scenario.vote_memory - MARGIN
@@ -75,7 +75,7 @@ class Story:
             elif kind == "twin":
                 self._twin()
             else:
-                time = self._chance.uniform(0.0, FAULTS_OVER)
+                time = self._chance.uniform(0.0, FAULTS_END)
                 self.swarm.network.schedule(time, lambda kind=kind: self._strike(kind))  # type: ignore[misc]
 
     def _strike(self, kind: str) -> None:
@@ -152,7 +152,7 @@ class Story:
         """A peer offers what another has offered, with another size. In groups it harms its partners alone, who go on
         without it."""
         if self.swarm.scenario.exchange != "groups":
-            self.swarm.twin = self._chance.choice(list(self.swarm.peers))
+            self.swarm.conflicting_peer = self._chance.choice(list(self.swarm.peers))
 
     def _on_first(self, wanted: Callable[[Action], bool], number: int, strike: Callable[[PeerId], None]) -> None:
         fired = False
@@ -163,7 +163,7 @@ class Story:
                 fired = True
                 strike(name)
 
-        self.swarm.watches.append(watch)
+        self.swarm.action_watchers.append(watch)
 
     def run(self) -> None:
         """Raises BrokenError for whatever must not happen; `fault` says it, too."""
@@ -175,7 +175,7 @@ class Story:
             option = " --isolating" if self.isolating else ""
             shown = f"python -m tests.simulation.replay {self.seed}{option}"
             self.fault = f"seed {self.seed}: {error}; to see it: {shown}"
-            raise BrokenError(self.fault) from error
+            raise InvariantError(self.fault) from error
         except Exception as error:
             error.add_note(f"under seed {self.seed}")
             raise
@@ -187,8 +187,8 @@ class Story:
             assert peer.chain.round >= self.swarm.scenario.rounds, f"{peer.name[-4:]} is stuck in {place}"
         assert self.swarm.is_done(), "the chains differ"
         for peer in alive:
-            peer.progress.check_once(peer.chain)
-            peer.progress.check_kept(peer.chain)
+            peer.progress.check_nothing_twice(peer.chain)
+            peer.progress.check_nothing_lost(peer.chain)
 
     def print_trace(self) -> None:
         sys.stdout.write(f"seed {self.seed}: {self.swarm.scenario}\n")
@@ -200,7 +200,7 @@ def _kind_of(action: Action) -> str:
     """Of a statement that is sent, or "vow"."""
     if isinstance(action, Send):
         return action.signed.kind
-    return "vow" if isinstance(action, Vow) else ""
+    return "vow" if isinstance(action, VoteRecord) else ""
 
 
 def _short(what: object) -> str:

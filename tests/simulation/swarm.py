@@ -4,19 +4,19 @@ from collections.abc import Callable, Set
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.rounds.chain import genesis
-from protocol.rounds.entries import Entries
+from protocol.rounds.chain import genesis_head
+from protocol.rounds.entries import AppliedContributions
 from protocol.rounds.events import Action, Fetch, Finish, Send
-from protocol.rounds.grouping import drawn, group_of
-from protocol.rounds.statements import Commit, Digest, Portion, Statement, portions
-from protocol.rounds.view import portions_of
-from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, sum_of
-from tests.simulation.peers import HEARTBEAT, Peer
-from tests.simulation.progress import Ledger
-from tests.simulation.tables import entries_of, most_entries
+from protocol.rounds.grouping import groups_by_peer, contributions_for
+from protocol.rounds.statements import Commit, Digest, PartBlob, SignedMessage, enumerate_parts
+from protocol.rounds.view import part_blobs_of
+from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, fake_reduce
+from tests.simulation.peers import HEARTBEAT, SimulatedPeer
+from tests.simulation.progress import WorkLedger
+from tests.simulation.tables import count_entries, max_entries
 
 
-class Swarm:
+class SimulatedSwarm:
     """`decisions`: by round and base, the contents that were decided, and who voted for them or knows of it.
 
     `forks_allowed`: two may be. Otherwise only where the first has died with all of these.
@@ -26,18 +26,18 @@ class Swarm:
         self.scenario = scenario
         self.forks_allowed = forks_allowed
         self.network = Network(scenario, seed)
-        self.ledger = Ledger(genesis(RUN_ID))
-        self.skips: list[tuple[PeerId, PeerId | None, str]] = []
+        self.ledger = WorkLedger(genesis_head(RUN_ID))
+        self.rejections: list[tuple[PeerId, PeerId | None, str]] = []
         self.decisions: dict[tuple[int, Digest], dict[bytes, set[PeerId]]] = {}
-        self.watches: list[Callable[[PeerId, Action], None]] = []
+        self.action_watchers: list[Callable[[PeerId, Action], None]] = []
         if scenario.exchange == "groups":
-            self.watches.append(self._watch_groups)
+            self.action_watchers.append(self._watch_groups)
         self.returning: set[PeerId] = set()  # dead, but not for good
-        self.twin: PeerId | None = None  # offers what others do, one byte shorter
-        self.invented: set[Blob] = set()  # by it: there are none of that digest and size
+        self.conflicting_peer: PeerId | None = None  # offers what others do, one byte shorter
+        self.invented_blobs: set[Blob] = set()  # by it: there are none of that digest and size
         self.peaks: dict[int, int] = {}  # by round, the most entries in the tables of any peer
         self._rosters: dict[Digest, set[tuple[PeerId, ...]]] = {}  # by the base that they continue
-        self.peers = {name: Peer(name, self.network, self) for name in NAMES[: scenario.peers]}
+        self.peers = {name: SimulatedPeer(name, self.network, self) for name in NAMES[: scenario.peers]}
         self._unfinished = set(self.peers)
 
     def start(self) -> None:
@@ -45,13 +45,13 @@ class Swarm:
         for peer in self.peers.values():
             peer.records = {other: (head, 0.0) for other in self.peers if other != peer.name}
         for peer in self.peers.values():
-            peer.begin(dict.fromkeys(self.peers, 0.0))
-            peer.after(self.network.random.uniform(0, HEARTBEAT), peer.beat)
+            peer.begin_round(dict.fromkeys(self.peers, 0.0))
+            peer.after(self.network.random.uniform(0, HEARTBEAT), peer.send_heartbeat)
 
-    def alive(self) -> list[Peer]:
+    def alive(self) -> list[SimulatedPeer]:
         return [peer for name, peer in self.peers.items() if name not in self.network.link.dead]
 
-    def moved(self, peer: Peer) -> None:
+    def on_head_changed(self, peer: SimulatedPeer) -> None:
         if peer.chain.round >= self.scenario.rounds:
             self._unfinished.discard(peer.name)
         else:
@@ -63,11 +63,11 @@ class Swarm:
             return False
         return not self.forks_allowed or len({peer.chain.head for peer in self.alive()}) == 1
 
-    def needed(self, commit: Commit, peer: PeerId) -> dict[Portion, tuple[PeerId, ...]]:
+    def needed(self, commit: Commit, peer: PeerId) -> dict[PartBlob, tuple[PeerId, ...]]:
         """What that peer has to have, and whom it may ask."""
-        mine = group_of(commit, peer, self.scenario.settings())
+        mine = contributions_for(commit, peer, self.scenario.settings())
         sources = tuple(entry.sender for entry in mine) if self.scenario.exchange == "groups" else tuple(self.peers)
-        return dict.fromkeys(portions(commit.parts) or portions_of(mine), sources)
+        return dict.fromkeys(enumerate_parts(commit.parts) or part_blobs_of(mine), sources)
 
     def _watch_groups(self, name: PeerId, action: Action) -> None:
         """Nobody asks for anything outside of its group."""
@@ -77,63 +77,63 @@ class Swarm:
         elif isinstance(action, Fetch):
             machine, settings = self.peers[name].round, self.scenario.settings()
             rosters = self._rosters.get(self.peers[name].chain.digest, set())
-            circles = [drawn(settings, machine.number, roster).get(name, ()) for roster in rosters]
-            owner = self.ledger.owners[action.portion.blob.digest]
+            circles = [groups_by_peer(settings, machine.number, roster).get(name, ()) for roster in rosters]
+            owner = self.ledger.owners[action.part_blob.blob.digest]
             assert any(owner in circle for circle in circles), "a blob from outside of the group"
 
-    def decided(self, peer: PeerId, commit: Statement[Commit]) -> None:
+    def on_decided(self, peer: PeerId, commit: SignedMessage[Commit]) -> None:
         body = commit.body
         contents = self.decisions.setdefault((body.round, body.base), {})
-        votes = self.network.open(self.peers[peer].round.decision[1]).body.by_sender
-        contents.setdefault(body.content, set()).update([peer, *votes])
+        votes = self.network.open(self.peers[peer].round.signed_decision[1]).body.by_sender
+        contents.setdefault(body.content_digest, set()).update([peer, *votes])
         gone = self.network.link.dead - self.returning
         known = [content for content, peers in contents.items() if not peers <= gone]
         assert self.forks_allowed or len(known) <= 1, "two commits of one round"
         senders = [entry.sender for entry in body.contributions]
         assert senders == sorted(set(senders)) and senders, "contributions twice, out of order, or none at all"
         if self.scenario.exchange == "butterfly":
-            sums = tuple(sum_of(part, body.contributions) for part in range(self.scenario.parts))
+            sums = tuple(fake_reduce(part, body.contributions) for part in range(self.scenario.parts))
             assert body.parts == sums, "a sum of something else, or in another order"
 
-    def check_told(self, peer: PeerId, commit: Commit, told: Entries, store: Set[Digest]) -> None:
+    def check_applied(self, peer: PeerId, commit: Commit, reported: AppliedContributions, store: Set[Digest]) -> None:
         """What a peer tells of a round that it has applied is what went into its state."""
-        group = {entry.sender for entry in group_of(commit, peer, self.scenario.settings())}
-        self.ledger.check_told(told, commit, group, store)
+        group = {entry.sender for entry in contributions_for(commit, peer, self.scenario.settings())}
+        self.ledger.check_applied(reported, commit, group, store)
 
-    def given_up(self, peer: PeerId, commit: Commit) -> None:
+    def on_given_up(self, peer: PeerId, commit: Commit) -> None:
         """It could not have what that decision takes, and goes by it no more."""
-        self.decisions[commit.round, commit.base][commit.content].discard(peer)
+        self.decisions[commit.round, commit.base][commit.content_digest].discard(peer)
 
-    def measure(self, peer: Peer) -> None:
-        entries, number = entries_of(peer), peer.round.number
+    def measure_tables(self, peer: SimulatedPeer) -> None:
+        entries, number = count_entries(peer), peer.round.number
         self.peaks[number] = max(self.peaks.get(number, 0), entries)
-        assert entries <= most_entries(self.scenario), f"the tables of {peer.name[-4:]} grew to {entries} entries"
+        assert entries <= max_entries(self.scenario), f"the tables of {peer.name[-4:]} grew to {entries} entries"
 
     def forks(self) -> list[tuple[int, Digest]]:
         return [place for place, contents in self.decisions.items() if len(contents) > 1]
 
     def kill(self, name: PeerId, away: float | None = None) -> None:
         """`away`: seconds after which it comes back with what its disk has; None: never."""
-        self.network.say(name, "is killed" if away is None else f"is killed, for {away:.1f} s")
+        self.network.record(name, "is killed" if away is None else f"is killed, for {away:.1f} s")
         for action in self.peers[name].waiting:
             if isinstance(action, Finish):  # what it has decided is decided, even if nobody else can know
-                self.decided(name, action.commit)
+                self.on_decided(name, action.commit)
         self.network.link.dead.add(name)
         if away is not None:
             self.returning.add(name)
             self.network.schedule(away, lambda: self._bring_back(name))
 
     def _bring_back(self, name: PeerId) -> None:
-        self.network.say(name, "comes back")
+        self.network.record(name, "comes back")
         self.network.link.dead.discard(name)
         self.network.link.frozen.pop(name, None)
         self.returning.discard(name)
-        self.peers[name].come_back()
-        self.moved(self.peers[name])
+        self.peers[name].restart()
+        self.on_head_changed(self.peers[name])
 
     def freeze(self, name: PeerId, seconds: float) -> None:
         """It hears and does nothing; afterwards all comes at once, to a clock that has jumped."""
-        self.network.say(name, f"freezes for {seconds:.1f} s")
+        self.network.record(name, f"freezes for {seconds:.1f} s")
         until = self.network.now + seconds
         self.network.link.frozen[name] = until
         self.network.schedule(seconds, lambda: self._thaw(name, until))
@@ -143,13 +143,13 @@ class Swarm:
             del self.network.link.frozen[name]
 
     def split(self, islands: dict[PeerId, int], seconds: float) -> None:
-        self.network.say("network", f"splits for {seconds:.1f} s: {sorted(islands.values())}")
+        self.network.record("network", f"splits for {seconds:.1f} s: {sorted(islands.values())}")
         self.network.link.islands = islands
         self.network.schedule(seconds, islands.clear)
 
     def block(self, directions: set[tuple[PeerId, PeerId]], seconds: float) -> None:
         """Nothing passes these ways, but all passes in the opposite direction."""
-        self.network.say("network", f"loses {len(directions)} directions for {seconds:.1f} s")
+        self.network.record("network", f"loses {len(directions)} directions for {seconds:.1f} s")
         blocked = self.network.link.blocked
         blocked |= directions
         self.network.schedule(seconds, lambda: blocked.difference_update(directions))

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from node.daemon.offers import Offers, Verdict
-from protocol.rounds.chain import Head
+from node.daemon.offers import ContributionTracker, ForkOutcome
+from protocol.rounds.chain import ChainHead
 from protocol.rounds.statements import Commit
-from tests.simulation.seeds import broken
-from tests.simulation.story import Story
+from tests.simulation.seeds import broken_runs
+from tests.simulation.story import SeededRun
 
 BATCHES = 8
 SEEDS_PER_BATCH = 40
@@ -19,7 +19,7 @@ SEEDS_PER_BATCH = 40
 def test_long_partitions_end_on_one_chain(batch: int) -> None:
     forks = 0
     for seed in range(batch * SEEDS_PER_BATCH, (batch + 1) * SEEDS_PER_BATCH):
-        story = Story(seed, isolating=True)
+        story = SeededRun(seed, isolating=True)
         story.run()
         forks += len(story.swarm.forks())
     assert forks > 0, "the control: there was nothing to heal"
@@ -28,22 +28,22 @@ def test_long_partitions_end_on_one_chain(batch: int) -> None:
 
 def test_without_a_new_verdict_work_of_the_chain_that_was_left_gets_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of giving back."""
-    monkeypatch.setattr(Offers, "_revise", lambda *arguments, **named: ())
-    assert any("work got lost" in story.fault for story in broken(0, SEEDS_PER_BATCH, isolating=True))
+    monkeypatch.setattr(ContributionTracker, "_revise_settled", lambda *arguments, **named: ())
+    assert any("work got lost" in story.fault for story in broken_runs(0, SEEDS_PER_BATCH, isolating=True))
 
 
 @pytest.mark.parametrize("seed", [893])
 def test_what_both_chains_have_is_taken_out_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of taking out: a seed of few under which the same work would be sent to a chain that has it."""
-    judge = Offers.jump
+    judge = ContributionTracker.on_fork
 
-    def forgetful(self: Offers, me: str, commits: Sequence[Commit], number: int, left: Head) -> Verdict:
-        past = list(self.past)
+    def forgetful(self: ContributionTracker, me: str, commits: Sequence[Commit], number: int, left: ChainHead) -> ForkOutcome:
+        past = list(self.settled)
         verdict = judge(self, me, commits, number, left)
-        self.past[: len(past)] = past
-        return Verdict(verdict.fate, tuple(entry for entry in verdict.revised if entry.was != "excluded"))
+        self.settled[: len(past)] = past
+        return ForkOutcome(verdict.outcome, tuple(entry for entry in verdict.revised if entry.previous_outcome != "excluded"))
 
-    monkeypatch.setattr(Offers, "jump", forgetful)
-    assert ["applied" in story.fault for story in broken(seed, 1, isolating=True)] == [True]
+    monkeypatch.setattr(ContributionTracker, "on_fork", forgetful)
+    assert ["applied" in story.fault for story in broken_runs(seed, 1, isolating=True)] == [True]
     monkeypatch.undo()
-    assert broken(seed, 1, isolating=True) == []
+    assert broken_runs(seed, 1, isolating=True) == []

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.simulation.seeds import FIRST_HALF, try_batch
+from tests.simulation.seeds import FIRST_HALF, run_batch
 
 pytestmark = pytest.mark.seeds
 
 
 @pytest.mark.parametrize("first", FIRST_HALF)
 def test_nothing_breaks(first: int) -> None:
-    try_batch(first)
+    run_batch(first)

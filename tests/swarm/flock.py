@@ -19,14 +19,14 @@ from typing import Any
 import psutil
 import pytest
 
-from node.config import LOOPBACK_LISTEN
+from node.config import LISTEN_ON_LOOPBACK
 from node.local.peer_process import PeerProcess
 from node.status import NodeStatus
 from protocol.manifest import Manifest, load_manifest
-from tests.swarm.processes import MARK, alive, family, marked
+from tests.swarm.processes import MARK, running_processes, process_tree, find_marked
 
 CONFIG = Path(__file__).parents[2] / "configs" / "test.toml"
-LOOK = 0.05  # seconds between two looks at a condition
+POLL_SECONDS = 0.05  # seconds between two looks at a condition
 START_SECONDS = 120.0  # until a peer answers; it imports torch, as others do beside it, on a machine that may be slow
 ENDLESS = 1_000_000  # rounds
 WORDS = ("flock", "murmur", "wing", "evening", "reed", "turn", "seven", "neighbours", "sky", "roost", "falcon", "and")
@@ -51,7 +51,7 @@ def write_run(folder: Path, manifest: Manifest) -> Path:
 
 
 @contextlib.contextmanager
-def own_world() -> Iterator[str]:
+def isolated_processes() -> Iterator[str]:
     """Whatever is started inside carries a mark, and puts its sockets into a folder of its own; none may be left."""
     mark = secrets.token_hex(8)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="mm", dir="/tmp") as temporary:
@@ -61,22 +61,22 @@ def own_world() -> Iterator[str]:
         try:
             yield mark
         finally:
-            for process in marked(mark):
+            for process in find_marked(mark):
                 with contextlib.suppress(psutil.NoSuchProcess):  # it was about to end
                     process.kill()
 
 
-class Flock:
+class ProcessSwarm:
     def __init__(self, folder: Path, manifest: Manifest, peers: int, *more: str) -> None:
         """`more`: words of each peer's command."""
         self.manifest = manifest
         self._more = more
         self.run = write_run(folder, manifest)
-        self.peers = [self._made(index) for index in range(peers)]
+        self.peers = [self._make_peer(index) for index in range(peers)]
 
-    def add(self) -> PeerProcess:
+    def add_peer(self) -> PeerProcess:
         """One more peer, not started yet."""
-        self.peers.append(self._made(len(self.peers)))
+        self.peers.append(self._make_peer(len(self.peers)))
         return self.peers[-1]
 
     def start(self) -> None:
@@ -88,29 +88,29 @@ class Flock:
     def start_first(self) -> None:
         first = self.peers[0]
         first.start(())
-        self.wait(lambda: bool(first.addresses() or not first.running), "the first peer has an address")
-        assert first.running, self.story()
+        self.wait_until(lambda: bool(first.addresses() or not first.is_running), "the first peer has an address")
+        assert first.is_running, self.describe()
 
     def kill(self) -> None:
         """Every daemon, trainer and p2pd at once."""
-        doomed = [process for peer in self.peers if peer.running for process in family(pid_of(peer))]
+        doomed = [process for peer in self.peers if peer.is_running for process in process_tree(daemon_pid(peer))]
         for process in doomed:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         for peer in self.peers:
             peer.kill()
-        self.wait(lambda: not alive(doomed), "all are dead")
+        self.wait_until(lambda: not running_processes(doomed), "all are dead")
 
     def leave(self) -> None:
         """Politely; what does not leave is killed."""
         for peer in self.peers:
             peer.interrupt()
         try:
-            self.wait(lambda: not any(peer.running for peer in self.peers), "all have left")
+            self.wait_until(lambda: not any(peer.is_running for peer in self.peers), "all have left")
         finally:
             self.kill()
 
-    def look(self, *peers: PeerProcess) -> list[NodeStatus]:
+    def poll(self, *peers: PeerProcess) -> list[NodeStatus]:
         """What each of them (default: all) says now, or said last; those that have said nothing are left out."""
         chosen = peers or tuple(self.peers)
 
@@ -120,12 +120,12 @@ class Flock:
         asyncio.run(ask())
         return [peer.status for peer in chosen if peer.status]
 
-    def wait(self, condition: Callable[[], bool], what: str, seconds: float = START_SECONDS) -> float:
+    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = START_SECONDS) -> float:
         """Until the condition holds; the seconds that took. AssertionError with all that is known where it does not."""
         began = time.monotonic()
         while not condition():
-            assert time.monotonic() - began < seconds, f"not in {seconds:g} s: {what}\n{self.story()}"
-            time.sleep(LOOK)
+            assert time.monotonic() - began < seconds, f"not in {seconds:g} s: {what}\n{self.describe()}"
+            time.sleep(POLL_SECONDS)
         return time.monotonic() - began
 
     def wait_for_round(self, number: int, *peers: PeerProcess, seconds: float = START_SECONDS) -> None:
@@ -133,10 +133,10 @@ class Flock:
         chosen = peers or tuple(self.peers)
 
         def reached() -> bool:
-            statuses = self.look(*chosen)
+            statuses = self.poll(*chosen)
             return len(statuses) == len(chosen) and all(status.round >= number for status in statuses)
 
-        self.wait(reached, f"{', '.join(peer.name for peer in chosen)} in round {number}", seconds)
+        self.wait_until(reached, f"{', '.join(peer.name for peer in chosen)} in round {number}", seconds)
 
     def wait_for_agreement(self, seconds: float = START_SECONDS, after: int = 0) -> int:
         """Until all have been seen with the same model in the same round, later than `after`; returns the round."""
@@ -144,48 +144,48 @@ class Flock:
         agreed: list[int] = []
 
         def met() -> bool:
-            for status in self.look():
+            for status in self.poll():
                 key = (status.round, status.digest, status.state_digest)
                 seen.setdefault(key, set()).add(status.peer_id)
             agreed.extend(key[0] for key, who in seen.items() if key[0] > after and len(who) == len(self.peers))
             return bool(agreed)
 
-        self.wait(met, f"all agree in a round after {after}", seconds)
+        self.wait_until(met, f"all agree in a round after {after}", seconds)
         return agreed[0]
 
-    def story(self) -> str:
+    def describe(self) -> str:
         """The last status and the last words of every peer."""
         lines = []
         for peer in self.peers:
             told = peer.status.model_dump_json(exclude={"seconds", "addresses"}) if peer.status else "no status"
-            lines += [f"{peer.name} ({peer.returncode}): {told}", *(f"    {line}" for line in peer.last_words(15))]
+            lines += [f"{peer.name} ({peer.returncode}): {told}", *(f"    {line}" for line in peer.log_tail(15))]
         return "\n".join(lines)
 
     def log(self, peer: PeerProcess) -> str:
         return peer.log.read_text()
 
-    def _made(self, index: int) -> PeerProcess:
+    def _make_peer(self, index: int) -> PeerProcess:
         name = f"peer-{index}"
         home = self.run.parent / name
         return PeerProcess(name, home, join_command(self.run, home, "--name", name, *self._more))
 
 
-def join_command(run: Path, home: Path, *more: str, listen: str = LOOPBACK_LISTEN) -> list[str]:
+def join_command(run: Path, home: Path, *more: str, listen: str = LISTEN_ON_LOOPBACK) -> list[str]:
     words = [sys.executable, "-m", "node.cli", "join", str(run), "--dir", str(home)]
     return [*words, "--listen", listen, "--device", "cpu", "--threads", "1", *more]
 
 
-def pid_of(peer: PeerProcess) -> int:
+def daemon_pid(peer: PeerProcess) -> int:
     """Of its daemon, which runs or ran last."""
     assert peer._process is not None
     return peer._process.pid
 
 
 @contextlib.contextmanager
-def flying(folder: Path, manifest: Manifest, peers: int = 3, *more: str) -> Iterator[Flock]:
+def running_swarm(folder: Path, manifest: Manifest, peers: int = 3, *more: str) -> Iterator[ProcessSwarm]:
     """A flock in its own world; dead at the end, whatever happened."""
-    with own_world():
-        flock = Flock(folder, manifest, peers, *more)
+    with isolated_processes():
+        flock = ProcessSwarm(folder, manifest, peers, *more)
         try:
             yield flock
         finally:

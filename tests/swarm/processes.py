@@ -10,12 +10,12 @@ MARK = "MURMUR_TEST_MARK"  # in the environment of everything that a test starts
 SHARED_MEMORY = "/dev/shm/"
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def find_marked(mark: str) -> list[psutil.Process]:
     """All processes that were started, by however many steps, with this mark, but the test itself."""
     return [process for process in psutil.process_iter() if process.pid != os.getpid() and _has_mark(process, mark)]
 
 
-def family(pid: int) -> list[psutil.Process]:
+def process_tree(pid: int) -> list[psutil.Process]:
     """A process and all below it; a daemon, its trainer and its p2pd."""
     try:
         parent = psutil.Process(pid)
@@ -24,19 +24,19 @@ def family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def trainer_of(pid: int) -> psutil.Process | None:
+def find_trainer(pid: int) -> psutil.Process | None:
     return _named(pid, "node.trainer")
 
 
-def p2pd_of(pid: int) -> psutil.Process | None:
-    return next((process for process in family(pid) if "".join(_words(process)[:1]).endswith("/p2pd")), None)
+def find_p2pd(pid: int) -> psutil.Process | None:
+    return next((process for process in process_tree(pid) if "".join(_command_line(process)[:1]).endswith("/p2pd")), None)
 
 
-def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+def running_processes(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if process.is_running() and _state(process) != psutil.STATUS_ZOMBIE]
 
 
-def doors(process: psutil.Process) -> set[tuple[str, str, int]]:
+def open_ports(process: psutil.Process) -> set[tuple[str, str, int]]:
     """What may be reached from outside: (tcp or udp, address, port) of each listening or unconnected socket."""
     found = set()
     for connection in process.net_connections(kind="inet"):
@@ -46,12 +46,12 @@ def doors(process: psutil.Process) -> set[tuple[str, str, int]]:
     return found
 
 
-def inet_sockets(process: psutil.Process) -> list[object]:
+def open_inet_sockets(process: psutil.Process) -> list[object]:
     """Of any kind and state."""
     return list(process.net_connections(kind="inet"))
 
 
-def shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
+def open_shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
     """The named shared memory that they have open or mapped; what has no name, or lost it, cannot be left behind."""
     found: set[str] = set()
     for process in processes:
@@ -64,7 +64,7 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
     return found
 
 
-def listeners(ports: Iterable[int]) -> set[int]:
+def taken_ports(ports: Iterable[int]) -> set[int]:
     """Those of the ports on which somebody on this machine listens."""
     wanted = set(ports)
     open_now = [found for found in psutil.net_connections(kind="inet") if found.status == psutil.CONN_LISTEN]
@@ -72,10 +72,10 @@ def listeners(ports: Iterable[int]) -> set[int]:
 
 
 def _named(pid: int, word: str) -> psutil.Process | None:
-    return next((process for process in family(pid) if word in _words(process)), None)
+    return next((process for process in process_tree(pid) if word in _command_line(process)), None)
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):

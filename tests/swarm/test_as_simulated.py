@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from node.data import open_source
-from node.folder import RunFolder
-from node.program import program_of
-from node.simulation.setting import Setting
-from node.simulation.swarm import Swarm, identity_of
-from optim.rows import Tables
+from node.folder import RunDir
+from node.program import build_program
+from node.simulation.setting import SimulationConfig
+from node.simulation.swarm import VirtualSwarm, simulated_identity
+from optim.rows import OptionTables
 from protocol.manifest import Manifest
-from tests.swarm.flock import flying, manifest_with, write_run
+from tests.swarm.flock import running_swarm, manifest_with, write_run
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 PEERS, ROUNDS = 3, 4
 SHORT = {"inner_steps": 4}
-RECIPES: dict[str, Tables] = {
+RECIPES: dict[str, OptionTables] = {
     "diloco": {"schedule": SHORT},
     "sparseloco": {"schedule": SHORT},
     "streaming-diloco": {"schedule": {"inner_steps": 6, "fragments": 2, "ahead": 2, "delay": 2}},
@@ -28,7 +28,7 @@ RECIPES: dict[str, Tables] = {
 }
 
 
-def manifest_of(recipe: str, tables: Tables, seed: int = 0) -> Manifest:
+def manifest_of(recipe: str, tables: OptionTables, seed: int = 0) -> Manifest:
     """With all the time that a busy machine needs: a late message would be another run."""
     return manifest_with(
         run={"min_peers": PEERS, "seed": seed},
@@ -41,25 +41,25 @@ def manifest_of(recipe: str, tables: Tables, seed: int = 0) -> Manifest:
 def simulated(manifest: Manifest, base: Path) -> dict[str, str]:
     """The state of each peer after the last round."""
     torch.set_num_threads(1)
-    steps = program_of(manifest).steps_before(ROUNDS)
-    setting = Setting(manifest, base, PEERS, steps, (1.0,) * PEERS, (1e7,) * PEERS, 0.01)
+    steps = build_program(manifest).steps_before(ROUNDS)
+    setting = SimulationConfig(manifest, base, PEERS, steps, (1.0,) * PEERS, (1e7,) * PEERS, 0.01)
     corpus = open_source(manifest.data, base)
-    swarm = Swarm(setting, program_of(manifest).method, corpus, lambda *_: None, lambda: None)
+    swarm = VirtualSwarm(setting, build_program(manifest).method, corpus, lambda *_: None, lambda: None)
     swarm.run()
-    assert all(peer.chain.round == ROUNDS for peer in swarm.alive)
-    return {peer.name: peer.applied[1].digest.hex() for peer in swarm.alive}
+    assert all(peer.chain.round == ROUNDS for peer in swarm.live_peers)
+    return {peer.peer_id: peer.applied_state[1].digest.hex() for peer in swarm.live_peers}
 
 
 def real(manifest: Manifest, folder: Path) -> dict[str, str]:
-    with flying(folder, manifest, PEERS) as flock:
+    with running_swarm(folder, manifest, PEERS) as flock:
         for slot, peer in enumerate(flock.peers):
-            key = RunFolder(peer.folder).key
+            key = RunDir(peer.folder).key
             key.parent.mkdir(parents=True, exist_ok=True)
-            key.write_bytes(identity_of(slot).to_bytes())
+            key.write_bytes(simulated_identity(slot).to_bytes())
             key.chmod(0o600)
         flock.start()
-        flock.wait(lambda: all(status.round >= ROUNDS for status in flock.look()), "all have finished", 120)
-        return {status.peer_id: status.state_digest for status in flock.look()}
+        flock.wait_until(lambda: all(status.round >= ROUNDS for status in flock.poll()), "all have finished", 120)
+        return {status.peer_id: status.state_digest for status in flock.poll()}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from node.config import LOOPBACK_LISTEN
-from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with
+from node.config import LISTEN_ON_LOOPBACK
+from tests.swarm.flock import ENDLESS, ProcessSwarm, running_swarm, manifest_with
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 
-def findings(flock: Flock, home: Path) -> dict[str, dict[str, Any]]:
+def findings(flock: ProcessSwarm, home: Path) -> dict[str, dict[str, Any]]:
     link = f"murmur://{flock.manifest.run_id}@{flock.peers[0].addresses()[0]}"
-    words = ["doctor", link, "--dir", str(home), "--listen", LOOPBACK_LISTEN, "--json"]
+    words = ["doctor", link, "--dir", str(home), "--listen", LISTEN_ON_LOOPBACK, "--json"]
     done = subprocess.run([sys.executable, "-m", "node.cli", *words], capture_output=True, text=True, timeout=100)
     found = {finding["check"]: finding for finding in json.loads(done.stdout)}
     assert done.returncode == int(any(finding["level"] == "fail" for finding in found.values())), done.stderr
@@ -27,7 +27,7 @@ def test_the_peers_of_a_run_tell_what_a_newcomer_wants_to_know(tmp_path: Path) -
     manifest = manifest_with(
         run={"min_peers": 2}, data={"source": "python-stdlib", "path": ""}, target={"rounds": ENDLESS}
     )
-    with flying(tmp_path, manifest, peers=2) as flock:
+    with running_swarm(tmp_path, manifest, peers=2) as flock:
         flock.start()
         flock.wait_for_round(2)
         found = findings(flock, tmp_path / "newcomer")

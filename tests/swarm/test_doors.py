@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from node.places import announced_port
-from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with, pid_of
-from tests.swarm.processes import doors, family, inet_sockets, p2pd_of, trainer_of
+from node.places import read_metrics_port
+from tests.swarm.flock import ENDLESS, ProcessSwarm, running_swarm, manifest_with, daemon_pid
+from tests.swarm.processes import open_ports, process_tree, open_inet_sockets, find_p2pd, find_trainer
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
@@ -18,51 +18,51 @@ METRICS = ("tokens", "loss", "rounds", "bytes", "seconds", "peers_known", "blobs
 
 
 @pytest.fixture(scope="module")
-def flock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flock]:
+def flock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessSwarm]:
     manifest = manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 2})
-    with flying(tmp_path_factory.mktemp("doors"), manifest, peers=2) as made:
+    with running_swarm(tmp_path_factory.mktemp("doors"), manifest, peers=2) as made:
         made.start()
         made.wait_for_round(3)
         yield made
 
 
-def page(flock: Flock, path: str, host: str = "127.0.0.1") -> str:
-    port = announced_port(flock.peers[0].folder)
+def page(flock: ProcessSwarm, path: str, host: str = "127.0.0.1") -> str:
+    port = read_metrics_port(flock.peers[0].folder)
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Host": f"{host}:{port}"})
     with urllib.request.urlopen(request, timeout=5) as answer:
         return str(answer.read().decode())
 
 
-def test_a_node_listens_on_three_ports_and_no_more(flock: Flock) -> None:
+def test_a_node_listens_on_three_ports_and_no_more(flock: ProcessSwarm) -> None:
     for peer in flock.peers:
-        daemon = pid_of(peer)
-        p2pd, trainer = p2pd_of(daemon), trainer_of(daemon)
+        daemon = daemon_pid(peer)
+        p2pd, trainer = find_p2pd(daemon), find_trainer(daemon)
         assert p2pd is not None and trainer is not None
         announced = int(peer.addresses()[0].split("/")[4])
-        found = {process.pid: doors(process) for process in family(daemon)}
+        found = {process.pid: open_ports(process) for process in process_tree(daemon)}
         assert found.pop(p2pd.pid) == {("tcp", "127.0.0.1", announced)}
-        own = {("tcp", "127.0.0.1", port) for port in (announced_port(peer.folder), flock.look(peer)[0].direct_port)}
+        own = {("tcp", "127.0.0.1", port) for port in (read_metrics_port(peer.folder), flock.poll(peer)[0].direct_port)}
         assert found.pop(daemon) == own and len(own) == 2
         assert not any(found.values()), found
-        assert not inet_sockets(trainer)
+        assert not open_inet_sockets(trainer)
 
 
-def test_the_sockets_of_a_node_are_for_its_owner_alone(flock: Flock) -> None:
+def test_the_sockets_of_a_node_are_for_its_owner_alone(flock: ProcessSwarm) -> None:
     for peer in flock.peers:
         folder = (peer.folder / "sockets").resolve()
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        sockets = bound_paths(pid_of(peer))
+        sockets = bound_paths(daemon_pid(peer))
         assert sockets, "gRPC's, at least"
         assert {path.parent for path in sockets} == {folder}
 
 
 def bound_paths(daemon: int) -> set[Path]:
     """The Unix sockets with a place in the file system on which anything of this node listens."""
-    sockets = [str(found.laddr) for process in family(daemon) for found in process.net_connections(kind="unix")]
+    sockets = [str(found.laddr) for process in process_tree(daemon) for found in process.net_connections(kind="unix")]
     return {Path(address) for address in sockets if address.startswith("/")}
 
 
-def test_numbers_for_machines(flock: Flock) -> None:
+def test_numbers_for_machines(flock: ProcessSwarm) -> None:
     assert page(flock, "/healthz").startswith("ok ")
     names = {line.split()[2] for line in page(flock, "/metrics").splitlines() if line.startswith("# TYPE")}
     assert all(name.startswith("murmur_") for name in names)
@@ -70,7 +70,7 @@ def test_numbers_for_machines(flock: Flock) -> None:
     assert set(METRICS) - {"node_info"} <= present | {"node"}, sorted(names)
 
 
-def test_a_page_in_a_browser_cannot_ask_by_a_name_of_its_own(flock: Flock) -> None:
+def test_a_page_in_a_browser_cannot_ask_by_a_name_of_its_own(flock: ProcessSwarm) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         page(flock, "/status", host="rebound.example")
     with refused.value as answer:

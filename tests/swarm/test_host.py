@@ -15,14 +15,14 @@ from typing import Any
 import httpx2
 import pytest
 
-from node.config import LOOPBACK_LISTEN
+from node.config import LISTEN_ON_LOOPBACK
 from node.host.journal import read_events
 from node.inquiry import status_lines
 from node.local.peer_process import PeerProcess
 from protocol.identity import Identity
 from protocol.manifest import Manifest
-from protocol.signed_manifest import open_sealed
-from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with
+from protocol.signed_manifest import open_signed_manifest
+from tests.swarm.flock import ENDLESS, ProcessSwarm, running_swarm, manifest_with
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
@@ -42,26 +42,26 @@ def open_run() -> Manifest:
     )
 
 
-class Hosted:
+class DashboardProcess:
     """A host, and the peers that came by what it says."""
 
-    def __init__(self, flock: Flock, *options: str) -> None:
+    def __init__(self, flock: ProcessSwarm, *options: str) -> None:
         self.flock = flock
         home = flock.run.parent / "host"
         words = [sys.executable, "-m", "node.cli", "host", str(flock.run), "--dir", str(home), *options]
-        self.host = PeerProcess("host", home, [*words, "--http", "127.0.0.1:0", "--listen", LOOPBACK_LISTEN])
+        self.host = PeerProcess("host", home, [*words, "--http", "127.0.0.1:0", "--listen", LISTEN_ON_LOOPBACK])
         self.base = ""
 
     def start(self) -> None:
         self.host.log.unlink(missing_ok=True)
         self.host.folder.mkdir(parents=True, exist_ok=True)
         self.host.start(())
-        self.flock.wait(lambda: "page " in self.said() or not self.host.running, "the host says where its page is")
-        found = re.search(r"^page +(\S+)/$", self.said(), re.MULTILINE)
-        assert found, self.said()
+        self.flock.wait_until(lambda: "page " in self.output() or not self.host.is_running, "the host says where its page is")
+        found = re.search(r"^page +(\S+)/$", self.output(), re.MULTILINE)
+        assert found, self.output()
         self.base = found[1]
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.host.log.read_text() if self.host.log.exists() else ""
 
     def get(self, path: str) -> httpx2.Response:
@@ -74,19 +74,19 @@ class Hosted:
     def join(self, run: str, folder: str, name: str = "") -> PeerProcess:
         home = self.flock.run.parent / folder
         words = [sys.executable, "-m", "node.cli", "join", run, "--dir", str(home), "--name", name]
-        command = [*words, "--listen", LOOPBACK_LISTEN, "--device", "cpu", "--threads", "1"]
+        command = [*words, "--listen", LISTEN_ON_LOOPBACK, "--device", "cpu", "--threads", "1"]
         self.flock.peers.append(PeerProcess(folder, home, command))
         self.flock.peers[-1].start(())
         return self.flock.peers[-1]
 
     def wait_for_round(self, number: int, seconds: float = 60.0) -> None:
-        self.flock.wait(lambda: self.state()["round"] >= number, f"the host knows round {number}", seconds)
+        self.flock.wait_until(lambda: self.state()["round"] >= number, f"the host knows round {number}", seconds)
 
 
 @contextlib.contextmanager
-def hosted(folder: Path) -> Iterator[Hosted]:
-    with flying(folder, open_run(), peers=0) as flock:
-        scene = Hosted(flock)
+def running_dashboard(folder: Path) -> Iterator[DashboardProcess]:
+    with running_swarm(folder, open_run(), peers=0) as flock:
+        scene = DashboardProcess(flock)
         try:
             scene.start()
             yield scene
@@ -94,22 +94,22 @@ def hosted(folder: Path) -> Iterator[Hosted]:
             scene.host.kill()
 
 
-def contributing(flock: Flock) -> int:
-    return sum(1 for told in flock.look() if told.contributions_included)
+def contributing(flock: ProcessSwarm) -> int:
+    return sum(1 for told in flock.poll() if told.contributions_included)
 
 
 def test_one_copied_line_is_enough_and_a_killed_host_misses_nothing(tmp_path: Path) -> None:
-    with hosted(tmp_path) as scene:
+    with running_dashboard(tmp_path) as scene:
         line = re.search(r'<code id="join">(.*?)</code>', scene.get("/").text)
         assert line
         command, verb, url = html.unescape(line[1]).split()
         assert (command, verb) == ("murmur", "join")
-        signed = open_sealed(scene.get("/run.toml").content, url)
+        signed = open_signed_manifest(scene.get("/run.toml").content, url)
         assert signed.organiser == scene.state()["organiser"] and signed.manifest.run.bootstrap
         began = time.monotonic()
         scene.join(url, "ada")
         scene.join(url, "bob")
-        scene.flock.wait(lambda: contributing(scene.flock) == 2, "both contribute", LINE_SECONDS)
+        scene.flock.wait_until(lambda: contributing(scene.flock) == 2, "both contribute", LINE_SECONDS)
         print(f"from the line to a contribution: {time.monotonic() - began:.1f} s")
         assert "seen for the first time and kept" in scene.flock.log(scene.flock.peers[0])
         scene.wait_for_round(3)
@@ -117,7 +117,7 @@ def test_one_copied_line_is_enough_and_a_killed_host_misses_nothing(tmp_path: Pa
         assert "2 peers there" in told and "watching" in told and told.endswith(f"page {scene.base}/")
 
         scene.host.kill()
-        at_death = max(status.round for status in scene.flock.look())
+        at_death = max(status.round for status in scene.flock.poll())
         scene.flock.wait_for_round(at_death + AWAY_ROUNDS, seconds=90)
         scene.start()
         scene.wait_for_round(at_death + AWAY_ROUNDS)
@@ -129,8 +129,8 @@ def test_one_copied_line_is_enough_and_a_killed_host_misses_nothing(tmp_path: Pa
         address = scene.flock.peers[0].addresses()[0]
         run_id = scene.flock.manifest.run_id
         late = scene.join(f"murmur://{run_id}@{address}", "late")
-        scene.flock.wait(lambda: any(told.contributions_included for told in scene.flock.look(late)), "it gives", 60)
-        scene.flock.wait(lambda: scene.state()["active"] == 3, "the host sees all three")
+        scene.flock.wait_until(lambda: any(told.contributions_included for told in scene.flock.poll(late)), "it gives", 60)
+        scene.flock.wait_until(lambda: scene.state()["active"] == 3, "the host sees all three")
 
 
 def browser_path() -> str:
@@ -164,15 +164,15 @@ def screenshots(tmp_path: Path) -> Path:
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     browser_path()
     pictures = screenshots(tmp_path)
-    with hosted(tmp_path) as scene:
+    with running_dashboard(tmp_path) as scene:
         for folder, name in (("ada", "ada"), ("bob", "bob"), ("eve", "eve"), ("last", HOSTILE)):
             scene.join(f"{scene.base}/run.toml", folder, name)
         scene.wait_for_round(3, 90)
         with browser_page(viewport={"width": 1240, "height": 900}) as page:
             page.goto(scene.base)
-            scene.flock.wait(lambda: page.locator(PRESENT).count() == 4, "all four are on the page")
+            scene.flock.wait_until(lambda: page.locator(PRESENT).count() == 4, "all four are on the page")
             before = int(page.text_content("#round"))
-            scene.flock.wait(lambda: int(page.text_content("#round")) >= before + 2, "the page moves by itself")
+            scene.flock.wait_until(lambda: int(page.text_content("#round")) >= before + 2, "the page moves by itself")
             assert page.locator("#loss-chart canvas").count() == 1 and page.locator("#bytes-chart canvas").count() == 1
             assert page.evaluate("rows.length") >= before
             page.screenshot(path=pictures / "light.png", full_page=True)
@@ -188,7 +188,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             page.screenshot(path=pictures / "dark.png", full_page=True)
             page.set_viewport_size({"width": 400, "height": 900})
             width = "document.querySelector('#loss-chart canvas').clientWidth"
-            scene.flock.wait(lambda: page.evaluate(width) < 400, "the chart has become narrow")
+            scene.flock.wait_until(lambda: page.evaluate(width) < 400, "the chart has become narrow")
             assert page.evaluate("document.documentElement.scrollWidth") <= 400
             page.screenshot(path=pictures / "narrow.png", full_page=True)
             assert page.faults == []

@@ -15,9 +15,9 @@ from typing import Self
 import psutil
 import pytest
 
-from node.places import newest_checkpoint
-from tests.swarm.flock import ENDLESS, LOOK, Flock, flying, manifest_with, own_world, pid_of, write_run
-from tests.swarm.processes import alive, doors, family, listeners, marked, shared_memory
+from node.places import find_newest_checkpoint
+from tests.swarm.flock import ENDLESS, POLL_SECONDS, ProcessSwarm, running_swarm, manifest_with, isolated_processes, daemon_pid, write_run
+from tests.swarm.processes import running_processes, open_ports, process_tree, taken_ports, find_marked, open_shared_memory
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
@@ -25,8 +25,8 @@ SHARED = Path("/dev/shm")
 CYCLES = 10
 PORTS = 3  # of a node: for libp2p, for direct connections, for its metrics
 AWAY_SECONDS = 20.0
-LEAVING = "leaving; once more to leave at once"
-WAYS = {
+SHUTDOWN_LINE = "leaving; once more to leave at once"
+SIGNAL_CASES = {
     "SIGTERM": ([signal.SIGTERM], 0),
     "SIGINT": ([signal.SIGINT], 0),
     "two SIGINT": ([signal.SIGINT, signal.SIGINT], 130),
@@ -34,18 +34,18 @@ WAYS = {
 }
 
 
-class Traces:
+class ProcessResources:
     """What processes hold while they run, for a look afterwards."""
 
     def __init__(self, processes: list[psutil.Process]) -> None:
         self._processes = processes
-        self.ports = {port for process in processes for _, _, port in doors(process)}
-        self.memory = shared_memory(processes)
+        self.ports = {port for process in processes for _, _, port in open_ports(process)}
+        self.memory = open_shared_memory(processes)
 
-    def left(self) -> list[str]:
+    def remaining(self) -> list[str]:
         """Of what they held, all that is still there."""
-        processes = [f"process {process.pid}: {' '.join(process.cmdline())}" for process in alive(self._processes)]
-        ports = [f"port {port}" for port in listeners(self.ports)]
+        processes = [f"process {process.pid}: {' '.join(process.cmdline())}" for process in running_processes(self._processes)]
+        ports = [f"port {port}" for port in taken_ports(self.ports)]
         numbers = {str(process.pid) for process in self._processes}
         shared = [str(path) for path in SHARED.iterdir() if numbers & set(path.name.split("_"))]
         return [*processes, *ports, *shared, *(path for path in self.memory if Path(path).exists())]
@@ -55,7 +55,7 @@ def wait_for(condition: Callable[[], object], what: Callable[[], object], second
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, what()
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
 
 
 def socket_folders() -> list[Path]:
@@ -63,52 +63,52 @@ def socket_folders() -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def flock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flock]:
+def flock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessSwarm]:
     """One peer for each way to end."""
-    with flying(tmp_path_factory.mktemp("leaving"), manifest_with(target={"rounds": ENDLESS}), len(WAYS)) as made:
+    with running_swarm(tmp_path_factory.mktemp("leaving"), manifest_with(target={"rounds": ENDLESS}), len(SIGNAL_CASES)) as made:
         made.start()
         made.wait_for_round(2)
         yield made
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_left_of_a_node(flock: Flock, way: str) -> None:
-    peer = flock.peers[list(WAYS).index(way)]
-    signals, code = WAYS[way]
-    kin = family(pid_of(peer))
+@pytest.mark.parametrize("way", SIGNAL_CASES)
+def test_nothing_is_left_of_a_node(flock: ProcessSwarm, way: str) -> None:
+    peer = flock.peers[list(SIGNAL_CASES).index(way)]
+    signals, code = SIGNAL_CASES[way]
+    kin = process_tree(daemon_pid(peer))
     assert len(kin) == 3, "the daemon, its trainer and its p2pd"
-    traces = Traces(kin)
-    assert traces.left(), "the control: what runs is found"
+    traces = ProcessResources(kin)
+    assert traces.remaining(), "the control: what runs is found"
     assert len(traces.ports) == PORTS
     assert not traces.memory
     folder = (peer.folder / "sockets").readlink()
-    saved = newest_checkpoint(peer.folder)
-    shown = flock.look(peer)[0].round
-    send(flock, kin, signals)
-    flock.wait(lambda: peer.returncode is not None, "it ends", AWAY_SECONDS)
-    assert peer.returncode == code, flock.story()
-    wait_for(lambda: not traces.left(), traces.left)
+    saved = find_newest_checkpoint(peer.folder)
+    shown = flock.poll(peer)[0].round
+    send_signals(flock, kin, signals)
+    flock.wait_until(lambda: peer.returncode is not None, "it ends", AWAY_SECONDS)
+    assert peer.returncode == code, flock.describe()
+    wait_for(lambda: not traces.remaining(), traces.remaining)
     if way in ("SIGTERM", "SIGINT"):
         assert not folder.exists()
-        assert saved is not None and newest_checkpoint(peer.folder) != saved, "a checkpoint is written on the way out"
+        assert saved is not None and find_newest_checkpoint(peer.folder) != saved, "a checkpoint is written on the way out"
         assert peer.status is not None and peer.status.round >= shown
     else:  # nobody was there to remove it; the next start is
         assert folder.exists()
 
 
-def send(flock: Flock, kin: list[psutil.Process], signals: list[signal.Signals]) -> None:
+def send_signals(flock: ProcessSwarm, kin: list[psutil.Process], signals: list[signal.Signals]) -> None:
     """One after the other has been heard: two signals of a kind that both wait are one to the kernel."""
-    peer = next(peer for peer in flock.peers if pid_of(peer) == kin[0].pid)
+    peer = next(peer for peer in flock.peers if daemon_pid(peer) == kin[0].pid)
     if len(signals) > 1:  # whoever waits for a frozen trainer is still leaving when the second comes
         trainer = next(process for process in kin if "node.trainer" in process.cmdline())
         trainer.suspend()
     for number, sent in enumerate(signals):
-        flock.wait(lambda heard=number: flock.log(peer).count(LEAVING) >= heard, "the signal is heard")  # type: ignore[misc]
+        flock.wait_until(lambda heard=number: flock.log(peer).count(SHUTDOWN_LINE) >= heard, "the signal is heard")  # type: ignore[misc]
         kin[0].send_signal(sent)
 
 
 def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
-    with flying(tmp_path, manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 1}), peers=1) as flock:
+    with running_swarm(tmp_path, manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 1}), peers=1) as flock:
         flock.start_first()
         flock.kill()
         [stale] = socket_folders()
@@ -119,7 +119,7 @@ def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
         assert not socket_folders()
 
 
-class Up:
+class UpProcess:
     """`murmur up` in a process, its words in a file."""
 
     def __init__(self, run: Path, folder: Path, peers: int) -> None:
@@ -136,15 +136,15 @@ class Up:
         self.process.kill()
         self.process.wait()
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self._output.read_text()
 
     def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
         def over() -> bool:
             return bool(condition()) or self.process.poll() is not None
 
-        wait_for(over, lambda: f"not in {seconds:g} s: {what}\n{self.said()}", seconds)
-        assert condition(), f"ended with {self.process.poll()} before {what}\n{self.said()}"
+        wait_for(over, lambda: f"not in {seconds:g} s: {what}\n{self.output()}", seconds)
+        assert condition(), f"ended with {self.process.poll()} before {what}\n{self.output()}"
 
     def answers(self, index: int) -> bool:
         """Whether that peer of this start has said where it is found."""
@@ -153,12 +153,12 @@ class Up:
         except (OSError, ValueError):
             return False
         # An earlier start left the same file, and its port may be somebody else's by now.
-        ours = {process.pid for process in family(self.process.pid)}
-        return said["pid"] in ours and bool(listeners([said["metrics_port"]]))
+        ours = {process.pid for process in process_tree(self.process.pid)}
+        return said["pid"] in ours and bool(taken_ports([said["metrics_port"]]))
 
     def checkpoints(self) -> set[Path]:
         """The newest of each peer."""
-        newest = (newest_checkpoint(folder) for folder in self.folder.glob("peer-*"))
+        newest = (find_newest_checkpoint(folder) for folder in self.folder.glob("peer-*"))
         return {found for found in newest if found}
 
     def saved_since(self, before: set[Path]) -> bool:
@@ -171,27 +171,27 @@ class Up:
 
 @pytest.fixture
 def world() -> Iterator[str]:
-    with own_world() as mark:
+    with isolated_processes() as mark:
         yield mark
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.Signals) -> None:
     run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
-    with Up(run, tmp_path / "swarm", peers=2) as up:
+    with UpProcess(run, tmp_path / "swarm", peers=2) as up:
         up.wait_for(up.checkpoints, "a round is saved")
-        kin = marked(world)
+        kin = find_marked(world)
         assert len(kin) == 7, [process.cmdline() for process in kin]
-        traces = Traces(kin)
+        traces = ProcessResources(kin)
         assert len(traces.ports) == 2 * PORTS
         assert not traces.memory
         os.kill(up.process.pid, number)
         code = up.process.wait(AWAY_SECONDS + 10)
-        assert code == (-number if number == signal.SIGKILL else 130), up.said()
-        wait_for(lambda: not traces.left() and not marked(world), lambda: [traces.left(), marked(world)])
+        assert code == (-number if number == signal.SIGKILL else 130), up.output()
+        wait_for(lambda: not traces.remaining() and not find_marked(world), lambda: [traces.remaining(), find_marked(world)])
     if number != signal.SIGKILL:
         assert not socket_folders()
-        assert "goes on from here" in up.said().replace("\n", "")
+        assert "goes on from here" in up.output().replace("\n", "")
 
 
 @pytest.mark.ordeal
@@ -200,13 +200,13 @@ def test_ten_times_up_and_stop(tmp_path: Path, world: str) -> None:
     run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
     folder = tmp_path / "swarm"
     for cycle in range(CYCLES):
-        with Up(run, folder, peers=2) as up:
+        with UpProcess(run, folder, peers=2) as up:
             # Most are stopped while they start, which is quick; the last one has gone on with what the others left.
             up.wait_for(partial(up.answers, 0), "the first peer answers")
             if cycle == CYCLES - 1:
                 before = up.checkpoints()
                 up.wait_for(partial(up.saved_since, before), "a round is saved")
-            assert up.interrupt() == 130, up.said()
-        assert not marked(world), [process.cmdline() for process in marked(world)]
+            assert up.interrupt() == 130, up.output()
+        assert not find_marked(world), [process.cmdline() for process in find_marked(world)]
         assert not socket_folders()
-    assert up.said().count("goes on from here") == CYCLES
+    assert up.output().count("goes on from here") == CYCLES

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from protocol.manifest import Manifest
-from tests.swarm.flock import ENDLESS, Flock, flying, manifest_with
+from tests.swarm.flock import ENDLESS, ProcessSwarm, running_swarm, manifest_with
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
@@ -14,32 +14,32 @@ NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQ
 SPARSE = {"recipe": "sparseloco", "schedule": {"inner_steps": 5}}
 
 
-def all_have_reached_the_target(flock: Flock, rounds: int) -> None:
-    flock.wait(lambda: all(peer.returncode is not None for peer in flock.peers), "all have ended")
-    statuses = flock.look()
-    assert [peer.returncode for peer in flock.peers] == [0] * len(flock.peers), flock.story()
-    assert [status.phase for status in statuses] == ["done"] * len(flock.peers), flock.story()
+def all_have_reached_the_target(flock: ProcessSwarm, rounds: int) -> None:
+    flock.wait_until(lambda: all(peer.returncode is not None for peer in flock.peers), "all have ended")
+    statuses = flock.poll()
+    assert [peer.returncode for peer in flock.peers] == [0] * len(flock.peers), flock.describe()
+    assert [status.phase for status in statuses] == ["done"] * len(flock.peers), flock.describe()
     assert {status.round for status in statuses} == {rounds}
-    assert len({(status.digest, status.state_digest) for status in statuses}) == 1, flock.story()
+    assert len({(status.digest, status.state_digest) for status in statuses}) == 1, flock.describe()
 
 
 @pytest.mark.parametrize("method", [{"recipe": "diloco"}, SPARSE], ids=["diloco", "sparseloco"])
 def test_three_peers_train_to_the_target(tmp_path: Path, method: dict[str, object]) -> None:
-    with flying(tmp_path, manifest_with(target={"rounds": ROUNDS}, method=method)) as flock:
+    with running_swarm(tmp_path, manifest_with(target={"rounds": ROUNDS}, method=method)) as flock:
         flock.start()
         losses: dict[int, float] = {}
 
         def over() -> bool:
-            for status in flock.look():
+            for status in flock.poll():
                 if status.validation_loss is not None and status.validation_round is not None:
                     losses[status.validation_round] = status.validation_loss
             return all(peer.returncode is not None for peer in flock.peers)
 
-        flock.wait(over, "all have ended")
+        flock.wait_until(over, "all have ended")
         all_have_reached_the_target(flock, ROUNDS)
         assert losses[max(losses)] < 5.545 - 0.8, f"{losses}, from ln 256 on"
-        for status in flock.look():
-            assert status.contributions_included >= ROUNDS - 2, flock.story()
+        for status in flock.poll():
+            assert status.contributions_included >= ROUNDS - 2, flock.describe()
             assert status.bytes_sent > 0
 
 
@@ -51,13 +51,13 @@ def slow_run(min_peers: int) -> Manifest:
 
 @pytest.mark.parametrize("introducer", [0, 2])
 def test_a_late_peer_needs_one_address_of_anybody(tmp_path: Path, introducer: int) -> None:
-    with flying(tmp_path, slow_run(min_peers=2)) as flock:
+    with running_swarm(tmp_path, slow_run(min_peers=2)) as flock:
         flock.start()
         flock.wait_for_round(3)
-        late = flock.add()
+        late = flock.add_peer()
         late.start(flock.peers[introducer].addresses()[:1])
-        flock.wait(lambda: bool(flock.look(late)), "it answers")
-        spent = flock.wait(lambda: any(told.contributions_included for told in flock.look(late)), "it contributes", 30)
+        flock.wait_until(lambda: bool(flock.poll(late)), "it answers")
+        spent = flock.wait_until(lambda: any(told.contributions_included for told in flock.poll(late)), "it contributes", 30)
         print(f"from the first answer to the first contribution: {spent:.1f} s")
         assert late.status is not None and late.status.contributions_included < late.status.round
         joined = late.status.round
@@ -65,11 +65,11 @@ def test_a_late_peer_needs_one_address_of_anybody(tmp_path: Path, introducer: in
 
 
 def test_a_dead_address_beside_a_good_one_delays_nobody(tmp_path: Path) -> None:
-    with flying(tmp_path, slow_run(min_peers=1), peers=1) as flock:
+    with running_swarm(tmp_path, slow_run(min_peers=1), peers=1) as flock:
         flock.start()
         flock.wait_for_round(1)
-        late = flock.add()
+        late = flock.add_peer()
         late.start([NOWHERE, *flock.peers[0].addresses()[:1]])
-        flock.wait(lambda: bool(flock.look(late)), "it answers")
-        spent = flock.wait(lambda: any(status.peers == 2 for status in flock.look(late)), "it is in the run", 5)
+        flock.wait_until(lambda: bool(flock.poll(late)), "it answers")
+        spent = flock.wait_until(lambda: any(status.peers == 2 for status in flock.poll(late)), "it is in the run", 5)
         print(f"from the first answer to the second peer: {spent:.1f} s")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm.flock import ENDLESS, Flock, flying, join_command, manifest_with, own_world, write_run
+from tests.swarm.flock import ENDLESS, ProcessSwarm, running_swarm, join_command, manifest_with, isolated_processes, write_run
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
@@ -40,7 +40,7 @@ def is_log(line: str) -> bool:
 @pytest.fixture(autouse=True)
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     tmp_path_factory.getbasetemp()  # outside: the world's own folder for temporary files goes with it
-    with own_world() as mark:
+    with isolated_processes() as mark:
         yield mark
 
 
@@ -96,18 +96,18 @@ def test_text_that_is_not_there(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use_or_of_another_run_or_model(tmp_path: Path) -> None:
-    with flying(tmp_path, manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 1}), peers=1) as flock:
+    with running_swarm(tmp_path, manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 1}), peers=1) as flock:
         flock.start_first()
         flock.wait_for_round(1)
         home = flock.peers[0].folder
         code, line = refusal(join_command(flock.run, home))
         assert code == 6 and str(home) in line
-        assert flock.peers[0].running, "the first one is not disturbed"
+        assert flock.peers[0].is_running, "the first one is not disturbed"
         flock.leave()
         other_model_is_refused(flock, home)
 
 
-def other_model_is_refused(flock: Flock, home: Path) -> None:
+def other_model_is_refused(flock: ProcessSwarm, home: Path) -> None:
     wider = rewritten(flock.run, "width = 32", "width = 48")
     code, line = refusal(join_command(wider, home))
     assert code == 7 and str(home) in line
@@ -117,7 +117,7 @@ def other_model_is_refused(flock: Flock, home: Path) -> None:
 
 
 def test_bootstrap_peers_that_nobody_reaches(tmp_path: Path) -> None:
-    with flying(tmp_path, manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 1}), peers=1) as flock:
+    with running_swarm(tmp_path, manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 1}), peers=1) as flock:
         [peer] = flock.peers
         peer.start([NOWHERE])
         tries: list[int] = []
@@ -127,15 +127,15 @@ def test_bootstrap_peers_that_nobody_reaches(tmp_path: Path) -> None:
             tries[:] = waits
             return len(waits) >= 3
 
-        flock.wait(tried_again, "three attempts")
+        flock.wait_until(tried_again, "three attempts")
         assert tries[2] > tries[0], "with growing pauses"
         assert f"no answer from {NOBODY} at {NOWHERE}" in flock.log(peer)
-        [status] = flock.look(peer)
+        [status] = flock.poll(peer)
         assert (status.phase, status.round) == ("joining", 0)
-        assert "looking for the peers" in status.contributing()
+        assert "looking for the peers" in status.describe_contributing()
         peer.interrupt()
-        left = flock.wait(lambda: peer.returncode is not None, "it leaves", 15)
-        assert peer.returncode == 0, flock.story()
+        left = flock.wait_until(lambda: peer.returncode is not None, "it leaves", 15)
+        assert peer.returncode == 0, flock.describe()
         print(f"left within {left:.1f} s")
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from node.checkpoints import checkpoint as module
-from node.checkpoints.checkpoint import Checkpoint, load_newest, load_trained, save
+from node.checkpoints.checkpoint import Checkpoint, load_newest, load_trained_weights, save
 from node.model import ShapeTable, shape_table
 from protocol.errors import CheckpointError, MissingFileError, OtherRunError, StorageError
-from protocol.manifest import Data, Manifest, Method, Model, Run, Train
+from protocol.manifest import DataSection, Manifest, MethodSection, ModelSection, RunSection, TrainSection
 
-MODEL = Model(vocabulary=16, width=8, layers=1, heads=2, hidden=12, context=8)
+MODEL = ModelSection(vocabulary=16, width=8, layers=1, heads=2, hidden=12, context=8)
 SHAPES = shape_table(MODEL)
 RUN_ID = "ab" * 32
 
@@ -216,11 +216,11 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def manifest() -> Manifest:
     return Manifest(
-        run=Run(name="test"),
+        run=RunSection(name="test"),
         model=MODEL,
-        data=Data(source="python-stdlib"),
-        train=Train(batch_tokens=8, learning_rate=0.1),
-        method=Method(recipe="diloco"),
+        data=DataSection(source="python-stdlib"),
+        train=TrainSection(batch_tokens=8, learning_rate=0.1),
+        method=MethodSection(recipe="diloco"),
     )
 
 
@@ -228,14 +228,14 @@ def test_trained_reads_the_anchor_of_a_node_folder(tmp_path: Path) -> None:
     run = manifest()
     (tmp_path / "run.toml").write_text(run.to_toml())
     with pytest.raises(CheckpointError, match="none yet; let the node finish a round first"):
-        load_trained(tmp_path)
+        load_trained_weights(tmp_path)
     path = save(tmp_path / "checkpoints", example(4, run.run_id), SHAPES, keep=2)
     (path / "inner.safetensors").unlink()  # a peer's own vectors do not matter here
-    trained = load_trained(tmp_path)
+    trained = load_trained_weights(tmp_path)
     assert trained.round == 4 and trained.manifest == run and torch.equal(trained.anchor, vector(4))
     (path / "anchor.safetensors").unlink()
     with pytest.raises(CheckpointError, match="all are damaged"):
-        load_trained(tmp_path)
+        load_trained_weights(tmp_path)
 
 
 def test_a_damaged_one_that_an_export_passes_over_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -245,10 +245,10 @@ def test_a_damaged_one_that_an_export_passes_over_is_told(tmp_path: Path, caplog
         path = save(tmp_path / "checkpoints", example(number, run.run_id), SHAPES, keep=2)
     (path / "anchor.safetensors").unlink()
     with caplog.at_level(logging.WARNING):
-        assert load_trained(tmp_path).round == 4
+        assert load_trained_weights(tmp_path).round == 4
     assert [str(path) in record.message for record in caplog.records] == [True]
 
 
 def test_trained_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
-        load_trained(tmp_path)
+        load_trained_weights(tmp_path)

@@ -27,9 +27,9 @@ import torch
 from node.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.model import shape_table
 from protocol.errors import StorageError
-from protocol.manifest import Model
+from protocol.manifest import ModelSection
 
-SHAPES = shape_table(Model(vocabulary=256, width=64, layers=1, heads=2, hidden=96, context=8))
+SHAPES = shape_table(ModelSection(vocabulary=256, width=64, layers=1, heads=2, hidden=96, context=8))
 RUN_ID = "ab" * 32
 KEEP = 2
 HARMLESS = {"brk", "mmap", "munmap", "mremap", "madvise", "mprotect", "futex", "read", "prctl", "exit_group"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from node.checkpoints import tensor_file
-from node.checkpoints.tensor_file import DamagedError, Seal, read_tensors, write_file, write_tensors
+from node.checkpoints.tensor_file import DamagedError, FileDigest, read_tensors, write_file, write_tensors
 
 
 def tensors() -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.
     with safetensors.safe_open(file, framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     content = file.read_bytes()
-    assert seal == Seal(hashlib.sha256(content).hexdigest(), len(content))
+    assert seal == FileDigest(hashlib.sha256(content).hexdigest(), len(content))
     assert int.from_bytes(content[:8], "little") % 8 == 0
 
 
@@ -52,9 +52,9 @@ def test_a_seal_that_does_not_fit_stops_the_reading(tmp_path: Path, monkeypatch:
     seal = write_tensors(file, tensors())
     monkeypatch.setattr(safetensors.torch, "load_file", lambda path: pytest.fail("read before it was checked"))
     with pytest.raises(DamagedError, match="file does not match its hash"):
-        read_tensors(file, Seal("0" * 64, seal.size))
+        read_tensors(file, FileDigest("0" * 64, seal.size))
     with pytest.raises(DamagedError, match=f"file has {seal.size} bytes instead of 7"):
-        read_tensors(file, Seal(seal.sha256, 7))
+        read_tensors(file, FileDigest(seal.sha256, 7))
     with pytest.raises(DamagedError, match="absent: No such file"):
         read_tensors(tmp_path / "absent", seal)
 

@@ -4,33 +4,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.node.daemon.kept import World
-from tests.node.daemon.seats import Table
+from tests.node.daemon.kept import CheckpointerSetup
+from tests.node.daemon.seats import LoopbackNetwork
 
 
 @pytest.fixture
-async def tables(tmp_path: Path) -> AsyncIterator[list[Table]]:
-    made: list[Table] = []
+async def tables(tmp_path: Path) -> AsyncIterator[list[LoopbackNetwork]]:
+    made: list[LoopbackNetwork] = []
     yield made
     for table in made:
-        for seat in table.seats.values():
+        for seat in table.peers.values():
             seat.driver.close()
             assert not seat.broken, f"{seat.broken}"
     await asyncio.sleep(0.02)
-    fetchers = [seat.fetcher for table in made for seat in table.seats.values()]
+    fetchers = [seat.fetcher for table in made for seat in table.peers.values()]
     assert not any(fetcher.under_way for fetcher in fetchers), "a fetch outlived its round"
 
 
 @pytest.fixture
-def table(tables: list[Table], tmp_path: Path) -> Table:
-    tables.append(Table(tmp_path, 3, "gather"))
+def table(tables: list[LoopbackNetwork], tmp_path: Path) -> LoopbackNetwork:
+    tables.append(LoopbackNetwork(tmp_path, 3, "gather"))
     return tables[0]
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    made = World(tmp_path)
+async def world(tmp_path: Path) -> AsyncIterator[CheckpointerSetup]:
+    made = CheckpointerSetup(tmp_path)
     yield made
     made.adopted.set()
-    await made.keeper.saved()
+    await made.keeper.wait_until_saved()
     made.arena.close()

@@ -6,37 +6,37 @@ from pathlib import Path
 
 import torch
 
-from node.arena import Arena, Contents
+from node.arena import SharedMemory, SharedLayout
 from node.checkpoints import checkpoint
-from node.daemon.keeper import Keeper
-from node.daemon.offer_file import OfferFile
-from node.daemon.offers import Offers
-from node.daemon.replica import Replica
-from node.folder import RunFolder
-from node.trainer.inner_state import Counters, Outstanding, Work
+from node.daemon.keeper import Checkpointer
+from node.daemon.offer_file import ContributionFile
+from node.daemon.offers import ContributionTracker
+from node.daemon.replica import ReplicatedState
+from node.folder import RunDir
+from node.trainer.inner_state import Counters, Outstanding, StepTotals
 from protocol.rounds.statements import Commit
 from tests.node.small_run import MANIFEST, PROGRAM, RUN_ID, SHAPES, at_once, replica_in, store_in
 
 OUTBOX = b"firstsecond"
 
 
-class World:
+class CheckpointerSetup:
     def __init__(self, folder: Path, room: int = 1 << 26) -> None:
-        self.folder = RunFolder(folder)
+        self.folder = RunDir(folder)
         self.store = store_in(self.folder.blobs)
-        self.sent = OfferFile(self.folder.offer)
-        self.arena = Arena.create(Contents.of(PROGRAM))
+        self.sent = ContributionFile(self.folder.contribution_file)
+        self.arena = SharedMemory.create(SharedLayout.of(PROGRAM))
         self.adopted = asyncio.Event()
         self.adopts = True
         self.waited: list[int] = []
         self.setbacks: list[str] = []
         self.wanted: set[bytes] = set()
         self.carried: set[bytes] = set()
-        self.keeper = Keeper(
+        self.keeper = Checkpointer(
             self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted, lambda: self.wanted,
             lambda: self.carried, lambda reason, line: self.setbacks.append(reason), room,
         )  # fmt: skip
-        self.replica: Replica = replica_in(self.store)
+        self.replica: ReplicatedState = replica_in(self.store)
 
     async def has_adopted(self, round_number: int) -> bool:
         self.waited.append(round_number)
@@ -44,16 +44,16 @@ class World:
         return self.adopts
 
     def snapshot(self, outstanding: int | None = None) -> None:
-        sizes, work = (5, 6), Work(tokens=100, steps=5, loss=15.0)
+        sizes, work = (5, 6), StepTotals(tokens=100, steps=5, loss=15.0)
         waiting = None if outstanding is None else Outstanding(round=outstanding, sizes=sizes, work=work)
-        held = self.arena.contents.vectors
+        held = self.arena.layout.vectors
         vectors = {name: torch.full((size,), float(place)) for place, (name, size) in enumerate(held)}
-        self.arena.outbox[: len(OUTBOX)] = OUTBOX
+        self.arena.contribution_buffer[: len(OUTBOX)] = OUTBOX
         self.arena.write_snapshot(vectors, Counters(round=3, outstanding=waiting).model_dump(mode="json"))
 
-    async def pruned(self, offers: Offers, commits: Sequence[Commit]) -> None:
-        await self.keeper.replace(self.replica.blob)
-        self.keeper.prune(offers, commits)
+    async def pruned(self, offers: ContributionTracker, commits: Sequence[Commit]) -> None:
+        await self.keeper.retain_state(self.replica.blob)
+        self.keeper.prune_blobs(offers, commits)
 
     def saved(self) -> list[int]:
         folder = self.folder.checkpoints

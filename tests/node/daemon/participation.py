@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from node.daemon.catch_up import Way
-from node.daemon.offers import Offers, Past, Verdict
-from node.daemon.participant import Participant
-from node.daemon.replica import Replica
-from node.daemon.wishes import Wishes
-from node.program import round_settings
+from node.daemon.catch_up import SyncPlan
+from node.daemon.offers import ContributionTracker, SettledContribution, ForkOutcome
+from node.daemon.participant import RoundLoop
+from node.daemon.replica import ReplicatedState
+from node.daemon.wishes import Downloads
+from node.program import round_settings_by_number
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pacing import Pacing
-from protocol.rounds.chain import Head
-from protocol.rounds.entries import Entries
-from protocol.rounds.statements import Commit, Contribution, Statement
+from protocol.rounds.chain import ChainHead
+from protocol.rounds.entries import AppliedContributions
+from protocol.rounds.statements import Commit, Contribution, SignedMessage
 from tests.node.small_run import (
     MANIFEST,
     METHOD,
@@ -37,7 +37,7 @@ from tests.node.small_run import (
 )
 
 ME = PEERS[1].peer_id
-SETTINGS = round_settings(MANIFEST, PROGRAM)
+SETTINGS = round_settings_by_number(MANIFEST, PROGRAM)
 FRIEND, LIAR = PEERS[2].peer_id, PEERS[3].peer_id
 
 
@@ -57,38 +57,38 @@ class FakeDriver:
         self.is_open = False
 
     def check(self, commit: Commit) -> None:
-        if not SETTINGS(commit.round).fits(commit):
+        if not SETTINGS(commit.round).accepts_commit(commit):
             raise MalformedError("another shape")
 
     def offer(self, contribution: Contribution, steps: int | None) -> None:
         self.offered.append(contribution)
 
 
-class FakeMembers:
+class FakeSwarmView:
     has_contacts = False
 
     def __init__(self) -> None:
         self.others: dict[PeerId, PeerRecord] = {}
-        self.heads: list[Head] = []
+        self.heads: list[ChainHead] = []
 
-    def records(self) -> dict[PeerId, PeerRecord]:
+    def other_records(self) -> dict[PeerId, PeerRecord]:
         return dict(self.others)
 
     def trainers(self) -> list[PeerId]:
         return [ME, *self.others]
 
-    def holders(self, head: Head, other_than: bytes) -> list[PeerId]:
+    def state_holders(self, head: ChainHead, other_than: bytes) -> list[PeerId]:
         found = ((peer, record) for peer, record in self.others.items() if record.digest == head.digest)
         return [peer for peer, record in found if record.state_digest not in (b"", other_than)]
 
-    def announce_head(self, head: Head, state: bytes) -> None:
+    def announce_head(self, head: ChainHead, state: bytes) -> None:
         self.heads.append(head)
 
 
 @dataclass
-class FakeTrainer:
-    offers: Offers = field(default_factory=lambda: Offers(PROGRAM))
-    placing: asyncio.Lock = field(default_factory=asyncio.Lock)
+class FakeTrainerLink:
+    contributions: ContributionTracker = field(default_factory=lambda: ContributionTracker(PROGRAM))
+    submit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     started: list[int] = field(default_factory=list)
     adopted: list[int] = field(default_factory=list)
     fates: list[str] = field(default_factory=list)
@@ -96,21 +96,21 @@ class FakeTrainer:
     async def start(self, round_number: int, anchor: object) -> None:
         self.started.append(round_number)
 
-    def settle(self, commits: Iterable[Commit], number: int) -> str:
-        self.fates.extend(self.offers.settle(ME, commit) for commit in commits)
-        self.offers.arrive(number)
+    def on_commits(self, commits: Iterable[Commit], number: int) -> str:
+        self.fates.extend(self.contributions.on_commit(ME, commit) for commit in commits)
+        self.contributions.on_round(number)
         return self.fates[-1] if self.fates else "none"
 
-    def jump(self, commits: Sequence[Commit], number: int, left: Head) -> Verdict:
-        verdict = self.offers.jump(ME, commits, number, left)
-        self.fates.append(verdict.fate)
+    def on_fork(self, commits: Sequence[Commit], number: int, left: ChainHead) -> ForkOutcome:
+        verdict = self.contributions.on_fork(ME, commits, number, left)
+        self.fates.append(verdict.outcome)
         return verdict
 
-    async def adopt(self, round_number: int, anchor: object) -> None:
+    async def apply_anchor(self, round_number: int, anchor: object) -> None:
         self.adopted.append(round_number)
 
 
-class FakeKeeper:
+class FakeCheckpointer:
     """`is_ready`: the last save is on disk."""
 
     def __init__(self) -> None:
@@ -118,102 +118,102 @@ class FakeKeeper:
         self.is_ready = asyncio.Event()
         self.is_ready.set()
 
-    async def ready(self, replica: Replica) -> None:
+    async def wait_until_announceable(self, replica: ReplicatedState) -> None:
         await self.is_ready.wait()
 
-    async def saved(self) -> None:
+    async def wait_until_saved(self) -> None:
         await self.is_ready.wait()
 
-    async def replace(self, *_: object) -> None:
+    async def retain_state(self, *_: object) -> None:
         """Nothing is fetched here."""
 
-    def prune(self, *_: object) -> None:
+    def prune_blobs(self, *_: object) -> None:
         pass
 
-    async def keep(self, replica: Replica, offers: Offers) -> None:
+    async def save_in_background(self, replica: ReplicatedState, offers: ContributionTracker) -> None:
         self.kept.append(replica.chain.round)
 
 
-class FakeScout:
+class FakeChainSync:
     """Peers answer with their own chain; a liar with what the test puts here."""
 
-    def __init__(self, mine: Replica) -> None:
+    def __init__(self, mine: ReplicatedState) -> None:
         self.mine = mine
-        self.chains: dict[PeerId, Replica] = {}
+        self.chains: dict[PeerId, ReplicatedState] = {}
         self.faults: dict[PeerId, Exception] = {}
-        self.ways: dict[PeerId, Way] = {}  # instead
+        self.plans: dict[PeerId, SyncPlan] = {}  # instead
         self.asked: list[tuple[PeerId, bool]] = []
 
-    async def find_way(self, peer: PeerId, replay: bool, since: int) -> Way:
+    async def plan_sync(self, peer: PeerId, replay: bool, since: int) -> SyncPlan:
         self.asked.append((peer, replay))
         await asyncio.sleep(0)
         if peer in self.faults:
             raise self.faults[peer]
-        if peer in self.ways:
-            return self.ways[peer]
+        if peer in self.plans:
+            return self.plans[peer]
         theirs = self.chains[peer]
-        commits = theirs.chain.since(self.mine.chain.round) or ()
+        commits = theirs.chain.commits_since(self.mine.chain.round) or ()
         if replay and commits and commits[0].body.base == self.mine.chain.digest:
-            return Way(theirs.chain.head, commits, None)
-        return Way(theirs.chain.head, commits, theirs.blob)
+            return SyncPlan(theirs.chain.head, commits, None)
+        return SyncPlan(theirs.chain.head, commits, theirs.blob)
 
 
-class FakeStanding:
+class FakeStatusReporter:
     def __init__(self) -> None:
         self.phases: list[str] = []
         self.failures: list[str] = []
-        self.entries: list[Entries] = []
-        self.setbacks: list[str] = []
+        self.entries: list[AppliedContributions] = []
+        self.recovered_errors: list[str] = []
         self.catch_ups: list[tuple[str, int]] = []
-        self.moves: list[Head] = []
+        self.moves: list[ChainHead] = []
 
-    def set_back(self, reason: str, line: str) -> None:
-        self.setbacks.append(reason)
+    def record_recovered(self, reason: str, line: str) -> None:
+        self.recovered_errors.append(reason)
 
-    def entered(self, entries: Entries, step: float) -> None:
+    def record_applied(self, entries: AppliedContributions, step: float) -> None:
         self.entries.append(entries)
 
-    def revised(self, past: Sequence[Past]) -> None:
+    def record_revised(self, past: Sequence[SettledContribution]) -> None:
         pass
 
-    def moved_to(self, head: Head) -> None:
+    def reset_validation(self, head: ChainHead) -> None:
         self.moves.append(head)
 
-    def caught_up(self, how: str, rounds: int) -> None:
+    def record_catch_up(self, how: str, rounds: int) -> None:
         self.catch_ups.append((how, rounds))
 
-    def enter(self, phase: str, reason: str = "") -> None:
+    def set_phase(self, phase: str, reason: str = "") -> None:
         if self.phases[-1:] != [phase]:
             self.phases.append(phase)
 
-    def applied(self, *_: object) -> None:
+    def record_rounds(self, *_: object) -> None:
         pass
 
-    def paced(self, *_: object) -> None:
+    def set_pace(self, *_: object) -> None:
         pass
 
-    def goes_without(self, reason: str) -> None:
+    def set_miss_reason(self, reason: str) -> None:
         self.failures.append(reason)
 
 
-class World:
+class RoundLoopSetup:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.store = store_in(folder / "mine")
         self.fetcher = CopyingFetcher(self.store, {})
         self.replica = replica_in(self.store)
         self.driver = FakeDriver()
-        self.members = FakeMembers()
-        self.trainer = FakeTrainer()
-        self.keeper = FakeKeeper()
-        self.standing = FakeStanding()
-        self.scout = FakeScout(self.replica)
+        self.members = FakeSwarmView()
+        self.trainer = FakeTrainerLink()
+        self.keeper = FakeCheckpointer()
+        self.standing = FakeStatusReporter()
+        self.scout = FakeChainSync(self.replica)
         parts: dict[str, Any] = {
             "members": self.members, "driver": self.driver, "scout": self.scout, "trainer": self.trainer,
             "keeper": self.keeper, "standing": self.standing,
-            "wishes": Wishes(cast(Any, self.fetcher), lambda: self.fetcher.stores),
+            "wishes": Downloads(cast(Any, self.fetcher), lambda: self.fetcher.stores),
         }  # fmt: skip
-        self.participant = Participant(
+        self.participant = RoundLoop(
             manifest=manifest, method=METHOD, terms=TERMS, replica=self.replica,
             share=lambda commit: commit.contributions, pacing=Pacing(1.0, lambda number: 1, 1), **parts,
         )  # fmt: skip
@@ -233,7 +233,7 @@ class World:
 
         await until(reached)
 
-    async def peer(self, name: PeerId, rounds: int, seed: int = 2) -> Replica:
+    async def peer(self, name: PeerId, rounds: int, seed: int = 2) -> ReplicatedState:
         """Somebody with a chain of so many rounds, whose blobs can be had."""
         store = store_in(self.folder / name)
         replica = replica_in(store)
@@ -242,12 +242,12 @@ class World:
         self.show(name, replica.chain.head, replica.blob.digest)
         return replica
 
-    def show(self, name: PeerId, head: Head, state: bytes = b"") -> None:
+    def show(self, name: PeerId, head: ChainHead, state: bytes = b"") -> None:
         self.members.others[name] = PeerRecord(
             role="trainer", round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state
         )
 
-    async def decide(self, seed: int = 1) -> Statement[Commit]:
+    async def decide(self, seed: int = 1) -> SignedMessage[Commit]:
         """The open round ends with one contribution of somebody."""
         await until(lambda: self.driver.is_open)
         commit = commit_of(self.replica.chain.head, {2: self.store.put(payload(seed))})
@@ -257,11 +257,11 @@ class World:
         return commit
 
 
-class Make:
+class RoundLoopFactory:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.made = list[World]()
+        self.made = list[RoundLoopSetup]()
 
-    def __call__(self, target: str = "", min_peers: int = 1) -> World:
-        self.made.append(World(self.folder, manifest_of(target, min_peers)))
+    def __call__(self, target: str = "", min_peers: int = 1) -> RoundLoopSetup:
+        self.made.append(RoundLoopSetup(self.folder, manifest_of(target, min_peers)))
         return self.made[-1]

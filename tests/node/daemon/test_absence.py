@@ -2,9 +2,9 @@
 
 import pytest
 
-from node.daemon.absence import absence
+from node.daemon.absence import find_miss_reason
 from node.status import NodeStatus
-from protocol.rounds.events import Reason
+from protocol.rounds.events import RejectReason
 
 AT_WORK = NodeStatus(peer_id="me", run="small", run_id="00" * 32, phase="training")
 PAUSED = "others use 60% of the processors"
@@ -26,10 +26,10 @@ PAUSED = "others use 60% of the processors"
         ({}, "late", True, 3, "catching up"),
     ],
 )
-def test_reasons(changes: dict[str, object], mishap: Reason | None, offered: bool, rounds: int, word: str) -> None:
-    found = absence(AT_WORK.model_copy(update=changes), mishap, offered, rounds)
+def test_reasons(changes: dict[str, object], mishap: RejectReason | None, offered: bool, rounds: int, word: str) -> None:
+    found = find_miss_reason(AT_WORK.model_copy(update=changes), mishap, offered, rounds)
     assert found.word == word and found.text
 
 
 def test_the_text_says_what_is_known() -> None:
-    assert PAUSED in absence(AT_WORK.model_copy(update={"paused": PAUSED}), None, False, 1).text
+    assert PAUSED in find_miss_reason(AT_WORK.model_copy(update={"paused": PAUSED}), None, False, 1).text

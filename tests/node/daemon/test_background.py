@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from node.daemon.background import Background
+from node.daemon.background import BackgroundTasks
 
 
 async def fail() -> None:
@@ -11,7 +11,7 @@ async def fail() -> None:
 
 async def test_what_breaks_is_told_and_what_ends_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
     faults: list[BaseException] = []
-    background = Background(faults.append)
+    background = BackgroundTasks(faults.append)
     background.spawn(asyncio.sleep(0))
     background.spawn(fail())
     assert len(background) == 2
@@ -23,7 +23,7 @@ async def test_what_breaks_is_told_and_what_ends_is_forgotten(caplog: pytest.Log
 
 async def test_what_is_cancelled_is_no_fault() -> None:
     faults: list[BaseException] = []
-    background, begun, undone = Background(faults.append), asyncio.Event(), asyncio.Event()
+    background, begun, undone = BackgroundTasks(faults.append), asyncio.Event(), asyncio.Event()
 
     async def endless() -> None:
         begun.set()
@@ -34,6 +34,6 @@ async def test_what_is_cancelled_is_no_fault() -> None:
 
     background.spawn(endless())
     await begun.wait()
-    background.cancel()
+    background.cancel_all()
     await undone.wait()
     assert not background and not faults

@@ -9,29 +9,29 @@ from typing import Any
 import grpc
 import pytest
 
-from node.daemon.calls import ask_chain, ask_to_carry, deliver
+from node.daemon.calls import request_chain, request_relay, deliver
 from protocol.errors import LimitError, MalformedError, UnreachableError
 from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
 from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
-from tests.node.daemon.ways import Only
+from tests.node.daemon.ways import FixedChannels
 from tests.node.small_run import PEERS, RUN_ID
-from tests.protocol.garbled import garbled
-from tests.protocol.served import served
+from tests.protocol.garbled import garbled_channel
+from tests.protocol.served import serve_locally
 
 THEM = PEERS[3].peer_id
 
 
 @pytest.fixture
 async def channel(tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
-    async with garbled(tmp_path / "s") as opened:
+    async with garbled_channel(tmp_path / "s") as opened:
         yield opened
 
 
 async def test_answers_that_do_not_parse_are_faults(channel: grpc.aio.Channel) -> None:
     for call in (
-        deliver(RUN_ID, Only(channel), THEM, [], 5.0),
-        ask_chain(RUN_ID, lambda _: channel, THEM, 0),
-        ask_to_carry(RUN_ID, lambda _: channel, THEM, Signed(), bytes(32), 5.0),
+        deliver(RUN_ID, FixedChannels(channel), THEM, [], 5.0),
+        request_chain(RUN_ID, lambda _: channel, THEM, 0),
+        request_relay(RUN_ID, lambda _: channel, THEM, Signed(), bytes(32), 5.0),
     ):
         with pytest.raises(MalformedError, match="does not parse"):
             await call
@@ -64,9 +64,9 @@ async def asked(folder: Path, catches: int) -> AsyncIterator[tuple[asyncio.Task[
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
-        await ask_chain(RUN_ID, lambda _: channel, THEM, 0)
+        await request_chain(RUN_ID, lambda _: channel, THEM, 0)
 
-    async with served(folder / "s", lambda server: add_RoundsServicer_to_server(silent, server)) as channel:
+    async with serve_locally(folder / "s", lambda server: add_RoundsServicer_to_server(silent, server)) as channel:
         task = asyncio.create_task(ask(channel))
         async with asyncio.timeout(20):
             await silent.asked.wait()
@@ -99,10 +99,10 @@ class Talkative(RoundsServicer):
 
 
 async def test_of_what_a_peer_says_of_its_refusal_little_is_kept(tmp_path: Path) -> None:
-    async with served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(Talkative(), server)) as channel:
+    async with serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(Talkative(), server)) as channel:
         for ask, kind in (
-            (lambda: deliver(RUN_ID, Only(channel), THEM, [], 5.0), LimitError),
-            (lambda: ask_chain(RUN_ID, lambda _: channel, THEM, 0), UnreachableError),
+            (lambda: deliver(RUN_ID, FixedChannels(channel), THEM, [], 5.0), LimitError),
+            (lambda: request_chain(RUN_ID, lambda _: channel, THEM, 0), UnreachableError),
         ):
             with pytest.raises(kind) as caught:
                 await ask()
@@ -129,50 +129,50 @@ class Mailbox(RoundsServicer):
 async def test_what_libp2p_cannot_deliver_goes_by_a_direct_path(tmp_path: Path) -> None:
     mailbox = Mailbox()
     async with (
-        served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(mailbox, server)) as direct,
+        serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(mailbox, server)) as direct,
         grpc.aio.insecure_channel(f"unix:{tmp_path}/nobody") as broken,
     ):
-        await deliver(RUN_ID, Only(broken, direct), THEM, [Signed()], 5.0)
+        await deliver(RUN_ID, FixedChannels(broken, direct), THEM, [Signed()], 5.0)
         assert mailbox.letters == 1
-        await deliver(RUN_ID, Only(direct, direct), THEM, [Signed()], 5.0)
+        await deliver(RUN_ID, FixedChannels(direct, direct), THEM, [Signed()], 5.0)
         assert mailbox.letters == 2, "once, where libp2p delivers"
         with pytest.raises(UnreachableError, match="does not answer"):
-            await deliver(RUN_ID, Only(broken), THEM, [Signed()], 5.0)
+            await deliver(RUN_ID, FixedChannels(broken), THEM, [Signed()], 5.0)
         assert mailbox.letters == 2, "the control: without another path it is lost"
 
 
 async def test_a_direct_path_without_work_delivers_first(tmp_path: Path) -> None:
     quick, usual = Mailbox(), Mailbox()
     async with (
-        served(tmp_path / "q", lambda server: add_RoundsServicer_to_server(quick, server)) as direct,
-        served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(usual, server)) as channel,
+        serve_locally(tmp_path / "q", lambda server: add_RoundsServicer_to_server(quick, server)) as direct,
+        serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(usual, server)) as channel,
         grpc.aio.insecure_channel(f"unix:{tmp_path}/nobody") as broken,
     ):
-        await deliver(RUN_ID, Only(channel, quick=direct), THEM, [Signed()], 5.0)
+        await deliver(RUN_ID, FixedChannels(channel, idle=direct), THEM, [Signed()], 5.0)
         assert (quick.letters, usual.letters) == (1, 0)
-        await deliver(RUN_ID, Only(channel, quick=broken), THEM, [Signed()], 5.0)
+        await deliver(RUN_ID, FixedChannels(channel, idle=broken), THEM, [Signed()], 5.0)
         assert (quick.letters, usual.letters) == (1, 1)
 
 
 async def test_a_direct_path_that_is_silent_takes_no_more_than_half_the_time(tmp_path: Path) -> None:
     silent, usual = Mailbox(answers=False), Mailbox()
     async with (
-        served(tmp_path / "f", lambda server: add_RoundsServicer_to_server(silent, server)) as direct,
-        served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(usual, server)) as channel,
+        serve_locally(tmp_path / "f", lambda server: add_RoundsServicer_to_server(silent, server)) as direct,
+        serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(usual, server)) as channel,
     ):
-        await deliver(RUN_ID, Only(channel, quick=direct), THEM, [Signed()], 1.0)
+        await deliver(RUN_ID, FixedChannels(channel, idle=direct), THEM, [Signed()], 1.0)
         assert (silent.letters, usual.letters) == (1, 1)
         with pytest.raises(UnreachableError, match="deadline"):
-            await deliver(RUN_ID, Only(direct), THEM, [Signed()], 1.0)
+            await deliver(RUN_ID, FixedChannels(direct), THEM, [Signed()], 1.0)
 
 
 async def test_a_peer_that_is_silent_has_the_time_of_one_call(tmp_path: Path) -> None:
     """A frozen peer does not answer by any path: it is given up no later for having two."""
     frozen, mailbox = Mailbox(answers=False), Mailbox()
     async with (
-        served(tmp_path / "f", lambda server: add_RoundsServicer_to_server(frozen, server)) as silent,
-        served(tmp_path / "s", lambda server: add_RoundsServicer_to_server(mailbox, server)) as direct,
+        serve_locally(tmp_path / "f", lambda server: add_RoundsServicer_to_server(frozen, server)) as silent,
+        serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(mailbox, server)) as direct,
     ):
         with pytest.raises(UnreachableError, match="deadline"):
-            await deliver(RUN_ID, Only(silent, direct), THEM, [Signed()], 0.3)
+            await deliver(RUN_ID, FixedChannels(silent, direct), THEM, [Signed()], 0.3)
         assert (frozen.letters, mailbox.letters) == (1, 0)

@@ -10,15 +10,15 @@ import grpc
 import pytest
 
 from node.daemon import carrying
-from node.daemon.calls import ask_to_carry
-from node.daemon.carrying import Carrying, Surroundings
+from node.daemon.calls import request_relay
+from node.daemon.carrying import BlobRelayService, RelayContext
 from protocol.blobs.blob import Blob
 from protocol.errors import LimitError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.murmur_pb2_grpc import add_CarriersServicer_to_server
-from protocol.rounds.chain import Head
-from protocol.rounds.reports import Part
+from protocol.rounds.chain import ChainHead
+from protocol.rounds.reports import ReducedPart
 from protocol.rounds.statements import Roster
 from tests.node.small_run import (
     PEERS,
@@ -33,10 +33,10 @@ from tests.node.small_run import (
 
 CARRIER, ASKER, OWNER, STRANGER = (identity.peer_id for identity in PEERS[:4])
 ROUND = 5
-HEAD = Head(ROUND, bytes(32), 0)
+HEAD = ChainHead(ROUND, bytes(32), 0)
 
 
-class Scene:
+class RelaySetup:
     """What the owner has, and a carrier behind a real channel."""
 
     def __init__(self, folder: Path, channel: grpc.aio.Channel) -> None:
@@ -47,29 +47,29 @@ class Scene:
         self.setbacks: list[str] = []
         self.round = ROUND
         self.channel = channel
-        around = Surroundings(
+        around = RelayContext(
             round=lambda: self.round,
             is_member=lambda peer: peer != STRANGER,
-            refused=lambda peer, fault: self.refused.append((peer, type(fault).__name__)),
-            set_back=lambda reason, line: self.setbacks.append(reason),
+            record_refusal=lambda peer, fault: self.refused.append((peer, type(fault).__name__)),
+            record_recovered=lambda reason, line: self.setbacks.append(reason),
         )
         size = len(payload(0))
-        self.carrying = Carrying(RUN_ID, TERMS, size, 0.3, cast(Any, self.fetcher), self.store, around)
+        self.carrying = BlobRelayService(RUN_ID, TERMS, size, 0.3, cast(Any, self.fetcher), self.store, around)
 
     def message(self, seed: int, by: Identity = PEERS[2], number: int = ROUND) -> tuple[Signed, Blob]:
         blob = self.owner.put(payload(seed))
-        return stated(by, contribution_of(Head(number, bytes(32), 0), [blob])).signed, blob
+        return stated(by, contribution_of(ChainHead(number, bytes(32), 0), [blob])).signed, blob
 
     async def ask(self, signed: Signed, blob: Blob, run_id: str = RUN_ID) -> None:
-        await ask_to_carry(run_id, lambda _: self.channel, CARRIER, signed, blob.digest, 5.0)
+        await request_relay(run_id, lambda _: self.channel, CARRIER, signed, blob.digest, 5.0)
 
 
 @pytest.fixture
-async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RelaySetup]:
     monkeypatch.setattr(carrying, "caller", lambda context: ASKER)
     server = grpc.aio.server()
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
-        made = Scene(tmp_path, channel)
+        made = RelaySetup(tmp_path, channel)
         add_CarriersServicer_to_server(made.carrying, server)
         server.add_insecure_port(f"unix:{tmp_path}/s")
         await server.start()
@@ -77,24 +77,24 @@ async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         await server.stop(None)
 
 
-async def test_what_the_owner_named_is_fetched_held_and_dropped_with_its_round(scene: Scene) -> None:
+async def test_what_the_owner_named_is_fetched_held_and_dropped_with_its_round(scene: RelaySetup) -> None:
     signed, blob = scene.message(1)
     await scene.ask(signed, blob)
     assert scene.store.read(blob.digest) == scene.owner.read(blob.digest)
-    assert scene.carrying.held() == {blob.digest} and scene.carrying.bytes_carried == blob.size
+    assert scene.carrying.relayed_digests() == {blob.digest} and scene.carrying.bytes_relayed == blob.size
     scene.round += 1
-    assert scene.carrying.held() == set()
+    assert scene.carrying.relayed_digests() == set()
 
 
-async def test_a_reduced_part_is_carried_too_and_one_that_is_there_costs_no_fetch(scene: Scene) -> None:
+async def test_a_reduced_part_is_carried_too_and_one_that_is_there_costs_no_fetch(scene: RelaySetup) -> None:
     blob = scene.owner.put(payload(2))
-    part = stated(PEERS[2], Part(ROUND + 1, 0, bytes(32), 0, 0, blob)).signed
+    part = stated(PEERS[2], ReducedPart(ROUND + 1, 0, bytes(32), 0, 0, blob)).signed
     for _ in range(2):
         await scene.ask(part, blob)
-    assert scene.fetcher.asked == [blob] and scene.carrying.bytes_carried == 2 * blob.size
+    assert scene.fetcher.asked == [blob] and scene.carrying.bytes_relayed == 2 * blob.size
 
 
-async def test_what_is_not_of_this_round_or_of_these_peers_is_refused(scene: Scene) -> None:
+async def test_what_is_not_of_this_round_or_of_these_peers_is_refused(scene: RelaySetup) -> None:
     signed, blob = scene.message(1)
     other = scene.owner.put(b"a film")
     roster = stated(PEERS[2], Roster(ROUND, 0, bytes(32), (stated(PEERS[2], contribution_of(HEAD, [blob])),))).signed
@@ -111,42 +111,42 @@ async def test_what_is_not_of_this_round_or_of_these_peers_is_refused(scene: Sce
     await scene.ask(signed, blob)  # the control: exactly that one is taken
 
 
-async def test_more_than_a_few_messages_for_one_peer_are_refused(scene: Scene) -> None:
+async def test_more_than_a_few_messages_for_one_peer_are_refused(scene: RelaySetup) -> None:
     taken = []
     with pytest.raises(LimitError, match="carried already"):
         for seed in range(10):
             await scene.ask(*scene.message(seed))
             taken.append(seed)
-    assert len(taken) == carrying.MESSAGES_EACH
+    assert len(taken) == carrying.MAX_CONTRIBUTIONS_PER_PEER
 
 
 def missing(number: int) -> tuple[Signed, Blob]:
     """A blob of one byte that nobody has, and its owner's word for it."""
     blob = Blob(hashlib.sha256(bytes([number])).digest(), 1)
-    return stated(PEERS[2], Part(ROUND, 0, bytes(32), 0, 0, blob)).signed, blob
+    return stated(PEERS[2], ReducedPart(ROUND, 0, bytes(32), 0, 0, blob)).signed, blob
 
 
-async def test_what_does_not_come_holds_few_fetches_and_the_rest_waits_behind_it(scene: Scene) -> None:
+async def test_what_does_not_come_holds_few_fetches_and_the_rest_waits_behind_it(scene: RelaySetup) -> None:
     """However little it takes up: a member names as much as it likes that nobody has."""
-    names = [missing(number) for number in range(carrying.LEAST_BLOBS_EACH + 1)]
-    most, half = 0, carrying.CALLS_EACH
+    names = [missing(number) for number in range(carrying.MIN_BLOBS_PER_PEER + 1)]
+    most, half = 0, carrying.MAX_CALLS_PER_PEER
     for some in (names[:half], names[half:-1]):
         asking = [asyncio.create_task(scene.ask(*named)) for named in some]
         while not all(task.done() for task in asking):
             most = max(most, scene.fetcher.under_way)
             await asyncio.sleep(0.005)
         assert {type(task.exception()) for task in asking} == {UnreachableError}
-    assert most == carrying.RUNNING_EACH and len(scene.fetcher.asked) == carrying.LEAST_BLOBS_EACH
+    assert most == carrying.MAX_FETCHES_PER_PEER and len(scene.fetcher.asked) == carrying.MIN_BLOBS_PER_PEER
     with pytest.raises(LimitError, match=r"has 32 blobs of 32 bytes carried already"):
         await scene.ask(*names[-1])
     assert scene.refused == [(ASKER, "LimitError")]
     scene.round += 1
-    scene.carrying.held()
+    scene.carrying.relayed_digests()
     await scene.ask(*scene.message(1, number=ROUND + 1))  # the control: the places are free again
 
 
-async def test_nobody_waits_with_more_calls_than_a_connection_takes(scene: Scene) -> None:
-    asking = [asyncio.create_task(scene.ask(*missing(0))) for _ in range(carrying.CALLS_EACH + 1)]
+async def test_nobody_waits_with_more_calls_than_a_connection_takes(scene: RelaySetup) -> None:
+    asking = [asyncio.create_task(scene.ask(*missing(0))) for _ in range(carrying.MAX_CALLS_PER_PEER + 1)]
     await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
     assert [str(task.exception()) for task in asking if task.done()][0].endswith("carried at once)")
     assert scene.refused == [(ASKER, "LimitError")]
@@ -155,7 +155,7 @@ async def test_nobody_waits_with_more_calls_than_a_connection_takes(scene: Scene
     await asyncio.wait(asking)
 
 
-async def test_a_strangers_statement_is_not_even_read(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_strangers_statement_is_not_even_read(scene: RelaySetup, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     monkeypatch.setattr(carrying, "parse", lambda *asked: read.append(asked))
     monkeypatch.setattr(carrying, "caller", lambda context: STRANGER)
@@ -164,9 +164,9 @@ async def test_a_strangers_statement_is_not_even_read(scene: Scene, monkeypatch:
     assert scene.refused == [(STRANGER, "StaleError")] and read == []
 
 
-async def test_an_owner_that_does_not_answer_is_said_without_names_of_folders(scene: Scene) -> None:
+async def test_an_owner_that_does_not_answer_is_said_without_names_of_folders(scene: RelaySetup) -> None:
     signed, blob = scene.message(1)
     scene.owner.discard(blob.digest)
     with pytest.raises(UnreachableError, match="could not be fetched here either"):
         await scene.ask(signed, blob)
-    assert scene.setbacks == ["not carried"] and scene.carrying.bytes_carried == 0
+    assert scene.setbacks == ["not carried"] and scene.carrying.bytes_relayed == 0

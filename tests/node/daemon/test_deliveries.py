@@ -4,33 +4,33 @@ from collections.abc import Sequence
 
 import pytest
 
-from node.daemon.deliveries import STRANGERS_BURST, STRANGERS_RATE, Deliveries
+from node.daemon.deliveries import ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE, InboundQuota
 from node.daemon.post import MAX_BATCH_BYTES
 from protocol.blobs.blob import Blob
 from protocol.errors import LimitError
-from protocol.rounds.chain import Head
-from protocol.rounds.reports import Decision, Holding, Inclusion
-from protocol.rounds.statements import Commit, Contribution, Roster, Statement
+from protocol.rounds.chain import ChainHead
+from protocol.rounds.reports import CommitCertificate, Inventory, ReducerAssignment
+from protocol.rounds.statements import Commit, Contribution, Roster, SignedMessage
 from tests.node.small_run import PEERS, contribution_of, stated
 
 LEADER_TIMEOUT, EXCHANGE_TIMEOUT = 5.0, 60.0
 PEOPLE = 1000
-HEAD = Head(10**6, bytes(range(32)), 0)
+HEAD = ChainHead(10**6, bytes(range(32)), 0)
 
 
 def sizes_of_a_round(parts: int) -> dict[str, int]:
     """Bytes of what a leader says to a member, in a round of a thousand; their signatures are one and the same."""
     blobs = [Blob(bytes([1, part % 256]) * 16, 200_000_000) for part in range(parts)]
-    one: Statement[Contribution] = stated(PEERS[1], contribution_of(HEAD, blobs))
+    one: SignedMessage[Contribution] = stated(PEERS[1], contribution_of(HEAD, blobs))
     names = tuple(PEERS[1].peer_id for _ in range(PEOPLE))
-    said = stated(PEERS[1], Holding(HEAD.round, 0, HEAD.digest, ()))
+    said = stated(PEERS[1], Inventory(HEAD.round, 0, HEAD.digest, ()))
     bodies = {
         "contribution": one.body,
         "roster": Roster(HEAD.round, 0, HEAD.digest, (one,) * PEOPLE),
         "commit": Commit(HEAD.round, 0, HEAD.digest, (one,) * PEOPLE, tuple(blobs)),
-        "holding": Holding(HEAD.round, 0, HEAD.digest, (HEAD.digest,) * (PEOPLE + parts)),
-        "inclusion": Inclusion(HEAD.round, 0, HEAD.digest, 1, names, names[:parts]),
-        "decision": Decision(HEAD.round, 0, HEAD.digest, (said,) * PEOPLE),
+        "holding": Inventory(HEAD.round, 0, HEAD.digest, (HEAD.digest,) * (PEOPLE + parts)),
+        "inclusion": ReducerAssignment(HEAD.round, 0, HEAD.digest, 1, names, names[:parts]),
+        "decision": CommitCertificate(HEAD.round, 0, HEAD.digest, (said,) * PEOPLE),
     }
     return {kind: stated(PEERS[0], body).signed.ByteSize() for kind, body in bodies.items()}
 
@@ -39,29 +39,29 @@ def sizes_of_a_round(parts: int) -> dict[str, int]:
 def test_the_leader_of_a_thousand_never_meets_the_limit(parts: int) -> None:
     """In the longest round there is: everything is said again at each repetition, and its end is told at once with
     those of the rounds before."""
-    deliveries, sizes = Deliveries(parts, LEADER_TIMEOUT), sizes_of_a_round(parts)
+    deliveries, sizes = InboundQuota(parts, LEADER_TIMEOUT), sizes_of_a_round(parts)
     assert sizes["roster"] <= MAX_BATCH_BYTES
     now = 0.0
     for batch in ("roster", "contribution", "inclusion", "holding"):
-        deliveries.take("leader", [sizes[batch]], True, now)
+        deliveries.charge("leader", [sizes[batch]], True, now)
     while now < EXCHANGE_TIMEOUT:
         now += LEADER_TIMEOUT / 3
         for batch in ("commit", "inclusion", "holding"):
-            deliveries.take("leader", [sizes[batch]], True, now)
-    deliveries.take("leader", [sizes["decision"]], True, now)
-    late = Deliveries(parts, LEADER_TIMEOUT)
+            deliveries.charge("leader", [sizes[batch]], True, now)
+    deliveries.charge("leader", [sizes["decision"]], True, now)
+    late = InboundQuota(parts, LEADER_TIMEOUT)
     for _ in range(4):
-        late.take("leader", [sizes["commit"]], True, 0.0)
-        late.take("leader", [sizes["decision"]], True, 0.0)
+        late.charge("leader", [sizes["commit"]], True, 0.0)
+        late.charge("leader", [sizes["decision"]], True, 0.0)
 
 
-def taken(deliveries: Deliveries, peers: Sequence[str], size: int, is_member: bool, seconds: float) -> int:
+def taken(deliveries: InboundQuota, peers: Sequence[str], size: int, is_member: bool, seconds: float) -> int:
     """Bytes, where each of them calls ten times a second, a call after the other."""
     total = 0
     for tick in range(int(seconds * 10)):
         for peer in peers:
             try:
-                deliveries.take(peer, [size], is_member, tick / 10)
+                deliveries.charge(peer, [size], is_member, tick / 10)
             except LimitError:
                 continue
             total += size
@@ -71,25 +71,25 @@ def taken(deliveries: Deliveries, peers: Sequence[str], size: int, is_member: bo
 @pytest.mark.parametrize(("parts", "share"), [(1, 0.2), (12, 0.5)])
 def test_a_member_that_brings_rosters_without_end_takes_a_part_of_our_time(parts: int, share: float) -> None:
     """A roster of a thousand of one part each takes a fifth of a second, whatever the run's parts are."""
-    deliveries, size = Deliveries(parts, LEADER_TIMEOUT), sizes_of_a_round(1)["roster"]
+    deliveries, size = InboundQuota(parts, LEADER_TIMEOUT), sizes_of_a_round(1)["roster"]
     seconds_each = 0.2
     spent = taken(deliveries, ["greedy"], size, True, 600) / size * seconds_each / 600
     assert spent < share
     assert 10 * seconds_each > 1, "the control: ten calls a second are more than there is time for"
-    deliveries.take("modest", [size], True, 600.0)
+    deliveries.charge("modest", [size], True, 600.0)
 
 
 def test_strangers_say_little_and_all_of_them_together_do() -> None:
     """Names cost nothing."""
-    deliveries, seconds, size = Deliveries(1, LEADER_TIMEOUT), 60, 4000
+    deliveries, seconds, size = InboundQuota(1, LEADER_TIMEOUT), 60, 4000
     assert taken(deliveries, [f"stranger {number}" for number in range(2000)], size, False, seconds) <= (
-        STRANGERS_BURST + seconds * STRANGERS_RATE
+        ALL_UNKNOWN_BURST_BYTES + seconds * ALL_UNKNOWN_RATE
     )
-    one = Deliveries(1, LEADER_TIMEOUT)
+    one = InboundQuota(1, LEADER_TIMEOUT)
     assert taken(one, ["stranger"], size, False, seconds) < 600_000
     roster = sizes_of_a_round(1)["roster"]
     with pytest.raises(LimitError, match="not known as a member"):
-        Deliveries(1, LEADER_TIMEOUT).take("stranger", [roster], False, 0.0)
+        InboundQuota(1, LEADER_TIMEOUT).charge("stranger", [roster], False, 0.0)
 
 
 @pytest.mark.parametrize("parts", [1, 12, 4000])
@@ -98,11 +98,11 @@ def test_what_a_newcomer_says_first_is_taken(parts: int) -> None:
         HEAD.round, HEAD.digest, "diloco", bytes(32), 1 << 40, 1 << 20, 3.0, (Blob(bytes(32), 1 << 28),) * parts
     )
     size = stated(PEERS[0], contribution).signed.ByteSize()
-    Deliveries(parts, LEADER_TIMEOUT).take("newcomer", [size, 400, 400], False, 0.0)
+    InboundQuota(parts, LEADER_TIMEOUT).charge("newcomer", [size, 400, 400], False, 0.0)
 
 
 def test_calls_and_statements_count_however_short() -> None:
-    deliveries = Deliveries(1, LEADER_TIMEOUT)
+    deliveries = InboundQuota(1, LEADER_TIMEOUT)
     assert taken(deliveries, ["stranger"], 1, False, 1000) < 16 + 2 + 8 * 1000
     with pytest.raises(LimitError):
-        Deliveries(1, LEADER_TIMEOUT).take("stranger", [1] * 100, False, 0.0)
+        InboundQuota(1, LEADER_TIMEOUT).charge("stranger", [1] * 100, False, 0.0)

@@ -12,23 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.arena import Arena, Contents
-from node.channel import Fate
+from node.arena import SharedMemory, SharedLayout
+from node.channel import ContributionOutcome
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
-from node.daemon.offer_file import OfferFile
-from node.daemon.offers import Offer, Sent
-from node.daemon.resumption import OUTBOX, restore_inner, restored_offers
-from node.daemon.trainer_link import stored_parts
-from node.folder import RunFolder
+from node.daemon.offer_file import ContributionFile
+from node.daemon.offers import StoredContribution, LastSent
+from node.daemon.resumption import CONTRIBUTION_VECTOR, restore_trainer_snapshot, restore_contributions
+from node.daemon.trainer_link import store_parts
+from node.folder import RunDir
 from node.model import shape_table
 from optim.parts import Scalar
-from optim.program import Program
+from optim.program import RoundPlanner
 from optim.recipes import compose
-from protocol.rounds.chain import Head, after, genesis
+from protocol.rounds.chain import ChainHead, extend_head, genesis_head
 from protocol.rounds.statements import Commit
 from tests.node.small_run import PEERS, RUN_ID, commit_of, store_in
-from tests.node.trainer.state_bench import MODEL, NUMEL, Bench, decoded
+from tests.node.trainer.state_bench import MODEL, NUMEL, StateHarness, decoded
 from tests.optim.replicas import Tables
 
 ME = PEERS[1].peer_id
@@ -39,18 +39,18 @@ SPARSE_BY_ROUND: Tables = {"codec": SUBSET, "feedback": {"kind": "error", "decay
 WHOLE: Tables = {"codec": {"kind": "none"}, "feedback": {"kind": "none"}}
 
 
-class Node:
+class CrashingNode:
     """`taken`: an x for each round that takes our message. `every`: rounds from one checkpoint to the next."""
 
     def __init__(self, folder: Path, tables: Tables, taken: str, every: int) -> None:
         self.tables = tables
         self.taken = taken
         self.every = every
-        self.folder = RunFolder(folder)
+        self.folder = RunDir(folder)
         self.store = store_in(self.folder.blobs)
-        self.sent = OfferFile(self.folder.offer)
+        self.sent = ContributionFile(self.folder.contribution_file)
         self.chain: list[Commit] = []  # of the swarm
-        self.head = genesis(RUN_ID)  # of the swarm
+        self.head = genesis_head(RUN_ID)  # of the swarm
         self.applied = torch.zeros(NUMEL)
         self.steps = 0
         self.kept = range(0)  # steps that the death must not cost
@@ -58,16 +58,16 @@ class Node:
 
     def start(self, saved: Checkpoint | None) -> None:
         """A process, and a trainer."""
-        self.program = Program(compose("sparseloco", self.tables), shape_table(MODEL).layout, 1)
-        self.arena = Arena.create(Contents.of(self.program))
+        self.program = RoundPlanner(compose("sparseloco", self.tables), shape_table(MODEL).layout, 1)
+        self.arena = SharedMemory.create(SharedLayout.of(self.program))
         if saved is not None:
-            restore_inner(saved, self.arena)
-        self.offers = restored_offers(saved, self.program, self.arena, self.store, self.sent, lambda *_: None)
+            restore_trainer_snapshot(saved, self.arena)
+        self.offers = restore_contributions(saved, self.program, self.arena, self.store, self.sent, lambda *_: None)
         self.number = 0 if saved is None else saved.round
         self.start_trainer()
 
     def start_trainer(self) -> None:
-        self.bench = Bench("sparseloco", self.tables, self.arena)
+        self.bench = StateHarness("sparseloco", self.tables, self.arena)
         self.is_greeted = False
 
     def kill(self, victim: str) -> None:
@@ -79,7 +79,7 @@ class Node:
         self.arena.close()
         found, _ = checkpoint.load_newest(self.folder.checkpoints, RUN_ID, shape_table(MODEL))
         last = self.sent.load()
-        if found is not None and (last is None or last.offer.message.serial <= found.inner_meta["messages"] + 1):
+        if found is not None and (last is None or last.contribution.header.serial <= found.inner_meta["messages"] + 1):
             self.kept = range(found.inner_meta["position"])
         self.start(found)
 
@@ -109,7 +109,7 @@ class Node:
         yield
         state.save()
         yield
-        state.message()
+        state.make_contribution()
         yield
         state.save()
         yield
@@ -121,45 +121,45 @@ class Node:
     def _take(self) -> None:
         outstanding = self.bench.state.counters.outstanding
         assert outstanding is not None
-        message = outstanding.message()
-        offer = Offer(message, stored_parts(self.store, self.arena, message))
-        self.sent.save(Sent(offer, tuple(self.offers.past)))
-        self.offers.place(offer, self.number)
+        message = outstanding.to_header()
+        offer = StoredContribution(message, store_parts(self.store, self.arena, message))
+        self.sent.save(LastSent(offer, tuple(self.offers.settled)))
+        self.offers.submit(offer, self.number)
 
     def _greet(self) -> Iterator[None]:
         self.is_greeted, outstanding = True, self.bench.state.counters.outstanding
-        if outstanding is not None and (fate := self.offers.fate_of(outstanding.round)) != "none":
+        if outstanding is not None and (fate := self.offers.outcome_of(outstanding.round)) != "none":
             yield from self._adopt(fate)
-        elif outstanding is not None and not self.offers.is_known(outstanding.message()):
+        elif outstanding is not None and not self.offers.is_known(outstanding.to_header()):
             self._take()
             yield
 
     def _decide(self) -> None:
         """A round of the swarm; what it takes is applied."""
-        offer = self.offers.current if self.taken[min(len(self.chain), STEPS - 1)] == "x" else None
+        offer = self.offers.pending if self.taken[min(len(self.chain), STEPS - 1)] == "x" else None
         if offer is not None:
-            plan, whole = self.program.plan(offer.message.round), torch.zeros(NUMEL)
+            plan, whole = self.program.plan(offer.header.round), torch.zeros(NUMEL)
             (codec,), (part,) = plan.codecs, offer.parts
             plan.scatter(codec.decode(self.store.read(part.digest), NUMEL), whole)
             self.applied += whole
-        head = Head(len(self.chain), self.head.digest, 0)
+        head = ChainHead(len(self.chain), self.head.digest, 0)
         self.chain.append(commit_of(head, {0: self.store.put(b"other")} | ({1: offer.parts} if offer else {})).body)
-        self.head = after(head, self.chain[-1])
+        self.head = extend_head(head, self.chain[-1])
 
     def _settle(self) -> Iterator[None]:
         commit = self.chain[self.number]
-        fate = self.offers.reach(ME, [commit], self.number + 1)
+        fate = self.offers.on_commits(ME, [commit], self.number + 1)
         self.number += 1
         yield
         outstanding = self.bench.state.counters.outstanding
-        told = self.offers.fate_of(outstanding.round) if outstanding else fate
+        told = self.offers.outcome_of(outstanding.round) if outstanding else fate
         yield from self._adopt(told)
         if self.number % self.every == 0:
             self._save()
             yield
 
-    def _adopt(self, fate: Fate) -> Iterator[None]:
-        self.bench.state.adopt(self.number, fate)
+    def _adopt(self, fate: ContributionOutcome) -> Iterator[None]:
+        self.bench.state.apply_anchor(self.number, fate)
         yield
         self.bench.state.save()
         yield
@@ -168,7 +168,7 @@ class Node:
         copied = self.arena.copy_snapshot()
         assert copied is not None
         snapshot, outbox = copied
-        inner = {**snapshot.vectors, OUTBOX: torch.frombuffer(bytearray(outbox), dtype=torch.uint8)}
+        inner = {**snapshot.vectors, CONTRIBUTION_VECTOR: torch.frombuffer(bytearray(outbox), dtype=torch.uint8)}
         anchor, shapes = torch.zeros(NUMEL), shape_table(MODEL)
         chain = {"offer": self.offers.to_json()}
         taken = Checkpoint(RUN_ID, shapes.hash(), self.number, bytes(32), chain, anchor, {}, inner, snapshot.meta)
@@ -188,9 +188,9 @@ def digits(total: Tensor) -> list[set[int]]:
     return [set((whole // 4**step % 4).unique().tolist()) for step in range(STEPS)]
 
 
-def story(folder: Path, tables: Tables, taken: str, every: int, victim: str, at: int) -> Node | None:
+def run_with_crash(folder: Path, tables: Tables, taken: str, every: int, victim: str, at: int) -> CrashingNode | None:
     """None: it is over before that point."""
-    node = Node(folder, tables, taken, every)
+    node = CrashingNode(folder, tables, taken, every)
     work = node.work()
     for _ in range(at):
         if next(work, node) is node:
@@ -220,7 +220,7 @@ def no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_step_counts_once(tmp_path: Path, victim: str, every: int, tables: Tables, taken: str) -> None:
     at = 0
-    while (node := story(tmp_path / f"{at}", tables, taken, every, victim, at)) is not None:
+    while (node := run_with_crash(tmp_path / f"{at}", tables, taken, every, victim, at)) is not None:
         found = digits(node.applied + node.pending())
         assert all(times <= {0, 1} for times in found), f"killed at {at}: {found}"
         assert all(found[step] == {1} for step in node.kept), f"killed at {at}: {found}, kept {node.kept}"
@@ -232,9 +232,9 @@ def test_a_step_counts_once(tmp_path: Path, victim: str, every: int, tables: Tab
 @pytest.mark.parametrize(("tables", "taken"), [(SPARSE, "x-x-x"), (SPARSE_BY_ROUND, "x-x-x"), (WHOLE, "xxxxx")])
 def test_negative_control(tmp_path: Path, tables: Tables, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the file, what a round took since the checkpoint is sent again."""
-    monkeypatch.setattr(OfferFile, "load", lambda self: None)
+    monkeypatch.setattr(ContributionFile, "load", lambda self: None)
     at = twice = 0
-    while not twice and (node := story(tmp_path / f"{at}", tables, taken, 1, "node", at)) is not None:
+    while not twice and (node := run_with_crash(tmp_path / f"{at}", tables, taken, 1, "node", at)) is not None:
         twice += any(2 in times for times in digits(node.applied + node.pending()))
         node.arena.close()
         at += 1

@@ -8,8 +8,8 @@ import pytest
 
 from node.daemon.lifecycle import Daemon
 from node.daemon.metrics import Metrics
-from node.daemon.standing import Standing
-from node.folder import RunFolder
+from node.daemon.standing import StatusReporter
+from node.folder import RunDir
 from node.status import NodeStatus
 from protocol.errors import DeviceError
 
@@ -35,14 +35,14 @@ class Node:
         self.participant = SimpleNamespace(run=for_ever)
         self.trainer_failure = trainer
         self.finish = at_once
-        self.standing = Standing(NodeStatus(peer_id="p", run="demo", run_id="0", step=300), Metrics(), dict)
+        self.standing = StatusReporter(NodeStatus(peer_id="p", run="demo", run_id="0", step=300), Metrics(), dict)
 
     def publish_progress(self) -> None:
         pass
 
 
 async def test_why_a_node_ended_is_its_last_word(tmp_path: Path) -> None:
-    daemon = Daemon(cast(Any, None), RunFolder(tmp_path), cast(Any, None))
+    daemon = Daemon(cast(Any, None), RunDir(tmp_path), cast(Any, None))
     with pytest.raises(DeviceError):
         await daemon._take_part(cast(Any, Node(broken)))
     said = json.loads((tmp_path / "status.json").read_bytes())
@@ -54,14 +54,14 @@ async def stray() -> None:
 
 
 async def test_a_cancel_out_of_nowhere_does_not_end_it_without_a_word(tmp_path: Path) -> None:
-    daemon = Daemon(cast(Any, None), RunFolder(tmp_path), cast(Any, None))
+    daemon = Daemon(cast(Any, None), RunDir(tmp_path), cast(Any, None))
     with pytest.raises(asyncio.CancelledError):
         await daemon._take_part(cast(Any, Node(stray)))
     assert json.loads((tmp_path / "status.json").read_bytes())["reason"] == "CancelledError"
 
 
 async def test_a_node_that_is_told_to_end_has_no_reason(tmp_path: Path) -> None:
-    daemon = Daemon(cast(Any, None), RunFolder(tmp_path), cast(Any, None))
+    daemon = Daemon(cast(Any, None), RunDir(tmp_path), cast(Any, None))
     daemon._signalled()
     await daemon._take_part(cast(Any, Node(for_ever)))
     said = json.loads((tmp_path / "status.json").read_bytes())

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from node.daemon import membership
-from node.daemon.membership import Members
-from protocol.membership.directory import Event, Joined, Left
+from node.daemon.membership import SwarmView
+from protocol.membership.directory import MembershipEvent, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
-from protocol.rounds.chain import Chain, Head, genesis
+from protocol.rounds.chain import Chain, ChainHead, genesis_head
 from tests.node.small_run import RUN_ID, grown, replica_in, store_in
 
 
@@ -21,27 +21,27 @@ class FakeDirectory:
     def __init__(self) -> None:
         self.records: dict[str, PeerRecord] = {"me": PeerRecord(role="trainer")}
         self.published: dict[str, object] = {}
-        self.tell: Callable[[Event], None] = lambda event: None
+        self.tell: Callable[[MembershipEvent], None] = lambda event: None
 
     def live(self) -> dict[str, PeerRecord]:
         return self.records
 
-    def subscribe(self, callback: Callable[[Event], None]) -> None:
+    def subscribe(self, callback: Callable[[MembershipEvent], None]) -> None:
         self.tell = callback
 
     def publish(self, **fields: object) -> None:
         self.published = fields
 
 
-def members_of(directory: FakeDirectory, chain: Chain | None = None) -> Members:
-    return Members(cast(Any, directory), chain or Chain.begin(RUN_ID), True, random.Random(0))
+def members_of(directory: FakeDirectory, chain: Chain | None = None) -> SwarmView:
+    return SwarmView(cast(Any, directory), chain or Chain.from_genesis(RUN_ID), True, random.Random(0))
 
 
 def test_records_are_of_the_others_in_random_order() -> None:
     directory = FakeDirectory()
     directory.records |= {str(number): PeerRecord(role="trainer") for number in range(8)}
     members = members_of(directory)
-    orders = {tuple(members.records()) for _ in range(20)}
+    orders = {tuple(members.other_records()) for _ in range(20)}
     assert len(orders) > 10 and {frozenset(order) for order in orders} == {frozenset(map(str, range(8)))}
 
 
@@ -60,67 +60,67 @@ async def test_at_this_round_are_those_who_stand_here_or_are_about_to_arrive(tmp
     before = replica.chain.digest
     await grown(replica, store, 1)
     directory = FakeDirectory()
-    for peer, digest in {"here": replica.chain.digest, "near": before, "far": genesis(RUN_ID).digest}.items():
+    for peer, digest in {"here": replica.chain.digest, "near": before, "far": genesis_head(RUN_ID).digest}.items():
         directory.records[peer] = PeerRecord(role="trainer", digest=digest)
     directory.records["watches"] = PeerRecord(role="observer", digest=replica.chain.digest)
-    assert members_of(directory, replica.chain).at_this_round().peers == {"me", "here", "near"}
+    assert members_of(directory, replica.chain).round_members().peers == {"me", "here", "near"}
 
 
 def test_who_said_good_bye_has_departed_until_it_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "MAX_DEPARTED", 2)
+    monkeypatch.setattr(membership, "MAX_LEFT_PEERS", 2)
     directory = FakeDirectory()
     members = members_of(directory)
-    directory.tell(Left("a", "left"))
-    directory.tell(Left("b", "expired"))
-    assert members.at_this_round().departed == {"a"}
-    directory.tell(Joined("a", PeerRecord()))
-    assert members.at_this_round().departed == frozenset()
+    directory.tell(PeerLeft("a", "left"))
+    directory.tell(PeerLeft("b", "expired"))
+    assert members.round_members().departed == {"a"}
+    directory.tell(PeerJoined("a", PeerRecord()))
+    assert members.round_members().departed == frozenset()
     for peer in "cde":
-        directory.tell(Left(peer, "left"))
-    assert members.at_this_round().departed == {"d", "e"}
+        directory.tell(PeerLeft(peer, "left"))
+    assert members.round_members().departed == {"d", "e"}
 
 
 def test_who_rests_is_at_this_round_and_known_to_rest() -> None:
     directory = FakeDirectory()
-    directory.records["a"] = PeerRecord(role="trainer", digest=genesis(RUN_ID).digest, resting=True)
+    directory.records["a"] = PeerRecord(role="trainer", digest=genesis_head(RUN_ID).digest, resting=True)
     directory.records["far"] = PeerRecord(role="trainer", digest=bytes(32), resting=True)
-    live = members_of(directory).at_this_round()
+    live = members_of(directory).round_members()
     assert live.peers == {"a", "me"} and live.resting == {"a"}
-    assert not any(members_of(FakeDirectory()).at_this_round().resting)
+    assert not any(members_of(FakeDirectory()).round_members().resting)
 
 
 def test_who_rests_has_no_turn_in_measuring() -> None:
     directory = FakeDirectory()
     directory.records |= {"a": PeerRecord(role="trainer", resting=True), "z": PeerRecord(role="trainer")}
     members = members_of(directory)
-    assert [members.evaluates(number) for number in range(4)] == [True, False] * 2
+    assert [members.is_our_turn_to_evaluate(number) for number in range(4)] == [True, False] * 2
 
 
 def test_the_trainers_take_turns_in_measuring() -> None:
     directory = FakeDirectory()
     directory.records |= {"a": PeerRecord(role="trainer"), "z": PeerRecord(role="trainer")}
     members = members_of(directory)
-    assert [members.evaluates(number) for number in range(6)] == [False, True, False] * 2
+    assert [members.is_our_turn_to_evaluate(number) for number in range(6)] == [False, True, False] * 2
     directory.records.clear()
-    assert not members.evaluates(0)
+    assert not members.is_our_turn_to_evaluate(0)
 
 
 def test_holders_are_those_of_the_state_that_most_have() -> None:
-    directory, head = FakeDirectory(), Head(3, bytes(32), 0)
+    directory, head = FakeDirectory(), ChainHead(3, bytes(32), 0)
     mine, right, wrong = (bytes([number]) * 32 for number in (1, 2, 0))
     for peer, state in {"a": right, "b": right, "c": wrong, "d": mine, "e": b""}.items():
         directory.records[peer] = PeerRecord(role="trainer", digest=head.digest, state_digest=state)
     directory.records["elsewhere"] = PeerRecord(role="trainer", digest=bytes([1]) * 32, state_digest=wrong)
     members = members_of(directory)
-    assert sorted(members.holders(head, mine)) == ["a", "b"]
+    assert sorted(members.state_holders(head, mine)) == ["a", "b"]
     del directory.records["b"]
-    assert members.holders(head, mine) == ["c"]  # of equally many, the lower digest, as in the vote
-    assert members.holders(Head(4, bytes([7]) * 32, 0), mine) == []
+    assert members.state_holders(head, mine) == ["c"]  # of equally many, the lower digest, as in the vote
+    assert members.state_holders(ChainHead(4, bytes([7]) * 32, 0), mine) == []
 
 
 def test_the_head_is_announced_at_once() -> None:
     directory = FakeDirectory()
-    members_of(directory).announce_head(Head(3, bytes(32), 7), bytes([1]) * 32)
+    members_of(directory).announce_head(ChainHead(3, bytes(32), 7), bytes([1]) * 32)
     assert directory.published == {
         "urgent": True, "round": 3, "digest": bytes(32), "chain_tokens": 7, "state_digest": bytes([1]) * 32
     }  # fmt: skip
@@ -128,21 +128,21 @@ def test_the_head_is_announced_at_once() -> None:
 
 def test_our_own_progress_goes_out_with_a_new_head() -> None:
     directory = FakeDirectory()
-    members = Members(cast(Any, directory), Chain.begin(RUN_ID), True, random.Random(0), lambda: {"step": 40})
-    members.announce_head(Head(3, bytes(32), 7), bytes([1]) * 32)
+    members = SwarmView(cast(Any, directory), Chain.from_genesis(RUN_ID), True, random.Random(0), lambda: {"step": 40})
+    members.announce_head(ChainHead(3, bytes(32), 7), bytes([1]) * 32)
     assert directory.published["step"] == 40 and directory.published["round"] == 3
 
 
 def test_alone_is_who_knows_of_others_and_sees_none() -> None:
     directory = FakeDirectory()
-    first = Members(cast(Any, directory), Chain.begin(RUN_ID), False, random.Random(0))
-    assert not first.is_alone(), "whoever begins a run waits for nobody"
-    assert members_of(directory).is_alone(), "whoever was sent to somebody does"
+    first = SwarmView(cast(Any, directory), Chain.from_genesis(RUN_ID), False, random.Random(0))
+    assert not first.is_isolated(), "whoever begins a run waits for nobody"
+    assert members_of(directory).is_isolated(), "whoever was sent to somebody does"
     directory.records["a"] = PeerRecord(role="trainer")
-    first._note(Joined("a", directory.records["a"]))
-    assert not first.is_alone()
+    first._on_membership_event(PeerJoined("a", directory.records["a"]))
+    assert not first.is_isolated()
     del directory.records["a"]
-    assert first.is_alone()
+    assert first.is_isolated()
 
 
 def test_the_other_trainers_are_without_ourselves_and_those_who_watch() -> None:
@@ -161,12 +161,12 @@ def test_hidden_peers_are_beyond_reach_of_one_another_while_somebody_can_be_call
     at_home = "/ip4/192.168.1.2/tcp/1/p2p/x"
     directory.records = {"me": at(relayed.format("c")), "a": at(at_home, relayed.format("d")), "b": at(at_home)}
     members = members_of(directory)
-    assert members.beyond() == {"me", "a"} and members.between("a") == ["b"]
+    assert members.unreachable_peers() == {"me", "a"} and members.relay_candidates("a") == ["b"]
     directory.records |= {name: at("/ip4/8.8.8.8/tcp/1/p2p/x") for name in "cd"}
     directory.records |= {"host": at("/ip4/8.8.8.8/tcp/1/p2p/x", role="observer"), "mute": at()}
-    assert members.between("a")[0] == "d" and set(members.between("a")) == {"b", "c", "d"}, "its relay first"
-    assert members.between("gone") != []
+    assert members.relay_candidates("a")[0] == "d" and set(members.relay_candidates("a")) == {"b", "c", "d"}, "its relay first"
+    assert members.relay_candidates("gone") != []
     directory.records["me"] = at("/ip4/8.8.4.4/tcp/1/p2p/x")
-    assert members.beyond() == frozenset(), "we can be called: it can bring us anything"
+    assert members.unreachable_peers() == frozenset(), "we can be called: it can bring us anything"
     directory.records = {"me": at(relayed.format("c")), "a": at(relayed.format("c"))}
-    assert members.beyond() == frozenset(), "nobody could carry"
+    assert members.unreachable_peers() == frozenset(), "nobody could carry"

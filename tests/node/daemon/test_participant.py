@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from node.channel import Message
+from node.channel import ContributionHeader
 from node.daemon import catch_up, participant
-from node.daemon.catch_up import Way
-from node.daemon.offers import Offer
+from node.daemon.catch_up import SyncPlan
+from node.daemon.offers import StoredContribution
 from protocol.blobs.blob import Blob
 from protocol.errors import GoneError, MalformedError, UnreachableError
-from protocol.rounds.chain import Head, after
-from tests.node.daemon.participation import FRIEND, LIAR, Make
+from protocol.rounds.chain import ChainHead, extend_head
+from tests.node.daemon.participation import FRIEND, LIAR, RoundLoopFactory
 from tests.node.small_run import (
     PEERS,
     CopyingFetcher,
@@ -29,11 +29,11 @@ from tests.node.small_run import (
 
 
 @pytest.fixture
-async def worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
-    monkeypatch.setattr(participant, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(catch_up, "PATIENCE", 0.05)
-    monkeypatch.setattr(participant, "STATE_SECONDS", 5.0)
-    make = Make(tmp_path)
+async def worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RoundLoopFactory]:
+    monkeypatch.setattr(participant, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(catch_up, "SYNC_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(participant, "MIN_STATE_SECONDS", 5.0)
+    make = RoundLoopFactory(tmp_path)
     yield make
     for world in make.made:
         if world.running is not None:
@@ -41,7 +41,7 @@ async def worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
             await asyncio.gather(world.running, return_exceptions=True)
 
 
-async def test_rounds_until_the_target_of_rounds(worlds: Make) -> None:
+async def test_rounds_until_the_target_of_rounds(worlds: RoundLoopFactory) -> None:
     world = worlds("rounds = 2")
     world.run()
     await world.decide(1)
@@ -52,7 +52,7 @@ async def test_rounds_until_the_target_of_rounds(worlds: Make) -> None:
     assert [head.round for head in world.members.heads] == [1, 2]
 
 
-async def test_a_round_is_told_of_once_the_save_before_it_is_on_disk(worlds: Make) -> None:
+async def test_a_round_is_told_of_once_the_save_before_it_is_on_disk(worlds: RoundLoopFactory) -> None:
     """The trainer has it before: it need not wait."""
     world = worlds("rounds = 2")
     world.run()
@@ -67,7 +67,7 @@ async def test_a_round_is_told_of_once_the_save_before_it_is_on_disk(worlds: Mak
     assert [head.round for head in world.members.heads] == [1, 2] and len(world.standing.entries) == 2
 
 
-async def test_a_round_that_was_foreseen_is_computed_once(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_round_that_was_foreseen_is_computed_once(worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     world = worlds("rounds = 1")
     computed = states_computed_by(world.replica, monkeypatch)
     world.run()
@@ -81,17 +81,17 @@ async def test_a_round_that_was_foreseen_is_computed_once(worlds: Make, monkeypa
     assert world.trainer.adopted == [1] and computed == [world.replica.state]
 
 
-async def test_the_target_of_tokens(worlds: Make) -> None:
+async def test_the_target_of_tokens(worlds: RoundLoopFactory) -> None:
     world = worlds("tokens = 150")
     world.run()
     for seed in range(2):
-        assert not world.participant.target_reached
+        assert not world.participant.is_target_reached
         await world.decide(seed)
     await world.done()
     assert world.replica.chain.tokens == 200
 
 
-async def test_round_0_begins_with_all(worlds: Make) -> None:
+async def test_round_0_begins_with_all(worlds: RoundLoopFactory) -> None:
     world = worlds(min_peers=2)
     world.run()
     await until(lambda: "waiting for peers" in world.standing.phases)
@@ -101,7 +101,7 @@ async def test_round_0_begins_with_all(worlds: Make) -> None:
     await until(lambda: world.driver.is_open)
 
 
-async def test_a_run_that_has_begun_waits_only_a_while(worlds: Make) -> None:
+async def test_a_run_that_has_begun_waits_only_a_while(worlds: RoundLoopFactory) -> None:
     world = worlds(min_peers=3)
     await grown(world.replica, world.store, 1)
     world.run()
@@ -109,7 +109,7 @@ async def test_a_run_that_has_begun_waits_only_a_while(worlds: Make) -> None:
     assert world.driver.begun == [1]
 
 
-async def test_a_newcomer_looks_for_the_run_before_it_trains(worlds: Make) -> None:
+async def test_a_newcomer_looks_for_the_run_before_it_trains(worlds: RoundLoopFactory) -> None:
     world = worlds()
     world.members.has_contacts = True
     world.run()
@@ -119,10 +119,10 @@ async def test_a_newcomer_looks_for_the_run_before_it_trains(worlds: Make) -> No
     await until(lambda: world.trainer.started == [2])
 
 
-async def test_the_message_is_offered_to_the_open_round_and_to_no_other(worlds: Make) -> None:
+async def test_the_message_is_offered_to_the_open_round_and_to_no_other(worlds: RoundLoopFactory) -> None:
     world = worlds()
-    message = Message(round=0, sizes=(1,), tokens=10, steps=1, loss=1.0)
-    world.trainer.offers.place(Offer(message, (world.store.put(payload(5)),)))
+    message = ContributionHeader(round=0, sizes=(1,), tokens=10, steps=1, loss=1.0)
+    world.trainer.contributions.submit(StoredContribution(message, (world.store.put(payload(5)),)))
     world.participant.offer()
     assert world.driver.offered == []
     world.run()
@@ -132,45 +132,45 @@ async def test_the_message_is_offered_to_the_open_round_and_to_no_other(worlds: 
     assert world.driver.offered[1].base == world.replica.chain.digest
 
 
-async def test_a_small_gap_is_replayed(worlds: Make) -> None:
+async def test_a_small_gap_is_replayed(worlds: RoundLoopFactory) -> None:
     world = worlds()
     theirs = await world.peer(FRIEND, 3)
     world.run()
     await world.until_round(3)
     assert world.scout.asked == [(FRIEND, True)] and world.standing.catch_ups == [("replayed", 1)] * 3
-    assert world.replica.blob == theirs.blob and world.replica.chain.since(0) is not None
+    assert world.replica.blob == theirs.blob and world.replica.chain.commits_since(0) is not None
 
 
-async def test_a_commit_that_the_round_cannot_have_is_not_replayed_and_ends_nobody(worlds: Make) -> None:
+async def test_a_commit_that_the_round_cannot_have_is_not_replayed_and_ends_nobody(worlds: RoundLoopFactory) -> None:
     world = worlds()
     theirs = await world.peer(FRIEND, 2)
     blob, mine = world.store.put(payload(1)), world.replica.chain.head
     body = replace(commit_of(mine, {2: blob, 3: blob}).body, parts=(blob,))  # as of a butterfly
-    head = replace(after(mine, body), tokens=2**40)
+    head = replace(extend_head(mine, body), tokens=2**40)
     world.show(LIAR, head, bytes(32))
-    world.scout.ways[LIAR] = Way(head, (stated(PEERS[3], body),), None)
+    world.scout.plans[LIAR] = SyncPlan(head, (stated(PEERS[3], body),), None)
     world.run()
     await world.until_round(2)
     assert world.replica.chain.head == theirs.chain.head and world.scout.asked[0] == (LIAR, True)
-    assert world.standing.setbacks == 2 * ["way lost"]
+    assert world.standing.recovered_errors == 2 * ["way lost"]
 
 
-async def test_that_our_state_differs_is_told_once_however_often_its_better_is_asked_for(worlds: Make) -> None:
+async def test_that_our_state_differs_is_told_once_however_often_its_better_is_asked_for(worlds: RoundLoopFactory) -> None:
     world = worlds()
     theirs = await world.peer(FRIEND, 2)
     world.show(LIAR, theirs.chain.head, theirs.blob.digest)
-    await world.replica.take_over(theirs.chain.head, world.replica.blob, theirs.chain.since(0) or ())
+    await world.replica.install_state(theirs.chain.head, world.replica.blob, theirs.chain.commits_since(0) or ())
     world.scout.faults = dict.fromkeys((FRIEND, LIAR), UnreachableError("no answer"))
     world.run()
     await until(lambda: world.scout.asked.count((FRIEND, False)) + world.scout.asked.count((LIAR, False)) == 2)
     for _ in range(20):  # both are put aside: each turn of the loop looks for somebody
         world.participant.wake.set()
         await asyncio.sleep(0)
-    assert world.standing.setbacks.count("state differs") == len(world.standing.failures) == 1
+    assert world.standing.recovered_errors.count("state differs") == len(world.standing.failures) == 1
     assert world.standing.phases[-1] == "catching up"
 
 
-async def test_a_large_gap_takes_the_state(worlds: Make) -> None:
+async def test_a_large_gap_takes_the_state(worlds: RoundLoopFactory) -> None:
     world = worlds()
     theirs = await world.peer(FRIEND, 6)
     world.run()
@@ -179,7 +179,7 @@ async def test_a_large_gap_takes_the_state(worlds: Make) -> None:
     assert world.standing.catch_ups == [("skipped", 6)] and world.standing.moves == [theirs.chain.head]
 
 
-async def test_a_state_that_was_taken_is_told_of_once_it_is_on_disk(worlds: Make) -> None:
+async def test_a_state_that_was_taken_is_told_of_once_it_is_on_disk(worlds: RoundLoopFactory) -> None:
     """A kill would take back the six rounds that were skipped for it."""
     world = worlds()
     await world.peer(FRIEND, 6)
@@ -191,32 +191,32 @@ async def test_a_state_that_was_taken_is_told_of_once_it_is_on_disk(worlds: Make
     await until(lambda: [head.round for head in world.members.heads] == [6])
 
 
-async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(worlds: Make) -> None:
+async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(worlds: RoundLoopFactory) -> None:
     world = worlds()
     theirs = await world.peer(FRIEND, 3)
-    for commit in theirs.chain.since(0) or ():
+    for commit in theirs.chain.commits_since(0) or ():
         world.fetcher.stores[FRIEND].discard(commit.body.blobs[0].digest)
     world.run()
     await world.until_round(3)
     assert world.scout.asked == [(FRIEND, True), (FRIEND, False)] and world.replica.blob == theirs.blob
-    assert world.standing.setbacks == ["way lost"]
+    assert world.standing.recovered_errors == ["way lost"]
 
 
 async def test_one_round_behind_it_waits_a_little_for_the_commit_to_come_by_itself(
-    worlds: Make, monkeypatch: pytest.MonkeyPatch
+    worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catch_up, "PATIENCE", 30.0)
+    monkeypatch.setattr(catch_up, "SYNC_AFTER_SECONDS", 30.0)
     world = worlds()
     world.run()
     await until(lambda: world.driver.is_open)
     await world.peer(FRIEND, 1)
     await asyncio.sleep(0.05)
     assert world.scout.asked == [] and world.driver.is_open
-    monkeypatch.setattr(catch_up, "PATIENCE", 0.01)
+    monkeypatch.setattr(catch_up, "SYNC_AFTER_SECONDS", 0.01)
     await world.until_round(1)
 
 
-async def test_the_lesser_of_two_chains_is_left(worlds: Make) -> None:
+async def test_the_lesser_of_two_chains_is_left(worlds: RoundLoopFactory) -> None:
     world = worlds()
     await grown(world.replica, world.store, 2, peer=1)
     theirs = await world.peer(FRIEND, 3, seed=2)
@@ -226,24 +226,24 @@ async def test_the_lesser_of_two_chains_is_left(worlds: Make) -> None:
 
 
 async def test_another_chain_is_gone_to_although_our_own_rounds_never_pause(
-    worlds: Make, monkeypatch: pytest.MonkeyPatch
+    worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One with more tokens in fewer rounds: whoever waits for its next commit waits in vain."""
-    monkeypatch.setattr(catch_up, "PATIENCE", 30.0)
+    monkeypatch.setattr(catch_up, "SYNC_AFTER_SECONDS", 30.0)
     world = worlds()
     await grown(world.replica, world.store, 3, peer=1)
     world.run()
     await until(lambda: world.driver.is_open)
     theirs = await world.peer(FRIEND, 2, seed=2)
     head = theirs.chain.head
-    theirs.chain.restart(Head(head.round, head.digest, world.replica.chain.tokens + 1))
+    theirs.chain.switch_to(ChainHead(head.round, head.digest, world.replica.chain.tokens + 1))
     world.show(FRIEND, theirs.chain.head, theirs.blob.digest)
     await until(lambda: world.replica.chain.digest == head.digest)
     assert world.replica.blob == theirs.blob
 
 
 async def test_a_liar_is_avoided_though_it_shows_a_new_head_each_time(
-    worlds: Make, monkeypatch: pytest.MonkeyPatch
+    worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def opened(avoid_seconds: float) -> tuple[int, int]:
         """How often the liar was asked, and how many rounds were decided meanwhile."""
@@ -253,7 +253,7 @@ async def test_a_liar_is_avoided_though_it_shows_a_new_head_each_time(
         world.run()
         await until(lambda: world.driver.is_open)
         for number in range(100, 110):
-            world.show(LIAR, Head(number, bytes([number]) * 32, 10**9))
+            world.show(LIAR, ChainHead(number, bytes([number]) * 32, 10**9))
             world.participant.wake.set()
             await asyncio.sleep(0.03)
             if world.driver.is_open:
@@ -266,7 +266,7 @@ async def test_a_liar_is_avoided_though_it_shows_a_new_head_each_time(
     assert asked > 10 and rounds < 8
 
 
-async def test_a_liar_does_not_hide_who_stands_honestly_beside_it(worlds: Make) -> None:
+async def test_a_liar_does_not_hide_who_stands_honestly_beside_it(worlds: RoundLoopFactory) -> None:
     world = worlds()
     theirs = await world.peer(FRIEND, 6)
     world.show(LIAR, theirs.chain.head)
@@ -277,7 +277,7 @@ async def test_a_liar_does_not_hide_who_stands_honestly_beside_it(worlds: Make) 
     assert world.scout.asked == [(LIAR, False), (FRIEND, False)]
 
 
-async def test_who_went_on_while_it_was_followed_is_asked_again(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_went_on_while_it_was_followed_is_asked_again(worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     world, fetch, gone = worlds(), CopyingFetcher.fetch, list[Blob]()
     theirs = await world.peer(FRIEND, 6)
 
@@ -290,35 +290,35 @@ async def test_who_went_on_while_it_was_followed_is_asked_again(worlds: Make, mo
     monkeypatch.setattr(CopyingFetcher, "fetch", too_late)
     world.run()
     await world.until_round(6)
-    assert world.scout.asked == [(FRIEND, False)] * 3 and world.standing.setbacks == ["way lost"] * 2
+    assert world.scout.asked == [(FRIEND, False)] * 3 and world.standing.recovered_errors == ["way lost"] * 2
     assert world.replica.blob == theirs.blob
 
 
-async def test_a_state_that_nobody_has_costs_bounded_time(worlds: Make) -> None:
+async def test_a_state_that_nobody_has_costs_bounded_time(worlds: RoundLoopFactory) -> None:
     world = worlds()
     await world.peer(LIAR, 6)
     del world.fetcher.stores[LIAR]
     world.run()
     await until(lambda: world.driver.is_open)
-    assert world.replica.chain.round == 0 and len(world.scout.asked) == participant.MOST_GONE
+    assert world.replica.chain.round == 0 and len(world.scout.asked) == participant.MAX_VANISHED_STATES
 
 
-async def test_who_is_the_odd_one_out_fetches_the_state_of_the_others(worlds: Make) -> None:
+async def test_who_is_the_odd_one_out_fetches_the_state_of_the_others(worlds: RoundLoopFactory) -> None:
     world = worlds()
     theirs = await world.peer(FRIEND, 2)
     world.show(LIAR, theirs.chain.head, theirs.blob.digest)
-    await world.replica.take_over(theirs.chain.head, world.replica.blob, theirs.chain.since(0) or ())
+    await world.replica.install_state(theirs.chain.head, world.replica.blob, theirs.chain.commits_since(0) or ())
     assert world.replica.blob != theirs.blob and world.replica.chain.head == theirs.chain.head
     world.fetcher.stores[LIAR], world.scout.chains[LIAR] = world.fetcher.stores[FRIEND], theirs
     world.run()
     await until(lambda: world.replica.blob == theirs.blob)
     assert world.standing.failures == ["our state differed from the others'"]
-    assert world.standing.setbacks == ["state differs"]
+    assert world.standing.recovered_errors == ["state differs"]
     assert [replay for _, replay in world.scout.asked] == [False]
 
 
 async def test_a_decided_round_that_cannot_be_applied_is_tried_again(
-    worlds: Make, monkeypatch: pytest.MonkeyPatch
+    worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = worlds()
     world.run()
@@ -328,11 +328,11 @@ async def test_a_decided_round_that_cannot_be_applied_is_tried_again(
     world.participant.decided(commit)
     await until(lambda: len(world.driver.begun) == 2)
     assert world.replica.chain.round == 0 and "does not decode" in world.standing.failures[0]
-    assert world.standing.setbacks == ["not applied"]
+    assert world.standing.recovered_errors == ["not applied"]
     await world.decide()
 
 
-async def test_a_fault_in_the_background_ends_the_run(worlds: Make) -> None:
+async def test_a_fault_in_the_background_ends_the_run(worlds: RoundLoopFactory) -> None:
     world = worlds()
     world.run()
     await until(lambda: world.driver.is_open)

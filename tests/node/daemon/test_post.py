@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 import pytest
 
 from node.daemon import post
-from node.daemon.post import MAX_BATCH, MAX_BATCH_BYTES, MAX_WAITING, Post
+from node.daemon.post import MAX_BATCH_MESSAGES, MAX_BATCH_BYTES, MAX_QUEUED, Outbox
 from protocol.errors import LimitError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
@@ -27,9 +27,9 @@ class Receiver:
         self.open = asyncio.Event()
         self.open.set()
         self.fault: Callable[[], BaseException | None] = lambda: None
-        self.post = Post(self.deliver, self.receive, self.unreachable, self.faults.append, self.set_back)
+        self.post = Outbox(self.deliver, self.receive, self.unreachable, self.faults.append, self.record_recovered)
 
-    def set_back(self, reason: str, line: str) -> None:
+    def record_recovered(self, reason: str, line: str) -> None:
         self.setbacks.append(reason)
         self.lines.append(line)
 
@@ -50,12 +50,12 @@ class Receiver:
 
     @property
     def workers(self) -> int:
-        return len(self.post._workers) + len(self.post._waiting)
+        return len(self.post._workers) + len(self.post._queues)
 
 
 @pytest.fixture
 async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Receiver]:
-    monkeypatch.setattr(post, "PAUSES", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(post, "RETRY_DELAYS", (0.001, 0.001, 0.001))
     made = Receiver()
     yield made
     await made.post.stop()
@@ -67,7 +67,7 @@ async def test_in_order_in_batches_with_answers(receiver: Receiver) -> None:
         receiver.post.send(["a"], Signed(kind=str(number)))
     await until(lambda: not receiver.workers)
     assert [kind for _, batch in receiver.batches for kind in batch] == [str(number) for number in range(40)]
-    assert max(len(batch) for _, batch in receiver.batches) == MAX_BATCH
+    assert max(len(batch) for _, batch in receiver.batches) == MAX_BATCH_MESSAGES
     assert receiver.answers[0] == ("a", [Signed(kind="answer")])
 
 
@@ -85,10 +85,10 @@ async def test_no_batch_is_larger_than_a_call(receiver: Receiver) -> None:
 
 async def test_all_that_was_given_up_is_counted_with_what_was_tried(receiver: Receiver) -> None:
     receiver.fault = lambda: UnreachableError("lost")
-    for number in range(MAX_BATCH + 5):
+    for number in range(MAX_BATCH_MESSAGES + 5):
         receiver.post.send(["a"], Signed(kind=str(number)))
     await until(lambda: bool(receiver.given_up))
-    assert receiver.lines == [f"gave up {MAX_BATCH + 5} statements for a: lost"]
+    assert receiver.lines == [f"gave up {MAX_BATCH_MESSAGES + 5} statements for a: lost"]
 
 
 async def test_a_lost_call_is_made_again(receiver: Receiver) -> None:
@@ -104,7 +104,7 @@ async def test_who_cannot_be_reached_is_given_up_once_with_all_that_waits(receiv
         receiver.post.send(["a"], Signed(kind=str(number)))
     await until(lambda: not receiver.workers)
     assert receiver.given_up == [("a", "no route")] and receiver.setbacks == ["not delivered"]
-    assert receiver.attempts == 1 + len(post.PAUSES)
+    assert receiver.attempts == 1 + len(post.RETRY_DELAYS)
     receiver.fault = lambda: None
     receiver.post.send(["a"], Signed(kind="later"))
     await until(lambda: bool(receiver.batches))
@@ -128,10 +128,10 @@ async def test_a_frozen_peer_holds_up_nobody_and_its_queue_ends(receiver: Receiv
         return await receiver.deliver(peer, statements, seconds)
 
     receiver.post._deliver = deliver
-    for number in range(MAX_WAITING + MAX_BATCH + 2):
+    for number in range(MAX_QUEUED + MAX_BATCH_MESSAGES + 2):
         receiver.post.send(["frozen", "a"], Signed(kind=str(number)))
         await asyncio.sleep(0)
-    await until(lambda: sum(len(batch) for _, batch in receiver.batches) == MAX_WAITING + MAX_BATCH + 2)
+    await until(lambda: sum(len(batch) for _, batch in receiver.batches) == MAX_QUEUED + MAX_BATCH_MESSAGES + 2)
     assert receiver.given_up == [("frozen", "does not take its post")]
 
 
@@ -139,10 +139,10 @@ async def test_forgetting_ends_the_worker_even_from_within(receiver: Receiver) -
     receiver.open.clear()
     receiver.post.send(["a", "b"], Signed(kind="x"))
     await until(lambda: receiver.attempts == 2)
-    receiver.post.forget("a")
+    receiver.post.drop_peer("a")
     assert set(receiver.post._workers) == {"b"}
-    receiver.unreachable = lambda peer, reason: receiver.post.forget(peer)  # type: ignore[method-assign]
-    receiver.post._unreachable = receiver.unreachable
+    receiver.unreachable = lambda peer, reason: receiver.post.drop_peer(peer)  # type: ignore[method-assign]
+    receiver.post._on_unreachable = receiver.unreachable
     receiver.fault = lambda: UnreachableError("gone")
     receiver.open.set()
     await until(lambda: not receiver.workers)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from node.daemon.replica import OuterState, Workshop, state_bytes
-from optim.method import USUAL
+from node.daemon.replica import OuterState, RoundCompute, state_bytes
+from optim.method import REFERENCE_WEIGHT
 from optim.parts import Scalar
 from optim.recipes import compose
 from optim.rows import RECIPES
 from optim.vectors import Vector
 from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError, MissingFileError, StaleError
-from protocol.rounds.chain import after, genesis
+from protocol.rounds.chain import extend_head, genesis_head
 from protocol.rounds.statements import Contribution
 from tests.node.small_run import (
     METHOD,
@@ -43,17 +43,17 @@ from tests.optim.replicas import LOSSLESS, Tables
 def state_of(seed: int) -> OuterState:
     generator = torch.Generator().manual_seed(seed)
     anchor, momentum = torch.randn(2, NUMEL, generator=generator)
-    return OuterState(anchor.clone(), {"momentum": momentum.clone(), USUAL: torch.tensor([4096.0])})
+    return OuterState(anchor.clone(), {"momentum": momentum.clone(), REFERENCE_WEIGHT: torch.tensor([4096.0])})
 
 
 def test_state_to_bytes_and_back() -> None:
     state = state_of(1)
-    raw = b"".join(state.views())
+    raw = b"".join(state.byte_views())
     assert len(raw) == STATE_BYTES == 8 * NUMEL + 4
     back = OuterState.from_bytes(bytearray(raw), NUMEL, METHOD)
     assert torch.equal(back.anchor, state.anchor)
-    assert all(torch.equal(back.slots[name], state.slots[name]) for name in ("momentum", USUAL))
-    assert b"".join(back.views()) == raw
+    assert all(torch.equal(back.slots[name], state.slots[name]) for name in ("momentum", REFERENCE_WEIGHT))
+    assert b"".join(back.byte_views()) == raw
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -82,7 +82,7 @@ async def test_replicas_with_other_thread_counts_hold_the_same_bits(tmp_path: Pa
         finally:
             torch.set_num_threads(1)
         digests.add((replica.chain.digest, replica.blob.digest))
-        assert store.read(replica.blob.digest) == b"".join(replica.state.views())
+        assert store.read(replica.blob.digest) == b"".join(replica.state.byte_views())
     assert len(digests) == 1
 
 
@@ -101,10 +101,10 @@ async def test_a_new_state_can_be_used_before_it_has_a_name(tmp_path: Path) -> N
     replica = replica_in(store)
     (commit,) = await grown(replica_in(store), store, 1)
     before = (replica.chain.head, replica.blob, replica.state)
-    state = await replica.after(commit, commit.body.contributions)
+    state = await replica.compute_next(commit, commit.body.contributions)
     assert (replica.chain.head, replica.blob, replica.state) == before
     await replica.advance(commit, state)
-    assert replica.state is state and replica.blob == Blob.of(b"".join(state.views()))
+    assert replica.state is state and replica.blob == Blob.of(b"".join(state.byte_views()))
     assert replica.chain.round == 1
 
 
@@ -114,7 +114,7 @@ async def test_what_was_foreseen_is_not_computed_again(tmp_path: Path, monkeypat
     (commit,) = await grown(other, store, 1)
     computed, head = states_computed_by(replica, monkeypatch), replica.chain.head
     for view in range(2):  # whoever proposes it
-        replica.foresee(replace(commit.body, view=view), commit.body.contributions)
+        replica.speculate(replace(commit.body, view=view), commit.body.contributions)
         await until(lambda: len(computed) == 1)
     assert replica.chain.head == head and replica.state.anchor is not other.state.anchor, "it is not decided yet"
     await apply(replica, commit)
@@ -133,8 +133,8 @@ async def test_where_another_commit_is_decided_than_foreseen_it_is_computed(
     decided, foreseen = (commit_of(head, {peer: store.put(payload(peer))}) for peer in (1, 2))
     await apply(other, decided)
     computed = states_computed_by(replica, monkeypatch)
-    replica.foresee(foreseen.body, foreseen.body.contributions)
-    replica.foresee(decided.body, ())  # the same with another share of it
+    replica.speculate(foreseen.body, foreseen.body.contributions)
+    replica.speculate(decided.body, ())  # the same with another share of it
     await until(lambda: len(computed) >= 1)
     before = len(computed)
     await apply(replica, decided)
@@ -146,8 +146,8 @@ async def test_what_was_foreseen_on_another_chain_is_not_taken(tmp_path: Path) -
     replica, other = replica_in(store), replica_in(store)
     commits = await grown(other, store, 1)
     ahead = commit_of(other.chain.head, {1: store.put(payload(5))})
-    replica.foresee(ahead.body, ahead.body.contributions)  # from a state that is not the one before it
-    await replica.take_over(other.chain.head, other.blob, commits)
+    replica.speculate(ahead.body, ahead.body.contributions)  # from a state that is not the one before it
+    await replica.install_state(other.chain.head, other.blob, commits)
     await apply(replica, ahead)
     await apply(other, ahead)
     assert replica.blob == other.blob
@@ -159,12 +159,12 @@ async def test_what_could_not_be_foreseen_is_tried_again(tmp_path: Path) -> None
     lost = store.put(payload(9))
     commit = commit_of(replica.chain.head, {1: lost})
     store.discard(lost.digest)
-    replica.foresee(commit.body, commit.body.contributions)
+    replica.speculate(commit.body, commit.body.contributions)
     for _ in range(10):
         await asyncio.sleep(0)
     with pytest.raises(MissingFileError):
-        await replica.after(commit, commit.body.contributions)
-    replica.foresee(commit.body, commit.body.contributions)
+        await replica.compute_next(commit, commit.body.contributions)
+    replica.speculate(commit.body, commit.body.contributions)
     for _ in range(10):
         await asyncio.sleep(0)
     store.put(payload(9))
@@ -188,7 +188,7 @@ async def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         await apply(replica, commit_of(head, {1: lost}))
     with pytest.raises(MalformedError):
-        await replica.take_over(head, bad, ())
+        await replica.install_state(head, bad, ())
     assert (replica.chain.head, replica.blob) == (head, blob)
 
 
@@ -196,34 +196,34 @@ async def test_take_over_keeps_commits_that_lead_to_the_head_and_no_others(tmp_p
     store = store_in(tmp_path)
     ahead, behind, third = replica_in(store), replica_in(store), replica_in(store)
     commits = await grown(ahead, store, 3)
-    await behind.take_over(ahead.chain.head, ahead.blob, commits)
-    assert behind.chain.since(1) == tuple(commits[1:]) and behind.blob == ahead.blob
+    await behind.install_state(ahead.chain.head, ahead.blob, commits)
+    assert behind.chain.commits_since(1) == tuple(commits[1:]) and behind.blob == ahead.blob
     assert torch.equal(behind.state.anchor, ahead.state.anchor)
-    await third.take_over(ahead.chain.head, ahead.blob, commits[:2])
-    assert third.chain.since(1) is None, "commits that end before the head would be served as if they led to it"
+    await third.install_state(ahead.chain.head, ahead.blob, commits[:2])
+    assert third.chain.commits_since(1) is None, "commits that end before the head would be served as if they led to it"
 
 
 def test_reduce_and_check_refuse_what_does_not_decode(tmp_path: Path) -> None:
     store, program = store_in(tmp_path), program_of(method_of("butterfly"), 3)
-    workshop = Workshop(program, store, lambda step: 1.0)
-    start, stop = program.plan(0).bounds[1]
+    workshop = RoundCompute(program, store, lambda step: 1.0)
+    start, stop = program.plan(0).part_spans[1]
     good = [store.put(payload(seed, stop - start)) for seed in range(2)]
     bad = store.put(b"bad")
-    reduced = workshop.reduce(0, 1, contributions([good[0], good[1]], [1, 3]))
+    reduced = workshop.reduce_part(0, 1, contributions([good[0], good[1]], [1, 3]))
     values = [METHOD.codec.decode(store.read(blob.digest), stop - start) for blob in (*good, reduced)]
     assert torch.allclose((values[0] + 3 * values[1]) / 4, values[2])
-    workshop.check(reduced, 0, 1)
+    workshop.check_part(reduced, 0, 1)
     with pytest.raises(MalformedError):
-        workshop.check(bad, 0, 1)
+        workshop.check_part(bad, 0, 1)
     with pytest.raises(MalformedError):
-        workshop.reduce(0, 1, contributions([good[0], bad], [1, 1]))
+        workshop.reduce_part(0, 1, contributions([good[0], bad], [1, 1]))
     with pytest.raises(MalformedError):
-        workshop.reduce(0, 1, contributions(good, [0, 0]))
+        workshop.reduce_part(0, 1, contributions(good, [0, 0]))
 
 
 def contributions(blobs: Sequence[Blob], tokens: Sequence[int], ages: Sequence[int] = (0, 0)) -> list[Contribution]:
     """Each names its blob as part 1 of three."""
-    body = contribution_of(genesis(RUN_ID), [])
+    body = contribution_of(genesis_head(RUN_ID), [])
     return [
         replace(body, parts=(blob, blob, blob), tokens=count, age=age)
         for blob, count, age in zip(blobs, tokens, ages, strict=True)
@@ -243,7 +243,7 @@ def test_the_methods_rule_says_what_a_contribution_weighs(tmp_path: Path) -> Non
     ]
     for options in rules:
         program = program_of(compose("averaging", LOSSLESS | {"aggregate": options}))
-        reduced = Workshop(program, store, lambda step: 1.0).reduce(0, 0, contributions(blobs, [100, 300], [0, 1]))
+        reduced = RoundCompute(program, store, lambda step: 1.0).reduce_part(0, 0, contributions(blobs, [100, 300], [0, 1]))
         found.append(float(METHOD.codec.decode(store.read(reduced.digest), NUMEL)[0]))
     assert found == pytest.approx([3 / 4, 1 / 2, 1 / 3, 3 / 8 / (1 + 3 / 8)])
 
@@ -255,7 +255,7 @@ async def test_a_lone_round_moves_by_its_share_and_so_it_does_for_who_took_the_s
     delta = torch.full((NUMEL,), 0.5)
     blob = store.put(METHOD.codec.encode(delta))
     await apply(replica, commit_of(replica.chain.head, dict.fromkeys(range(4), blob)))
-    await taker.take_over(replica.chain.head, replica.blob, ())
+    await taker.install_state(replica.chain.head, replica.blob, ())
     before, lone = replica.state.anchor, commit_of(replica.chain.head, {2: blob})
     for each in (replica, taker):
         await apply(each, lone)
@@ -275,18 +275,18 @@ async def test_each_round_is_applied_by_its_own_plan(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     tables: Tables = {"schedule": {"inner_steps": 10, "fragments": 2}, "topology": {"kind": "gather"}}
     program = program_of(compose("averaging", LOSSLESS | tables))
-    workshop = Workshop(program, store, decay)
+    workshop = RoundCompute(program, store, decay)
     before = OuterState.initial(torch.zeros(NUMEL), program.method)
-    head = genesis(RUN_ID)
+    head = genesis_head(RUN_ID)
     for number in range(3):
         plan = program.plan(number)
         blob = store.put(METHOD.codec.encode(torch.ones(plan.numel)))
         commit = commit_of(head, {1: blob}).body
-        after_it = workshop.apply(before, commit, commit.contributions)
+        after_it = workshop.apply_commit(before, commit, commit.contributions)
         moved = torch.zeros(NUMEL)
         plan.scatter(torch.ones(plan.numel), moved)
         assert torch.equal(before.anchor - after_it.anchor, moved)
-        before, head = after_it, after(head, commit)
+        before, head = after_it, extend_head(head, commit)
     assert heard == [0, 5, 10]
 
 
@@ -294,59 +294,59 @@ def test_a_checked_sparse_message_is_not_decoded_again(tmp_path: Path, monkeypat
     program, store = program_of(compose("sparseloco")), store_in(tmp_path)
     codec, decoded = program.plan(0).codecs[0], [0]
     blobs = [store.put(codec.encode(torch.randn(NUMEL))) for _ in range(3)]
-    commit = commit_of(genesis(RUN_ID), dict(enumerate(blobs))).body
-    workshop, state = Workshop(program, store, lambda step: 1.0), OuterState.initial(torch.zeros(NUMEL), program.method)
-    expected = workshop.apply(state, commit, commit.contributions)
-    real = type(codec).read
+    commit = commit_of(genesis_head(RUN_ID), dict(enumerate(blobs))).body
+    workshop, state = RoundCompute(program, store, lambda step: 1.0), OuterState.initial(torch.zeros(NUMEL), program.method)
+    expected = workshop.apply_commit(state, commit, commit.contributions)
+    real = type(codec).decode_vector
 
     def counted(*arguments: Any) -> Vector:
         decoded[0] += 1
         return real(*arguments)
 
-    monkeypatch.setattr(type(codec), "read", counted)
+    monkeypatch.setattr(type(codec), "decode_vector", counted)
     for blob in (*blobs[:2], *blobs[:2]):
-        workshop.check(blob, 0, 0)
+        workshop.check_part(blob, 0, 0)
     assert decoded == [4]
-    again = workshop.apply(state, commit, commit.contributions)
+    again = workshop.apply_commit(state, commit, commit.contributions)
     assert torch.equal(again.anchor, expected.anchor) and decoded == [5], "only the third, which nobody had checked"
-    workshop.apply(state, commit, commit.contributions)
+    workshop.apply_commit(state, commit, commit.contributions)
     assert decoded == [8], "what a round no longer needs is forgotten"
 
 
 def test_what_is_kept_of_checked_messages_is_bounded(tmp_path: Path) -> None:
     program, store = program_of(compose("sparseloco", {"codec": {"k": 512}})), store_in(tmp_path)
-    workshop = Workshop(program, store, lambda step: 1.0)
+    workshop = RoundCompute(program, store, lambda step: 1.0)
     for number in range(2):
         codec = program.plan(number).codecs[0]
         for _ in range(5):  # each takes 12 bytes a kept value, and an eighth is kept
-            workshop.check(store.put(codec.encode(torch.randn(NUMEL))), number, 0)
-        kept = list(workshop._read.items())
+            workshop.check_part(store.put(codec.encode(torch.randn(NUMEL))), number, 0)
+        kept = list(workshop._decoded.items())
         assert len(kept) == 2 and sum(vector.nbytes for _, vector in kept) <= 4 * NUMEL
         assert {key[1] for key, _ in kept} == {number}
 
 
 def test_no_share_leaves_the_state_as_it_was(tmp_path: Path) -> None:
     store = store_in(tmp_path)
-    workshop, state = Workshop(PROGRAM, store, lambda step: 1.0), state_of(1)
-    commit = commit_of(genesis(RUN_ID), {1: store.put(payload(1))}).body
-    assert workshop.apply(state, commit, ()) is state
+    workshop, state = RoundCompute(PROGRAM, store, lambda step: 1.0), state_of(1)
+    commit = commit_of(genesis_head(RUN_ID), {1: store.put(payload(1))}).body
+    assert workshop.apply_commit(state, commit, ()) is state
 
 
 def test_initial_state_has_the_slots_of_the_method() -> None:
     assert OuterState.initial(torch.ones(4), compose("averaging")).slots == {}
     assert torch.equal(OuterState.initial(torch.ones(4), METHOD).slots["momentum"], torch.zeros(4))
-    assert genesis(RUN_ID).round == 0
+    assert genesis_head(RUN_ID).round == 0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_trainer_is_given_what_its_signal_shares(recipe: str) -> None:
     method = compose(recipe)
     state = OuterState.initial(torch.ones(4), method)
-    vectors = state.shared(method)
-    assert vectors[0] is state.anchor and len(vectors) == len(method.signal.shares)
-    for name, vector in zip(method.signal.shares[1:], vectors[1:], strict=True):
+    vectors = state.shared_vectors(method)
+    assert vectors[0] is state.anchor and len(vectors) == len(method.signal.shared_names)
+    for name, vector in zip(method.signal.shared_names[1:], vectors[1:], strict=True):
         assert vector is state.slots[name]
-    raw = b"".join(state.views())
+    raw = b"".join(state.byte_views())
     assert len(raw) == state_bytes(4, method)
     back = OuterState.from_bytes(bytearray(raw), 4, method)
-    assert back.slots.keys() == state.slots.keys() and b"".join(back.views()) == raw
+    assert back.slots.keys() == state.slots.keys() and b"".join(back.byte_views()) == raw

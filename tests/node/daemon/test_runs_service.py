@@ -13,20 +13,20 @@ from protocol.identity import PeerId
 from protocol.manifest import parse_manifest
 from protocol.murmur_pb2 import DialBackRequest, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsStub, add_RunsServicer_to_server
-from protocol.network.dial_back import DialBack
+from protocol.network.dial_back import DialBackResponder
 from tests.node.small_run import MANIFEST, PEERS
 
 CALLER = PEERS[2].peer_id
 RUN = bytes.fromhex(MANIFEST.run_id)
 
 
-class World:
+class RunsServiceSetup:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.stub = RunsStub(channel)
         self.refused: list[tuple[PeerId, str]] = []
 
     def refuse(self, peer: PeerId, fault: PeerFault) -> None:
-        self.refused.append((peer, fault.word))
+        self.refused.append((peer, fault.metric_label))
 
 
 async def nowhere(_: PeerId) -> Sequence[str]:
@@ -34,25 +34,25 @@ async def nowhere(_: PeerId) -> Sequence[str]:
 
 
 @pytest.fixture
-async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunsServiceSetup]:
     monkeypatch.setattr(runs_service, "caller", lambda context: CALLER)
     server = grpc.aio.server()
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
-        found = World(channel)
-        add_RunsServicer_to_server(RunsService(MANIFEST, DialBack(nowhere), found.refuse), server)
+        found = RunsServiceSetup(channel)
+        add_RunsServicer_to_server(RunsService(MANIFEST, DialBackResponder(nowhere), found.refuse), server)
         server.add_insecure_port(f"unix:{tmp_path}/s")
         await server.start()
         yield found
         await server.stop(None)
 
 
-async def test_the_manifest_goes_to_whoever_knows_its_name(world: World) -> None:
+async def test_the_manifest_goes_to_whoever_knows_its_name(world: RunsServiceSetup) -> None:
     reply = await world.stub.Manifest(ManifestRequest(run=RUN), timeout=10)
     assert parse_manifest(reply.toml, "a peer") == MANIFEST
     assert not world.refused
 
 
-async def test_refusals_are_heard_of(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusals_are_heard_of(world: RunsServiceSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="another run"):
         await world.stub.Manifest(ManifestRequest(run=bytes(32)), timeout=10)
     with pytest.raises(grpc.aio.AioRpcError) as refused:

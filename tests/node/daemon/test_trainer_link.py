@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from node.arena import Arena, Contents
-from node.channel import Adopt, Adopted, Evaluate, FromTrainer, Hurry, Message, Progress, Ready, Revised, ToTrainer
+from node.arena import SharedMemory, SharedLayout
+from node.channel import ApplyAnchor, AnchorApplied, Evaluate, FromTrainer, SubmitEarly, ContributionHeader, TrainerProgress, Ready, RevisedOutcome, ToTrainer
 from node.daemon import trainer_link
-from node.daemon.metrics import Setback
-from node.daemon.offer_file import OfferFile
-from node.daemon.offers import MAX_AGE, Offers, Sent
+from node.daemon.metrics import RecoveredErrorKind
+from node.daemon.offer_file import ContributionFile
+from node.daemon.offers import MAX_AGE_ROUNDS, ContributionTracker, LastSent
 from node.daemon.trainer_link import TrainerLink
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.errors import DeviceError
-from protocol.rounds.chain import Head
+from protocol.rounds.chain import ChainHead
 from tests.node.small_run import PEERS, PROGRAM, at_once, commit_of, program_of, store_in, until
 
 NUMEL = 8
@@ -57,19 +57,19 @@ class ScriptedProcess:
 
     @property
     def adopts(self) -> list[tuple[int, str]]:
-        return [(message.round, message.fate) for message in self.heard if isinstance(message, Adopt)]
+        return [(message.round, message.outcome) for message in self.heard if isinstance(message, ApplyAnchor)]
 
 
-class World:
+class TrainerLinkSetup:
     def __init__(self, folder: Path) -> None:
         self.process = ScriptedProcess()
-        self.arena = Arena.create(Contents(NUMEL, (("weights", NUMEL),), 64))
+        self.arena = SharedMemory.create(SharedLayout(NUMEL, (("weights", NUMEL),), 64))
         self.store = store_in(folder / "blobs")
         self.heard: list[FromTrainer] = []
-        self.setbacks: list[Setback] = []
-        self.offers = Offers(PROGRAM)
-        self.sent = OfferFile(folder / "offer.json")
-        self.head = Head(0, bytes(32), 0)
+        self.setbacks: list[RecoveredErrorKind] = []
+        self.offers = ContributionTracker(PROGRAM)
+        self.sent = ContributionFile(folder / "offer.json")
+        self.head = ChainHead(0, bytes(32), 0)
         self.work: Callable[..., Awaitable[Any]] = at_once
         process: Any = self.process
         self.link = TrainerLink(
@@ -86,21 +86,21 @@ class World:
             self.process.say(message)
         await until(lambda: len(self.heard) == wanted)
 
-    async def message(self, number: int, text: bytes = b"abcdef") -> Message:
-        self.arena.outbox[: len(text)] = text
-        made = Message(round=number, sizes=(4, len(text) - 4), tokens=100, steps=5, loss=3.0)
+    async def message(self, number: int, text: bytes = b"abcdef") -> ContributionHeader:
+        self.arena.contribution_buffer[: len(text)] = text
+        made = ContributionHeader(round=number, sizes=(4, len(text) - 4), tokens=100, steps=5, loss=3.0)
         await self.say(made)
         return made
 
     async def decide(self, number: int, included: bool) -> str:
         """The round after `number` is decided and handed to the trainer."""
-        offer = self.offers.current
+        offer = self.offers.pending
         messages: dict[int, Blob | tuple[Blob, ...]] = {0: self.store.put(b"other")}
         if included and offer:
             messages[1] = offer.parts
-        commit = commit_of(Head(number, bytes(32), 0), messages)
-        fate = self.link.settle([commit.body], number + 1)
-        await self.link.adopt(number + 1, [torch.full((NUMEL,), number + 1.0)])
+        commit = commit_of(ChainHead(number, bytes(32), 0), messages)
+        fate = self.link.on_commits([commit.body], number + 1)
+        await self.link.apply_anchor(number + 1, [torch.full((NUMEL,), number + 1.0)])
         return fate
 
 
@@ -109,38 +109,38 @@ def ready(number: int, outstanding: int | None = None) -> Ready:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    made = World(tmp_path)
+async def world(tmp_path: Path) -> AsyncIterator[TrainerLinkSetup]:
+    made = TrainerLinkSetup(tmp_path)
     yield made
     await made.link.stop(0)
     made.arena.close()
 
 
-async def test_a_message_becomes_blobs_and_its_fate_goes_out_once(world: World) -> None:
+async def test_a_message_becomes_blobs_and_its_fate_goes_out_once(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
     await world.message(0)
-    assert world.offers.current is not None
-    assert [world.store.read(part.digest) for part in world.offers.current.parts] == [b"abcd", b"ef"]
-    assert world.sent.load() == Sent(world.offers.current), "before anybody hears of it"
+    assert world.offers.pending is not None
+    assert [world.store.read(part.digest) for part in world.offers.pending.parts] == [b"abcd", b"ef"]
+    assert world.sent.load() == LastSent(world.offers.pending), "before anybody hears of it"
     assert await world.decide(0, included=True) == "included"
-    await world.say(Adopted(round=1))
+    await world.say(AnchorApplied(round=1))
     await world.decide(1, included=False)
     assert world.process.adopts == [(1, "included"), (2, "none")]
     assert torch.equal(world.arena.anchor(2), torch.full((NUMEL,), 2.0))
 
 
-async def test_steps_go_out_with_the_anchor_and_haste_with_the_round(world: World) -> None:
+async def test_steps_go_out_with_the_anchor_and_haste_with_the_round(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(Ready(device="cpu", step=0, round=0, outstanding=None))
     await world.message(0)
     await world.decide(0, included=True)
-    await world.link.hurry()
+    await world.link.request_early_submit()
     adopt, hurry = world.process.heard[-2:]
-    assert (adopt, hurry) == (Adopt(round=1, fate="included", steps=5), Hurry(round=1))
+    assert (adopt, hurry) == (ApplyAnchor(round=1, outcome="included", steps=5), SubmitEarly(round=1))
 
 
-async def test_a_trainer_that_died_before_adopt_hears_of_its_fate_and_repeats_nothing(world: World) -> None:
+async def test_a_trainer_that_died_before_adopt_hears_of_its_fate_and_repeats_nothing(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
     message = await world.message(0)
@@ -149,15 +149,15 @@ async def test_a_trainer_that_died_before_adopt_hears_of_its_fate_and_repeats_no
     assert world.process.adopts == [], "told before Ready, it would be told twice"
     await world.say(ready(0, outstanding=0), message)
     assert world.process.adopts == [(1, "included")]
-    assert world.offers.current is None, "a decided message was offered again"
-    await world.say(Adopted(round=1))
+    assert world.offers.pending is None, "a decided message was offered again"
+    await world.say(AnchorApplied(round=1))
     await world.message(1, b"second")
-    assert world.offers.current is not None and world.offers.current.message.round == 1
+    assert world.offers.pending is not None and world.offers.pending.message.round == 1
     await world.decide(1, included=False)
     assert world.process.adopts[-1] == (2, "none"), "the fate of the first message passed for that of the second"
 
 
-async def test_a_fate_that_is_told_in_the_greeting_is_not_told_again(world: World) -> None:
+async def test_a_fate_that_is_told_in_the_greeting_is_not_told_again(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
     message = await world.message(0)
@@ -169,7 +169,7 @@ async def test_a_fate_that_is_told_in_the_greeting_is_not_told_again(world: Worl
 
     world.work = slowly
     deciding = asyncio.create_task(world.decide(0, included=True))
-    await until(lambda: world.offers.decided is not None)
+    await until(lambda: world.offers.last_outcome is not None)
     world.process.deaths = 1
     await world.say(ready(0, outstanding=0), message)
     assert world.process.adopts == [(0, "included")]
@@ -178,45 +178,45 @@ async def test_a_fate_that_is_told_in_the_greeting_is_not_told_again(world: Worl
     assert world.process.adopts == [(0, "included"), (1, "none")]
 
 
-async def test_a_restarted_trainer_repeats_what_is_on_its_way(world: World) -> None:
+async def test_a_restarted_trainer_repeats_what_is_on_its_way(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
     message = await world.message(0)
-    offer = world.offers.current
+    offer = world.offers.pending
     world.process.deaths = 1
     await world.say(ready(0, outstanding=0), message)
-    assert world.offers.current is offer and world.process.adopts == []
+    assert world.offers.pending is offer and world.process.adopts == []
 
 
-async def test_a_message_that_its_next_round_cannot_take_is_given_back(world: World) -> None:
+async def test_a_message_that_its_next_round_cannot_take_is_given_back(world: TrainerLinkSetup) -> None:
     """Its round was decided elsewhere: we stand before one that is too far on, with no commit to settle it."""
     await world.begin()
     await world.say(ready(0))
     await world.message(0)
-    assert world.link.settle([], MAX_AGE) == "none" and world.offers.current is not None
-    assert world.link.settle([], MAX_AGE + 1) == "excluded" and world.offers.current is None
-    await world.link.adopt(MAX_AGE + 1, [torch.zeros(NUMEL)])
-    assert world.process.adopts == [(MAX_AGE + 1, "excluded")]
+    assert world.link.on_commits([], MAX_AGE_ROUNDS) == "none" and world.offers.pending is not None
+    assert world.link.on_commits([], MAX_AGE_ROUNDS + 1) == "excluded" and world.offers.pending is None
+    await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)])
+    assert world.process.adopts == [(MAX_AGE_ROUNDS + 1, "excluded")]
 
 
-async def test_a_message_that_comes_too_late_for_the_open_round_is_given_back_at_once(world: World) -> None:
+async def test_a_message_that_comes_too_late_for_the_open_round_is_given_back_at_once(world: TrainerLinkSetup) -> None:
     """Of two fragments: offered to the open round, it would be read as values that it does not hold."""
     fragments = compose("averaging", {"schedule": {"fragments": 2}})
-    world.offers = world.link.offers = Offers(program_of(fragments))
+    world.offers = world.link.contributions = ContributionTracker(program_of(fragments))
     await world.begin()
     await world.say(ready(0))
-    await world.link.adopt(1, [torch.zeros(NUMEL)])
+    await world.link.apply_anchor(1, [torch.zeros(NUMEL)])
     await world.message(0)
-    assert world.offers.current is None and world.process.adopts == [(1, "none"), (1, "excluded")]
-    await world.say(Adopted(round=1))
+    assert world.offers.pending is None and world.process.adopts == [(1, "none"), (1, "excluded")]
+    await world.say(AnchorApplied(round=1))
     await world.message(1, b"second")
-    assert world.offers.current is not None, "and the next one is not mistaken for it"
+    assert world.offers.pending is not None, "and the next one is not mistaken for it"
     await world.decide(1, included=True)
     assert world.process.adopts[2:] == [(2, "included")]
 
 
-async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_back_with_it(world: World) -> None:
-    world.offers = world.link.offers = Offers(program_of(compose("averaging", {"schedule": {"fragments": 2}})))
+async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_back_with_it(world: TrainerLinkSetup) -> None:
+    world.offers = world.link.contributions = ContributionTracker(program_of(compose("averaging", {"schedule": {"fragments": 2}})))
     await world.begin()
     await world.say(ready(0))
     copying = asyncio.Event()
@@ -228,79 +228,79 @@ async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_bac
         return await work(function, *arguments)
 
     world.work = slowly
-    adopting = asyncio.create_task(world.link.adopt(1, [torch.zeros(NUMEL)]))
+    adopting = asyncio.create_task(world.link.apply_anchor(1, [torch.zeros(NUMEL)]))
     await world.message(0)
     copying.set()
     await adopting
-    assert world.offers.current is None and world.process.adopts == [(1, "excluded")]
+    assert world.offers.pending is None and world.process.adopts == [(1, "excluded")]
 
 
-async def test_killed_between_snapshot_and_message_it_is_offered_after_all(world: World) -> None:
+async def test_killed_between_snapshot_and_message_it_is_offered_after_all(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
     world.process.deaths = 1
     await world.say(ready(0, outstanding=0))
     await world.message(0)
-    assert world.offers.current is not None
+    assert world.offers.pending is not None
 
 
-async def test_a_new_message_of_a_round_that_was_decided_on_another_chain_is_offered(world: World) -> None:
+async def test_a_new_message_of_a_round_that_was_decided_on_another_chain_is_offered(world: TrainerLinkSetup) -> None:
     await world.begin(7)
     await world.say(ready(7))
     await world.message(7)
     await world.decide(7, included=True)
-    await world.say(Adopted(round=8))
-    await world.link.adopt(7, [torch.zeros(NUMEL)])
-    assert not await world.link.has_adopted(7, 0.01), "round 8 of the other chain passed for round 7 of this one"
-    await world.say(Adopted(round=7))
-    assert await world.link.has_adopted(7, 0.01)
+    await world.say(AnchorApplied(round=8))
+    await world.link.apply_anchor(7, [torch.zeros(NUMEL)])
+    assert not await world.link.wait_until_applied(7, 0.01), "round 8 of the other chain passed for round 7 of this one"
+    await world.say(AnchorApplied(round=7))
+    assert await world.link.wait_until_applied(7, 0.01)
     await world.message(7, b"another")
-    assert world.offers.current is not None
+    assert world.offers.pending is not None
 
 
-async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_of_it(world: World) -> None:
+async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_of_it(world: TrainerLinkSetup) -> None:
     """What it gave back was taken there: a message that is made before it hears of that carries it once more."""
     await world.begin()
     await world.say(ready(0))
     await world.message(0)
-    first = world.offers.current
-    assert first is not None and world.link.settle([], MAX_AGE + 1) == "excluded"
-    await world.link.adopt(MAX_AGE + 1, [torch.zeros(NUMEL)])
-    await world.say(Adopted(round=MAX_AGE + 1))
-    taken = commit_of(Head(0, bytes(32), 0), {1: first.parts}).body
-    assert world.link.jump([taken], 1, Head(MAX_AGE + 1, b"ours".ljust(32), 0)).withdraws
-    await world.message(MAX_AGE + 1, b"on its way already")
-    assert world.offers.current is None, "it was offered"
+    first = world.offers.pending
+    assert first is not None and world.link.on_commits([], MAX_AGE_ROUNDS + 1) == "excluded"
+    await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)])
+    await world.say(AnchorApplied(round=MAX_AGE_ROUNDS + 1))
+    taken = commit_of(ChainHead(0, bytes(32), 0), {1: first.parts}).body
+    assert world.link.on_fork([taken], 1, ChainHead(MAX_AGE_ROUNDS + 1, b"ours".ljust(32), 0)).retracts_restored
+    await world.message(MAX_AGE_ROUNDS + 1, b"on its way already")
+    assert world.offers.pending is None, "it was offered"
     assert world.setbacks == ["given back"]
     last = world.sent.load()
-    assert last is not None and last.offer == first, "nor would a start from the disk offer it"
+    assert last is not None and last.contribution == first, "nor would a start from the disk offer it"
     adopt = world.process.heard[-1]
-    assert isinstance(adopt, Adopt) and (adopt.round, adopt.fate) == (MAX_AGE + 1, "excluded")
+    assert isinstance(adopt, ApplyAnchor) and (adopt.round, adopt.outcome) == (MAX_AGE_ROUNDS + 1, "excluded")
     parts = tuple(blob.name for blob in first.parts)
-    assert adopt.revised == (Revised(message=first.message, parts=parts, fate="included"),)
-    await world.link.adopt(1, [torch.zeros(NUMEL)])
-    await world.say(Adopted(round=1))
+    assert adopt.revised == (RevisedOutcome(header=first.header, parts=parts, outcome="included"),)
+    await world.link.apply_anchor(1, [torch.zeros(NUMEL)])
+    await world.say(AnchorApplied(round=1))
     await world.message(1, b"clean")
-    assert world.offers.current is not None
+    assert world.offers.pending is not None
     world.process.deaths = 1
     await world.say(ready(1, outstanding=1))
     told = adopt.model_copy(update={"round": 1, "fate": "none"})
     assert world.process.heard[-1] == told, "a life that may not have heard of it"
 
 
-async def test_no_anchor_is_written_before_the_last_one_is_adopted(world: World) -> None:
+async def test_no_anchor_is_written_before_the_last_one_is_adopted(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
-    await world.link.adopt(1, [torch.ones(NUMEL)])
-    adopting = asyncio.create_task(world.link.adopt(2, [torch.full((5,), 2.0), torch.full((NUMEL - 5,), 2.0)]))
+    await world.link.apply_anchor(1, [torch.ones(NUMEL)])
+    adopting = asyncio.create_task(world.link.apply_anchor(2, [torch.full((5,), 2.0), torch.full((NUMEL - 5,), 2.0)]))
     await asyncio.sleep(0.02)
     assert not adopting.done() and torch.equal(world.arena.anchor(2), torch.zeros(NUMEL))
-    await world.say(Adopted(round=1))
+    await world.say(AnchorApplied(round=1))
     await adopting
     assert torch.equal(world.arena.anchor(2), torch.full((NUMEL,), 2.0))
 
 
-async def test_who_is_behind_is_told_and_who_is_not_has_adopted(world: World) -> None:
+async def test_who_is_behind_is_told_and_who_is_not_has_adopted(world: TrainerLinkSetup) -> None:
     await world.begin(3)
     await world.say(ready(2))
     assert world.process.adopts == [(3, "none")]
@@ -308,16 +308,16 @@ async def test_who_is_behind_is_told_and_who_is_not_has_adopted(world: World) ->
     assert len(world.process.adopts) == 1
 
 
-async def test_where_no_trainer_runs_nobody_waits_for_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await world.link.has_adopted(5, 0.01)
-    await world.link.adopt(5, [torch.zeros(NUMEL)])
+async def test_where_no_trainer_runs_nobody_waits_for_it(world: TrainerLinkSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await world.link.wait_until_applied(5, 0.01)
+    await world.link.apply_anchor(5, [torch.zeros(NUMEL)])
     assert world.process.adopts == []
     await world.begin(5)
     await world.say(ready(5))
-    await world.link.adopt(6, [torch.zeros(NUMEL)])
-    waiting = asyncio.create_task(world.link.has_adopted(6, 30.0))
+    await world.link.apply_anchor(6, [torch.zeros(NUMEL)])
+    waiting = asyncio.create_task(world.link.wait_until_applied(6, 30.0))
     await asyncio.sleep(0)
-    monkeypatch.setattr(trainer_link, "LAST_ADOPTION_SECONDS", 0.01)
+    monkeypatch.setattr(trainer_link, "LAST_APPLY_ANCHOR_SECONDS", 0.01)
     await world.link.stop(6)
     assert await asyncio.wait_for(waiting, 1.0), "a save would have waited for a trainer that is gone"
     assert world.process.stopped
@@ -325,31 +325,31 @@ async def test_where_no_trainer_runs_nobody_waits_for_it(world: World, monkeypat
 
 
 async def test_an_anchor_is_not_written_over_that_the_trainer_may_read(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: TrainerLinkSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_link, "ADOPTION_SECONDS", 0.02)
+    monkeypatch.setattr(trainer_link, "APPLY_ANCHOR_SECONDS", 0.02)
     await world.begin()
     await world.say(ready(0))
-    await world.link.adopt(1, [torch.ones(NUMEL)])
+    await world.link.apply_anchor(1, [torch.ones(NUMEL)])
     assert world.setbacks == []
-    adopting = asyncio.create_task(world.link.adopt(2, [2 * torch.ones(NUMEL)]))
+    adopting = asyncio.create_task(world.link.apply_anchor(2, [2 * torch.ones(NUMEL)]))
     await until(lambda: len(world.setbacks) > 1)
     assert set(world.setbacks) == {"not adopted"} and float(world.arena.anchor(0).sum()) == 0
-    await world.say(Adopted(round=1))
+    await world.say(AnchorApplied(round=1))
     await asyncio.wait_for(adopting, 10)
     assert float(world.arena.anchor(2).sum()) == 2 * NUMEL
 
 
-async def test_what_made_the_trainer_fail_is_raised(world: World) -> None:
+async def test_what_made_the_trainer_fail_is_raised(world: TrainerLinkSetup) -> None:
     await world.begin()
     world.process.failure = DeviceError("no memory")
     world.process.say(None)
     with pytest.raises(DeviceError, match="no memory"):
-        await world.link.finished()
+        await world.link.wait_finished()
 
 
-async def test_progress_is_passed_on_and_evaluation_is_of_the_newest_anchor(world: World) -> None:
+async def test_progress_is_passed_on_and_evaluation_is_of_the_newest_anchor(world: TrainerLinkSetup) -> None:
     await world.begin(4)
-    await world.say(Progress(step=1, tokens=8, loss=2.0, tokens_per_second=1.0, seconds={}))
-    await world.link.evaluate()
+    await world.say(TrainerProgress(step=1, tokens=8, loss=2.0, tokens_per_second=1.0, seconds={}))
+    await world.link.request_evaluation()
     assert world.process.heard == [Evaluate(round=4)]

@@ -11,30 +11,30 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.channel import Adopt, Failed, FromTrainer, Progress, Ready, Stopped
+from node.channel import ApplyAnchor, Failed, FromTrainer, TrainerProgress, Ready, Stopped
 from node.daemon import trainer_process, watchdog
-from node.daemon.trainer_process import MAX_DEATHS, TrainerProcess
+from node.daemon.trainer_process import MAX_CRASHES_IN_A_ROW, TrainerProcess
 from protocol.errors import DataError, DeviceError, MurmurError
-from tests.node.trainer.trainer_bench import Bench
+from tests.node.trainer.trainer_bench import ProcessHarness
 
 
 @pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    made = Bench(tmp_path, inner_steps=1000)
+async def bench(tmp_path: Path) -> AsyncIterator[ProcessHarness]:
+    made = ProcessHarness(tmp_path, inner_steps=1000)
     yield made
     await made.close()
 
 
 @pytest.fixture
-def scripted(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scripted(bench: ProcessHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program to be run in the trainer's place; it finds the channel's descriptor in argv[3]."""
     program = tmp_path / "program.py"
     launcher = tmp_path / "python"
     launcher.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
     launcher.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(launcher))
-    monkeypatch.setattr(trainer_process, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(trainer_process, "LONGEST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(trainer_process, "MIN_RESTART_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(trainer_process, "MAX_RESTART_DELAY_SECONDS", 0.05)
     return program
 
 
@@ -55,7 +55,7 @@ async def everything(trainer: TrainerProcess) -> list[FromTrainer]:
 
 
 async def test_who_keeps_dying_is_given_up_with_its_last_words(
-    bench: Bench, scripted: Path, caplog: pytest.LogCaptureFixture
+    bench: ProcessHarness, scripted: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     scripted.write_text("import sys; sys.stderr.write('first\\nout of memory\\n'); sys.exit(3)")
@@ -64,21 +64,21 @@ async def test_who_keeps_dying_is_given_up_with_its_last_words(
     with pytest.raises(DeviceError, match=line) as caught:
         await everything(bench.trainer)
     assert "\n" not in str(caught.value)
-    assert bench.trainer.deaths == MAX_DEATHS and bench.trainer.pid is None
-    assert sum("the trainer died (exit code 3)" in line for line in caplog.messages) == MAX_DEATHS
-    assert caplog.messages.count("trainer: first") == MAX_DEATHS
+    assert bench.trainer.crash_count == MAX_CRASHES_IN_A_ROW and bench.trainer.pid is None
+    assert sum("the trainer died (exit code 3)" in line for line in caplog.messages) == MAX_CRASHES_IN_A_ROW
+    assert caplog.messages.count("trainer: first") == MAX_CRASHES_IN_A_ROW
 
 
-async def test_deaths_with_progress_between_are_healed(bench: Bench, scripted: Path) -> None:
+async def test_deaths_with_progress_between_are_healed(bench: ProcessHarness, scripted: Path) -> None:
     scripted.write_text(SAY + PROGRESS + "sys.exit(1)")
     await bench.trainer.start()
     async with asyncio.timeout(30):
         async for _ in bench.trainer.messages():
-            if bench.trainer.deaths > 2 * MAX_DEATHS:
+            if bench.trainer.crash_count > 2 * MAX_CRASHES_IN_A_ROW:
                 break
 
 
-async def test_failed_is_raised_as_the_error_it_was(bench: Bench, scripted: Path) -> None:
+async def test_failed_is_raised_as_the_error_it_was(bench: ProcessHarness, scripted: Path) -> None:
     scripted.write_text(SAY + 'say(kind="failed", reason="no text; give some", exit_code=12)')
     await bench.trainer.start()
     with pytest.raises(DataError, match="no text; give some"):
@@ -88,13 +88,13 @@ async def test_failed_is_raised_as_the_error_it_was(bench: Bench, scripted: Path
 
 @pytest.mark.parametrize("code", range(14))
 def test_exit_codes_become_errors(code: int) -> None:
-    error = trainer_process._error_of(Failed(reason="why", exit_code=code))
+    error = trainer_process._error_from(Failed(reason="why", exit_code=code))
     assert str(error) == "why" and error.exit_code == (code or 1)
 
 
 @pytest.mark.parametrize("said", [None, "7"])
 async def test_its_threads_wait_without_spinning_for_long_unless_somebody_says_so(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, said: str | None
+    bench: ProcessHarness, monkeypatch: pytest.MonkeyPatch, said: str | None
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     if said is not None:
@@ -104,7 +104,7 @@ async def test_its_threads_wait_without_spinning_for_long_unless_somebody_says_s
     assert psutil.Process(bench.trainer.pid).environ()["GOMP_SPINCOUNT"] == (said or "1000")
 
 
-async def test_garbage_on_the_channel_is_a_death(bench: Bench, scripted: Path) -> None:
+async def test_garbage_on_the_channel_is_a_death(bench: ProcessHarness, scripted: Path) -> None:
     scripted.write_text(SAY + 'say(kind="nonsense"); time.sleep(600)')
     await bench.trainer.start()
     with pytest.raises(DeviceError, match="signal 9"):
@@ -113,19 +113,19 @@ async def test_garbage_on_the_channel_is_a_death(bench: Bench, scripted: Path) -
 
 @pytest.mark.parametrize("watched", [True, False])
 async def test_a_trainer_that_no_longer_moves_is_started_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, watched: bool
+    bench: ProcessHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, watched: bool
 ) -> None:
     monkeypatch.setattr(trainer_process, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(watchdog, "LEAST_SECONDS", 5.0 if watched else 600.0)
+    monkeypatch.setattr(watchdog, "MIN_STUCK_SECONDS", 5.0 if watched else 600.0)
     await bench.trainer.start()
     await bench.until(Ready)
-    await bench.until(Progress)
+    await bench.until(TrainerProgress)
     stuck = bench.trainer.pid
     assert stuck is not None
     os.kill(stuck, signal.SIGSTOP)  # as a driver that hangs: the process lives, and says nothing
     if watched:
         await bench.until(Ready)
-        assert bench.trainer.pid != stuck and (await bench.until(Progress)).step > 0
+        assert bench.trainer.pid != stuck and (await bench.until(TrainerProgress)).step > 0
         assert any("the trainer died (it no longer moved), death 1" in line for line in caplog.messages)
     else:  # control: nobody else notices
         with pytest.raises(TimeoutError):
@@ -134,16 +134,16 @@ async def test_a_trainer_that_no_longer_moves_is_started_again(
         os.kill(stuck, signal.SIGCONT)
 
 
-async def test_a_flood_of_words_is_bounded(bench: Bench, scripted: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_flood_of_words_is_bounded(bench: ProcessHarness, scripted: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     scripted.write_text("import sys; sys.stderr.write('x' * 3_000_000); sys.exit(1)")
     await bench.trainer.start()
     with pytest.raises(DeviceError):
         await everything(bench.trainer)
-    assert max(len(line) for line in caplog.messages) < 2 * trainer_process.LINE_BYTES + 200
+    assert max(len(line) for line in caplog.messages) < 2 * trainer_process.MAX_STDERR_LINE_BYTES + 200
 
 
-async def test_one_that_does_not_stop_is_killed(bench: Bench, scripted: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_that_does_not_stop_is_killed(bench: ProcessHarness, scripted: Path, caplog: pytest.LogCaptureFixture) -> None:
     scripted.write_text(SAY + READY + "time.sleep(600)")
     await bench.trainer.start()
     pid = bench.trainer.pid
@@ -155,7 +155,7 @@ async def test_one_that_does_not_stop_is_killed(bench: Bench, scripted: Path, ca
 
 
 async def test_one_that_is_not_at_work_yet_is_not_waited_for(
-    bench: Bench, scripted: Path, caplog: pytest.LogCaptureFixture
+    bench: ProcessHarness, scripted: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scripted.write_text("import time; time.sleep(600)")
     await bench.trainer.start()
@@ -163,7 +163,7 @@ async def test_one_that_is_not_at_work_yet_is_not_waited_for(
     assert bench.trainer.pid is None and "did not stop" not in caplog.text
 
 
-async def test_one_that_never_ceases_to_talk_is_stopped_too(bench: Bench, scripted: Path) -> None:
+async def test_one_that_never_ceases_to_talk_is_stopped_too(bench: ProcessHarness, scripted: Path) -> None:
     scripted.write_text(SAY + READY + "while True:\n    " + PROGRESS)
     await bench.trainer.start()
     await bench.until(Ready)
@@ -172,29 +172,29 @@ async def test_one_that_never_ceases_to_talk_is_stopped_too(bench: Bench, script
 
 
 async def test_stop_during_the_pause_after_a_death_starts_no_other(
-    bench: Bench, scripted: Path, monkeypatch: pytest.MonkeyPatch
+    bench: ProcessHarness, scripted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_process, "FIRST_PAUSE_SECONDS", 0.5)
-    monkeypatch.setattr(trainer_process, "LONGEST_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(trainer_process, "MIN_RESTART_DELAY_SECONDS", 0.5)
+    monkeypatch.setattr(trainer_process, "MAX_RESTART_DELAY_SECONDS", 0.5)
     scripted.write_text("import sys; sys.exit(1)")
     await bench.trainer.start()
-    while bench.trainer.deaths == 0:
+    while bench.trainer.crash_count == 0:
         await asyncio.sleep(0.005)
-    assert not await bench.trainer.send(Adopt(round=1, fate="none"))
+    assert not await bench.trainer.send(ApplyAnchor(round=1, outcome="none"))
     await bench.trainer.stop()
-    assert bench.trainer.deaths == 1 and bench.trainer.pid is None
-    assert bench.trainer.trouble == "the trainer died (exit code 1) and is started again"
+    assert bench.trainer.crash_count == 1 and bench.trainer.pid is None
+    assert bench.trainer.not_running_reason == "the trainer died (exit code 1) and is started again"
 
 
 async def test_stop_while_another_is_spawned_does_not_wait_for_it(
-    bench: Bench, scripted: Path, monkeypatch: pytest.MonkeyPatch
+    bench: ProcessHarness, scripted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted.write_text(SAY + READY + "time.sleep(600)")
     await bench.trainer.start()
     await bench.until(Ready)
     spawn, spawned, goes_on = bench.trainer._spawn, list[int](), asyncio.Event()
 
-    async def slowly() -> trainer_process._Life:
+    async def slowly() -> trainer_process._Run:
         life = await spawn()
         spawned.append(life.process.pid)
         await goes_on.wait()
@@ -213,7 +213,7 @@ async def test_stop_while_another_is_spawned_does_not_wait_for_it(
     assert not psutil.pid_exists(spawned[0]) and bench.trainer.pid is None
 
 
-async def test_stopping_politely_and_again(bench: Bench) -> None:
+async def test_stopping_politely_and_again(bench: ProcessHarness) -> None:
     await bench.trainer.start()
     await bench.until(Ready)
     pid = bench.trainer.pid
@@ -227,18 +227,18 @@ async def test_stopping_politely_and_again(bench: Bench) -> None:
     await bench.trainer.stop()
 
 
-async def test_killed_in_its_first_instant(bench: Bench) -> None:
+async def test_killed_in_its_first_instant(bench: ProcessHarness) -> None:
     """Before it has even read its config: no snapshot yet, so it starts from the anchor."""
     await bench.trainer.start()
     pid = bench.trainer.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    assert bench.trainer.trouble == "the trainer is starting"
+    assert bench.trainer.not_running_reason == "the trainer is starting"
     ready = await bench.until(Ready)
-    assert ready.step == 0 and bench.trainer.deaths == 1 and bench.trainer.trouble == ""
+    assert ready.step == 0 and bench.trainer.crash_count == 1 and bench.trainer.not_running_reason == ""
 
 
-async def test_a_program_that_cannot_be_started_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_that_cannot_be_started_is_one_line(bench: ProcessHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     await bench.trainer.start()
     await bench.until(Ready)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -248,7 +248,7 @@ async def test_a_program_that_cannot_be_started_is_one_line(bench: Bench, monkey
         await bench.until(Stopped)
 
 
-async def test_ten_in_a_row_leave_nothing(bench: Bench, scripted: Path) -> None:
+async def test_ten_in_a_row_leave_nothing(bench: ProcessHarness, scripted: Path) -> None:
     scripted.write_text(SAY + "while (data := channel.recv(1 << 20)) and b'stop' not in data: pass")
     before, files = psutil.Process().children(), psutil.Process().num_fds()
     for _ in range(10):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.usual_port import usual_listen
-from node.folder import RunFolder
+from node.daemon.usual_port import reuse_last_port
+from node.folder import RunDir
 from protocol.network import ports
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1")
@@ -22,28 +22,28 @@ def held() -> Iterator[socket.socket]:
         yield other
 
 
-def resumed(folder: Path, port: int) -> RunFolder:
-    node = RunFolder(folder)
-    node.announce("me", (f"/ip4/127.0.0.1/tcp/{port}/p2p/me",), 99)
+def resumed(folder: Path, port: int) -> RunDir:
+    node = RunDir(folder)
+    node.write_node_info("me", (f"/ip4/127.0.0.1/tcp/{port}/p2p/me",), 99)
     return node
 
 
 async def test_the_first_start_takes_any(tmp_path: Path) -> None:
-    assert await usual_listen(RunFolder(tmp_path), LISTEN) == LISTEN
+    assert await reuse_last_port(RunDir(tmp_path), LISTEN) == LISTEN
 
 
 async def test_a_port_that_was_asked_for_is_left_alone(tmp_path: Path, held: socket.socket) -> None:
     asked = ("/ip4/127.0.0.1/tcp/4001",)
-    async with asyncio.timeout(ports.PATIENCE / 2):
-        assert await usual_listen(resumed(tmp_path, held.getsockname()[1]), asked) == asked
+    async with asyncio.timeout(ports.PORT_RETRY_SECONDS / 2):
+        assert await reuse_last_port(resumed(tmp_path, held.getsockname()[1]), asked) == asked
 
 
 async def test_a_port_that_is_let_go_is_waited_for(
     tmp_path: Path, held: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ports, "PATIENCE", 60.0)
+    monkeypatch.setattr(ports, "PORT_RETRY_SECONDS", 60.0)
     port = held.getsockname()[1]
-    asking = asyncio.create_task(usual_listen(resumed(tmp_path, port), LISTEN))
+    asking = asyncio.create_task(reuse_last_port(resumed(tmp_path, port), LISTEN))
     async with asyncio.timeout(30):
         while "which was ours; it is tried again" not in caplog.text:
             await asyncio.sleep(0.02)
@@ -54,6 +54,6 @@ async def test_a_port_that_is_let_go_is_waited_for(
 async def test_another_port_is_taken_where_it_stays_taken(
     tmp_path: Path, held: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ports, "PATIENCE", 0.3)
-    assert await usual_listen(resumed(tmp_path, held.getsockname()[1]), LISTEN) == LISTEN
+    monkeypatch.setattr(ports, "PORT_RETRY_SECONDS", 0.3)
+    assert await reuse_last_port(resumed(tmp_path, held.getsockname()[1]), LISTEN) == LISTEN
     assert "links to this node change" in caplog.text

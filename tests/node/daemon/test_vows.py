@@ -2,41 +2,41 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.vows import VowFile
+from node.daemon.vows import VoteLog
 from protocol.errors import StorageError
-from protocol.rounds.chain import genesis
-from protocol.rounds.events import Vow
+from protocol.rounds.chain import genesis_head
+from protocol.rounds.events import VoteRecord
 from protocol.rounds.statements import Commit
 from tests.node.small_run import PEERS, RUN_ID, contribution_of, payload, stated, store_in, terms_of
 
-HEAD = genesis(RUN_ID)
+HEAD = genesis_head(RUN_ID)
 MEMBERS = frozenset(identity.peer_id for identity in PEERS[:3])
 
 
-def vow_in(folder: Path, view: int = 4) -> Vow:
+def vow_in(folder: Path, view: int = 4) -> VoteRecord:
     blob = store_in(folder / "blobs").put(payload(1, 10))
     offered = stated(PEERS[1], contribution_of(HEAD, [blob]))
     lock = stated(PEERS[0], Commit(HEAD.round, 1, HEAD.digest, (offered,), ()))
-    return Vow(HEAD.round, HEAD.digest, view, lock, MEMBERS)
+    return VoteRecord(HEAD.round, HEAD.digest, view, lock, MEMBERS)
 
 
 def test_a_vow_is_there_after_a_start(tmp_path: Path) -> None:
-    file = VowFile(tmp_path / "vow.json", RUN_ID, terms_of(1))
+    file = VoteLog(tmp_path / "vow.json", RUN_ID, terms_of(1))
     assert file.load() is None
-    for vow in (vow_in(tmp_path), Vow(7, bytes(32), 0, None, MEMBERS)):
+    for vow in (vow_in(tmp_path), VoteRecord(7, bytes(32), 0, None, MEMBERS)):
         file.save(vow)
-        assert VowFile(tmp_path / "vow.json", RUN_ID, terms_of(1)).load() == vow
+        assert VoteLog(tmp_path / "vow.json", RUN_ID, terms_of(1)).load() == vow
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{", '{"round": 1}', "null"])
 def test_a_damaged_vow_is_told_and_not_passed_over(tmp_path: Path, damage: str) -> None:
     (tmp_path / "vow.json").write_text(damage)
     with pytest.raises(StorageError, match=r"vow\.json is damaged: remove it"):
-        VowFile(tmp_path / "vow.json", RUN_ID, terms_of(1)).load()
+        VoteLog(tmp_path / "vow.json", RUN_ID, terms_of(1)).load()
 
 
 def test_a_lock_that_nobody_signed_is_damage(tmp_path: Path) -> None:
-    file = VowFile(tmp_path / "vow.json", RUN_ID, terms_of(1))
+    file = VoteLog(tmp_path / "vow.json", RUN_ID, terms_of(1))
     vow = vow_in(tmp_path)
     assert vow.lock is not None
     vow.lock.signed.signature = bytes(64)
@@ -47,4 +47,4 @@ def test_a_lock_that_nobody_signed_is_damage(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write"):
-        VowFile(tmp_path / "absent" / "vow.json", RUN_ID, terms_of(1)).save(vow_in(tmp_path))
+        VoteLog(tmp_path / "absent" / "vow.json", RUN_ID, terms_of(1)).save(vow_in(tmp_path))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from node.daemon.workers import Workers, workers
-from node.priority import ASIDE, TRAINER
+from node.daemon.workers import Workers, start_workers
+from node.priority import LOW_PRIORITY_NICENESS, TRAINER_NICENESS
 
 
 def niceness() -> int:
@@ -17,9 +17,9 @@ def niceness() -> int:
 
 async def test_what_nobody_waits_for_comes_behind_the_trainer_and_the_rest_before_it() -> None:
     own = niceness()
-    with workers() as at_work:
-        assert await at_work.arithmetic(niceness) == own
-        assert await at_work.aside(niceness) == own + ASIDE > own + TRAINER
+    with start_workers() as at_work:
+        assert await at_work.compute(niceness) == own
+        assert await at_work.low_priority(niceness) == own + LOW_PRIORITY_NICENESS > own + TRAINER_NICENESS
     assert niceness() == own, "of its thread alone"
 
 
@@ -31,7 +31,7 @@ async def test_one_thing_comes_after_the_other_and_faults_come_back(kind: str) -
         done.append(number)
         return 1 / number
 
-    with workers() as at_work:
+    with start_workers() as at_work:
         work = getattr(at_work, kind)
         found: list[Any] = await asyncio.gather(*(work(divide, by) for by in (2, 0, 4)), return_exceptions=True)
     assert (found[0], found[2], done) == (0.5, 0.25, [2, 0, 4])
@@ -43,9 +43,9 @@ async def test_no_round_waits_for_what_nobody_waits_for() -> None:
     goes_on = threading.Event()
 
     async def together(at_work: Workers) -> None:
-        came, _ = await asyncio.gather(at_work.aside(goes_on.wait), at_work.arithmetic(goes_on.set))
+        came, _ = await asyncio.gather(at_work.low_priority(goes_on.wait), at_work.compute(goes_on.set))
         assert came
 
-    with workers() as at_work:
+    with start_workers() as at_work:
         async with asyncio.timeout(20):
             await together(at_work)

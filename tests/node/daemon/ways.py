@@ -8,24 +8,24 @@ import grpc
 from protocol.identity import PeerId
 
 
-class Only:
+class FixedChannels:
     """One channel to everybody, and others that are quick or spare, or none."""
 
     def __init__(
         self,
         channel: grpc.aio.Channel,
-        spare: grpc.aio.Channel | None = None,
-        quick: grpc.aio.Channel | None = None,
+        fallback: grpc.aio.Channel | None = None,
+        idle: grpc.aio.Channel | None = None,
     ) -> None:
         self._channel = channel
-        self._spare = spare
-        self._quick = quick
+        self._spare = fallback
+        self._quick = idle
 
     def channel(self, peer: PeerId) -> grpc.aio.Channel:
         return self._channel
 
-    def quick(self, peer: PeerId) -> AbstractContextManager[Any]:
+    def idle_channel(self, peer: PeerId) -> AbstractContextManager[Any]:
         return nullcontext(self._quick)
 
-    def spare(self, peer: PeerId) -> AbstractContextManager[Any]:
+    def fallback_channel(self, peer: PeerId) -> AbstractContextManager[Any]:
         return nullcontext(self._spare)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from node.data.batches import Batches, validation_batches
+from node.data.batches import BatchReader, validation_batches
 from node.data.corpus import Corpus, TokenArray
 from protocol.errors import DataError
 
@@ -15,27 +15,27 @@ def corpus(validation: int = 100, vocabulary: int = 256) -> Corpus:
 
 
 def test_batches_are_windows_of_int64() -> None:
-    batch = Batches(corpus(), 16, seed=0, peer_id="a").next(4)
+    batch = BatchReader(corpus(), 16, seed=0, peer_id="a").next_batch(4)
     assert batch.shape == (4, 17) and batch.dtype == torch.int64
 
 
 def test_peers_and_seeds_read_differently() -> None:
-    orders = [Batches(corpus(), 16, seed, peer).next(8) for seed in (0, 1) for peer in ("a", "b")]
+    orders = [BatchReader(corpus(), 16, seed, peer).next_batch(8) for seed in (0, 1) for peer in ("a", "b")]
     for index, one in enumerate(orders):
         assert not any(torch.equal(one, other) for other in orders[index + 1 :])
 
 
 def test_position_goes_on_where_it_was() -> None:
-    first = Batches(corpus(), 16, 0, "a")
-    first.next(5)
-    again = Batches(corpus(), 16, 0, "a", position=first.position)
-    assert torch.equal(first.next(3), again.next(3))
+    first = BatchReader(corpus(), 16, 0, "a")
+    first.next_batch(5)
+    again = BatchReader(corpus(), 16, 0, "a", position=first.position)
+    assert torch.equal(first.next_batch(3), again.next_batch(3))
     assert first.position == again.position == 8
 
 
 def test_a_token_above_the_vocabulary_is_named() -> None:
     with pytest.raises(DataError, match="above 99; tokenize it again"):
-        Batches(corpus(vocabulary=100), 16, 0, "a").next(50)
+        BatchReader(corpus(vocabulary=100), 16, 0, "a").next_batch(50)
 
 
 @pytest.mark.parametrize(("max_tokens", "count"), [(10**6, 9), (33, 3), (1, 1)])

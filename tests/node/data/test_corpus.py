@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from node.data.corpus import Corpus, TokenArray, held_out
+from node.data.corpus import Corpus, TokenArray, is_held_out
 from protocol.errors import DataError
 
 ROW = TokenArray([np.arange(0, 7, dtype=np.uint8), np.empty(0, np.uint8), np.arange(7, 20, dtype=np.uint8)])
@@ -19,7 +19,7 @@ def test_reading_crosses_shards() -> None:
 def test_part_is_the_same_tokens() -> None:
     for start in range(20):
         for stop in range(start, 21):
-            part = ROW.part(start, stop)
+            part = ROW.slice(start, stop)
             assert list(part.read(0, len(part))) == list(range(start, stop))
 
 
@@ -51,7 +51,7 @@ def test_text_shorter_than_a_window_is_refused() -> None:
 
 
 def test_vocabulary_larger_than_the_models_is_refused() -> None:
-    corpus = Corpus(ROW, ROW, vocabulary=300)
+    corpus = Corpus(ROW, ROW, vocabulary_size=300)
     corpus.require_vocabulary(300)
     with pytest.raises(DataError, match="set model.vocabulary to at least 300"):
         corpus.require_vocabulary(256)
@@ -59,5 +59,5 @@ def test_vocabulary_larger_than_the_models_is_refused() -> None:
 
 def test_share_of_names_held_out() -> None:
     names = [f"file{index}".encode() for index in range(20_000)]
-    assert 0.045 < sum(held_out(name, 0.05) for name in names) / len(names) < 0.055
-    assert all(held_out(name, 0.1) for name in names if held_out(name, 0.05))
+    assert 0.045 < sum(is_held_out(name, 0.05) for name in names) / len(names) < 0.055
+    assert all(is_held_out(name, 0.1) for name in names if is_held_out(name, 0.05))

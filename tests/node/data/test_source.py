@@ -11,16 +11,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from node.data import Batches, open_source, tokenize_files
+from node.data import BatchReader, open_source, tokenize_files
 from node.data import tokens as tokens_module
 from node.data.corpus import Corpus, TokenArray
-from node.data.stdlib import LEFT_OUT, stdlib_files
+from node.data.stdlib import EXCLUDED_DIRS, list_stdlib_files
 from protocol.errors import DataError, MissingFileError, MurmurError, StorageError, UsageError
-from protocol.manifest import Data
+from protocol.manifest import DataSection
 
 
-def config(**values: object) -> Data:
-    return Data.model_validate(values)
+def config(**values: object) -> DataSection:
+    return DataSection.model_validate(values)
 
 
 def tokens(row: object) -> list[int]:
@@ -45,16 +45,16 @@ def test_standard_library_is_large_real_and_fixed() -> None:
     assert isinstance(corpus.training, TokenArray)
     assert 5_000_000 < len(corpus.training) < 20_000_000
     assert 0.003 < len(corpus.validation) / len(corpus.training) < 0.06
-    assert corpus.vocabulary == 256
+    assert corpus.vocabulary_size == 256
     again = open_source(config(source="python-stdlib"), Path("/nowhere"))
     assert tokens(again.validation) == tokens(corpus.validation)
 
 
 def test_standard_library_files_are_sorted_and_ours_are_not_among_them() -> None:
     root = Path(sysconfig.get_path("stdlib"))
-    names = [path.relative_to(root).as_posix() for path in stdlib_files(root)]
+    names = [path.relative_to(root).as_posix() for path in list_stdlib_files(root)]
     assert names == sorted(names) and "abc.py" in names
-    assert not any(LEFT_OUT.intersection(Path(name).parts) for name in names)
+    assert not any(EXCLUDED_DIRS.intersection(Path(name).parts) for name in names)
 
 
 def test_text_files_are_held_out_whole(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_text_with_a_tokenizer(tmp_path: Path) -> None:
         (tmp_path / f"{index}.txt").write_text(f"w{index} w9 other")
     corpus = open_source(config(source="text", path="*.txt", tokenizer="tokenizer.json"), tmp_path)
     assert sorted([tokens(corpus.training), tokens(corpus.validation)]) == [[2, 11, 1, 0], [3, 11, 1, 0]]
-    assert corpus.vocabulary == 52
+    assert corpus.vocabulary_size == 52
 
 
 def make_shards(folder: Path, monkeypatch: pytest.MonkeyPatch, words: int = 50) -> Path:
@@ -107,7 +107,7 @@ def test_tokenized_shards_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     expected = expected[:10] + [0] + expected[10:20] + [0] + expected[20:] + [0]
     corpus = open_source(config(source="tokens", path="out", validation_share=0.1), tmp_path)
     assert tokens(corpus.training) + tokens(corpus.validation) == expected
-    assert len(corpus.validation) == 3 and corpus.vocabulary == words + 2
+    assert len(corpus.validation) == 3 and corpus.vocabulary_size == words + 2
     assert sorted(file.stat().st_size for file in folder.glob("*.bin")) == [5 * width] + [7 * width] * 4
     assert not list(tmp_path.glob("*partial*"))
 
@@ -198,7 +198,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def hub(share: float = 0.2, **values: object) -> Data:
+def hub(share: float = 0.2, **values: object) -> DataSection:
     return config(source="hf", path="set", validation_share=share, **values)
 
 
@@ -226,7 +226,7 @@ def test_streamed_position_goes_on_at_the_very_token_over_epochs(examples: Path)
 
 def test_streamed_peers_read_differently(examples: Path) -> None:
     corpus = open_source(hub(), examples)
-    assert not torch.equal(Batches(corpus, 10, 0, "a").next(20), Batches(corpus, 10, 0, "b").next(20))
+    assert not torch.equal(BatchReader(corpus, 10, 0, "a").next_batch(20), BatchReader(corpus, 10, 0, "b").next_batch(20))
 
 
 def test_streamed_columns_and_splits_are_checked(examples: Path) -> None:

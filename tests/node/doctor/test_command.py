@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from node.doctor import command, machine
-from node.doctor.command import doctor, examine
+from node.doctor.command import doctor, run_checks
 from node.doctor.findings import Finding
 from protocol.identity import Identity
 from tests.node.small_run import MANIFEST
@@ -39,7 +39,7 @@ def test_a_container_bounds_what_the_machine_has(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(machine, "memory_left", lambda: 7)
     monkeypatch.setattr(machine, "cores_allowed", lambda: 0.5)
     monkeypatch.setattr(machine, "choose_device", lambda _: torch.device("cpu"))
-    assert machine.free_memory() == 7 < free and "0.5 cores" in machine.device().found
+    assert machine.free_memory() == 7 < free and "0.5 cores" in machine.check_device().found
 
 
 def test_a_run_is_examined_and_the_exit_code_says_how_it_went(
@@ -71,14 +71,14 @@ def test_what_peers_said_does_not_steer_the_terminal(
 
 
 def test_a_run_that_cannot_be_had_is_a_finding(quick: None, tmp_path: Path) -> None:
-    last = examine(str(tmp_path / "none.toml"), None, (), False)[-1]
+    last = run_checks(str(tmp_path / "none.toml"), None, (), False)[-1]
     assert (last.check, last.level, last.mend) == ("run", "fail", "name an existing file")
 
 
 def test_a_method_that_does_not_exist_is_a_finding(quick: None, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(MANIFEST.to_toml().replace('recipe = "', 'recipe = "x'))
     assert doctor(str(tmp_path / "run.toml"), None, (), False, False) == 1
-    last = examine(str(tmp_path / "run.toml"), None, (), False)[-1]
+    last = run_checks(str(tmp_path / "run.toml"), None, (), False)[-1]
     assert (last.check, last.level) == ("run", "fail") and last.mend.startswith("did you mean")
 
 
@@ -87,8 +87,8 @@ def test_no_key_is_looked_for_where_no_folder_is_meant(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Identity.load_or_create(tmp_path / "key")
-    assert "key" not in {found.check for found in examine(None, None, (), False)}
-    assert "key" in {found.check for found in examine(None, tmp_path, (), False)}
+    assert "key" not in {found.check for found in run_checks(None, None, (), False)}
+    assert "key" in {found.check for found in run_checks(None, tmp_path, (), False)}
 
 
 def test_a_key_that_others_can_read(quick: None, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_key_that_others_can_read(quick: None, tmp_path: Path) -> None:
     identity = Identity.load_or_create(tmp_path / "key")
 
     def key() -> Finding:
-        return next(found for found in examine(None, tmp_path, (), False) if found.check == "key")
+        return next(found for found in run_checks(None, tmp_path, (), False) if found.check == "key")
 
     assert (key().level, key().found) == ("ok", identity.peer_id)
     (tmp_path / "key").chmod(0o644)
@@ -106,6 +106,6 @@ def test_a_key_that_others_can_read(quick: None, tmp_path: Path) -> None:
 def test_the_real_network_is_asked(tmp_path: Path) -> None:
     run = MANIFEST.run.model_copy(update={"bootstrap": (NOWHERE,)})
     (tmp_path / "run.toml").write_text(MANIFEST.model_copy(update={"run": run}).to_toml())
-    findings = {found.check: found for found in examine(str(tmp_path / "run.toml"), tmp_path / "node", (), False)}
+    findings = {found.check: found for found in run_checks(str(tmp_path / "run.toml"), tmp_path / "node", (), False)}
     assert findings["peers"].level == "fail" and "cannot reach" in findings["peers"].found
     assert findings["ports"].level in ("ok", "warn")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from node.doctor.container import cores_allowed, memory_left
+from node.doctor.container import cgroup_cores, cgroup_memory_left
 
 GB = 1_000_000_000
 
@@ -29,15 +29,15 @@ def test_a_container_with_bounds(tmp_path: Path, own: Path) -> None:
         tmp_path / "cgroup", memory_max=f"{4 * GB}\n", memory_current=f"{3 * GB}\n", memory_stat=stat,
         cpu_max="150000 100000\n",
     )  # fmt: skip
-    assert memory_left(root, own) == GB + GB // 2
-    assert cores_allowed(root, own) == 1.5
+    assert cgroup_memory_left(root, own) == GB + GB // 2
+    assert cgroup_cores(root, own) == 1.5
 
 
 @pytest.mark.parametrize("files", [{}, {"memory_max": "max\n", "memory_current": "5\n", "cpu_max": "max 100000\n"}])
 def test_without_bounds_there_are_none(tmp_path: Path, own: Path, files: dict[str, str]) -> None:
     root = group(tmp_path / "cgroup", **files)
-    assert memory_left(root, own) is None and cores_allowed(root, own) is None
-    assert memory_left(tmp_path / "none", tmp_path / "none") is None
+    assert cgroup_memory_left(root, own) is None and cgroup_cores(root, own) is None
+    assert cgroup_memory_left(tmp_path / "none", tmp_path / "none") is None
 
 
 def test_a_group_within_groups_has_the_narrowest_bound(tmp_path: Path) -> None:
@@ -46,10 +46,10 @@ def test_a_group_within_groups_has_the_narrowest_bound(tmp_path: Path) -> None:
     group(root / "user.slice", memory_max="900\n", memory_current="100\n", cpu_max="400000 100000\n")
     group(root / "user.slice" / "session-3.scope", memory_max="500\n", memory_current="40\n", cpu_max="max 100000\n")
     group(root / "other.slice", memory_max="1\n", memory_current="1\n", cpu_max="1 100000\n")
-    assert memory_left(root, own) == 460
-    assert cores_allowed(root, own) == 4.0
+    assert cgroup_memory_left(root, own) == 460
+    assert cgroup_cores(root, own) == 4.0
 
 
 def test_more_in_use_than_allowed_leaves_nothing(tmp_path: Path, own: Path) -> None:
     root = group(tmp_path / "cgroup", memory_max="100\n", memory_current="150\n")
-    assert memory_left(root, own) == 0
+    assert cgroup_memory_left(root, own) == 0

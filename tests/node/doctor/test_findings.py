@@ -4,16 +4,16 @@ import pytest
 
 from node.doctor.findings import (
     Finding,
-    judged_addresses,
-    judged_clock,
-    judged_dial_back,
-    judged_microbatch,
-    judged_nat,
-    judged_peers,
-    judged_public,
-    judged_room,
-    judged_speed,
-    judged_versions,
+    judge_addresses,
+    judge_clock,
+    judge_dial_back,
+    judge_microbatch,
+    judge_nat,
+    judge_peers,
+    judge_public_peers,
+    judge_free_space,
+    judge_bandwidth,
+    judge_versions,
 )
 from tests.node.small_run import MANIFEST
 
@@ -25,33 +25,33 @@ RELAYED = "/ip4/8.8.4.4/tcp/4001/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsK
 @pytest.mark.parametrize(
     ("finding", "level"),
     [
-        (judged_room("disk", 5e9, 4e9, "free some"), "ok"),
-        (judged_room("disk", 3e9, 4e9, "free some"), "fail"),
-        (judged_clock([], ""), "ok"),
-        (judged_clock([2.0], "the host"), "ok"),
-        (judged_clock([-30.0], "the host"), "warn"),
-        (judged_clock([3600.0, 3601.0, 0.0], "the run's peers"), "fail"),
-        (judged_clock([3600.0, 0.1, 0.0], "the run's peers"), "ok"),  # one peer's clock is wrong, not ours
-        (judged_addresses([HOME, PUBLIC]), "ok"),
-        (judged_addresses([HOME, "/ip6/fe80::1/tcp/1", "/dns/x/tcp/1"]), "warn"),
-        (judged_peers([(NOWHERE, 0.2), (NOWHERE, "no")]), "ok"),
-        (judged_peers([(NOWHERE, "no")]), "fail"),
-        (judged_peers([]), "warn"),
-        (judged_public([NOWHERE, PUBLIC]), "ok"),
-        (judged_public([NOWHERE, HOME]), "warn"),
-        (judged_microbatch(MANIFEST, 1e9, "cpu"), "ok"),
-        (judged_microbatch(MANIFEST, 4e4, "cuda"), "warn"),
-        (judged_microbatch(MANIFEST, 0.0, "cpu"), "fail"),
-        (judged_nat([HOME, PUBLIC], [PUBLIC, PUBLIC]), "ok"),
-        (judged_nat([HOME], [PUBLIC]), "warn"),
-        (judged_nat([HOME], [PUBLIC, OTHER]), "warn"),
-        (judged_dial_back({"a": True, "b": False}, 4001), "ok"),
-        (judged_dial_back({"a": False}, 4001), "warn"),
-        (judged_speed(8_000_000, 2.0, 40_000_000, 60.0), "ok"),
-        (judged_speed(8_000_000, 2.0, 4_000_000_000, 60.0), "warn"),
-        (judged_speed(0, 6.0, 4_000_000_000, 60.0), "fail"),
-        (judged_versions("1.0", {"1.0", "0.9"}), "ok"),
-        (judged_versions("1.0", {"0.9", ""}), "warn"),
+        (judge_free_space("disk", 5e9, 4e9, "free some"), "ok"),
+        (judge_free_space("disk", 3e9, 4e9, "free some"), "fail"),
+        (judge_clock([], ""), "ok"),
+        (judge_clock([2.0], "the host"), "ok"),
+        (judge_clock([-30.0], "the host"), "warn"),
+        (judge_clock([3600.0, 3601.0, 0.0], "the run's peers"), "fail"),
+        (judge_clock([3600.0, 0.1, 0.0], "the run's peers"), "ok"),  # one peer's clock is wrong, not ours
+        (judge_addresses([HOME, PUBLIC]), "ok"),
+        (judge_addresses([HOME, "/ip6/fe80::1/tcp/1", "/dns/x/tcp/1"]), "warn"),
+        (judge_peers([(NOWHERE, 0.2), (NOWHERE, "no")]), "ok"),
+        (judge_peers([(NOWHERE, "no")]), "fail"),
+        (judge_peers([]), "warn"),
+        (judge_public_peers([NOWHERE, PUBLIC]), "ok"),
+        (judge_public_peers([NOWHERE, HOME]), "warn"),
+        (judge_microbatch(MANIFEST, 1e9, "cpu"), "ok"),
+        (judge_microbatch(MANIFEST, 4e4, "cuda"), "warn"),
+        (judge_microbatch(MANIFEST, 0.0, "cpu"), "fail"),
+        (judge_nat([HOME, PUBLIC], [PUBLIC, PUBLIC]), "ok"),
+        (judge_nat([HOME], [PUBLIC]), "warn"),
+        (judge_nat([HOME], [PUBLIC, OTHER]), "warn"),
+        (judge_dial_back({"a": True, "b": False}, 4001), "ok"),
+        (judge_dial_back({"a": False}, 4001), "warn"),
+        (judge_bandwidth(8_000_000, 2.0, 40_000_000, 60.0), "ok"),
+        (judge_bandwidth(8_000_000, 2.0, 4_000_000_000, 60.0), "warn"),
+        (judge_bandwidth(0, 6.0, 4_000_000_000, 60.0), "fail"),
+        (judge_versions("1.0", {"1.0", "0.9"}), "ok"),
+        (judge_versions("1.0", {"0.9", ""}), "warn"),
     ],
 )
 def test_what_is_not_ok_has_a_mend(finding: Finding | None, level: str) -> None:
@@ -59,5 +59,5 @@ def test_what_is_not_ok_has_a_mend(finding: Finding | None, level: str) -> None:
 
 
 def test_what_nobody_told_is_not_judged() -> None:
-    assert judged_nat([HOME], []) is None and judged_nat([HOME], [RELAYED]) is None
-    assert judged_dial_back({}, 4001) is None and judged_versions("1.0", {""}) is None
+    assert judge_nat([HOME], []) is None and judge_nat([HOME], [RELAYED]) is None
+    assert judge_dial_back({}, 4001) is None and judge_versions("1.0", {""}) is None

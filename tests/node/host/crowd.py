@@ -5,9 +5,9 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Sequence
 
-from node.host.recorder import Recorder
-from node.host.server import Face, application
-from node.web import host_and_port, listening, serving
+from node.host.recorder import EventLog
+from node.host.server import DashboardData, build_app
+from node.web import parse_host_port, open_listener, serve
 from protocol.murmur_pb2 import PeerRecord
 
 READER = """
@@ -19,7 +19,7 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as reader:
 """
 
 
-def records(names: Sequence[str], moment: int, number: int) -> dict[str, PeerRecord]:
+def peer_records(names: Sequence[str], moment: int, number: int) -> dict[str, PeerRecord]:
     """Of all of them, at that look of the watch and in that round."""
     return {
         name: PeerRecord(
@@ -41,19 +41,19 @@ def records(names: Sequence[str], moment: int, number: int) -> dict[str, PeerRec
 
 
 @contextlib.asynccontextmanager
-async def listened_to(recorder: Recorder, pages: int, http: str = "127.0.0.1:0") -> AsyncIterator[int]:
+async def serve_to_readers(event_log: EventLog, reader_count: int, http: str = "127.0.0.1:0") -> AsyncIterator[int]:
     """A server, and readers in processes of their own: their work is not ours. Yields the port."""
 
     async def nothing() -> bytes:
         return b""
 
-    listener = listening(*host_and_port(http, "--http"), "--http")
-    async with serving(application(Face(recorder, nothing)), listener, 64) as port:
+    listener = open_listener(*parse_host_port(http, "--http"), "--http")
+    async with serve(build_app(DashboardData(event_log, nothing)), listener, 64) as port:
         print(f"page http://127.0.0.1:{port}/", file=sys.stderr, flush=True)
-        readers = [await asyncio.create_subprocess_exec(sys.executable, "-c", READER, str(port)) for _ in range(pages)]
+        readers = [await asyncio.create_subprocess_exec(sys.executable, "-c", READER, str(port)) for _ in range(reader_count)]
         try:
             async with asyncio.timeout(20):
-                while recorder.listeners < pages:
+                while event_log.subscriber_count < reader_count:
                     await asyncio.sleep(0.01)
             yield port
         finally:

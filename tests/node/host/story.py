@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from node.host.events import Committed, Durable, Event, Facts, Given, Joined, Lane, Opened, PeerNow, Timed
-from node.host.state import State, apply
+from node.host.events import RoundCommitted, LoggedEvent, DashboardEvent, RunFacts, CommittedContribution, PeerAppeared, PeerTiming, LogOpened, PeerReport, RoundTimed
+from node.host.state import RunState, apply_event
 from protocol.identity import Identity
 
 NAMES = sorted(Identity.create().peer_id for _ in range(4))
-FACTS = Facts(
+FACTS = RunFacts(
     run="small",
     run_id="ab" * 32,
     recipe="diloco",
@@ -18,22 +18,22 @@ FACTS = Facts(
     organiser=NAMES[0],
     expiry=5.0,
 )
-OPENED = Opened(at=1000.0, facts=FACTS)
+OPENED = LogOpened(at=1000.0, facts=FACTS)
 
 
-def now_of(peer: str, **fields: object) -> PeerNow:
-    return PeerNow.model_validate({"peer": peer, "role": "trainer", "tokens_per_second": 50.0, **fields})
+def peer_report(peer: str, **fields: object) -> PeerReport:
+    return PeerReport.model_validate({"peer": peer, "role": "trainer", "tokens_per_second": 50.0, **fields})
 
 
-def joined(peer: str, at: float = 1000.0, **fields: object) -> Joined:
-    return Joined(at=at, now=now_of(peer, **fields))
+def joined(peer: str, at: float = 1000.0, **fields: object) -> PeerAppeared:
+    return PeerAppeared(at=at, now=peer_report(peer, **fields))
 
 
 def committed(
     number: int, givers: Iterable[str] = NAMES[:2], late: Iterable[str] = (), at: float | None = -1.0, loss: float = 3.0
-) -> Committed:
-    given = tuple(Given(peer=peer, tokens=100, steps=10, loss=loss, size=500) for peer in sorted(givers))
-    return Committed(
+) -> RoundCommitted:
+    given = tuple(CommittedContribution(peer=peer, tokens=100, steps=10, loss=loss, size=500) for peer in sorted(givers))
+    return RoundCommitted(
         at=1010.0 + 2 * number if at == -1.0 else at,
         round=number,
         base=f"{number:064x}",
@@ -44,17 +44,17 @@ def committed(
     )
 
 
-def timed(number: int, sent: int = 1000, peers: Iterable[str] = NAMES[:2]) -> Timed:
-    lanes = tuple(Lane(peer=peer, compute=1.0, exchange=0.25, wait=0.5, sent=sent) for peer in peers)
-    return Timed(at=1012.0 + 2 * number, round=number, lanes=lanes)
+def timed(number: int, sent: int = 1000, peers: Iterable[str] = NAMES[:2]) -> RoundTimed:
+    lanes = tuple(PeerTiming(peer=peer, compute=1.0, exchange=0.25, wait=0.5, sent=sent) for peer in peers)
+    return RoundTimed(at=1012.0 + 2 * number, round=number, lanes=lanes)
 
 
-def beginning() -> list[Durable]:
+def opening_events() -> list[LoggedEvent]:
     return [OPENED, joined(NAMES[0]), joined(NAMES[1])]
 
 
-def folded(events: Iterable[Event], state: State | None = None) -> State:
-    state = state or State()
+def apply_all(events: Iterable[DashboardEvent], state: RunState | None = None) -> RunState:
+    state = state or RunState()
     for event in events:
-        state = apply(state, event)
+        state = apply_event(state, event)
     return state

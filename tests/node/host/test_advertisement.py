@@ -5,17 +5,17 @@ from typing import Any, cast
 
 import pytest
 
-from node.host.advertisement import advertisement, link_to
-from node.host.hosting import Door
+from node.host.advertisement import build_announcement, join_link
+from node.host.hosting import DashboardAddress
 from protocol.errors import MalformedError
 from protocol.identity import Identity
-from protocol.membership.public_runs import read_public_run
-from tests.node.host.story import beginning, committed, folded
+from protocol.membership.public_runs import parse_public_run
+from tests.node.host.story import opening_events, committed, apply_all
 from tests.node.small_run import MANIFEST, RUN_ID
 
 ORGANISER = Identity.create()
 NEAR, FAR = (f"/ip4/{host}/tcp/4001/p2p/{ORGANISER.peer_id}" for host in ("127.0.0.1", "203.0.113.7"))
-DOOR = Door("0.0.0.0", 8080)
+DOOR = DashboardAddress("0.0.0.0", 8080)
 
 
 class FakeTransport:
@@ -28,21 +28,21 @@ def window() -> Any:
 
 
 async def test_the_run_as_it_stands_with_a_link_that_can_be_joined() -> None:
-    state = folded([*beginning(), *map(committed, range(4))])
-    notice = await advertisement(window(), state, DOOR, 1000.0)
-    organiser, run = read_public_run(notice.value)
+    state = apply_all([*opening_events(), *map(committed, range(4))])
+    notice = await build_announcement(window(), state, DOOR, 1000.0)
+    organiser, run = parse_public_run(notice.value)
     assert organiser == ORGANISER.peer_id and run.run.hex() == RUN_ID
     assert (run.name, run.recipe, run.peers, run.round, run.tokens) == ("small", "diloco", 2, 4, 800)
     assert run.link == f"murmur://{RUN_ID}@{FAR}", "not the address that only this machine has"
 
 
 async def test_an_address_on_the_web_is_preferred() -> None:
-    door = Door("127.0.0.1", 8080, "https://run.example.org")
-    notice = await advertisement(window(), folded(beginning()), door, 1000.0)
-    assert read_public_run(notice.value)[1].link == "https://run.example.org/run.toml"
-    assert link_to(RUN_ID, [NEAR], DOOR).endswith(NEAR)
+    door = DashboardAddress("127.0.0.1", 8080, "https://run.example.org")
+    notice = await build_announcement(window(), apply_all(opening_events()), door, 1000.0)
+    assert parse_public_run(notice.value)[1].link == "https://run.example.org/run.toml"
+    assert join_link(RUN_ID, [NEAR], DOOR).endswith(NEAR)
 
 
 async def test_what_nobody_would_take_is_not_sent() -> None:
     with pytest.raises(MalformedError, match="a link that is none"):
-        await advertisement(window(), folded(beginning()), Door("h", 1, "https://run.example.org/a b"), 1000.0)
+        await build_announcement(window(), apply_all(opening_events()), DashboardAddress("h", 1, "https://run.example.org/a b"), 1000.0)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from node.host.command import Wish, host
+from node.host.command import HostOptions, host
 from protocol.errors import ManifestError
 from tests.node.small_run import MANIFEST
 
@@ -14,7 +14,7 @@ def test_a_method_that_does_not_exist_claims_nothing(tmp_path: Path) -> None:
     run.write_text(MANIFEST.to_toml().replace('recipe = "', 'recipe = "x'))
     with pytest.raises(ManifestError, match="did you mean"):
         host(
-            Wish(
+            HostOptions(
                 run, folder, "127.0.0.1:0", None, public=False, train=False, peers=(), listen=(), name="", device="cpu",
                 threads=None, memory=None, pause_when_busy=False, log_json=False,
             )

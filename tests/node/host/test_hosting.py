@@ -9,12 +9,12 @@ from typing import cast
 import httpx2
 import pytest
 
-from node.folder import RunFolder
-from node.host.hosting import MAX_BOOTSTRAP, Door, Seal, facts_of, hosting, reachable_first
-from node.host.watch import Watch
-from node.host.window import Window
+from node.folder import RunDir
+from node.host.hosting import MAX_BOOTSTRAP_ADDRESSES, DashboardAddress, ManifestPublisher, run_facts, serve_dashboard, sort_reachable_first
+from node.host.watch import SwarmWatcher
+from node.host.window import NodeHandle
 from protocol.errors import StorageError, TransportError, UsageError
-from protocol.signed_manifest import open_sealed
+from protocol.signed_manifest import open_signed_manifest
 from tests.node.small_run import MANIFEST, PEERS
 
 ME, *OTHERS = (identity.peer_id for identity in PEERS)
@@ -32,19 +32,19 @@ ME, *OTHERS = (identity.peer_id for identity in PEERS)
     ],
 )
 def test_where_the_page_is_served(address: str, host: str, port: int) -> None:
-    assert Door.parse(address, None) == Door(host, port)
+    assert DashboardAddress.parse(address, None) == DashboardAddress(host, port)
 
 
 @pytest.mark.parametrize("address", ["", "here", "1.2.3.4:x", "1.2.3.4:99999", "a b:1", "http://x:1"])
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(UsageError, match="--http"):
-        Door.parse(address, None)
+        DashboardAddress.parse(address, None)
 
 
 def test_a_public_url_is_one() -> None:
-    assert Door.parse("8080", "https://run.example.org/").public_url == "https://run.example.org"
+    assert DashboardAddress.parse("8080", "https://run.example.org/").public_url == "https://run.example.org"
     with pytest.raises(UsageError, match="--public-url"):
-        Door.parse("8080", "run.example.org")
+        DashboardAddress.parse("8080", "run.example.org")
 
 
 @dataclass
@@ -60,54 +60,54 @@ class FakeTransport:
         return self.own
 
 
-def a_seal(transport: FakeTransport, neighbours: dict[str, tuple[str, ...]]) -> Seal:
+def make_publisher(transport: FakeTransport, neighbours: dict[str, tuple[str, ...]]) -> ManifestPublisher:
     directory = SimpleNamespace(neighbours=lambda: neighbours)
     window = SimpleNamespace(manifest=MANIFEST, identity=PEERS[0], transport=transport, directory=directory)
-    return Seal(window)  # type: ignore[arg-type]
+    return ManifestPublisher(window)  # type: ignore[arg-type]
 
 
 async def test_the_manifest_names_the_host_first_and_some_peers() -> None:
     loopback, public = f"/ip4/127.0.0.1/tcp/1/p2p/{ME}", f"/ip4/192.0.2.1/tcp/1/p2p/{ME}"
     neighbours = {peer: (f"/ip4/127.0.0.1/tcp/2/p2p/{peer}", f"/ip4/192.0.2.2/tcp/2/p2p/{peer}") for peer in OTHERS}
     transport = FakeTransport((loopback, public))
-    seal = a_seal(transport, neighbours | {f"{number}": (f"/ip4/192.0.2.9/tcp/{number}",) for number in range(1, 20)})
-    signed = open_sealed(await seal.text(), "here")
+    seal = make_publisher(transport, neighbours | {f"{number}": (f"/ip4/192.0.2.9/tcp/{number}",) for number in range(1, 20)})
+    signed = open_signed_manifest(await seal.signed_text(), "here")
     assert signed.organiser == ME and signed.manifest.run_id == MANIFEST.run_id
     named = signed.manifest.run.bootstrap
-    assert named[:2] == (public, loopback) and len(named) == MAX_BOOTSTRAP
+    assert named[:2] == (public, loopback) and len(named) == MAX_BOOTSTRAP_ADDRESSES
     assert named[2] == f"/ip4/192.0.2.2/tcp/2/p2p/{OTHERS[0]}"
-    assert await seal.text() == await seal.text() and transport.asked == 1
+    assert await seal.signed_text() == await seal.signed_text() and transport.asked == 1
 
 
 async def test_a_host_whose_network_is_away_still_hands_out_the_run() -> None:
     transport = FakeTransport((), broken=True)
-    signed = open_sealed(await a_seal(transport, {}).text(), "here")
+    signed = open_signed_manifest(await make_publisher(transport, {}).signed_text(), "here")
     assert signed.manifest == MANIFEST
 
 
 def test_addresses_of_this_machine_alone_come_last() -> None:
     assert (
-        reachable_first(["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1", "/ip4/192.0.2.1/tcp/1"])[0] == "/ip4/192.0.2.1/tcp/1"
+        sort_reachable_first(["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1", "/ip4/192.0.2.1/tcp/1"])[0] == "/ip4/192.0.2.1/tcp/1"
     )
 
 
 def test_the_facts_of_a_run() -> None:
-    facts = facts_of(MANIFEST, ME)
+    facts = run_facts(MANIFEST, ME)
     assert (facts.run, facts.run_id, facts.organiser) == (MANIFEST.run.name, MANIFEST.run_id, ME)
     assert facts.parameters > 0
 
 
 @dataclass
-class FakeWindow:
+class FakeNodeHandle:
     """Of a run that nobody takes part in."""
 
-    trains: bool
+    is_trainer: bool
     manifest = MANIFEST
     identity = PEERS[0]
     peer_id = ME
     directory = SimpleNamespace(live=dict, subscribe=lambda _: None)
 
-    def terms(self) -> None:
+    def contribution_limits(self) -> None:
         pass
 
     def channel(self, _: str) -> None:
@@ -129,20 +129,20 @@ async def test_a_watch_that_ends_says_so_and_the_page_is_not_well(
 ) -> None:  # fmt: skip
     full = asyncio.Event()
 
-    async def run(_: Watch) -> None:
+    async def run(_: SwarmWatcher) -> None:
         await full.wait()
         raise error
 
-    monkeypatch.setattr(Watch, "run", run)
-    window = cast(Window, FakeWindow(trains))
+    monkeypatch.setattr(SwarmWatcher, "run", run)
+    window = cast(NodeHandle, FakeNodeHandle(trains))
     async with (
-        hosting(window, RunFolder(tmp_path), Door("127.0.0.1", 0)) as shown,
+        serve_dashboard(window, RunDir(tmp_path), DashboardAddress("127.0.0.1", 0)) as shown,
         httpx2.AsyncClient(timeout=10) as client,
     ):
-        assert (await client.get(f"{shown.page}healthz")).status_code == 200
+        assert (await client.get(f"{shown.page_url}healthz")).status_code == 200
         full.set()
-        await asyncio.wait({shown.watch})
-        assert (await client.get(f"{shown.page}healthz")).status_code == 503
+        await asyncio.wait({shown.watcher_task})
+        assert (await client.get(f"{shown.page_url}healthz")).status_code == 503
     (record,) = [record for record in caplog.records if "the watch has ended" in record.message]
     assert line in record.message and bool(record.exc_info) == traceback
     assert ("training goes on" in record.message) == trains

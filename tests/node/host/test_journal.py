@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from node.host.journal import Journal, read_events, whole_bytes
+from node.host.journal import EventFile, read_events, whole_lines_size
 from protocol.errors import DataError, MissingFileError, StorageError
-from tests.node.host.story import beginning, committed
+from tests.node.host.story import opening_events, committed
 
 
 def write(path: Path, count: int) -> None:
-    journal = Journal.open(path)
-    for event in [*beginning(), *(committed(number) for number in range(count))]:
+    journal = EventFile.open(path)
+    for event in [*opening_events(), *(committed(number) for number in range(count))]:
         journal.append(event)
     journal.close()
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     write(tmp_path / "deep" / "events.jsonl", 4)
-    assert list(read_events(tmp_path / "deep" / "events.jsonl")) == [*beginning(), *map(committed, range(4))]
+    assert list(read_events(tmp_path / "deep" / "events.jsonl")) == [*opening_events(), *map(committed, range(4))]
 
 
 @pytest.mark.parametrize("cut", range(1, 400, 37))
@@ -32,8 +32,8 @@ def test_a_torn_last_line_is_cut_off_and_the_next_start_goes_on(tmp_path: Path, 
     torn = whole[: len(whole) - cut]
     path.write_bytes(torn)
     kept = torn[: torn.rfind(b"\n") + 1].count(b"\n")
-    assert len(list(read_events(path))) == kept == torn[: whole_bytes(path)].count(b"\n")
-    journal = Journal.open(path)
+    assert len(list(read_events(path))) == kept == torn[: whole_lines_size(path)].count(b"\n")
+    journal = EventFile.open(path)
     journal.append(committed(7))
     journal.close()
     assert list(read_events(path))[kept:] == [committed(7)]
@@ -56,14 +56,14 @@ def test_a_file_that_is_something_else(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="choose another --dir"):
-        Journal.open(tmp_path / "file" / "events.jsonl")
+        EventFile.open(tmp_path / "file" / "events.jsonl")
 
 
 def test_a_full_disk_is_told_and_leaves_what_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write(path, 1)
     before = path.stat().st_size
-    journal = Journal.open(path)
+    journal = EventFile.open(path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (before + 40, limits[1]))
@@ -74,4 +74,4 @@ def test_a_full_disk_is_told_and_leaves_what_can_be_read(tmp_path: Path) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
         journal.close()
-    assert list(read_events(path)) == [*beginning(), committed(0)]
+    assert list(read_events(path)) == [*opening_events(), committed(0)]

@@ -5,13 +5,13 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from node.host.events import Opened
-from node.host.recorder import Recorder
-from node.host.watch import TICK, Watch
+from node.host.events import LogOpened
+from node.host.recorder import EventLog
+from node.host.watch import TICK_SECONDS, SwarmWatcher
 from protocol.identity import Identity
-from tests.node.host.crowd import listened_to, records
+from tests.node.host.crowd import serve_to_readers, peer_records
 from tests.node.host.story import FACTS, committed
-from tests.node.host.test_watch import FakeDirectory, FakeWindow
+from tests.node.host.test_watch import FakeDirectory, FakeNodeHandle
 
 PEERS, PAGES = 200, 3
 LOOKS, WARM, WEIGHED = 120, 40, 60
@@ -21,9 +21,9 @@ MAX_GROWTH = 256 * 1024  # bytes in half of the weighed looks; a round of 200 pe
 
 async def test_two_hundred_peers_take_little_of_a_core_and_no_growing_memory(tmp_path: Path) -> None:
     names = [Identity.create().peer_id for _ in range(PEERS)]
-    directory, recorder = FakeDirectory(), Recorder.at(tmp_path / "events.jsonl", Opened(at=0.0, facts=FACTS))
-    watch = Watch(FakeWindow(directory), recorder)  # type: ignore[arg-type]
-    crowd = [records(names, moment, 0) for moment in range(2)]
+    directory, recorder = FakeDirectory(), EventLog.open(tmp_path / "events.jsonl", LogOpened(at=0.0, facts=FACTS))
+    watch = SwarmWatcher(FakeNodeHandle(directory), recorder)  # type: ignore[arg-type]
+    crowd = [peer_records(names, moment, 0) for moment in range(2)]
 
     async def look(moment: int) -> None:
         for record in crowd[moment % 2].values():
@@ -31,17 +31,17 @@ async def test_two_hundred_peers_take_little_of_a_core_and_no_growing_memory(tmp
         directory.records = dict(crowd[moment % 2])
         if moment % 20 == 19:
             recorder.record(committed(moment // 20, names))
-        watch.look(moment * TICK)
+        watch.poll(moment * TICK_SECONDS)
         await asyncio.sleep(0.002)  # the server writes in between
 
-    async with listened_to(recorder, PAGES):
+    async with serve_to_readers(recorder, PAGES):
         for moment in range(WARM):
             await look(moment)
         spent = time.process_time()
         for moment in range(WARM, WARM + LOOKS):
             await look(moment)
-        share = (time.process_time() - spent) / (LOOKS * TICK)
-        assert recorder.listeners == PAGES
+        share = (time.process_time() - spent) / (LOOKS * TICK_SECONDS)
+        assert recorder.subscriber_count == PAGES
         tracemalloc.start()
         held = []
         for moment in range(WARM + LOOKS, WARM + LOOKS + WEIGHED):

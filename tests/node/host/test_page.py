@@ -6,11 +6,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from node.host.events import Left
-from node.host.page import FOLDER, STATIC, duration, number, render, si, unit_of
-from node.host.state import State
+from node.host.events import PeerDeparted
+from node.host.page import ASSETS_DIR, STATIC_DIR, format_duration, format_number, render_page, format_si, choose_unit
+from node.host.state import RunState
 from node.host.views import snapshot
-from tests.node.host.story import NAMES, beginning, committed, folded, joined, timed
+from tests.node.host.story import NAMES, opening_events, committed, apply_all, joined, timed
 
 HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$join", "&amp;", "</title><b>")
 JOIN = "murmur join http://here/run.toml"
@@ -33,8 +33,8 @@ def elements(text: str) -> list[tuple[str, dict[str, str | None]]]:
 
 def page(*names: str) -> str:
     people = [joined(peer, name=name, device=name) for peer, name in zip(NAMES, names, strict=False)]
-    events = [*beginning(), *people, committed(0), committed(1, NAMES[:1], late=[NAMES[1]]), timed(1)]
-    return render(snapshot(folded(events), 1100.0), JOIN, "0.1")
+    events = [*opening_events(), *people, committed(0), committed(1, NAMES[:1], late=[NAMES[1]]), timed(1)]
+    return render_page(snapshot(apply_all(events), 1100.0), JOIN, "0.1")
 
 
 def test_the_figures_stand_in_it_without_any_script() -> None:
@@ -58,15 +58,15 @@ def test_nothing_in_it_needs_inline_styles_scripts_or_strangers() -> None:
             assert address.startswith("/"), (tag, address)
         if tag == "script":
             assert attributes.get("src")
-    for file in STATIC.glob("*.js"):
+    for file in STATIC_DIR.glob("*.js"):
         if not file.name.startswith("uPlot"):
             assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", file.read_text())
-    assert not re.search(r"https?://(?!www\.w3\.org)", (FOLDER / "index.html").read_text())
+    assert not re.search(r"https?://(?!www\.w3\.org)", (ASSETS_DIR / "index.html").read_text())
 
 
 def test_the_vendored_charts_are_those_of_their_release() -> None:
     """uPlot 1.6.32, MIT, as on npm."""
-    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in STATIC.glob("uPlot*")}
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in STATIC_DIR.glob("uPlot*")}
     assert found == {
         "uPlot.iife.min.js": "19c8d4c6ad88929a",
         "uPlot.min.css": "df630c6a8d6f8eea",
@@ -75,21 +75,21 @@ def test_the_vendored_charts_are_those_of_their_release() -> None:
 
 
 def test_an_empty_run_and_a_replay_have_a_page() -> None:
-    assert "no peers yet" in render(snapshot(State(), 1.0), JOIN, "0.1")
-    replayed = render(snapshot(folded(beginning()), 1.0), None, "0.1")
+    assert "no peers yet" in render_page(snapshot(RunState(), 1.0), JOIN, "0.1")
+    replayed = render_page(snapshot(apply_all(opening_events()), 1.0), None, "0.1")
     assert 'id="join"' not in replayed and "run.toml" not in replayed
 
 
 def test_who_left_is_not_in_the_table_but_in_the_log() -> None:
-    events = [*beginning(), Left(at=1050.0, peer=NAMES[0], reason="unreachable")]
-    text = render(snapshot(folded(events), 1100.0), JOIN, "0.1")
+    events = [*opening_events(), PeerDeparted(at=1050.0, peer=NAMES[0], reason="unreachable")]
+    text = render_page(snapshot(apply_all(events), 1100.0), JOIN, "0.1")
     assert f'data-peer="{NAMES[0]}"' not in text and "does not answer and counts as gone" in text
 
 
 def test_numbers_as_people_read_them() -> None:
     sizes = {0: "0", 7: "7", 999: "999", 1_840_000: "1.84 M", 10_000: "10 k", 999_999: "1 M", 3e12: "3 T"}
-    assert {value: si(value) for value in sizes} == sizes
+    assert {value: format_si(value) for value in sizes} == sizes
     times = {3: "3 s", 75: "1 min 15 s", 2309: "38 min", 40_000: "11 h", 222_222: "2 d 13 h"}
-    assert {value: duration(value) for value in times} == times
-    assert number(None, 2) == "-" and number(1234.5, 1) == "1,234.5"
-    assert unit_of(5)[1] == "k" and unit_of(5e6)[1] == "M"
+    assert {value: format_duration(value) for value in times} == times
+    assert format_number(None, 2) == "-" and format_number(1234.5, 1) == "1,234.5"
+    assert choose_unit(5)[1] == "k" and choose_unit(5e6)[1] == "M"

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from node.daemon.metrics import Metrics
-from node.host.observer import Observer
-from node.host.status import watching_status
-from node.host.window import Window
-from tests.node.host.story import beginning, committed, folded
+from node.host.observer import ObserverNode
+from node.host.status import observer_status
+from node.host.window import NodeHandle
+from tests.node.host.story import opening_events, committed, apply_all
 from tests.node.small_run import MANIFEST, PEERS
 
 
@@ -17,12 +17,12 @@ def test_what_was_refused_is_in_the_status_and_in_the_metrics() -> None:
         "directory": SimpleNamespace(live=dict, refusals=Counter(forged=2)),
         "transport": SimpleNamespace(bytes_sent=5, bytes_received=6, refusals=Counter(flood=1, forged=1)),
     }
-    window = cast(Window, SimpleNamespace(manifest=MANIFEST, peer_id=PEERS[0].peer_id, **parts))
-    shown: Any = SimpleNamespace(recorder=SimpleNamespace(state=folded([*beginning(), committed(0)])), page="here")
-    metrics, observer = Metrics(), Observer(window, cast(Any, SimpleNamespace(refused=4)))
-    metrics.add_refusals(observer.refusals)
-    status = watching_status(window, shown, metrics)
-    metrics.watch(status)
+    window = cast(NodeHandle, SimpleNamespace(manifest=MANIFEST, peer_id=PEERS[0].peer_id, **parts))
+    shown: Any = SimpleNamespace(recorder=SimpleNamespace(state=apply_all([*opening_events(), committed(0)])), page="here")
+    metrics, observer = Metrics(), ObserverNode(window, cast(Any, SimpleNamespace(refused=4)))
+    metrics.read_other_refusals_from(observer.refusal_counts)
+    status = observer_status(window, shown, metrics)
+    metrics.read_status_from(status)
     assert status().refusals == {"forged": 3, "flood": 1, "dht": 4} and status().round == 1
     (family,) = [family for family in metrics.collect() if family.name == "murmur_refusals"]
     told = {sample.labels["reason"]: sample.value for sample in family.samples if sample.name.endswith("_total")}

@@ -1,11 +1,11 @@
-from node.local.drill import RETURN_DEADLINE, Drill, Order
-from node.local.views import PeerView, State, SwarmView
+from node.local.drill import RESTART_AFTER_SECONDS, KillTest, KillTestAction
+from node.local.views import PeerSummary, PeerProcessState, SwarmSummary
 from node.status import NodeStatus
 
 
 def peer(
-    round_number: int, live: int = 3, included: int | None = None, state: State = "running", digest: str = "same"
-) -> PeerView:
+    round_number: int, live: int = 3, included: int | None = None, state: PeerProcessState = "running", digest: str = "same"
+) -> PeerSummary:
     status = NodeStatus(
         peer_id="p",
         run="d",
@@ -15,43 +15,43 @@ def peer(
         last_included_round=included,
         digest=digest,
     )
-    return PeerView("peer", state, status)
+    return PeerSummary("peer", state, status)
 
 
-def view(*peers: PeerView, elapsed: float = 0.0, target: int = 20) -> SwarmView:
-    return SwarmView("d", target, None, elapsed, peers)
+def view(*peers: PeerSummary, elapsed: float = 0.0, target: int = 20) -> SwarmSummary:
+    return SwarmSummary("d", target, None, elapsed, peers)
 
 
-def act(drill: Drill, *peers: PeerView, elapsed: float = 0.0, target: int = 20) -> str | None:
-    order = drill.decide(view(*peers, elapsed=elapsed, target=target))
+def act(drill: KillTest, *peers: PeerSummary, elapsed: float = 0.0, target: int = 20) -> str | None:
+    order = drill.next_action(view(*peers, elapsed=elapsed, target=target))
     return order.action if order else None
 
 
-def struck() -> Drill:
+def struck() -> KillTest:
     """A drill whose victim was killed in round 10."""
-    drill = Drill(3)
+    drill = KillTest(3)
     assert act(drill, peer(10), peer(10), peer(10)) == "kill"
     return drill
 
 
 def test_nothing_before_half() -> None:
-    drill = Drill(3)
+    drill = KillTest(3)
     assert act(drill, peer(9), peer(9), peer(9)) is None
-    assert (drill.lost, drill.rejoined) == (0, 0)
+    assert (drill.lost_count, drill.rejoined_count) == (0, 0)
 
 
 def test_kill_at_half_then_return_then_welcome() -> None:
-    drill = Drill(3)
-    assert drill.decide(view(peer(10), peer(10), peer(10))) == Order("kill", "drill: peer is killed in round 10")
+    drill = KillTest(3)
+    assert drill.next_action(view(peer(10), peer(10), peer(10))) == KillTestAction("kill", "drill: peer is killed in round 10")
     gone = peer(10, state="lost")
     assert act(drill, peer(10, 2), peer(10, 2), gone) is None
     assert act(drill, peer(11, 2), peer(11, 2), gone) == "start"
-    assert (drill.lost, drill.rejoined) == (1, 0)
-    assert act(drill, peer(12, 3), peer(12, 3), PeerView("peer", "starting", None)) is None
+    assert (drill.lost_count, drill.rejoined_count) == (1, 0)
+    assert act(drill, peer(12, 3), peer(12, 3), PeerSummary("peer", "starting", None)) is None
     assert act(drill, peer(13, 3), peer(13, 3), peer(13, 3, included=10)) is None  # that was in its first life
     assert act(drill, peer(16, 3), peer(16, 3), peer(14, 3, included=13)) is None  # still behind
     assert act(drill, peer(17, 3), peer(16, 3), peer(16, 3, included=15)) == "none"
-    assert (drill.lost, drill.rejoined) == (1, 1)
+    assert (drill.lost_count, drill.rejoined_count) == (1, 1)
     assert act(drill, peer(18), peer(18), peer(18)) is None
 
 
@@ -62,7 +62,7 @@ def test_rounds_of_its_own_are_no_return() -> None:
     others = (peer(20, state="ended"), peer(20, state="ended"))
     assert act(drill, *others, peer(20, 1, included=19, digest="other")) is None
     assert act(drill, *others, peer(19, 1, included=18)) is None
-    assert drill.rejoined == 0
+    assert drill.rejoined_count == 0
     assert act(drill, *others, peer(20, 3, included=19)) == "none"
 
 
@@ -78,18 +78,18 @@ def test_more_rounds_where_the_loss_went_unnoticed() -> None:
 
 
 def test_no_waiting_for_notice_when_few_rounds_are_left() -> None:
-    drill = Drill(3)
+    drill = KillTest(3)
     assert act(drill, peer(3), peer(3), peer(3), target=6) == "kill"
     assert act(drill, peer(4), peer(4), peer(3, state="lost"), target=6) == "start"
 
 
 def test_others_that_cannot_go_on_alone_get_it_back() -> None:
     drill, gone = struck(), peer(10, state="lost")
-    assert act(drill, peer(10), peer(10), gone, elapsed=RETURN_DEADLINE) is None
-    order = drill.decide(view(peer(10), peer(10), gone, elapsed=RETURN_DEADLINE + 1))
-    assert order == Order("start", "drill: the others wait; peer is started again")
+    assert act(drill, peer(10), peer(10), gone, elapsed=RESTART_AFTER_SECONDS) is None
+    order = drill.next_action(view(peer(10), peer(10), gone, elapsed=RESTART_AFTER_SECONDS + 1))
+    assert order == KillTestAction("start", "drill: the others wait; peer is started again")
 
 
 def test_one_that_is_not_running_or_alone_is_not_killed() -> None:
-    assert act(Drill(2), peer(15), peer(15, state="lost")) is None
-    assert act(Drill(1), peer(15)) is None
+    assert act(KillTest(2), peer(15), peer(15, state="lost")) is None
+    assert act(KillTest(1), peer(15)) is None

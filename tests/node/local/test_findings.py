@@ -6,7 +6,7 @@ import torch
 
 from node.checkpoints.checkpoint import Checkpoint, save
 from node.data import open_source, validation_batches
-from node.local.findings import VALIDATION_TOKENS, examine, validation_losses
+from node.local.findings import VALIDATION_TOKENS, evaluate_model, validation_losses
 from node.model import Llama, initial_weights, shape_table
 from protocol.errors import CheckpointError
 from protocol.manifest import Manifest, load_manifest
@@ -67,7 +67,7 @@ def test_examine_takes_the_latest_peer_and_writes_the_export_anew(manifest: Mani
     newest = saved(tmp_path / "peer-1", manifest, torch.zeros_like(flat), round_number=4)
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "old").touch()
-    found = examine(manifest, tmp_path)
+    found = evaluate_model(manifest, tmp_path)
     assert found.rounds == 4
     assert found.checkpoint == newest
     assert found.parameters == flat.numel()
@@ -81,4 +81,4 @@ def test_examine_takes_the_latest_peer_and_writes_the_export_anew(manifest: Mani
 
 def test_nothing_to_examine(manifest: Manifest, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
-        examine(manifest, tmp_path)
+        evaluate_model(manifest, tmp_path)

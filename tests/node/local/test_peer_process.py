@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.local.peer_process import LAST_WORDS_BYTES, PeerProcess
+from node.local.peer_process import LOG_TAIL_BYTES, PeerProcess
 from node.status import NodeStatus
 from protocol.errors import StorageError
 
@@ -35,7 +35,7 @@ def python(program: str) -> tuple[str, ...]:
 
 
 def ended(peer: PeerProcess) -> None:
-    holds(lambda: not peer.running)
+    holds(lambda: not peer.is_running)
 
 
 def holds(condition: Callable[[], bool]) -> None:
@@ -52,15 +52,15 @@ def status(since: float, bytes_sent: int = 7) -> str:
 
 def test_states(make: Make) -> None:
     peer = make(*SLEEPS)
-    assert (peer.view().state, peer.returncode, peer.running) == ("starting", None, False)
+    assert (peer.summary().state, peer.returncode, peer.is_running) == ("starting", None, False)
     peer.start(())
-    assert (peer.view().state, peer.running) == ("starting", True)
+    assert (peer.summary().state, peer.is_running) == ("starting", True)
     peer.kill()
-    assert (peer.view().state, peer.returncode) == ("lost", -signal.SIGKILL)
+    assert (peer.summary().state, peer.returncode) == ("lost", -signal.SIGKILL)
     well = make(*python("pass"))
     well.start(())
     ended(well)
-    assert well.view().state == "ended"
+    assert well.summary().state == "ended"
 
 
 def test_kill_takes_the_whole_group(make: Make) -> None:
@@ -96,9 +96,9 @@ def test_output_is_appended_to_the_log_and_its_end_are_the_last_words(make: Make
         peer.start(())
         ended(peer)
     assert peer.log.read_text().count("oh no") == 2
-    assert peer.last_words(1) == ["oh no"]
-    peer.log.write_bytes(b"\xff" * 10 * LAST_WORDS_BYTES)
-    assert len(peer.last_words()[0]) == LAST_WORDS_BYTES
+    assert peer.log_tail(1) == ["oh no"]
+    peer.log.write_bytes(b"\xff" * 10 * LOG_TAIL_BYTES)
+    assert len(peer.log_tail()[0]) == LOG_TAIL_BYTES
 
 
 def test_announcement_of_an_earlier_life_does_not_count(make: Make) -> None:
@@ -122,7 +122,7 @@ async def test_parting_status_is_read_unless_it_is_of_an_earlier_life(make: Make
     (peer.folder / "status.json").write_text(status(since=time.time()))
     await peer.poll()
     assert peer.status and peer.status.round == 9
-    assert peer.ledger.bytes_sent == 7
+    assert peer.totals.bytes_sent == 7
 
 
 async def test_one_that_does_not_answer_keeps_its_last_status(make: Make, unused_tcp_port: int) -> None:

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from node.local.report import Findings, Outcome, Report, agree, ring_all_reduce_bytes, summarise
-from node.local.views import Ledger
+from node.local.report import ModelEvaluation, SwarmResult, FinalReport, do_digests_agree, ring_all_reduce_bytes, build_report
+from node.local.views import PeerTotals
 from node.status import NodeStatus
 from protocol.manifest import load_manifest
 
@@ -23,19 +23,19 @@ PROMISED = {
     "checkpoint",
     "export",
 }
-FOUND = Findings(Path("c"), Path("e"), 30, 1_000_000, 5.5, 1.9, "def f():\n    return")
+FOUND = ModelEvaluation(Path("c"), Path("e"), 30, 1_000_000, 5.5, 1.9, "def f():\n    return")
 
 
-def ledger(sent: int) -> Ledger:
+def ledger(sent: int) -> PeerTotals:
     status = NodeStatus(peer_id="p", run="d", run_id="0", bytes_sent=sent, seconds={"compute": 9.0, "wait": 1.0})
-    return Ledger({0.0: status})
+    return PeerTotals({0.0: status})
 
 
 def outcome(
     sent: tuple[int, ...] = (10, 20, 30), before: int = 0, digests: tuple[str, ...] = ("d", "d", "d")
-) -> Outcome:
-    return Outcome(
-        ledgers=[ledger(count) for count in sent],
+) -> SwarmResult:
+    return SwarmResult(
+        peer_totals=[ledger(count) for count in sent],
         tokens=before + 3 * 600 * 2048,
         digests={f"peer-{index}": digest for index, digest in enumerate(digests)},
         tokens_before=before,
@@ -58,7 +58,7 @@ def test_one_peer_would_have_sent_nothing() -> None:
 
 
 def test_report_has_what_json_promises() -> None:
-    report = summarise(MANIFEST, outcome(), FOUND)
+    report = build_report(MANIFEST, outcome(), FOUND)
     assert set(report.model_dump()) >= PROMISED
     assert report.bytes_sent_per_peer == 30
     assert report.bytes_sent_mean == 20
@@ -68,19 +68,19 @@ def test_report_has_what_json_promises() -> None:
     assert report.rounds == 30
     assert report.seconds == 61.3
     assert report.agreed
-    assert Report.model_validate_json(report.model_dump_json()) == report
+    assert FinalReport.model_validate_json(report.model_dump_json()) == report
 
 
 def test_a_resumed_swarm_counts_only_the_tokens_it_paid_for() -> None:
     """The control: counted from the run's beginning, the ratio would flatter."""
-    resumed = summarise(MANIFEST, outcome(before=10**9), FOUND)
-    assert resumed.byte_ratio == summarise(MANIFEST, outcome(), FOUND).byte_ratio
+    resumed = build_report(MANIFEST, outcome(before=10**9), FOUND)
+    assert resumed.byte_ratio == build_report(MANIFEST, outcome(), FOUND).byte_ratio
     whole = ring_all_reduce_bytes(3, 1_000_000, resumed.tokens, MANIFEST.train.batch_tokens)
     assert whole > 2 * resumed.bytes_all_reduce_per_peer
 
 
 def test_nothing_sent_has_no_ratio() -> None:
-    report = summarise(MANIFEST, outcome(sent=(0, 0, 0)), FOUND)
+    report = build_report(MANIFEST, outcome(sent=(0, 0, 0)), FOUND)
     assert report.byte_ratio is None
     assert any("nothing was sent" in line for line in report.lines())
 
@@ -95,11 +95,11 @@ def test_nothing_sent_has_no_ratio() -> None:
     ],
 )
 def test_agreement_needs_every_peer(digests: dict[str, str], peers: int, expected: bool) -> None:
-    assert agree(digests, peers) is expected
+    assert do_digests_agree(digests, peers) is expected
 
 
 def test_lines_for_a_person() -> None:
-    text = "\n".join(summarise(MANIFEST, outcome(), FOUND).lines())
+    text = "\n".join(build_report(MANIFEST, outcome(), FOUND).lines())
     assert "5.500 -> 1.900 nats" in text
     assert "lost 1, rejoined 1" in text
     assert "all 3 peers agree: d" in text
@@ -108,5 +108,5 @@ def test_lines_for_a_person() -> None:
 
 
 def test_lines_name_who_differs() -> None:
-    text = "\n".join(summarise(MANIFEST, outcome(digests=("d", "d", "")), FOUND).lines())
+    text = "\n".join(build_report(MANIFEST, outcome(digests=("d", "d", "")), FOUND).lines())
     assert "DIFFER: peer-0 d, peer-1 d, peer-2 none" in text

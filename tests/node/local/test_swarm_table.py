@@ -2,8 +2,8 @@ import io
 
 from rich.console import Console
 
-from node.local.swarm_table import COLUMNS, Display, cells, clock, header, plain_line, table
-from node.local.views import PeerView, SwarmView
+from node.local.swarm_table import COLUMNS, SwarmDisplay, format_cells, format_clock, format_header, format_plain_line, build_table
+from node.local.views import PeerSummary, SwarmSummary
 from node.status import NodeStatus
 
 STATUS = NodeStatus(
@@ -20,24 +20,24 @@ STATUS = NodeStatus(
     digest="ab12cd34" * 8,
 )
 PEERS = (
-    PeerView("peer-0", "running", STATUS, sent=4_200_000),
-    PeerView("peer-1", "lost", STATUS, sent=3_000_000),
-    PeerView("peer-2", "starting", None),
+    PeerSummary("peer-0", "running", STATUS, bytes_sent=4_200_000),
+    PeerSummary("peer-1", "lost", STATUS, bytes_sent=3_000_000),
+    PeerSummary("peer-2", "starting", None),
 )
 
 
-def view(elapsed: float = 31.0, rounds: int | None = 30) -> SwarmView:
-    return SwarmView("demo", rounds, None, elapsed, PEERS)
+def view(elapsed: float = 31.0, rounds: int | None = 30) -> SwarmSummary:
+    return SwarmSummary("demo", rounds, None, elapsed, PEERS)
 
 
-def display(terminal: bool, plain: bool = False) -> tuple[Display, io.StringIO]:
+def display(terminal: bool, plain: bool = False) -> tuple[SwarmDisplay, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
-    return Display(console, plain), out
+    return SwarmDisplay(console, plain), out
 
 
 def test_cells_of_each_state() -> None:
-    rows = [[cell.plain for cell in cells(peer)] for peer in PEERS]
+    rows = [[cell.plain for cell in format_cells(peer)] for peer in PEERS]
     assert rows[0] == ["peer-0", "training", "12", "240", "2.346", "4.5k", "4.2 MB", "11/12", "ab12cd34"]
     assert rows[1][:2] == ["peer-1", "lost"]
     assert rows[2] == ["peer-2", "starting", *["-"] * 7]
@@ -46,23 +46,23 @@ def test_cells_of_each_state() -> None:
 
 def test_table_fits_a_terminal_of_eighty() -> None:
     out = io.StringIO()
-    Console(file=out, width=80).print(table(view()))
+    Console(file=out, width=80).print(build_table(view()))
     assert "ab12cd34" in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
 def test_header_and_plain_line() -> None:
-    assert header(view(), 75.0) == "demo · 1 of 3 peers · round 12 of 30 · 0:31 · left 1:15"
+    assert format_header(view(), 75.0) == "demo · 1 of 3 peers · round 12 of 30 · 0:31 · left 1:15"
     expected = (
         "round 12 of 30 · 0:31 · left - · loss 2.346 · 4.5k tok/s · sent 7.2 MB · "
         "peer-0 training, peer-1 lost, peer-2 starting"
     )
-    assert plain_line(view(), None) == expected
-    assert plain_line(view(rounds=None), None).startswith("round 12 · 0:31")
+    assert format_plain_line(view(), None) == expected
+    assert format_plain_line(view(rounds=None), None).startswith("round 12 · 0:31")
 
 
 def test_clock() -> None:
-    assert [clock(seconds) for seconds in (None, 0, 59.6, 3661)] == ["-", "0:00", "1:00", "1:01:01"]
+    assert [format_clock(seconds) for seconds in (None, 0, 59.6, 3661)] == ["-", "0:00", "1:00", "1:01:01"]
 
 
 def test_elsewhere_than_on_a_terminal_a_line_every_few_seconds() -> None:
@@ -70,7 +70,7 @@ def test_elsewhere_than_on_a_terminal_a_line_every_few_seconds() -> None:
     with shown:
         for tenth in range(120):
             shown.show(view(elapsed=tenth / 10))
-        shown.say("drill: [peer-2] is killed")
+        shown.print_line("drill: [peer-2] is killed")
     lines = out.getvalue().splitlines()
     assert len(lines) == 4
     assert lines[-1] == "drill: [peer-2] is killed"  # brackets are text, not markup
@@ -81,7 +81,7 @@ def test_on_a_terminal_the_table_is_redrawn_in_place_and_what_is_said_stays() ->
     shown, out = display(terminal=True)
     with shown:
         shown.show(view())
-        shown.say("something happened")
+        shown.print_line("something happened")
         shown.show(view(elapsed=32.0))
     assert "\x1b[" in out.getvalue()
     assert "something happened" in out.getvalue()

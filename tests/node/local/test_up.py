@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import node.local.up
-from node.folder import RunFolder
+from node.folder import RunDir
 from node.local.peer_process import PeerProcess
-from node.local.report import Findings
-from node.local.up import Wish, peer_processes, settle, swarm_manifest, up
+from node.local.report import ModelEvaluation
+from node.local.up import UpOptions, build_peer_processes, resolve_options, adapt_manifest, up
 from protocol.errors import AlreadyRunningError, ManifestError, MissingFileError, OtherRunError, UsageError
 from protocol.manifest import load_manifest
 
@@ -27,40 +27,40 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_a_manifest_the_demo_with_its_drill() -> None:
-    plan = settle(Wish())
+    plan = resolve_options(UpOptions())
     assert plan.manifest.run.name == "demo"
     assert plan.folder == Path("runs/demo-1")
     assert (plan.peers, plan.drill) == (3, True)
 
 
 def test_with_a_manifest_no_drill_unless_asked_for() -> None:
-    assert not settle(Wish(run=TEST_RUN)).drill
-    assert settle(Wish(run=TEST_RUN, drill=True)).drill
-    assert not settle(Wish(drill=False)).drill
+    assert not resolve_options(UpOptions(run=TEST_RUN)).drill
+    assert resolve_options(UpOptions(run=TEST_RUN, drill=True)).drill
+    assert not resolve_options(UpOptions(drill=False)).drill
 
 
 def test_the_run_waits_for_as_many_peers_as_are_started() -> None:
-    assert settle(Wish(run=TEST_RUN, peers=5)).manifest.run.min_peers == 5
-    assert settle(Wish(run=TEST_RUN, peers=1)).peers == 1
+    assert resolve_options(UpOptions(run=TEST_RUN, peers=5)).manifest.run.min_peers == 5
+    assert resolve_options(UpOptions(run=TEST_RUN, peers=1)).peers == 1
 
 
 def test_command_line_changes_the_run(tmp_path: Path) -> None:
     given = load_manifest(TEST_RUN)
-    made = swarm_manifest(given, tmp_path, 3, Wish(rounds=7, seed=5, recipe="sparseloco"))
+    made = adapt_manifest(given, tmp_path, 3, UpOptions(rounds=7, seed=5, recipe="sparseloco"))
     assert made.target.rounds == 7
     assert made.run.seed == 5
     assert made.method.recipe == "sparseloco"
     assert made.method.overrides() == {}
-    kept = swarm_manifest(given, tmp_path, 3, Wish(recipe="diloco"))
+    kept = adapt_manifest(given, tmp_path, 3, UpOptions(recipe="diloco"))
     assert kept.method == given.method
 
 
 def test_limits_are_passed_to_every_peer_and_checked_before_one_starts() -> None:
-    limited = settle(Wish(run=TEST_RUN, upload="20mbit", download="1MB"))
-    for peer in peer_processes(limited):
+    limited = resolve_options(UpOptions(run=TEST_RUN, upload="20mbit", download="1MB"))
+    for peer in build_peer_processes(limited):
         assert "--upload 20mbit --download 1MB" in " ".join(peer._command)
     with pytest.raises(UsageError, match="--upload: '20mb' is no rate"):
-        settle(Wish(run=TEST_RUN, upload="20mb"))
+        resolve_options(UpOptions(run=TEST_RUN, upload="20mb"))
 
 
 @pytest.mark.parametrize(
@@ -78,22 +78,22 @@ def test_data_paths_hold_from_any_folder(tmp_path: Path, source: str, path: str,
     (tmp_path / "here").mkdir()
     given = load_manifest(TEST_RUN)
     data = given.data.model_copy(update={"source": source, "path": path, "tokenizer": "words.json"})
-    made = swarm_manifest(given.model_copy(update={"data": data}), tmp_path, 3, Wish())
+    made = adapt_manifest(given.model_copy(update={"data": data}), tmp_path, 3, UpOptions())
     assert made.data.path == expected.format(base=tmp_path)
     assert made.data.tokenizer == str(tmp_path / "words.json")
 
 
 def test_a_folder_goes_on_with_its_own_manifest(tmp_path: Path) -> None:
-    first = settle(Wish(run=TEST_RUN, folder=tmp_path, peers=4, seed=9))
+    first = resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path, peers=4, seed=9))
     (tmp_path / "run.toml").write_text(first.manifest.to_toml())
-    again = settle(Wish(folder=tmp_path))
+    again = resolve_options(UpOptions(folder=tmp_path))
     assert again.manifest.run_id == first.manifest.run_id
     assert again.peers == 4
     assert not again.drill
 
 
 def test_commands_of_the_peers(tmp_path: Path) -> None:
-    processes = peer_processes(settle(Wish(run=TEST_RUN, folder=tmp_path, device="cpu")))
+    processes = build_peer_processes(resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path, device="cpu")))
     assert [process.name for process in processes] == ["peer-0", "peer-1", "peer-2"]
     command = " ".join(processes[1]._command)
     assert f"-m node.cli join {tmp_path}/run.toml --dir {tmp_path}/peer-1 --name peer-1 --threads" in command
@@ -101,19 +101,19 @@ def test_commands_of_the_peers(tmp_path: Path) -> None:
 
 
 def test_peers_are_told_to_spare_this_machine(tmp_path: Path) -> None:
-    wish = Wish(run=TEST_RUN, folder=tmp_path, threads=3, memory="2GB", pause_when_busy=True)
-    command = " ".join(peer_processes(settle(wish))[0]._command)
+    wish = UpOptions(run=TEST_RUN, folder=tmp_path, threads=3, memory="2GB", pause_when_busy=True)
+    command = " ".join(build_peer_processes(resolve_options(wish))[0]._command)
     assert "--threads 3 --memory 2GB --pause-when-busy --device" in command
     with pytest.raises(UsageError, match="--memory: 'much' is no size"):
-        settle(Wish(run=TEST_RUN, folder=tmp_path, memory="much"))
+        resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path, memory="much"))
 
 
 def test_a_folder_of_another_run_or_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    up_claims = settle(Wish(run=TEST_RUN, folder=tmp_path))
-    with RunFolder(tmp_path).claimed(up_claims.manifest), pytest.raises(AlreadyRunningError):
-        up(Wish(run=TEST_RUN, folder=tmp_path))
+    up_claims = resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path))
+    with RunDir(tmp_path).lock(up_claims.manifest), pytest.raises(AlreadyRunningError):
+        up(UpOptions(run=TEST_RUN, folder=tmp_path))
     with pytest.raises(OtherRunError):
-        up(Wish(run=TEST_RUN, folder=tmp_path, seed=1))
+        up(UpOptions(run=TEST_RUN, folder=tmp_path, seed=1))
     assert not (tmp_path / "peer-0").exists()
 
 
@@ -122,23 +122,23 @@ def test_a_method_that_does_not_exist_claims_nothing(tmp_path: Path) -> None:
     wrong = tmp_path / "run.toml"
     wrong.write_text(TEST_RUN.read_text().replace('recipe = "', 'recipe = "x'))
     with pytest.raises(ManifestError, match="did you mean"):
-        up(Wish(run=wrong, folder=tmp_path / "swarm"))
+        up(UpOptions(run=wrong, folder=tmp_path / "swarm"))
     assert not (tmp_path / "swarm").exists()
 
 
 def test_manifest_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
-        up(Wish(run=tmp_path / "nowhere.toml"))
+        up(UpOptions(run=tmp_path / "nowhere.toml"))
     assert not (tmp_path / "runs").exists()
 
 
-class Stage:
+class FakePeersAndModel:
     """Instead of peers that train: stand-ins, and what is found in their model."""
 
     def __init__(self, target: int) -> None:
         self.target = target
 
-    def processes(self, plan: node.local.up.Plan) -> list[PeerProcess]:
+    def processes(self, plan: node.local.up.SwarmConfig) -> list[PeerProcess]:
         fake, epoch = str(Path(__file__).with_name("fake_peer.py")), str(time.time())
         homes = [plan.folder / f"peer-{index}" for index in range(plan.peers)]
         return [
@@ -146,13 +146,13 @@ class Stage:
         ]
 
     @staticmethod
-    def examine(_: object, folder: Path) -> Findings:
-        return Findings(folder / "c", folder / "export", 10, 1000, 5.0, 2.0, "def murmur():")
+    def examine(_: object, folder: Path) -> ModelEvaluation:
+        return ModelEvaluation(folder / "c", folder / "export", 10, 1000, 5.0, 2.0, "def murmur():")
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
-    made = Stage(target=10)
+def stage(monkeypatch: pytest.MonkeyPatch) -> FakePeersAndModel:
+    made = FakePeersAndModel(target=10)
     monkeypatch.setattr(node.local.up, "peer_processes", made.processes)
     monkeypatch.setattr(node.local.up, "examine", made.examine)
     return made
@@ -160,7 +160,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 @pytest.mark.usefixtures("stage")
 def test_json_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert up(Wish(run=TEST_RUN, folder=tmp_path, peers=2, json=True)) == 0
+    assert up(UpOptions(run=TEST_RUN, folder=tmp_path, peers=2, json=True)) == 0
     out, notes = capsys.readouterr()
     report = json.loads(out)
     assert report["validation_loss"] == 2.0
@@ -171,27 +171,27 @@ def test_json_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.usefixtures("stage")
 def test_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert up(Wish(run=TEST_RUN, folder=tmp_path, peers=2)) == 0
+    assert up(UpOptions(run=TEST_RUN, folder=tmp_path, peers=2)) == 0
     out = capsys.readouterr().out
     assert "test: 2 peers in" in out
     assert "5.000 -> 2.000 nats a token" in out
 
 
 def test_models_that_differ_are_a_failure(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stage: FakePeersAndModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agreeing = stage.processes
 
-    def one_disagrees(plan: node.local.up.Plan) -> list[PeerProcess]:
+    def one_disagrees(plan: node.local.up.SwarmConfig) -> list[PeerProcess]:
         first, second = agreeing(plan)
         return [first, PeerProcess(second.name, second.folder, [*second._command, "--digest", "other"])]
 
     monkeypatch.setattr(node.local.up, "peer_processes", one_disagrees)
-    assert up(Wish(run=TEST_RUN, folder=tmp_path, peers=2)) == 1
+    assert up(UpOptions(run=TEST_RUN, folder=tmp_path, peers=2)) == 1
     assert "DIFFER" in capsys.readouterr().out
 
 
-def test_interrupted_it_says_how_to_go_on(stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_it_says_how_to_go_on(stage: FakePeersAndModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stage.target = 10_000
 
     def interrupt() -> None:
@@ -202,7 +202,7 @@ def test_interrupted_it_says_how_to_go_on(stage: Stage, tmp_path: Path, capsys: 
 
     person = threading.Thread(target=interrupt)
     person.start()
-    assert up(Wish(run=TEST_RUN, folder=tmp_path, peers=2)) == 130
+    assert up(UpOptions(run=TEST_RUN, folder=tmp_path, peers=2)) == 130
     person.join()
     assert f"murmur up --dir {tmp_path} goes on from here" in capsys.readouterr().out.replace("\n", "")
     assert not (tmp_path / "report.json").exists()

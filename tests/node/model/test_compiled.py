@@ -8,9 +8,9 @@ import torch
 from node.model import CompiledLlama, Llama, initial_weights
 from node.model.compiled import has_compiler
 from node.trainer.inner_step import accumulate_gradient, validation_loss
-from protocol.manifest import Model
+from protocol.manifest import ModelSection
 
-SHAPE = Model(vocabulary=32, width=16, layers=1, heads=4, kv_heads=2, hidden=24, context=12)
+SHAPE = ModelSection(vocabulary=32, width=16, layers=1, heads=4, kv_heads=2, hidden=24, context=12)
 ROUNDING = 0.02
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 

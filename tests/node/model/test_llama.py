@@ -10,21 +10,21 @@ from torch import Tensor
 
 from node.model import Llama, initial_weights, shape_table
 from node.model.initial import STANDARD_DEVIATION
-from node.model.llama import NORM_EPSILON, normalise, rotary_tables, rotate
-from protocol.manifest import Model
+from node.model.llama import NORM_EPSILON, rms_norm, rotary_tables, apply_rotary
+from protocol.manifest import ModelSection
 
 torch.set_num_threads(1)
-SMALL = Model(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)
+SMALL = ModelSection(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)
 SHAPES = [{}, {"tied": False}, {"kv_heads": 2}, {"kv_heads": 1, "tied": False}]
 
 
-def ready(config: Model, seed: int = 0) -> Llama:
+def ready(config: ModelSection, seed: int = 0) -> Llama:
     model = Llama(config)
     model.load_flat(initial_weights(config, seed))
     return model
 
 
-def tokens_of(config: Model, seed: int, batch: int = 3) -> Tensor:
+def tokens_of(config: ModelSection, seed: int, batch: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocabulary, (batch, config.context), generator=generator)
 
@@ -50,7 +50,7 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
 
 
 def test_initial_weights_are_bells_of_the_right_width() -> None:
-    config = Model(width=128, layers=4, heads=4, hidden=344, context=128)
+    config = ModelSection(width=128, layers=4, heads=4, hidden=344, context=128)
     for name, view in shape_table(config).views(initial_weights(config, 0)).items():
         if view.ndim == 1:
             assert bool((view == 1).all())
@@ -65,7 +65,7 @@ def test_initial_weights_are_bells_of_the_right_width() -> None:
 
 def test_initial_weights_are_continued_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = initial_weights(SMALL, 3)
-    monkeypatch.setattr("node.model.initial.CHUNK", 100)
+    monkeypatch.setattr("node.model.initial.CHUNK_ELEMENTS", 100)
     assert torch.equal(initial_weights(SMALL, 3), whole)
 
 
@@ -86,12 +86,12 @@ def test_forward_against_a_naive_reference(changes: dict[str, object]) -> None:
     assert abs(model(tokens[:, :-1], tokens[:, 1:]).item() - loss.item()) < 1e-4
 
 
-def naive_logits(config: Model, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def naive_logits(config: ModelSection, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """The textbook form, one sequence, one head and one position at a time, in fp64."""
     return torch.stack([naive_sequence(config, weights, sequence) for sequence in tokens])
 
 
-def naive_sequence(config: Model, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def naive_sequence(config: ModelSection, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     def norm(rows: Tensor, gain: Tensor) -> Tensor:
         return rows / (rows.square().mean(-1, keepdim=True) + NORM_EPSILON).sqrt() * gain
 
@@ -106,7 +106,7 @@ def naive_sequence(config: Model, weights: dict[str, Tensor], tokens: Tensor) ->
     return norm(rows, weights["model.norm.weight"]) @ weights.get("lm_head.weight", embedding).T
 
 
-def naive_attention(config: Model, part: dict[str, Tensor], rows: Tensor) -> Tensor:
+def naive_attention(config: ModelSection, part: dict[str, Tensor], rows: Tensor) -> Tensor:
     size, groups = config.width // config.heads, config.kv_heads or config.heads
     outputs = []
     for head in range(config.heads):
@@ -140,7 +140,7 @@ def test_rotation_depends_on_the_distance_alone() -> None:
     config = SMALL.model_copy(update={"context": 64})
     cosines, sines = rotary_tables(config)
     query, key = (torch.randn(1, 1, 1, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    turned = [rotate(heads.expand(1, 64, 1, 4), cosines, sines)[0, :, 0] for heads in (query, key)]
+    turned = [apply_rotary(heads.expand(1, 64, 1, 4), cosines, sines)[0, :, 0] for heads in (query, key)]
     scores = turned[0] @ turned[1].T
     assert torch.allclose(scores.diagonal(5), scores[0, 5].expand(59), atol=1e-4)
     assert (scores[0, 5] - scores[0, 6]).abs() > 1e-3
@@ -148,7 +148,7 @@ def test_rotation_depends_on_the_distance_alone() -> None:
 
 def test_normalise_gives_unit_mean_square() -> None:
     rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 9
-    assert torch.allclose(normalise(rows, torch.ones(1, 64)).square().mean(-1), torch.ones(5), atol=1e-4)
+    assert torch.allclose(rms_norm(rows, torch.ones(1, 64)).square().mean(-1), torch.ones(5), atol=1e-4)
 
 
 def test_no_position_sees_a_later_one() -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from node.model import ShapeTable, shape_table
-from protocol.manifest import Model
+from protocol.manifest import ModelSection
 
-SMALL = Model(vocabulary=16, width=8, layers=2, heads=2, kv_heads=1, hidden=12, context=8)
+SMALL = ModelSection(vocabulary=16, width=8, layers=2, heads=2, kv_heads=1, hidden=12, context=8)
 
 
 def test_table_of_a_small_model_written_out() -> None:
@@ -37,7 +37,7 @@ def test_tied_output_stands_once_and_untied_last() -> None:
 
 def test_table_of_a_large_model_costs_nothing() -> None:
     sizes = {"width": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "hidden": 28_672, "context": 8192}
-    large = Model.model_validate({"vocabulary": 128_256, "tied": False, **sizes})
+    large = ModelSection.model_validate({"vocabulary": 128_256, "tied": False, **sizes})
     assert shape_table(large).numel == 70_553_706_496  # Llama 3 70B
 
 
@@ -80,7 +80,7 @@ def test_views_refuse_another_length() -> None:
 def test_fill_is_the_inverse_of_views() -> None:
     table = shape_table(SMALL)
     flat, other = torch.randn(table.numel, generator=torch.Generator().manual_seed(0)), torch.zeros(table.numel)
-    table.fill(other, table.views(flat))
+    table.copy_named(other, table.views(flat))
     assert torch.equal(flat, other)
 
 
@@ -88,6 +88,6 @@ def test_fill_refuses_other_names_and_shapes() -> None:
     table = ShapeTable((("a", (2, 3)), ("b", (6,))))
     flat = torch.zeros(12)
     with pytest.raises(ValueError, match="parameters differ"):
-        table.fill(flat, {"a": torch.zeros(2, 3)})
+        table.copy_named(flat, {"a": torch.zeros(2, 3)})
     with pytest.raises(ValueError, match="b has shape"):
-        table.fill(flat, {"a": torch.zeros(2, 3), "b": torch.zeros(1)})  # 1 element would be broadcast
+        table.copy_named(flat, {"a": torch.zeros(2, 3), "b": torch.zeros(1)})  # 1 element would be broadcast

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from node.recipe_table import describe, show_recipes
+from node.recipe_table import describe_recipe, show_recipes
 from node.simulation import command
-from node.simulation.command import Wish, compose_all, overrides, settle, simulate
-from node.simulation.liars import Liars
-from optim.recipes import PARTS
+from node.simulation.command import SimulationOptions, compose_methods, parse_overrides, build_config, simulate
+from node.simulation.liars import Adversaries
+from optim.recipes import COMPONENTS
 from optim.rows import RECIPES
 from protocol.errors import MurmurError, StorageError, UsageError
-from tests.node.simulation.virtual_swarm import setting
+from tests.node.simulation.virtual_swarm import make_config
 
-WISH = Wish(recipes=("diloco",))
+WISH = SimulationOptions(recipes=("diloco",))
 
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Path:
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    small = setting(2, 4).manifest
+    small = make_config(2, 4).manifest
     model, data = small.model.model_copy(update={"vocabulary": 256}), small.data.model_copy(update={"path": "*.txt"})
     path = tmp_path / "run.toml"
     path.write_text(small.model_copy(update={"model": model, "data": data}).to_toml())
@@ -32,7 +32,7 @@ def manifest(tmp_path: Path) -> Path:
 
 def test_a_comparison_as_json_with_charts(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wish = replace(
-        WISH, peers=2, steps=4, seeds=1, run=manifest, options=("schedule.inner_steps=2",), json=True,
+        WISH, peers=2, steps=4, seeds=1, run=manifest, overrides=("schedule.inner_steps=2",), json=True,
         plot=manifest.parent / "plot.svg",
     )  # fmt: skip
     simulate(wish)
@@ -56,18 +56,18 @@ def test_a_comparison_for_people(manifest: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_what_is_settled() -> None:
-    given = settle(
+    given = build_config(
         replace(WISH, peers=2, tokens=10_240, speeds="1,0.5", bandwidth="8", latency=20.0, liars="0.5:zero", churn=0.1)
     )
     assert (given.steps, given.speeds, given.bandwidths) == (10, (1.0, 0.5), (1e6, 1e6))
-    assert (given.latency, given.churn, given.liars) == (0.02, 0.1, Liars(0.5, "zero"))
+    assert (given.latency, given.churn, given.adversaries) == (0.02, 0.1, Adversaries(0.5, "zero"))
     assert given.manifest.train.decay_steps == 10
 
 
 def test_the_manifests_own_options_go_with_its_own_recipe() -> None:
-    manifest = setting(2, 4).manifest
+    manifest = make_config(2, 4).manifest
     table = manifest.method.model_copy(update={"schedule": {"inner_steps": 7}})
-    methods = compose_all(
+    methods = compose_methods(
         ["diloco", "averaging", "local"],
         manifest.model_copy(update={"method": table}),
         {"schedule": {"ahead": 5}},
@@ -80,7 +80,7 @@ def test_the_manifests_own_options_go_with_its_own_recipe() -> None:
 
 def test_options_are_read_as_in_a_manifest() -> None:
     options = ("codec.k=128", "codec.kind=topk", "aggregate.clip=true", 'update.kind="sgd"', "update.rate=1e-2")
-    assert overrides(options) == {
+    assert parse_overrides(options) == {
         "codec": {"k": 128, "kind": "topk"},
         "aggregate": {"clip": True},
         "update": {"kind": "sgd", "rate": 0.01},
@@ -90,16 +90,16 @@ def test_options_are_read_as_in_a_manifest() -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (lambda: settle(replace(WISH, steps=1, tokens=1)), "--steps and --tokens both"),
-        (lambda: settle(replace(WISH, speeds="1,2,x")), "--speeds '1,2,x': write numbers"),
-        (lambda: settle(replace(WISH, speeds="1,2,3")), "--speeds takes one positive number, or one for each of the 8"),
-        (lambda: settle(replace(WISH, bandwidth="0")), "--bandwidth takes one positive"),
-        (lambda: settle(replace(WISH, liars="2:zero")), "--liars '2:zero': write share:kind"),
-        (lambda: settle(replace(WISH, liars="0.1:shout")), "kinds: sign-flip, scale10, zero, random"),
-        (lambda: settle(replace(WISH, plot=Path("no/where/plot.svg"))), "--plot: there is no folder no/where; make it"),
-        (lambda: overrides(["codec=3"]), "--set 'codec=3': write it as part.option=value"),
+        (lambda: build_config(replace(WISH, steps=1, tokens=1)), "--steps and --tokens both"),
+        (lambda: build_config(replace(WISH, speeds="1,2,x")), "--speeds '1,2,x': write numbers"),
+        (lambda: build_config(replace(WISH, speeds="1,2,3")), "--speeds takes one positive number, or one for each of the 8"),
+        (lambda: build_config(replace(WISH, bandwidth="0")), "--bandwidth takes one positive"),
+        (lambda: build_config(replace(WISH, liars="2:zero")), "--liars '2:zero': write share:kind"),
+        (lambda: build_config(replace(WISH, liars="0.1:shout")), "kinds: sign-flip, scale10, zero, random"),
+        (lambda: build_config(replace(WISH, plot=Path("no/where/plot.svg"))), "--plot: there is no folder no/where; make it"),
+        (lambda: parse_overrides(["codec=3"]), "--set 'codec=3': write it as part.option=value"),
         (lambda: simulate(replace(WISH, recipes=("dilco",))), "no recipe is called 'dilco'; did you mean 'diloco'?"),
-        (lambda: simulate(replace(WISH, options=("codec.q=3",))), "has no option 'q'"),
+        (lambda: simulate(replace(WISH, overrides=("codec.q=3",))), "has no option 'q'"),
         (lambda: show_recipes("dilco", False), "did you mean 'diloco'?"),
     ],
 )
@@ -111,16 +111,16 @@ def test_a_wrong_wish_is_one_line(wrong: Callable[[], object], text: str) -> Non
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "has_compiler", lambda: True)
-    assert settle(replace(WISH, compiled=True)).compiled and not settle(WISH).compiled
+    assert build_config(replace(WISH, compiled=True)).compiled and not build_config(WISH).compiled
     monkeypatch.setattr(command, "has_compiler", lambda: False)
     with pytest.raises(UsageError, match="needs a C\\+\\+ compiler"):
-        settle(replace(WISH, compiled=True))
+        build_config(replace(WISH, compiled=True))
 
 
 def test_numbers_that_are_none_are_refused() -> None:
     for word in ("nan", "inf", "-1"):
         with pytest.raises(MurmurError):
-            settle(replace(WISH, speeds=word))
+            build_config(replace(WISH, speeds=word))
 
 
 def test_the_table_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_one_recipe_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "m <- mu * m + delta;  phi <- phi - eta * (delta + mu * m)" in text
     assert "inner_steps = 100   (default 30)" in text
-    row = describe("diloco")
+    row = describe_recipe("diloco")
     assert row["memory_per_parameter"] == 16  # anchor, reference, residual, momentum
     assert row["bits_per_parameter_step"] == pytest.approx(row["bits_per_parameter_sync"] / 100)
     assert row["options"]["update"] == {"learning_rate": 0.7, "momentum": 0.9, "shorten": True}
@@ -153,7 +153,7 @@ OPTION = r"    \w+ = [-=>.\w ]+(   \(default .*\))?"
 def test_every_part_of_a_recipe_says_what_it_does(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     show_recipes(recipe, False)
     parts = re.split(r"\n\n(?=\w+ = )", capsys.readouterr().out)
-    assert len(parts) == 1 + len(PARTS)
+    assert len(parts) == 1 + len(COMPONENTS)
     for part in parts[1:]:
         said = [line for line in part.splitlines()[1:] if line and not re.fullmatch(OPTION, line)]
         assert said, f"only options: {part}"
@@ -166,5 +166,5 @@ def test_what_changes_over_the_rounds_is_shown_as_its_course(capsys: pytest.Capt
     assert "k = 256 until 50 then 256 => 64 over 30   (default 64)" in text
     assert "    block = 256\n" in text and "    bits = 2\n" in text, "the options of both kinds"
     assert "round(x / scale)" in text and "The k largest of each chunk" in text, "and what both do"
-    assert describe("sparseloco-warm")["codec"] == "int8 until 50 then topk"
-    assert describe("dilocox")["options"]["schedule"]["inner_steps"] == "124 => 62 over 40"
+    assert describe_recipe("sparseloco-warm")["codec"] == "int8 until 50 then topk"
+    assert describe_recipe("dilocox")["options"]["schedule"]["inner_steps"] == "124 => 62 over 40"

@@ -9,25 +9,25 @@ from rich.console import Console
 
 import node.data.batches
 from node.simulation import plot, report
-from node.simulation.baselines import all_reduce_step, data_parallel, local
-from node.simulation.comparison import Comparison, compare, steps_in_all
-from node.simulation.measure import Examiner, Point, loss_at
-from tests.node.simulation.virtual_swarm import corpus, method, setting
+from node.simulation.baselines import all_reduce_step_seconds, train_data_parallel, train_locally
+from node.simulation.comparison import Comparison, compare, count_steps
+from node.simulation.measure import Evaluator, CurvePoint, interpolate_loss
+from tests.node.simulation.virtual_swarm import make_corpus, make_method, make_config
 
-GIVEN = setting(2, 6, bandwidth=1e5, speeds=(1.0, 0.5))
+GIVEN = make_config(2, 6, bandwidth=1e5, speeds=(1.0, 0.5))
 
 
 @pytest.fixture(scope="module")
 def comparison() -> Comparison:
-    methods = {name: method(name, 3) for name in ("diloco", "sparseloco")}
+    methods = {name: make_method(name, 3) for name in ("diloco", "sparseloco")}
     steps = 0
 
     def count() -> None:
         nonlocal steps
         steps += 1
 
-    found = compare(GIVEN, methods, corpus(), 2, 3, count)
-    assert steps >= steps_in_all(GIVEN, 2, 2) - 2 * 2 * 3
+    found = compare(GIVEN, methods, make_corpus(), 2, 3, count)
+    assert steps >= count_steps(GIVEN, 2, 2) - 2 * 2 * 3
     return found
 
 
@@ -46,34 +46,34 @@ def test_the_figures(comparison: Comparison) -> None:
 
 
 def test_the_table_has_a_line_for_each(comparison: Comparison) -> None:
-    console = Console(width=report.WIDTH, file=io.StringIO(), record=True)
-    console.print(report.table(comparison))
+    console = Console(width=report.TABLE_WIDTH, file=io.StringIO(), record=True)
+    console.print(report.build_table(comparison))
     text = console.export_text()
     for name in ("diloco", "sparseloco", "data-parallel", "local", "bits/param/step"):
         assert name in text
-    assert "of it in the rounds' logic" in report.logic_line(comparison)
+    assert "of it in the rounds' logic" in report.format_logic_time(comparison)
 
 
 def test_the_charts_are_well_formed(comparison: Comparison) -> None:
-    root = ElementTree.fromstring(plot.svg(comparison))
+    root = ElementTree.fromstring(plot.render_svg(comparison))
     space = "{http://www.w3.org/2000/svg}"
     charts = root.findall(f"{space}g")
     assert [len(chart.findall(f"{space}polyline")) for chart in charts] == [4, 4]
     for chart in charts:
         for dot in chart.iter(f"{space}circle"):
-            assert plot.LEFT <= float(dot.attrib["cx"]) <= plot.WIDTH - plot.RIGHT
-            assert plot.TOP <= float(dot.attrib["cy"]) <= plot.HEIGHT - plot.BOTTOM
+            assert plot.LEFT <= float(dot.attrib["cx"]) <= plot.CHART_WIDTH - plot.RIGHT
+            assert plot.TOP <= float(dot.attrib["cy"]) <= plot.CHART_HEIGHT - plot.BOTTOM
 
 
 def test_data_parallel_takes_the_time_of_its_ring() -> None:
     # The slowest peer takes 2 s; 2 * 1/2 * 4 * 1000 bytes over 1e5 bytes a second; two latencies of 0.05 s.
-    assert all_reduce_step(GIVEN, 1000) == pytest.approx(2 + 0.04 + 0.1)
+    assert all_reduce_step_seconds(GIVEN, 1000) == pytest.approx(2 + 0.04 + 0.1)
 
 
 def test_data_parallel_with_equal_data_is_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(peers: int) -> float:
-        given = setting(peers, 5)
-        return data_parallel(given, corpus(), Examiner(given, corpus()), 1, lambda: None).validation_loss
+        given = make_config(peers, 5)
+        return train_data_parallel(given, make_corpus(), Evaluator(given, make_corpus()), 1, lambda: None).validation_loss
 
     assert loss(2) != pytest.approx(loss(1), abs=1e-6)
     monkeypatch.setattr(node.data.batches, "order_key", lambda seed, peer: seed)
@@ -81,13 +81,13 @@ def test_data_parallel_with_equal_data_is_one_peer(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_peer_alone_is_local_and_data_parallel_alike() -> None:
-    given, text = setting(1, 5), corpus()
-    examiner = Examiner(given, text)
-    alone = local(given, text, examiner, lambda: None)
-    assert alone.validation_loss == data_parallel(given, text, examiner, 1, lambda: None).validation_loss
+    given, text = make_config(1, 5), make_corpus()
+    examiner = Evaluator(given, text)
+    alone = train_locally(given, text, examiner, lambda: None)
+    assert alone.validation_loss == train_data_parallel(given, text, examiner, 1, lambda: None).validation_loss
     assert alone.sent_bytes == 0
 
 
 def test_a_loss_between_two_points_of_a_curve() -> None:
-    curve = (Point(1, 10.0, 0.0, 4.0), Point(2, 20.0, 0.0, 3.0))
-    assert [loss_at(curve, seconds) for seconds in (9.0, 10.0, 15.0, 20.0, 99.0)] == [None, 4.0, 3.5, 3.0, 3.0]
+    curve = (CurvePoint(1, 10.0, 0.0, 4.0), CurvePoint(2, 20.0, 0.0, 3.0))
+    assert [interpolate_loss(curve, seconds) for seconds in (9.0, 10.0, 15.0, 20.0, 99.0)] == [None, 4.0, 3.5, 3.0, 3.0]

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 
 from node.simulation.clock import VirtualClock
-from node.simulation.directory import Directory
-from node.simulation.links import End, Links
-from protocol.rounds.chain import Head
+from node.simulation.directory import VirtualGossip
+from node.simulation.links import LinkDirection, VirtualNetwork
+from protocol.rounds.chain import ChainHead
 
 
 def test_things_happen_in_the_order_of_time_and_then_of_asking() -> None:
@@ -17,27 +17,27 @@ def test_things_happen_in_the_order_of_time_and_then_of_asking() -> None:
     def note(word: str) -> None:
         seen.append((clock.now, word))
 
-    clock.after(2.0, lambda: note("late"))
-    clock.after(1.0, lambda: note("first"))
-    clock.after(1.0, lambda: note("second"))
-    clock.after(0.5, lambda: clock.after(0.5, lambda: note("third")))
+    clock.schedule(2.0, lambda: note("late"))
+    clock.schedule(1.0, lambda: note("first"))
+    clock.schedule(1.0, lambda: note("second"))
+    clock.schedule(0.5, lambda: clock.schedule(0.5, lambda: note("third")))
     assert not clock.run(lambda: False)
     assert seen == [(1.0, "first"), (1.0, "second"), (1.0, "third"), (2.0, "late")]
 
 
 def test_the_clock_stops_when_told() -> None:
     clock = VirtualClock()
-    clock.after(1.0, lambda: None)
-    clock.after(2.0, lambda: None)
+    clock.schedule(1.0, lambda: None)
+    clock.schedule(2.0, lambda: None)
     assert clock.run(lambda: clock.now >= 1.0)
     assert clock.now == 1.0
 
 
-def arrivals(bandwidths: tuple[float, ...], *transfers: tuple[int, int, int]) -> tuple[list[float], Links]:
+def arrivals(bandwidths: tuple[float, ...], *transfers: tuple[int, int, int]) -> tuple[list[float], VirtualNetwork]:
     clock, times = VirtualClock(), list[float]()
-    links = Links(clock, bandwidths, latency=0.1)
+    links = VirtualNetwork(clock, bandwidths, latency=0.1)
     for source, receiver, size in transfers:
-        links.carry(source, receiver, size, lambda: times.append(clock.now))
+        links.send_blob(source, receiver, size, lambda: times.append(clock.now))
     clock.run(lambda: False)
     return times, links
 
@@ -52,7 +52,7 @@ def test_a_blob_takes_the_narrower_link_and_the_latency() -> None:
 def test_an_uplink_is_shared_equally_by_what_it_sends() -> None:
     times, links = arrivals((100.0,) * 4, (0, 1, 100), (0, 2, 100), (0, 3, 50))
     assert times == pytest.approx([1.6, 2.6, 2.6])
-    assert links.backlog(0) == pytest.approx(0.0)
+    assert links.backlog_seconds(0) == pytest.approx(0.0)
 
 
 def test_a_downlink_is_shared_equally_by_what_it_takes() -> None:
@@ -70,14 +70,14 @@ def test_a_thin_sender_holds_up_only_its_own() -> None:
 
 def test_what_begins_later_takes_its_share_from_then_on() -> None:
     clock, times = VirtualClock(), dict[str, float]()
-    links = Links(clock, (100.0,) * 3, latency=0.0)
+    links = VirtualNetwork(clock, (100.0,) * 3, latency=0.0)
 
     def send(word: str, receiver: int, size: int) -> None:
-        links.carry(0, receiver, size, lambda: times.update({word: clock.now}))
+        links.send_blob(0, receiver, size, lambda: times.update({word: clock.now}))
 
     send("long", 1, 300)
-    clock.after(1.0, lambda: send("short", 2, 50))
-    clock.after(1.5, lambda: times.update(backlog=links.backlog(0)))
+    clock.schedule(1.0, lambda: send("short", 2, 50))
+    clock.schedule(1.5, lambda: times.update(backlog=links.backlog_seconds(0)))
     clock.run(lambda: False)
     assert times == pytest.approx({"short": 2.0, "backlog": 2.0, "long": 3.5})
 
@@ -89,9 +89,9 @@ def test_shares_are_those_of_a_simulation_in_small_steps(seed: int) -> None:
     begun = sorted(1e4 + 3 * chance.random() for _ in range(20))
     sizes = [chance.randrange(1, 1_000_000) for _ in begun]
     clock, found = VirtualClock(), dict[int, float]()
-    end = End(clock, 1e7)
+    end = LinkDirection(clock, 1e7)
     for number, (time, size) in enumerate(zip(begun, sizes, strict=True)):
-        clock.after(time, partial(end.begin, size, partial(lambda done: found.update({done: clock.now}), number)))
+        clock.schedule(time, partial(end.start_transfer, size, partial(lambda done: found.update({done: clock.now}), number)))
     clock.run(lambda: False)
     left, step, now, expected = dict(enumerate(map(float, sizes))), 1e-4, begun[0], dict[int, float]()
     while left:
@@ -107,31 +107,31 @@ def test_shares_are_those_of_a_simulation_in_small_steps(seed: int) -> None:
 
 def test_statements_pass_beside_blobs_and_are_counted() -> None:
     clock, heard = VirtualClock(), list[tuple[float, int]]()
-    links = Links(clock, (100.0, 100.0, 10.0), latency=0.1)
-    links.carry(0, 1, 10_000, lambda: None)
-    links.say(0, [1, 2], 10, lambda slot: heard.append((clock.now, slot)))
+    links = VirtualNetwork(clock, (100.0, 100.0, 10.0), latency=0.1)
+    links.send_blob(0, 1, 10_000, lambda: None)
+    links.send_message(0, [1, 2], 10, lambda slot: heard.append((clock.now, slot)))
     clock.run(lambda: clock.now > 50)
     assert [slot for _, slot in heard] == [1, 2]
     assert [time for time, _ in heard] == pytest.approx([0.2, 1.1])
-    assert links.statement_bytes == [20, 0, 0]
+    assert links.message_bytes == [20, 0, 0]
 
 
-def head(number: int, tokens: int) -> Head:
-    return Head(number, bytes([number]) * 32, tokens)
+def head(number: int, tokens: int) -> ChainHead:
+    return ChainHead(number, bytes([number]) * 32, tokens)
 
 
 def test_news_reaches_all_after_a_while_and_the_dead_are_missed_after_the_expiry() -> None:
     clock, told = VirtualClock(), list[float]()
-    directory = Directory(clock, 0.05, 4, 6.0, lambda: told.append(clock.now))
-    directory.begin({"a": head(0, 0), "b": head(0, 0)})
+    directory = VirtualGossip(clock, 0.05, 4, 6.0, lambda: told.append(clock.now))
+    directory.start_with({"a": head(0, 0), "b": head(0, 0)})
     directory.publish("a", head(1, 100))
     directory.publish("b", head(1, 100))
-    directory.lose("b")
-    assert directory.standing_at([head(1, 100).digest]) == frozenset()
+    directory.remove("b")
+    assert directory.peers_at([head(1, 100).digest]) == frozenset()
     clock.run(lambda: len(told) == 1)
-    assert directory.standing_at([head(1, 100).digest]) == {"a", "b"}
-    assert directory.best(head(0, 0)) == head(1, 100)
-    assert directory.best(head(1, 100)) is None
+    assert directory.peers_at([head(1, 100).digest]) == {"a", "b"}
+    assert directory.best_head(head(0, 0)) == head(1, 100)
+    assert directory.best_head(head(1, 100)) is None
     clock.run(lambda: len(told) == 2)
     assert directory.peers == {"a"}
     assert clock.now == 6.0

@@ -10,33 +10,33 @@ import torch
 
 import node.daemon.offers
 import node.data.batches
-from node.simulation.liars import Liars, LieKind, LyingSender
-from node.simulation.measure import outcome
+from node.simulation.liars import Adversaries, LieKind, LyingEncoder
+from node.simulation.measure import compute_result
 from node.simulation.peer import VirtualPeer
-from node.simulation.setting import Setting
-from node.simulation.swarm import Swarm
-from node.trainer.inner_state import InnerState
+from node.simulation.setting import SimulationConfig
+from node.simulation.swarm import VirtualSwarm
+from node.trainer.inner_state import TrainerState
 from optim.codecs.codec import Payload
-from optim.exchange import Sender
+from optim.exchange import ContributionEncoder
 from optim.layout import Layout
 from optim.method import Method
 from optim.parts import Scalar
-from optim.program import Program
+from optim.program import RoundPlanner
 from optim.recipes import compose
 from optim.rows import RECIPES
 from protocol.errors import MurmurError
-from protocol.manifest import Model
-from tests.node.simulation.virtual_swarm import BATCH, Tables, finished, method, setting
+from protocol.manifest import ModelSection
+from tests.node.simulation.virtual_swarm import BATCH, Tables, run_to_target, make_method, make_config
 
-BLOCKS = Model(vocabulary=32, width=16, layers=3, heads=2, hidden=40, context=16)
+BLOCKS = ModelSection(vocabulary=32, width=16, layers=3, heads=2, hidden=40, context=16)
 OVERLAP: Tables = {"schedule": {"ahead": 2}}
 
 
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
 def test_the_same_seed_gives_the_same_numbers(recipe: str) -> None:
     def run(seed: int) -> object:
-        swarm, recorder = finished(setting(4, 8, seed=seed, churn=0.25), method(recipe, 2), points=4)
-        return outcome(swarm, recorder, 1.0), swarm.ledger.skips, swarm.clock.now
+        swarm, recorder = run_to_target(make_config(4, 8, seed=seed, churn=0.25), make_method(recipe, 2), points=4)
+        return compute_result(swarm, recorder, 1.0), swarm.accounting.rejections, swarm.clock.now
 
     assert run(3) == run(3)
     assert run(3) != run(4)
@@ -45,8 +45,8 @@ def test_the_same_seed_gives_the_same_numbers(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco", "averaging"])
 def test_two_peers_with_the_same_data_are_one(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(peers: int) -> bytes:
-        swarm, _ = finished(setting(peers, 6), method(recipe, 3, whole))
-        return swarm.alive[0].applied[1].digest
+        swarm, _ = run_to_target(make_config(peers, 6), make_method(recipe, 3, whole))
+        return swarm.live_peers[0].applied_state[1].digest
 
     # What rounds usually have behind them is part of the state, and is twice as much of two.
     whole: Tables = {"update": {"shorten": False}} if recipe == "diloco" else {}
@@ -58,10 +58,10 @@ def test_two_peers_with_the_same_data_are_one(recipe: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
 @pytest.mark.parametrize("tables", [{}, OVERLAP])
 def test_all_peers_end_on_one_chain_and_one_state(recipe: str, tables: Tables) -> None:
-    swarm, _ = finished(setting(5, 8, speeds=(1.0, 1.0, 1.3, 1.0, 0.7)), method(recipe, 2, tables))
-    assert len(swarm.alive) == 5
-    assert len({(peer.chain.head, peer.applied[1].digest) for peer in swarm.alive}) == 1
-    assert swarm.alive[0].chain.tokens >= swarm.setting.target_tokens
+    swarm, _ = run_to_target(make_config(5, 8, speeds=(1.0, 1.0, 1.3, 1.0, 0.7)), make_method(recipe, 2, tables))
+    assert len(swarm.live_peers) == 5
+    assert len({(peer.chain.head, peer.applied_state[1].digest) for peer in swarm.live_peers}) == 1
+    assert swarm.live_peers[0].chain.tokens >= swarm.config.target_tokens
 
 
 def shortened(recipe: str) -> Method:
@@ -76,52 +76,52 @@ def shortened(recipe: str) -> Method:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_comes_to_its_target_and_nothing_is_lost(recipe: str) -> None:
     method = shortened(recipe)
-    swarm, recorder = finished(setting(4, 12, speeds=(1.0, 1.0, 1.3, 0.8), model=BLOCKS), method)
-    states = {(peer.chain.head, peer.applied[1].digest) for peer in swarm.alive}
-    assert len(swarm.alive) == 4 and len({head for head, _ in states}) == 1
+    swarm, recorder = run_to_target(make_config(4, 12, speeds=(1.0, 1.0, 1.3, 0.8), model=BLOCKS), method)
+    states = {(peer.chain.head, peer.applied_state[1].digest) for peer in swarm.live_peers}
+    assert len(swarm.live_peers) == 4 and len({head for head, _ in states}) == 1
     assert method.topology.kind == "groups" or len(states) == 1
     assert unaccounted(swarm) == 0
     assert math.isfinite(recorder.curve[-1].loss)
 
 
 def test_equal_peers_stop_exactly_at_the_target() -> None:
-    swarm, _ = finished(setting(3, 7), method("averaging", 3))
-    assert swarm.alive[0].chain.tokens == 3 * 7 * BATCH
-    assert swarm.alive[0].chain.round == 3  # after 3, 6 and 7 steps
+    swarm, _ = run_to_target(make_config(3, 7), make_method("averaging", 3))
+    assert swarm.live_peers[0].chain.tokens == 3 * 7 * BATCH
+    assert swarm.live_peers[0].chain.round == 3  # after 3, 6 and 7 steps
 
 
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
 def test_bytes_are_those_of_the_encoded_messages(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
-    message = Sender.message
+    message = ContributionEncoder.encode
 
-    def count(self: Sender, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
+    def count(self: ContributionEncoder, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
         parts = message(self, round_number, delta, residual)
         encoded.extend(len(part) for part in parts)
         return parts
 
-    monkeypatch.setattr(Sender, "message", count)
-    swarm, recorder = finished(setting(4, 6), method(recipe, 3))
-    assert swarm.ledger.message_bits == 8 * sum(encoded)
-    sums = [blob.size for commit in swarm.ledger.commits.values() for blob in commit.parts]
+    monkeypatch.setattr(ContributionEncoder, "encode", count)
+    swarm, recorder = run_to_target(make_config(4, 6), make_method(recipe, 3))
+    assert swarm.accounting.contribution_bits == 8 * sum(encoded)
+    sums = [blob.size for commit in swarm.accounting.commits.values() for blob in commit.parts]
     # Gather: each message goes to the three others. Butterfly: each part to its reducer, each sum to the three others.
     expected = 3 * sum(sums) + 3 * sum(encoded) // 4 if sums else 3 * sum(encoded)
-    assert sum(swarm.links.blob_bytes) == expected
-    figures = outcome(swarm, recorder, 1.0)
+    assert sum(swarm.network.blob_bytes) == expected
+    figures = compute_result(swarm, recorder, 1.0)
     assert figures.bits_per_parameter_sync == 8 * sum(encoded) / 8 / swarm.numel
     assert figures.bits_per_parameter_step == pytest.approx(figures.bits_per_parameter_sync / 3)
 
 
-def virtual_time(given: Setting, composed: Method) -> tuple[float, float]:
-    swarm, recorder = finished(given, composed)
-    figures = outcome(swarm, recorder, 1.0)
+def virtual_time(given: SimulationConfig, composed: Method) -> tuple[float, float]:
+    swarm, recorder = run_to_target(given, composed)
+    figures = compute_result(swarm, recorder, 1.0)
     return figures.virtual_seconds, figures.compute_share
 
 
 def test_narrow_links_cost_time_and_overlap_hides_it() -> None:
-    wide, wide_share = virtual_time(setting(4, 12), method("diloco", 3))
-    narrow, narrow_share = virtual_time(setting(4, 12, bandwidth=2e4), method("diloco", 3))
-    hidden, hidden_share = virtual_time(setting(4, 12, bandwidth=2e4), method("diloco", 3, {"schedule": {"ahead": 3}}))
+    wide, wide_share = virtual_time(make_config(4, 12), make_method("diloco", 3))
+    narrow, narrow_share = virtual_time(make_config(4, 12, bandwidth=2e4), make_method("diloco", 3))
+    hidden, hidden_share = virtual_time(make_config(4, 12, bandwidth=2e4), make_method("diloco", 3, {"schedule": {"ahead": 3}}))
     assert 12 < wide < narrow
     assert 12 < hidden < narrow
     assert narrow_share < hidden_share
@@ -129,26 +129,26 @@ def test_narrow_links_cost_time_and_overlap_hides_it() -> None:
 
 
 def test_a_faster_swarm_takes_less_time() -> None:
-    slow, _ = virtual_time(setting(3, 6), method("diloco", 3))
-    fast, _ = virtual_time(setting(3, 6, speeds=(2.0,) * 3), method("diloco", 3))
+    slow, _ = virtual_time(make_config(3, 6), make_method("diloco", 3))
+    fast, _ = virtual_time(make_config(3, 6, speeds=(2.0,) * 3), make_method("diloco", 3))
     assert slow - fast == pytest.approx(3.0, abs=0.1)
 
 
-def unaccounted(swarm: Swarm) -> int:
+def unaccounted(swarm: VirtualSwarm) -> int:
     """Tokens of survivors that were trained on, and are neither included nor still to be sent."""
     lost = 0
-    for peer in swarm.alive:
+    for peer in swarm.live_peers:
         included = sum(
             entry.body.tokens
-            for commit in swarm.ledger.commits.values()
+            for commit in swarm.accounting.commits.values()
             for entry in commit.contributions
-            if entry.sender == peer.name
+            if entry.sender == peer.peer_id
         )
-        assert peer.learner is not None
-        counters = peer.learner.state.counters
+        assert peer.trainer is not None
+        counters = peer.trainer.state.counters
         waiting = counters.unreported + counters.since_message
         outstanding = counters.outstanding  # included, where its result is only to be taken some steps later
-        if outstanding and swarm.ledger.entries[peer.name, outstanding.round].end != "included":
+        if outstanding and swarm.accounting.contributions[peer.peer_id, outstanding.round].end != "included":
             waiting += outstanding.work
         lost += abs(counters.tokens - included - waiting.tokens)
     return lost
@@ -157,26 +157,26 @@ def unaccounted(swarm: Swarm) -> int:
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
 @pytest.mark.parametrize("seed", range(3))
 def test_under_churn_the_survivors_agree_and_nothing_is_lost(recipe: str, seed: int) -> None:
-    swarm, _ = finished(setting(6, 12, seed=seed, churn=0.2), method(recipe, 3))
-    assert swarm.ledger.takeovers > 0
-    assert len({(peer.chain.head, peer.applied[1].digest) for peer in swarm.alive}) == 1
+    swarm, _ = run_to_target(make_config(6, 12, seed=seed, churn=0.2), make_method(recipe, 3))
+    assert swarm.accounting.state_syncs > 0
+    assert len({(peer.chain.head, peer.applied_state[1].digest) for peer in swarm.live_peers}) == 1
     ends = {"included": {1}, "given back": {0}, "under way": {0}, "died": {0, 1}}
-    for entry in swarm.ledger.entries.values():
+    for entry in swarm.accounting.contributions.values():
         assert entry.times_included in ends[entry.end]
-    committed = sum(commit.tokens for commit in swarm.ledger.commits.values())
-    assert committed == swarm.alive[0].chain.tokens
+    committed = sum(commit.tokens for commit in swarm.accounting.commits.values())
+    assert committed == swarm.live_peers[0].chain.tokens
     assert unaccounted(swarm) == 0
 
 
-SLOW_LINKS = setting(4, 12, speeds=(1.0, 1.0, 1.0, 0.5), bandwidth=5e3)
+SLOW_LINKS = make_config(4, 12, speeds=(1.0, 1.0, 1.0, 0.5), bandwidth=5e3)
 
 
 def test_a_message_that_misses_its_round_joins_the_next() -> None:
-    swarm, _ = finished(SLOW_LINKS, method("diloco", 3))
-    made = {(peer, entry.parts): number for (peer, number), entry in swarm.ledger.entries.items()}
+    swarm, _ = run_to_target(SLOW_LINKS, make_method("diloco", 3))
+    made = {(peer, entry.parts): number for (peer, number), entry in swarm.accounting.contributions.items()}
     ages = [
         commit.round - made[entry.sender, entry.body.parts]
-        for commit in swarm.ledger.commits.values()
+        for commit in swarm.accounting.commits.values()
         for entry in commit.contributions
     ]
     assert set(ages) == {0, 1}
@@ -185,29 +185,29 @@ def test_a_message_that_misses_its_round_joins_the_next() -> None:
 
 def test_a_message_that_no_round_takes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node.daemon.offers, "MAX_AGE", 0)  # after the first that does not
-    swarm, _ = finished(SLOW_LINKS, method("diloco", 3))
-    assert any(entry.end == "given back" for entry in swarm.ledger.entries.values())
+    swarm, _ = run_to_target(SLOW_LINKS, make_method("diloco", 3))
+    assert any(entry.end == "given back" for entry in swarm.accounting.contributions.values())
     assert unaccounted(swarm) == 0
 
-    adopt = InnerState.adopt
+    adopt = TrainerState.apply_anchor
     monkeypatch.setattr(
-        InnerState,
-        "adopt",
+        TrainerState,
+        "apply_anchor",
         lambda self, number, fate: adopt(self, number, "included" if fate == "excluded" else fate),
     )
-    forgetful, _ = finished(SLOW_LINKS, method("diloco", 3))
+    forgetful, _ = run_to_target(SLOW_LINKS, make_method("diloco", 3))
     assert unaccounted(forgetful) > 0
 
 
-def loss_with(liars: Liars | None, tables: Tables) -> float:
-    given = replace(setting(8, 30, learning_rate=3e-2), liars=liars)
-    _, recorder = finished(given, method("averaging", 5, tables))
+def loss_with(liars: Adversaries | None, tables: Tables) -> float:
+    given = replace(make_config(8, 30, learning_rate=3e-2), adversaries=liars)
+    _, recorder = run_to_target(given, make_method("averaging", 5, tables))
     return recorder.curve[-1].loss
 
 
 def test_liars_hurt_the_plain_mean_and_clipping_helps() -> None:
-    honest, flipped = loss_with(None, {}), loss_with(Liars(0.25, "sign-flip"), {})
-    loud = Liars(0.25, "scale10")
+    honest, flipped = loss_with(None, {}), loss_with(Adversaries(0.25, "sign-flip"), {})
+    loud = Adversaries(0.25, "scale10")
     scaled, clipped = loss_with(loud, {}), loss_with(loud, {"aggregate": {"clip": True}})
     print(f"honest {honest:.3f}, sign-flip {flipped:.3f}, scale10 {scaled:.3f}, clipped {clipped:.3f}")
     assert honest < flipped - 0.1
@@ -217,10 +217,10 @@ def test_liars_hurt_the_plain_mean_and_clipping_helps() -> None:
 
 @pytest.mark.parametrize("kind", get_args(LieKind))
 def test_what_liars_send(kind: LieKind) -> None:
-    composed = method("averaging", 1, {"codec": {"kind": "none"}})
+    composed = make_method("averaging", 1, {"codec": {"kind": "none"}})
     delta = torch.linspace(-1, 1, 100)
-    sender = LyingSender(Program(composed, Layout(((100,),)), 1), kind, 0)
-    sent = composed.codec.decode(sender.message(0, delta, torch.zeros(100))[0], 100)
+    sender = LyingEncoder(RoundPlanner(composed, Layout(((100,),)), 1), kind, 0)
+    sent = composed.codec.decode(sender.encode(0, delta, torch.zeros(100))[0], 100)
     expected = {"sign-flip": -delta, "scale10": 10 * delta, "zero": torch.zeros(100)}
     if kind in expected:
         assert torch.equal(sent, expected[kind])
@@ -232,17 +232,17 @@ def test_what_liars_send(kind: LieKind) -> None:
 def test_a_swarm_that_cannot_go_on_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VirtualPeer, "receive", lambda self, signed: None)
     with pytest.raises(MurmurError, match="no round was decided for 806 virtual seconds; allow more"):
-        finished(setting(3, 6), method("diloco", 3))
+        run_to_target(make_config(3, 6), make_method("diloco", 3))
 
 
 def test_a_hundred_peers() -> None:
     """The time is the processor's: others may be at work beside this test."""
-    large = setting(100, 2, model=Model(vocabulary=32, width=24, layers=1, heads=2, hidden=96, context=16))
+    large = make_config(100, 2, model=ModelSection(vocabulary=32, width=24, layers=1, heads=2, hidden=96, context=16))
     started = time.process_time()
-    swarm, _ = finished(large, method("diloco", 1))
+    swarm, _ = run_to_target(large, make_method("diloco", 1))
     took = time.process_time() - started
-    print(f"{swarm.numel} parameters: {took:.1f} s, of that {swarm.ledger.logic_seconds:.1f} s in the rounds' logic")
-    assert len({peer.applied[1].digest for peer in swarm.alive}) == 1
-    assert all(entry.times_included == 1 for entry in swarm.ledger.entries.values())
-    assert (swarm.alive[0].chain.round, len(swarm.ledger.entries)) == (2, 200)
+    print(f"{swarm.numel} parameters: {took:.1f} s, of that {swarm.accounting.logic_seconds:.1f} s in the rounds' logic")
+    assert len({peer.applied_state[1].digest for peer in swarm.live_peers}) == 1
+    assert all(entry.times_included == 1 for entry in swarm.accounting.contributions.values())
+    assert (swarm.live_peers[0].chain.round, len(swarm.accounting.contributions)) == (2, 200)
     assert took < 20

@@ -4,43 +4,43 @@ from dataclasses import replace
 
 import pytest
 
-from node.simulation.measure import outcome
-from node.simulation.setting import Setting
-from node.simulation.swarm import Swarm
-from tests.node.simulation.virtual_swarm import BATCH, Tables, finished, method, setting
+from node.simulation.measure import compute_result
+from node.simulation.setting import SimulationConfig
+from node.simulation.swarm import VirtualSwarm
+from tests.node.simulation.virtual_swarm import BATCH, Tables, run_to_target, make_method, make_config
 
 SPEEDS = (4.0, 4.0, 2.0, 1.0)  # steps a second
 TIMED: Tables = {"schedule": {"seconds": 10.0, "least_steps": 5}}
 
 
-def patient() -> Setting:
+def patient() -> SimulationConfig:
     """Peers who wait for the slow ones for as long as those take for all steps."""
-    given = setting(4, 120, speeds=SPEEDS)
+    given = make_config(4, 120, speeds=SPEEDS)
     timing = given.manifest.round.model_copy(update={"grace": 60.0})
     return replace(given, manifest=given.manifest.model_copy(update={"round": timing}))
 
 
-def steps_of(swarm: Swarm, round_number: int) -> list[int]:
+def steps_of(swarm: VirtualSwarm, round_number: int) -> list[int]:
     """By slot."""
-    peers = sorted(swarm.alive, key=lambda peer: peer.slot)
-    return [swarm.ledger.entries[peer.name, round_number].tokens // BATCH for peer in peers]
+    peers = sorted(swarm.live_peers, key=lambda peer: peer.slot)
+    return [swarm.accounting.contributions[peer.peer_id, round_number].tokens // BATCH for peer in peers]
 
 
 @pytest.mark.parametrize("recipe", ["fedcompass", "averaging"])
 def test_steps_go_by_speed_and_nobody_waits(recipe: str) -> None:
     """Dynamic local updates: H_i = v_i / max v * H, with H = 40 the steps that the fastest makes in the time."""
-    timed, recorder = finished(patient(), method(recipe, 40, TIMED))
+    timed, recorder = run_to_target(patient(), make_method(recipe, 40, TIMED))
     untimed: Tables = {"schedule": {"seconds": 0.0, "least_steps": 1}}
-    stepped, plain = finished(patient(), method(recipe, 40, untimed))
+    stepped, plain = run_to_target(patient(), make_method(recipe, 40, untimed))
     for number in (0, 1):
         assert steps_of(timed, number) == pytest.approx([40, 40, 20, 10], abs=1)
-    computing = [outcome(swarm, told, 1.0).compute_share for swarm, told in ((timed, recorder), (stepped, plain))]
+    computing = [compute_result(swarm, told, 1.0).compute_share for swarm, told in ((timed, recorder), (stepped, plain))]
     assert computing[0] > computing[1] + 0.15, "the control: the fast wait for the slow"
 
 
 def test_steps_stay_within_their_bounds() -> None:
     """FedCompass: K_min <= K_i <= K_max, whatever the speed."""
     bounds: Tables = {"schedule": {"seconds": 10.0, "least_steps": 25}}
-    swarm, _ = finished(setting(4, 120, speeds=(4.0, 4.0, 2.4, 2.4)), method("fedcompass", 38, bounds))
+    swarm, _ = run_to_target(make_config(4, 120, speeds=(4.0, 4.0, 2.4, 2.4)), make_method("fedcompass", 38, bounds))
     for number in (0, 1):
         assert steps_of(swarm, number) == [38, 38, 25, 25]

@@ -9,30 +9,30 @@ import torch
 
 from node.data import Corpus
 from node.data.corpus import TokenArray
-from node.simulation.measure import Examiner, Recorder
-from node.simulation.setting import Setting
-from node.simulation.swarm import Swarm
+from node.simulation.measure import Evaluator, CurveRecorder
+from node.simulation.setting import SimulationConfig
+from node.simulation.swarm import VirtualSwarm
 from optim.method import Method
 from optim.parts import Scalar
 from optim.recipes import compose
-from protocol.manifest import Data, Manifest, Membership, Model, Round, Run, Train
-from protocol.manifest import Method as MethodTable
+from protocol.manifest import DataSection, Manifest, MembershipSection, ModelSection, RoundSection, RunSection, TrainSection
+from protocol.manifest import MethodSection as MethodTable
 
 torch.set_num_threads(1)
-MODEL = Model(vocabulary=32, width=16, layers=1, heads=2, hidden=40, context=16)
+MODEL = ModelSection(vocabulary=32, width=16, layers=1, heads=2, hidden=40, context=16)
 BATCH = 64
 WORDS = [bytes(random.Random(number).randbytes(5)) for number in range(40)]
 Tables = Mapping[str, Mapping[str, Scalar]]
 
 
-def corpus() -> Corpus:
+def make_corpus() -> Corpus:
     chance = random.Random(0)
     text = b" ".join(chance.choice(WORDS) for _ in range(4000))
     tokens = np.frombuffer(text, np.uint8) % 32
     return Corpus(TokenArray([tokens[:20_000]]), TokenArray([tokens[20_000:]]), 32)
 
 
-def setting(
+def make_config(
     peers: int,
     steps: int,
     *,
@@ -41,30 +41,30 @@ def setting(
     bandwidth: float = 1e7,
     churn: float = 0.0,
     learning_rate: float = 5e-3,
-    model: Model = MODEL,
-) -> Setting:
+    model: ModelSection = MODEL,
+) -> SimulationConfig:
     manifest = Manifest(
-        run=Run(name="virtual", seed=seed),
+        run=RunSection(name="virtual", seed=seed),
         model=model,
-        data=Data(source="text"),
-        train=Train(batch_tokens=BATCH, learning_rate=learning_rate, warmup_steps=3),
+        data=DataSection(source="text"),
+        train=TrainSection(batch_tokens=BATCH, learning_rate=learning_rate, warmup_steps=3),
         method=MethodTable(recipe="diloco"),
-        round=Round(grace=2.0, leader_timeout=2.0, exchange_timeout=20.0, parts=4),
-        membership=Membership(heartbeat=1.0, expiry=6.0),
+        round=RoundSection(grace=2.0, leader_timeout=2.0, exchange_timeout=20.0, parts=4),
+        membership=MembershipSection(heartbeat=1.0, expiry=6.0),
     )
-    return Setting(manifest, Path(), peers, steps, speeds or (1.0,) * peers, (bandwidth,) * peers, 0.05, churn)
+    return SimulationConfig(manifest, Path(), peers, steps, speeds or (1.0,) * peers, (bandwidth,) * peers, 0.05, churn)
 
 
-def method(recipe: str, period: int, overrides: Tables | None = None) -> Method:
+def make_method(recipe: str, period: int, overrides: Tables | None = None) -> Method:
     tables = {part: dict(table) for part, table in (overrides or {}).items()}
     tables["schedule"] = {"inner_steps": period, **tables.get("schedule", {})}
     return compose(recipe, tables)
 
 
-def finished(given: Setting, composed: Method, points: int = 1) -> tuple[Swarm, Recorder]:
+def run_to_target(config: SimulationConfig, composed: Method, points: int = 1) -> tuple[VirtualSwarm, CurveRecorder]:
     """The swarm after its run, and what was measured."""
-    text = corpus()
-    recorder = Recorder(Examiner(given, text), points)
-    swarm = Swarm(given, composed, text, recorder.reached, lambda: None)
+    text = make_corpus()
+    recorder = CurveRecorder(Evaluator(config, text), points)
+    swarm = VirtualSwarm(config, composed, text, recorder.on_new_head, lambda: None)
     swarm.run()
     return swarm, recorder

@@ -5,44 +5,44 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from node.arena import Arena, Contents
-from node.channel import Fate
+from node.arena import SharedMemory, SharedLayout
+from node.channel import ContributionOutcome
 from node.model import Llama, initial_weights, shape_table
 from node.trainer.inner import InnerOptimizer
-from node.trainer.inner_state import InnerState
-from node.trainer.pace import is_message_due, may_adopt, must_wait
-from optim.exchange import Merger, Sender
+from node.trainer.inner_state import TrainerState
+from node.trainer.pace import is_contribution_due, may_apply_anchor, must_wait
+from optim.exchange import Aggregator, ContributionEncoder
 from optim.inner.inner import WEIGHTS
-from optim.method import MEMORY
-from optim.program import Program
+from optim.method import AGGREGATION_STATE
+from optim.program import RoundPlanner
 from optim.recipes import compose
 from optim.vectors import Vector
-from protocol.manifest import Model, Train
+from protocol.manifest import ModelSection, TrainSection
 from tests.optim.replicas import Tables
 
 torch.set_num_threads(1)
-MODEL = Model(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)
-TRAIN = Train(batch_tokens=24, learning_rate=1e-2)
+MODEL = ModelSection(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)
+TRAIN = TrainSection(batch_tokens=24, learning_rate=1e-2)
 NUMEL = shape_table(MODEL).numel
 PARTS = 3
 
 
-class Bench:
+class StateHarness:
     """One state. Without an arena it has its own, whose anchor of round 0 is the model's first weights."""
 
     def __init__(
-        self, recipe: str, tables: Tables | None = None, arena: Arena | None = None, device: str = "cpu"
+        self, recipe: str, tables: Tables | None = None, arena: SharedMemory | None = None, device: str = "cpu"
     ) -> None:
-        self.program = Program(compose(recipe, tables or {}), shape_table(MODEL).layout, PARTS)
+        self.program = RoundPlanner(compose(recipe, tables or {}), shape_table(MODEL).layout, PARTS)
         self._owns = arena is None
-        self.arena = arena or Arena.create(Contents.of(self.program))
+        self.arena = arena or SharedMemory.create(SharedLayout.of(self.program))
         if self._owns:
             self.share(0, initial_weights(MODEL, 0))
         self.model = Llama(MODEL, device)
         self.optimizer = InnerOptimizer(self.model, TRAIN, self.program.method.inner)
         if device != "cpu":
             self.arena.pin()
-        self.state = InnerState(self.model, self.optimizer, self.program, Sender(self.program), self.arena)
+        self.state = TrainerState(self.model, self.optimizer, self.program, ContributionEncoder(self.program), self.arena)
         if not self.state.restore():
             self.state.start(0)
 
@@ -63,7 +63,7 @@ class Bench:
 
     @property
     def vectors(self) -> dict[str, Tensor]:
-        return self.state._vectors()
+        return self.state._snapshot_vectors()
 
     @property
     def anchor(self) -> Tensor:
@@ -80,22 +80,22 @@ class Bench:
 
     def is_message_due(self) -> bool:
         plan = self.state.plan
-        return is_message_due(self.state.counters, plan.steps, plan.method.schedule, 0.0)
+        return is_contribution_due(self.state.counters, plan.steps, plan.method.schedule, 0.0)
 
     def payloads(self) -> list[bytes]:
         outstanding = self.state.counters.outstanding
         assert outstanding is not None
-        return [bytes(part) for part in self.arena.outbox_parts(outstanding.sizes)]
+        return [bytes(part) for part in self.arena.contribution_parts(outstanding.sizes)]
 
 
-def decoded(bench: Bench) -> Tensor:
+def decoded(bench: StateHarness) -> Tensor:
     """The message in the outbox as the others read it; zero where its round sends nothing."""
     outstanding = bench.state.counters.outstanding
     assert outstanding is not None
-    plan, whole = bench.program.plan(outstanding.round), torch.zeros(bench.program.message_numel)
+    plan, whole = bench.program.plan(outstanding.round), torch.zeros(bench.program.signal_numel)
     parts = [
         codec.decode(payload, stop - start)
-        for codec, payload, (start, stop) in zip(plan.codecs, bench.payloads(), plan.bounds, strict=True)
+        for codec, payload, (start, stop) in zip(plan.codecs, bench.payloads(), plan.part_spans, strict=True)
     ]
     plan.scatter(torch.cat(parts), whole)
     return whole
@@ -108,15 +108,15 @@ class Swarm:
     """
 
     def __init__(self, recipe: str, tables: Tables, peers: int) -> None:
-        self.peers = [Bench(recipe, tables) for _ in range(peers)]
+        self.peers = [StateHarness(recipe, tables) for _ in range(peers)]
         self.program = self.peers[0].program
         self.anchors = [initial_weights(MODEL, 0)]
         method = self.program.method
-        self.slots = {name: torch.zeros(method.size_of(name, NUMEL)) for name in method.slots}
-        self.sent = [torch.zeros(self.program.message_numel) for _ in self.peers]  # the sum of what was included
+        self.slots = {name: torch.zeros(method.slot_numel(name, NUMEL)) for name in method.slots}
+        self.sent = [torch.zeros(self.program.signal_numel) for _ in self.peers]  # the sum of what was included
         self.progress = [torch.zeros(NUMEL) for _ in self.peers]
         self.dropped: set[tuple[int, int]] = set()  # round and peer whose message is left out
-        self._fates: list[Fate] = ["none"] * peers
+        self._fates: list[ContributionOutcome] = ["none"] * peers
         self.step_number = 0
 
     def close(self) -> None:
@@ -139,30 +139,30 @@ class Swarm:
     def _may_send(self) -> bool:
         return all(peer.is_message_due() for peer in self.peers)
 
-    def _adopt(self, index: int, peer: Bench) -> None:
+    def _adopt(self, index: int, peer: StateHarness) -> None:
         number = len(self.anchors) - 1
-        if peer.state.counters.round < number and may_adopt(peer.state.counters, peer.state.plan):
-            peer.share(number, self.anchors[number], *(self.slots[n] for n in self.program.method.signal.shares[1:]))
-            peer.state.adopt(number, self._fates[index])
+        if peer.state.counters.round < number and may_apply_anchor(peer.state.counters, peer.state.plan):
+            peer.share(number, self.anchors[number], *(self.slots[n] for n in self.program.method.signal.shared_names[1:]))
+            peer.state.apply_anchor(number, self._fates[index])
 
     def _exchange(self) -> None:
         number = len(self.anchors) - 1
         for peer in self.peers:
-            peer.state.message()
+            peer.state.make_contribution()
         kept = [index for index in range(len(self.peers)) if (number, index) not in self.dropped]
         self._fates = ["included" if index in kept else "excluded" for index in range(len(self.peers))]
         plan = self.program.plan(number)
         merged = self._merged(number, [self.peers[index].payloads() for index in kept])
-        anchor, self.slots = self.program.moved(plan, self.anchors[-1], self.slots, merged, 1.0, [1.0] * len(kept))
+        anchor, self.slots = self.program.apply_outer_step(plan, self.anchors[-1], self.slots, merged, 1.0, [1.0] * len(kept))
         for index in kept:
             self.sent[index] += decoded(self.peers[index])
         self.anchors.append(anchor)
 
     def _merged(self, number: int, messages: Sequence[Sequence[bytes]]) -> Vector:
-        merger, weights = Merger(self.program), [1.0] * len(messages)
+        merger, weights = Aggregator(self.program), [1.0] * len(messages)
         plan = self.program.plan(number)
         if plan.method.topology.kind != "butterfly":
-            return merger.merge(number, [parts[0] for parts in messages], weights, self.slots.get(MEMORY))
-        parts = range(len(plan.bounds))
+            return merger.merge(number, [parts[0] for parts in messages], weights, self.slots.get(AGGREGATION_STATE))
+        parts = range(len(plan.part_spans))
         reduced = [merger.reduce_part(number, i, [m[i] for m in messages], weights) for i in parts]
         return merger.merge(number, reduced, ())

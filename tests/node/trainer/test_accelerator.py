@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from node.arena import Arena, Contents
-from node.channel import Fate
+from node.arena import SharedMemory, SharedLayout
+from node.channel import ContributionOutcome
 from node.model import Llama, initial_weights
-from node.trainer.device import is_out_of_memory, keep_within
+from node.trainer.device import is_out_of_memory, limit_memory
 from node.trainer.inner_step import accumulate_gradient
 from optim.inner.inner import WEIGHTS
-from tests.node.trainer.state_bench import MODEL, Bench
+from tests.node.trainer.state_bench import MODEL, StateHarness
 
 there_is_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator here")
-CONTENTS = Contents(anchor=5000, vectors=((WEIGHTS, 5000),), outbox_bytes=100)
+CONTENTS = SharedLayout(anchor_numel=5000, vectors=((WEIGHTS, 5000),), contribution_bytes=100)
 
 
 @pytest.mark.parametrize(("code", "is_pinned"), [(0, True), (1, False)])
@@ -34,7 +34,7 @@ def test_all_of_the_arena_is_locked_or_said_not_to_be(
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
     monkeypatch.setattr(torch, "zeros", launch)
-    arena = Arena.create(CONTENTS)
+    arena = SharedMemory.create(CONTENTS)
     try:
         arena.pin()
         assert arena.is_pinned is is_pinned
@@ -48,19 +48,19 @@ def test_all_of_the_arena_is_locked_or_said_not_to_be(
 @there_is_one
 @pytest.mark.parametrize("recipe", ["frugal", "diloco", "streaming-diloco", "local-adam", "co2"])
 @pytest.mark.parametrize("fate", ["included", "excluded"])
-def test_a_state_there_is_the_one_on_a_processor(recipe: str, fate: Fate) -> None:
-    benches = [Bench(recipe, device=device) for device in ("cpu", "cuda")]
+def test_a_state_there_is_the_one_on_a_processor(recipe: str, fate: ContributionOutcome) -> None:
+    benches = [StateHarness(recipe, device=device) for device in ("cpu", "cuda")]
     try:
         assert benches[1].arena.is_pinned
         for bench in benches:
             for number in range(4):
                 bench.train(seed=number)
-                bench.state.message()
+                bench.state.make_contribution()
                 bench.train(seed=number + 10)
                 bench.share(number + 1, bench.anchor + 0.01)
-                bench.state.adopt(number + 1, fate)
+                bench.state.apply_anchor(number + 1, fate)
             bench.state.save()
-        restored = Bench(recipe, arena=benches[1].arena)
+        restored = StateHarness(recipe, arena=benches[1].arena)
         for name, vector in benches[0].vectors.items():
             found = benches[1].vectors[name].cpu()
             assert torch.equal(found, vector), name
@@ -88,7 +88,7 @@ def test_a_gradient_there_is_the_one_on_a_processor_but_for_its_16_bits() -> Non
 def test_what_goes_beyond_the_memory_that_it_may_take_is_known_as_such() -> None:
     device = torch.device("cuda")
     try:
-        keep_within(1 << 30, device)
+        limit_memory(1 << 30, device)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             torch.empty(2 << 30, dtype=torch.uint8, device=device)
         assert is_out_of_memory(caught.value)

@@ -9,7 +9,7 @@ from torch import Tensor
 from node.model import initial_weights
 from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT
 from optim.parts import Scalar
-from tests.node.trainer.state_bench import MODEL, NUMEL, Bench, Swarm
+from tests.node.trainer.state_bench import MODEL, NUMEL, StateHarness, Swarm
 from tests.optim.replicas import LOSSLESS, Tables
 
 Gather = Callable[..., Swarm]
@@ -201,21 +201,21 @@ def test_all_periods_of_one_give_every_peer_the_mean_of_weights_and_moments(gath
             torch.testing.assert_close(vector, mean, atol=1e-6, rtol=1e-5)
 
 
-def _carried(peer: Bench) -> list[Tensor]:
+def _carried(peer: StateHarness) -> list[Tensor]:
     return [peer.weights.clone(), *(peer.optimizer.vectors[name].clone() for name in (FIRST_MOMENT, SECOND_MOMENT))]
 
 
 @pytest.mark.parametrize("recipe", ["noloco", "noloco-weights", "gossip-adam"])
 def test_progress_that_no_round_took_lives_on_where_it_cannot_be_sent_later(recipe: str) -> None:
-    bench = Bench(recipe)
+    bench = StateHarness(recipe)
     try:
         start = bench.weights.clone()
         bench.weights.add_(0.25)
         bench.state.count_step(24, 1.0, 1)
-        bench.state.message()
+        bench.state.make_contribution()
         bench.weights.add_(0.5)  # while it travels
         bench.share(1, start)  # whoever is not included has the anchor that it had
-        bench.state.adopt(1, "excluded")
+        bench.state.apply_anchor(1, "excluded")
         assert torch.allclose(bench.weights, start + 0.75, atol=1e-6)
         # The control: a delta comes back into the residual instead, and the weights keep what came after it.
         assert not bench.state.residual.any()
@@ -225,13 +225,13 @@ def test_progress_that_no_round_took_lives_on_where_it_cannot_be_sent_later(reci
 
 @pytest.mark.parametrize(("recipe", "moments"), [("diloco", 0), ("local-adam", 12)])
 def test_a_newcomer_is_as_old_as_the_run_and_its_moments_as_what_they_came_from(recipe: str, moments: int) -> None:
-    bench = Bench(recipe, {"schedule": {"inner_steps": 4}})
+    bench = StateHarness(recipe, {"schedule": {"inner_steps": 4}})
     try:
         bench.share(3, bench.weights.clone())
         bench.state.start(3)
-        assert (bench.optimizer.began, bench.optimizer.moments_began) == (12, moments)
+        assert (bench.optimizer.age_at_join, bench.optimizer.moments_age_at_join) == (12, moments)
         bench.state.save()
-        again = Bench(recipe, {"schedule": {"inner_steps": 4}}, bench.arena)
-        assert (again.optimizer.began, again.optimizer.moments_began) == (12, moments), "after a death as well"
+        again = StateHarness(recipe, {"schedule": {"inner_steps": 4}}, bench.arena)
+        assert (again.optimizer.age_at_join, again.optimizer.moments_age_at_join) == (12, moments), "after a death as well"
     finally:
         bench.close()

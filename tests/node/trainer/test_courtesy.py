@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from node.trainer.courtesy import BUSY_SECONDS, CALM_SECONDS, Courtesy
+from node.trainer.courtesy import PAUSE_AFTER_SECONDS, RESUME_AFTER_SECONDS, PausePolicy
 
 
 def pauses(shares: Sequence[float], pause_share: float = 0.25, resume_share: float = 0.15) -> list[bool]:
-    courtesy, states = Courtesy(pause_share, resume_share), []
+    courtesy, states = PausePolicy(pause_share, resume_share), []
     for second, share in enumerate(shares):
         before = courtesy.paused
-        assert courtesy.judge(share, float(second)) == (courtesy.paused != before)
+        assert courtesy.update(share, float(second)) == (courtesy.paused != before)
         states.append(courtesy.paused)
     return states
 
@@ -20,8 +20,8 @@ def changes(states: Sequence[bool]) -> int:
 
 def test_it_stands_back_after_a_while_and_goes_on_after_a_longer_one() -> None:
     states = pauses([0.0] * 5 + [0.6] * 20 + [0.0] * 20)
-    assert states.index(True) == 5 + BUSY_SECONDS
-    assert states.index(False, 25) == 25 + CALM_SECONDS
+    assert states.index(True) == 5 + PAUSE_AFTER_SECONDS
+    assert states.index(False, 25) == 25 + RESUME_AFTER_SECONDS
     assert changes(states) == 2
 
 

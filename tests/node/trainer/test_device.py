@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from node.trainer.device import choose_device, device_name, precision
+from node.trainer.device import choose_device, device_name, autocast_context
 from protocol.errors import DeviceError
 
 
@@ -23,5 +23,5 @@ def test_a_missing_accelerator_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_processor_computes_in_fp32() -> None:
     device = torch.device("cpu")
     assert device_name(device) == "cpu"
-    with precision(device):
+    with autocast_context(device):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32

@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from node.model import Llama, initial_weights
-from node.program import rate_share
+from node.program import learning_rate_scale
 from node.trainer.inner import InnerOptimizer
 from optim.inner.adamw import AdamW
-from optim.inner.inner import FIRST_MOMENT, GRADIENT_SUM, Inner, Step
-from optim.recipes import INNERS
-from protocol.manifest import Model, Train
+from optim.inner.inner import FIRST_MOMENT, GRADIENT_SUM, InnerUpdateRule, InnerStep
+from optim.recipes import INNER_RULES
+from protocol.manifest import ModelSection, TrainSection
 
 torch.set_num_threads(1)
-MODEL = Model(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)
-TRAIN = Train(batch_tokens=24, learning_rate=1e-2, clip=0.5)
+MODEL = ModelSection(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)
+TRAIN = TrainSection(batch_tokens=24, learning_rate=1e-2, clip=0.5)
 
 
-def prepared(train: Train = TRAIN, inner: Inner | None = None) -> tuple[Llama, InnerOptimizer]:
+def prepared(train: TrainSection = TRAIN, inner: InnerUpdateRule | None = None) -> tuple[Llama, InnerOptimizer]:
     model = Llama(MODEL)
     model.load_flat(initial_weights(MODEL, 0))
     return model, InnerOptimizer(model, train, inner or AdamW())
@@ -83,20 +83,20 @@ def test_a_step_without_gradient_is_a_mistake() -> None:
         optimizer.step(0)
 
 
-class Recording(Inner):
+class Recording(InnerUpdateRule):
     """Notes what it is given."""
 
     vectors = (GRADIENT_SUM,)
 
     def __init__(self) -> None:
-        self.steps: list[tuple[Step, torch.Tensor]] = []
+        self.steps: list[tuple[InnerStep, torch.Tensor]] = []
 
-    def step(self, weights: torch.Tensor, gradient: torch.Tensor, vectors: object, step: Step) -> None:
+    def step(self, weights: torch.Tensor, gradient: torch.Tensor, vectors: object, step: InnerStep) -> None:
         self.steps.append((step, gradient.clone()))
 
 
 def test_the_inner_part_gets_the_rate_of_the_step_and_a_clipped_gradient() -> None:
-    train = Train(batch_tokens=24, learning_rate=1e-2, clip=0.5, warmup_steps=4, decay_steps=100, final_share=0.1)
+    train = TrainSection(batch_tokens=24, learning_rate=1e-2, clip=0.5, warmup_steps=4, decay_steps=100, final_share=0.1)
     inner = Recording()
     model, optimizer = prepared(train, inner)
     for count in (0, 7, 200):
@@ -104,33 +104,33 @@ def test_the_inner_part_gets_the_rate_of_the_step_and_a_clipped_gradient() -> No
         assert optimizer.step(count)
     layout = model.shapes.layout
     for (step, gradient), count in zip(inner.steps, (0, 7, 200), strict=True):
-        assert step.count == count and step.rate == pytest.approx(1e-2 * rate_share(train, count))
+        assert step.count == count and step.rate == pytest.approx(1e-2 * learning_rate_scale(train, count))
         assert (step.beta1, step.beta2, step.weight_decay) == (train.beta1, train.beta2, train.weight_decay)
-        assert tuple(step.matrices) == layout.matrices
+        assert tuple(step.matrix_spans) == layout.matrix_spans
         assert float(gradient.norm()) == pytest.approx(0.5, rel=1e-5)
     set_gradient(model, 1, scale=1e-6)
     optimizer.step(0)
     assert model.flat.grad is not None and torch.equal(inner.steps[-1][1], model.flat.grad), "a small one is left alone"
 
 
-@pytest.mark.parametrize("kind", INNERS)
+@pytest.mark.parametrize("kind", INNER_RULES)
 def test_every_inner_part_keeps_its_vectors_on_the_models_device(kind: str) -> None:
-    inner = INNERS[kind]()
+    inner = INNER_RULES[kind]()
     model, optimizer = prepared(inner=inner)
-    assert tuple(optimizer.vectors) == INNERS[kind].vectors
+    assert tuple(optimizer.vectors) == INNER_RULES[kind].vectors
     for step in range(4):
-        place = optimizer.look_ahead(step)
+        place = optimizer.lookahead_weights(step)
         assert place is None or place.shape == model.flat.shape
         set_gradient(model, step)
         assert optimizer.step(step)
         optimizer.clear_gradient()
     for name, vector in optimizer.vectors.items():
-        assert vector.numel() == inner.size_of(name, model.flat.numel()) and vector.device == model.flat.device
+        assert vector.numel() == inner.vector_numel(name, model.flat.numel()) and vector.device == model.flat.device
     assert torch.isfinite(model.flat).all() and model.flat.grad is None
 
 
 def test_a_newcomer_warms_up_to_the_rate_that_the_others_have() -> None:
-    train = Train(batch_tokens=24, learning_rate=1e-2, warmup_steps=4, decay_steps=100, final_share=0.0)
-    assert rate_share(train, 50, 0) == pytest.approx(rate_share(train, 10, 40))
-    assert rate_share(train, 0, 50) == pytest.approx(0.2 * 0.5)
-    assert rate_share(train, 0, 0) == pytest.approx(0.2), "the control: as if the run had just begun"
+    train = TrainSection(batch_tokens=24, learning_rate=1e-2, warmup_steps=4, decay_steps=100, final_share=0.0)
+    assert learning_rate_scale(train, 50, 0) == pytest.approx(learning_rate_scale(train, 10, 40))
+    assert learning_rate_scale(train, 0, 50) == pytest.approx(0.2 * 0.5)
+    assert learning_rate_scale(train, 0, 0) == pytest.approx(0.2), "the control: as if the run had just begun"

@@ -15,35 +15,35 @@ import torch
 
 from node.arena import Snapshot
 from node.channel import (
-    Adopt,
-    Adopted,
+    ApplyAnchor,
+    AnchorApplied,
     Evaluate,
     Evaluated,
-    Message,
-    Mishap,
-    Progress,
+    ContributionHeader,
+    TrainerWarning,
+    TrainerProgress,
     Ready,
-    Revised,
+    RevisedOutcome,
     Snapshotted,
     TakeSnapshot,
 )
-from node.priority import TRAINER
+from node.priority import TRAINER_NICENESS
 from node.trainer.inner_state import Counters
 from optim.recipes import compose
 from protocol.blobs.blob import Blob
 from protocol.errors import DataError, MurmurError
-from tests.node.trainer.trainer_bench import DEADLINE, Bench
-from tests.swarm.processes import shared_memory
+from tests.node.trainer.trainer_bench import DEADLINE, ProcessHarness
+from tests.swarm.processes import open_shared_memory
 
-Make = Callable[..., Bench]
+Make = Callable[..., ProcessHarness]
 
 
 @pytest.fixture
 async def make(tmp_path: Path) -> AsyncIterator[Make]:
-    made: list[Bench] = []
+    made: list[ProcessHarness] = []
 
-    def build(**options: object) -> Bench:
-        made.append(Bench(tmp_path, **options))  # type: ignore[arg-type]
+    def build(**options: object) -> ProcessHarness:
+        made.append(ProcessHarness(tmp_path, **options))  # type: ignore[arg-type]
         return made[-1]
 
     yield build
@@ -51,16 +51,16 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
         await bench.close()
 
 
-def snapshot(bench: Bench) -> tuple[Snapshot, Counters]:
+def snapshot(bench: ProcessHarness) -> tuple[Snapshot, Counters]:
     copied = bench.arena.copy_snapshot()
     assert copied is not None
     return copied[0], Counters.model_validate(copied[0].meta)
 
 
-def decoded(bench: Bench, message: Message) -> torch.Tensor:
+def decoded(bench: ProcessHarness, message: ContributionHeader) -> torch.Tensor:
     plan, pieces, start = bench.program.plan(message.round), [], 0
-    for codec, size, (first, last) in zip(plan.codecs, message.sizes, plan.bounds, strict=True):
-        pieces.append(codec.decode(bytes(bench.arena.outbox[start : start + size]), last - first))
+    for codec, size, (first, last) in zip(plan.codecs, message.sizes, plan.part_spans, strict=True):
+        pieces.append(codec.decode(bytes(bench.arena.contribution_buffer[start : start + size]), last - first))
         start += size
     return torch.cat(pieces)
 
@@ -72,16 +72,16 @@ async def test_the_loss_falls_and_everything_is_counted(make: Make) -> None:
     assert (ready.step, ready.round, ready.outstanding, ready.device) == (0, 0, None, "cpu")
     await bench.trainer.send(Evaluate(round=0))
     before = await bench.until(Evaluated)
-    message = await bench.until(Message)
+    message = await bench.until(ContributionHeader)
     assert (message.round, message.steps, message.tokens) == (0, 100, 6400)
     assert message.loss < before.loss < 5.7
     bench.arena.anchor(1).copy_(bench.arena.anchor(0) - decoded(bench, message))
-    await bench.trainer.send(Adopt(round=1, fate="included"))
-    assert (await bench.until(Adopted)).round == 1
+    await bench.trainer.send(ApplyAnchor(round=1, outcome="included"))
+    assert (await bench.until(AnchorApplied)).round == 1
     await bench.trainer.send(Evaluate(round=1))
     after = await bench.until(Evaluated)
     assert after.loss < before.loss - 0.1 and after.tokens <= 512
-    progress = await bench.until(Progress)
+    progress = await bench.until(TrainerProgress)
     assert progress.tokens == 64 * progress.step and progress.loss < before.loss
     assert progress.seconds["compute"] > 0 and {"encode", "adopt", "evaluate", "snapshot"} <= set(progress.seconds)
     assert await bench.trainer.send(TakeSnapshot())
@@ -91,13 +91,13 @@ async def test_the_loss_falls_and_everything_is_counted(make: Make) -> None:
 async def test_the_processors_are_the_daemons_first(make: Make) -> None:
     bench = make(recipe="diloco", inner_steps=100)
     await bench.trainer.start()
-    await bench.until(Progress)
+    await bench.until(TrainerProgress)
     trainer = psutil.Process(bench.trainer.pid)
     threads = [os.getpriority(os.PRIO_PROCESS, thread.id) for thread in trainer.threads()]
-    assert set(threads) == {psutil.Process().nice() + TRAINER}
+    assert set(threads) == {psutil.Process().nice() + TRAINER_NICENESS}
 
 
-async def step_now(bench: Bench) -> int:
+async def step_now(bench: ProcessHarness) -> int:
     await bench.trainer.send(TakeSnapshot())
     return (await bench.until(Snapshotted)).step
 
@@ -106,14 +106,14 @@ async def step_now(bench: Bench) -> int:
 async def test_a_message_on_its_way_holds_training_only_so_far(make: Make, ahead: int, last_step: int) -> None:
     bench = make(inner_steps=10, ahead=ahead)
     await bench.trainer.start()
-    assert (await bench.until(Message)).steps == 10
+    assert (await bench.until(ContributionHeader)).steps == 10
     bench.seen.clear()
     while await step_now(bench) < last_step:
         pass
     assert [await step_now(bench) for _ in range(5)] == [last_step] * 5
-    assert not any(isinstance(message, Message) for message in bench.seen)
-    await bench.trainer.send(Adopt(round=0, fate="included"))
-    following = await bench.until(Message)
+    assert not any(isinstance(message, ContributionHeader) for message in bench.seen)
+    await bench.trainer.send(ApplyAnchor(round=0, outcome="included"))
+    following = await bench.until(ContributionHeader)
     assert following.steps == 10
     await step_now(bench)
     assert snapshot(bench)[1].seconds["wait"] > 0
@@ -123,27 +123,27 @@ async def test_a_result_waits_for_its_step_and_a_fate_is_not_lost_on_the_way(mak
     """Told at once, an anchor is taken `delay` steps after the message; one that follows before that replaces it."""
     bench = make(inner_steps=10, ahead=200, delay=200)
     await bench.trainer.start()
-    await bench.until(Message)
+    await bench.until(ContributionHeader)
     bench.arena.anchor(1).copy_(bench.arena.anchor(0))
-    await bench.trainer.send(Adopt(round=1, fate="included"))
-    await bench.trainer.send(Adopt(round=2, fate="none"))
-    assert (await bench.until(Adopted)).round == 2
+    await bench.trainer.send(ApplyAnchor(round=1, outcome="included"))
+    await bench.trainer.send(ApplyAnchor(round=2, outcome="none"))
+    assert (await bench.until(AnchorApplied)).round == 2
     counters = snapshot(bench)[1]
     assert counters.step >= 210, "before its step it was not to be taken"
-    message = await bench.until(Message)
+    message = await bench.until(ContributionHeader)
     assert (message.round, message.steps) == (2, 200), "it is free to send again, and counts what came after the first"
 
 
 async def test_excluded_message_is_in_the_residual_again_and_counts_again(make: Make) -> None:
     bench = make(inner_steps=10, ahead=0)
     await bench.trainer.start()
-    first = await bench.until(Message)
+    first = await bench.until(ContributionHeader)
     sent = decoded(bench, first)
     before = snapshot(bench)[0].vectors
     bench.arena.anchor(1).copy_(bench.arena.anchor(0) + 0.01)
-    await bench.trainer.send(Adopt(round=1, fate="excluded"))
-    await bench.until(Adopted)
-    again = await bench.until(Message)
+    await bench.trainer.send(ApplyAnchor(round=1, outcome="excluded"))
+    await bench.until(AnchorApplied)
+    again = await bench.until(ContributionHeader)
     assert (again.round, again.steps, again.tokens) == (1, 20, 1280)
     after, counters = snapshot(bench)
     # What left the anchors and what stayed behind add up to all that was trained: residual + sent + progress.
@@ -157,21 +157,21 @@ async def test_excluded_message_is_in_the_residual_again_and_counts_again(make: 
 async def test_a_message_that_another_chain_has_is_taken_out_again(make: Make, tmp_path: Path) -> None:
     bench = make(inner_steps=10, ahead=0, blobs=str(tmp_path))
     await bench.trainer.start()
-    message = await bench.until(Message)
-    payload, vectors = bytes(bench.arena.outbox[: sum(message.sizes)]), snapshot(bench)[0].vectors
+    message = await bench.until(ContributionHeader)
+    payload, vectors = bytes(bench.arena.contribution_buffer[: sum(message.sizes)]), snapshot(bench)[0].vectors
     name = Blob.of(payload).name
     (tmp_path / name).write_bytes(payload)
-    included = Revised(message=message, parts=(name,), fate="included")
-    await bench.trainer.send(Adopt(round=1, fate="excluded", revised=(included,)))
-    await bench.until(Adopted)
+    included = RevisedOutcome(header=message, parts=(name,), outcome="included")
+    await bench.trainer.send(ApplyAnchor(round=1, outcome="excluded", revised=(included,)))
+    await bench.until(AnchorApplied)
     torch.testing.assert_close(snapshot(bench)[0].vectors["residual"], vectors["residual"], atol=1e-7, rtol=1e-5)
-    again = await bench.until(Message)
+    again = await bench.until(ContributionHeader)
     (tmp_path / name).write_bytes(bytes(len(payload)))
-    await bench.trainer.send(Adopt(round=2, fate="included", revised=(included.model_copy(update={"fate": "lost"}),)))
-    await bench.until(Adopted)
+    await bench.trainer.send(ApplyAnchor(round=2, outcome="included", revised=(included.model_copy(update={"fate": "lost"}),)))
+    await bench.until(AnchorApplied)
     before = snapshot(bench)[0].vectors["residual"]
-    await bench.trainer.send(Adopt(round=3, fate="none", revised=(included.model_copy(update={"fate": "excluded"}),)))
-    await bench.until(Adopted)
+    await bench.trainer.send(ApplyAnchor(round=3, outcome="none", revised=(included.model_copy(update={"fate": "excluded"}),)))
+    await bench.until(AnchorApplied)
     assert torch.equal(snapshot(bench)[0].vectors["residual"], before), "nothing is taken from a damaged file"
     assert again.steps == 10, "and what it had counted counts no more"
 
@@ -179,15 +179,15 @@ async def test_a_message_that_another_chain_has_is_taken_out_again(make: Make, t
 async def test_a_killed_trainer_comes_back_from_memory(make: Make) -> None:
     bench = make(inner_steps=30, ahead=0)
     await bench.trainer.start()
-    message = await bench.until(Message)
+    message = await bench.until(ContributionHeader)
     kept, counters = snapshot(bench)
     pid = bench.trainer.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     ready = await bench.until(Ready)
     assert (ready.step, ready.round, ready.outstanding) == (counters.step, 0, 0)
-    assert bench.trainer.pid != pid and bench.trainer.deaths == 1
-    assert await bench.until(Message) == message, "the message on its way is told again"
+    assert bench.trainer.pid != pid and bench.trainer.crash_count == 1
+    assert await bench.until(ContributionHeader) == message, "the message on its way is told again"
     assert await step_now(bench) == counters.step
     now, after = snapshot(bench)
     for name in kept.vectors:
@@ -200,7 +200,7 @@ async def test_a_life_cut_short_trains_the_same_as_a_whole_one(make: Make, tmp_p
     results = []
     for name, kill in (("whole", False), ("cut", True)):
         (tmp_path / name).mkdir()
-        bench = Bench(tmp_path / name, inner_steps=60, ahead=0)
+        bench = ProcessHarness(tmp_path / name, inner_steps=60, ahead=0)
         try:
             await bench.trainer.start()
             await bench.until(Ready)
@@ -209,7 +209,7 @@ async def test_a_life_cut_short_trains_the_same_as_a_whole_one(make: Make, tmp_p
                 assert 0 <= step < 60 and bench.trainer.pid is not None
                 os.kill(bench.trainer.pid, signal.SIGKILL)
                 assert (await bench.until(Ready)).step >= step
-            await bench.until(Message)
+            await bench.until(ContributionHeader)
             results.append(snapshot(bench)[0].vectors)
         finally:
             await bench.close()
@@ -220,14 +220,14 @@ async def test_a_life_cut_short_trains_the_same_as_a_whole_one(make: Make, tmp_p
 async def test_it_holds_no_socket_but_the_channel_and_no_named_memory(make: Make) -> None:
     bench = make()
     await bench.trainer.start()
-    await bench.until(Progress)
+    await bench.until(TrainerProgress)
     process = psutil.Process(bench.trainer.pid)
     assert process.net_connections("inet") == []
     links = [os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")]
     assert sum(link.startswith("socket:") for link in links) == 1
     assert sum("memfd:murmur" in link for link in links) >= 1
     assert process.children() == []
-    assert shared_memory([process]) == set()
+    assert open_shared_memory([process]) == set()
 
 
 async def test_ctrl_c_is_the_daemons_to_decide(make: Make) -> None:
@@ -240,7 +240,7 @@ async def test_ctrl_c_is_the_daemons_to_decide(make: Make) -> None:
     step = await step_now(bench)
     while await step_now(bench) <= step:
         pass
-    assert bench.trainer.pid == pid and bench.trainer.deaths == 0
+    assert bench.trainer.pid == pid and bench.trainer.crash_count == 0
 
 
 async def test_text_that_is_missing_ends_it_with_one_line(make: Make) -> None:
@@ -250,7 +250,7 @@ async def test_text_that_is_missing_ends_it_with_one_line(make: Make) -> None:
     await bench.trainer.start()
     with pytest.raises(DataError, match="is not UTF-8"):
         await bench.until(Ready)
-    assert bench.trainer.deaths == 0, "starting it again would not help"
+    assert bench.trainer.crash_count == 0, "starting it again would not help"
 
 
 async def test_a_loss_that_is_not_finite_is_left_out_and_then_ends_it(make: Make) -> None:
@@ -258,8 +258,8 @@ async def test_a_loss_that_is_not_finite_is_left_out_and_then_ends_it(make: Make
     bench.arena.anchor(0).fill_(math.nan)
     await bench.trainer.start()
     with pytest.raises(MurmurError, match=r"20 steps in a row; lower train\.learning_rate"):
-        await bench.until(Progress)
-    told = [message.reason for message in bench.seen if isinstance(message, Mishap)]
+        await bench.until(TrainerProgress)
+    told = [message.reason for message in bench.seen if isinstance(message, TrainerWarning)]
     assert told == 20 * ["step left out"]
 
 

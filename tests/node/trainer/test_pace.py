@@ -2,22 +2,22 @@
 
 import pytest
 
-from node.trainer.inner_state import Counters, Outstanding, Work
-from node.trainer.pace import Stretch, Wanted, is_message_due, may_adopt, must_wait
+from node.trainer.inner_state import Counters, Outstanding, StepTotals
+from node.trainer.pace import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait
 from optim.parts import Scalar
-from optim.program import Plan
+from optim.program import RoundPlan
 from optim.schedules import EverySteps
-from tests.optim.replicas import program_of
+from tests.optim.replicas import make_planner
 
 
 def counters(since: int, outstanding: bool) -> Counters:
-    on_its_way = Outstanding(round=0, sizes=(1,), work=Work()) if outstanding else None
-    return Counters(since_message=Work(steps=since), outstanding=on_its_way)
+    on_its_way = Outstanding(round=0, sizes=(1,), work=StepTotals()) if outstanding else None
+    return Counters(since_message=StepTotals(steps=since), outstanding=on_its_way)
 
 
 @pytest.mark.parametrize(("since", "outstanding", "due"), [(4, False, False), (5, False, True), (9, True, False)])
 def test_a_message_is_due_after_its_steps_once_no_other_is_on_its_way(since: int, outstanding: bool, due: bool) -> None:
-    assert is_message_due(counters(since, outstanding), 5, EverySteps(), 1e9) is due
+    assert is_contribution_due(counters(since, outstanding), 5, EverySteps(), 1e9) is due
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ def test_a_message_is_due_after_its_steps_once_no_other_is_on_its_way(since: int
 )
 def test_time_makes_a_message_due_too_once_the_least_is_made(since: int, seconds: float, due: bool) -> None:
     schedule = EverySteps(inner_steps=5, least_steps=2, seconds=10.0)
-    assert is_message_due(counters(since, False), 5, schedule, seconds) is due
-    assert not is_message_due(counters(since, True), 5, schedule, seconds), "one at a time"
+    assert is_contribution_due(counters(since, False), 5, schedule, seconds) is due
+    assert not is_contribution_due(counters(since, True), 5, schedule, seconds), "one at a time"
 
 
 def test_the_time_counts_from_the_first_step() -> None:
-    stretch = Stretch()
+    stretch = ContributionTimer()
     assert [stretch.seconds(steps, now) for steps, now in ((3, 50.0), (4, 52.0))] == [0, 2], "after a restart"
     assert [stretch.seconds(steps, now) for steps, now in ((0, 60.0), (0, 70.0), (1, 71.0), (2, 75.0))] == [0, 0, 1, 5]
 
@@ -41,15 +41,15 @@ def test_the_time_counts_from_the_first_step() -> None:
 def test_fewer_steps_make_a_message_due_for_the_round_that_they_are_asked_for(
     asked: int | None, number: int, due_after: int
 ) -> None:
-    wanted = Wanted()
-    assert wanted.of(20, 3) == 20
-    wanted.ask(number, asked)
-    assert wanted.of(20, 3) == due_after
+    wanted = StepTarget()
+    assert wanted.steps_due(20, 3) == 20
+    wanted.set(number, asked)
+    assert wanted.steps_due(20, 3) == due_after
 
 
-def plan(ahead: int, delay: int = 0) -> Plan:
+def plan(ahead: int, delay: int = 0) -> RoundPlan:
     schedule: dict[str, Scalar] = {"inner_steps": 5, "ahead": ahead, "delay": delay}
-    return program_of("averaging", {"schedule": schedule}).plan(0)
+    return make_planner("averaging", {"schedule": schedule}).plan(0)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_it_trains_on_ahead_of_its_message_and_then_waits(
     [(0, 0, True, True), (3, 2, True, False), (3, 3, True, True), (3, 9, True, True), (3, 0, False, True)],
 )
 def test_a_result_is_taken_once_its_delay_is_over(delay: int, since: int, outstanding: bool, may: bool) -> None:
-    assert may_adopt(counters(since, outstanding), plan(5, delay)) is may
+    assert may_apply_anchor(counters(since, outstanding), plan(5, delay)) is may
 
 
 @pytest.mark.parametrize("ahead", [0, 2, 5, 9])
@@ -84,4 +84,4 @@ def test_a_result_is_taken_once_its_delay_is_over(delay: int, since: int, outsta
 def test_nobody_waits_for_what_may_not_be_taken(ahead: int, delay: int) -> None:
     if delay <= ahead:
         waiting = [since for since in range(20) if must_wait(counters(since, True), plan(ahead, delay))]
-        assert all(may_adopt(counters(since, True), plan(ahead, delay)) for since in waiting) and waiting
+        assert all(may_apply_anchor(counters(since, True), plan(ahead, delay)) for since in waiting) and waiting

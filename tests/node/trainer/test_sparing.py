@@ -10,28 +10,28 @@ import psutil
 import pytest
 import torch
 
-from node.channel import Adopt, Adopted, DaemonEnd, FromTrainer, Message, Pausing, Progress, Ready, Stop, TrainerEnd
-from node.footprint import fixed_bytes, microbatch_within, sequence_bytes
+from node.channel import ApplyAnchor, AnchorApplied, DaemonChannel, FromTrainer, ContributionHeader, PauseChanged, TrainerProgress, Ready, Stop, TrainerChannel
+from node.footprint import fixed_bytes, fit_microbatch, sequence_bytes
 from node.trainer import courtesy, training
 from node.trainer.inner_step import accumulate_gradient
 from node.trainer.training import Trainer
 from protocol.errors import DeviceError
-from tests.node.trainer.trainer_bench import DEADLINE, Bench, M
+from tests.node.trainer.trainer_bench import DEADLINE, ProcessHarness, M
 
 
-class Scripted:
+class ScriptedMeter:
     """In the place of a meter: the test says how much others use."""
 
-    what, pause_share, resume_share, used = "of the processors", 0.25, 0.15, 0.0
+    description, pause_share, resume_share, used = "of the processors", 0.25, 0.15, 0.0
 
-    def share(self) -> float:
+    def measure_share(self) -> float:
         return self.used
 
 
 class InProcess:
     """A trainer in a thread of ours, so that a test can put something in its way."""
 
-    def __init__(self, bench: Bench, ours: DaemonEnd, trainer: Trainer) -> None:
+    def __init__(self, bench: ProcessHarness, ours: DaemonChannel, trainer: Trainer) -> None:
         self.bench = bench
         self.channel = ours
         self.trainer = trainer
@@ -57,11 +57,11 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     made: list[InProcess] = []
 
     async def started(**options: object) -> InProcess:
-        bench = Bench(tmp_path, **options)  # type: ignore[arg-type]
+        bench = ProcessHarness(tmp_path, **options)  # type: ignore[arg-type]
         ours, theirs = socket.socketpair()
-        end = TrainerEnd(theirs)
+        end = TrainerChannel(theirs)
         trainer = Trainer(bench.config(), bench.manifest, bench.program, bench.arena, end)
-        made.append(InProcess(bench, await DaemonEnd.open(ours), trainer))
+        made.append(InProcess(bench, await DaemonChannel.open(ours), trainer))
         return made[-1]
 
     yield started
@@ -75,36 +75,36 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 @pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    scripted = Scripted()
+def meter(monkeypatch: pytest.MonkeyPatch) -> ScriptedMeter:
+    scripted = ScriptedMeter()
     monkeypatch.setattr(training, "meter_of", lambda device: scripted)
-    monkeypatch.setattr(training, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(courtesy, "BUSY_SECONDS", 0.0)
-    monkeypatch.setattr(courtesy, "CALM_SECONDS", 0.0)
+    monkeypatch.setattr(training, "USAGE_SECONDS", 0.0)
+    monkeypatch.setattr(courtesy, "PAUSE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(courtesy, "RESUME_AFTER_SECONDS", 0.0)
     return scripted
 
 
-async def test_it_stands_back_between_steps_and_goes_on(start: Start, meter: Scripted) -> None:
+async def test_it_stands_back_between_steps_and_goes_on(start: Start, meter: ScriptedMeter) -> None:
     one = await start(inner_steps=1000, pause_when_busy=True)
-    await one.until(Progress)
+    await one.until(TrainerProgress)
     meter.used = 0.6
-    assert (await one.until(Pausing)).reason == "others use 60% of the processors"
+    assert (await one.until(PauseChanged)).reason == "others use 60% of the processors"
     step = one.trainer._state.counters.step
     # It still hears: an anchor that arrives is taken, so that it stays with the others.
-    await one.channel.send(Adopt(round=0, fate="none"))
-    await one.until(Adopted)
+    await one.channel.send(ApplyAnchor(round=0, outcome="none"))
+    await one.until(AnchorApplied)
     assert one.trainer._state.counters.step == step
     meter.used = 0.0
-    assert (await one.until(Pausing)).reason == ""
-    await one.until(Progress, lambda progress: progress.step > step)
-    assert one.trainer._watch.seconds["pause"] > 0
+    assert (await one.until(PauseChanged)).reason == ""
+    await one.until(TrainerProgress, lambda progress: progress.step > step)
+    assert one.trainer._timer.seconds["pause"] > 0
 
 
-async def test_who_did_not_ask_for_it_trains_on(start: Start, meter: Scripted) -> None:
+async def test_who_did_not_ask_for_it_trains_on(start: Start, meter: ScriptedMeter) -> None:
     """The control."""
     one = await start(inner_steps=20, ahead=0, pause_when_busy=False)
     meter.used = 1.0
-    assert (await one.until(Message)).steps == 20
+    assert (await one.until(ContributionHeader)).steps == 20
 
 
 async def test_memory_makes_smaller_microbatches_of_the_same_batch(start: Start) -> None:
@@ -114,9 +114,9 @@ async def test_memory_makes_smaller_microbatches_of_the_same_batch(start: Start)
         one = await start(inner_steps=5, ahead=0)
         manifest = one.bench.manifest
         memory = fixed_bytes(manifest, "cpu") + sequence_bytes(manifest, "cpu") if scarce else None
-        one.trainer._microbatch = microbatch_within(manifest, memory, "cpu")
+        one.trainer._microbatch = fit_microbatch(manifest, memory, "cpu")
         assert one.trainer._microbatch == (1 if scarce else 2)
-        results.append(await one.until(Message))
+        results.append(await one.until(ContributionHeader))
         await one.stop()
     assert [(message.tokens, message.steps) for message in results] == [(320, 5)] * 2
     assert math.isclose(results[0].loss, results[1].loss, rel_tol=1e-4)
@@ -136,7 +136,7 @@ async def test_where_memory_runs_out_in_a_pass_smaller_ones_follow(
 
     monkeypatch.setattr(training, "accumulate_gradient", scarce)
     one = await start(inner_steps=5, ahead=0)
-    message = await one.until(Message)
+    message = await one.until(ContributionHeader)
     assert (message.tokens, message.loss < 6) == (320, True)
     assert asked[:3] == [2, 1, 1]
 
@@ -144,7 +144,7 @@ async def test_where_memory_runs_out_in_a_pass_smaller_ones_follow(
 async def test_the_kernel_holds_it_to_the_limit(tmp_path: Path) -> None:
     """Where the estimate was too low the kernel's limit holds, and the reason is told; the control has no limit."""
     for memory in (None, 260_000_000):
-        bench = Bench(tmp_path, memory=memory)
+        bench = ProcessHarness(tmp_path, memory=memory)
         (tmp_path / "a.txt").write_text("far more text than fits, as it is read into memory\n" * 4_000_000)
         try:
             await bench.trainer.start()
@@ -153,13 +153,13 @@ async def test_the_kernel_holds_it_to_the_limit(tmp_path: Path) -> None:
             else:
                 with pytest.raises(DeviceError, match="--memory: 260 MB do not suffice; allow more"):
                     await bench.until(Ready)
-                assert bench.trainer.deaths == 0, "starting it again would not help"
+                assert bench.trainer.crash_count == 0, "starting it again would not help"
         finally:
             await bench.close()
 
 
 async def test_a_run_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, memory=1_000_000)
+    bench = ProcessHarness(tmp_path, memory=1_000_000)
     try:
         await bench.trainer.start()
         with pytest.raises(DeviceError, match="--memory: 1 MB are too little"):
@@ -169,7 +169,7 @@ async def test_a_run_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 async def test_all_libraries_are_told_the_number_of_threads(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, threads=3)
+    bench = ProcessHarness(tmp_path, threads=3)
     try:
         await bench.trainer.start()
         await bench.until(Ready)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.trainer.usage import ProcessorMeter
+from node.trainer.usage import CpuMeter
 from protocol.errors import DeviceError
 
 TRAINER = b"python\0-m\0node.trainer\x005\0"
@@ -48,63 +48,63 @@ def proc(tmp_path: Path) -> FakeProc:
 
 
 def test_our_own_work_is_not_that_of_others(proc: FakeProc) -> None:
-    meter = ProcessorMeter(proc.folder)
-    assert meter.share() is None
+    meter = CpuMeter(proc.folder)
+    assert meter.measure_share() is None
     proc.process(10, 1, 10)
     proc.process(11, 10, 280, TRAINER)
     proc.process(12, 10, 10)
     proc.spend(busy=300, idle=100)
-    assert meter.share() == 0.0
+    assert meter.measure_share() == 0.0
 
 
 def test_that_of_others_is_their_share_of_all_processors(proc: FakeProc) -> None:
-    meter = ProcessorMeter(proc.folder)
-    meter.share()
+    meter = CpuMeter(proc.folder)
+    meter.measure_share()
     proc.process(11, 10, 200, TRAINER)
     proc.spend(busy=300, idle=100)
-    assert meter.share() == 0.25
+    assert meter.measure_share() == 0.25
     proc.spend(busy=0, idle=400)
-    assert meter.share() == 0.0
+    assert meter.measure_share() == 0.0
 
 
 def test_another_node_on_this_machine_is_not_another(proc: FakeProc) -> None:
     """And the control: the same time spent by any other program is."""
-    meter = ProcessorMeter(proc.folder)
+    meter = CpuMeter(proc.folder)
     proc.process(20, 1, 0, b"murmur\0join\0")
     proc.process(21, 20, 0, TRAINER)
-    meter.share()
+    meter.measure_share()
     proc.process(21, 20, 400, TRAINER)
     proc.spend(busy=400, idle=0)
-    assert meter.share() == 0.0
+    assert meter.measure_share() == 0.0
     proc.process(90, 1, 400, b"game\0")
     proc.spend(busy=400, idle=0)
-    assert meter.share() == 1.0
+    assert meter.measure_share() == 1.0
 
 
 def test_a_number_that_another_process_has_taken_over(proc: FakeProc) -> None:
-    meter = ProcessorMeter(proc.folder)
-    meter.share()
+    meter = CpuMeter(proc.folder)
+    meter.measure_share()
     proc.process(11, 1, 390, b"game\0", started=99)
     proc.spend(busy=400, idle=0)
-    assert meter.share() == 1.0
+    assert meter.measure_share() == 1.0
 
 
 def test_without_proc_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="leave it out"):
-        ProcessorMeter(tmp_path)
+        CpuMeter(tmp_path)
 
 
 def test_the_real_one_knows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two meters over the same time, one of which takes us for a stranger."""
 
-    class Stranger(ProcessorMeter):
+    class Stranger(CpuMeter):
         def _is_trainer(self, pid: int) -> bool:
             return False
 
-    ours, strangers = ProcessorMeter(), Stranger()
-    ours.share(), strangers.share()
+    ours, strangers = CpuMeter(), Stranger()
+    ours.measure_share(), strangers.measure_share()
     ends = time.process_time() + 0.5
     while time.process_time() < ends:
         pass
-    one, other = ours.share(), strangers.share()
+    one, other = ours.measure_share(), strangers.measure_share()
     assert one is not None and other is not None and 0 <= one < other <= 1

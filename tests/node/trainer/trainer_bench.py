@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import torch
 
-from node.arena import Arena, Contents
-from node.channel import Config, FromTrainer
+from node.arena import SharedMemory, SharedLayout
+from node.channel import TrainerConfig, FromTrainer
 from node.daemon.trainer_process import TrainerProcess
 from node.model import initial_weights
-from node.program import program_of
+from node.program import build_program
 from protocol.manifest import Manifest, parse_manifest
 
 torch.set_num_threads(1)
@@ -44,7 +44,7 @@ delay = {delay}
 """
 
 
-class Bench:
+class ProcessHarness:
     """A manifest, its text, an arena with anchor 0, and the trainer process on it."""
 
     def __init__(
@@ -66,14 +66,14 @@ class Bench:
             recipe=recipe, inner_steps=inner_steps, ahead=ahead, delay=delay, learning_rate=learning_rate
         )
         self.manifest: Manifest = parse_manifest(toml.encode(), "test")
-        self.program = program_of(self.manifest)
-        self.arena = Arena.create(Contents.of(self.program))
+        self.program = build_program(self.manifest)
+        self.arena = SharedMemory.create(SharedLayout.of(self.program))
         self.arena.anchor(0).copy_(initial_weights(self.manifest.model, 0))
         self.trainer = TrainerProcess(self.arena, self.config)
         self.seen: list[FromTrainer] = []
         self._messages: AsyncIterator[FromTrainer] = self.trainer.messages()
 
-    def config(self) -> Config:
+    def config(self) -> TrainerConfig:
         values = {
             "manifest": self.manifest.to_toml(),
             "base": str(self.folder),
@@ -82,7 +82,7 @@ class Bench:
             "round": 0,
             "validation_tokens": 512,
         }
-        return Config.model_validate(values | self._own)
+        return TrainerConfig.model_validate(values | self._own)
 
     async def until(self, kind: type[M], deadline: float = DEADLINE) -> M:
         """The next message of that kind; those before it are kept in `seen`."""

@@ -6,17 +6,17 @@ import sys
 from collections.abc import Sequence
 
 # What MKL obeys: the first on any processor, the others on Intel's alone.
-KERNELS = (
+KERNEL_SETTINGS = (
     {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"},
     {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "OMP_NUM_THREADS": "1"},
     {"MKL_ENABLE_INSTRUCTIONS": "AVX512", "OMP_NUM_THREADS": "2"},
 )
 
 
-def printed_on_all(program: str) -> Sequence[set[str]]:
+def run_on_all_kernels(program: str) -> Sequence[set[str]]:
     """By word that the Python program prints: what it was on each."""
     told = []
-    for kernel in KERNELS:
+    for kernel in KERNEL_SETTINGS:
         command = [sys.executable, "-c", program]
         result = subprocess.run(
             command, env=os.environ | kernel, capture_output=True, text=True, timeout=60, check=True

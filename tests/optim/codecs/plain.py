@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from optim.codecs.blocks import LOWEST, NEAREST, UP, BlockCodec
-from optim.codecs.exponents import LOWEST as LOWEST_EXPONENT
+from optim.codecs.blocks import MIN_SCALE, ROUND_NEAREST, ROUND_UP, BlockCodec
+from optim.codecs.exponents import MIN_EXPONENT as LOWEST_EXPONENT
 from optim.codecs.integers import BlockInt4, BlockInt8
-from optim.codecs.noise import Key, key_of
-from optim.codecs.powers import PowersOfTwo
+from optim.codecs.noise import NoiseKey, noise_key
+from optim.codecs.powers import BlockE3M0
 from optim.codecs.signs import BlockSign
 from optim.vectors import Floats
 
@@ -23,7 +23,7 @@ class Encoded:
     multiples: Floats  # of each value
     scales: Floats  # of each value
 
-    def decoded(self, weight: float = 1.0) -> Floats:
+    def decode(self, weight: float = 1.0) -> Floats:
         return self.multiples * (self.scales * np.float32(weight))
 
 
@@ -50,31 +50,31 @@ def blockwise(codec: BlockCodec, values: Floats) -> Encoded:
     rows = np.pad(values, (0, blocks * codec.block - values.size)).reshape(blocks, codec.block)
     sizes = np.full(blocks, codec.block, np.float32)
     sizes[-1] -= rows.size - values.size
-    scales, round_up = _scales(codec, rows.copy(), sizes), NEAREST if isinstance(codec, BlockSign) else UP
+    scales, round_up = _scales(codec, rows.copy(), sizes), ROUND_NEAREST if isinstance(codec, BlockSign) else ROUND_UP
     halves = (scales.view(np.uint32) + round_up >> 16).astype("<u2")
-    halves[_widened(halves) < LOWEST] = 0
-    scales = _widened(halves)
+    halves[_widen(halves) < MIN_SCALE] = 0
+    scales = _widen(halves)
     inverses = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
     quotients = (rows * inverses[:, None]).reshape(-1)[: values.size]
     if isinstance(codec, BlockSign):
         codes = (values < 0).astype(np.int64)
         multiples = 1 - 2 * codes
-    elif isinstance(codec, PowersOfTwo):
-        codes, multiples = _powers(codec, quotients, noise(key_of(values, None), halves, codec.block))
+    elif isinstance(codec, BlockE3M0):
+        codes, multiples = _encode_powers(codec, quotients, noise_words(noise_key(values, None), halves, codec.block))
     else:
         assert isinstance(codec, (BlockInt8, BlockInt4))
-        codes = multiples = _integers(codec, quotients, noise(key_of(values, None), halves, codec.block))
-    payload = bytes((codec.number, codec.version)) + halves.tobytes() + _packed(codec, codes)
+        codes = multiples = _encode_integers(codec, quotients, noise_words(noise_key(values, None), halves, codec.block))
+    payload = bytes((codec.number, codec.version)) + halves.tobytes() + _pack(codec, codes)
     return Encoded(payload, multiples.astype(np.float32), np.repeat(scales, codec.block)[: values.size])
 
 
-def _widened(halves: npt.NDArray[np.uint16]) -> Floats:
+def _widen(halves: npt.NDArray[np.uint16]) -> Floats:
     return (halves.astype(np.uint32) << 16).view(np.float32)
 
 
 def _scales(codec: BlockCodec, rows: Floats, sizes: Floats) -> Floats:
     if not isinstance(codec, BlockSign):
-        tops: dict[type[BlockCodec], int] = {BlockInt8: 127, BlockInt4: 7, PowersOfTwo: 64}
+        tops: dict[type[BlockCodec], int] = {BlockInt8: 127, BlockInt4: 7, BlockE3M0: 64}
         largest: Floats = np.abs(rows).max(1) / np.float32(tops[type(codec)])
         return largest
     sums = np.abs(rows.T)
@@ -86,14 +86,14 @@ def _scales(codec: BlockCodec, rows: Floats, sizes: Floats) -> Floats:
     return means
 
 
-def _integers(codec: BlockInt8 | BlockInt4, quotients: Floats, words: Words) -> Codes:
+def _encode_integers(codec: BlockInt8 | BlockInt4, quotients: Floats, words: Words) -> Codes:
     if codec.rounding == "nearest":
         return np.rint(quotients).astype(np.int64)
     fractions = (words[: quotients.size] >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
     return np.clip(np.floor(quotients + fractions), -codec.levels, codec.levels).astype(np.int64)
 
 
-def _powers(codec: PowersOfTwo, quotients: Floats, words: Words) -> tuple[Codes, Codes]:
+def _encode_powers(codec: BlockE3M0, quotients: Floats, words: Words) -> tuple[Codes, Codes]:
     magnitudes = np.abs(quotients)
     if codec.rounding == "nearest":
         levels = np.searchsorted([0.5, 1.5, 3, 6, 12, 24, 48], magnitudes, side="right")
@@ -107,21 +107,21 @@ def _powers(codec: PowersOfTwo, quotients: Floats, words: Words) -> tuple[Codes,
     return levels | negative << 3, np.where(negative, -multiples, multiples)
 
 
-def noise(key: Key, halves: npt.NDArray[np.uint16], block: int) -> Words:
+def noise_words(key: NoiseKey, halves: npt.NDArray[np.uint16], block: int) -> Words:
     """A word a value, of whole blocks with such scales."""
     numbers: Words = np.arange(halves.size).astype(np.uint32)
-    numbered: Words = _scattered(numbers ^ key.low) ^ key.high
-    keys = _scattered(numbered + halves.astype(np.uint32))
-    return _scattered(keys[:, None] + np.arange(block).astype(np.uint32)).ravel()
+    numbered: Words = _mix_bits(numbers ^ key.low) ^ key.high
+    keys = _mix_bits(numbered + halves.astype(np.uint32))
+    return _mix_bits(keys[:, None] + np.arange(block).astype(np.uint32)).ravel()
 
 
-def _scattered(words: Words) -> Words:
+def _mix_bits(words: Words) -> Words:
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x21F0AAAD)
     words = (words ^ (words >> np.uint32(15))) * np.uint32(0xD35A2D97)
     return words ^ (words >> np.uint32(15))
 
 
-def _packed(codec: BlockCodec, codes: Codes) -> bytes:
+def _pack(codec: BlockCodec, codes: Codes) -> bytes:
     if codec.bits == 8:
         return codes.astype(np.int8).tobytes()
     if codec.bits == 1:

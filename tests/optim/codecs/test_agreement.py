@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optim.codecs.codec import Codec
-from optim.codecs.dense import BrainFloat, HalfPrecision
+from optim.codecs.dense import BFloat16, Float16
 from optim.codecs.integers import BlockInt4, BlockInt8
-from optim.codecs.powers import PowersOfTwo
+from optim.codecs.powers import BlockE3M0
 from optim.codecs.signs import BlockSign
 from optim.vectors import Floats
 from tests.optim.codecs.plain import Encoded, blockwise, brain_float, half_precision
@@ -19,12 +19,12 @@ from tests.optim.codecs.plain import Encoded, blockwise, brain_float, half_preci
 BLOCKWISE = [
     *(BlockInt8(block=16), BlockInt8(), BlockInt8(rounding="stochastic")),
     *(BlockInt4(block=24), BlockInt4(), BlockInt4(block=16, rounding="stochastic")),
-    *(PowersOfTwo(block=16), PowersOfTwo(), PowersOfTwo(rounding="stochastic")),
+    *(BlockE3M0(block=16), BlockE3M0(), BlockE3M0(rounding="stochastic")),
     *(BlockSign(block=40), BlockSign(), BlockSign(block=16)),
 ]
 PLAIN: list[tuple[Codec, Callable[[Floats], Encoded]]] = [
-    (HalfPrecision(), half_precision),
-    (BrainFloat(), brain_float),
+    (Float16(), half_precision),
+    (BFloat16(), brain_float),
     *((codec, lambda values, codec=codec: blockwise(codec, values)) for codec in BLOCKWISE),
 ]
 SPECIAL = np.array([0, -0.0, 1e-45, -1e-45, 1.1754942e-38, 2.0**-118, -(2.0**-119), 2.0**46, -1e13, 1.5], np.float32)
@@ -53,16 +53,16 @@ def test_loops_agree_with_plain_operations(
 ) -> None:
     expected = plain(values)
     rest = values.copy()
-    assert codec.extract(torch.from_numpy(rest)) == expected.payload
-    assert rest.tobytes() == (values - expected.decoded()).tobytes()
-    vector = codec.read(expected.payload, values.size)
-    assert vector.dense().tobytes() == expected.decoded().tobytes()
+    assert codec.encode_and_subtract(torch.from_numpy(rest)) == expected.payload
+    assert rest.tobytes() == (values - expected.decode()).tobytes()
+    vector = codec.decode_vector(expected.payload, values.size)
+    assert vector.to_dense().tobytes() == expected.decode().tobytes()
     total = np.linspace(-1, 1, values.size, dtype=np.float32)
     before = total.copy()
     vector.add_to(total, weight)
-    assert total.tobytes() == (before + expected.decoded(weight)).tobytes()
+    assert total.tobytes() == (before + expected.decode(weight)).tobytes()
     start, stop = values.size // 3, values.size // 2 + 1
-    assert vector.span(slice(start, stop)).tobytes() == expected.decoded()[start:stop].tobytes()
+    assert vector.decode_slab(slice(start, stop)).tobytes() == expected.decode()[start:stop].tobytes()
 
 
 @pytest.mark.parametrize("codec", [codec for codec, _ in PLAIN], ids=str)

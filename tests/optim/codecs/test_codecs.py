@@ -11,43 +11,43 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim.codecs.accumulation import Accumulation
-from optim.codecs.codec import Codec, Draft
-from optim.codecs.cosine_topk import CosineTopK
-from optim.codecs.dense import BrainFloat, HalfPrecision, Uncompressed
-from optim.codecs.direction import Direction
+from optim.codecs.accumulation import ResidualUpdate
+from optim.codecs.codec import Codec, PayloadWriter
+from optim.codecs.cosine_topk import DctTopK
+from optim.codecs.dense import BFloat16, Float16, Uncompressed
+from optim.codecs.direction import RandomProjection
 from optim.codecs.integers import BlockInt4, BlockInt8
 from optim.codecs.low_rank import LowRank
-from optim.codecs.powers import PowersOfTwo
+from optim.codecs.powers import BlockE3M0
 from optim.codecs.signs import BlockSign
 from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
 from optim.errors import CodecError
 from optim.layout import Layout
-from optim.memory import LEAST
+from optim.memory import MIN_POOLED_BYTES
 from optim.threads import ALIGNMENT
 
 CODECS: list[Codec] = [
     Uncompressed(),
-    HalfPrecision(),
+    Float16(),
     BlockInt8(),
     BlockInt8(block=16),
     ChunkTopK(),
     ChunkTopK(k=3, chunk=64),
     ChunkTopK(k=64, chunk=64),
     ChunkTopK(k=5, chunk=100),
-    BrainFloat(),
+    BFloat16(),
     BlockInt4(),
     BlockInt4(block=24),
-    PowersOfTwo(),
-    PowersOfTwo(rounding="stochastic"),
+    BlockE3M0(),
+    BlockE3M0(rounding="stochastic"),
     BlockSign(),
     BlockSign(block=40),
     ChunkTopK(k=40, chunk=64, bits=1),
     ChunkTopK(bits=3),
     ChunkTopK(k=7, chunk=64, bits=3),
-    CosineTopK(),
-    CosineTopK(k=100, bits=3, dimensions=1),
+    DctTopK(),
+    DctTopK(k=100, bits=3, dimensions=1),
     RandomSubset(shared=False),
     RandomSubset(density=0.3, values="int4", shared=False),
     RandomSubset(density=1.0, values="sign", shared=False),
@@ -59,12 +59,12 @@ CODECS: list[Codec] = [
     LowRank(rank=3, values="int8"),
     LowRank(rank=2, values="fp16"),
     LowRank(rank=6, energy=0.9),
-    Direction(),
-    Direction(directions=5),
+    RandomProjection(),
+    RandomProjection(directions=5),
 ]
 # Those whose error may exceed what they were given: only the mean over many messages is right.
 UNBIASED = [
-    codec for codec in CODECS if isinstance(codec, Direction) or getattr(codec, "rounding", "nearest") == "stochastic"
+    codec for codec in CODECS if isinstance(codec, RandomProjection) or getattr(codec, "rounding", "nearest") == "stochastic"
 ]
 GOLDEN = Path(__file__).parent.parent / "golden"
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -108,7 +108,7 @@ def test_size_stays_below_the_bound_and_bytes_are_deterministic(codec: Codec, nu
 def test_extract_leaves_exactly_what_the_receiver_does_not_get(codec: Codec, numel: int, seed: int) -> None:
     values = sample(numel, seed)
     rest = values.clone()
-    payload = codec.extract(rest)
+    payload = codec.encode_and_subtract(rest)
     assert payload == codec.encode(values)
     assert torch.equal(rest, values - codec.decode(payload, numel))
 
@@ -118,9 +118,9 @@ def test_extract_leaves_exactly_what_the_receiver_does_not_get(codec: Codec, num
 def test_what_is_left_and_what_is_new_may_be_added_on_the_way(codec: Codec, numel: int) -> None:
     """Each product and each sum is rounded, wherever a codec makes them."""
     left, new = sample(numel, 1), sample(numel, 2)
-    expected, decay = left * 0.8, Accumulation(0.8, new.numpy())
+    expected, decay = left * 0.8, ResidualUpdate(0.8, new.numpy())
     expected += new
-    assert codec.extract_after(decay, left) == codec.extract(expected)
+    assert codec.encode_updated(decay, left) == codec.encode_and_subtract(expected)
     assert torch.equal(left, expected)
 
 
@@ -130,7 +130,7 @@ def test_what_is_new_must_be_finite_and_within_bounds(codec: Codec, bad: float) 
     new = sample(5000, 2)
     new[1234] = bad
     with pytest.raises(CodecError):
-        codec.extract_after(Accumulation(0.8, new.numpy()), sample(5000, 1))
+        codec.encode_updated(ResidualUpdate(0.8, new.numpy()), sample(5000, 1))
 
 
 @each_codec
@@ -157,9 +157,9 @@ def test_a_payload_stays_as_it_is_while_it_is_held(codec: Codec) -> None:
 
 @pytest.mark.parametrize("head", [b"ab", b"abc", b"a" * 70])
 def test_a_draft_is_written_in_place_behind_its_head(head: bytes) -> None:
-    count = LEAST
-    draft = Draft(head, 4 * count + 3)
-    numbers, rest = draft.add("f4", count), draft.add("u1", 3)
+    count = MIN_POOLED_BYTES
+    draft = PayloadWriter(head, 4 * count + 3)
+    numbers, rest = draft.reserve("f4", count), draft.reserve("u1", 3)
     numbers[:], rest[:] = np.arange(count), (7, 8, 9)
     assert numbers.ctypes.data % ALIGNMENT == 0
     assert draft.payload == head + np.arange(count, dtype="<f4").tobytes() + bytes((7, 8, 9))
@@ -176,7 +176,7 @@ def test_values_that_are_not_finite_are_refused(codec: Codec, bad: float, place:
         codec.encode(values)
     assert torch.equal(values.nan_to_num(7), before.nan_to_num(7))
     with pytest.raises(CodecError):
-        codec.extract(values)
+        codec.encode_and_subtract(values)
 
 
 @each_codec
@@ -186,14 +186,14 @@ def test_other_lengths_other_codecs_and_every_truncation_are_refused(codec: Code
     wrong += [payload + b"\0", payload + payload, b"", b"\xff" * len(payload), b"\0" * len(payload)]
     for bytes_ in wrong:
         with pytest.raises(CodecError):
-            codec.read(bytes_, 5000)
+            codec.decode_vector(bytes_, 5000)
     for other in CODECS:
         if other.number != codec.number:
             with pytest.raises(CodecError):
-                other.read(payload, 5000)
+                other.decode_vector(payload, 5000)
     for numel in (1, 4096, 9000):
         with pytest.raises(CodecError):
-            codec.read(payload, numel)
+            codec.decode_vector(payload, numel)
 
 
 @st.composite
@@ -232,7 +232,7 @@ def test_the_wire_decides_no_allocation(codec: Codec) -> None:
     for seed in range(200):
         hostile = head + np.random.default_rng(seed).bytes(600)
         with pytest.raises(CodecError):
-            codec.read(hostile, 1000)
+            codec.decode_vector(hostile, 1000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000

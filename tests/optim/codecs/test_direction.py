@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from optim.codecs.direction import LEVELS, Direction
-from optim.codecs.noise import seed_of
+from optim.codecs.direction import LEVELS, RandomProjection
+from optim.codecs.noise import seed_from_values
 from optim.errors import CodecError, UnknownOption
-from optim.program import Program
+from optim.program import RoundPlanner
 from optim.recipes import compose
-from tests.optim.replicas import LAYOUT, NUMEL, Replica
+from tests.optim.replicas import LAYOUT, NUMEL, FakePeer
 
 
 def draw(numel: int, seed: int) -> torch.Tensor:
@@ -19,7 +19,7 @@ def draw(numel: int, seed: int) -> torch.Tensor:
 def test_a_message_is_the_projection_within_a_byte() -> None:
     """p of a linear loss is <gradient, z>: twice the difference quotient's numerator over 2 eps, exactly."""
     values = draw(5000, 1)
-    decoded = Direction().decode(Direction().encode(values), 5000)
+    decoded = RandomProjection().decode(RandomProjection().encode(values), 5000)
     size, signs = float(decoded.abs()[0]), decoded.sign()
     assert decoded.abs().eq(size).all() and 0.45 < float((signs > 0).float().mean()) < 0.55
     projection = float(values.double() @ signs.double())
@@ -31,7 +31,7 @@ def test_a_message_is_the_projection_within_a_byte() -> None:
 
 @pytest.mark.parametrize("directions", [1, 8])
 def test_the_mean_over_many_messages_is_the_vector(directions: int) -> None:
-    codec, base, count = Direction(directions=directions), draw(64, 2), 6000
+    codec, base, count = RandomProjection(directions=directions), draw(64, 2), 6000
     total, plain = torch.zeros(64), torch.zeros(64)
     for seed in range(count):
         values = base + draw(64, 1000 + seed) * 1e-3  # another seed each time
@@ -43,19 +43,19 @@ def test_the_mean_over_many_messages_is_the_vector(directions: int) -> None:
 
 
 def test_no_difference_moves_nothing() -> None:
-    codec = Direction(directions=3)
+    codec = RandomProjection(directions=3)
     assert not codec.decode(codec.encode(torch.zeros(1000)), 1000).any()
 
 
 def test_the_byte_ascends_and_its_ends_hold() -> None:
     assert LEVELS[0] == 0 and (np.diff(LEVELS) > 0).all() and LEVELS.size == 128
-    huge = [Direction().decode(Direction().encode(torch.full((101,), 1e6 + seed)), 101) for seed in range(20)]
+    huge = [RandomProjection().decode(RandomProjection().encode(torch.full((101,), 1e6 + seed)), 101) for seed in range(20)]
     assert max(float(decoded.abs().max()) for decoded in huge) == LEVELS[-1]
 
 
 def test_rounding_is_right_in_the_mean() -> None:
     """One value between two levels: how far it goes up is drawn."""
-    codes = [Direction().decode(Direction().encode(torch.tensor([1.1 + n * 1e-6])), 1)[0].item() for n in range(4000)]
+    codes = [RandomProjection().decode(RandomProjection().encode(torch.tensor([1.1 + n * 1e-6])), 1)[0].item() for n in range(4000)]
     assert set(codes) == {1.0, 1.25}
     assert float(np.mean(codes)) == pytest.approx(1.102, abs=0.01)
 
@@ -63,44 +63,44 @@ def test_rounding_is_right_in_the_mean() -> None:
 @pytest.mark.parametrize("step", [1, 64, 1000, 70_000])
 def test_any_span_is_the_same_as_the_whole(step: int) -> None:
     values = draw(150_000, 3)
-    vector = Direction(directions=2).read(Direction(directions=2).encode(values), 150_000)
-    whole = vector.dense()
+    vector = RandomProjection(directions=2).decode_vector(RandomProjection(directions=2).encode(values), 150_000)
+    whole = vector.to_dense()
     starts = range(0, 150_000, max(step, 7919)) if step < 1000 else range(0, 150_000, step)
     for start in starts:
         part = slice(start, min(start + step, 150_000))
-        assert np.array_equal(vector.span(part), whole[part])
+        assert np.array_equal(vector.decode_slab(part), whole[part])
 
 
 def test_members_with_other_gradients_take_other_directions() -> None:
-    seeds = {seed_of(draw(3000, seed).numpy()) for seed in range(50)}
+    seeds = {seed_from_values(draw(3000, seed).numpy()) for seed in range(50)}
     assert len(seeds) == 50
-    assert seed_of(draw(3000, 1).numpy()) == seed_of(draw(3000, 1).numpy())
+    assert seed_from_values(draw(3000, 1).numpy()) == seed_from_values(draw(3000, 1).numpy())
 
 
 def test_a_signed_zero_and_another_length_are_refused() -> None:
-    payload = bytes(Direction().encode(draw(100, 4)))
+    payload = bytes(RandomProjection().encode(draw(100, 4)))
     with pytest.raises(CodecError, match="sign"):
-        Direction().read(payload[:-1] + b"\x80", 100)
+        RandomProjection().decode_vector(payload[:-1] + b"\x80", 100)
     with pytest.raises(CodecError, match="length"):
-        Direction().read(payload, 101)
+        RandomProjection().decode_vector(payload, 101)
 
 
 def test_error_feedback_is_refused_as_its_residual_would_only_grow() -> None:
     rest = draw(1000, 6)
     before = float(rest.norm())
     for _ in range(3):
-        Direction().extract(rest)
+        RandomProjection().encode_and_subtract(rest)
     assert float(rest.norm()) > 100 * before
     with pytest.raises(UnknownOption, match="feedback.kind = 'none'"):
         compose("diloco", {"codec": {"kind": "direction"}})
 
 
 def test_a_newcomer_replays_the_log_to_the_same_bits() -> None:
-    program = Program(compose("spsa"), LAYOUT, 1)
-    peers = [Replica(program) for _ in range(3)]
-    log = [[peer.message(number, 10 * number + place) for place, peer in enumerate(peers)] for number in range(30)]
+    program = RoundPlanner(compose("spsa"), LAYOUT, 1)
+    peers = [FakePeer(program) for _ in range(3)]
+    log = [[peer.encode(number, 10 * number + place) for place, peer in enumerate(peers)] for number in range(30)]
     assert max(len(part) for messages in log for parts in messages for part in parts) == 15
-    newcomer = Replica(program)
+    newcomer = FakePeer(program)
     for replica in (peers[0], newcomer):
         for number, messages in enumerate(log):
             replica.apply(number, messages, [1.0] * 3)
@@ -113,13 +113,13 @@ def test_it_goes_downhill() -> None:
     target = draw(NUMEL, 5)
 
     def distance(rate: float) -> float:
-        program = Program(compose("spsa", {"update": {"learning_rate": rate}}), LAYOUT, 1)
-        peers = [Replica(program) for _ in range(4)]
+        program = RoundPlanner(compose("spsa", {"update": {"learning_rate": rate}}), LAYOUT, 1)
+        peers = [FakePeer(program) for _ in range(4)]
         for number in range(200):
             gradient = peers[0].anchor - target
             size = min(1.0, 1.0 / float(gradient.norm()))
             sent = [
-                peer.sender.message(number, gradient * size + draw(NUMEL, 7 * number + place) * 1e-4, peer.residual)
+                peer.encoder.encode(number, gradient * size + draw(NUMEL, 7 * number + place) * 1e-4, peer.residual)
                 for place, peer in enumerate(peers)
             ]
             for peer in peers:

@@ -3,13 +3,13 @@ from math import comb
 import numpy as np
 import pytest
 
-from optim.codecs.gaps import between, class_of, class_table, classes_below, uniform_frequencies
+from optim.codecs.gaps import compute_gaps, classify_gaps, class_table, class_lookup, uniform_frequencies
 
 
 @pytest.mark.parametrize("span", [1, 2, 8, 9, 64, 100, 4096, 65_536])
 def test_every_gap_is_the_lowest_of_its_class_and_what_its_bits_say(span: int) -> None:
     gaps = np.arange(span)
-    classes = classes_below(span)
+    classes = class_lookup(span)
     lowest, widths = class_table(span)
     assert classes.max() < len(lowest)
     assert (gaps >= lowest[classes]).all() and (gaps - lowest[classes] < 1 << widths[classes].astype(np.int64)).all()
@@ -23,10 +23,10 @@ def test_gaps_lie_between_the_indices_of_a_chunk(chunks: int, span: int, keep: i
     rows = [np.sort(generator.choice(span, kept, replace=False)) for kept in [keep] * chunks + [rest] * (rest > 0)]
     indices = np.concatenate(rows).astype(np.uint32)
     gaps, classes, counts = np.empty(indices.size, np.uint16), np.empty(indices.size, np.uint8), np.zeros(60, np.int64)
-    between(indices, keep, classes_below(span), gaps, classes, counts)
+    compute_gaps(indices, keep, class_lookup(span), gaps, classes, counts)
     expected = np.concatenate([np.diff(row, prepend=-1) - 1 for row in rows])
     assert np.array_equal(gaps, expected)
-    assert np.array_equal(classes, class_of(expected.astype(np.uint16)))
+    assert np.array_equal(classes, classify_gaps(expected.astype(np.uint16)))
     assert np.array_equal(counts, np.bincount(classes, minlength=60))
 
 
@@ -35,6 +35,6 @@ def test_uniform_frequencies_are_those_of_a_first_gap(span: int, keep: int) -> N
     frequencies = uniform_frequencies(span, keep)
     counts = np.zeros(len(frequencies))
     for gap in range(span - keep + 1):
-        counts[class_of(np.array([gap], np.uint16))[0]] += comb(span - 1 - gap, keep - 1) / comb(span, keep)
+        counts[classify_gaps(np.array([gap], np.uint16))[0]] += comb(span - 1 - gap, keep - 1) / comb(span, keep)
     assert ((frequencies > 0) >= (counts > 0)).all()
     assert np.abs(frequencies / 4096 - counts).max() < 0.01

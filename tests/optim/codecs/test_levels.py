@@ -2,7 +2,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from optim.codecs.levels import FEW, fit, rank
+from optim.codecs.levels import MAX_PAIRWISE, fit_levels, rank_descending
 
 Array = npt.NDArray[np.float32]
 
@@ -16,7 +16,7 @@ def fitted(rows: Array, count: int) -> tuple[npt.NDArray[np.uint32], Array]:
     """Of each row, with its magnitudes in any order: each one's number, and the levels."""
     numbers, levels = np.empty(rows.shape, np.uint32), np.empty((len(rows), count), np.float32)
     for row, its_numbers, its_levels in zip(rows, numbers, levels, strict=True):
-        fit(row.view(np.uint32), its_numbers, its_levels)
+        fit_levels(row.view(np.uint32), its_numbers, its_levels)
     return numbers, levels
 
 
@@ -28,17 +28,17 @@ def cut(row: Array) -> int:
     return min(range(1, row.size + 1), key=lambda place: cost(row[:place]) + cost(row[place:]))
 
 
-@pytest.mark.parametrize("size", [1, 2, 64, FEW, FEW + 1, 4096])
+@pytest.mark.parametrize("size", [1, 2, 64, MAX_PAIRWISE, MAX_PAIRWISE + 1, 4096])
 @pytest.mark.parametrize("kinds", [1, 5, 10**6])
 def test_ranks_are_those_of_a_stable_sort(size: int, kinds: int) -> None:
     values = np.random.default_rng(size).integers(0, kinds, size).astype(np.float32)
     ranks = np.empty(values.size, np.int32)
-    rank(values.view(np.uint32), ranks)
+    rank_descending(values.view(np.uint32), ranks)
     assert np.array_equal(np.argsort(ranks), np.argsort(-values, kind="stable"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("size", [3, 64, FEW + 1])
+@pytest.mark.parametrize("size", [3, 64, MAX_PAIRWISE + 1])
 def test_the_order_is_no_matter(size: int, count: int) -> None:
     row = magnitudes(1, size)
     order = np.random.default_rng(0).permutation(size)

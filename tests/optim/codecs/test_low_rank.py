@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 import torch
 
-from optim.codecs.low_rank import INNER, Inner, LowRank
+from optim.codecs.low_rank import FACTOR_CODECS, FactorCodec, LowRank
 from optim.errors import CodecError
 from optim.layout import Layout
-from optim.vectors import SLAB, Floats
-from tests.optim.codecs.kernels import printed_on_all
+from optim.vectors import SLAB_SIZE, Floats
+from tests.optim.codecs.kernels import run_on_all_kernels
 
 LAYOUT = Layout(((96, 128), (128,), (40, 8, 16), (4, 6), (300, 80)))
 # Prints digests of a payload, of what it decodes to, and, as the control, of the product in fp32.
@@ -41,7 +41,7 @@ def error(codec: LowRank, values: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("inner", "limit"), [("fp16", 1e-3), ("int8", 0.012), ("int4", 0.2)])
-def test_a_matrix_of_that_rank_loses_only_the_rounding_of_its_factors(inner: Inner, limit: float) -> None:
+def test_a_matrix_of_that_rank_loses_only_the_rounding_of_its_factors(inner: FactorCodec, limit: float) -> None:
     values = of_rank(200, 160, np.array([5, 3, 1, 0.5], np.float32))
     assert error(LowRank(rank=4, values=inner).bind(Layout(((200, 160),)), 0), values) < limit
     assert error(LowRank(rank=3, values=inner).bind(Layout(((200, 160),)), 0), values) > 0.08
@@ -64,11 +64,11 @@ def test_decoded_matrices_have_no_higher_rank() -> None:
         assert strengths[4] > 0.1 and strengths[5] < 1e-5 * strengths[0]
 
 
-@pytest.mark.parametrize("inner", INNER)
-def test_size_is_that_of_the_factors_and_the_rest(inner: Inner) -> None:
+@pytest.mark.parametrize("inner", FACTOR_CODECS)
+def test_size_is_that_of_the_factors_and_the_rest(inner: FactorCodec) -> None:
     codec = LowRank(rank=5, values=inner).bind(LAYOUT, 0)
     sides = (96, 128, 40, 128, 300, 80)
-    factors = sum(INNER[inner].max_bytes(5 * side) for side in sides)
+    factors = sum(FACTOR_CODECS[inner].max_bytes(5 * side) for side in sides)
     payload = codec.encode(draw(LAYOUT.numel))
     assert len(payload) == codec.max_bytes(LAYOUT.numel) == 2 + factors + (2 + 2 + 128 + 24)
     assert codec.bits_per_parameter(LAYOUT.numel) == 8 * len(payload) / LAYOUT.numel
@@ -82,16 +82,16 @@ def test_vectors_and_small_matrices_travel_as_integers() -> None:
         assert float((decoded - values)[start:stop].norm() / values[start:stop].norm()) < 0.01
 
 
-@pytest.mark.parametrize("numel", [1, 2, 3, 100, 10_000, 10_007, SLAB + 12_345])
+@pytest.mark.parametrize("numel", [1, 2, 3, 100, 10_000, 10_007, SLAB_SIZE + 12_345])
 def test_a_vector_of_no_known_tensors_is_one_matrix(numel: int) -> None:
     rows = np.random.default_rng(1).standard_normal(numel, np.float32)
     codec, values = LowRank(rank=2), torch.from_numpy(rows)
     rest = values.clone()
-    vector = codec.read(codec.extract(rest), numel)
-    assert np.array_equal(rest.numpy(), rows - vector.dense())
+    vector = codec.decode_vector(codec.encode_and_subtract(rest), numel)
+    assert np.array_equal(rest.numpy(), rows - vector.to_dense())
     assert rest.norm() < values.norm()
     for part in (slice(0, 1), slice(numel // 3, numel // 2), slice(numel - 1, numel)):
-        assert np.array_equal(vector.span(part), vector.dense()[part])
+        assert np.array_equal(vector.decode_slab(part), vector.to_dense()[part])
 
 
 def test_feedback_brings_all_directions_in_time() -> None:
@@ -99,7 +99,7 @@ def test_feedback_brings_all_directions_in_time() -> None:
     layout, rest = Layout(((64, 64),)), draw(64 * 64)
     start = rest.norm()
     for number in range(30):
-        LowRank(rank=8).bind(layout, number).extract(rest)
+        LowRank(rank=8).bind(layout, number).encode_and_subtract(rest)
     assert rest.norm() < 0.05 * start
 
 
@@ -123,7 +123,7 @@ def test_a_basis_that_is_too_long_is_refused() -> None:
     payload = bytearray(codec.encode(draw(3600)))
     payload[5] += 2  # the exponent of the first factor's first scale: 2^4 times as long
     with pytest.raises(CodecError, match="longer than one"):
-        codec.read(bytes(payload), 3600)
+        codec.decode_vector(bytes(payload), 3600)
 
 
 def test_a_vector_of_another_layout_is_the_callers_mistake() -> None:
@@ -132,7 +132,7 @@ def test_a_vector_of_another_layout_is_the_callers_mistake() -> None:
 
 
 def test_every_matrix_library_gives_the_same_bits() -> None:
-    payload, decoded, plain = printed_on_all(PROGRAM)
+    payload, decoded, plain = run_on_all_kernels(PROGRAM)
     assert len(payload) == len(decoded) == 1
     # The control: a sum that rounds tells the kernels apart.
     assert len(plain) > 1
@@ -158,12 +158,12 @@ def test_a_rank_that_was_not_agreed_on_is_refused() -> None:
     for rank in (0, 5, 60_000):
         payload[2:4] = rank.to_bytes(2, "little")
         with pytest.raises(CodecError, match="rank"):
-            codec.read(bytes(payload), 3600)
+            codec.decode_vector(bytes(payload), 3600)
 
 
 def test_feedback_brings_all_directions_in_time_at_any_energy() -> None:
     layout, rest = Layout(((64, 64),)), draw(64 * 64)
     start = rest.norm()
     for number in range(40):
-        LowRank(rank=16, energy=0.7).bind(layout, number).extract(rest)
+        LowRank(rank=16, energy=0.7).bind(layout, number).encode_and_subtract(rest)
     assert rest.norm() < 0.05 * start

@@ -2,8 +2,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from optim.codecs.gaps import between, class_table, classes_below
-from optim.codecs.plain import BEHIND, count, read, write
+from optim.codecs.gaps import compute_gaps, class_table, class_lookup
+from optim.codecs.plain import READ_AHEAD_BYTES, count_low_bits, read_bit_planes, write_bit_planes
 
 Codes = npt.NDArray[np.uint32]
 
@@ -11,10 +11,10 @@ Codes = npt.NDArray[np.uint32]
 def written(codes: Codes, bits: int, span: int, keep: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], int]:
     """The bytes with what may be read behind them, the classes, and how many bits were written."""
     gaps, classes = np.empty(codes.size, np.uint16), np.empty(codes.size, np.uint8)
-    between(codes >> np.uint32(3), keep, classes_below(span), gaps, classes, np.zeros(60, np.int64))
-    length = bits * codes.size + count(classes, class_table(span)[1])
-    packed = np.zeros(-(-length // 8) + BEHIND, np.uint8)
-    write(codes, bits, gaps, classes, class_table(span)[1], packed)
+    compute_gaps(codes >> np.uint32(3), keep, class_lookup(span), gaps, classes, np.zeros(60, np.int64))
+    length = bits * codes.size + count_low_bits(classes, class_table(span)[1])
+    packed = np.zeros(-(-length // 8) + READ_AHEAD_BYTES, np.uint8)
+    write_bit_planes(codes, bits, gaps, classes, class_table(span)[1], packed)
     return packed, classes, length
 
 
@@ -33,7 +33,7 @@ def test_codes_come_back(chunks: int, span: int, keep: int, bits: int) -> None:
     codes = draw(chunks, span, keep, bits)
     packed, classes, _ = written(codes, bits, span, keep)
     back = np.empty_like(codes)
-    last = read(packed, bits, classes, *class_table(span), span, keep, back)
+    last = read_bit_planes(packed, bits, classes, *class_table(span), span, keep, back)
     assert np.array_equal(back, codes)
     assert last == codes[-1] >> 3
 
@@ -52,5 +52,5 @@ def test_an_index_beyond_its_chunk_is_seen() -> None:
     packed, classes, _ = written(codes, 2, 100, 5)
     back = np.empty_like(codes)
     farthest = (codes >> np.uint32(3)).reshape(4, 5)[:, -1]
-    assert read(packed, 2, classes, *class_table(100), int(farthest[:3].max()), 5, back) < 0
-    assert read(packed, 2, classes, *class_table(100), int(farthest[:3].max()) + 1, 5, back) == farthest[3]
+    assert read_bit_planes(packed, 2, classes, *class_table(100), int(farthest[:3].max()), 5, back) < 0
+    assert read_bit_planes(packed, 2, classes, *class_table(100), int(farthest[:3].max()) + 1, 5, back) == farthest[3]

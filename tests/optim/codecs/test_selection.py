@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim.codecs.selection import largest
+from optim.codecs.selection import select_largest
 
 Array = npt.NDArray[np.float32]
 DRAWS = ("normal", "few magnitudes", "all equal", "zeros", "one value", "tiny", "ascending", "runs")
@@ -29,7 +29,7 @@ def draw(kind: str, span: int, seed: int) -> Array:
 
 def chosen(values: Array, keep: int) -> tuple[list[int], Array]:
     places, magnitudes = np.empty((2, values.size), np.uint32)
-    assert largest(values.view(np.uint32), keep, places, magnitudes)
+    assert select_largest(values.view(np.uint32), keep, places, magnitudes)
     return places[:keep].tolist(), magnitudes[:keep].view(np.float32)
 
 
@@ -50,4 +50,4 @@ def test_what_is_not_finite_is_refused_wherever_it_stands(bad: float, keep: int)
     for place in range(100):
         values = draw("normal", 100, 0)
         values[place] = bad
-        assert not largest(values.view(np.uint32), keep, *np.empty((2, 100), np.uint32))
+        assert not select_largest(values.view(np.uint32), keep, *np.empty((2, 100), np.uint32))

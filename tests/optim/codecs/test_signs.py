@@ -50,4 +50,4 @@ def test_bits_behind_the_last_value_are_refused(bit: int) -> None:
     payload = bytearray(BlockSign().encode(torch.ones(1004)))
     payload[-1] |= 1 << bit
     with pytest.raises(CodecError, match="padding"):
-        BlockSign().read(bytes(payload), 1004)
+        BlockSign().decode_vector(bytes(payload), 1004)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from optim.codecs.subset import INNER, Inner, RandomSubset
+from optim.codecs.subset import VALUE_CODECS, ValueCodec, RandomSubset
 from optim.layout import Layout
 
 WHOLE = Layout(((640,),))
@@ -14,17 +14,17 @@ def draw(numel: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(numel, np.float32))
 
 
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("inner", VALUE_CODECS)
 @pytest.mark.parametrize("density", [2**-16, 0.01, 1 / 3, 0.9, 1.0])
 @pytest.mark.parametrize("numel", [1, 2, 1000, 10_001])
-def test_one_value_of_each_stretch_is_kept(inner: Inner, density: float, numel: int) -> None:
+def test_one_value_of_each_stretch_is_kept(inner: ValueCodec, density: float, numel: int) -> None:
     codec, values = RandomSubset(density=density, values=inner, shared=False), draw(numel, 1)
-    vector = codec.read(codec.encode(values), numel)
+    vector = codec.decode_vector(codec.encode(values), numel)
     count = len(vector.positions)
     assert count == max(1, int(np.ceil(numel * density)))
     for j, position in enumerate(vector.positions.tolist()):
         assert j * numel // count <= position < (j + 1) * numel // count
-    expected = INNER[inner].decode(INNER[inner].encode(values[vector.positions]), count)
+    expected = VALUE_CODECS[inner].decode(VALUE_CODECS[inner].encode(values[vector.positions]), count)
     assert np.array_equal(vector.values, expected.numpy())
 
 
@@ -40,7 +40,7 @@ def test_positions_are_spread_evenly_and_differ_from_message_to_message() -> Non
     numel, hits = 6400, np.zeros(6400)
     for seed in range(2000):
         codec = RandomSubset(density=1 / 64, shared=False)
-        hits[codec.read(codec.encode(draw(numel, seed)), numel).positions] += 1
+        hits[codec.decode_vector(codec.encode(draw(numel, seed)), numel).positions] += 1
     assert hits.sum() == 2000 * 100
     # Poisson with mean 31: the spread of 6400 counts is known within a few percent.
     assert hits.var() == pytest.approx(hits.mean(), rel=0.1)
@@ -50,7 +50,7 @@ def test_positions_are_spread_evenly_and_differ_from_message_to_message() -> Non
 def test_the_same_values_have_the_same_subset_whatever_their_codec() -> None:
     values = draw(5000, 3)
     codecs = (RandomSubset(values="int8", shared=False), RandomSubset(values="fp16", shared=False))
-    one, other = (codec.read(codec.encode(values), 5000).positions for codec in codecs)
+    one, other = (codec.decode_vector(codec.encode(values), 5000).positions for codec in codecs)
     assert np.array_equal(one, other)
 
 
@@ -60,7 +60,7 @@ def test_positions_are_pinned() -> None:
     payload = codec.encode(draw(640, 4))
     seed = int.from_bytes(payload[2:10], "little")
     expected = [i * 64 + (word >> 32) * 64 // 2**32 for i, word in enumerate(philox(seed, 10))]
-    assert codec.read(payload, 640).positions.tolist() == expected
+    assert codec.decode_vector(payload, 640).positions.tolist() == expected
 
 
 def philox(seed: int, count: int) -> list[int]:
@@ -84,7 +84,7 @@ def test_what_was_not_drawn_stays() -> None:
     values = draw(1000, 5)
     rest = values.clone()
     codec = RandomSubset(density=0.1, values="fp16", shared=False)
-    vector = codec.read(codec.extract(rest), 1000)
+    vector = codec.decode_vector(codec.encode_and_subtract(rest), 1000)
     untouched = np.ones(1000, bool)
     untouched[vector.positions] = False
     assert torch.equal(rest[untouched], values[untouched])
@@ -94,7 +94,7 @@ def test_what_was_not_drawn_stays() -> None:
 def positions(codec: RandomSubset, round_number: int, seed: int, numel: int = 640) -> list[int]:
     """What a member with other values than the others sends in that round."""
     bound = codec.bind(WHOLE, round_number)
-    found: list[int] = bound.read(bound.encode(draw(numel, seed)), numel).positions.tolist()
+    found: list[int] = bound.decode_vector(bound.encode(draw(numel, seed)), numel).positions.tolist()
     return found
 
 
@@ -114,7 +114,7 @@ def test_a_sum_of_shared_messages_is_as_sparse_as_one(selection: Literal["random
     total = np.zeros(640, np.float32)
     for seed in range(4):
         values = torch.from_numpy(np.random.default_rng(seed).integers(-9, 10, 640).astype(np.float32))
-        codec.read(codec.encode(values), 640).add_to(total, 1.0)
+        codec.decode_vector(codec.encode(values), 640).add_to(total, 1.0)
     assert 0 < np.count_nonzero(total) <= 40
     assert np.array_equal(codec.decode(codec.encode(torch.from_numpy(total)), 640).numpy(), total)
 

@@ -143,7 +143,7 @@ def test_keeps_the_largest_and_of_equals_the_first(k: int) -> None:
     # Few distinct magnitudes: nearly every choice is between equals.
     values = generator.integers(-9, 10, 3 * 4096).astype(np.float32)
     codec = ChunkTopK(k=k)
-    positions = codec.read(codec.encode(torch.from_numpy(values)), values.size).positions.reshape(3, k)
+    positions = codec.decode_vector(codec.encode(torch.from_numpy(values)), values.size).positions.reshape(3, k)
     for row, chunk in enumerate(values.reshape(3, 4096)):
         expected = np.sort(np.argsort(-np.abs(chunk), kind="stable")[:k])
         assert np.array_equal(positions[row] - row * 4096, expected)
@@ -152,7 +152,7 @@ def test_keeps_the_largest_and_of_equals_the_first(k: int) -> None:
 def test_levels_are_the_best_split_in_two() -> None:
     values = np.random.default_rng(0).standard_t(3, 4096).astype(np.float32)
     codec = ChunkTopK(k=32)
-    vector = codec.read(codec.encode(torch.from_numpy(values)), 4096)
+    vector = codec.decode_vector(codec.encode(torch.from_numpy(values)), 4096)
     kept = np.sort(np.abs(values[vector.positions]))
     error = ((np.abs(vector.values) - np.abs(values[vector.positions])) ** 2).sum()
     best = min(kept[:cut].var() * cut + kept[cut:].var() * (32 - cut) for cut in range(1, 32))
@@ -180,7 +180,7 @@ def test_error_of_the_kept_values(name: str, limits: tuple[float, ...]) -> None:
     values = draws[name].astype(np.float32)
     for bits, limit in enumerate(limits, 1):
         codec = ChunkTopK(bits=bits)
-        vector = codec.read(codec.encode(torch.from_numpy(values)), count)
+        vector = codec.decode_vector(codec.encode(torch.from_numpy(values)), count)
         kept = values[vector.positions]
         assert np.linalg.norm(vector.values - kept) / np.linalg.norm(kept) <= limit
 
@@ -225,7 +225,7 @@ def forged(field: str) -> bytes:
 )
 def test_bad_levels_are_refused(field: str) -> None:
     with pytest.raises(CodecError):
-        ChunkTopK().read(forged(field), 4096)
+        ChunkTopK().decode_vector(forged(field), 4096)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3])
@@ -237,7 +237,7 @@ def test_what_is_subtracted_chunk_by_chunk_is_what_the_receiver_decodes(bits: in
     values[4] = 0
     whole = values.astype(np.float32).ravel()
     left, codec = torch.from_numpy(whole.copy()), ChunkTopK(bits=bits)
-    payload = codec.extract(left)
+    payload = codec.encode_and_subtract(left)
     assert payload == codec.encode(torch.from_numpy(whole))
     decoded = codec.decode(payload, whole.size).numpy()
     assert left.numpy().tobytes() == (whole - decoded).tobytes()

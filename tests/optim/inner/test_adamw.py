@@ -5,13 +5,13 @@ import math
 import torch
 
 from optim.inner.adamw import AdamW
-from optim.inner.inner import EPSILON, FIRST_MOMENT, SECOND_MOMENT, Step
+from optim.inner.inner import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerStep
 
 NUMEL, MATRIX = 24, (4, 20)
 
 
-def step_of(count: int, rate: float = 1e-2, weight_decay: float = 0.1) -> Step:
-    return Step(count, rate, 0.9, 0.95, weight_decay, [MATRIX])
+def step_of(count: int, rate: float = 1e-2, weight_decay: float = 0.1) -> InnerStep:
+    return InnerStep(count, rate, 0.9, 0.95, weight_decay, [MATRIX])
 
 
 def draw(seed: int) -> torch.Tensor:
@@ -76,4 +76,4 @@ def test_a_second_moment_that_an_exchange_left_below_zero_breaks_nothing() -> No
 
 
 def test_gradients_are_taken_at_the_weights() -> None:
-    assert AdamW().look_ahead(draw(0), zeros(), step_of(0)) is None
+    assert AdamW().lookahead_weights(draw(0), zeros(), step_of(0)) is None

@@ -2,10 +2,10 @@
 
 import torch
 
-from optim.inner.gathering import Gathering
-from optim.inner.inner import GRADIENT_SUM, Step
+from optim.inner.gathering import GradientAccumulator
+from optim.inner.inner import GRADIENT_SUM, InnerStep
 
-STEP = Step(0, 0.5, 0.9, 0.95, 0.1, [(0, 2)])
+STEP = InnerStep(0, 0.5, 0.9, 0.95, 0.1, [(0, 2)])
 GRADIENTS = [torch.tensor([1.0, -2.0, 0.0]), torch.tensor([3.0, 1.0, 0.0])]
 
 
@@ -14,9 +14,9 @@ def zeros(names: tuple[str, ...]) -> dict[str, torch.Tensor]:
 
 
 def test_the_sum_grows_and_the_weights_stay_even_where_they_would_decay() -> None:
-    weights, vectors = torch.ones(3), zeros(Gathering.vectors)
+    weights, vectors = torch.ones(3), zeros(GradientAccumulator.vectors)
     for gradient in GRADIENTS:
-        Gathering().step(weights, gradient.clone(), vectors, STEP)
+        GradientAccumulator().step(weights, gradient.clone(), vectors, STEP)
     assert vectors[GRADIENT_SUM].tolist() == [4.0, -1.0, 0.0]
     assert weights.tolist() == [1.0, 1.0, 1.0]
-    assert Gathering().look_ahead(weights, vectors, STEP) is None
+    assert GradientAccumulator().lookahead_weights(weights, vectors, STEP) is None

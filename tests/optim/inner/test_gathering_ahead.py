@@ -1,13 +1,13 @@
 import torch
 
-from optim.inner.gathering import MOMENTUM, Gathering, GatheringAhead
-from optim.inner.inner import GRADIENT_SUM, Step
+from optim.inner.gathering import MOMENTUM, GradientAccumulator, LookaheadAccumulator
+from optim.inner.inner import GRADIENT_SUM, InnerStep
 
-STEP = Step(3, 0.01, 0.9, 0.95, 0.1, ((0, 4),))
+STEP = InnerStep(3, 0.01, 0.9, 0.95, 0.1, ((0, 4),))
 
 
 def test_the_weights_rest_and_the_gradients_add_up() -> None:
-    inner, weights = GatheringAhead(beta=0.5), torch.ones(4)
+    inner, weights = LookaheadAccumulator(beta=0.5), torch.ones(4)
     vectors = {name: torch.zeros(4) for name in inner.vectors}
     for scale in (1.0, 2.0):
         inner.step(weights, torch.full((4,), scale), vectors, STEP)
@@ -17,9 +17,9 @@ def test_the_weights_rest_and_the_gradients_add_up() -> None:
 
 
 def test_the_gradient_is_taken_where_the_own_sign_would_lead() -> None:
-    inner, weights = GatheringAhead(reach=0.5), torch.zeros(3)
+    inner, weights = LookaheadAccumulator(reach=0.5), torch.zeros(3)
     momentum = torch.tensor([1e-9, -3.0, 0.0])
-    ahead = inner.look_ahead(weights, {MOMENTUM: momentum}, STEP)
+    ahead = inner.lookahead_weights(weights, {MOMENTUM: momentum}, STEP)
     assert ahead is not None and torch.allclose(ahead, torch.tensor([-0.005, 0.005, 0.0]))
     assert not weights.any()
-    assert Gathering().look_ahead(weights, {}, STEP) is None
+    assert GradientAccumulator().lookahead_weights(weights, {}, STEP) is None

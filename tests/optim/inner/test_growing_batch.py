@@ -7,45 +7,45 @@ from optim.inner.adamw import AdamW
 from optim.inner.growing_batch import ACCUMULATED, TALLY, GrowingBatch
 from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT
 from optim.recipes import compose
-from tests.optim.inner.small_steps import NUMEL, draw, fresh, step_at
+from tests.optim.inner.small_steps import NUMEL, random_values, zero_vectors, make_step
 
 
 @pytest.mark.parametrize(("theta", "wanted"), [(1.0, 1), (0.5, 2), (0.25, 8), (0.05, 64)])
 def test_the_norm_test_by_hand(theta: float, wanted: int) -> None:
     """Gradients (1, 0) and (3, 0): the mean is (2, 0), S = (1 + 1) / 1 = 2, and S / |mean|^2 a half."""
-    assert GrowingBatch(theta=theta).wanted(2, 1.0 + 9.0, 4.0) == wanted
+    assert GrowingBatch(theta=theta).noise_batch_size(2, 1.0 + 9.0, 4.0) == wanted
 
 
 def test_alike_gradients_leave_the_batch_as_it_is_and_pure_noise_asks_for_all() -> None:
     inner, vectors, weights = GrowingBatch(), {}, torch.ones(NUMEL)
-    vectors.update(fresh(inner))
+    vectors.update(zero_vectors(inner))
     for count in range(20):
-        inner.step(weights, torch.full((NUMEL,), 0.5), vectors, step_at(count))
+        inner.step(weights, torch.full((NUMEL,), 0.5), vectors, make_step(count))
     assert vectors[TALLY].tolist()[2:] == [0, 10]
-    assert inner.wanted(2, 2.0, 0.0) == inner.most
-    assert inner.wanted(4, 0.0, 0.0) == 0
+    assert inner.noise_batch_size(2, 2.0, 0.0) == inner.most
+    assert inner.noise_batch_size(4, 0.0, 0.0) == 0
 
 
 @pytest.mark.parametrize(
     ("wanted", "gathered"), [(0, 2), (3, 3), (8, 8), (9, 8), (16, 8), (17, 24), (24, 24), (25, 32), (999, 64)]
 )
 def test_the_switch_mode(wanted: int, gathered: int) -> None:
-    assert GrowingBatch(at_once=8, most=64).batch(wanted) == gathered
+    assert GrowingBatch(at_once=8, most=64).rounded_batch_size(wanted) == gathered
 
 
 def test_a_fixed_batch_is_adam_on_means() -> None:
     """So with it the recipe is DiLoCo on batches as large."""
     ours, theirs = GrowingBatch(start=3, most=3), AdamW()
     mine, other = torch.ones(NUMEL), torch.ones(NUMEL)
-    vectors, others = fresh(ours), {name: torch.zeros(NUMEL) for name in theirs.vectors}
+    vectors, others = zero_vectors(ours), {name: torch.zeros(NUMEL) for name in theirs.vectors}
     for count in range(12):
         before = mine.clone()
-        ours.step(mine, draw(count), vectors, step_at(count))
+        ours.step(mine, random_values(count), vectors, make_step(count))
         if count % 3 < 2:
             assert torch.equal(mine, before)
             continue
-        mean = torch.stack([draw(number) for number in range(count - 2, count + 1)]).mean(0)
-        theirs.step(other, mean, others, step_at(count // 3))
+        mean = torch.stack([random_values(number) for number in range(count - 2, count + 1)]).mean(0)
+        theirs.step(other, mean, others, make_step(count // 3))
     assert torch.allclose(mine, other, atol=1e-6) and not vectors[ACCUMULATED].any()
     for name in (FIRST_MOMENT, SECOND_MOMENT):
         assert torch.allclose(vectors[name], others[name], atol=1e-6)
@@ -54,10 +54,10 @@ def test_a_fixed_batch_is_adam_on_means() -> None:
 def batches(noise: float, steps: int = 200) -> list[int]:
     """Local steps between two of the optimizer's, under a constant gradient and noise upon it."""
     inner = GrowingBatch(theta=0.5)
-    weights, vectors, moved = torch.zeros(NUMEL), fresh(inner), [0]
+    weights, vectors, moved = torch.zeros(NUMEL), zero_vectors(inner), [0]
     for count in range(steps):
         before = weights.clone()
-        inner.step(weights, torch.ones(NUMEL) + noise * draw(count), vectors, step_at(count))
+        inner.step(weights, torch.ones(NUMEL) + noise * random_values(count), vectors, make_step(count))
         if not torch.equal(weights, before):
             moved.append(count + 1)
     return [later - earlier for earlier, later in zip(moved[:-1], moved[1:], strict=True)]
@@ -79,4 +79,4 @@ def test_a_first_batch_above_the_most_is_refused() -> None:
 def test_the_recipe() -> None:
     method = compose("adloco")
     assert method.inner == GrowingBatch() and method.update == compose("diloco").update
-    assert method.inner.size_of(TALLY, 1000) == 4 and method.inner.size_of(ACCUMULATED, 1000) == 1000
+    assert method.inner.vector_numel(TALLY, 1000) == 4 and method.inner.vector_numel(ACCUMULATED, 1000) == 1000

@@ -5,23 +5,23 @@ from collections import deque
 import pytest
 import torch
 
-from optim.inner.inner import Inner, Step
+from optim.inner.inner import InnerUpdateRule, InnerStep
 from optim.inner.late_gradients import VELOCITY, AdaptiveBraking, SpikeCompensation, WeightPrediction
 
 PLAIN = AdaptiveBraking(rho=0.0, boost=1.0)
 
 
-def step_of(rate: float, tensors: tuple[tuple[int, int], ...] = ()) -> Step:
-    return Step(0, rate, 0.9, 0.95, 0.0, (), tensors)
+def step_of(rate: float, tensors: tuple[tuple[int, int], ...] = ()) -> InnerStep:
+    return InnerStep(0, rate, 0.9, 0.95, 0.0, (), tensors)
 
 
-def residual(inner: Inner, curvatures: torch.Tensor, rate: float, delay: int, steps: int) -> float:
+def residual(inner: InnerUpdateRule, curvatures: torch.Tensor, rate: float, delay: int, steps: int) -> float:
     """|theta| on 1/2 sum c theta^2, when each gradient is applied `delay` steps after it was taken."""
     weights, step = torch.ones_like(curvatures), step_of(rate)
     vectors = {VELOCITY: torch.zeros_like(curvatures)}
     late: deque[torch.Tensor] = deque()
     for _ in range(steps):
-        ahead = inner.look_ahead(weights, vectors, step)
+        ahead = inner.lookahead_weights(weights, vectors, step)
         late.append(curvatures * (weights if ahead is None else ahead))
         if len(late) > delay:
             inner.step(weights, late.popleft(), vectors, step)
@@ -54,13 +54,13 @@ def test_braking_converges_where_plain_momentum_and_its_opposite_diverge() -> No
 @pytest.mark.parametrize(
     "inner", [SpikeCompensation(delay=0), WeightPrediction(delay=0), AdaptiveBraking(rho=0.0)], ids=str
 )
-def test_without_a_delay_it_is_plain_momentum(inner: Inner) -> None:
+def test_without_a_delay_it_is_plain_momentum(inner: InnerUpdateRule) -> None:
     theirs = torch.nn.Parameter(torch.ones(20))
     optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
     weights, vectors = torch.ones(20), {VELOCITY: torch.zeros(20)}
     for seed in range(10):
         gradient = torch.randn(20, generator=torch.Generator().manual_seed(seed))
-        assert inner.look_ahead(weights, vectors, step_of(0.01)) is None
+        assert inner.lookahead_weights(weights, vectors, step_of(0.01)) is None
         inner.step(weights, gradient.clone(), vectors, step_of(0.01))
         theirs.grad = gradient
         optimizer.step()
@@ -92,7 +92,7 @@ def test_the_spike_contributes_what_the_missed_steps_would_have() -> None:
 
 def test_the_prediction_is_where_the_velocity_leads() -> None:
     inner, weights = WeightPrediction(delay=3, boost=2.0), torch.ones(2)
-    ahead = inner.look_ahead(weights, {VELOCITY: torch.tensor([1.0, -2.0])}, step_of(0.1))
+    ahead = inner.lookahead_weights(weights, {VELOCITY: torch.tensor([1.0, -2.0])}, step_of(0.1))
     assert ahead is not None and torch.allclose(ahead, torch.tensor([0.4, 2.2]))
     assert torch.equal(weights, torch.ones(2))
 

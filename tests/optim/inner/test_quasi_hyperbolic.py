@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from optim.inner.adamw import AdamW
-from optim.inner.inner import EPSILON, FIRST_MOMENT, SECOND_MOMENT, Inner, Step
+from optim.inner.inner import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerUpdateRule, InnerStep
 from optim.inner.quasi_hyperbolic import QuasiHyperbolic
 
 Vectors = dict[str, torch.Tensor]
 NUMEL, STEPS, MATRICES = 50, 12, ((0, 20),)
 
 
-def step_at(count: int, beta1: float = 0.9, beta2: float = 0.95) -> Step:
-    return Step(count, 0.01, beta1, beta2, 0.1, MATRICES)
+def step_at(count: int, beta1: float = 0.9, beta2: float = 0.95) -> InnerStep:
+    return InnerStep(count, 0.01, beta1, beta2, 0.1, MATRICES)
 
 
 def gradients(seed: int = 0) -> list[torch.Tensor]:
@@ -21,7 +21,7 @@ def gradients(seed: int = 0) -> list[torch.Tensor]:
 
 
 def trained(
-    inner: Inner, drawn: list[torch.Tensor], beta1: float = 0.9
+    inner: InnerUpdateRule, drawn: list[torch.Tensor], beta1: float = 0.9
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     weights, vectors = torch.ones(NUMEL), {name: torch.zeros(NUMEL) for name in inner.vectors}
     for count, gradient in enumerate(drawn):

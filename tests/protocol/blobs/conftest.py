@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.blobs.sources import Swarm
+from tests.protocol.blobs.sources import SourcePool
 
 
 @pytest.fixture
-async def swarm(tmp_path: Path) -> AsyncIterator[Swarm]:
-    swarm = Swarm(tmp_path)
+async def swarm(tmp_path: Path) -> AsyncIterator[SourcePool]:
+    swarm = SourcePool(tmp_path)
     yield swarm
     await swarm.stop()

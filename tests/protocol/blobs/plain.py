@@ -8,25 +8,25 @@ import grpc
 
 
 @dataclass
-class PlainLease:
+class DirectLease:
     channel: grpc.aio.Channel
 
-    def received(self, size: int) -> None:
+    def record_received(self, size: int) -> None:
         pass
 
-    def broken(self, reason: str) -> None:
+    def report_broken(self, reason: str) -> None:
         pass
 
 
 @dataclass
-class PlainCarrier:
+class DirectChannels:
     """One channel to each peer."""
 
     channel: Callable[[str], grpc.aio.Channel]
 
     @contextmanager
-    def lease(self, peer: str) -> Iterator[PlainLease]:
-        yield PlainLease(self.channel(peer))
+    def lease_channel(self, peer: str) -> Iterator[DirectLease]:
+        yield DirectLease(self.channel(peer))
 
-    def places(self, peer: str) -> int:
+    def parallelism(self, peer: str) -> int:
         return 0

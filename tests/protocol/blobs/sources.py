@@ -9,22 +9,22 @@ from typing import Any
 import grpc
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
-from protocol.blobs.fetch import Fetcher
-from protocol.blobs.plan import Pace
-from protocol.blobs.service import BlobService, CallerLimits, add_blobs
+from protocol.blobs.fetch import Downloader
+from protocol.blobs.plan import DownloadPolicy
+from protocol.blobs.service import BlobService, CallerLimits, register_blob_service
 from protocol.blobs.store import BlobStore
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer, add_BlobsServicer_to_server
-from tests.protocol.blobs.plain import PlainCarrier
+from tests.protocol.blobs.plain import DirectChannels
 
-QUICK = Pace(stall=0.6, patience=0.3)
+SHORT_TIMEOUTS = DownloadPolicy(stall_seconds=0.6, late_after_seconds=0.3)
 DATA = random.Random(1).randbytes(12 * PIECE_BYTES + 777)
 BLOB = Blob.of(DATA)
 SMALL = random.Random(2).randbytes(5000)
 ROOM = 1 << 30
 
 
-class Scripted(BlobsServicer):
+class ScriptedSource(BlobsServicer):
     """A source of `data` that tampers with what it sends, or stops sending."""
 
     def __init__(self, data: bytes, size: int | None = None, hashes: bytes | None = None) -> None:
@@ -50,11 +50,11 @@ class Scripted(BlobsServicer):
             yield Chunk(data=chunk)
 
 
-def flipped(data: bytes) -> bytes:
+def flip_last_bit(data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
-class Swarm:
+class SourcePool:
     """Sources, each with a server of its own, and a folder to fetch into."""
 
     def __init__(self, folder: Path) -> None:
@@ -65,10 +65,10 @@ class Swarm:
         self.fetcher = self.new_fetcher()
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def add(self, name: str, service: BlobsServicer) -> None:
+    async def add_source(self, name: str, service: BlobsServicer) -> None:
         server = self.servers[name] = grpc.aio.server()
         if isinstance(service, BlobService):
-            add_blobs(service, server)
+            register_blob_service(service, server)
         else:
             add_BlobsServicer_to_server(service, server)
         server.add_insecure_port(f"unix:{self.folder}/{name}.sock")
@@ -79,7 +79,7 @@ class Swarm:
         for data in blobs:
             store.put(data)
         service = BlobService(store, lambda context: "fetcher", limits)
-        await self.add(name, service)
+        await self.add_source(name, service)
         return service
 
     def channel(self, peer: str) -> grpc.aio.Channel:
@@ -91,9 +91,9 @@ class Swarm:
     def sources(self) -> list[str]:
         return list(self.servers)
 
-    def new_fetcher(self, pace: Pace = QUICK, seed: int = 0) -> Fetcher:
-        carrier, rng = PlainCarrier(self.channel), random.Random(seed)
-        return Fetcher(self.store, carrier, lambda *fault: self.faults.append(fault), rng, pace)
+    def new_fetcher(self, pace: DownloadPolicy = SHORT_TIMEOUTS, seed: int = 0) -> Downloader:
+        carrier, rng = DirectChannels(self.channel), random.Random(seed)
+        return Downloader(self.store, carrier, lambda *fault: self.faults.append(fault), rng, pace)
 
     async def fetch(self, blob: Blob = BLOB, deadline: float = 30.0) -> None:
         await self.fetcher.fetch(blob, self.sources, deadline)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol import murmur_pb2 as wire
 from protocol.blobs import chunk as chunks
 from protocol.blobs.blob import CHUNK_BYTES
-from protocol.blobs.chunk import Chunk, read
+from protocol.blobs.chunk import Chunk, parse_chunk
 
 SIZES = [0, 1, 127, 128, 16_383, 16_384, CHUNK_BYTES]
 NUMBERS = [0, 1, 127, 128, 2**21 - 1, 2**21, 2**32 - 1]
@@ -28,7 +28,7 @@ def by_protobuf(raw: bytes) -> tuple[bytes, int] | None:
 
 def by_us(raw: bytes | bytearray) -> tuple[bytes, int] | None:
     try:
-        chunk = read(raw)
+        chunk = parse_chunk(raw)
     except DecodeError:
         return None
     return bytes(chunk.data), chunk.squeezed
@@ -39,13 +39,13 @@ def by_us(raw: bytes | bytearray) -> tuple[bytes, int] | None:
 def test_written_and_read_as_protobuf_does_it(size: int, squeezed: int) -> None:
     data = random.Random(size).randbytes(size)
     theirs = wire.Chunk(data=data, squeezed=squeezed).SerializeToString()
-    assert Chunk(data, squeezed).written() == Chunk(memoryview(data), squeezed).written() == theirs
+    assert Chunk(data, squeezed).serialize() == Chunk(memoryview(data), squeezed).serialize() == theirs
     assert by_us(theirs) == by_us(bytearray(theirs)) == (data, squeezed)
 
 
 @given(datas, numbers)
 def test_any_chunk_there_and_back(data: bytes, squeezed: int) -> None:
-    assert by_us(Chunk(data, squeezed).written()) == (data, squeezed)
+    assert by_us(Chunk(data, squeezed).serialize()) == (data, squeezed)
 
 
 @given(st.binary(max_size=40))
@@ -55,7 +55,7 @@ def test_whatever_comes_is_read_as_protobuf_reads_it(raw: bytes) -> None:
 
 @given(datas, numbers, st.randoms(use_true_random=False))
 def test_what_is_damaged_is_read_as_protobuf_reads_it(data: bytes, squeezed: int, draw: random.Random) -> None:
-    raw = bytearray(Chunk(data, squeezed).written())
+    raw = bytearray(Chunk(data, squeezed).serialize())
     for _ in range(draw.randrange(1, 4)):
         place = draw.randrange(len(raw) + 1)
         raw[place : place + draw.randrange(2)] = draw.randbytes(draw.randrange(3))
@@ -81,6 +81,6 @@ def test_what_protobuf_may_write_otherwise_is_left_to_it(raw: bytes) -> None:
 def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = bytearray(wire.Chunk(data=bytes(CHUNK_BYTES), squeezed=9).SerializeToString())
     monkeypatch.setattr(chunks, "wire", None)  # not asked
-    chunk = read(raw)
+    chunk = parse_chunk(raw)
     raw[10] = 7
     assert bytes(chunk.data).count(7) == 1

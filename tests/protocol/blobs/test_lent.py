@@ -73,11 +73,11 @@ def test_it_goes_when_it_is_discarded_or_no_longer_retained(store: BlobStore) ->
 def test_it_can_be_written_out(store: BlobStore) -> None:
     parts = parts_of((3, PIECE_BYTES, 9))
     digest = store.lend(*parts).digest
-    store.write_out(digest)
+    store.move_to_disk(digest)
     assert store.path(digest).read_bytes() == b"".join(parts) == store.read(digest)
     assert store.size == len(b"".join(parts)) and len(store) == 1
-    store.write_out(digest)  # again, and one that is not there: nothing happens
-    store.write_out(bytes(32))
+    store.move_to_disk(digest)  # again, and one that is not there: nothing happens
+    store.move_to_disk(bytes(32))
     assert len(store) == 1
 
 
@@ -85,8 +85,8 @@ def test_it_can_be_secured_and_stays_in_memory(store: BlobStore, tmp_path: Path)
     parts = parts_of((3, PIECE_BYTES, 9))
     digest = store.lend(*parts).digest
     for _ in range(2):
-        store.secure(digest)
-    store.secure(bytes(32))  # one that is not there: nothing happens
+        store.persist(digest)
+    store.persist(bytes(32))  # one that is not there: nothing happens
     assert store.path(digest).read_bytes() == b"".join(parts) and len(store) == 1
     store.path(digest).write_bytes(b"")
     assert store.read(digest) == b"".join(parts), "from memory"
@@ -97,7 +97,7 @@ def test_it_can_be_secured_and_stays_in_memory(store: BlobStore, tmp_path: Path)
 def test_one_that_does_not_fit_on_the_disk_stays_lent(store: BlobStore) -> None:
     digest = store.lend(bytes(9 * PIECE_BYTES)).digest
     with pytest.raises(StorageError, match="is full"):
-        store.write_out(digest)
+        store.move_to_disk(digest)
     assert store.has(digest) and store.size == 0
 
 

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
-from protocol.blobs.fetch import TICK, Fetcher
-from protocol.blobs.plan import Pace, Plan
-from protocol.blobs.window import LEAST_PIECES
-from protocol.blobs.wire import Wire
+from protocol.blobs.fetch import TICK_SECONDS, Downloader
+from protocol.blobs.plan import DownloadPolicy, DownloadScheduler
+from protocol.blobs.window import MIN_PIECES
+from protocol.blobs.wire import BlobClient
 from protocol.errors import UnreachableError
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer
-from tests.protocol.blobs.sources import DATA, Scripted, Swarm
+from tests.protocol.blobs.sources import DATA, ScriptedSource, SourcePool
 
-PACE = Pace(stall=1.5, patience=1.5)
+PACE = DownloadPolicy(stall_seconds=1.5, late_after_seconds=1.5)
 PARTS = [random.Random(number).randbytes(4 * PIECE_BYTES) for number in range(6)]
 
 
-class Shelf(BlobsServicer):
+class RecordingSource(BlobsServicer):
     """A source of several blobs that takes its time; `asked` is of whom it was asked for a piece, in order."""
 
     def __init__(self, *blobs: bytes) -> None:
@@ -43,7 +43,7 @@ class Shelf(BlobsServicer):
             yield Chunk(data=data[start : start + CHUNK_BYTES])
 
 
-class Silent(Shelf):
+class SilentSource(RecordingSource):
     """Of its blobs nothing comes."""
 
     async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
@@ -52,7 +52,7 @@ class Silent(Shelf):
         yield Chunk()
 
 
-class Serial(Scripted):
+class SerialSource(ScriptedSource):
     """It answers one call after the other, as they come over one connection."""
 
     def __init__(self, data: bytes) -> None:
@@ -63,7 +63,7 @@ class Serial(Scripted):
         self.calls += 1
         async with self._line:
             for start in range(request.offset, request.offset + request.length, CHUNK_BYTES):
-                await asyncio.sleep(0.25 * PACE.stall)
+                await asyncio.sleep(0.25 * PACE.stall_seconds)
                 yield Chunk(data=self.data[start : min(start + CHUNK_BYTES, request.offset + request.length)])
 
 
@@ -72,11 +72,11 @@ async def test_blobs_come_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others_count: bool
 ) -> None:
     if not others_count:
-        monkeypatch.setattr(Plan, "awaited", lambda *_: {})
-    swarm, shelf = Swarm(tmp_path), Shelf(*PARTS)
+        monkeypatch.setattr(DownloadScheduler, "awaited_bytes", lambda *_: {})
+    swarm, shelf = SourcePool(tmp_path), RecordingSource(*PARTS)
     swarm.fetcher = swarm.new_fetcher(PACE)
     try:
-        await swarm.add("shelf", shelf)
+        await swarm.add_source("shelf", shelf)
         await asyncio.gather(*(swarm.fetch(Blob.of(part)) for part in PARTS))
     finally:
         await swarm.stop()
@@ -90,10 +90,10 @@ async def test_blobs_come_one_after_the_other(
 
 @pytest.mark.parametrize("turns", [range(6), range(6, 0, -1)])
 async def test_blobs_come_in_their_turns(tmp_path: Path, turns: range) -> None:
-    swarm, shelf = Swarm(tmp_path), Shelf(*PARTS)
+    swarm, shelf = SourcePool(tmp_path), RecordingSource(*PARTS)
     swarm.fetcher = swarm.new_fetcher(PACE)
     try:
-        await swarm.add("shelf", shelf)
+        await swarm.add_source("shelf", shelf)
         wanted = zip(PARTS, turns, strict=True)
         await asyncio.gather(*(swarm.fetcher.fetch(Blob.of(part), swarm.sources, 30.0, turn) for part, turn in wanted))
     finally:
@@ -109,17 +109,17 @@ async def test_who_is_idle_is_asked_though_others_have_all_that_may_be_awaited(
 ) -> None:
     """What one slow source owes must not keep us from the others."""
     if not is_shared:
-        usual = Plan.next_call
-        monkeypatch.setattr(Plan, "next_call", lambda *words, idle_only: None if idle_only else usual(*words))
-    slow, quick = Silent(*PARTS[:3]), Shelf(PARTS[3])
-    swarm = Swarm(tmp_path)
-    swarm.fetcher = swarm.new_fetcher(Pace(stall=20.0, patience=20.0, pieces_per_source=8))
+        usual = DownloadScheduler.next_request
+        monkeypatch.setattr(DownloadScheduler, "next_request", lambda *words, idle_only: None if idle_only else usual(*words))
+    slow, quick = SilentSource(*PARTS[:3]), RecordingSource(PARTS[3])
+    swarm = SourcePool(tmp_path)
+    swarm.fetcher = swarm.new_fetcher(DownloadPolicy(stall_seconds=20.0, late_after_seconds=20.0, pieces_per_source=8))
     try:
-        await swarm.add("slow", slow)
-        await swarm.add("quick", quick)
+        await swarm.add_source("slow", slow)
+        await swarm.add_source("quick", quick)
         waiting = [asyncio.create_task(swarm.fetcher.fetch(Blob.of(p), lambda: ["slow"], 30.0)) for p in PARTS[:3]]
         async with asyncio.timeout(10):
-            while len(slow.asked) < LEAST_PIECES:
+            while len(slow.asked) < MIN_PIECES:
                 await asyncio.sleep(0.01)
         with nullcontext() if is_shared else pytest.raises(UnreachableError):
             await swarm.fetcher.fetch(Blob.of(PARTS[3]), lambda: ["quick"], 10.0 if is_shared else 2.0)
@@ -133,12 +133,12 @@ async def test_who_is_idle_is_asked_though_others_have_all_that_may_be_awaited(
 async def test_idle_sources_are_asked_for_no_more_than_twice_what_may_be_awaited(tmp_path: Path) -> None:
     """However many there are: on a thin link all would come late, and be taken for silent."""
     pieces = [part[start : start + PIECE_BYTES] for part in PARTS[:3] for start in range(0, len(part), PIECE_BYTES)]
-    sources = {f"source {number}": Silent(piece) for number, piece in enumerate(pieces)}
-    swarm = Swarm(tmp_path)
-    swarm.fetcher = swarm.new_fetcher(Pace(stall=20.0, patience=20.0))
+    sources = {f"source {number}": SilentSource(piece) for number, piece in enumerate(pieces)}
+    swarm = SourcePool(tmp_path)
+    swarm.fetcher = swarm.new_fetcher(DownloadPolicy(stall_seconds=20.0, late_after_seconds=20.0))
     try:
         for name, source in sources.items():
-            await swarm.add(name, source)
+            await swarm.add_source(name, source)
         fetches = [
             swarm.fetcher.fetch(Blob.of(piece), lambda name=name: [name], 2.0)  # type: ignore[misc]
             for name, piece in zip(sources, pieces, strict=True)
@@ -147,14 +147,14 @@ async def test_idle_sources_are_asked_for_no_more_than_twice_what_may_be_awaited
     finally:
         await swarm.stop()
     assert all(isinstance(error, UnreachableError) for error in ended)
-    assert len(sources) > 2 * LEAST_PIECES == sum(len(source.asked) for source in sources.values())
+    assert len(sources) > 2 * MIN_PIECES == sum(len(source.asked) for source in sources.values())
 
 
 async def test_a_small_blob_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
-    swarm, shelf = Swarm(tmp_path), Shelf(DATA, PARTS[0])
+    swarm, shelf = SourcePool(tmp_path), RecordingSource(DATA, PARTS[0])
     swarm.fetcher = swarm.new_fetcher(PACE)
     try:
-        await swarm.add("shelf", shelf)
+        await swarm.add_source("shelf", shelf)
         large = asyncio.create_task(swarm.fetch(Blob.of(DATA)))
         async with asyncio.timeout(10):
             while not shelf.asked:
@@ -172,11 +172,11 @@ async def test_who_answers_another_call_first_is_not_silent(
 ) -> None:
     data = DATA[: 2 * PIECE_BYTES]
     if not hears:
-        monkeypatch.setattr(Wire, "_hear", lambda *_: None)
-    swarm, serial = Swarm(tmp_path), Serial(data)
+        monkeypatch.setattr(BlobClient, "_extend_timeouts", lambda *_: None)
+    swarm, serial = SourcePool(tmp_path), SerialSource(data)
     swarm.fetcher = swarm.new_fetcher(PACE)
     try:
-        await swarm.add("serial", serial)
+        await swarm.add_source("serial", serial)
         fetching = asyncio.create_task(swarm.fetch(Blob.of(data), deadline=30.0))
         async with asyncio.timeout(20):
             while not fetching.done() and serial.calls < 3:
@@ -190,16 +190,16 @@ async def test_who_answers_another_call_first_is_not_silent(
 
 async def test_one_look_a_tick_is_over_all_that_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look goes over all: with one for each blob, a thousand of them would take all the time there is."""
-    swarm, looks, enough = Swarm(tmp_path), list[float](), asyncio.Event()
-    share, clock = Fetcher._share, asyncio.get_running_loop().time
+    swarm, looks, enough = SourcePool(tmp_path), list[float](), asyncio.Event()
+    share, clock = Downloader._start_due_requests, asyncio.get_running_loop().time
 
-    def counted(fetcher: Fetcher, now: float) -> None:
+    def counted(fetcher: Downloader, now: float) -> None:
         looks.append(clock())
         share(fetcher, now)
         if len(looks) == 6:
             enough.set()
 
-    monkeypatch.setattr(Fetcher, "_share", counted)
+    monkeypatch.setattr(Downloader, "_start_due_requests", counted)
     blobs = [Blob.of(number.to_bytes(2)) for number in range(1000)]
     waiting = [asyncio.create_task(swarm.fetcher.fetch(blob, list, 60.0)) for blob in blobs]
     await asyncio.wait_for(enough.wait(), 30)
@@ -208,18 +208,18 @@ async def test_one_look_a_tick_is_over_all_that_is_fetched(tmp_path: Path, monke
     await asyncio.wait(waiting)
     await swarm.stop()
     # The first may come while they begin, and the second soon after.
-    assert looks[5] - looks[1] >= 4 * TICK
+    assert looks[5] - looks[1] >= 4 * TICK_SECONDS
 
 
 async def test_a_fault_of_who_names_sources_is_told_to_who_waits(tmp_path: Path) -> None:
     def sources() -> list[str]:
         raise ValueError("a fault of ours")
 
-    swarm = Swarm(tmp_path)
+    swarm = SourcePool(tmp_path)
     try:
         with pytest.raises(ValueError, match="a fault of ours"):
             await swarm.fetcher.fetch(Blob.of(DATA), sources, 30.0)
-        await swarm.add("shelf", Shelf(DATA))
+        await swarm.add_source("shelf", RecordingSource(DATA))
         await swarm.fetch(Blob.of(DATA))  # and whoever comes next is served
     finally:
         await swarm.stop()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
-from protocol.blobs.partial import FilePartial, HeldPartial, Partial
-from protocol.blobs.store import MAX_HELD_BYTES, BlobStore
+from protocol.blobs.partial import FilePartial, MemoryPartial, Partial
+from protocol.blobs.store import MAX_IN_MEMORY_BLOB_BYTES, BlobStore
 from protocol.errors import MalformedError, StorageError
 
 ROOM = 4 * PIECE_BYTES
@@ -50,17 +50,17 @@ def store(tmp_path: Path) -> BlobStore:
 @pytest.mark.parametrize("way", ["pieces", "whole"])
 def test_it_is_a_blob_like_any_other_without_a_file(store: BlobStore, tmp_path: Path, size: int, way: str) -> None:
     data = some_bytes(size)
-    blob = fetched(store, data) if way == "pieces" else store.hold(data)
+    blob = fetched(store, data) if way == "pieces" else store.put_in_memory(data)
     assert blob == Blob.of(data) == store.blob(blob.digest) and store.has(blob.digest)
     assert store.read(blob.digest) == data and store.hashes(blob.digest) == piece_hashes(data)
     assert b"".join(store.read_piece(blob.digest, piece) for piece in range(blob.pieces)) == data
-    assert store.hold(data) == store.put(data) == blob and len(store) == 1
+    assert store.put_in_memory(data) == store.put(data) == blob and len(store) == 1
     assert store.size == 0 and lying(tmp_path) == 0
 
 
-@pytest.mark.parametrize("kind", [HeldPartial, FilePartial])
+@pytest.mark.parametrize("kind", [MemoryPartial, FilePartial])
 def test_only_the_right_pieces_are_taken(tmp_path: Path, kind: type[Partial]) -> None:
-    store = BlobStore(tmp_path, 1 << 30, ROOM if kind is HeldPartial else 0)
+    store = BlobStore(tmp_path, 1 << 30, ROOM if kind is MemoryPartial else 0)
     data = some_bytes(2 * PIECE_BYTES + 10)
     partial = opened(store, data)
     assert isinstance(partial, kind)
@@ -84,7 +84,7 @@ def test_a_fetch_that_was_given_up_goes_on_where_it_was(store: BlobStore) -> Non
     partial.close()
     assert store.partial_hashes(partial.blob) == piece_hashes(data)
     again = opened(store, data)
-    again.recheck()
+    again.verify_existing()
     assert again.missing == {0, 2}
     again.close()
     store.retain(())
@@ -106,32 +106,32 @@ def test_what_finds_no_room_in_memory_goes_to_the_disk(store: BlobStore, tmp_pat
     kept = fetched(store, first)
     assert store.size == 0
     assert isinstance(opened(store, second), FilePartial), "the first one takes three of four pieces"
-    assert store.hold(some_bytes(2 * PIECE_BYTES)) and store.size == 5 * PIECE_BYTES
-    small = store.hold(some_bytes(PIECE_BYTES, 9))
+    assert store.put_in_memory(some_bytes(2 * PIECE_BYTES)) and store.size == 5 * PIECE_BYTES
+    small = store.put_in_memory(some_bytes(PIECE_BYTES, 9))
     assert store.size == 5 * PIECE_BYTES
     store.retain({small.digest})
     assert not store.has(kept.digest) and store.has(small.digest)
-    assert isinstance(opened(store, third), HeldPartial), "what was dropped gave its room back"
+    assert isinstance(opened(store, third), MemoryPartial), "what was dropped gave its room back"
 
 
 def test_what_grows_takes_its_whole_room_from_the_start(store: BlobStore) -> None:
     growing = opened(store, some_bytes(3 * PIECE_BYTES))
-    assert isinstance(growing, HeldPartial)
+    assert isinstance(growing, MemoryPartial)
     assert isinstance(opened(store, some_bytes(2 * PIECE_BYTES, 1)), FilePartial)
 
 
 def test_a_large_one_goes_to_the_disk_however_much_room_there_is(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 1 << 30, 1 << 30)
-    assert isinstance(opened(store, bytes(MAX_HELD_BYTES)), HeldPartial)
-    assert isinstance(opened(store, bytes(MAX_HELD_BYTES + 1)), FilePartial)
+    assert isinstance(opened(store, bytes(MAX_IN_MEMORY_BLOB_BYTES)), MemoryPartial)
+    assert isinstance(opened(store, bytes(MAX_IN_MEMORY_BLOB_BYTES + 1)), FilePartial)
 
 
 def test_written_out_it_outlives_the_process_and_frees_its_memory(store: BlobStore, tmp_path: Path) -> None:
     data = some_bytes(ROOM)
     blob = fetched(store, data)
-    store.write_out(blob.digest)
+    store.move_to_disk(blob.digest)
     assert BlobStore(tmp_path, 1 << 30).read(blob.digest) == data
-    assert isinstance(opened(store, some_bytes(ROOM, 1)), HeldPartial)
+    assert isinstance(opened(store, some_bytes(ROOM, 1)), MemoryPartial)
 
 
 def test_a_file_that_cannot_be_made_so_long_leaves_nothing_open(
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_made_so_long_leaves_nothing_open(
         raise OSError(errno.EFBIG, "too large")
 
     before = os.listdir("/proc/self/fd")
-    data = some_bytes(MAX_HELD_BYTES + 1)
+    data = some_bytes(MAX_IN_MEMORY_BLOB_BYTES + 1)
     with monkeypatch.context() as patch, pytest.raises(StorageError):
         patch.setattr(os, "ftruncate", full)
         opened(store, data)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
-from protocol.blobs.fetch import Fetcher
-from protocol.blobs.service import COUNTED_CALLERS, BlobService, CallerLimits, add_blobs
-from protocol.blobs.squeeze import unsqueezed
+from protocol.blobs.fetch import Downloader
+from protocol.blobs.service import MAX_COUNTED_CALLERS, BlobService, CallerLimits, register_blob_service
+from protocol.blobs.squeeze import decompress_piece
 from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError
 from protocol.murmur_pb2 import FetchRequest, PiecesRequest
@@ -56,7 +56,7 @@ async def serve(store: BlobStore, tmp_path: Path) -> AsyncIterator[Serve]:
 
     async def start(limits: CallerLimits | None = None) -> tuple[BlobService, BlobsStub]:
         service, server = BlobService(store, caller_of, limits), grpc.aio.server()
-        add_blobs(service, server)
+        register_blob_service(service, server)
         server.add_insecure_port(f"unix:{tmp_path}/socket")
         await server.start()
         channel = grpc.aio.insecure_channel(f"unix:{tmp_path}/socket")
@@ -98,7 +98,7 @@ async def test_who_asks_for_it_gets_numbers_squeezed(
     chunks = [chunk async for chunk in stub.Fetch(request, timeout=20, metadata=as_caller("one"))]
     came = b"".join(chunk.data for chunk in chunks)
     assert {chunk.squeezed for chunk in chunks} == {len(came) if pays else 0}
-    assert (unsqueezed(came, length) if pays else came) == NUMBERS[offset : offset + length]
+    assert (decompress_piece(came, length) if pays else came) == NUMBERS[offset : offset + length]
     assert service.total_bytes_served == len(came) < (0.9 * length if pays else length + 1)
     assert b"".join(await fetch(stub, blob.digest, offset, length)) == NUMBERS[offset : offset + length], "unasked"
 
@@ -244,10 +244,10 @@ async def test_a_caller_that_hangs_up_is_let_go(serve: Serve) -> None:
 
 async def test_counting_does_not_grow_with_the_callers(serve: Serve) -> None:
     service, stub = await serve()
-    for number in range(COUNTED_CALLERS):
+    for number in range(MAX_COUNTED_CALLERS):
         service.bytes_served[f"old {number}"] = 1
     await fetch(stub, BLOB.digest, 0, 1, "new")
-    assert len(service.bytes_served) == COUNTED_CALLERS
+    assert len(service.bytes_served) == MAX_COUNTED_CALLERS
     assert service.bytes_served["new"] == 1
     assert "old 0" not in service.bytes_served
 
@@ -305,10 +305,10 @@ async def test_over_the_real_transport(start_transport: StartTransport, tmp_path
     here, there = BlobStore(tmp_path / "here", 1 << 30), BlobStore(tmp_path / "there", 1 << 30)
     there.put(DATA)
     service = BlobService(there, caller)
-    source = await start_transport("source", [lambda server: add_blobs(service, server)])
+    source = await start_transport("source", [lambda server: register_blob_service(service, server)])
     taker = await start_transport("taker")
     taker.introduce(source.peer_id, await source.addresses())
-    fetcher = Fetcher(here, taker.bulk, lambda *fault: None, random.Random(0))
+    fetcher = Downloader(here, taker.bulk, lambda *fault: None, random.Random(0))
     await fetcher.fetch(BLOB, lambda: [source.peer_id], 30.0)
     assert here.read(BLOB.digest) == DATA
     assert service.bytes_served == {taker.peer_id: len(DATA) + len(piece_hashes(DATA))}

@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from protocol.blobs.blob import PIECE_BYTES
-from protocol.blobs.squeeze import LEAST_BYTES, squeezed, unsqueezed
+from protocol.blobs.squeeze import MIN_COMPRESSED_BYTES, compress_piece, decompress_piece
 from protocol.errors import MalformedError
 
 Change = Callable[[bytearray], bytes]
@@ -24,7 +24,7 @@ def brain_floats(count: int) -> bytes:
 
 
 HALVES = numbers("<f2", PIECE_BYTES // 2)
-PACKED = squeezed(HALVES) or b""
+PACKED = compress_piece(HALVES) or b""
 
 
 @pytest.mark.parametrize(
@@ -38,30 +38,30 @@ PACKED = squeezed(HALVES) or b""
     ids=["fp16", "fp32", "bf16", "zeros"],
 )
 def test_numbers_take_fewer_bytes_and_come_back(data: bytes, share: float) -> None:
-    packed = squeezed(data)
+    packed = compress_piece(data)
     assert packed is not None and len(packed) < share * len(data)
-    assert unsqueezed(packed, len(data)) == data
+    assert decompress_piece(packed, len(data)) == data
 
 
 @pytest.mark.parametrize("kind", ["<f2", "<f4"])
-@pytest.mark.parametrize("size", [LEAST_BYTES, LEAST_BYTES + 1, LEAST_BYTES + 3, 100_003])
+@pytest.mark.parametrize("size", [MIN_COMPRESSED_BYTES, MIN_COMPRESSED_BYTES + 1, MIN_COMPRESSED_BYTES + 3, 100_003])
 def test_pieces_of_any_size_come_back(kind: str, size: int) -> None:
     data = numbers(kind, size)[:size]
-    packed = squeezed(memoryview(data))
-    assert packed is not None and unsqueezed(packed, size) == data
+    packed = compress_piece(memoryview(data))
+    assert packed is not None and decompress_piece(packed, size) == data
 
 
 @pytest.mark.parametrize(
     "data",
-    [random.Random(1).randbytes(PIECE_BYTES), b"", bytes(LEAST_BYTES - 1), zstandard.compress(HALVES)],
+    [random.Random(1).randbytes(PIECE_BYTES), b"", bytes(MIN_COMPRESSED_BYTES - 1), zstandard.compress(HALVES)],
     ids=["random", "empty", "small", "coded"],
 )
 def test_what_does_not_get_smaller_stays(data: bytes) -> None:
-    assert squeezed(data) is None
+    assert compress_piece(data) is None
 
 
 def test_a_piece_whose_sample_promises_too_much_stays() -> None:
-    assert squeezed(bytes(1 << 16) + random.Random(2).randbytes(PIECE_BYTES * 2)) is None
+    assert compress_piece(bytes(1 << 16) + random.Random(2).randbytes(PIECE_BYTES * 2)) is None
 
 
 def frame(size: int) -> bytes:
@@ -91,9 +91,9 @@ def of_frame(part: bytes) -> Change:
 )
 def test_lies_are_refused(change: Change) -> None:
     with pytest.raises(MalformedError):
-        unsqueezed(change(bytearray(PACKED)), len(HALVES))
+        decompress_piece(change(bytearray(PACKED)), len(HALVES))
 
 
 def test_of_a_piece_of_another_size_nothing_is_taken() -> None:
     with pytest.raises(MalformedError):
-        unsqueezed(PACKED, len(HALVES) + 2)
+        decompress_piece(PACKED, len(HALVES) + 2)

@@ -13,11 +13,11 @@ from blake3 import blake3
 
 from protocol.blobs import blob
 from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
-from protocol.blobs.store import FEW_PIECES, FRESH_SECONDS, BlobStore
+from protocol.blobs.store import MAX_PIECES_WITHOUT_FILE, TRUSTED_SECONDS, BlobStore
 from protocol.errors import LimitError, MalformedError, MissingFileError, StorageError
 
 ROOM = 64 * PIECE_BYTES
-MANY_BYTES = FEW_PIECES * PIECE_BYTES + 1
+MANY_BYTES = MAX_PIECES_WITHOUT_FILE * PIECE_BYTES + 1
 
 
 def some_bytes(size: int, seed: int = 0) -> bytes:
@@ -90,7 +90,7 @@ def test_what_was_just_written_is_not_hashed_again(store: BlobStore, monkeypatch
     monkeypatch.setattr(blob, "blake3", counted)
     store.read(digest), store.read_piece(digest, 1)
     assert hashed == 0
-    later = time.monotonic() + FRESH_SECONDS
+    later = time.monotonic() + TRUSTED_SECONDS
     monkeypatch.setattr(time, "monotonic", lambda: later)
     store.read(digest), store.read_piece(digest, 1)
     assert hashed, "the control: after a while it is"
@@ -275,7 +275,7 @@ def test_a_fetch_is_taken_up_where_it_was_left_and_nothing_is_believed(store: Bl
     assert again.partial_hashes(blob) == hashes
     partial = again.open_partial(blob, hashes)
     assert partial.missing == {0, 1, 2, 3}
-    partial.recheck()
+    partial.verify_existing()
     assert partial.missing == {1, 2}
     partial.close()
 
@@ -307,7 +307,7 @@ def test_a_write_after_the_close_touches_no_other_file(store: BlobStore, tmp_pat
     partial.close()
     with (tmp_path / "other").open("w+b") as other:  # likely gets the same descriptor
         partial.write(0, data)
-        partial.recheck()
+        partial.verify_existing()
         assert other.read() == b""
     assert partial.missing == {0}
 

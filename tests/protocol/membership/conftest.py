@@ -4,11 +4,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.protocol.membership.gossiping import Swarm
+from tests.protocol.membership.gossiping import GossipSwarm
 
 
 @pytest.fixture
-async def swarm() -> AsyncIterator[Swarm]:
-    swarm = Swarm()
+async def swarm() -> AsyncIterator[GossipSwarm]:
+    swarm = GossipSwarm()
     yield swarm
     await swarm.stop()

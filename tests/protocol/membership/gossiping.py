@@ -10,8 +10,8 @@ import grpc
 
 from protocol.errors import TransportError
 from protocol.identity import Identity
-from protocol.membership.clock import Clock
-from protocol.membership.gossip import Directory
+from protocol.membership.clock import SwarmClock
+from protocol.membership.gossip import PeerDirectory
 from protocol.murmur_pb2 import GossipReply, GossipRequest
 
 RUN = "ab" * 32
@@ -24,11 +24,11 @@ async def until(condition: Callable[[], object], seconds: float = 15.0) -> None:
             await asyncio.sleep(0.01)
 
 
-def failure(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
-class Context:
+class FakeContext:
     """What a servicer sees of a call from `peer`."""
 
     def __init__(self, peer: str) -> None:
@@ -38,11 +38,11 @@ class Context:
         return f"unix-abstract:murmur/{self._peer}/1"
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        raise failure(code, details)
+        raise rpc_error(code, details)
 
 
-class Channel:
-    def __init__(self, network: "Network", source: str, target: str) -> None:
+class FakeChannel:
+    def __init__(self, network: "FakeNetwork", source: str, target: str) -> None:
         self._network = network
         self._source = source
         self._target = target
@@ -54,11 +54,11 @@ class Channel:
         return call
 
 
-class Network:
+class FakeNetwork:
     """Who listens where, and who is dead or frozen."""
 
     def __init__(self) -> None:
-        self.directories: dict[str, Directory] = {}
+        self.directories: dict[str, PeerDirectory] = {}
         self.dead: set[str] = set()
         self.frozen: set[str] = set()
         self.calls: list[tuple[str, str]] = []
@@ -67,25 +67,25 @@ class Network:
         self.calls.append((source, target))
         if target in self.frozen:
             await asyncio.sleep(seconds)
-            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "frozen")
+            raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "frozen")
         if target in self.dead or target not in self.directories:
-            raise failure(grpc.StatusCode.UNAVAILABLE, "dead")
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, "dead")
         copied = GossipRequest.FromString(request.SerializeToString())
-        return await self.directories[target].Gossip(copied, Context(source))
+        return await self.directories[target].Gossip(copied, FakeContext(source))
 
 
-class Node:
+class FakeTransport:
     """A transport on the network of this process."""
 
-    def __init__(self, network: Network, peer: str) -> None:
+    def __init__(self, network: FakeNetwork, peer: str) -> None:
         self.network = network
         self.peer = peer
         self.introduced: dict[str, Sequence[str]] = {}
         self.forgotten: list[str] = []
-        self.broken = False
+        self.is_broken = False
 
     async def addresses(self) -> tuple[str, ...]:
-        if self.broken:
+        if self.is_broken:
             raise TransportError("p2pd is being started again")
         return (f"/memory/1/p2p/{self.peer}",)
 
@@ -98,28 +98,28 @@ class Node:
 
     def channel(self, peer: str) -> Any:
         # A peer whose addresses were never heard of cannot be called.
-        return Channel(self.network, self.peer, peer if peer in self.introduced else "nowhere")
+        return FakeChannel(self.network, self.peer, peer if peer in self.introduced else "nowhere")
 
 
-class Swarm:
+class GossipSwarm:
     def __init__(self) -> None:
-        self.network = Network()
+        self.network = FakeNetwork()
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, FakeTransport] = {}
 
-    def add(self, identity: Identity | None = None, *, skew: float = 0.0, run: str = RUN, **options: Any) -> Directory:
+    def add(self, identity: Identity | None = None, *, skew: float = 0.0, run: str = RUN, **options: Any) -> PeerDirectory:
         identity = identity or Identity.create()
-        node = Node(self.network, identity.peer_id)
-        clock = Clock(lambda: time.time() + skew)
+        node = FakeTransport(self.network, identity.peer_id)
+        clock = SwarmClock(lambda: time.time() + skew)
         settings = {"heartbeat": HEARTBEAT, "expiry": 1.5, "rng": random.Random(len(self.nodes)), **options}
-        directory = Directory(identity, run, node, clock, **settings)
+        directory = PeerDirectory(identity, run, node, clock, **settings)
         self.network.dead.discard(directory.peer_id)
         self.network.directories[directory.peer_id] = directory
         self.nodes[directory.peer_id] = node
         self.tasks[directory.peer_id] = asyncio.create_task(directory.run())
         return directory
 
-    def kill(self, directory: Directory) -> None:
+    def kill(self, directory: PeerDirectory) -> None:
         self.network.dead.add(directory.peer_id)
         self.tasks[directory.peer_id].cancel()
 
@@ -133,18 +133,18 @@ class Swarm:
             assert task.cancelled(), task  # nothing but the end of the test ends a loop
 
 
-def at(directory: Directory) -> str:
+def address_of(directory: PeerDirectory) -> str:
     return f"/memory/1/p2p/{directory.peer_id}"
 
 
-def chain(swarm: Swarm, count: int, **options: Any) -> list[Directory]:
+def start_chain(swarm: GossipSwarm, count: int, **options: Any) -> list[PeerDirectory]:
     """Each knows one other to begin with."""
     peers = [swarm.add(**options)]
     for _ in range(count - 1):
-        peers.append(swarm.add(bootstrap=[at(peers[-1])], **options))
+        peers.append(swarm.add(bootstrap=[address_of(peers[-1])], **options))
     return peers
 
 
-def all_see(viewers: Sequence[Directory], seen: Sequence[Directory]) -> bool:
+def all_see(viewers: Sequence[PeerDirectory], seen: Sequence[PeerDirectory]) -> bool:
     expected = {directory.peer_id for directory in seen}
     return all(directory.live().keys() == expected for directory in viewers)

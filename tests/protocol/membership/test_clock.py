@@ -4,12 +4,12 @@ import statistics
 
 import pytest
 
-from protocol.membership.clock import MAX_VOTES, VOTE_LIFETIME, Clock
+from protocol.membership.clock import MAX_VOTES, VOTE_LIFETIME_SECONDS, SwarmClock
 
 NOW = 1_800_000_000.0
 
 
-class Watch:
+class ManualClock:
     """A local clock that stands until it is moved."""
 
     def __init__(self, time: float = NOW) -> None:
@@ -19,28 +19,28 @@ class Watch:
         return self.time
 
 
-def observe_all(clock: Clock, watch: Watch, offsets: list[float], round_trip: float = 0.2) -> None:
+def observe_all(clock: SwarmClock, watch: ManualClock, offsets: list[float], round_trip: float = 0.2) -> None:
     for number, offset in enumerate(offsets):
         sent = watch.time
         clock.observe(f"peer {number}", sent + round_trip / 2 + offset, sent, sent + round_trip)
 
 
 def test_alone_it_is_the_local_clock() -> None:
-    watch = Watch()
-    assert Clock(watch).now() == watch.time
+    watch = ManualClock()
+    assert SwarmClock(watch).now() == watch.time
 
 
 def test_a_wrong_clock_follows_the_others() -> None:
-    watch = Watch()
-    clock = Clock(watch)
+    watch = ManualClock()
+    clock = SwarmClock(watch)
     observe_all(clock, watch, [3600.0, 3600.1, 3599.9])
     assert clock.now() - watch.time == pytest.approx(3600, abs=0.2)
 
 
 def test_two_peers_meet_in_the_middle() -> None:
     """Neither can know who is right; they need one time all the same."""
-    here, there = Watch(NOW), Watch(NOW + 90)
-    one, other = Clock(here), Clock(there)
+    here, there = ManualClock(NOW), ManualClock(NOW + 90)
+    one, other = SwarmClock(here), SwarmClock(there)
     one.observe("other", there(), here(), here())
     other.observe("one", here(), there(), there())
     assert one.now() == other.now() == NOW + 45
@@ -53,16 +53,16 @@ def test_a_minority_of_liars_moves_nothing(seed: int) -> None:
     lies = [rng.choice((-1, 1)) * 10 ** rng.uniform(1, 8) for _ in range(10)]
     offsets = honest + lies
     rng.shuffle(offsets)
-    watch = Watch()
-    clock = Clock(watch)
+    watch = ManualClock()
+    clock = SwarmClock(watch)
     observe_all(clock, watch, offsets)
     assert abs(clock.offset) <= 0.5, f"seed {seed}"
     assert abs(statistics.fmean([0.0, *offsets])) > 0.5  # control: the mean is moved
 
 
 def test_a_peer_has_one_vote() -> None:
-    watch = Watch()
-    clock = Clock(watch)
+    watch = ManualClock()
+    clock = SwarmClock(watch)
     observe_all(clock, watch, [0.0, 0.1, -0.1])
     for _ in range(100):
         clock.observe("liar", watch.time + 5000, watch.time, watch.time)
@@ -72,21 +72,21 @@ def test_a_peer_has_one_vote() -> None:
 
 @pytest.mark.parametrize("theirs", [math.nan, math.inf, -math.inf, 1e300, -1e300, 0.0, 1e9])
 def test_nonsense_is_not_counted(theirs: float) -> None:
-    clock = Clock(Watch())
+    clock = SwarmClock(ManualClock())
     clock.observe("peer", theirs, clock.local(), clock.local())
     assert clock.offset == 0
 
 
 @pytest.mark.parametrize("round_trip", [-1.0, 11.0])
 def test_a_vote_that_took_too_long_is_not_counted(round_trip: float) -> None:
-    clock = Clock(Watch())
+    clock = SwarmClock(ManualClock())
     clock.observe("peer", clock.local() + 50, clock.local(), clock.local() + round_trip)
     assert clock.offset == 0
 
 
 def test_votes_are_bounded_and_the_oldest_go() -> None:
-    watch = Watch()
-    clock = Clock(watch)
+    watch = ManualClock()
+    clock = SwarmClock(watch)
     observe_all(clock, watch, [1000.0] * 200)
     for number in range(MAX_VOTES):
         clock.observe(f"new {number}", watch.time + 5, watch.time, watch.time)
@@ -94,18 +94,18 @@ def test_votes_are_bounded_and_the_oldest_go() -> None:
 
 
 def test_a_step_of_our_own_clock_is_forgotten() -> None:
-    watch = Watch()
-    clock = Clock(watch)
+    watch = ManualClock()
+    clock = SwarmClock(watch)
     observe_all(clock, watch, [0.0] * 9)
-    for step in (VOTE_LIFETIME + 3600, -7200.0):  # the machine slept; then somebody set it back
+    for step in (VOTE_LIFETIME_SECONDS + 3600, -7200.0):  # the machine slept; then somebody set it back
         watch.time += step
         clock.observe("peer", watch.time - step, watch.time, watch.time)
         assert clock.offset == pytest.approx(-step / 2)
 
 
 def test_callers_count_while_there_are_few_others() -> None:
-    watch = Watch()
-    clock = Clock(watch)
+    watch = ManualClock()
+    clock = SwarmClock(watch)
     clock.observe_caller("caller", watch.time + 100)
     assert clock.offset == 50
     observe_all(clock, watch, [0.0, 0.0, 0.0])
@@ -115,10 +115,10 @@ def test_callers_count_while_there_are_few_others() -> None:
 
 
 def test_a_clock_that_stands_in_1970_has_no_vote_anywhere() -> None:
-    watch = Watch(5.0)
-    clock = Clock(watch)
+    watch = ManualClock(5.0)
+    clock = SwarmClock(watch)
     clock.observe("peer", NOW, watch.time, watch.time)
     assert clock.now() == NOW
-    other = Clock(Watch())
+    other = SwarmClock(ManualClock())
     other.observe_caller("the one in 1970", watch.time)
     assert other.now() == NOW

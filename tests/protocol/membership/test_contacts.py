@@ -8,11 +8,11 @@ from protocol.errors import ManifestError
 from protocol.identity import Identity
 from protocol.membership.contacts import (
     FEW_PEERS,
-    LONGEST_WAIT,
-    LONGEST_WAIT_ALONE,
+    MAX_WAIT_SECONDS,
+    MAX_WAIT_ALONE_SECONDS,
     MAX_ADDRESSES,
-    MEMORY,
-    SAVE_SECONDS,
+    REMEMBER_SECONDS,
+    SAVE_INTERVAL_SECONDS,
     AddressFile,
     Contacts,
     load_addresses,
@@ -27,7 +27,7 @@ def address(peer: str, port: int = 1) -> str:
 
 
 def due(contacts: Contacts, now: float, present: tuple[str, ...] = (), count: int = 10) -> set[str]:
-    return {contact.peer for contact in contacts.due(now, present, count)}
+    return {contact.peer for contact in contacts.pick_due(now, present, count)}
 
 
 def test_a_bootstrap_peer_is_tried_for_ever_with_growing_intervals() -> None:
@@ -35,42 +35,42 @@ def test_a_bootstrap_peer_is_tried_for_ever_with_growing_intervals() -> None:
     now, waits = 0.0, []
     for _ in range(200):
         assert due(contacts, now) == {PEERS[0]}
-        waits.append(contacts.failed(PEERS[0], now))
+        waits.append(contacts.record_failure(PEERS[0], now))
         assert due(contacts, now + waits[-1] * 0.99) == set()
         now += waits[-1]
     assert waits[:6] == sorted(waits[:6]) and waits[0] < 2 and waits[10] > 30
-    assert max(waits) <= 1.3 * LONGEST_WAIT and len(set(waits[20:])) > 100  # jitter
-    assert now > 2 * MEMORY
+    assert max(waits) <= 1.3 * MAX_WAIT_SECONDS and len(set(waits[20:])) > 100  # jitter
+    assert now > 2 * REMEMBER_SECONDS
 
 
 def test_of_who_once_was_here_only_the_first_failure_is_worth_a_word() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(1))
-    contacts.remember(PEERS[1], [address(PEERS[1])], now=0.0)
+    contacts.add(PEERS[1], [address(PEERS[1])], now=0.0)
     told = []
     for now in range(3):
         for peer in PEERS[:2]:
-            contacts.failed(peer, now)
-        told.append([contacts.is_worth_a_word(peer) for peer in PEERS[:3]])
+            contacts.record_failure(peer, now)
+        told.append([contacts.should_warn(peer) for peer in PEERS[:3]])
     assert told == [[True, True, False], [True, False, False], [True, False, False]]
 
 
 def test_who_is_alone_waits_less() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(2))
     for _ in range(10):
-        contacts.failed(PEERS[0], 0.0)
-    now = LONGEST_WAIT_ALONE
-    assert [contact.peer for contact in contacts.due(now, (), 1, is_alone=True)] == [PEERS[0]]
+        contacts.record_failure(PEERS[0], 0.0)
+    now = MAX_WAIT_ALONE_SECONDS
+    assert [contact.peer for contact in contacts.pick_due(now, (), 1, is_alone=True)] == [PEERS[0]]
     assert due(contacts, now) == set(), "the control: while others are there"
-    assert contacts.due(now - 0.1, (), 1, is_alone=True) == []
+    assert contacts.pick_due(now - 0.1, (), 1, is_alone=True) == []
 
 
 def test_an_answer_ends_the_wait() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(2))
     for _ in range(10):
-        contacts.failed(PEERS[0], 0.0)
-    contacts.succeeded(PEERS[0], 1.0)
+        contacts.record_failure(PEERS[0], 0.0)
+    contacts.record_success(PEERS[0], 1.0)
     assert due(contacts, 1.0) == {PEERS[0]}
-    assert contacts.failed(PEERS[0], 1.0) < 2
+    assert contacts.record_failure(PEERS[0], 1.0) < 2
 
 
 def test_the_present_are_not_tried() -> None:
@@ -81,31 +81,31 @@ def test_the_present_are_not_tried() -> None:
 
 def test_a_former_peer_is_remembered_for_an_hour() -> None:
     contacts = Contacts([], random.Random(4))
-    contacts.remember(PEERS[0], [address(PEERS[0])], now=0.0)
-    contacts.remember(PEERS[1], [], now=0.0)  # nowhere to be found
-    assert due(contacts, MEMORY) == {PEERS[0]}
-    assert due(contacts, MEMORY + 1) == set() and len(contacts) == 0
+    contacts.add(PEERS[0], [address(PEERS[0])], now=0.0)
+    contacts.add(PEERS[1], [], now=0.0)  # nowhere to be found
+    assert due(contacts, REMEMBER_SECONDS) == {PEERS[0]}
+    assert due(contacts, REMEMBER_SECONDS + 1) == set() and len(contacts) == 0
 
 
 def test_contacts_are_bounded_and_the_manifests_own_stay() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(5), max_contacts=3)
     for number, peer in enumerate(PEERS):
-        contacts.remember(peer, [address(peer)], float(number))
+        contacts.add(peer, [address(peer)], float(number))
     assert due(contacts, 10.0) == {PEERS[0], PEERS[3], PEERS[4]}
 
 
 def test_the_manifests_address_outlives_newer_ones() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(6))
-    contacts.remember(PEERS[0], [address(PEERS[0], port) for port in range(2, 20)], now=0.0)
+    contacts.add(PEERS[0], [address(PEERS[0], port) for port in range(2, 20)], now=0.0)
     addresses = contacts.addresses()[PEERS[0]]
     assert address(PEERS[0]) in addresses and len(addresses) == MAX_ADDRESSES
 
 
 def test_news_do_not_shorten_the_wait_after_a_failure() -> None:
     contacts = Contacts([], random.Random(7))
-    contacts.remember(PEERS[0], [address(PEERS[0])], now=0.0)
-    wait = contacts.failed(PEERS[0], 0.0)
-    contacts.remember(PEERS[0], [address(PEERS[0])], now=wait / 2)
+    contacts.add(PEERS[0], [address(PEERS[0])], now=0.0)
+    wait = contacts.record_failure(PEERS[0], 0.0)
+    contacts.add(PEERS[0], [address(PEERS[0])], now=wait / 2)
     assert due(contacts, wait / 2) == set()
 
 
@@ -142,11 +142,11 @@ def test_of_the_first_peers_each_is_on_disk_at_once_and_later_ones_soon(tmp_path
     file = AddressFile(tmp_path / "addresses.json", 0.0)
     for count in range(1, FEW_PEERS + 1):
         some = {name: known[name] for name in names[:count]}
-        file.keep(some, 0.1)
+        file.save_if_due(some, 0.1)
         assert AddressFile(tmp_path / "addresses.json", 0.0).load() == some
-    file.keep(known, 0.2)
+    file.save_if_due(known, 0.2)
     assert len(file.load()) == FEW_PEERS
-    file.keep(known, SAVE_SECONDS + 0.3)
+    file.save_if_due(known, SAVE_INTERVAL_SECONDS + 0.3)
     assert file.load() == known
     AddressFile(None, 0.0).save(known, 1.0)
     assert AddressFile(None, 0.0).load() == {}

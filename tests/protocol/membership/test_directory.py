@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from protocol.errors import ForgedError, LimitError, MalformedError, PeerFault, StaleError
 from protocol.identity import Identity
 from protocol.membership.directory import (
-    CLOCK_TOLERANCE,
+    CLOCK_TOLERANCE_SECONDS,
     KIND,
     MAX_ADDRESSES,
-    Table,
+    PeerTable,
     next_sequence,
 )
 from protocol.murmur_pb2 import PeerRecord, Signed
@@ -39,15 +39,15 @@ def record(identity: Identity = IDENTITIES[0], **fields: Any) -> Signed:
     return sign(identity, KIND, RUN, body)
 
 
-def table_of(records: Iterable[Signed], now: float = NOW) -> Table:
-    table = Table(RUN, LIFETIME)
+def table_of(records: Iterable[Signed], now: float = NOW) -> PeerTable:
+    table = PeerTable(RUN, LIFETIME)
     for signed in records:
         table.merge(signed, now)
     return table
 
 
-def contents(table: Table) -> dict[str, bytes]:
-    return {signed.peer: signed.body for signed in table.newer_than({})}
+def contents(table: PeerTable) -> dict[str, bytes]:
+    return {signed.peer: signed.body for signed in table.records_newer_than({})}
 
 
 def test_the_highest_sequence_wins_in_any_order() -> None:
@@ -57,7 +57,7 @@ def test_the_highest_sequence_wins_in_any_order() -> None:
 
 
 def test_merge_tells_what_is_new() -> None:
-    table = Table(RUN, LIFETIME)
+    table = PeerTable(RUN, LIFETIME)
     assert table.merge(record(), NOW) is not None
     assert table.merge(record(), NOW) is None
     assert table.merge(record(sequence=SEQUENCE - 1), NOW) is None
@@ -90,14 +90,14 @@ def test_merging_is_commutative_and_idempotent(records: list[Signed], rng: rando
 def test_one_swap_makes_two_tables_equal(ours: list[Signed], theirs: list[Signed]) -> None:
     """Push and pull: what differs in sequence goes over, and nothing else does."""
     one, other = table_of(ours), table_of(theirs)
-    pulled, wanted = other.newer_than(one.known()), other.lacking(one.known())
-    pushed = one.records(wanted)
+    pulled, wanted = other.records_newer_than(one.known_sequences()), other.peers_newer_in(one.known_sequences())
+    pushed = one.records_of(wanted)
     assert not {signed.peer for signed in pulled} & {signed.peer for signed in pushed}
     for table, records in ((one, pulled), (other, pushed)):
         for signed in records:
             table.merge(signed, NOW)
-    assert one.known() == other.known()
-    assert one.newer_than(other.known()) == [] == one.lacking(other.known())
+    assert one.known_sequences() == other.known_sequences()
+    assert one.records_newer_than(other.known_sequences()) == [] == one.peers_newer_in(other.known_sequences())
 
 
 def test_forged_altered_and_foreign_records_are_refused() -> None:
@@ -107,7 +107,7 @@ def test_forged_altered_and_foreign_records_are_refused() -> None:
     foreign = sign(IDENTITIES[0], KIND, "cd" * 32, PeerRecord.FromString(honest.body))
     renamed = Signed.FromString(honest.SerializeToString())
     renamed.peer = IDENTITIES[1].peer_id
-    table = Table(RUN, LIFETIME)
+    table = PeerTable(RUN, LIFETIME)
     for signed in (altered, foreign, renamed):
         assert PeerRecord.FromString(signed.body).role == "trainer"  # control: without the signature all would pass
         with pytest.raises(ForgedError):
@@ -131,21 +131,21 @@ def test_a_silent_peer_expires_and_one_that_speaks_stays() -> None:
     table.merge(record(IDENTITIES[1], sequence=SEQUENCE + 1, expires=NOW + 20), NOW + 10)
     assert set(table.live(NOW + LIFETIME)) == {IDENTITIES[1].peer_id}
     assert table.expire(NOW + LIFETIME) == [PEER]
-    assert table.fate(PEER) == "expired"
+    assert table.reason_left(PEER) == "expired"
 
 
 def test_a_leaving_peer_goes_at_once_and_is_not_brought_back_by_older_records() -> None:
     table = table_of([record(), record(sequence=SEQUENCE + 2, leaving=True)])
-    assert not table.live(NOW) and table.fate(PEER) == "left"
+    assert not table.live(NOW) and table.reason_left(PEER) == "left"
     assert table.merge(record(sequence=SEQUENCE + 1), NOW) is None
     assert not table.live(NOW)
-    assert [signed.peer for signed in table.newer_than({})] == [PEER]  # it travels on, so that all hear of it
+    assert [signed.peer for signed in table.records_newer_than({})] == [PEER]  # it travels on, so that all hear of it
 
 
 def test_a_suspected_peer_is_back_with_its_next_word() -> None:
     table = table_of([record()])
     table.suspect(PEER)
-    assert not table.live(NOW) and table.fate(PEER) == "unreachable"
+    assert not table.live(NOW) and table.reason_left(PEER) == "unreachable"
     table.merge(record(), NOW)  # an old record that still goes round proves nothing
     assert not table.live(NOW)
     table.merge(record(sequence=SEQUENCE + 1), NOW)
@@ -158,8 +158,8 @@ def test_nobody_squats_on_a_sequence() -> None:
     """A sequence from the far future could never be overridden; a table without the bound is stuck."""
     squatting = record(sequence=2**63)
     with pytest.raises(StaleError, match="no clock gives"):
-        Table(RUN, LIFETIME).merge(squatting, NOW)
-    highest = SEQUENCE + int(CLOCK_TOLERANCE * 1000)
+        PeerTable(RUN, LIFETIME).merge(squatting, NOW)
+    highest = SEQUENCE + int(CLOCK_TOLERANCE_SECONDS * 1000)
     table = table_of([record(sequence=highest)])
     with pytest.raises(StaleError):
         table.merge(record(sequence=highest + 1), NOW)
@@ -208,7 +208,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fields", BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
 def test_nonsense_is_refused(fields: dict[str, Any]) -> None:
-    table = Table(RUN, LIFETIME)
+    table = PeerTable(RUN, LIFETIME)
     with pytest.raises(MalformedError):
         table.merge(record(**fields), NOW)
     assert len(table) == 0
@@ -230,7 +230,7 @@ UNTIMELY: dict[str, dict[str, Any]] = {
     "expired": {"expires": NOW},
     "nan": {"expires": math.nan},
     "infinite": {"expires": math.inf},
-    "late": {"expires": NOW + LIFETIME + CLOCK_TOLERANCE + 1},
+    "late": {"expires": NOW + LIFETIME + CLOCK_TOLERANCE_SECONDS + 1},
     "sequence zero": {"sequence": 0},
 }
 
@@ -238,7 +238,7 @@ UNTIMELY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("fields", UNTIMELY.values(), ids=UNTIMELY.keys())
 def test_an_untimely_record_is_stale(fields: dict[str, Any]) -> None:
     with pytest.raises(StaleError):
-        Table(RUN, LIFETIME).merge(record(**fields), NOW)
+        PeerTable(RUN, LIFETIME).merge(record(**fields), NOW)
 
 
 def test_when_our_clock_is_set_back_records_from_the_future_go() -> None:
@@ -250,7 +250,7 @@ def test_when_our_clock_is_set_back_records_from_the_future_go() -> None:
     assert table.merge(right, earlier) is not None
 
 
-def flood(table: Table, count: int, make: Callable[[int], Signed]) -> int:
+def flood(table: PeerTable, count: int, make: Callable[[int], Signed]) -> int:
     refused = 0
     for number in range(count):
         try:
@@ -263,7 +263,7 @@ def flood(table: Table, count: int, make: Callable[[int], Signed]) -> int:
 def test_a_flood_is_bounded_and_displaces_nobody() -> None:
     """10^5 records of 300 newcomers against a table for 100 with 60 honest peers."""
     honest, sybils = [Identity.create() for _ in range(60)], [Identity.create() for _ in range(300)]
-    table = Table(RUN, LIFETIME, max_peers=100)
+    table = PeerTable(RUN, LIFETIME, max_peers=100)
     for identity in honest:
         table.merge(record(identity), NOW)
     signed = [record(identity) for identity in sybils]
@@ -275,13 +275,13 @@ def test_a_flood_is_bounded_and_displaces_nobody() -> None:
     assert {identity.peer_id for identity in honest} <= table.live(NOW).keys()
     # Nearly all are refused before the signature check, which alone would take about 12 s.
     assert spent < 6, f"{spent:.1f} s of CPU time"
-    uncapped = Table(RUN, LIFETIME)  # control
+    uncapped = PeerTable(RUN, LIFETIME)  # control
     flood(uncapped, len(signed), signed.__getitem__)
     assert len(uncapped) == 300
 
 
 def test_a_full_table_takes_newcomers_when_somebody_expires() -> None:
-    table = Table(RUN, LIFETIME, max_peers=2)
+    table = PeerTable(RUN, LIFETIME, max_peers=2)
     table.merge(record(IDENTITIES[0]), NOW)
     table.merge(record(IDENTITIES[1], expires=NOW + 5), NOW)
     with pytest.raises(LimitError):

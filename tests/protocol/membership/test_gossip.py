@@ -13,37 +13,37 @@ import pytest
 
 from protocol.errors import MalformedError
 from protocol.identity import Identity
-from protocol.membership.clock import Clock
+from protocol.membership.clock import SwarmClock
 from protocol.membership.contacts import load_addresses
-from protocol.membership.directory import KIND, Event, Joined, Left, Updated
-from protocol.membership.gossip import MAX_RECORDS, Directory
+from protocol.membership.directory import KIND, MembershipEvent, PeerJoined, PeerLeft, PeerUpdated
+from protocol.membership.gossip import MAX_RECORDS, PeerDirectory
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
 from protocol.network.transport import Transport
 from protocol.records import sign
 from tests.protocol.membership.gossiping import (
     HEARTBEAT,
     RUN,
-    Context,
-    Swarm,
+    FakeContext,
+    GossipSwarm,
     all_see,
-    at,
-    chain,
-    failure,
+    address_of,
+    start_chain,
+    rpc_error,
     until,
 )
 
 
-async def test_a_chain_of_peers_converges(swarm: Swarm) -> None:
-    peers = chain(swarm, 7)
+async def test_a_chain_of_peers_converges(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 7)
     await until(lambda: all_see(peers, peers))
     peers[0].publish(name="first", round=5, tokens=100)
     await until(lambda: all(peer.live()[peers[0].peer_id].tokens == 100 for peer in peers))
     assert all(not peer.refusals for peer in peers)
 
 
-async def test_what_is_urgent_needs_no_heartbeat(swarm: Swarm) -> None:
+async def test_what_is_urgent_needs_no_heartbeat(swarm: GossipSwarm) -> None:
     peers = [swarm.add()]
-    peers += [swarm.add(bootstrap=[at(peers[0])]) for _ in range(5)]
+    peers += [swarm.add(bootstrap=[address_of(peers[0])]) for _ in range(5)]
     await until(lambda: all_see(peers, peers))
     for task in swarm.tasks.values():
         task.cancel()
@@ -55,8 +55,8 @@ async def test_what_is_urgent_needs_no_heartbeat(swarm: Swarm) -> None:
     await until(lambda: all(peer.live()[peers[2].peer_id].round == 2 for peer in peers), 1.0)
 
 
-async def test_a_dead_peer_is_gone_for_all_and_another_kept(swarm: Swarm) -> None:
-    peers = chain(swarm, 5)
+async def test_a_dead_peer_is_gone_for_all_and_another_kept(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 5)
     await until(lambda: all_see(peers, peers))
     swarm.kill(peers[2])
     survivors = [*peers[:2], *peers[3:]]
@@ -65,50 +65,50 @@ async def test_a_dead_peer_is_gone_for_all_and_another_kept(swarm: Swarm) -> Non
     assert all_see(survivors, survivors)  # and does not come back from somebody's table
 
 
-async def test_a_silent_peer_expires_where_nobody_calls_it(swarm: Swarm) -> None:
-    one, other = chain(swarm, 2)
-    events: list[Event] = []
+async def test_a_silent_peer_expires_where_nobody_calls_it(swarm: GossipSwarm) -> None:
+    one, other = start_chain(swarm, 2)
+    events: list[MembershipEvent] = []
     one.subscribe(events.append)
     await until(lambda: all_see([one, other], [one, other]))
     swarm.tasks[other.peer_id].cancel()  # it answers, but its clockwork has stopped: its record grows old
-    await until(lambda: Left(other.peer_id, "expired") in events)
+    await until(lambda: PeerLeft(other.peer_id, "expired") in events)
 
 
-async def test_a_leaving_peer_goes_at_once(swarm: Swarm) -> None:
-    peers = chain(swarm, 4, expiry=60.0)
-    events: list[Event] = []
+async def test_a_leaving_peer_goes_at_once(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 4, expiry=60.0)
+    events: list[MembershipEvent] = []
     peers[0].subscribe(events.append)
     await until(lambda: all_see(peers, peers))
     swarm.tasks[peers[3].peer_id].cancel()
     await asyncio.wait_for(peers[3].leave(), 2.5)
     assert all_see(peers[:3], peers[:3])
-    assert [event for event in events if event.peer == peers[3].peer_id][-1] == Left(peers[3].peer_id, "left")
+    assert [event for event in events if event.peer == peers[3].peer_id][-1] == PeerLeft(peers[3].peer_id, "left")
 
 
-async def test_leaving_takes_two_seconds_though_nobody_listens(swarm: Swarm) -> None:
-    peers = chain(swarm, 3)
+async def test_leaving_takes_two_seconds_though_nobody_listens(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 3)
     await until(lambda: all_see(peers, peers))
     swarm.network.frozen = {peers[0].peer_id, peers[1].peer_id}
     await asyncio.wait_for(peers[2].leave(), 3.0)
 
 
-async def test_two_failures_make_a_suspect_and_its_next_word_clears_it(swarm: Swarm) -> None:
-    peers = chain(swarm, 3, expiry=60.0)
-    events: list[Event] = []
+async def test_two_failures_make_a_suspect_and_its_next_word_clears_it(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 3, expiry=60.0)
+    events: list[MembershipEvent] = []
     peers[0].subscribe(events.append)
     await until(lambda: all_see(peers, peers))
     swarm.network.dead.add(peers[2].peer_id)
     swarm.tasks[peers[2].peer_id].cancel()
     await until(lambda: all_see(peers[:2], peers[:2]), 5.0)  # long before the record expires
-    assert Left(peers[2].peer_id, "unreachable") in events
+    assert PeerLeft(peers[2].peer_id, "unreachable") in events
     swarm.network.dead.clear()
     swarm.tasks[peers[2].peer_id] = asyncio.create_task(peers[2].run())
     await until(lambda: all_see(peers, peers))
-    assert isinstance(events[-1], Joined | Updated)
+    assert isinstance(events[-1], PeerJoined | PeerUpdated)
 
 
-async def test_a_frozen_peer_does_not_hold_up_the_others(swarm: Swarm) -> None:
-    peers = chain(swarm, 5, expiry=60.0)
+async def test_a_frozen_peer_does_not_hold_up_the_others(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 5, expiry=60.0)
     await until(lambda: all_see(peers, peers))
     swarm.network.frozen.add(peers[4].peer_id)
     for step in range(1, 6):  # the calls to the frozen one hang for two seconds each
@@ -116,16 +116,16 @@ async def test_a_frozen_peer_does_not_hold_up_the_others(swarm: Swarm) -> None:
         await until(lambda step=step: all(p.live()[peers[0].peer_id].step == step for p in peers[:4]), 1.5)  # type: ignore[misc]
 
 
-async def test_a_forgotten_peer_is_found_again_by_those_who_knew_it(swarm: Swarm) -> None:
+async def test_a_forgotten_peer_is_found_again_by_those_who_knew_it(swarm: GossipSwarm) -> None:
     """A partition longer than the expiry: both halves forget each other, and meet again without any DHT."""
-    peers = chain(swarm, 4)
+    peers = start_chain(swarm, 4)
     await until(lambda: all_see(peers, peers))
     call = swarm.network.call
     left = {peer.peer_id for peer in peers[:2]}
 
     async def cut(source: str, target: str, request: GossipRequest, seconds: float) -> GossipReply:
         if (source in left) != (target in left):
-            raise failure(grpc.StatusCode.UNAVAILABLE, "cut")
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, "cut")
         return await call(source, target, request, seconds)
 
     swarm.network.call = cut  # type: ignore[method-assign]
@@ -135,78 +135,78 @@ async def test_a_forgotten_peer_is_found_again_by_those_who_knew_it(swarm: Swarm
     await until(lambda: all_see(peers, peers))
 
 
-async def test_a_restarted_peer_overrides_its_former_self(swarm: Swarm) -> None:
+async def test_a_restarted_peer_overrides_its_former_self(swarm: GossipSwarm) -> None:
     identity = Identity.create()
     seed = swarm.add()
-    first = swarm.add(identity, bootstrap=[at(seed)])
+    first = swarm.add(identity, bootstrap=[address_of(seed)])
     first.publish(name="before", tokens=7)
     await until(lambda: all_see([seed], [seed, first]))
     swarm.kill(first)
-    again = swarm.add(identity, bootstrap=[at(seed)])
+    again = swarm.add(identity, bootstrap=[address_of(seed)])
     again.publish(name="after")
     await until(lambda: seed.live().get(identity.peer_id, PeerRecord()).name == "after", 1.0)
     assert seed.live()[identity.peer_id].tokens == 0
 
 
-async def test_a_record_of_its_own_key_from_elsewhere_is_overridden(swarm: Swarm) -> None:
+async def test_a_record_of_its_own_key_from_elsewhere_is_overridden(swarm: GossipSwarm) -> None:
     """Somebody kept the last record of an earlier life, and that one's clock was ahead."""
     identity = Identity.create()
     seed, peer = swarm.add(), swarm.add(identity)
-    now = Clock().now()
+    now = SwarmClock().now()
     former = PeerRecord(sequence=int((now + 30) * 1000), expires=now + 1.5, role="trainer", name="former")
     request = GossipRequest(run=bytes.fromhex(RUN), records=[sign(identity, KIND, RUN, former)])
-    await seed.Gossip(request, Context(identity.peer_id))
+    await seed.Gossip(request, FakeContext(identity.peer_id))
     assert seed.live()[identity.peer_id].name == "former"
-    peer.remember(seed.peer_id, [at(seed)])
+    peer.add_contact(seed.peer_id, [address_of(seed)])
     await until(lambda: seed.live()[identity.peer_id].name == "" and peer.live()[identity.peer_id].name == "")
 
 
 @pytest.mark.parametrize("others", [1, 2, 3])
 @pytest.mark.parametrize("skew", [-7200.0, 86400.0])
-async def test_a_peer_with_a_wrong_clock_joins(swarm: Swarm, skew: float, others: int) -> None:
-    peers = chain(swarm, others)
+async def test_a_peer_with_a_wrong_clock_joins(swarm: GossipSwarm, skew: float, others: int) -> None:
+    peers = start_chain(swarm, others)
     await until(lambda: all_see(peers, peers))
-    wrong = swarm.add(skew=skew, bootstrap=[at(peers[0])])
+    wrong = swarm.add(skew=skew, bootstrap=[address_of(peers[0])])
     everybody = [*peers, wrong]
     await until(lambda: all_see(everybody, everybody))
     await asyncio.sleep(2.0)  # longer than the expiry
     assert all_see(everybody, everybody)
 
 
-async def test_two_peers_agree_on_the_time_in_their_first_exchange(swarm: Swarm) -> None:
+async def test_two_peers_agree_on_the_time_in_their_first_exchange(swarm: GossipSwarm) -> None:
     seed = swarm.add(heartbeat=30.0)
-    wrong = swarm.add(heartbeat=30.0, skew=7200.0, bootstrap=[at(seed)])
+    wrong = swarm.add(heartbeat=30.0, skew=7200.0, bootstrap=[address_of(seed)])
     await until(lambda: all_see([seed, wrong], [seed, wrong]), 10.0)  # long before the next heartbeat
 
 
-async def test_a_peer_that_slept_is_answered_at_once(swarm: Swarm) -> None:
+async def test_a_peer_that_slept_is_answered_at_once(swarm: GossipSwarm) -> None:
     """Its record has expired meanwhile; to forget it just then would cut the connection that it calls on."""
-    one, other = chain(swarm, 2, expiry=0.3)
+    one, other = start_chain(swarm, 2, expiry=0.3)
     await until(lambda: all_see([one, other], [one, other]))
     for directory in (one, other):
         swarm.tasks[directory.peer_id].cancel()
     await asyncio.sleep(0.4)
     assert one.live().keys() == set()
     other.publish(name="awake")
-    request = GossipRequest(run=bytes.fromhex(RUN), records=other._table.records([other.peer_id]))
-    await one.Gossip(request, Context(other.peer_id))
+    request = GossipRequest(run=bytes.fromhex(RUN), records=other._table.records_of([other.peer_id]))
+    await one.Gossip(request, FakeContext(other.peer_id))
     assert other.peer_id in one.live()
     assert other.peer_id not in swarm.nodes[one.peer_id].forgotten
 
 
-async def test_subscribers_hear_of_everything_once(swarm: Swarm) -> None:
+async def test_subscribers_hear_of_everything_once(swarm: GossipSwarm) -> None:
     one = swarm.add()
-    events: list[Event] = []
+    events: list[MembershipEvent] = []
     one.subscribe(events.append)
-    other = swarm.add(bootstrap=[at(one)])
+    other = swarm.add(bootstrap=[address_of(one)])
     await until(lambda: len(events) > 3)
-    joined = [event for event in events if isinstance(event, Joined)]
+    joined = [event for event in events if isinstance(event, PeerJoined)]
     assert [event.peer for event in joined] == [other.peer_id] and events[0] == joined[0]
-    sequences = [event.record.sequence for event in events if not isinstance(event, Left)]
+    sequences = [event.record.sequence for event in events if not isinstance(event, PeerLeft)]
     assert sequences == sorted(set(sequences))
 
 
-async def test_alone_it_says_whom_it_tried_and_goes_on(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:
+async def test_alone_it_says_whom_it_tried_and_goes_on(swarm: GossipSwarm, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     missing = Identity.create()
     one = swarm.add(bootstrap=[f"/memory/1/p2p/{missing.peer_id}"])
@@ -217,8 +217,8 @@ async def test_alone_it_says_whom_it_tried_and_goes_on(swarm: Swarm, caplog: pyt
     await until(lambda: all_see([one, late], [one, late]))
 
 
-async def test_addresses_survive_a_restart_of_all(swarm: Swarm, tmp_path: Path) -> None:
-    peers = chain(swarm, 2, addresses_file=tmp_path / "addresses.json")
+async def test_addresses_survive_a_restart_of_all(swarm: GossipSwarm, tmp_path: Path) -> None:
+    peers = start_chain(swarm, 2, addresses_file=tmp_path / "addresses.json")
     await until(lambda: all_see(peers, peers))
     await peers[0].leave()
     assert peers[1].peer_id in load_addresses(tmp_path / "addresses.json")
@@ -227,7 +227,7 @@ async def test_addresses_survive_a_restart_of_all(swarm: Swarm, tmp_path: Path) 
     await until(lambda: all_see([again, peers[1]], [again, peers[1]]))
 
 
-async def test_who_is_killed_a_moment_after_it_met_the_others_finds_them_again(swarm: Swarm, tmp_path: Path) -> None:
+async def test_who_is_killed_a_moment_after_it_met_the_others_finds_them_again(swarm: GossipSwarm, tmp_path: Path) -> None:
     """Nobody was named to the first of a swarm: when it comes back, it has nothing but its file."""
     first = swarm.add(addresses_file=tmp_path / "addresses.json")
     other = swarm.add(bootstrap=[f"/memory/1/p2p/{first.peer_id}"])
@@ -238,17 +238,17 @@ async def test_who_is_killed_a_moment_after_it_met_the_others_finds_them_again(s
     await until(lambda: all_see([again, other], [again, other]))
 
 
-async def test_own_addresses_may_be_unreadable_for_a_while(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:
-    peers = chain(swarm, 2)
+async def test_own_addresses_may_be_unreadable_for_a_while(swarm: GossipSwarm, caplog: pytest.LogCaptureFixture) -> None:
+    peers = start_chain(swarm, 2)
     await until(lambda: all_see(peers, peers))
-    swarm.nodes[peers[0].peer_id].broken = True
+    swarm.nodes[peers[0].peer_id].is_broken = True
     await until(lambda: "p2pd is being started again" in caplog.text)
     sequence = peers[1].live()[peers[0].peer_id].sequence
     await until(lambda: peers[1].live()[peers[0].peer_id].sequence > sequence)
-    assert list(peers[1].live()[peers[0].peer_id].addresses) == [at(peers[0])]
+    assert list(peers[1].live()[peers[0].peer_id].addresses) == [address_of(peers[0])]
 
 
-async def test_what_no_peer_would_accept_is_not_published(swarm: Swarm) -> None:
+async def test_what_no_peer_would_accept_is_not_published(swarm: GossipSwarm) -> None:
     one = swarm.add()
     one.publish(name="good")
     for fields in ({"name": "x" * 100}, {"loss": float("nan")}, {"role": "king"}):
@@ -266,9 +266,9 @@ async def refused(code: grpc.StatusCode) -> AsyncIterator[None]:
     assert caught.value.code() == code
 
 
-async def test_bad_calls_are_refused_and_counted(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:
+async def test_bad_calls_are_refused_and_counted(swarm: GossipSwarm, caplog: pytest.LogCaptureFixture) -> None:
     one, stranger = swarm.add(), Identity.create()
-    context, run = Context(stranger.peer_id), bytes.fromhex(RUN)
+    context, run = FakeContext(stranger.peer_id), bytes.fromhex(RUN)
     good = sign(stranger, KIND, RUN, PeerRecord())
     async with refused(grpc.StatusCode.FAILED_PRECONDITION):
         await one.Gossip(GossipRequest(run=bytes(32)), context)
@@ -279,36 +279,36 @@ async def test_bad_calls_are_refused_and_counted(swarm: Swarm, caplog: pytest.Lo
     async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
         await one.Gossip(GossipRequest(run=run, known={"k" * 1000: 1}), context)
     async with refused(grpc.StatusCode.INVALID_ARGUMENT):
-        await one.Gossip(GossipRequest(run=run), Context("nobody"))
+        await one.Gossip(GossipRequest(run=run), FakeContext("nobody"))
     assert one.refusals == {"stale": 1, "limit": 3, "malformed": 1}
     assert len(caplog.records) == 5
 
 
-async def test_forged_records_are_dropped_and_honest_ones_beside_them_kept(swarm: Swarm) -> None:
+async def test_forged_records_are_dropped_and_honest_ones_beside_them_kept(swarm: GossipSwarm) -> None:
     one, honest, liar = swarm.add(), Identity.create(), Identity.create()
-    now = Clock().now()
+    now = SwarmClock().now()
     body = PeerRecord(sequence=int(now * 1000), expires=now + 1.0, role="trainer")
     forged = sign(liar, KIND, RUN, body)
     forged.peer = Identity.create().peer_id
     request = GossipRequest(run=bytes.fromhex(RUN), records=[forged, sign(honest, KIND, RUN, body)])
-    await one.Gossip(request, Context(liar.peer_id))
+    await one.Gossip(request, FakeContext(liar.peer_id))
     assert one.live().keys() == {one.peer_id, honest.peer_id}
     assert one.refusals == {"forged": 1}
 
 
-async def test_a_caller_that_hammers_is_refused_and_the_others_are_not(swarm: Swarm) -> None:
+async def test_a_caller_that_hammers_is_refused_and_the_others_are_not(swarm: GossipSwarm) -> None:
     one, greedy, modest = swarm.add(heartbeat=10.0), Identity.create(), Identity.create()
     request = GossipRequest(run=bytes.fromhex(RUN))
     async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
         for _ in range(100):
-            await one.Gossip(request, Context(greedy.peer_id))
-    await one.Gossip(request, Context(modest.peer_id))
+            await one.Gossip(request, FakeContext(greedy.peer_id))
+    await one.Gossip(request, FakeContext(modest.peer_id))
 
 
 async def test_five_peers_over_real_transports(
     start_transport: Callable[..., Awaitable[Transport]], tmp_path: Path
 ) -> None:
-    peers: list[Directory] = []
+    peers: list[PeerDirectory] = []
     transports: list[Transport] = []
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -317,7 +317,7 @@ async def test_five_peers_over_real_transports(
             transport = await start_transport(str(number), [servers.append])
             identity = Identity.load_or_create(tmp_path / str(number) / "key")
             bootstrap = await transports[-1].addresses() if transports else ()
-            peer = Directory(identity, RUN, transport, Clock(), 0.2, 3.0, random.Random(number), bootstrap[:4])
+            peer = PeerDirectory(identity, RUN, transport, SwarmClock(), 0.2, 3.0, random.Random(number), bootstrap[:4])
             peer.register(servers[0])
             transports.append(transport)
             peers.append(peer)
@@ -336,11 +336,11 @@ async def test_five_peers_over_real_transports(
 
 
 @pytest.mark.parametrize("lie", [-1e300, -1e18, 0.0, 1.0, 1e18, float("inf"), float("nan")])
-async def test_a_callers_absurd_clock_moves_nothing(swarm: Swarm, lie: float) -> None:
+async def test_a_callers_absurd_clock_moves_nothing(swarm: GossipSwarm, lie: float) -> None:
     one = swarm.add()
     for _ in range(5):
         request = GossipRequest(run=bytes.fromhex(RUN), time=lie)
-        await one.Gossip(request, Context(Identity.create().peer_id))
+        await one.Gossip(request, FakeContext(Identity.create().peer_id))
     assert abs(one.live()[one.peer_id].expires - time.time()) < 2
-    other = swarm.add(bootstrap=[at(one)])
+    other = swarm.add(bootstrap=[address_of(one)])
     await until(lambda: all_see([one, other], [one, other]))

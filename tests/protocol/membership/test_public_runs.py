@@ -8,18 +8,18 @@ from hivemind.utils import MSGPackSerializer
 
 from protocol.errors import ForgedError, MalformedError, PeerFault, StaleError
 from protocol.identity import Identity
-from protocol.membership.board import FAR
+from protocol.membership.board import EXPIRATION_OFFSET_SECONDS
 from protocol.membership.public_runs import (
     KIND,
-    LIFETIME,
+    LIFETIME_SECONDS,
     MAX_VALUE_BYTES,
-    PUBLIC,
-    notice_of,
-    read_notice,
-    read_public_run,
+    PUBLIC_RUNS_TOPIC,
+    make_run_announcement,
+    parse_run_announcement,
+    parse_public_run,
     require_current,
 )
-from protocol.membership.shelf import AnnouncementCheck
+from protocol.membership.shelf import AnnouncementValidator
 from protocol.murmur_pb2 import PublicRun, Signed
 from protocol.records import sign
 
@@ -43,7 +43,7 @@ def run_of(**changes: Any) -> PublicRun:
     return PublicRun(**{**fields, **changes})
 
 
-def signed_anyhow(run: PublicRun, kind: str = KIND, run_id: str = RUN, expires: float = NOW + LIFETIME) -> bytes:
+def signed_anyhow(run: PublicRun, kind: str = KIND, run_id: str = RUN, expires: float = NOW + LIFETIME_SECONDS) -> bytes:
     """As somebody signs it who does not check."""
     dated = PublicRun()
     dated.CopyFrom(run)
@@ -52,13 +52,13 @@ def signed_anyhow(run: PublicRun, kind: str = KIND, run_id: str = RUN, expires: 
 
 
 def test_a_sound_notice_is_read_back() -> None:
-    notice = notice_of(ORGANISER, run_of(), NOW)
-    organiser, run = read_public_run(notice.value)
+    notice = make_run_announcement(ORGANISER, run_of(), NOW)
+    organiser, run = parse_public_run(notice.value)
     assert organiser == ORGANISER.peer_id and (run.name, run.peers, run.link) == ("demo", 12, LINK)
-    assert notice.place == f"{ORGANISER.peer_id}/{RUN[:16]}" and notice.expiration == FAR + NOW + LIFETIME
+    assert notice.subkey == f"{ORGANISER.peer_id}/{RUN[:16]}" and notice.dht_expiration == EXPIRATION_OFFSET_SECONDS + NOW + LIFETIME_SECONDS
     require_current(run, NOW, 60.0)
     for web in ("https://run.example.org/run.toml", "http://192.0.2.10:8080/run.toml"):
-        assert read_public_run(notice_of(ORGANISER, run_of(link=web), NOW).value)[1].link == web
+        assert parse_public_run(make_run_announcement(ORGANISER, run_of(link=web), NOW).value)[1].link == web
 
 
 HOSTILE = {
@@ -79,50 +79,50 @@ HOSTILE = {
 @pytest.mark.parametrize("run", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_notices_are_refused_though_signed(run: PublicRun) -> None:
     with pytest.raises(MalformedError):
-        read_notice(signed_anyhow(run))
+        parse_run_announcement(signed_anyhow(run))
     with pytest.raises(PeerFault):
-        notice_of(ORGANISER, run, NOW)
+        make_run_announcement(ORGANISER, run, NOW)
 
 
 def test_forged_and_foreign_notices_are_refused() -> None:
     """The control is the sound one, which the same reader takes."""
     sound = signed_anyhow(run_of())
-    assert read_notice(sound)
+    assert parse_run_announcement(sound)
     altered = Signed.FromString(sound)
     altered.body = altered.body.replace(b"demo", b"dem0")
     stolen = Signed.FromString(sound)
     stolen.peer = Identity.create().peer_id
     for value in (altered.SerializeToString(), stolen.SerializeToString(), signed_anyhow(run_of(), run_id="cd" * 32)):
         with pytest.raises(ForgedError):
-            read_notice(value)
+            parse_run_announcement(value)
     for value in (b"", b"\xff", bytes(MAX_VALUE_BYTES + 1), signed_anyhow(run_of(), kind="rendezvous")):
         with pytest.raises(MalformedError):
-            read_notice(value)
+            parse_run_announcement(value)
 
 
 @pytest.mark.parametrize("expires", [NOW - 1, NOW + 1e6, float("inf"), float("nan")])
 def test_what_is_over_or_would_stay_for_ever_is_refused(expires: float) -> None:
     with pytest.raises(PeerFault):
-        _, run = read_public_run(signed_anyhow(run_of(), expires=expires))
+        _, run = parse_public_run(signed_anyhow(run_of(), expires=expires))
         require_current(run, NOW, 60.0)
     with pytest.raises(StaleError):
-        require_current(read_public_run(signed_anyhow(run_of()))[1], NOW + LIFETIME + 1, 60.0)
+        require_current(parse_public_run(signed_anyhow(run_of()))[1], NOW + LIFETIME_SECONDS + 1, 60.0)
 
 
 def test_a_node_keeps_only_what_is_sound_and_in_its_own_place() -> None:
-    notice, check = notice_of(ORGANISER, run_of(), NOW), AnnouncementCheck([PUBLIC])
+    notice, check = make_run_announcement(ORGANISER, run_of(), NOW), AnnouncementValidator([PUBLIC_RUNS_TOPIC])
 
     def record(**changes: Any) -> DHTRecord:
         fields = {
-            "key": PUBLIC.key.to_bytes(),
-            "subkey": MSGPackSerializer.dumps(notice.place),
+            "key": PUBLIC_RUNS_TOPIC.key.to_bytes(),
+            "subkey": MSGPackSerializer.dumps(notice.subkey),
             "value": notice.value,
-            "expiration_time": notice.expiration,
+            "expiration_time": notice.dht_expiration,
         }
         return DHTRecord(**{**fields, **changes})
 
     assert check.validate(record())
     other = MSGPackSerializer.dumps(f"{Identity.create().peer_id}/{RUN[:16]}")
     hostile = signed_anyhow(HOSTILE["a name with control characters"])
-    bad = [record(subkey=other), record(expiration_time=notice.expiration + 1e6), record(value=hostile)]
-    assert not any(check.validate(each) for each in bad) and check.refused == len(bad)
+    bad = [record(subkey=other), record(expiration_time=notice.dht_expiration + 1e6), record(value=hostile)]
+    assert not any(check.validate(each) for each in bad) and check.refused_count == len(bad)

@@ -15,13 +15,13 @@ import pytest
 from hivemind.p2p import PeerID
 
 from protocol.identity import Identity
-from protocol.membership.board import FAR, Notice
-from protocol.membership.clock import Clock
-from protocol.membership.dht import Dht
-from protocol.membership.gossip import Directory
-from protocol.membership.public_runs import PUBLIC, notice_of, read_public_run
+from protocol.membership.board import EXPIRATION_OFFSET_SECONDS, Announcement
+from protocol.membership.clock import SwarmClock
+from protocol.membership.dht import DhtNode
+from protocol.membership.gossip import PeerDirectory
+from protocol.membership.public_runs import PUBLIC_RUNS_TOPIC, make_run_announcement, parse_public_run
 from protocol.membership.rendezvous import Rendezvous
-from protocol.membership.shelf import KIND, LIFETIME, run_board
+from protocol.membership.shelf import KIND, LIFETIME_SECONDS, run_topic
 from protocol.murmur_pb2 import PeerRecord, PublicRun
 from protocol.network.transport import Transport
 from protocol.records import sign
@@ -36,7 +36,7 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
             await asyncio.sleep(0.02)
 
 
-class Peer:
+class RendezvousPeer:
     """A rendezvous on a transport of its own, without gossip; `found` is what the DHT told it."""
 
     def __init__(
@@ -45,13 +45,13 @@ class Peer:
         self.transport = transport
         self.identity = identity
         self.found: dict[str, tuple[str, ...]] = {}
-        self.clock = Clock(lambda: time.time() + skew)
+        self.clock = SwarmClock(lambda: time.time() + skew)
         self.rendezvous = Rendezvous(
-            identity, RUN, transport, self.clock, lambda: seeds, self._note, random.Random(transport.peer_id)
+            identity, RUN, transport, self.clock, lambda: seeds, self._record_found, random.Random(transport.peer_id)
         )
         self.task = asyncio.create_task(self.rendezvous.run())
 
-    def _note(self, peer: str, addresses: Sequence[str]) -> None:
+    def _record_found(self, peer: str, addresses: Sequence[str]) -> None:
         self.found[peer] = tuple(addresses)
 
     async def stop(self) -> None:
@@ -60,19 +60,19 @@ class Peer:
         assert self.task.cancelled()
 
 
-Join = Callable[..., Awaitable[Peer]]
+Join = Callable[..., Awaitable[RendezvousPeer]]
 
 
 @pytest.fixture
 async def join(start_transport: Start, tmp_path: Path) -> AsyncIterator[Join]:
     """Starts a peer that knows the given ones: `await join(name, *seeds)`."""
-    peers: list[Peer] = []
+    peers: list[RendezvousPeer] = []
 
-    async def start(name: str, *seeds: Peer, skew: float = 0.0) -> Peer:
+    async def start(name: str, *seeds: RendezvousPeer, skew: float = 0.0) -> RendezvousPeer:
         transport = await start_transport(name)
         identity = Identity.load_or_create(tmp_path / name / "key")
         known = {seed.identity.peer_id: await seed.transport.addresses() for seed in seeds}
-        peers.append(Peer(transport, identity, known, skew))
+        peers.append(RendezvousPeer(transport, identity, known, skew))
         return peers[-1]
 
     yield start
@@ -85,7 +85,7 @@ async def test_two_peers_that_share_only_a_seed_find_each_other(join: Join) -> N
     one, other = await join("one", seed), await join("other", seed)
     await until(lambda: other.identity.peer_id in one.found and one.identity.peer_id in other.found)
     assert one.found[other.identity.peer_id] == await other.transport.addresses()
-    assert seed.rendezvous.refused == one.rendezvous.refused == other.rendezvous.refused == 0
+    assert seed.rendezvous.refused_count == one.rendezvous.refused_count == other.rendezvous.refused_count == 0
 
 
 @pytest.mark.parametrize("skew", [-7200.0, 7200.0])
@@ -105,20 +105,20 @@ async def test_strangers_cannot_fill_the_dht_nor_speak_for_others(join: Join, ca
     await until(lambda: liar.identity.peer_id in seed.found)
     node: Any = liar.rendezvous._dht._node
     now = time.time()
-    forged = sign(liar.identity, KIND, RUN, PeerRecord(sequence=1, expires=now + LIFETIME))
+    forged = sign(liar.identity, KIND, RUN, PeerRecord(sequence=1, expires=now + LIFETIME_SECONDS))
     forged.peer = victim.peer_id
-    honest = sign(liar.identity, KIND, RUN, PeerRecord(sequence=2, expires=now + LIFETIME + 30))
-    target, key = PeerID.from_base58(seed.identity.peer_id), run_board(RUN).key
+    honest = sign(liar.identity, KIND, RUN, PeerRecord(sequence=2, expires=now + LIFETIME_SECONDS + 30))
+    target, key = PeerID.from_base58(seed.identity.peer_id), run_topic(RUN).key
 
     async def store(value: bytes, expiration: float, subkey: str | None, under: Any = key) -> list[bool]:
         stored: list[bool] = await node.protocol.call_store(target, [under], [value], [expiration], [subkey])
         return stored
 
     for value, subkey in ((forged.SerializeToString(), victim.peer_id), (b"junk", "junk"), (b"junk", None)):
-        assert await store(value, FAR + now + LIFETIME, subkey) == [False]
-    assert await store(b"junk", FAR + now, None, run_board("cd" * 32).key) == [False]
-    assert seed.rendezvous.refused == 4
-    assert await store(honest.SerializeToString(), FAR + now + LIFETIME + 30, liar.identity.peer_id) == [True]
+        assert await store(value, EXPIRATION_OFFSET_SECONDS + now + LIFETIME_SECONDS, subkey) == [False]
+    assert await store(b"junk", EXPIRATION_OFFSET_SECONDS + now, None, run_topic("cd" * 32).key) == [False]
+    assert seed.rendezvous.refused_count == 4
+    assert await store(honest.SerializeToString(), EXPIRATION_OFFSET_SECONDS + now + LIFETIME_SECONDS + 30, liar.identity.peer_id) == [True]
     assert victim.peer_id not in seed.found and "refused so far" in caplog.text
 
 
@@ -138,7 +138,7 @@ async def test_dead_seeds_delay_nothing_for_ever(join: Join, caplog: pytest.LogC
     seed, missing = await join("seed"), Identity.create().peer_id
     seeds = {seed.identity.peer_id: await seed.transport.addresses()}
     one = await join("one")
-    one.rendezvous._neighbours = lambda: {  # nobody listens on the first
+    one.rendezvous._known_addresses = lambda: {  # nobody listens on the first
         missing: (f"/ip4/127.0.0.1/tcp/9/p2p/{missing}",),
         **seeds,
     }
@@ -161,16 +161,16 @@ async def test_directories_meet_through_the_dht_alone(start_transport: Start, jo
     """The seed knows nothing of gossip. What the DHT then forgets stays known."""
     seed = await join("seed")
     known = {seed.identity.peer_id: await seed.transport.addresses()}
-    directories: list[Directory] = []
+    directories: list[PeerDirectory] = []
     gossip: list[asyncio.Task[None]] = []
     lookups: list[asyncio.Task[None]] = []
     for name in ("one", "other"):
         servers: list[grpc.aio.Server] = []
         transport = await start_transport(name, [servers.append])
-        identity, clock = Identity.load_or_create(tmp_path / name / "key"), Clock()
-        directory = Directory(identity, RUN, transport, clock, 0.2, 3.0, random.Random(name))
+        identity, clock = Identity.load_or_create(tmp_path / name / "key"), SwarmClock()
+        directory = PeerDirectory(identity, RUN, transport, clock, 0.2, 3.0, random.Random(name))
         directory.register(servers[0])
-        rendezvous = Rendezvous(identity, RUN, transport, clock, lambda: known, directory.remember, random.Random(name))
+        rendezvous = Rendezvous(identity, RUN, transport, clock, lambda: known, directory.add_contact, random.Random(name))
         directories.append(directory)
         gossip.append(asyncio.create_task(directory.run()))
         lookups.append(asyncio.create_task(rendezvous.run()))
@@ -195,21 +195,21 @@ async def test_a_public_run_is_found_by_whoever_knows_any_peer(start_transport: 
     host, other = await join("host", seed), await join("other", seed)
     run = PublicRun(run=bytes.fromhex(RUN), name="demo", recipe="diloco", link="https://run.example.org/run.toml")
 
-    async def notice(now: float) -> Notice:
-        return notice_of(host.identity, run, now)
+    async def notice(now: float) -> Announcement:
+        return make_run_announcement(host.identity, run, now)
 
-    host.rendezvous.advertise(notice, {})
+    host.rendezvous.advertise_run(notice, {})
     reader, found = await start_transport("reader"), set[bytes]()
-    dht = Dht(reader, Clock(), (PUBLIC,), asks_only=True)
+    dht = DhtNode(reader, SwarmClock(), (PUBLIC_RUNS_TOPIC,), client_mode=True)
     await dht.open()
     try:
-        assert await dht.greet(other.identity.peer_id, await other.transport.addresses())
+        assert await dht.ping_peer(other.identity.peer_id, await other.transport.addresses())
         async with asyncio.timeout(20):
             while not found:
-                await dht.exchange(PUBLIC, None, found.add)
+                await dht.announce_and_lookup(PUBLIC_RUNS_TOPIC, None, found.add)
     finally:
         await dht.close()
-    organiser, read = read_public_run(found.pop())
+    organiser, read = parse_public_run(found.pop())
     assert organiser == host.identity.peer_id and (read.name, read.link) == (run.name, run.link)
 
 
@@ -217,11 +217,11 @@ async def test_a_public_run_is_announced_at_peers_of_other_runs_too(join: Join) 
     """The control: without the door the stranger hears nothing of it."""
     stranger, host = await join("stranger"), await join("host")
 
-    async def notice(now: float) -> Notice:
-        return notice_of(host.identity, PublicRun(run=bytes(32), name="x", recipe="y", link="https://z"), now)
+    async def notice(now: float) -> Announcement:
+        return make_run_announcement(host.identity, PublicRun(run=bytes(32), name="x", recipe="y", link="https://z"), now)
 
-    host.rendezvous.advertise(notice, {})
-    await until(lambda: PUBLIC.key in host.rendezvous._dht._shelf)
-    assert PUBLIC.key not in stranger.rendezvous._dht._shelf
-    host.rendezvous.advertise(notice, {stranger.identity.peer_id: await stranger.transport.addresses()})
-    await until(lambda: PUBLIC.key in stranger.rendezvous._dht._shelf)
+    host.rendezvous.advertise_run(notice, {})
+    await until(lambda: PUBLIC_RUNS_TOPIC.key in host.rendezvous._dht._storage)
+    assert PUBLIC_RUNS_TOPIC.key not in stranger.rendezvous._dht._storage
+    host.rendezvous.advertise_run(notice, {stranger.identity.peer_id: await stranger.transport.addresses()})
+    await until(lambda: PUBLIC_RUNS_TOPIC.key in stranger.rendezvous._dht._storage)

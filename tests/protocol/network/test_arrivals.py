@@ -2,7 +2,7 @@
 
 import socket
 
-from protocol.network.arrivals import Arrivals, arrivals, lost_on_the_way
+from protocol.network.arrivals import TcpReceiveStats, read_tcp_receive_stats, count_link_losses
 
 
 def test_a_clean_connection_shows_no_loss() -> None:
@@ -12,13 +12,13 @@ def test_a_clean_connection_shows_no_loss() -> None:
             accepted.sendall(bytes(100_000))
             while client.recv(1 << 17, socket.MSG_PEEK) == b"":
                 pass
-            seen = arrivals(client)
-            assert 0 < seen.shortest < 1_000_000 and seen.disordered == 0
-    assert arrivals(client) == Arrivals(), "closed"
+            seen = read_tcp_receive_stats(client)
+            assert 0 < seen.min_round_trip < 1_000_000 and seen.out_of_order_packets == 0
+    assert read_tcp_receive_stats(client) == TcpReceiveStats(), "closed"
 
 
 def test_losses_count_where_no_queue_stands() -> None:
-    before, after = Arrivals(50, 50, 10), Arrivals(60, 50, 30)
-    assert lost_on_the_way(before, after) == 20
-    assert lost_on_the_way(before, Arrivals(150, 50, 30)) == 0, "a full queue drops packets, too"
-    assert lost_on_the_way(after, Arrivals()) == 0
+    before, after = TcpReceiveStats(50, 50, 10), TcpReceiveStats(60, 50, 30)
+    assert count_link_losses(before, after) == 20
+    assert count_link_losses(before, TcpReceiveStats(150, 50, 30)) == 0, "a full queue drops packets, too"
+    assert count_link_losses(after, TcpReceiveStats()) == 0

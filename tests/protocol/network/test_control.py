@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import MalformedError, TransportError, UnreachableError
 from protocol.identity import Identity
-from protocol.network.control import Control, plain, split_address
+from protocol.network.control import P2pdClient, summarize_error, split_address
 
 PEER = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32))).peer_id  # the same in every process that runs tests
 
@@ -48,7 +48,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 async def test_without_p2pd_there_is_no_answer(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="p2pd does not answer"):
-        await Control(tmp_path / "none.sock").identify()
+        await P2pdClient(tmp_path / "none.sock").identify()
 
 
 def _open_files() -> int:
@@ -61,8 +61,8 @@ async def test_a_request_given_up_leaves_nothing_open(tmp_path: Path) -> None:
     silent = await asyncio.start_unix_server(lambda reader, writer: connections.append(writer), path)
     before = _open_files()
     with pytest.raises(UnreachableError, match=r"no answer within 0.1 s"):
-        await Control(path).open_stream(PEER, "/x", deadline=0.1)
-    given_up = asyncio.create_task(Control(path).connect(PEER, ("/ip4/127.0.0.1/tcp/1",), deadline=60))
+        await P2pdClient(path).open_stream(PEER, "/x", timeout=0.1)
+    given_up = asyncio.create_task(P2pdClient(path).connect(PEER, ("/ip4/127.0.0.1/tcp/1",), timeout=60))
     while len(connections) < 2:
         await asyncio.sleep(0)
     given_up.cancel()
@@ -77,11 +77,11 @@ async def test_a_request_given_up_leaves_nothing_open(tmp_path: Path) -> None:
 def test_of_dials_that_failed_only_what_came_of_them_is_told() -> None:
     one = "failed to dial: all dials failed * [/ip4/127.0.0.1/tcp/1] dial tcp4 127.0.0.1:1: connect: "
     more = " * [/ip4/192.0.2.1/tcp/4] dial tcp4 192.0.2.1:4: i/o timeout * [/ip4/192.0.2.1/tcp/5] dial backoff"
-    assert plain(f"{one}connection refused") == "connection refused"
+    assert summarize_error(f"{one}connection refused") == "connection refused"
     told = "connection refused, i/o timeout, nothing answered there a moment ago"
-    assert plain(f"{one}connection refused{more}") == told
+    assert summarize_error(f"{one}connection refused{more}") == told
     ours = " * [/ip4/192.168.0.2/tcp/4001] dial to self attempted"
-    assert plain(f"{one}connection refused{ours}{more}") == told
-    assert plain(f"failed to dial: all dials failed{ours}") == "its address is one of ours"
-    assert plain("protocols not\n  supported") == "protocols not supported"
-    assert plain("all dials failed") == "all dials failed" and len(plain("x" * 999)) == 300
+    assert summarize_error(f"{one}connection refused{ours}{more}") == told
+    assert summarize_error(f"failed to dial: all dials failed{ours}") == "its address is one of ours"
+    assert summarize_error("protocols not\n  supported") == "protocols not supported"
+    assert summarize_error("all dials failed") == "all dials failed" and len(summarize_error("x" * 999)) == 300

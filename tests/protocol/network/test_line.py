@@ -13,21 +13,21 @@ import pytest
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
-from protocol.network.connection import Connection
-from protocol.network.desk import Desk
+from protocol.network.connection import TlsConnection
+from protocol.network.desk import RpcServer
 from protocol.network.doors import caller
-from protocol.network.line import CALL, END, HEAD, KEPT_SECONDS, MAX_MESSAGE_BYTES, REPLY, Line, LineChannel
-from protocol.network.proof import ServerProof, client_context
-from protocol.network.tunnel import Traffic, TunnelLimits, Tunnels
+from protocol.network.line import CALL, END, FRAME_HEADER, IDLE_SECONDS, MAX_MESSAGE_BYTES, REPLY, FramedConnection, RpcChannel
+from protocol.network.proof import ServerHandshake, make_client_context
+from protocol.network.tunnel import TrafficCounter, ConnectionLimits, ConnectionSupervisor
 from tests.protocol.garbled import GARBLED
 
 CALLER = Identity.create().peer_id
 CHUNK = 1 << 18
 BROKEN, REFUSED, SLOW = b"broken", b"refused", b"slow"
-Peer = Callable[[Connection], Coroutine[None, None, None]]
+Peer = Callable[[TlsConnection], Coroutine[None, None, None]]
 
 
-class Servicer(BlobsServicer):
+class EchoServicer(BlobsServicer):
     """`Pieces` says who calls and repeats what was asked; `Fetch` yields `length` bytes in chunks."""
 
     def __init__(self) -> None:
@@ -50,59 +50,59 @@ class Servicer(BlobsServicer):
             yield Chunk(data=bytes(CHUNK))
 
 
-class Ends:
+class RpcSetup:
     """A caller of `channel`, and who answers."""
 
     def __init__(self) -> None:
-        self.servicer = Servicer()
+        self.servicer = EchoServicer()
         self.dials = 0
-        self.idle = KEPT_SECONDS
+        self.idle = IDLE_SECONDS
         self._servers: list[asyncio.Server] = []
-        self._all: list[Tunnels] = []
+        self._all: list[ConnectionSupervisor] = []
 
-    async def open(self, here: TunnelLimits | None = None, there: TunnelLimits | None = None) -> None:
-        self.there = self._tunnels(there)
-        desk = Desk(self.there)
+    async def open(self, here: ConnectionLimits | None = None, there: ConnectionLimits | None = None) -> None:
+        self.there = self._make_supervisor(there)
+        desk = RpcServer(self.there)
         add_BlobsServicer_to_server(self.servicer, desk)
 
-        async def welcome(connection: Connection) -> None:
-            await desk.welcome(CALLER, connection, b"")
+        async def welcome(connection: TlsConnection) -> None:
+            await desk.serve_peer(CALLER, connection, b"")
             connection.abort()  # as the door does
 
         await self.open_to(welcome, here)
 
-    async def open_to(self, peer: Peer, here: TunnelLimits | None = None) -> None:
-        class Accepted(Connection):
+    async def open_to(self, peer: Peer, here: ConnectionLimits | None = None) -> None:
+        class Accepted(TlsConnection):
             def connection_made(accepted, transport: asyncio.BaseTransport) -> None:  # noqa: N805
                 super().connection_made(transport)
                 tunnels.spawn(peer(accepted))
 
-        tunnels, context = self._tunnels(None), ServerProof(Identity.create()).context
+        tunnels, context = self._make_supervisor(None), ServerHandshake(Identity.create()).context
         server = await asyncio.get_running_loop().create_server(Accepted, "127.0.0.1", 0, ssl=context)
         self._servers.append(server)
         self.address = self._servers[-1].sockets[0].getsockname()
-        self.here = self._tunnels(here)
-        self.channel = LineChannel(CALLER, self._dial, self.here, self.idle)
+        self.here = self._make_supervisor(here)
+        self.channel = RpcChannel(CALLER, self._dial, self.here, self.idle)
         self.stub = BlobsStub(self.channel)
 
-    def _tunnels(self, limits: TunnelLimits | None) -> Tunnels:
-        self._all.append(Tunnels(limits or TunnelLimits(), Traffic()))
+    def _make_supervisor(self, limits: ConnectionLimits | None) -> ConnectionSupervisor:
+        self._all.append(ConnectionSupervisor(limits or ConnectionLimits(), TrafficCounter()))
         return self._all[-1]
 
-    async def _dial(self, peer: PeerId) -> Connection:
+    async def _dial(self, peer: PeerId) -> TlsConnection:
         self.dials += 1
-        loop, context = asyncio.get_running_loop(), client_context()
-        _, connection = await loop.create_connection(Connection, *self.address, ssl=context, server_hostname="")
+        loop, context = asyncio.get_running_loop(), make_client_context()
+        _, connection = await loop.create_connection(TlsConnection, *self.address, ssl=context, server_hostname="")
         return connection
 
-    async def ask(self, words: bytes, seconds: float = 10.0) -> bytes:
+    async def call(self, words: bytes, seconds: float = 10.0) -> bytes:
         reply: PiecesReply = await self.stub.Pieces(PiecesRequest(digest=words), timeout=seconds)
         return reply.pieces
 
     def fetch(self, chunks: int, seconds: float = 10.0) -> Any:
         return self.stub.Fetch(FetchRequest(length=chunks * CHUNK), timeout=seconds)
 
-    def cut_there(self) -> None:
+    def cut_server_side(self) -> None:
         """The other end cuts all lines."""
         for line in tuple(self.there._incoming):
             line.cut()
@@ -121,8 +121,8 @@ class Ends:
 
 
 @pytest.fixture
-async def ends() -> AsyncIterator[Ends]:
-    made = Ends()
+async def ends() -> AsyncIterator[RpcSetup]:
+    made = RpcSetup()
     yield made
     await made.close()
 
@@ -144,72 +144,72 @@ async def received(replies: Any) -> int:
     return sum([len(chunk.data) async for chunk in replies])
 
 
-async def test_calls_that_follow_one_another_are_answered_in_order(ends: Ends) -> None:
+async def test_calls_that_follow_one_another_are_answered_in_order(ends: RpcSetup) -> None:
     await ends.open()
-    calls = [ends.ask(bytes([number])) for number in range(20)]
+    calls = [ends.call(bytes([number])) for number in range(20)]
     streams = [received(ends.fetch(number)) for number in (7, 0, 1)]
     answers = await asyncio.gather(*calls, *streams)
     assert answers == [CALLER.encode() + bytes([number]) for number in range(20)] + [7 * CHUNK, 0, CHUNK]
     assert ends.dials == 1
-    sent, came = ends.there.traffic.total, ends.here.traffic.of(CALLER)
+    sent, came = ends.there.traffic.total, ends.here.traffic.count_of(CALLER)
     assert sent.sent == came.received > 8 * CHUNK and sent.received == came.sent > 0
 
 
-async def test_a_call_that_is_given_up_holds_up_nobody(ends: Ends) -> None:
+async def test_a_call_that_is_given_up_holds_up_nobody(ends: RpcSetup) -> None:
     await ends.open()
     first, second = ends.fetch(3), asyncio.create_task(received(ends.fetch(2)))
     await first.read()
-    third = asyncio.create_task(ends.ask(b"third"))
+    third = asyncio.create_task(ends.call(b"third"))
     await asyncio.sleep(0)
     second.cancel()
     first.cancel()
     assert await third == CALLER.encode() + b"third"
     assert await first.read() is grpc.aio.EOF
-    assert ends.dials == 1 and len(ends.channel._turns) == 0
+    assert ends.dials == 1 and len(ends.channel._pending_calls) == 0
 
 
-async def test_without_skipping_the_others_would_wait_for_ever(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_skipping_the_others_would_wait_for_ever(ends: RpcSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
-    monkeypatch.setattr(LineChannel, "skip", lambda *_: None)
+    monkeypatch.setattr(RpcChannel, "discard_reply", lambda *_: None)
     await ends.open()
     first = ends.fetch(3)
     await first.read()
     first.cancel()
-    assert await status_of(ends.ask(b"third", 0.3)) is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await status_of(ends.call(b"third", 0.3)) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_much_that_nobody_waits_for_is_not_read_to_its_end(ends: Ends) -> None:
+async def test_much_that_nobody_waits_for_is_not_read_to_its_end(ends: RpcSetup) -> None:
     await ends.open()
     first = ends.fetch(1 << 20)
     await first.read()
     first.cancel()
-    assert await status_of(ends.ask(b"behind it")) is grpc.StatusCode.UNAVAILABLE
+    assert await status_of(ends.call(b"behind it")) is grpc.StatusCode.UNAVAILABLE
     assert ends.here.traffic.total.received < 64 * CHUNK
-    assert await ends.ask(b"again") == CALLER.encode() + b"again"
+    assert await ends.call(b"again") == CALLER.encode() + b"again"
     assert ends.dials == 2
 
 
-async def test_what_a_servicer_refuses_and_how_it_breaks(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_a_servicer_refuses_and_how_it_breaks(ends: RpcSetup, caplog: pytest.LogCaptureFixture) -> None:
     await ends.open()
-    assert await status_of(ends.ask(REFUSED)) is grpc.StatusCode.NOT_FOUND
-    assert await status_of(ends.ask(BROKEN)) is grpc.StatusCode.UNKNOWN
+    assert await status_of(ends.call(REFUSED)) is grpc.StatusCode.NOT_FOUND
+    assert await status_of(ends.call(BROKEN)) is grpc.StatusCode.UNKNOWN
     assert f"a call of {CALLER} broke" in caplog.text and "it breaks" in caplog.text
     strange = ends.channel.unary_unary("/none", bytes, bytes)
     assert await status_of(strange(b"?", timeout=5)) is grpc.StatusCode.UNIMPLEMENTED
     garbled = ends.channel.unary_unary("/murmur.v1.Blobs/Pieces", bytes, bytes)
     assert await status_of(garbled(b"\xff\xff", timeout=5)) is grpc.StatusCode.INVALID_ARGUMENT
-    assert await ends.ask(b"well") == CALLER.encode() + b"well"
+    assert await ends.call(b"well") == CALLER.encode() + b"well"
     assert ends.dials == 1
 
 
-async def test_no_answer_in_time(ends: Ends) -> None:
+async def test_no_answer_in_time(ends: RpcSetup) -> None:
     await ends.open()
-    assert await status_of(ends.ask(SLOW, 0.1)) is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await status_of(ends.call(SLOW, 0.1)) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_who_hangs_up_is_worked_for_no_more(ends: Ends) -> None:
+async def test_who_hangs_up_is_worked_for_no_more(ends: RpcSetup) -> None:
     await ends.open()
-    asking = asyncio.create_task(ends.ask(SLOW))
+    asking = asyncio.create_task(ends.call(SLOW))
     await until(lambda: ends.there.traffic.total.received)
     await ends.channel.close()
     assert await status_of(asking) is grpc.StatusCode.UNAVAILABLE
@@ -218,9 +218,9 @@ async def test_who_hangs_up_is_worked_for_no_more(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(
-    "frame", [HEAD.pack(MAX_MESSAGE_BYTES + 1, CALL), HEAD.pack(0, REPLY), HEAD.pack(1, 77) + b"x"]
+    "frame", [FRAME_HEADER.pack(MAX_MESSAGE_BYTES + 1, CALL), FRAME_HEADER.pack(0, REPLY), FRAME_HEADER.pack(1, 77) + b"x"]
 )
-async def test_a_caller_that_sends_nonsense_is_cut(ends: Ends, frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_caller_that_sends_nonsense_is_cut(ends: RpcSetup, frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
     await ends.open()
     connection = await ends._dial(CALLER)
     connection.write(frame)
@@ -228,14 +228,14 @@ async def test_a_caller_that_sends_nonsense_is_cut(ends: Ends, frame: bytes, cap
         await asyncio.wait_for(connection.read(1), 5)
     connection.abort()
     assert f"cutting a line of {CALLER}" in caplog.text
-    assert await ends.ask(b"honest") == CALLER.encode() + b"honest"
+    assert await ends.call(b"honest") == CALLER.encode() + b"honest"
 
 
 @pytest.mark.parametrize(
-    "answer", [HEAD.pack(MAX_MESSAGE_BYTES + 1, REPLY), HEAD.pack(0, END), HEAD.pack(1, CALL) + b"x", b"half", b""]
+    "answer", [FRAME_HEADER.pack(MAX_MESSAGE_BYTES + 1, REPLY), FRAME_HEADER.pack(0, END), FRAME_HEADER.pack(1, CALL) + b"x", b"half", b""]
 )
-async def test_an_answer_that_is_none_ends_the_line(ends: Ends, answer: bytes) -> None:
-    async def peer(connection: Connection) -> None:
+async def test_an_answer_that_is_none_ends_the_line(ends: RpcSetup, answer: bytes) -> None:
+    async def peer(connection: TlsConnection) -> None:
         await connection.read(1)
         connection.write(answer)
         assert connection._transport
@@ -243,16 +243,16 @@ async def test_an_answer_that_is_none_ends_the_line(ends: Ends, answer: bytes) -
 
     await ends.open_to(peer)
     for dials in (1, 2):
-        assert await status_of(ends.ask(b"?")) is grpc.StatusCode.UNAVAILABLE
+        assert await status_of(ends.call(b"?")) is grpc.StatusCode.UNAVAILABLE
         assert ends.dials == dials
 
 
-async def test_an_answer_that_does_not_parse_is_none_as_grpc_has_it_and_holds_up_nobody(ends: Ends) -> None:
-    async def peer(connection: Connection) -> None:
+async def test_an_answer_that_does_not_parse_is_none_as_grpc_has_it_and_holds_up_nobody(ends: RpcSetup) -> None:
+    async def peer(connection: TlsConnection) -> None:
         for _ in range(2):
-            length, _ = HEAD.unpack(await connection.read(HEAD.size))
+            length, _ = FRAME_HEADER.unpack(await connection.read(FRAME_HEADER.size))
             await connection.read(length)
-            connection.write(HEAD.pack(len(GARBLED), REPLY) + GARBLED + HEAD.pack(1, END) + bytes(1))
+            connection.write(FRAME_HEADER.pack(len(GARBLED), REPLY) + GARBLED + FRAME_HEADER.pack(1, END) + bytes(1))
 
     await ends.open_to(peer)
     for _ in range(2):
@@ -260,9 +260,9 @@ async def test_an_answer_that_does_not_parse_is_none_as_grpc_has_it_and_holds_up
     assert ends.dials == 1
 
 
-async def test_a_caller_that_takes_nothing_is_cut_by_the_clock(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_caller_that_takes_nothing_is_cut_by_the_clock(ends: RpcSetup, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    await ends.open(there=TunnelLimits(stall=0.3, tick=0.05))
+    await ends.open(there=ConnectionLimits(stall=0.3, check_interval=0.05))
     lazy = ends.fetch(1 << 20, 60)
     await lazy.read()
     await until(lambda: "nothing was taken for" in caplog.text)
@@ -270,12 +270,12 @@ async def test_a_caller_that_takes_nothing_is_cut_by_the_clock(ends: Ends, caplo
     assert ends.there.traffic.total.sent < 256 * CHUNK, "and nothing piled up for it"
 
 
-async def test_a_line_without_calls_is_closed_and_opened_again(ends: Ends) -> None:
+async def test_a_line_without_calls_is_closed_and_opened_again(ends: RpcSetup) -> None:
     ends.idle = 0.2
-    await ends.open(here=TunnelLimits(tick=0.05))
-    assert await ends.ask(b"one") == CALLER.encode() + b"one"
+    await ends.open(here=ConnectionLimits(check_interval=0.05))
+    assert await ends.call(b"one") == CALLER.encode() + b"one"
     await until(lambda: len(ends.here) == len(ends.there) == 0)
-    assert await ends.ask(b"two") == CALLER.encode() + b"two"
+    assert await ends.call(b"two") == CALLER.encode() + b"two"
     assert ends.dials == 2
     assert not ends.here.refusals, "who closes what nobody needs refuses nothing"
 
@@ -291,21 +291,21 @@ def uncollected() -> Iterator[None]:
 
 def buffers() -> int:
     """What is held for the ends of connections: asyncio's memory for TLS, and ours."""
-    return sum(issubclass(type(held), SSLProtocol | Connection) for held in gc.get_objects())
+    return sum(issubclass(type(held), SSLProtocol | TlsConnection) for held in gc.get_objects())
 
 
 @pytest.mark.parametrize("ending", ["closed", "cut", "cut in a call"])
-async def test_a_line_that_has_ended_holds_no_memory(ends: Ends, uncollected: None, ending: str) -> None:
+async def test_a_line_that_has_ended_holds_no_memory(ends: RpcSetup, uncollected: None, ending: str) -> None:
     before = buffers()
     await ends.open()
-    await ends.ask(b"?")
+    await ends.call(b"?")
     assert buffers() == before + 4
     if ending == "closed":
         await ends.channel.close()
     else:
-        calls = [asyncio.create_task(ends.ask(SLOW))] if ending == "cut in a call" else []
-        await until(lambda: len(ends.channel._turns) == len(calls))
-        ends.cut_there()
+        calls = [asyncio.create_task(ends.call(SLOW))] if ending == "cut in a call" else []
+        await until(lambda: len(ends.channel._pending_calls) == len(calls))
+        ends.cut_server_side()
         await asyncio.gather(*calls, return_exceptions=True)
         calls.clear()
     await until(lambda: len(ends.here) == len(ends.there) == 0)
@@ -313,10 +313,10 @@ async def test_a_line_that_has_ended_holds_no_memory(ends: Ends, uncollected: No
 
 
 @pytest.mark.parametrize("limited", ["upload", "download", ""])
-async def test_rates_hold_for_lines(ends: Ends, limited: str) -> None:
+async def test_rates_hold_for_lines(ends: RpcSetup, limited: str) -> None:
     rate = 2_000_000.0
-    here = TunnelLimits(download=rate) if limited == "download" else None
-    await ends.open(here, TunnelLimits(upload=rate) if limited == "upload" else None)
+    here = ConnectionLimits(download=rate) if limited == "download" else None
+    await ends.open(here, ConnectionLimits(upload=rate) if limited == "upload" else None)
     began = time.monotonic()
     assert await received(ends.fetch(4)) == 4 * CHUNK
     seconds = time.monotonic() - began
@@ -325,23 +325,23 @@ async def test_rates_hold_for_lines(ends: Ends, limited: str) -> None:
 
 
 async def test_all_lines_that_a_peer_opens_have_one_share_of_a_limited_rate() -> None:
-    tunnels = Tunnels(TunnelLimits(), Traffic())
-    lines = [Line("greedy", Connection(), tunnels, 1.0, is_ours=False) for _ in range(3)]
-    other = Line("modest", Connection(), tunnels, 1.0, is_ours=False)
-    asking = Line("greedy", Connection(), tunnels, 1.0, is_ours=True)
+    tunnels = ConnectionSupervisor(ConnectionLimits(), TrafficCounter())
+    lines = [FramedConnection("greedy", TlsConnection(), tunnels, 1.0, is_outgoing=False) for _ in range(3)]
+    other = FramedConnection("modest", TlsConnection(), tunnels, 1.0, is_outgoing=False)
+    asking = FramedConnection("greedy", TlsConnection(), tunnels, 1.0, is_outgoing=True)
     assert all(line._flows[way] is lines[0]._flows[way] for line in lines for way in (0, 1))
     up, down = lines[0]._flows
     assert len({id(flow) for flow in (up, down, *other._flows, *asking._flows)}) == 6
-    lines[0]._flows[0].clock = 1e9
+    lines[0]._flows[0].finish_tag = 1e9
     del up, down, lines
-    assert tunnels.flow("greedy", "up, theirs").clock == 0, "it goes with the last of them"
+    assert tunnels.flow_of("greedy", "up, theirs").finish_tag == 0, "it goes with the last of them"
     await tunnels.stop()
 
 
-async def test_one_peer_has_so_many_lines_and_no_more(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
-    await ends.open(there=TunnelLimits(incoming_per_peer=1))
-    assert await ends.ask(b"one")
-    more = BlobsStub(LineChannel(CALLER, ends._dial, ends.here))
+async def test_one_peer_has_so_many_lines_and_no_more(ends: RpcSetup, caplog: pytest.LogCaptureFixture) -> None:
+    await ends.open(there=ConnectionLimits(max_incoming_per_peer=1))
+    assert await ends.call(b"one")
+    more = BlobsStub(RpcChannel(CALLER, ends._dial, ends.here))
     assert await status_of(more.Pieces(PiecesRequest(), timeout=5)) is grpc.StatusCode.UNAVAILABLE
     assert f"refusing {CALLER}: it holds 1 tunnels" in caplog.text
-    assert await ends.ask(b"two")
+    assert await ends.call(b"two")

@@ -18,35 +18,35 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from protocol.errors import TransportError
 from protocol.identity import Identity
 from protocol.network import p2pd, ports
-from protocol.network.p2pd import LAUNCHER, Options, P2pd, arguments, keep_ports
+from protocol.network.p2pd import LAUNCHER, P2pdOptions, P2pd, command_line, with_bound_ports
 from protocol.network.sockets import SocketFolder
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
 
 def test_nothing_that_reaches_out_is_left_to_a_default(tmp_path: Path) -> None:
-    flags = arguments(Options(tmp_path / "key", LOOPBACK), LOOPBACK, tmp_path)
+    flags = command_line(P2pdOptions(tmp_path / "key", LOOPBACK), LOOPBACK, tmp_path)
     assert {"-b=0", "-natPortMap=0", "-relayService=0", "-autoRelay=0"} <= set(flags)
     assert not any("bootstrapPeers" in flag or "announceAddrs" in flag for flag in flags)
-    announced = Options(tmp_path / "key", LOOPBACK, announce=("/ip4/192.0.2.1/tcp/9",))
-    assert "-announceAddrs=/ip4/192.0.2.1/tcp/9" in arguments(announced, LOOPBACK, tmp_path)
-    hidden = Options(tmp_path / "key", LOOPBACK, relays=("/ip4/192.0.2.1/tcp/9/p2p/QmRelay",))
+    announced = P2pdOptions(tmp_path / "key", LOOPBACK, announce=("/ip4/192.0.2.1/tcp/9",))
+    assert "-announceAddrs=/ip4/192.0.2.1/tcp/9" in command_line(announced, LOOPBACK, tmp_path)
+    hidden = P2pdOptions(tmp_path / "key", LOOPBACK, relays=("/ip4/192.0.2.1/tcp/9/p2p/QmRelay",))
     wanted = {"-relay=1", "-autoRelay=1", "-trustedRelays=/ip4/192.0.2.1/tcp/9/p2p/QmRelay", "-relayDiscovery=0"}
-    assert wanted <= set(arguments(hidden, LOOPBACK, tmp_path))
+    assert wanted <= set(command_line(hidden, LOOPBACK, tmp_path))
 
 
 def test_ports_are_kept() -> None:
     listen = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1", "/ip4/0.0.0.0/tcp/77")
     given = ("/ip4/10.0.0.1/tcp/11", "/ip4/127.0.0.1/tcp/11", "/ip6/::1/tcp/22", "/ip4/10.0.0.1/udp/33/quic-v1")
     kept = ("/ip4/0.0.0.0/tcp/11", "/ip6/::/tcp/22", "/ip4/0.0.0.0/udp/33/quic-v1", "/ip4/0.0.0.0/tcp/77")
-    assert keep_ports(listen, given) == kept
-    assert keep_ports(listen, ()) == listen
+    assert with_bound_ports(listen, given) == kept
+    assert with_bound_ports(listen, ()) == listen
 
 
 async def test_our_key_file_is_libp2ps_and_hiveminds(tmp_path: Path) -> None:
     identity = Identity.load_or_create(tmp_path / "key")
     folder = SocketFolder.create(tmp_path)
-    ours = await P2pd.start(Options(tmp_path / "key", LOOPBACK), folder.path, {})
+    ours = await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
     assert ours.peer_id == ours.p2p.peer_id.to_base58() == identity.peer_id
     await ours.stop()
     theirs = await P2P.create(identity_path=str(tmp_path / "key"), nat_port_map=False)
@@ -58,8 +58,8 @@ async def test_our_key_file_is_libp2ps_and_hiveminds(tmp_path: Path) -> None:
 async def test_only_one_port_and_nothing_outside_the_folder(tmp_path: Path) -> None:
     Identity.load_or_create(tmp_path / "key")
     folder = SocketFolder.create(tmp_path)
-    daemon = await P2pd.start(Options(tmp_path / "key", LOOPBACK), folder.path, {})
-    _, addresses = await daemon.control.identify()
+    daemon = await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
+    _, addresses = await daemon.client.identify()
     process = psutil.Process(daemon.pid)
     ports = [f"/ip4/{c.laddr.ip}/tcp/{c.laddr.port}" for c in process.net_connections("inet")]
     assert ports == list(addresses)
@@ -77,8 +77,8 @@ async def test_its_death_is_noticed_and_mended(
 ) -> None:
     Identity.load_or_create(tmp_path / "key")
     folder = SocketFolder.create(tmp_path)
-    daemon = await P2pd.start(Options(tmp_path / "key", LOOPBACK), folder.path, {})
-    before, first, addresses = daemon.pid, daemon.p2p, await daemon.control.identify()
+    daemon = await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
+    before, first, addresses = daemon.pid, daemon.p2p, await daemon.client.identify()
     restarted = asyncio.Event()
     daemon.on_restart(restarted.set)
     for _ in range(2):
@@ -87,7 +87,7 @@ async def test_its_death_is_noticed_and_mended(
         await asyncio.wait_for(restarted.wait(), 10)
     assert daemon.pid != before
     assert daemon.p2p is not first
-    assert await daemon.control.identify() == addresses, "others know us by these"
+    assert await daemon.client.identify() == addresses, "others know us by these"
     assert "p2pd ended with code" in caplog.text
     await daemon.stop()
     folder.remove()
@@ -98,24 +98,24 @@ async def test_a_port_that_is_let_go_is_taken(
 ) -> None:
     Identity.load_or_create(tmp_path / "key")
     folder = SocketFolder.create(tmp_path)
-    monkeypatch.setattr(ports, "PATIENCE", 60.0)
+    monkeypatch.setattr(ports, "PORT_RETRY_SECONDS", 60.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         listen = (f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}",)
-        starting = asyncio.create_task(P2pd.start(Options(tmp_path / "key", listen), folder.path, {}))
+        starting = asyncio.create_task(P2pd.start(P2pdOptions(tmp_path / "key", listen), folder.path, {}))
         async with asyncio.timeout(30):
             while "it is tried again" not in caplog.text:
                 await asyncio.sleep(0.05)
     daemon = await asyncio.wait_for(starting, 60)
-    assert (await daemon.control.identify())[1] == listen
+    assert (await daemon.client.identify())[1] == listen
     assert caplog.text.count("it is tried again") == 1
     await daemon.stop()
     folder.remove()
 
 
 async def test_a_taken_port_and_a_missing_binary_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "PATIENCE", 0.5)
+    monkeypatch.setattr(ports, "PORT_RETRY_SECONDS", 0.5)
     Identity.load_or_create(tmp_path / "key")
     folder = SocketFolder.create(tmp_path)
     with socket.socket() as taken:
@@ -123,11 +123,11 @@ async def test_a_taken_port_and_a_missing_binary_are_one_line(tmp_path: Path, mo
         taken.listen()
         listen = (f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",)
         with pytest.raises(TransportError, match=f"another program has {listen[0]}; give another --listen") as refused:
-            await P2pd.start(Options(tmp_path / "key", listen), folder.path, {})
+            await P2pd.start(P2pdOptions(tmp_path / "key", listen), folder.path, {})
         assert "\n" not in str(refused.value)
     monkeypatch.setattr(p2pd, "BINARY", tmp_path / "missing")
     with pytest.raises(TransportError, match="No such file"):
-        await P2pd.start(Options(tmp_path / "key", LOOPBACK), folder.path, {})
+        await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
     folder.remove()
 
 
@@ -136,7 +136,7 @@ async def test_restarts_are_spaced_out_until_one_works(
 ) -> None:
     Identity.load_or_create(tmp_path / "key")
     folder = SocketFolder.create(tmp_path)
-    daemon = await P2pd.start(Options(tmp_path / "key", LOOPBACK), folder.path, {})
+    daemon = await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
     restarted, binary = asyncio.Event(), p2pd.BINARY
     daemon.on_restart(restarted.set)
     monkeypatch.setattr(p2pd, "BINARY", tmp_path / "missing")

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.errors import PortTakenError, TransportError
 from protocol.network import ports
-from protocol.network.ports import patiently
+from protocol.network.ports import retry_while_port_taken
 from tests.protocol.conftest import StartTransport
 
 
@@ -30,7 +30,7 @@ async def test_a_direct_port_that_is_let_go_is_taken(
     start_transport: StartTransport, held: socket.socket, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(ports, "PATIENCE", 60.0)
+    monkeypatch.setattr(ports, "PORT_RETRY_SECONDS", 60.0)
     port = held.getsockname()[1]
     starting = asyncio.ensure_future(start_transport("node", direct=port))
     await said(caplog)
@@ -44,7 +44,7 @@ async def test_a_direct_port_that_is_let_go_is_taken(
 async def test_patience_ends(
     start_transport: StartTransport, held: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ports, "PATIENCE", 0.3)
+    monkeypatch.setattr(ports, "PORT_RETRY_SECONDS", 0.3)
     with pytest.raises(PortTakenError, match="Address already in use; choose another --direct") as refused:
         await asyncio.wait_for(start_transport("node", direct=held.getsockname()[1]), 30)
     assert refused.value.exit_code == TransportError.exit_code
@@ -58,5 +58,5 @@ async def test_what_is_no_taken_port_is_said_at_once() -> None:
         raise TransportError("no such interface")
 
     with pytest.raises(TransportError, match="no such interface"):
-        await patiently(claim)
+        await retry_while_port_taken(claim)
     assert len(calls) == 1

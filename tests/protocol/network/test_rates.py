@@ -11,9 +11,9 @@ import pytest
 
 from protocol.murmur_pb2 import FetchRequest, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
-from protocol.network.rates import BURST_SECONDS, Flow, Gate, Turns
+from protocol.network.rates import BURST_SECONDS, Flow, RateLimiter, FairQueue
 from protocol.network.transport import Transport
-from protocol.network.tunnel import TunnelLimits
+from protocol.network.tunnel import ConnectionLimits
 from tests.protocol.conftest import StartTransport
 from tests.protocol.network.sample_peer import SampleBlobs
 
@@ -22,32 +22,32 @@ MEASURED_SECONDS = 3.0
 
 
 @dataclass
-class Greedy:
+class BackloggedFlow:
     """A flow that always has more."""
 
     size: int
     flow: Flow = field(default_factory=Flow)
 
 
-def served(turns: Turns, greedy: Sequence[Greedy], end: float, begin: float = 0.0) -> list[tuple[float, int, int]]:
+def run_queue(turns: FairQueue, greedy: Sequence[BackloggedFlow], end: float, begin: float = 0.0) -> list[tuple[float, int, int]]:
     """(when, who, bytes) of all grants; the clock moves in small uneven steps."""
-    asked = [turns.ask(one.flow, one.size) for one in greedy]
+    asked = [turns.enqueue(one.flow, one.size) for one in greedy]
     now, found, rng = begin, [], random.Random(1)
     while now < end:
-        for turn in turns.granted(now):
+        for turn in turns.dequeue_granted(now):
             who = asked.index(turn)
             found.append((now, who, turn.size))
-            asked[who] = turns.ask(greedy[who].flow, greedy[who].size)
+            asked[who] = turns.enqueue(greedy[who].flow, greedy[who].size)
         now += rng.random() * 0.001
     for turn in asked:
-        turn.is_wanted = False
+        turn.is_active = False
     return found
 
 
 @pytest.mark.parametrize("rate", [64e3, RATE, 100e6])
 def test_the_rate_is_kept_over_any_time(rate: float) -> None:
-    turns = Turns(rate, 0.0)
-    found = served(turns, [Greedy(turns.grant_bytes), Greedy(turns.grant_bytes // 3)], 3)
+    turns = FairQueue(rate, 0.0)
+    found = run_queue(turns, [BackloggedFlow(turns.grant_bytes), BackloggedFlow(turns.grant_bytes // 3)], 3)
     for begin, end in ((0.0, 3.0), (0.5, 1.5), (1.0, 1.2), (2.9, 3.0)):
         size = sum(size for when, _, size in found if begin <= when < end)
         assert size <= (end - begin + BURST_SECONDS) * rate + turns.grant_bytes
@@ -63,18 +63,18 @@ def shares(found: Sequence[tuple[float, int, int]]) -> Counter[int]:
 
 
 def test_all_get_the_same_whatever_they_ask_at_once() -> None:
-    turns = Turns(RATE, 0.0)
-    whole, half = Greedy(turns.grant_bytes), Greedy(turns.grant_bytes // 2)
-    grants = shares(served(turns, [whole, half, Greedy(turns.grant_bytes)], 10))
+    turns = FairQueue(RATE, 0.0)
+    whole, half = BackloggedFlow(turns.grant_bytes), BackloggedFlow(turns.grant_bytes // 2)
+    grants = shares(run_queue(turns, [whole, half, BackloggedFlow(turns.grant_bytes)], 10))
     assert max(grants.values()) < 1.02 * min(grants.values())
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_many_connections_that_share_a_flow_get_one_share(is_shared: bool) -> None:
-    turns, one = Turns(RATE, 0.0), Flow()
-    many = [Greedy(turns.grant_bytes, one if is_shared else Flow()) for _ in range(40)]
-    others = [Greedy(turns.grant_bytes) for _ in range(3)]
-    grants = shares(served(turns, [*many, *others], 20))
+    turns, one = FairQueue(RATE, 0.0), Flow()
+    many = [BackloggedFlow(turns.grant_bytes, one if is_shared else Flow()) for _ in range(40)]
+    others = [BackloggedFlow(turns.grant_bytes) for _ in range(3)]
+    grants = shares(run_queue(turns, [*many, *others], 20))
     share = sum(grants[who] for who in range(40)) / grants.total()
     expected = 1 / 4 if is_shared else 40 / 43  # the control: forty lines push three peers aside
     assert share == pytest.approx(expected, rel=0.05)
@@ -82,44 +82,44 @@ def test_many_connections_that_share_a_flow_get_one_share(is_shared: bool) -> No
 
 
 def test_a_small_message_waits_for_one_grant_of_the_others() -> None:
-    turns = Turns(RATE, 0.0)
+    turns = FairQueue(RATE, 0.0)
     bulk = [Flow() for _ in range(20)]
-    first_come = [turns.ask(flow, turns.grant_bytes) for flow in bulk]
+    first_come = [turns.enqueue(flow, turns.grant_bytes) for flow in bulk]
     for now in (0.0, 0.1, 0.2):
-        turns.granted(now)
-    small = turns.ask(Flow(), 300)
-    assert turns.granted(0.2 + turns.grant_bytes / RATE * 1.01)[0] is small
-    ahead = sum(turn.is_wanted and turn.number < small.number for turn in first_come)
+        turns.dequeue_granted(now)
+    small = turns.enqueue(Flow(), 300)
+    assert turns.dequeue_granted(0.2 + turns.grant_bytes / RATE * 1.01)[0] is small
+    ahead = sum(turn.is_active and turn.number < small.number for turn in first_come)
     assert ahead > 5, "first come, first served would have let it wait for all of them"
 
 
 def test_nobody_saves_up_turns_by_being_silent() -> None:
-    turns, busy, silent = Turns(RATE, 0.0), Greedy(10_000), Greedy(10_000)
-    served(turns, [busy], 5)
-    grants = shares(served(turns, [busy, silent], 6, begin=5))
+    turns, busy, silent = FairQueue(RATE, 0.0), BackloggedFlow(10_000), BackloggedFlow(10_000)
+    run_queue(turns, [busy], 5)
+    grants = shares(run_queue(turns, [busy, silent], 6, begin=5))
     assert grants[1] < 1.05 * grants[0], "a clock left at zero would give all of the second to the silent one"
 
 
 def test_a_turn_that_is_no_longer_wanted_costs_nothing() -> None:
-    turns = Turns(RATE, 0.0)
-    turns.granted(0.0)
+    turns = FairQueue(RATE, 0.0)
+    turns.dequeue_granted(0.0)
     flow = Flow()
     for _ in range(100):
-        turns.ask(flow, turns.grant_bytes).is_wanted = False
-    wanted = turns.ask(Flow(), 100)
-    assert turns.granted(0.0) == [wanted]
-    assert turns.wait(0.0) is None
+        turns.enqueue(flow, turns.grant_bytes).is_active = False
+    wanted = turns.enqueue(Flow(), 100)
+    assert turns.dequeue_granted(0.0) == [wanted]
+    assert turns.seconds_until_grant(0.0) is None
 
 
 async def test_a_cancelled_flow_leaves_the_gate() -> None:
-    gate, flow = Gate(RATE), Flow()
-    waiting = [asyncio.create_task(gate.pass_through(Flow(), gate.grant_bytes)) for _ in range(100)]
+    gate, flow = RateLimiter(RATE), Flow()
+    waiting = [asyncio.create_task(gate.acquire(Flow(), gate.grant_bytes)) for _ in range(100)]
     await asyncio.sleep(0)
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
     async with asyncio.timeout(2):
-        await gate.pass_through(flow, 100)
+        await gate.acquire(flow, 100)
     gate.close()
 
 
@@ -144,8 +144,8 @@ async def speeds(traffic: Transport, sent: bool) -> list[float]:
 
 @pytest.mark.parametrize("limited", ["upload", "download"])
 async def test_a_limit_is_kept_by_all_tunnels_together(start_transport: StartTransport, limited: str) -> None:
-    limits = TunnelLimits(upload=RATE) if limited == "upload" else TunnelLimits(download=RATE)
-    quick = TunnelLimits()
+    limits = ConnectionLimits(upload=RATE) if limited == "upload" else ConnectionLimits(download=RATE)
+    quick = ConnectionLimits()
     server = await start_transport("server", [SampleBlobs().add], limits=limits if limited == "upload" else quick)
     others = [await start_transport(name, limits=limits if limited == "download" else quick) for name in ("a", "b")]
     clients = others if limited == "upload" else others[:1]
@@ -184,7 +184,7 @@ async def round_trip(client: Transport, callee: str, bulk: bool) -> float:
 
 
 async def test_a_small_call_is_prompt_while_bulk_fills_the_limit(start_transport: StartTransport) -> None:
-    server = await start_transport("server", [SampleBlobs().add], limits=TunnelLimits(upload=RATE / 4))
+    server = await start_transport("server", [SampleBlobs().add], limits=ConnectionLimits(upload=RATE / 4))
     client = await start_transport("client")
     client.introduce(server.peer_id, await server.addresses())
     await round_trip(client, server.peer_id, bulk=False)

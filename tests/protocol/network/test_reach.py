@@ -4,8 +4,8 @@ import ipaddress
 
 import pytest
 
-from protocol.network.control import _encoded
-from protocol.network.reach import MAX_RELAYS, carriers_of, is_hidden, is_public, own_address, relays_for
+from protocol.network.control import _encode_address
+from protocol.network.reach import MAX_RELAYS, relays_of, is_relay_only, is_public_address, find_own_ip, choose_relays
 
 PEER = "12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"
 CONTACT = f"/ip4/8.8.8.8/tcp/4001/p2p/{PEER}"
@@ -13,20 +13,20 @@ EVERYWHERE = "/ip4/0.0.0.0/tcp/4001"
 
 
 def test_an_address_that_others_can_use_is_told() -> None:
-    assert ipaddress.ip_address(own_address())
+    assert ipaddress.ip_address(find_own_ip())
 
 
 def test_who_can_be_called_only_through_a_relay() -> None:
     circuit = f"{CONTACT}/p2p-circuit/p2p/12D3KooWother"
-    assert is_hidden([EVERYWHERE, circuit]) and not is_hidden([CONTACT, circuit]) and not is_hidden([EVERYWHERE])
+    assert is_relay_only([EVERYWHERE, circuit]) and not is_relay_only([CONTACT, circuit]) and not is_relay_only([EVERYWHERE])
 
 
 def test_who_relays_to_a_peer() -> None:
     circuit = f"{CONTACT}/p2p-circuit/p2p/12D3KooWother"
-    assert carriers_of([CONTACT]) == ()
-    assert carriers_of([EVERYWHERE, circuit, f"/ip4/8.8.4.4/udp/1/quic/p2p/{PEER}/p2p-circuit"]) == (PEER,)
-    assert carriers_of(["/p2p-circuit"]) == ()
-    assert len(carriers_of([f"/p2p/{number}/p2p-circuit" for number in range(9)])) == MAX_RELAYS
+    assert relays_of([CONTACT]) == ()
+    assert relays_of([EVERYWHERE, circuit, f"/ip4/8.8.4.4/udp/1/quic/p2p/{PEER}/p2p-circuit"]) == (PEER,)
+    assert relays_of(["/p2p-circuit"]) == ()
+    assert len(relays_of([f"/p2p/{number}/p2p-circuit" for number in range(9)])) == MAX_RELAYS
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_who_relays_to_a_peer() -> None:
     ],
 )
 def test_public_addresses(address: str, expected: bool) -> None:
-    assert is_public(address) is expected
+    assert is_public_address(address) is expected
 
 
 @pytest.mark.parametrize(
@@ -59,19 +59,19 @@ def test_public_addresses(address: str, expected: bool) -> None:
     ids=["at home", "public", "at home by choice", "this machine alone", "no network"],
 )
 def test_only_the_hidden_look_for_a_relay(listen: str, outward: str, hidden: bool) -> None:
-    assert relays_for([listen], [CONTACT], outward) == ((CONTACT,) if hidden else ())
+    assert choose_relays([listen], [CONTACT], outward) == ((CONTACT,) if hidden else ())
 
 
 def test_who_is_hidden_itself_is_no_relay() -> None:
     circuit = f"{CONTACT}/p2p-circuit/p2p/{PEER}"
     many = [CONTACT.replace("4001", str(port)) for port in range(1, 9)]
-    assert relays_for([EVERYWHERE], [circuit, CONTACT], "10.0.0.1") == (CONTACT,)
-    assert relays_for([EVERYWHERE], [circuit, *many], "10.0.0.1") == tuple(many[:MAX_RELAYS])
+    assert choose_relays([EVERYWHERE], [circuit, CONTACT], "10.0.0.1") == (CONTACT,)
+    assert choose_relays([EVERYWHERE], [circuit, *many], "10.0.0.1") == tuple(many[:MAX_RELAYS])
 
 
 def test_a_circuits_address_as_p2pd_reads_it() -> None:
     """In the middle of an address, too, a peer's id is a multihash: identity, 36 bytes."""
-    encoded = _encoded(f"{CONTACT}/p2p-circuit")
+    encoded = _encode_address(f"{CONTACT}/p2p-circuit")
     assert encoded.hex().startswith("0408080808060fa1" + "a50326" + "0024080112")
     assert encoded.hex().endswith("a202") and len(encoded) == 8 + 3 + 38 + 2
-    assert _encoded("/ip4/8.8.8.8/tcp/4001").hex() == "0408080808060fa1"
+    assert _encode_address("/ip4/8.8.8.8/tcp/4001").hex() == "0408080808060fa1"

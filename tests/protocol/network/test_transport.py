@@ -18,7 +18,7 @@ from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.network import transport as transports
 from protocol.network.line import MAX_MESSAGE_BYTES
 from protocol.network.transport import Transport, caller
-from protocol.network.tunnel import TunnelLimits
+from protocol.network.tunnel import ConnectionLimits
 from tests.protocol.conftest import StartPeer, StartTransport
 from tests.protocol.network.sample_peer import SampleBlobs
 
@@ -26,12 +26,12 @@ MEBIBYTE = 1024 * 1024
 Call = grpc.aio.AioRpcError
 
 
-async def ask(client: Transport, callee: str, timeout: float = 10) -> PiecesReply:
+async def call_peer(client: Transport, callee: str, timeout: float = 10) -> PiecesReply:
     reply: PiecesReply = await BlobsStub(client.channel(callee)).Pieces(PiecesRequest(), timeout=timeout)
     return reply
 
 
-async def meet(client: Transport, callee: Transport) -> None:
+async def introduce_peers(client: Transport, callee: Transport) -> None:
     client.introduce(callee.peer_id, await callee.addresses())
 
 
@@ -49,11 +49,11 @@ async def test_the_callee_knows_its_callers(start_transport: StartTransport) -> 
     callee = await start_transport("callee", [SampleBlobs().add])
     callers = [await start_transport(name) for name in ("one", "two")]
     for node in callers:
-        await meet(node, callee)
-        assert (await ask(node, callee.peer_id)).pieces.decode() == node.peer_id
+        await introduce_peers(node, callee)
+        assert (await call_peer(node, callee.peer_id)).pieces.decode() == node.peer_id
     # A connection that the caller opened carries calls both ways.
     with pytest.raises(Call, match="UNIMPLEMENTED"):
-        await ask(callee, callers[0].peer_id)
+        await call_peer(callee, callers[0].peer_id)
 
 
 async def test_a_connection_past_the_entrance_has_no_identity(start_transport: StartTransport, tmp_path: Path) -> None:
@@ -91,14 +91,14 @@ async def test_dead_addresses_neither_prevent_nor_delay_anything(start_transport
     silent = f"/ip4/192.0.2.1/tcp/4001/p2p/{Identity.create().peer_id}"
     for address in (refused, silent):
         node.introduce(address.rpartition("/")[2], [address])
-    waiting = asyncio.create_task(ask(node, silent.rpartition("/")[2], timeout=1))
-    await meet(node, other)
+    waiting = asyncio.create_task(call_peer(node, silent.rpartition("/")[2], timeout=1))
+    await introduce_peers(node, other)
     began = loop.time()
-    await ask(node, other.peer_id)
+    await call_peer(node, other.peer_id)
     with pytest.raises(UnreachableError, match=f"cannot reach {refused}: "):
-        await node.connect(refused, deadline=5)
+        await node.connect(refused, timeout=5)
     with pytest.raises(UnreachableError, match=f"cannot reach {silent}: "):
-        await node.connect(silent, deadline=0.5)
+        await node.connect(silent, timeout=0.5)
     assert loop.time() - began < 3
     with pytest.raises(Call, match="DEADLINE_EXCEEDED|UNAVAILABLE"):
         await waiting
@@ -113,22 +113,22 @@ async def test_who_has_come_back_is_reached_at_once(
     node, other = await start_transport("node"), await start_transport("other", [SampleBlobs().add])
     node.introduce(other.peer_id, [f"/ip4/127.0.0.1/tcp/1/p2p/{other.peer_id}"])
     with pytest.raises(Call, match="UNAVAILABLE"):
-        await ask(node, other.peer_id)
+        await call_peer(node, other.peer_id)
     (address,) = await node.addresses()
-    await other.connect(address, deadline=5)
+    await other.connect(address, timeout=5)
     with pytest.raises(Call, match="UNAVAILABLE"):  # the control: it is connected, and not asked
-        await ask(node, other.peer_id)
-    await meet(node, other)
-    assert (await ask(node, other.peer_id)).pieces.decode() == node.peer_id
+        await call_peer(node, other.peer_id)
+    await introduce_peers(node, other)
+    assert (await call_peer(node, other.peer_id)).pieces.decode() == node.peer_id
 
 
 async def test_who_never_answers_holds_no_socket_for_ever(
     start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transports, "MAX_EXITS", 8)
+    monkeypatch.setattr(transports, "MAX_OUTBOUND_BRIDGES", 8)
     node, other = await start_transport("node"), await start_transport("other", [SampleBlobs().add])
-    await meet(node, other)
-    await ask(node, other.peer_id)
+    await introduce_peers(node, other)
+    await call_peer(node, other.peer_id)
     channel, before = node.channel(other.peer_id), descriptors()
     for _ in range(40):
         node.channel(Identity.create().peer_id)
@@ -141,13 +141,13 @@ async def test_who_never_answers_holds_no_socket_for_ever(
 async def test_one_known_address_suffices(start_transport: StartTransport) -> None:
     node, other = await start_transport("node"), await start_transport("other", [SampleBlobs().add])
     (address,) = await other.addresses()
-    assert await node.connect(address, deadline=5) == other.peer_id
-    await ask(node, other.peer_id)
+    assert await node.connect(address, timeout=5) == other.peer_id
+    await call_peer(node, other.peer_id)
     impostor = address.replace(other.peer_id, Identity.create().peer_id)
     with pytest.raises(UnreachableError):
-        await node.connect(impostor, deadline=5)
+        await node.connect(impostor, timeout=5)
     with pytest.raises(UnreachableError, match="must end in /p2p/"):
-        await node.connect("127.0.0.1:4001", deadline=5)
+        await node.connect("127.0.0.1:4001", timeout=5)
 
 
 async def test_introductions_are_checked(start_transport: StartTransport) -> None:
@@ -162,8 +162,8 @@ async def test_introductions_are_checked(start_transport: StartTransport) -> Non
 
 async def test_a_dead_p2pd_costs_a_moment(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("caller")
-    await meet(client, callee)
-    await ask(client, callee.peer_id)
+    await introduce_peers(client, callee)
+    await call_peer(client, callee.peer_id)
     for victim in (callee, client):
         restarted = asyncio.Event()
         victim.on_restart(restarted.set)
@@ -176,7 +176,7 @@ async def test_a_dead_p2pd_costs_a_moment(start_transport: StartTransport) -> No
 
 async def _answers(client: Transport, callee: str) -> bool:
     try:
-        return (await ask(client, callee)).pieces.decode() == client.peer_id
+        return (await call_peer(client, callee)).pieces.decode() == client.peer_id
     except Call:
         return False
 
@@ -199,17 +199,17 @@ async def test_a_frozen_peer_holds_up_nobody(
     start_peer: StartPeer, start_transport: StartTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    limits = TunnelLimits(stall=1.0, tick=0.1)
+    limits = ConnectionLimits(stall=1.0, check_interval=0.1)
     process, about = await start_peer("frozen")
     node, other = await start_transport("node", limits=limits), await start_transport("other", [SampleBlobs().add])
     node.introduce(about["peer"], about["addresses"])
-    await meet(node, other)
-    await ask(node, about["peer"])
+    await introduce_peers(node, other)
+    await call_peer(node, about["peer"])
     process.send_signal(signal.SIGSTOP)
     os.kill(about["p2pd"], signal.SIGSTOP)
     began, writing = time.monotonic(), asyncio.create_task(_upload(node, about["peer"], timeout=2))
     for _ in range(20):
-        await ask(node, other.peer_id, timeout=1)
+        await call_peer(node, other.peer_id, timeout=1)
     assert await writing <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
     assert time.monotonic() - began < 4
     async with asyncio.timeout(5):
@@ -230,9 +230,9 @@ async def _upload(node: Transport, peer: str, timeout: float) -> set[grpc.Status
 async def test_a_long_stream_is_counted_and_needs_little_memory(start_transport: StartTransport) -> None:
     service = SampleBlobs()
     sender, receiver = await start_transport("sender", [service.add]), await start_transport("receiver")
-    await meet(receiver, sender)
+    await introduce_peers(receiver, sender)
     stub, process = BlobsStub(receiver.channel(sender.peer_id)), psutil.Process()
-    await ask(receiver, sender.peer_id)
+    await call_peer(receiver, sender.peer_id)
     before, most, received = process.memory_info().rss, 0, 0
     async for chunk in stub.Fetch(FetchRequest(length=64 * MEBIBYTE), timeout=60):
         received += len(chunk.data)
@@ -250,7 +250,7 @@ async def test_a_long_stream_is_counted_and_needs_little_memory(start_transport:
 async def test_a_reader_that_pauses_pauses_the_sender(start_transport: StartTransport) -> None:
     service = SampleBlobs()
     sender, receiver = await start_transport("sender", [service.add]), await start_transport("receiver")
-    await meet(receiver, sender)
+    await introduce_peers(receiver, sender)
     call = BlobsStub(receiver.channel(sender.peer_id)).Fetch(FetchRequest(length=256 * MEBIBYTE), timeout=60)
     await call.read()
     yielded, quiet = -1, 0
@@ -264,7 +264,7 @@ async def test_a_reader_that_pauses_pauses_the_sender(start_transport: StartTran
 
 async def test_too_big_a_message_is_refused_by_the_receiver(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("caller")
-    await meet(client, callee)
+    await introduce_peers(client, callee)
     stub = BlobsStub(client.channel(callee.peer_id))
     assert (await stub.Pieces(PiecesRequest(digest=bytes(MEBIBYTE)), timeout=5)).size == MEBIBYTE
     with pytest.raises(Call, match="RESOURCE_EXHAUSTED"):
@@ -274,31 +274,31 @@ async def test_too_big_a_message_is_refused_by_the_receiver(start_transport: Sta
 async def test_one_peer_cannot_take_all_tunnels(
     start_transport: StartTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limits = TunnelLimits(incoming_per_peer=1)
+    limits = ConnectionLimits(max_incoming_per_peer=1)
     callee = await start_transport("callee", [SampleBlobs().add], limits=limits)
     greedy, honest = await start_transport("greedy"), await start_transport("honest")
     for client in (greedy, honest):
-        await meet(client, callee)
-    await ask(greedy, callee.peer_id)
+        await introduce_peers(client, callee)
+    await call_peer(greedy, callee.peer_id)
     stream = await greedy._dial(callee.peer_id)
     assert await asyncio.wait_for(stream.reader.read(-1), 5) == b""
     assert f"refusing {greedy.peer_id}: it holds 1 tunnels" in caplog.text
     stream.writer.transport.abort()
-    await ask(honest, callee.peer_id)
-    await ask(greedy, callee.peer_id)
+    await call_peer(honest, callee.peer_id)
+    await call_peer(greedy, callee.peer_id)
 
 
 async def test_a_forgotten_peer_is_cut_off_and_may_come_again(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("caller")
-    await meet(client, callee)
+    await introduce_peers(client, callee)
     call = BlobsStub(client.channel(callee.peer_id)).Fetch(FetchRequest(length=256 * MEBIBYTE), timeout=30)
     await call.read()
     client.forget(callee.peer_id)
     with pytest.raises((Call, asyncio.CancelledError)):
         while await call.read():
             pass
-    await meet(client, callee)
-    await ask(client, callee.peer_id)
+    await introduce_peers(client, callee)
+    await call_peer(client, callee.peer_id)
 
 
 async def test_a_bad_key_stops_the_start_and_leaves_nothing(start_transport: StartTransport, tmp_path: Path) -> None:
@@ -313,9 +313,9 @@ async def test_a_bad_key_stops_the_start_and_leaves_nothing(start_transport: Sta
 async def test_a_channel_may_be_made_before_opening(start_transport: StartTransport, tmp_path: Path) -> None:
     callee = await start_transport("callee", [SampleBlobs().add])
     node = Transport.create(tmp_path / "node" / "key", tmp_path / "node")
-    await meet(node, callee)
+    await introduce_peers(node, callee)
     with pytest.raises(Call, match="UNAVAILABLE"):
-        await ask(node, callee.peer_id, timeout=5)
+        await call_peer(node, callee.peer_id, timeout=5)
     await node.open([])
     async with asyncio.timeout(10):
         while not await _answers(node, callee.peer_id):
@@ -330,10 +330,10 @@ async def test_a_channel_may_be_made_before_opening(start_transport: StartTransp
 async def test_stopping_leaves_nothing(start_transport: StartTransport, tmp_path: Path) -> None:
     process = psutil.Process()
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("caller")
-    await meet(client, callee)
+    await introduce_peers(client, callee)
     folders = [(tmp_path / name / "sockets").readlink() for name in ("callee", "caller")]
     pids = [callee.p2pd_pid, client.p2pd_pid]
-    await ask(client, callee.peer_id)
+    await call_peer(client, callee.peer_id)
     for transport in (callee, client):
         await asyncio.wait_for(transport.stop(), 5)
     assert not any(map(psutil.pid_exists, pids))

@@ -6,66 +6,66 @@ from collections.abc import Callable
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.rounds.chain import genesis
+from protocol.rounds.chain import genesis_head
 from protocol.rounds.events import (
     Action,
     Event,
     Exchange,
     Fetch,
-    Held,
-    Live,
-    Offered,
-    Received,
+    BlobAvailable,
+    MembershipChanged,
+    LocalContribution,
+    MessageReceived,
     Reduce,
-    Reduced,
+    PartReduced,
     Send,
-    Skip,
+    Rejected,
     Tick,
 )
-from protocol.rounds.round import Round
-from protocol.rounds.statements import Commit, Digest, Portion, Statement
-from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, offer_of, signer_of, sum_of
+from protocol.rounds.round import RoundMachine
+from protocol.rounds.statements import Commit, Digest, PartBlob, SignedMessage
+from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, make_contribution, make_signer, fake_reduce
 
-BASE = genesis(RUN_ID).digest
+BASE = genesis_head(RUN_ID).digest
 Drop = Callable[[PeerId, PeerId, str], bool]  # sender, receiver, kind
 
 
-class Table:
+class Cluster:
     """`names` stand in the order in which they would lead: names[0] leads view 0."""
 
     def __init__(self, peers: int, exchange: Exchange, parts: int = 1, quorum: float = 1.0) -> None:
-        self.scenario = Scenario(peers, exchange, parts, 1, 0, 0, 0, 0, 0, quorum=quorum)
+        self.scenario = Scenario(peers, exchange, parts, 1, 0, 0, 0, 0, 0, roster_quorum=quorum)
         self.network = Network(self.scenario, seed=0)
         self.now = 0.0
         self.drop: Drop = lambda sender, receiver, kind: False
         self.is_slow: Callable[[PeerId, Digest], bool] = lambda peer, digest: False  # transfers that do not end
-        self.unfit: set[Portion] = set()  # of another size, or not well-formed as that part
+        self.invalid_parts: set[PartBlob] = set()  # of another size, or not well-formed as that part
         self.dead: set[PeerId] = set()
         self.log: list[tuple[PeerId, Action]] = []
         self.queue: deque[tuple[PeerId, PeerId, wire.Signed]] = deque()
-        self.backwards = False
+        self.delivers_backwards = False
         self.copies = 1
-        self.sum: Callable[[PeerId, Reduce], Blob] = lambda peer, order: sum_of(order.part, order.contributions)
+        self.reduce_part: Callable[[PeerId, Reduce], Blob] = lambda peer, order: fake_reduce(order.part, order.contributions)
         members = NAMES[:peers]
         self.stores: dict[PeerId, set[Digest]] = {name: set() for name in members}
-        self.wishes: dict[tuple[PeerId, Portion], Fetch] = {}
-        self.machines = {name: self.machine(name) for name in members}
+        self.pending_fetches: dict[tuple[PeerId, PartBlob], Fetch] = {}
+        self.machines = {name: self.new_machine(name) for name in members}
         for name in members:
-            self.feed(name, Live(frozenset(members)))
+            self.feed_event(name, MembershipChanged(frozenset(members)))
         leader = self.machines[members[0]].leader
         self.names = sorted(members, key=lambda name: name != leader)
 
-    def machine(self, name: PeerId, seen: dict[PeerId, float] | None = None) -> Round:
-        return Round(self.scenario.settings(), name, 0, BASE, signer_of(name), self.now, seen)
+    def new_machine(self, name: PeerId, seen: dict[PeerId, float] | None = None) -> RoundMachine:
+        return RoundMachine(self.scenario.settings(), name, 0, BASE, make_signer(name), self.now, seen)
 
-    def offer(self, *names: PeerId) -> None:
+    def contribute(self, *names: PeerId) -> None:
         for name in names:
-            offer = offer_of(name, 0, BASE, self.scenario)
+            offer = make_contribution(name, 0, BASE, self.scenario)
             self.stores[name].update(blob.digest for blob in offer.parts)
-            self.feed(name, Offered(offer))
-        self.settle()
+            self.feed_event(name, LocalContribution(offer))
+        self.deliver_all()
 
-    def feed(self, name: PeerId, event: Event) -> None:
+    def feed_event(self, name: PeerId, event: Event) -> None:
         if name in self.dead:
             return
         for action in self.machines[name].handle(event, self.now):
@@ -76,29 +76,29 @@ class Table:
         if isinstance(action, Send):
             self.queue.extend((name, peer, action.signed) for peer in action.peers * self.copies)
         elif isinstance(action, Fetch):
-            self.wishes[name, action.portion] = action
+            self.pending_fetches[name, action.part_blob] = action
         elif isinstance(action, Reduce):
-            blob = self.sum(name, action)
+            blob = self.reduce_part(name, action)
             self.stores[name].add(blob.digest)
-            self.feed(name, Reduced(action.part, action.attempt, blob))
+            self.feed_event(name, PartReduced(action.part, action.request_id, blob))
 
-    def settle(self) -> None:
+    def deliver_all(self) -> None:
         """Until nothing is under way any more."""
         while self.queue or self._transfer():
             while self.queue:
-                sender, receiver, signed = self.queue.pop() if self.backwards else self.queue.popleft()
+                sender, receiver, signed = self.queue.pop() if self.delivers_backwards else self.queue.popleft()
                 if receiver not in self.dead and not self.drop(sender, receiver, signed.kind):
-                    self.feed(receiver, Received(self.network.open(signed)))
+                    self.feed_event(receiver, MessageReceived(self.network.open(signed)))
 
     def _transfer(self) -> bool:
-        for (name, portion), fetch in list(self.wishes.items()):
+        for (name, portion), fetch in list(self.pending_fetches.items()):
             digest = portion.blob.digest
             able = [peer for peer in fetch.sources if peer not in self.dead and digest in self.stores[peer]]
-            able = [] if portion in self.unfit else able
+            able = [] if portion in self.invalid_parts else able
             if able and name not in self.dead and not self.is_slow(name, digest):
-                del self.wishes[name, portion]
+                del self.pending_fetches[name, portion]
                 self.stores[name].add(digest)
-                self.feed(name, Held(portion))
+                self.feed_event(name, BlobAvailable(portion))
                 return True
         return False
 
@@ -107,34 +107,34 @@ class Table:
         for _ in range(round(seconds * 5)):
             self.now += 0.2
             for name in self.machines:
-                self.feed(name, Tick())
-            self.settle()
+                self.feed_event(name, Tick())
+            self.deliver_all()
 
     def kill(self, *names: PeerId, noticed: bool = True) -> None:
         self.dead.update(names)
         if noticed:
-            self.live(*(name for name in self.machines if name not in self.dead))
+            self.set_live(*(name for name in self.machines if name not in self.dead))
 
-    def live(self, *names: PeerId) -> None:
+    def set_live(self, *names: PeerId) -> None:
         for name in names:
-            self.feed(name, Live(frozenset(names)))
-        self.settle()
+            self.feed_event(name, MembershipChanged(frozenset(names)))
+        self.deliver_all()
 
     def commit(self, name: PeerId) -> Commit | None:
-        commit: Statement[Commit] | None = self.machines[name].commit
+        commit: SignedMessage[Commit] | None = self.machines[name].commit
         return commit.body if commit else None
 
-    def included(self) -> set[tuple[PeerId, ...]]:
+    def included_peers(self) -> set[tuple[PeerId, ...]]:
         """The contributors that those alive agree on: one element if they agree, none if nobody is done."""
         bodies = [self.commit(name) for name in self.machines if name not in self.dead]
         return {tuple(entry.sender for entry in body.contributions) for body in bodies if body}
 
-    def skips(self, name: PeerId) -> set[tuple[PeerId | None, str]]:
+    def rejections_by(self, name: PeerId) -> set[tuple[PeerId | None, str]]:
         found = (action for who, action in self.log if who == name)
-        return {(action.peer, action.reason) for action in found if isinstance(action, Skip)}
+        return {(action.peer, action.reason) for action in found if isinstance(action, Rejected)}
 
-    def sent(self, kind: str) -> list[PeerId]:
+    def senders_of(self, kind: str) -> list[PeerId]:
         return [name for name, action in self.log if isinstance(action, Send) and action.signed.kind == kind]
 
-    def blobs(self, name: PeerId) -> tuple[Blob, ...]:
-        return offer_of(name, 0, BASE, self.scenario).parts
+    def blobs_of_contribution(self, name: PeerId) -> tuple[Blob, ...]:
+        return make_contribution(name, 0, BASE, self.scenario).parts

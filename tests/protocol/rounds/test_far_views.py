@@ -8,28 +8,28 @@ import pytest
 
 from protocol.identity import PeerId
 from protocol.rounds.election import Election
-from protocol.rounds.events import Received
+from protocol.rounds.events import MessageReceived
 from protocol.rounds.kinds import Body, kind_of
-from protocol.rounds.reports import Holding
-from protocol.rounds.state import FARTHEST, MAX_VIEW, RoundState
-from protocol.rounds.statements import NO_ROSTER, Roster, Statement
-from tests.protocol.rounds.round_table import BASE, Table
-from tests.simulation.network import RUN_ID, offer_of, signer_of
+from protocol.rounds.reports import Inventory
+from protocol.rounds.state import MAX_VIEW_JUMP, MAX_VIEW, RoundState
+from protocol.rounds.statements import NO_ROSTER, Roster, SignedMessage
+from tests.protocol.rounds.round_table import BASE, Cluster
+from tests.simulation.network import RUN_ID, make_contribution, make_signer
 
 SECONDS = 150.0
 REPEAT = 0.5  # of what nobody has answered
-Says = Callable[[Statement[Roster]], Iterator[Body]]
+SpoilerMessages = Callable[[SignedMessage[Roster]], Iterator[Body]]
 
 
-def said(peer: PeerId, body: Any) -> Statement[Any]:
-    return Statement.of(signer_of(peer)(kind_of(body), body.to_wire()), body)
+def signed_message(peer: PeerId, body: Any) -> SignedMessage[Any]:
+    return SignedMessage.of(make_signer(peer)(kind_of(body), body.to_wire()), body)
 
 
 class Spoiler:
     """Leads one view after the other of those that its rank gives it: once the others have given it up in the last one,
     or even before (`hastes`)."""
 
-    def __init__(self, table: Table, says: Says, away: int, hastes: bool) -> None:
+    def __init__(self, table: Cluster, says: SpoilerMessages, away: int, hastes: bool) -> None:
         self._table = table
         self._says = says
         self._away = away
@@ -47,41 +47,41 @@ class Spoiler:
             self._roster = self._lead(newest + 1 + self._away)
             self._tell(self._roster)
         for body in self._says(self._roster):
-            self._tell(said(self.name, body))
-        self._table.settle()
+            self._tell(signed_message(self.name, body))
+        self._table.deliver_all()
 
-    def _lead(self, first: int) -> Statement[Roster]:
+    def _lead(self, first: int) -> SignedMessage[Roster]:
         election, names = Election(RUN_ID, 0), frozenset(self._table.names)
         mine = next(view for view in count(first) if election.leader(view, names) == self.name)
-        offers = ((name, offer_of(name, 0, BASE, self._table.scenario)) for name in sorted(names))
-        return said(self.name, Roster(0, mine, BASE, tuple(said(name, offer) for name, offer in offers)))
+        offers = ((name, make_contribution(name, 0, BASE, self._table.scenario)) for name in sorted(names))
+        return signed_message(self.name, Roster(0, mine, BASE, tuple(signed_message(name, offer) for name, offer in offers)))
 
-    def _tell(self, statement: Statement[Any]) -> None:
+    def _tell(self, statement: SignedMessage[Any]) -> None:
         for name in self._others:
-            self._table.feed(name, Received(statement))
+            self._table.feed_event(name, MessageReceived(statement))
 
 
-def nothing(roster: Statement[Roster]) -> Iterator[Body]:
+def nothing(roster: SignedMessage[Roster]) -> Iterator[Body]:
     yield from ()
 
 
-def signs_of_life(roster: Statement[Roster]) -> Iterator[Body]:
-    yield Holding(0, roster.body.view, roster.digest, ())
+def signs_of_life(roster: SignedMessage[Roster]) -> Iterator[Body]:
+    yield Inventory(0, roster.body.view, roster.digest, ())
 
 
-def that_it_moved_on(roster: Statement[Roster]) -> Iterator[Body]:
-    yield Holding(0, roster.body.view + 1, NO_ROSTER, ())
+def that_it_moved_on(roster: SignedMessage[Roster]) -> Iterator[Body]:
+    yield Inventory(0, roster.body.view + 1, NO_ROSTER, ())
 
 
-def _with_a_spoiler(says: Says, away: int, hastes: bool) -> Table:
+def _with_a_spoiler(says: SpoilerMessages, away: int, hastes: bool) -> Cluster:
     """The rosters of the others are on their way for a while: it comes between them and every leader of theirs."""
-    table = Table(5, "gather")
+    table = Cluster(5, "gather")
     spoiler, machines = Spoiler(table, says, away, hastes), table.machines
     table.drop = lambda sender, receiver, kind: (
         kind == "roster" and table.now < machines[sender]._state.view_since + REPEAT
     )
-    table.offer(*(name for name in table.names if name != spoiler.name))
-    while not table.included() and table.now < SECONDS:
+    table.contribute(*(name for name in table.names if name != spoiler.name))
+    while not table.included_peers() and table.now < SECONDS:
         table.elapse(0.2)
         spoiler.act()
     return table
@@ -95,40 +95,40 @@ AWAY = pytest.mark.parametrize("away", [0, 1000])
 @ALL
 @HASTES
 @AWAY
-def test_it_holds_them_for_a_while(says: Says, hastes: bool, away: int) -> None:
-    assert len(_with_a_spoiler(says, away, hastes).included()) == 1
+def test_it_holds_them_for_a_while(says: SpoilerMessages, hastes: bool, away: int) -> None:
+    assert len(_with_a_spoiler(says, away, hastes).included_peers()) == 1
 
 
 @ALL
 @HASTES
-def test_that_does_not_hang_on_how_its_rank_falls(says: Says, hastes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_that_does_not_hang_on_how_its_rank_falls(says: SpoilerMessages, hastes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every view is near enough: it is not heard because it has failed."""
-    monkeypatch.setattr(RoundState, "farthest_view", MAX_VIEW)
+    monkeypatch.setattr(RoundState, "max_reachable_view", MAX_VIEW)
     table = _with_a_spoiler(says, 0, hastes)
-    assert len(table.included()) == 1 and table.now < SECONDS / 4
+    assert len(table.included_peers()) == 1 and table.now < SECONDS / 4
 
 
 @ALL
 @HASTES
 @AWAY
 def test_without_these_rules_it_holds_them_for_ever(
-    says: Says, hastes: bool, away: int, monkeypatch: pytest.MonkeyPatch
+    says: SpoilerMessages, hastes: bool, away: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def may_lead(self: RoundState, peer: PeerId, view: int) -> bool:
         return peer in {self.election.leader(view, self.live), self.election.leader(view, self._candidates)}
 
     monkeypatch.setattr(RoundState, "may_lead", may_lead)
-    monkeypatch.setattr(RoundState, "farthest_view", MAX_VIEW)
-    assert _with_a_spoiler(says, away, hastes).included() == set()
+    monkeypatch.setattr(RoundState, "max_reachable_view", MAX_VIEW)
+    assert _with_a_spoiler(says, away, hastes).included_peers() == set()
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_nobody_takes_us_far_alone(beyond: int) -> None:
-    table, view = Table(5, "gather"), FARTHEST + beyond
+    table, view = Cluster(5, "gather"), MAX_VIEW_JUMP + beyond
     leader = Election(RUN_ID, 0).leader(view, frozenset(table.names))
     me, giver, *_ = (name for name in table.names if name != leader)
     assert leader is not None
-    entry = said(giver, offer_of(giver, 0, BASE, table.scenario))
-    table.feed(me, Received(said(leader, Roster(0, view, BASE, (entry,)))))
+    entry = signed_message(giver, make_contribution(giver, 0, BASE, table.scenario))
+    table.feed_event(me, MessageReceived(signed_message(leader, Roster(0, view, BASE, (entry,)))))
     assert table.machines[me].view == (0 if beyond else view)
-    assert ((leader, "far view") in table.skips(me)) == bool(beyond)
+    assert ((leader, "far view") in table.rejections_by(me)) == bool(beyond)

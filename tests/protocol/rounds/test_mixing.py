@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from protocol.rounds.events import Pattern, RoundSettings
-from protocol.rounds.grouping import drawn
+from protocol.rounds.grouping import groups_by_peer
 from tests.simulation.network import RUN_ID
 
 SETTINGS = RoundSettings(RUN_ID, "groups", 1, 2.0, 1.5, 10.0)
@@ -26,13 +26,13 @@ Values = NDArray[np.float64]
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
+def clear_group_cache() -> Iterator[None]:
     """Groups of ten thousand are not kept for the tests that follow."""
     yield
-    drawn.cache_clear()
+    groups_by_peer.cache_clear()
 
 
-class Crowd:
+class AveragingPeers:
     """`values`: one a peer. `labels`: the group of each peer in a round, from 0 on."""
 
     def __init__(self, count: int, pattern: Pattern, size: int = 2) -> None:
@@ -41,7 +41,7 @@ class Crowd:
         self.values = np.random.default_rng(count + size).standard_normal(count)
 
     def labels(self, number: int) -> NDArray[np.int64]:
-        cut = drawn(self.settings, number, self.peers)
+        cut = groups_by_peer(self.settings, number, self.peers)
         known: dict[frozenset[str], int] = {}
         return np.array([known.setdefault(cut[peer], len(known)) for peer in self.peers])
 
@@ -67,7 +67,7 @@ def mean_factor(factors: list[float]) -> float:
 @pytest.mark.parametrize("count", [16, 1000, 10_000])
 def test_random_groups_leave_one_part_in_g_of_the_variance_in_every_round(count: int, size: int) -> None:
     rounds = 400 if count == 16 else 12
-    crowd, factors = Crowd(count, "random", size), []
+    crowd, factors = AveragingPeers(count, "random", size), []
     mean = float(crowd.values.mean())
     for number in range(rounds):
         if crowd.values.var() < 1e-20:  # nothing but rounding is left: spread them anew
@@ -84,7 +84,7 @@ def test_random_groups_leave_one_part_in_g_of_the_variance_in_every_round(count:
 @pytest.mark.parametrize("count", [1000, 10_000])
 def test_groups_that_never_change_do_not_mix(count: int) -> None:
     """The negative control: the groups of round 0, again and again, against a new draw in each round."""
-    fixed, redrawn = Crowd(count, "random"), Crowd(count, "random")
+    fixed, redrawn = AveragingPeers(count, "random"), AveragingPeers(count, "random")
     for number in range(12):
         fixed.average(0)
         redrawn.average(number)
@@ -93,7 +93,7 @@ def test_groups_that_never_change_do_not_mix(count: int) -> None:
 
 
 def test_exponential_is_exact_after_log2_n_rounds_and_halves_till_then() -> None:
-    crowd = Crowd(8192, "exponential")
+    crowd = AveragingPeers(8192, "exponential")
     factors = [crowd.average(number) for number in range(10)]
     assert mean_factor(factors) == pytest.approx(0.5, rel=0.1)
     for number in range(10, 13):
@@ -103,7 +103,7 @@ def test_exponential_is_exact_after_log2_n_rounds_and_halves_till_then() -> None
 
 def test_exponential_still_mixes_where_n_is_no_power_of_two() -> None:
     """Slower: whose partner's place is empty stays alone. Two turns through all distances do it."""
-    crowd = Crowd(10_000, "exponential")
+    crowd = AveragingPeers(10_000, "exponential")
     for number in range(28):
         crowd.average(number)
     assert crowd.values.var() < 0.5**12
@@ -111,7 +111,7 @@ def test_exponential_still_mixes_where_n_is_no_power_of_two() -> None:
 
 @pytest.mark.parametrize("count", [64, 1000])
 def test_the_longest_wave_round_the_ring_fades_as_its_length_says(count: int) -> None:
-    crowd = Crowd(count, "ring")
+    crowd = AveragingPeers(count, "ring")
     crowd.values = np.cos(2 * math.pi * np.arange(count) / count)
     crowd.average(0)
     factors = [crowd.average(number) for number in range(1, 20)]
@@ -120,7 +120,7 @@ def test_the_longest_wave_round_the_ring_fades_as_its_length_says(count: int) ->
 
 def test_the_ring_does_not_mix_in_large_runs() -> None:
     """Why it is not the usual pattern: after k further rounds a peer has heard of 2 (k + 1) neighbours, unevenly."""
-    crowd = Crowd(10_000, "ring")
+    crowd = AveragingPeers(10_000, "ring")
     for number in range(12):
         crowd.average(number)
     left = 0.5 * math.comb(22, 11) / 4**11
@@ -132,7 +132,7 @@ def test_the_ring_does_not_mix_in_large_runs() -> None:
 def test_what_a_peer_sends_does_not_grow_with_the_number_of_peers(pattern: Pattern, size: int) -> None:
     most = {}
     for count in (16, 160, 1600, 10_000):
-        crowd = Crowd(count, pattern, size)
+        crowd = AveragingPeers(count, pattern, size)
         fetched = [crowd.blobs_fetched(number) for number in range(4)]
         most[count] = int(np.max(fetched)) * BLOB_BYTES
         assert float(np.mean(fetched)) <= size - 1 + size / count
