@@ -25,7 +25,7 @@ check: .venv/installed-for-tests
 	$(BIN)/mypy
 
 rehearsal: .venv/installed-for-tests  # compiles once what each of the tests' processes would
-	$(BIN)/python -m optim.rehearsal
+	$(BIN)/python -m optim.kernels.warmup
 
 modules: rehearsal
 	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab and not seeds"
@@ -50,7 +50,7 @@ image:
 	docker build -f docker/Dockerfile -t murmuration .
 
 image-check:
-	$(PYTHON) -m docker.check
+	$(PYTHON) -m tests.docker.image_check
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

@@ -25,19 +25,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.endurance.flight import make_manifest
-from node.channel import ContributionOutcome
+from benchmarks.endurance.run_control import make_manifest
 from node.data import open_source, validation_batches
+from node.from_manifest import build_program
+from node.ipc.channel import ContributionOutcome
 from node.model import Llama, initial_weights
-from node.program import build_program
-from node.simulation.learner import VirtualTrainer
-from node.simulation.measure import VALIDATION_TOKENS
+from node.simulation.measurement import VALIDATION_TOKENS
+from node.simulation.virtual_trainer import VirtualTrainer
 from node.trainer.inner_step import validation_loss
+from optim.compose import compose
 from optim.exchange import ContributionEncoder
 from optim.method import Method
-from optim.recipes import compose
 from protocol.manifest import Manifest
-from tests.optim.replicas import FakePeer
+from tests.optim.fake_peers import FakePeer
 
 PEERS = 8
 LONGEST = 3  # rounds that a peer is away
@@ -67,7 +67,16 @@ class Peers:
         self._round = 0
         self._agreed.anchor = weights
         self._learners = [
-            VirtualTrainer(Llama(manifest.model), manifest, self._program, corpus, ContributionEncoder(self._program), str(i), [weights], 0)
+            VirtualTrainer(
+                Llama(manifest.model),
+                manifest,
+                self._program,
+                corpus,
+                ContributionEncoder(self._program),
+                str(i),
+                [weights],
+                0,
+            )
             for i in range(PEERS)
         ]
         self._examiner = Llama(manifest.model)

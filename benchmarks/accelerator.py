@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.merge.stepper import Stepper
-from node.config import threads_per_process
+from benchmarks.merge.training_step import Stepper
+from node.options import threads_per_process
 from node.trainer.device import choose_device
 from protocol.errors import DeviceError
 from protocol.manifest import Manifest
-from tests.swarm.flock import ENDLESS, ProcessSwarm, running_swarm, manifest_with, write_run
+from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, manifest_with, running_swarm, write_run
 
 WARM_STEPS, STEPS = 5, 40
 HEAD, SHARE = 64, 8 / 3  # values of an attention head; of the width, inside the gated layer
@@ -56,7 +56,7 @@ def main() -> int:
         parser.error(str(error))
     bare = bare_speed(manifest_of(words, 1), words.device)
     print(f"  the step alone: {bare:,.0f} tokens a second", file=sys.stderr)
-    figures = {f"{count}": swarm(words, count, bare) for count in words.peers}
+    figures = {f"{count}": run_swarm(words, count, bare) for count in words.peers}
     print(json.dumps({"bare": bare, **figures}) if words.json else table(bare, figures))
     return 0
 
@@ -87,19 +87,19 @@ def bare_speed(manifest: Manifest, device: str) -> float:
     return manifest.train.batch_tokens / statistics.median(taken)
 
 
-def swarm(words: argparse.Namespace, count: int, bare: float) -> Figures:
+def run_swarm(words: argparse.Namespace, count: int, bare: float) -> Figures:
     own = ["--device", words.device, "--threads", str(threads_per_process(count))]
     own += ["--upload", words.rate, "--download", words.rate]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
-        flock = stack.enter_context(running_swarm(Path(folder), manifest_of(words, count), count, *own))
-        flock.start()
-        flock.wait_for_round(FIRST, seconds=RUN_SECONDS)
-        began, before = time.monotonic(), told(flock)
-        flock.wait_for_round(FIRST + words.rounds, seconds=RUN_SECONDS)
-        seconds, since = time.monotonic() - began, told(flock)
+        swarm = stack.enter_context(running_swarm(Path(folder), manifest_of(words, count), count, *own))
+        swarm.start()
+        swarm.wait_for_round(FIRST, seconds=RUN_SECONDS)
+        began, before = time.monotonic(), told(swarm)
+        swarm.wait_for_round(FIRST + words.rounds, seconds=RUN_SECONDS)
+        seconds, since = time.monotonic() - began, told(swarm)
         since.subtract(before)
-        flock.leave()
+        swarm.leave()
     tokens = since.pop(TOKENS)
     round_seconds, whole = seconds / words.rounds, sum(since.values())
     print(f"  {count} peers, {round_seconds:.1f} s a round, by trainers: {dict(since)}", file=sys.stderr)
@@ -107,10 +107,10 @@ def swarm(words: argparse.Namespace, count: int, bare: float) -> Figures:
     return {"device_share": tokens / seconds / bare, "round_seconds": round_seconds, **shares}
 
 
-def told(flock: ProcessSwarm) -> "Counter[str]":
+def told(swarm: ProcessSwarm) -> "Counter[str]":
     """Of all trainers so far: seconds by activity, and tokens."""
     sums: Counter[str] = Counter()
-    for status in flock.poll():
+    for status in swarm.poll():
         sums.update({TOKENS: status.tokens, **status.seconds})
     return sums
 

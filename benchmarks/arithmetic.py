@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from benchmarks.merge.values import relative_error, random_vector
-from node.daemon.replica import OuterState
-from optim.codecs.codec import Payload
+from benchmarks.merge.random_vectors import random_vector, relative_error
+from node.daemon.outer_state import OuterState
+from optim.codecs.base import Payload
+from optim.compose import compose
 from optim.exchange import Aggregator, ContributionEncoder
+from optim.kernels.vectors import Vector
 from optim.layout import Layout
-from optim.program import RoundPlanner
-from optim.recipes import compose
-from optim.vectors import Vector
+from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.manifest import RoundSection
 
@@ -83,7 +83,9 @@ class Merge:
         """Everybody's whole message is sent to everybody."""
         come = [message[0] for message in self._messages[1:]]
         _passed(ledger, [own[0]] * len(come), come)
-        read: list[Vector] = ledger.of("check", lambda: [self._merger.decode_part(0, one, 0) for one in [own[0], *come]])
+        read: list[Vector] = ledger.of(
+            "check", lambda: [self._merger.decode_part(0, one, 0) for one in [own[0], *come]]
+        )
         return read
 
     def _summed(self, ledger: Ledger, own: Sequence[Payload]) -> list[Payload]:
@@ -97,7 +99,9 @@ class Merge:
         ledger.of("name", lambda: [Blob.of(payload) for payload in reduced.values()])
         sums = [self._reduced(part, [message[part] for message in self._messages]) for part in others]
         _passed(ledger, list(reduced.values()) * (PEERS - 1), sums)
-        ledger.of("check", lambda: [self._merger.decode_part(0, one, part) for part, one in zip(others, sums, strict=True)])
+        ledger.of(
+            "check", lambda: [self._merger.decode_part(0, one, part) for part, one in zip(others, sums, strict=True)]
+        )
         whole = reduced | dict(zip(others, sums, strict=True))
         return [whole[part] for part in range(len(own))]
 
@@ -109,7 +113,9 @@ class Merge:
 
     def _moved(self, payloads: Sequence[Payload | Vector]) -> OuterState:
         merged, before = self._merger.merge(0, payloads, WEIGHTS), self._before
-        return OuterState(*self._program.apply_outer_step(self._plan, before.anchor, before.slots, merged, 1.0, WEIGHTS))
+        return OuterState(
+            *self._program.apply_outer_step(self._plan, before.anchor, before.slots, merged, 1.0, WEIGHTS)
+        )
 
 
 def _passed(ledger: Ledger, sent: Sequence[Payload], come: Sequence[Payload]) -> None:

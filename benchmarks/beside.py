@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.links import DEMO, PEERS, RUN_SECONDS, SETTINGS, Place
-from benchmarks.merge.stepper import Stepper
+from benchmarks.merge.training_step import Stepper
 from benchmarks.merge.worker import Team
 from tests.netlab.laboratory import Laboratory
 from tests.netlab.namespaces import reason_unavailable
@@ -42,7 +42,7 @@ def main() -> int:
     with Laboratory() as laboratory:
         place = Place.built(laboratory, SETTINGS["100"], PEERS)
         with on_cores(cores[:-1]):  # what is started here stays there
-            team = place.team("benchmarks.merge.ours", numel=words.numel, recipe="averaging", codec="fp16")
+            team = place.team("benchmarks.merge.murmuration_peer", numel=words.numel, recipe="averaging", codec="fp16")
             with team as merging, on_cores(cores[-1:]):
                 ratio = step_ratio(merging, Stepper(DEMO, 0), words.turns)
     print(json.dumps({"step_ratio": ratio}) if words.json else f"an inner step beside a merge takes {ratio:.3f} times")

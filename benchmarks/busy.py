@@ -20,10 +20,10 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks.merge.stepper import Stepper
-from node.config import threads_per_process
-from node.daemon.trainer_process import SPIN_LIMITS, THREAD_VARIABLES
-from node.places import demo_manifest
+from benchmarks.merge.training_step import Stepper
+from node.ipc.trainer_process import SPIN_LIMITS, THREAD_VARIABLES
+from node.options import threads_per_process
+from node.paths import demo_manifest
 
 CORES = threads_per_process(1)
 GAIN, KEPT = 1.5, 0.75

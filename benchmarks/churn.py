@@ -31,15 +31,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.endurance.flight import wait_for_agreement, make_manifest, has_reached, run_until
-from benchmarks.endurance.watch import Curve, Standstill, RunObserver, loss_at
+from benchmarks.endurance.run_control import has_reached, make_manifest, run_until, wait_for_agreement
+from benchmarks.endurance.run_observer import Curve, RunObserver, Standstill, loss_at
 from node.data import open_source
+from node.from_manifest import build_program
 from node.local.peer_process import PeerProcess
-from node.program import build_program
 from node.simulation.comparison import run_simulation
-from node.simulation.measure import Evaluator
-from node.simulation.setting import SimulationConfig
-from tests.swarm.flock import ProcessSwarm, running_swarm
+from node.simulation.config import SimulationConfig
+from node.simulation.measurement import Evaluator
+from tests.swarm.process_swarm import ProcessSwarm, running_swarm
 
 STUCK_SECONDS = 60.0
 INNER_STEPS = 150
@@ -77,8 +77,8 @@ class Flight:
 class Deaths:
     """Draws who dies when. With every new round those of the last one come back."""
 
-    def __init__(self, flock: ProcessSwarm, watch: RunObserver, share: float, seed: int) -> None:
-        self._flock = flock
+    def __init__(self, swarm: ProcessSwarm, watch: RunObserver, share: float, seed: int) -> None:
+        self._swarm = swarm
         self._watch = watch
         self._share = share
         self._random = random.Random(seed)
@@ -101,7 +101,7 @@ class Deaths:
     def revive(self) -> None:
         """All who are dead."""
         self._doomed.clear()
-        living = [peer for peer in self._flock.peers if peer.is_running and peer.addresses()]
+        living = [peer for peer in self._swarm.peers if peer.is_running and peer.addresses()]
         introducers = [address for peer in living for address in peer.addresses()[:1]]
         for peer in self._dead:
             self._watch.reset_standstill(peer.name)
@@ -109,8 +109,8 @@ class Deaths:
         self._dead.clear()
 
     def _doom(self, now: float, length: float) -> None:
-        at_work = [peer for peer in self._flock.peers if peer.is_running and peer.status]
-        wanted = int(self._share * len(self._flock.peers) + self._random.random())
+        at_work = [peer for peer in self._swarm.peers if peer.is_running and peer.status]
+        wanted = int(self._share * len(self._swarm.peers) + self._random.random())
         for victim in self._random.sample(at_work, min(wanted, len(at_work) - 1)):
             self._doomed.append((now + length * self._random.random(), victim))
 
@@ -158,17 +158,17 @@ def fly(seed: int, peers: int, share: float, is_done: Callable[[RunObserver], bo
     """One run of real processes; its seconds count from the first round on."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
-        flock = stack.enter_context(running_swarm(Path(folder), make_manifest(seed, INNER_STEPS, peers), peers))
-        watch = RunObserver(flock)
-        deaths = Deaths(flock, watch, share, seed)
-        flock.start()
+        swarm = stack.enter_context(running_swarm(Path(folder), make_manifest(seed, INNER_STEPS, peers), peers))
+        watch = RunObserver(swarm)
+        deaths = Deaths(swarm, watch, share, seed)
+        swarm.start()
         run_until(watch, lambda: watch.round >= 1)
         watch.standstill = Standstill()  # before, all have waited for the slowest start
         began = time.monotonic()
         run_until(watch, lambda: is_done(watch), deaths.go_on)
         seconds, curve = time.monotonic() - began, watch.curve
         deaths.revive()
-        return Flight(curve, seconds, deaths.count, wait_for_agreement(flock), watch.standstill.worst)
+        return Flight(curve, seconds, deaths.count, wait_for_agreement(swarm), watch.standstill.worst)
 
 
 def virtual(share: float, rounds: int, seeds: int, peers: int) -> Report:

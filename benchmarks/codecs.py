@@ -21,17 +21,17 @@ from typing import Final
 
 import torch
 
-from optim.codecs.codec import Codec
-from optim.codecs.cosine_topk import DctTopK
-from optim.codecs.dense import BFloat16, Float16, Uncompressed
-from optim.codecs.integers import BlockInt4, BlockInt8
+from optim.codecs.base import Codec
+from optim.codecs.dct_topk import DctTopK
+from optim.codecs.e3m0 import BlockE3M0
+from optim.codecs.floats import BFloat16, Float16, Uncompressed
+from optim.codecs.int_blocks import BlockInt4, BlockInt8
 from optim.codecs.low_rank import LowRank
-from optim.codecs.powers import BlockE3M0
-from optim.codecs.signs import BlockSign
+from optim.codecs.sign import BlockSign
 from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
+from optim.kernels.buffer_pool import zeros
 from optim.layout import Layout
-from optim.memory import zeros
 
 DENSE: Final[Mapping[str, Codec]] = MappingProxyType(
     {

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 
 from benchmarks.recipes import BATCH, PEERS, Job, Row, outcome_of, rows, setting_of
 from node.model import shape_table
-from node.simulation.baselines import DATA_PARALLEL
-from node.simulation.setting import SimulationConfig
+from node.simulation.comparison import DATA_PARALLEL
+from node.simulation.config import SimulationConfig
 
 POINTS = ("125x128", "250x128", "500x128", "1000x128", "250x64", "250x256")
 HEAD = 32  # values of an attention head

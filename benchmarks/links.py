@@ -40,11 +40,11 @@ from types import MappingProxyType
 from typing import Final
 
 from benchmarks.merge.worker import SilentError, Team, Worker, to_command_line
-from node.local.views import compute_share
+from node.local.swarm_summary import compute_share
 from protocol.manifest import load_manifest
+from tests.netlab.lab_swarm import running_lab_swarm
 from tests.netlab.laboratory import Laboratory, Link, Node
 from tests.netlab.namespaces import reason_unavailable
-from tests.netlab.scattered import running_lab_swarm
 
 PEERS = 4
 GLOO_PORT = 29_641
@@ -119,7 +119,9 @@ def measure(name: str, words: argparse.Namespace) -> Figures:
     with Laboratory() as laboratory:
         place = Place.built(laboratory, SETTINGS[name], PEERS)
         if {"merge", "download"} & set(words.only):
-            with place.team("benchmarks.merge.ours", numel=words.numel, recipe="averaging", codec="fp16") as team:
+            with place.team(
+                "benchmarks.merge.murmuration_peer", numel=words.numel, recipe="averaging", codec="fp16"
+            ) as team:
                 # The download is of what a merge came to.
                 share, ratio = merged(place, team, words.numel, words.turns, words.rest)
                 note(figures, name, "merge_line_share", share)
@@ -147,7 +149,7 @@ def merged(place: Place, team: Team, numel: int, turns: int, rest: float = 0.0) 
 
 def gloo_share(place: Place) -> float:
     options = {"manifest": DEMO, "steps": PARALLEL_STEPS, "device": "eth0", "port": GLOO_PORT}
-    with place.team("benchmarks.merge.parallel", **options) as team:
+    with place.team("benchmarks.merge.data_parallel_peer", **options) as team:
         return statistics.fmean(answer["compute_share"] for answer in team.request_all(RUN_SECONDS, go=True))
 
 
@@ -158,7 +160,7 @@ def note(figures: Figures, setting: str, name: str, value: float) -> None:
 
 def times_faster(place: Place, numel: int, turns: int) -> float:
     theirs = hivemind_seconds(place, numel, turns, "8bit")
-    with place.team("benchmarks.merge.ours", numel=numel, recipe="frugal") as team:
+    with place.team("benchmarks.merge.murmuration_peer", numel=numel, recipe="frugal") as team:
         return theirs / merge_seconds(team, turns)
 
 
@@ -166,7 +168,7 @@ def hivemind_seconds(place: Place, numel: int, turns: int, compression: str) -> 
     """Infinite where it fails again and again."""
     for _ in range(ATTEMPTS):
         try:
-            with place.team("benchmarks.merge.averager", numel=numel, compression=compression) as team:
+            with place.team("benchmarks.merge.hivemind_peer", numel=numel, compression=compression) as team:
                 return merge_seconds(team, turns)
         except SilentError as error:
             print(f"  hivemind is started again: {error}", file=sys.stderr)
@@ -211,11 +213,13 @@ def demo_share(place: Place, rounds: int) -> float:
     )
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
-        flock = stack.enter_context(running_lab_swarm(Path(folder), changed, place.laboratory, place.nodes))
-        flock.start()
-        flock.wait_until(lambda: bool(flock.poll()) and not any(p.is_running for p in flock.peers), "all end", RUN_SECONDS)
-        flock.poll()
-        ledgers = [peer.totals for peer in flock.peers]
+        swarm = stack.enter_context(running_lab_swarm(Path(folder), changed, place.laboratory, place.nodes))
+        swarm.start()
+        swarm.wait_until(
+            lambda: bool(swarm.poll()) and not any(p.is_running for p in swarm.peers), "all end", RUN_SECONDS
+        )
+        swarm.poll()
+        ledgers = [peer.totals for peer in swarm.peers]
         print(f"  seconds by activity: {ledgers[0].newest_seconds()}", file=sys.stderr)
         return compute_share(ledgers) or 0.0
 
@@ -224,7 +228,7 @@ def lossy_mbit(numel: int) -> float:
     """Between two peers."""
     with Laboratory() as laboratory:
         place = Place.built(laboratory, LOSSY, 2)
-        with place.team("benchmarks.merge.ours", numel=numel, recipe="averaging") as team:
+        with place.team("benchmarks.merge.murmuration_peer", numel=numel, recipe="averaging") as team:
             return LOSSY.up * download_share(place, team, numel, 2)
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import httpx2
 
-from node.places import demo_manifest
-from node.status import NodeStatus, fetch_status
+from node.monitoring.status import NodeStatus, fetch_status
+from node.paths import demo_manifest
 from protocol.errors import UnreachableError
 
 LIMIT = 60.0  # seconds

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import psutil
 
-from node.host.events import LogOpened
-from node.host.recorder import EventLog
-from node.host.watch import TICK_SECONDS, SwarmWatcher
+from node.dashboard.event_log import EventLog
+from node.dashboard.events import LogOpened
+from node.dashboard.swarm_watcher import TICK_SECONDS, SwarmWatcher
 from protocol.identity import Identity
-from tests.node.host.crowd import serve_to_readers, peer_records
-from tests.node.host.story import FACTS, committed
-from tests.node.host.test_watch import FakeDirectory, FakeNodeHandle
+from tests.node.dashboard.example_events import FACTS, committed
+from tests.node.dashboard.many_peers import peer_records, serve_to_readers
+from tests.node.dashboard.test_swarm_watcher import FakeDirectory, FakeNodeHandle
 
 MAX_SHARE = 0.10  # of one core
 MAX_GROWTH = 0.10

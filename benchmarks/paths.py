@@ -23,8 +23,8 @@ import psutil
 from protocol.blobs.blob import CHUNK_BYTES
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
-from protocol.network.paths import BulkPath as Way
-from protocol.network.transport import Transport
+from protocol.transport.multipath_policy import BulkPath as Way
+from protocol.transport.transport import Transport
 
 SIZE = 64 << 20
 SECONDS = 120.0

@@ -36,18 +36,25 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks import compared
-from benchmarks.compared import BASELINES
+from benchmarks import comparison_tables
+from benchmarks.comparison_tables import BASELINES
 from node.data import Corpus, open_source
-from node.folder import write_atomically
-from node.simulation.baselines import DATA_PARALLEL, LOCAL, train_data_parallel, train_locally
-from node.simulation.comparison import Comparison, RecipeResults, run_simulation
-from node.simulation.links import BYTES_PER_MEGABIT
-from node.simulation.measure import Evaluator, SimulationResult, CurvePoint
-from node.simulation.setting import SimulationConfig
-from optim.parts import Scalar
-from optim.recipes import compose
-from optim.rows import RECIPES
+from node.run_dir import write_atomically
+from node.simulation.comparison import (
+    DATA_PARALLEL,
+    LOCAL,
+    Comparison,
+    RecipeResults,
+    run_simulation,
+    train_data_parallel,
+    train_locally,
+)
+from node.simulation.config import SimulationConfig
+from node.simulation.measurement import CurvePoint, Evaluator, SimulationResult
+from node.simulation.virtual_network import BYTES_PER_MEGABIT
+from optim.compose import compose
+from optim.options import Scalar
+from optim.recipes import RECIPES
 from protocol.manifest import Manifest, load_manifest
 
 HOME: Final = Path(__file__).parent
@@ -329,9 +336,11 @@ def main(arguments: Sequence[str]) -> int:
     if words.json:
         sys.stdout.write(json.dumps(found[words.settings[0]].to_json(), indent=1) + "\n")
     else:
-        sys.stdout.write("".join(f"\n### {name}\n\n{compared.make_table(one)}" for name, one in settings.items()))
+        sys.stdout.write(
+            "".join(f"\n### {name}\n\n{comparison_tables.make_table(one)}" for name, one in settings.items())
+        )
     if words.report:
-        compared.publish(settings)
+        comparison_tables.publish(settings)
     there = sum(job.key in ledger.runs for job in jobs)
     sys.stderr.write(f"{there} of {len(jobs)} runs are there\n")
     return 0

@@ -26,11 +26,11 @@ import grpc
 import psutil
 
 from benchmarks.paths import opened
-from node.daemon.memory import enable_frequent_gc, trim, use_one_malloc_arena
+from node.process_memory import enable_frequent_gc, trim, use_one_malloc_arena
 from protocol.blobs.blob import CHUNK_BYTES
 from protocol.murmur_pb2 import FetchRequest
 from protocol.murmur_pb2_grpc import BlobsStub
-from protocol.network.transport import Transport
+from protocol.transport.transport import Transport
 
 WARM_UP = 10  # returns
 CALLS = 6  # over each path, in each life

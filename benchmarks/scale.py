@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from node.data import open_source
-from node.simulation.peer import VirtualPeer
-from node.simulation.setting import SimulationConfig
+from node.simulation.config import SimulationConfig
 from node.simulation.swarm import VirtualSwarm
-from optim.recipes import compose
+from node.simulation.virtual_peer import VirtualPeer
+from optim.compose import compose
 from protocol.manifest import DataSection, Manifest, MethodSection, ModelSection, RoundSection, RunSection, TrainSection
 
 MODEL = ModelSection(width=20, layers=1, heads=2, hidden=64, context=16)

@@ -29,12 +29,12 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.endurance.faults import FaultInjector
-from benchmarks.endurance.flight import wait_for_agreement, make_manifest, has_reached, run_until
 from benchmarks.endurance.resources import WARM_UP_SECONDS, Growth, ResourceMonitor
-from benchmarks.endurance.watch import RunObserver, loss_up_to
+from benchmarks.endurance.run_control import has_reached, make_manifest, run_until, wait_for_agreement
+from benchmarks.endurance.run_observer import RunObserver, loss_up_to
+from tests.netlab.lab_swarm import LabSwarm, running_lab_swarm
 from tests.netlab.laboratory import Laboratory, Link
 from tests.netlab.namespaces import reason_unavailable
-from tests.netlab.scattered import LabSwarm, running_lab_swarm
 
 WEATHER = Link(up=20, down=20, delay=0.03, jitter=0.02, loss=0.01)
 INNER_STEPS = 100
@@ -89,13 +89,13 @@ def main() -> int:
 
 def measure(minutes: float, peers: int, seed: int, warm_up: float) -> Report:
     resources, calm_resources = ResourceMonitor(warm_up), ResourceMonitor(warm_up)
-    with flight(peers, seed) as (flock, watch):
-        faults = FaultInjector(flock, watch, seed)
+    with flight(peers, seed) as (swarm, watch):
+        faults = FaultInjector(swarm, watch, seed)
 
         def act(now: float) -> None:
             faults.step(now)
             watch.absent = faults.absent
-            resources.sample([peer for peer in flock.peers if peer.is_running and peer.name not in faults.absent], now)
+            resources.sample([peer for peer in swarm.peers if peer.is_running and peer.name not in faults.absent], now)
 
         ends = time.monotonic() + 60 * minutes
         run_until(watch, lambda: time.monotonic() > ends and bool(watch.curve), act, 60 * minutes + STUCK_SECONDS)
@@ -104,14 +104,14 @@ def measure(minutes: float, peers: int, seed: int, warm_up: float) -> Report:
         loss = loss_up_to(curve, tokens)
         faults.stop()
         watch.absent = []
-        agreed = wait_for_agreement(flock)
+        agreed = wait_for_agreement(swarm)
         growth = resources.growth()
         standstill, start = watch.standstill.worst, watch.starting.worst
         print(f"  {rounds} rounds, {dict(faults.counts)}, agreed: {agreed}, loss {loss:.3f}", file=sys.stderr)
         print(f"  longest without a round: {watch.standstill.longest}; growth: {growth}", file=sys.stderr)
         print(f"  longest start: {watch.starting.longest}", file=sys.stderr)
-    with flight(peers, seed) as (flock, calm):
-        look = partial(calm_resources.sample, flock.peers)
+    with flight(peers, seed) as (swarm, calm):
+        look = partial(calm_resources.sample, swarm.peers)
         run_until(calm, lambda: has_reached(tokens, calm), look, CALM_TIMES * 60 * minutes + STUCK_SECONDS)
         calm_loss, calm_growth = loss_up_to(calm.curve, tokens), calm_resources.growth()
     counts = dict(faults.counts)
@@ -126,11 +126,11 @@ def flight(peers: int, seed: int) -> Iterator[tuple[LabSwarm, RunObserver]]:
         laboratory = stack.enter_context(Laboratory())
         nodes = [laboratory.node(WEATHER) for _ in range(peers)]
         manifest = make_manifest(seed, INNER_STEPS, peers)
-        flock = stack.enter_context(running_lab_swarm(Path(folder), manifest, laboratory, nodes))
-        start = RunObserver(flock)
-        flock.start()
+        swarm = stack.enter_context(running_lab_swarm(Path(folder), manifest, laboratory, nodes))
+        start = RunObserver(swarm)
+        swarm.start()
         run_until(start, lambda: start.round >= 1)
-        yield flock, RunObserver(flock)
+        yield swarm, RunObserver(swarm)
 
 
 def table(report: Report) -> str:

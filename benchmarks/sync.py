@@ -38,11 +38,11 @@ PREPARE_SECONDS = 40.0  # in which hivemind sometimes finds no group
 GLOO_PORT = 29_640
 KINDS: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = MappingProxyType(
     {
-        "ours_dense": ("benchmarks.merge.ours", {"recipe": "averaging"}),
-        "ours_sparse": ("benchmarks.merge.ours", {"recipe": "sparseloco"}),
-        "hivemind_8bit": ("benchmarks.merge.averager", {"compression": "8bit"}),
-        "hivemind_fp16": ("benchmarks.merge.averager", {"compression": "fp16"}),
-        "gloo_fp32": ("benchmarks.merge.ring", {"device": "lo", "port": GLOO_PORT}),
+        "ours_dense": ("benchmarks.merge.murmuration_peer", {"recipe": "averaging"}),
+        "ours_sparse": ("benchmarks.merge.murmuration_peer", {"recipe": "sparseloco"}),
+        "hivemind_8bit": ("benchmarks.merge.hivemind_peer", {"compression": "8bit"}),
+        "hivemind_fp16": ("benchmarks.merge.hivemind_peer", {"compression": "fp16"}),
+        "gloo_fp32": ("benchmarks.merge.gloo_ring_peer", {"device": "lo", "port": GLOO_PORT}),
     }
 )
 

@@ -20,11 +20,11 @@ from typing import TypedDict
 
 import torch
 
-from node.program import build_program
+from node.from_manifest import build_program
+from optim.compose import compose
 from optim.exchange import ContributionEncoder
-from optim.program import RoundPlan, RoundPlanner
-from optim.recipes import compose
-from optim.rows import RECIPES
+from optim.recipes import RECIPES
+from optim.round_plan import RoundPlan, RoundPlanner
 from optim.topologies import Groups
 from protocol.manifest import load_manifest
 

@@ -20,11 +20,11 @@ import torch
 from benchmarks.codecs import seconds, tensors
 from optim.codecs.topk import ChunkTopK
 from protocol.blobs.blob import Blob
+from protocol.consensus.message_kinds import kind_of, parse
+from protocol.consensus.messages import Contribution, ContributionLimits
 from protocol.errors import MalformedError
 from protocol.identity import Identity
-from protocol.records import sign
-from protocol.rounds.kinds import kind_of, parse
-from protocol.rounds.statements import Contribution, ContributionLimits
+from protocol.signing import sign
 
 RUN_ID = hashlib.sha256(b"one update").hexdigest()
 SHAPES = hashlib.sha256(b"one vector").digest()

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from node.collector import rare_garbage_collection
+from node.process import rare_garbage_collection
 from protocol.errors import MurmurError
 
 app = typer.Typer(
@@ -109,7 +109,9 @@ def join(
     memory: MemoryOption = None,
     pause_when_busy: PauseOption = False,
     listen: ListenOption = None,
-    metrics: Annotated[str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")] = DEFAULT_METRICS_ADDRESS,
+    metrics: Annotated[
+        str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")
+    ] = DEFAULT_METRICS_ADDRESS,
     direct: DirectOption = "0",
     log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
@@ -117,7 +119,7 @@ def join(
     download: DownloadOption = None,
 ) -> None:
     """Take part in a run. Started again, it resumes."""
-    from node.join import join_run
+    from node.join.command import join_run
 
     join_run(
         run,
@@ -164,8 +166,8 @@ def host(
 ) -> None:
     """Open a run to others: a peer to begin with, its page, and the link to join by."""
     with rare_garbage_collection():
-        from node.host.command import HostOptions
-        from node.host.command import host as open_run
+        from node.dashboard.command import HostOptions
+        from node.dashboard.command import host as open_run
 
     open_run(
         HostOptions(
@@ -195,7 +197,7 @@ def runs(
     as_json: JsonOption = False,
 ) -> None:
     """List the public runs: those whose hosts have announced them."""
-    from node.public_runs import show_runs
+    from node.join.public_runs import show_runs
 
     show_runs(tuple(peer or ()), as_json)
 
@@ -206,7 +208,7 @@ def replay(
     http: Annotated[str, typer.Option(metavar="ADDR", help="where the page is served")] = "127.0.0.1:8080",
 ) -> None:
     """Show the page of an old run."""
-    from node.host.command import replay as show
+    from node.dashboard.command import replay as show
 
     show(journal, http)
 
@@ -217,10 +219,10 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a folder that does not exist yet")],
 ) -> None:
     """Write the newest checkpoint as a Hugging Face folder."""
-    from node.places import find_trained_dir
+    from node.paths import find_trained_dir
 
     node = find_trained_dir(folder)
-    from node.export import export as export_model
+    from node.model.export import export as export_model
 
     export_model(node, out)
     typer.echo(f"the model lies in {out}")
@@ -236,10 +238,10 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="the same one gives the same text")] = 0,
 ) -> None:
     """Let the newest checkpoint go on with a text."""
-    from node.places import find_trained_dir
+    from node.paths import find_trained_dir
 
     node = find_trained_dir(folder)
-    from node.generate import generate as continuation
+    from node.model.generate import generate as continuation
 
     pieces = continuation(node, prompt, tokens, temperature, top_k, seed)
     for piece in itertools.chain((prompt,), pieces):
@@ -255,7 +257,7 @@ def tokenize(
     files: Annotated[list[Path], typer.Argument(metavar="FILES", help="UTF-8 text")],
 ) -> None:
     """Turn text files into token shards for the source `tokens`."""
-    from node.data.tokens import tokenize_files
+    from node.data.token_shards import tokenize_files
 
     tokenize_files(tokenizer, files, out)
     typer.echo(f"the shards lie in {out}")
@@ -268,7 +270,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a node does and whether it contributes: a line for each, and below it what went wrong, by reason."""
-    from node.inquiry import status_lines
+    from node.status_command import status_lines
 
     for line in status_lines(folder, as_json, check):
         typer.echo(line)
@@ -279,7 +281,7 @@ def key(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a node's folder; the key is made if there is none")],
 ) -> None:
     """Show the peer id of a node."""
-    from node.inquiry import key_line
+    from node.status_command import key_line
 
     typer.echo(key_line(folder))
 
@@ -321,7 +323,7 @@ def recipes(
     as_json: JsonOption = False,
 ) -> None:
     """Show the training methods and what they are made of."""
-    from node.recipe_table import show_recipes
+    from node.recipes_command import show_recipes
 
     show_recipes(name, as_json)
 
@@ -335,7 +337,7 @@ def main() -> None:
 
 def _run_guarded(command: Callable[[], object]) -> int:
     """Run a command; what it ends with, as an exit code."""
-    from node.harmless import sanitize
+    from node.monitoring.logs import sanitize
 
     try:
         command()

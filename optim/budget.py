@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optim.errors import UnknownOption
-from optim.parts import Scalar
+from optim.options import Scalar
 from optim.ramps import NUMBER
 
 _BUDGET = re.compile(rf"\s*(?P<bits>{NUMBER})\s+bits\s+over\s+(?P<steps>[0-9]{{1,9}})\s+steps\s*")

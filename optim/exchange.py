@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from optim.aggregate import WeightedPayload
-from optim.codecs.accumulation import ResidualUpdate
-from optim.codecs.codec import Codec, Payload, as_array
+from optim.aggregation.mean import WeightedPayload
+from optim.codecs.base import Codec, Payload, as_array
+from optim.codecs.residual_update import ResidualUpdate
 from optim.errors import CodecError
 from optim.feedback import Feedback
-from optim.program import RoundPlan, RoundPlanner
-from optim.vectors import Floats, ConcatenatedVector, Vector
+from optim.kernels.vectors import ConcatenatedVector, Floats, Vector
+from optim.round_plan import RoundPlan, RoundPlanner
 
 Payloads = Sequence[Payload | Vector]  # as they came, or as `Merger.read` has read them
 
@@ -114,7 +114,9 @@ class Aggregator:
         return ConcatenatedVector(tuple(message.decode() for message in messages))
 
 
-def _weighted_payloads(plan: RoundPlan, part: int, payloads: Payloads, weights: Sequence[float]) -> list[WeightedPayload]:
+def _weighted_payloads(
+    plan: RoundPlan, part: int, payloads: Payloads, weights: Sequence[float]
+) -> list[WeightedPayload]:
     codec, (start, stop) = plan.codecs[part], plan.part_spans[part]
     members = zip(payloads, weights, strict=True)
     return [WeightedPayload(codec, payload, stop - start, float(weight)) for payload, weight in members]

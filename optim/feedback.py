@@ -12,7 +12,7 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.parts import STRICT
+from optim.options import STRICT
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

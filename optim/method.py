@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from optim.adoption import MergePolicy
-from optim.aggregate import AggregationRule
-from optim.codecs.codec import Codec
+from optim.aggregation.mean import AggregationRule
+from optim.codecs.base import Codec
+from optim.exchange_schedule import Schedule
 from optim.feedback import Feedback
-from optim.inner.inner import InnerUpdateRule
-from optim.schedules import Schedule
+from optim.inner.base import InnerUpdateRule
+from optim.merge_policy import MergePolicy
+from optim.outer import OuterOptimizer
 from optim.signals import Signal
 from optim.topologies import Topology
-from optim.updates import OuterOptimizer
 
 AGGREGATION_STATE = "aggregate_memory"  # the slot of what the aggregate remembers
 REFERENCE_WEIGHT = "usual_weight"  # the slot of what is usually behind a round

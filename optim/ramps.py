@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 
 from optim.errors import UnknownOption
-from optim.parts import Scalar
+from optim.options import Scalar
 
 MAX_LETTERS = 200
 WHOLE = r"[-+]?[0-9]{1,15}"

@@ -1,217 +1,356 @@
-"""From a recipe's name to a method: every kind of part there is, and how a row of the table becomes parts."""
+"""The rows of the table of methods: compositions of parts by name, with the options that differ from their defaults."""
 
-import dataclasses
-import difflib
-import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
 
-from pydantic import ValidationError
+from optim.options import Scalar
 
-from optim.adoption import MergePolicy, RebaseOnAnchor, Interpolate
-from optim.aggregate import AggregationRule, Mean, SenderMean
-from optim.budget import budget
-from optim.codecs.codec import SAMPLE_SIZE, Codec
-from optim.codecs.cosine_topk import DctTopK
-from optim.codecs.dense import BFloat16, Float16, Uncompressed
-from optim.codecs.direction import RandomProjection
-from optim.codecs.integers import BlockInt4, BlockInt8
-from optim.codecs.low_rank import LowRank
-from optim.codecs.powers import BlockE3M0
-from optim.codecs.signs import BlockSign
-from optim.codecs.subset import RandomSubset
-from optim.codecs.topk import ChunkTopK
-from optim.compatibility import check_compatibility
-from optim.errors import UnknownOption, UnknownRecipe
-from optim.feedback import ErrorFeedback, Feedback, NoFeedback
-from optim.inner.accumulating import AccumulatingAdamW
-from optim.inner.adamw import AdamW
-from optim.inner.gathering import GradientAccumulator, LookaheadAccumulator
-from optim.inner.growing_batch import GrowingBatch
-from optim.inner.inner import InnerUpdateRule
-from optim.inner.late_gradients import AdaptiveBraking, SpikeCompensation, WeightPrediction
-from optim.inner.quasi_hyperbolic import QuasiHyperbolic
-from optim.method import Method
-from optim.parts import Scalar
-from optim.penalty import EditPenalty
-from optim.ramps import is_endless, ramp
-from optim.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
-from optim.rows import RECIPES, Recipe, OptionTable, OptionTables
-from optim.schedules import EverySteps, Schedule
-from optim.signals import Gradient, WeightsAndMoments, Momentum, PseudoGradientAndAnchor, PseudoGradient, Signal, Weights
-from optim.topologies import Butterfly, Gather, Groups, Topology
-from optim.updates import (
-    Adam,
-    DelayedNesterov,
-    FrozenAdam,
-    Gossip,
-    GossipWeights,
-    HeavyBall,
-    Nesterov,
-    Replace,
-    Sgd,
-    Sign,
-    StalenessPenalised,
-    OuterOptimizer,
-)
+OptionTable = Mapping[str, Scalar]
+OptionTables = Mapping[str, OptionTable]
 
-Component = TypeVar("Component")
 
-_INNER_RULES: Final[tuple[type[InnerUpdateRule], ...]] = (
-    *(AdamW, QuasiHyperbolic, AccumulatingAdamW, GrowingBatch, GradientAccumulator, LookaheadAccumulator),
-    *(AdaptiveBraking, SpikeCompensation, WeightPrediction),
-)
-INNER_RULES: Final[Mapping[str, type[InnerUpdateRule]]] = {inner.kind: inner for inner in _INNER_RULES}
-_SIGNALS: Final[tuple[type[Signal], ...]] = (
-    *(PseudoGradient, Gradient, Momentum, WeightsAndMoments, Weights, PseudoGradientAndAnchor),
-)
-SIGNALS: Final[Mapping[str, type[Signal]]] = {signal.kind: signal for signal in _SIGNALS}
-SCHEDULES: Final[Mapping[str, type[Schedule]]] = {"every-steps": EverySteps}
-_CODECS: Final[tuple[type[Codec], ...]] = (
-    *(Uncompressed, Float16, BFloat16, BlockInt8, BlockInt4, BlockE3M0, BlockSign),
-    *(ChunkTopK, DctTopK, RandomSubset, LowRank, RandomProjection),
-)
-CODECS: Final[Mapping[str, type[Codec]]] = {codec.kind: codec for codec in _CODECS}
-FEEDBACKS: Final[Mapping[str, type[Feedback]]] = {"none": NoFeedback, "error": ErrorFeedback}
-TOPOLOGIES: Final[Mapping[str, type[Topology]]] = {"butterfly": Butterfly, "gather": Gather, "groups": Groups}
-_AGGREGATION_RULES: Final[tuple[type[AggregationRule], ...]] = (
-    *(Mean, SenderMean, TrimmedMean, CoordinateMedian, Krum, CentredClip, EditPenalty),
-)
-AGGREGATION_RULES: Final[Mapping[str, type[AggregationRule]]] = {aggregate.kind: aggregate for aggregate in _AGGREGATION_RULES}
-_OUTER_OPTIMIZERS: Final[tuple[type[OuterOptimizer], ...]] = (
-    *(Nesterov, Sgd, HeavyBall, DelayedNesterov, StalenessPenalised, Sign, Adam, FrozenAdam),
-    *(Gossip, GossipWeights, Replace),
-)
-OUTER_OPTIMIZERS: Final[Mapping[str, type[OuterOptimizer]]] = {update.kind: update for update in _OUTER_OPTIMIZERS}
-MERGE_POLICIES: Final[Mapping[str, type[MergePolicy]]] = {"carry": RebaseOnAnchor, "mix": Interpolate}
-REGISTRY: Final[Mapping[str, Mapping[str, type[Any]]]] = types.MappingProxyType(
+@dataclass(frozen=True)
+class Recipe:
+    """A row. `tables`: by part, its kind and the options that differ from the kind's defaults."""
+
+    name: str
+    paper: str
+    tables: OptionTables
+
+
+# What a message says about steep directions, the rounds that it missed have said already, and momentum repeats it: a
+# round late counts an eighth (see docs/reference/recipes.md).
+LATE_STALENESS: Final = 3.0
+DEFAULT_TABLES: Final[OptionTables] = types.MappingProxyType(
     {
-        "inner": INNER_RULES,
-        "signal": SIGNALS,
-        "schedule": SCHEDULES,
-        "codec": CODECS,
-        "feedback": FEEDBACKS,
-        "topology": TOPOLOGIES,
-        "aggregate": AGGREGATION_RULES,
-        "update": OUTER_OPTIMIZERS,
-        "adoption": MERGE_POLICIES,
+        "inner": {"kind": "adamw"},
+        "signal": {"kind": "pseudo-gradient"},
+        "codec": {"kind": "fp16"},
+        "feedback": {"kind": "none"},
+        "topology": {"kind": "butterfly"},
+        "aggregate": {"kind": "mean", "staleness": LATE_STALENESS},
+        "update": {"kind": "nesterov", "learning_rate": 0.7, "momentum": 0.9, "shorten": True},
+        "adoption": {"kind": "carry"},
     }
 )
-COMPONENTS: Final = tuple(REGISTRY)
-SCHEDULABLE: Final = ("schedule", "codec", "feedback", "aggregate", "update")  # parts whose options may change over a run
-NO_OVERRIDES: Final[OptionTables] = types.MappingProxyType({})
+# What could not be sent is trained on from: what is sent later is then no second correction of the same errors.
+INT8: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
+    {
+        "codec": {"kind": "int8"},
+        "feedback": {"kind": "error"},
+        "adoption": {"kind": "carry", "unsent": 1.0},
+    }
+)
+PLAIN_AVERAGING: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
+    {"update": {"kind": "sgd", "learning_rate": 1.0}}
+)
+EQUAL_WEIGHTS: Final[OptionTable] = types.MappingProxyType({"kind": "mean", "weights": "equal"})
+WEIGHTED_BY_AGE: Final[OptionTable] = types.MappingProxyType({**EQUAL_WEIGHTS, "staleness": 0.5, "over": "members"})
+# Every step's gradient is exchanged, and only the update moves the weights.
+EVERY_GRADIENT: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
+    {
+        "inner": {"kind": "gathering"},
+        "signal": {"kind": "gradient"},
+        "schedule": {"kind": "every-steps", "inner_steps": 1},
+    }
+)
+SIGN_OF_MOMENTUM: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
+    {
+        **EVERY_GRADIENT,
+        "feedback": {"kind": "error", "decay": 0.999},
+        "update": {"kind": "sign", "learning_rate": 0.001, "weight_decay": 0.1},
+    }
+)
+# A sixteenth of the weights moves in a step: ten times as far.
+SUBSET: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
+    {**SIGN_OF_MOMENTUM, "update": {"kind": "sign", "learning_rate": 0.01, "weight_decay": 0.1}}
+)
+SPARSE_TOPK: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
+    {
+        "codec": {"kind": "topk", "k": 64},
+        "feedback": {"kind": "error", "decay": 0.95},
+        "topology": {"kind": "gather"},
+        "aggregate": {"kind": "mean", "clip": True},
+        "update": {"kind": "sgd", "learning_rate": 1.0},
+    }
+)
 
 
-def compose(recipe: str, overrides: OptionTables = NO_OVERRIDES) -> Method:
-    """The recipe with some parts' options changed: {"codec": {"k": 128}, "update": {"kind": "sgd"}}.
-
-    A table with another `kind` replaces the recipe's part; the options it does not give are that kind's defaults.
-    UnknownRecipe or UnknownOption, each one line that names the nearest known name or the allowed values.
-    """
-    if recipe not in RECIPES:
-        raise UnknownRecipe(f"no recipe is called {recipe!r}; {_suggest_name(recipe, RECIPES)}")
-    for part in overrides:
-        if part not in COMPONENTS:
-            raise UnknownOption(f"a method has no part {part!r}; {_suggest_name(part, COMPONENTS)}")
-    row = RECIPES[recipe]
-    tables = _apply_bit_budget({part: _merge_tables(row.tables[part], overrides.get(part, {})) for part in COMPONENTS})
-    knots = tuple(sorted({0, *_breakpoints_of(tables)}))
-    for number in _rounds_to_check(knots):
-        _build_method(row, tables, number)  # every fault is found now
-    if len(knots) == 1:
-        return _build_method(row, tables, 0)
-    in_round = functools.lru_cache(maxsize=MAX_CACHED_METHODS)(functools.partial(_build_method, row, tables))
-    return dataclasses.replace(in_round(0), breakpoints=knots, build_for_round=in_round)
+def _every_steps(inner_steps: int | str, **options: Scalar) -> OptionTable:
+    return {"kind": "every-steps", "inner_steps": inner_steps, **options}
 
 
-MAX_CACHED_METHODS = 64
-MAX_CHECKED_ROUNDS = 4096
+def _overlapped(inner_steps: int | str) -> OptionTable:
+    """The result of a round is taken when the next one's message is due: a whole round late."""
+    return _every_steps(inner_steps, ahead=inner_steps, delay=inner_steps)
 
 
-def _rounds_to_check(breakpoints: tuple[int, ...]) -> Iterable[int]:
-    """Options that bound one another may collide between the turns of their courses: all rounds, if not too many."""
-    return (*breakpoints, *range(breakpoints[-1])) if breakpoints[-1] < MAX_CHECKED_ROUNDS else breakpoints
+def _make_recipe(name: str, paper: str, common: OptionTables = DEFAULT_TABLES, **tables: OptionTable) -> Recipe:
+    return Recipe(name, paper, types.MappingProxyType({**DEFAULT_TABLES, **common, **tables}))
 
 
-def _build_method(recipe: Recipe, tables: OptionTables, round_number: int) -> Method:
-    parts = {part: _build_component(part, REGISTRY[part], tables[part], round_number) for part in COMPONENTS}
-    method = Method(name=recipe.name, paper=recipe.paper, **parts)
-    check_compatibility(method, round_number)
-    return method
-
-
-def _apply_bit_budget(tables: OptionTables) -> OptionTables:
-    """With a course for schedule.inner_steps where a budget stands there."""
-    schedule, codec = tables["schedule"], tables["codec"]
-    granted = budget(schedule.get("inner_steps", 0))
-    if granted is None:
-        return tables
-    if any(ramp(value) for value in codec.values()):
-        raise UnknownOption("schedule.inner_steps: a budget takes a codec that does not change over the rounds")
-    built = _build_component("codec", CODECS, codec, 0)
-    bits = built.bits_per_parameter(SAMPLE_SIZE) * _build_component("signal", SIGNALS, tables["signal"], 0).vector_count
-    fragments = schedule.get("fragments", 1)
-    course = granted.course(bits, fragments if isinstance(fragments, int) else 1)
-    return {**tables, "schedule": {**schedule, "inner_steps": course}}
-
-
-def _merge_tables(default: OptionTable, override: OptionTable) -> OptionTable:
-    kind = override.get("kind", default["kind"])
-    if kind != default["kind"]:
-        return override
-    return {**default, **override}
-
-
-def _breakpoints_of(tables: OptionTables) -> Iterator[int]:
-    for part, table in tables.items():
-        for option, value in table.items():
-            if course := ramp(value):
-                if part not in SCHEDULABLE or (option == "kind" and part != "codec"):
-                    raise UnknownOption(f"{part}.{option} = {value!r} must not change over the rounds")
-                yield from course.knots
-
-
-def _build_component(component: str, kinds: Mapping[str, type[Component]], table: OptionTable, round_number: int) -> Component:
-    options = {option: _value_in_round(value, round_number) for option, value in table.items()}
-    kind = options.pop("kind")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise UnknownOption(f"{component}.kind = {kind!r} is not known; {_suggest_name(str(kind), kinds)}")
-    fields = _option_names(kinds[kind])
-    known = {field for other in _kinds_ever_used(table["kind"]) & kinds.keys() for field in _option_names(kinds[other])}
-    for option in options:
-        if option not in known:
-            raise UnknownOption(f"{component} {kind!r} has no option {option!r}; {_suggest_name(option, [*fields, 'kind'])}")
-    try:
-        return kinds[kind](**{option: value for option, value in options.items() if option in fields})
-    except ValidationError as error:
-        raise UnknownOption(_describe_error(component, error)) from error
-
-
-def _option_names(kind: type[Any]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
-
-
-def _kinds_ever_used(kind: Scalar) -> set[str]:
-    """A codec's options may belong to the kind before a turn, or to the one after it."""
-    course = ramp(kind)
-    return course.words if course else {str(kind)}
-
-
-def _value_in_round(value: Scalar, round_number: int) -> Scalar:
-    course = ramp(value)
-    return course.at(round_number) if course else value
-
-
-def _describe_error(component: str, error: ValidationError) -> str:
-    fault = error.errors(include_url=False)[0]
-    place = ".".join((component, *map(str, fault["loc"])))
-    message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    given = fault["input"]
-    hint = f'; write "{given.strip()} over ROUNDS"' if component in SCHEDULABLE and is_endless(given) else ""
-    return f"{place} = {given!r}: {message}{hint}" if fault["loc"] else f"{component}: {message}"
-
-
-def _suggest_name(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(known)}"
+SYNCHRONOUS: Final = (
+    _make_recipe("diloco", "arXiv 2311.08105", INT8, schedule=_every_steps(100)),
+    _make_recipe("sparseloco", "arXiv 2508.15706", SPARSE_TOPK, schedule=_every_steps(30)),
+    _make_recipe(
+        "sparseloco-senders",
+        "arXiv 2508.15706 as deployed (2603.08163)",
+        SPARSE_TOPK,
+        schedule=_every_steps(30),
+        aggregate={"kind": "sender-mean", "clip": True},
+    ),
+    _make_recipe(
+        "frugal",
+        "arXiv 2603.08163, with our constants",
+        SPARSE_TOPK,
+        schedule=_every_steps(9, ahead=9),
+        codec={"kind": "topk", "k": 64, "bits": 1},
+        feedback={"kind": "error", "decay": 0.8},
+        aggregate={"kind": "sender-mean", "clip": True},
+        adoption={"kind": "carry", "unsent": 0.3},
+    ),
+    _make_recipe("averaging", "arXiv 1602.05629", {**INT8, **PLAIN_AVERAGING}, schedule=_every_steps(30)),
+    _make_recipe("adloco", "arXiv 2508.18182", INT8, schedule=_every_steps(100), inner={"kind": "growing-batch"}),
+    _make_recipe(
+        "edit",
+        "arXiv 2412.07210",
+        schedule=_every_steps(128),
+        topology={"kind": "gather"},
+        aggregate={"kind": "penalty", "statistics": "running"},
+        update={"kind": "nesterov", "learning_rate": 0.7, "momentum": 0.8},
+    ),
+    _make_recipe(
+        "local-adam",
+        "arXiv 2505.22549 (its baseline)",
+        PLAIN_AVERAGING,
+        schedule=_every_steps(64),
+        signal={"kind": "inner-state", "first_every": 1, "second_every": 1},
+        codec={"kind": "none"},
+    ),
+    _make_recipe(
+        "des-loc",
+        "arXiv 2505.22549",
+        PLAIN_AVERAGING,
+        schedule=_every_steps(64),
+        signal={"kind": "inner-state", "first_every": 3, "second_every": 6},
+        codec={"kind": "none"},
+    ),
+    _make_recipe(
+        "mt-dao",
+        "arXiv 2510.05361",
+        PLAIN_AVERAGING,
+        schedule=_every_steps(32),
+        inner={"kind": "quasi-hyperbolic", "beta": 0.999, "weight": 0.9},
+        signal={"kind": "inner-state", "first_every": 1, "second_every": 1},
+        codec={"kind": "none"},
+    ),
+)
+WARM_STARTED: Final = (
+    _make_recipe(
+        "diloco-warm",
+        "arXiv 2311.08105 with synchronous first rounds",
+        INT8,
+        schedule=_every_steps("1 until 50 then 10 => 60 over 30"),
+        update={
+            "kind": "nesterov",
+            "learning_rate": "1.0 until 50 then 0.7",
+            "momentum": "0.0 until 50 then 0.5 -> 0.9 over 30",
+            "shorten": True,
+        },
+    ),
+    _make_recipe(
+        "sparseloco-warm",
+        "arXiv 2508.15706 with synchronous, dense first rounds",
+        SPARSE_TOPK,
+        schedule=_every_steps("1 until 50 then 10 => 30 over 30"),
+        codec={"kind": "int8 until 50 then topk", "k": "256 until 50 then 256 => 64 over 30"},
+    ),
+)
+OVERLAPPED: Final = (
+    _make_recipe(
+        "streaming-diloco",
+        "arXiv 2501.18512",
+        schedule=_every_steps(100, fragments=4, ahead=5, delay=5),
+        codec={"kind": "e3m0"},
+        adoption={"kind": "mix", "alpha": 0.5},
+    ),
+    _make_recipe(
+        "eager-diloco",
+        "arXiv 2502.12996",
+        INT8,
+        schedule=_overlapped(100),
+        # A round late, more would not be stable.
+        update={"kind": "nesterov", "learning_rate": 0.4, "momentum": 0.6, "shorten": True},
+        adoption={"kind": "carry", "keep": 0.125},
+    ),
+    _make_recipe(
+        "dilocox",
+        "arXiv 2506.21263",
+        schedule=_overlapped("124 => 62 over 40"),
+        codec={"kind": "low-rank", "rank": "32 => 16 over 40", "values": "int4", "energy": 0.95},
+        feedback={"kind": "error"},
+        topology={"kind": "gather"},
+    ),
+    _make_recipe(
+        "co2",
+        "arXiv 2401.16265",
+        schedule=_overlapped(48),
+        update={"kind": "staleness-penalised", "learning_rate": 1.0, "momentum": 0.5},
+        adoption={"kind": "carry", "keep": 0.0},
+    ),
+)
+EVERY_STEP: Final = (
+    _make_recipe(
+        "data-parallel",
+        "arXiv 1711.05101 on the mean gradient",
+        EVERY_GRADIENT,
+        codec={"kind": "none"},
+        update={"kind": "adam"},
+    ),
+    _make_recipe(
+        "backup-workers",
+        "arXiv 2004.14696",
+        EVERY_GRADIENT,
+        schedule=_every_steps(1, quorum="0.5 -> 1.0 over 500"),
+        codec={"kind": "none"},
+        aggregate={**EQUAL_WEIGHTS, "staleness": 10.0},
+        update={"kind": "adam"},
+    ),
+    _make_recipe(
+        "qsdp",
+        "arXiv 2302.02390",
+        EVERY_GRADIENT,
+        codec={"kind": "int8", "block": 1024, "rounding": "stochastic"},
+        update={"kind": "adam"},
+    ),
+    _make_recipe(
+        "one-bit-adam",
+        "arXiv 2102.02888",
+        EVERY_GRADIENT,
+        signal={"kind": "momentum", "beta": 0.9},
+        codec={"kind": "none until 100 then sign"},
+        feedback={"kind": "error"},
+        topology={"kind": "gather"},
+        update={"kind": "frozen-adam", "warm_rounds": 100, "floor": 0.01},
+    ),
+    _make_recipe(
+        "demo",
+        "arXiv 2411.19870",
+        SIGN_OF_MOMENTUM,
+        codec={"kind": "dct-topk", "k": 32, "bits": 3},
+        topology={"kind": "gather"},
+    ),
+    _make_recipe(
+        "distro",
+        "arXiv 2411.19870 as deployed",
+        SIGN_OF_MOMENTUM,
+        inner={"kind": "gathering-ahead", "beta": 0.999, "reach": 0.3},
+        schedule=_overlapped(1),
+        codec={"kind": "dct-topk", "k": 32, "bits": 1},
+        topology={"kind": "gather"},
+        aggregate={"kind": "sender-mean"},
+    ),
+    _make_recipe(
+        "detonation-random",
+        "arXiv 2502.06728",
+        SUBSET,
+        codec={"kind": "subset", "density": 0.0625, "values": "fp16"},
+    ),
+    _make_recipe(
+        "detonation-striding",
+        "arXiv 2502.06728",
+        SUBSET,
+        codec={"kind": "subset", "density": 0.0625, "values": "fp16", "selection": "striding"},
+    ),
+    _make_recipe("detonation-full", "arXiv 2502.06728", SIGN_OF_MOMENTUM),
+    _make_recipe(
+        "spsa",
+        "arXiv 2306.10015",
+        EVERY_GRADIENT,
+        codec={"kind": "direction"},
+        topology={"kind": "gather"},
+        aggregate={**EQUAL_WEIGHTS, "clip": True},
+        update={"kind": "sgd", "learning_rate": 1e-5},
+    ),
+)
+GROUPS: Final = (
+    _make_recipe(
+        "noloco",
+        "arXiv 2506.10911",
+        schedule=_every_steps(50),
+        signal={"kind": "progress-and-anchor"},
+        topology={"kind": "groups", "size": 2},
+        aggregate=EQUAL_WEIGHTS,
+        update={"kind": "gossip", "alpha": 0.5, "beta": 0.7, "gamma": 0.7},
+    ),
+    _make_recipe(
+        "noloco-weights",
+        "arXiv 2506.10911 with gamma = beta",
+        schedule=_every_steps(50),
+        signal={"kind": "weights"},
+        topology={"kind": "groups", "size": 2},
+        aggregate=EQUAL_WEIGHTS,
+        update={"kind": "gossip-weights", "alpha": 0.5, "beta": 0.7},
+    ),
+    _make_recipe(
+        "gossip-adam",
+        "arXiv 2410.11998",
+        inner={"kind": "accumulating-adamw", "every": 4},
+        schedule=_overlapped(1),
+        signal={"kind": "weights"},
+        topology={"kind": "groups", "size": 2, "pattern": "exponential"},
+        aggregate=EQUAL_WEIGHTS,
+        update={"kind": "replace"},
+    ),
+)
+ASYNCHRONOUS: Final = (
+    _make_recipe(
+        "a-edit",
+        "arXiv 2412.07210",
+        schedule=_every_steps(128, ahead=128, quorum=0.5),
+        topology={"kind": "gather"},
+        aggregate={"kind": "penalty", "statistics": "running", "tokens": 0.5},
+        update={"kind": "nesterov", "learning_rate": 0.7, "momentum": 0.8},
+    ),
+    _make_recipe(
+        "fedbuff",
+        "arXiv 2106.06639",
+        PLAIN_AVERAGING,
+        schedule=_every_steps(50, ahead=50, quorum=0.5),
+        aggregate=WEIGHTED_BY_AGE,
+    ),
+    _make_recipe(
+        "fedcompass",
+        "arXiv 2309.14675",
+        schedule=_every_steps(100, least_steps=20, seconds=60.0),
+        aggregate=WEIGHTED_BY_AGE,
+        update={"kind": "sgd", "learning_rate": 0.9},
+    ),
+    _make_recipe(
+        "anarchic",
+        "arXiv 2108.09875",
+        schedule=_every_steps(20, ahead=80, quorum=0.25),
+        signal={"kind": "pseudo-gradient", "equal_steps": 20},
+        aggregate=EQUAL_WEIGHTS,
+        update={"kind": "sgd", "learning_rate": 0.25},  # as the quorum: each peer moves the anchor by its share
+    ),
+    _make_recipe(
+        "delayed-nesterov",
+        "arXiv 2401.09135",
+        schedule=_every_steps(50, ahead=50, quorum=0.25),
+        aggregate=EQUAL_WEIGHTS,
+        update={"kind": "delayed-nesterov", "learning_rate": 0.7, "momentum": 0.9, "period": 4},
+    ),
+    *(
+        _make_recipe(kind, paper, {**INT8, **PLAIN_AVERAGING}, schedule=_overlapped(30), inner={"kind": kind})
+        for kind, paper in (
+            ("adaptive-braking", "arXiv 2007.01397"),
+            ("spike-compensation", "arXiv 2003.11666"),
+            ("weight-prediction", "arXiv 2003.11666"),
+        )
+    ),
+)
+ALL_RECIPES: Final = (*SYNCHRONOUS, *WARM_STARTED, *OVERLAPPED, *EVERY_STEP, *GROUPS, *ASYNCHRONOUS)
+RECIPES: Final[Mapping[str, Recipe]] = types.MappingProxyType({row.name: row for row in ALL_RECIPES})

@@ -16,10 +16,10 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from optim.errors import UnknownOption
-from optim.inner.inner import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT, WEIGHTS
+from optim.exchange_schedule import Schedule
+from optim.inner.base import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT, WEIGHTS
 from optim.layout import Layout, Span
-from optim.parts import STRICT
-from optim.schedules import Schedule
+from optim.options import STRICT
 
 MAX_PERIOD = 1000  # rounds
 

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.parts import STRICT
+from optim.options import STRICT
 
 TopologyKind = Literal["butterfly", "gather", "groups"]
 

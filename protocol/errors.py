@@ -1,26 +1,26 @@
 """The tree of errors a person or a peer can cause, and the exit code of each.
 
-    MurmurError                      1   anything below, unspecified
-    ├── UsageError                   2   a command was called wrongly
-    ├── ManifestError                3   unknown or ill-typed key, unreadable manifest, no such recipe
-    ├── MissingFileError             4   a file or folder that was named does not exist
-    ├── IdentityError                5   key file unreadable or readable by others
-    ├── AlreadyRunningError          6   another node uses this folder
-    ├── OtherRunError                7   the folder belongs to another run
-    ├── CheckpointError              8   no usable checkpoint, or one of other shapes
-    ├── StorageError                 9   no space on disk, or the disk fails
-    ├── UnreachableError            10   no bootstrap peer answers (only where a command gives up)
-    │   └── GoneError                    what a peer named is not there any more
-    ├── DeviceError                 11   the accelerator asked for is not there
-    ├── DataError                   12   the training text is missing or malformed
-    ├── TransportError              13   p2pd cannot be started or kept alive
-    │   └── PortTakenError               a port that was asked for is another program's
-    ├── OrganiserError              14   a manifest from elsewhere that its organiser has not signed
-    └── PeerFault                    -   a peer sent something wrong; never leaves the daemon
-        ├── MalformedError               bytes that do not parse, or parse to nonsense
-        ├── ForgedError                  a signature that does not verify
-        ├── StaleError                   expired, replayed or of another run
-        └── LimitError                   more than this identity may send
+MurmurError                      1   anything below, unspecified
+├── UsageError                   2   a command was called wrongly
+├── ManifestError                3   unknown or ill-typed key, unreadable manifest, no such recipe
+├── MissingFileError             4   a file or folder that was named does not exist
+├── IdentityError                5   key file unreadable or readable by others
+├── AlreadyRunningError          6   another node uses this folder
+├── OtherRunError                7   the folder belongs to another run
+├── CheckpointError              8   no usable checkpoint, or one of other shapes
+├── StorageError                 9   no space on disk, or the disk fails
+├── UnreachableError            10   no bootstrap peer answers (only where a command gives up)
+│   └── GoneError                    what a peer named is not there any more
+├── DeviceError                 11   the accelerator asked for is not there
+├── DataError                   12   the training text is missing or malformed
+├── TransportError              13   p2pd cannot be started or kept alive
+│   └── PortTakenError               a port that was asked for is another program's
+├── OrganiserError              14   a manifest from elsewhere that its organiser has not signed
+└── PeerFault                    -   a peer sent something wrong; never leaves the daemon
+    ├── MalformedError               bytes that do not parse, or parse to nonsense
+    ├── ForgedError                  a signature that does not verify
+    ├── StaleError                   expired, replayed or of another run
+    └── LimitError                   more than this identity may send
 """
 
 

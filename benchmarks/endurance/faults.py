@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import psutil
 
-from benchmarks.endurance.watch import RunObserver
+from benchmarks.endurance.run_observer import RunObserver
 from node.local.peer_process import PeerProcess
-from tests.netlab.scattered import LabSwarm, LabPeer
-from tests.swarm.flock import daemon_pid
+from tests.netlab.lab_swarm import LabPeer, LabSwarm
+from tests.swarm.process_swarm import daemon_pid
 from tests.swarm.processes import process_tree
 
 PERIOD = 15.0  # seconds from one fault to the next
@@ -23,8 +23,8 @@ class FaultInjector:
     """kill: daemon, trainer and p2pd at once. freeze: they stand still, as when a laptop sleeps. cut: nothing passes
     the line, and nobody is told. rejoin: one that was killed is started again."""
 
-    def __init__(self, flock: LabSwarm, watch: RunObserver, seed: int) -> None:
-        self._flock = flock
+    def __init__(self, swarm: LabSwarm, watch: RunObserver, seed: int) -> None:
+        self._swarm = swarm
         self._watch = watch
         self._random = random.Random(seed)
         self._next: float | None = None
@@ -39,7 +39,7 @@ class FaultInjector:
 
     def step(self, now: float) -> None:
         """SystemExit: a peer has ended that nobody killed."""
-        for peer in self._flock.lab_peers:
+        for peer in self._swarm.lab_peers:
             if not peer.is_running and peer not in self._dead:
                 raise SystemExit("\n".join([f"{peer.name} ended by itself:", *peer.log_tail(LAST_LINES)]))
         for entry in [entry for entry in self._ending if entry[0] <= now]:
@@ -57,7 +57,7 @@ class FaultInjector:
             self._rejoin()
 
     def _inject(self, now: float) -> None:
-        mortal = [peer for peer in self._flock.lab_peers[:-SPARED] if self._is_healthy(peer)]
+        mortal = [peer for peer in self._swarm.lab_peers[:-SPARED] if self._is_healthy(peer)]
         kinds = [
             "freeze",
             "cut",
@@ -68,7 +68,9 @@ class FaultInjector:
         self.counts[kind] += 1
         if kind == "rejoin":
             return self._rejoin()
-        victim = self._random.choice(mortal if kind == "kill" else list(filter(self._is_healthy, self._flock.lab_peers)))
+        victim = self._random.choice(
+            mortal if kind == "kill" else list(filter(self._is_healthy, self._swarm.lab_peers))
+        )
         self._watch.reset_standstill(victim.name)
         if kind == "kill":
             victim.kill()
@@ -95,13 +97,13 @@ class FaultInjector:
         return thaw
 
     def _cut(self, victim: LabPeer) -> Callable[[], None]:
-        self._flock.laboratory.cut(victim.node)
-        return self._flock.laboratory.heal
+        self._swarm.laboratory.cut(victim.node)
+        return self._swarm.laboratory.heal
 
     def _rejoin(self) -> None:
         peer = self._dead.pop(0)
         self._watch.reset_standstill(peer.name)
-        living = [other for other in self._flock.lab_peers if self._is_healthy(other)]
+        living = [other for other in self._swarm.lab_peers if self._is_healthy(other)]
         peer.start([address for other in living for address in other.public_addresses()[:1]])
 
     def _end(self, entry: tuple[float, PeerProcess, Callable[[], None]]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 
 from node.local.peer_process import PeerProcess
-from tests.swarm.flock import daemon_pid
+from tests.swarm.process_swarm import daemon_pid
 
 WARM_UP_SECONDS = 900.0  # of a life, usually: until the tables of the last 64 rounds are full
 MIN_LIFE_SECONDS = 1200.0  # behind it: in minutes, an hour's megabyte is far below what comes and goes

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from node.config import NodeOptions, threads_per_process
-from node.daemon.assembly import Node
-from node.daemon.memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
-from node.daemon.metrics import serve_metrics
-from node.daemon.workers import start_workers
-from node.descriptors import raise_fd_limit
-from node.folder import RunDir
+from node.daemon.node import Node
+from node.monitoring.metrics import serve_metrics
+from node.options import NodeOptions, threads_per_process
+from node.process import raise_fd_limit
+from node.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
+from node.run_dir import RunDir
+from node.workers import start_workers
 from protocol.errors import MurmurError, describe_error
 from protocol.tasks import cancel_and_wait
 

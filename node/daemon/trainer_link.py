@@ -13,31 +13,37 @@ from typing import Any
 
 from torch import Tensor
 
-from node.arena import SharedMemory
-from node.channel import (
-    ApplyAnchor,
+from node.daemon.contributions import (
+    ContributionFile,
+    ContributionTracker,
+    ForkOutcome,
+    LastSent,
+    SettledContribution,
+    StoredContribution,
+)
+from node.ipc.channel import (
     AnchorApplied,
+    ApplyAnchor,
+    ContributionHeader,
+    ContributionOutcome,
     Evaluate,
     Evaluated,
-    ContributionOutcome,
     FromTrainer,
-    SubmitEarly,
-    ContributionHeader,
-    TrainerWarning,
     PauseChanged,
-    TrainerProgress,
     Ready,
     RevisedOutcome,
+    SubmitEarly,
+    TrainerProgress,
+    TrainerWarning,
 )
-from node.daemon.metrics import RecoveredErrorKind
-from node.daemon.offer_file import ContributionFile
-from node.daemon.offers import StoredContribution, ContributionTracker, SettledContribution, LastSent, ForkOutcome
-from node.daemon.trainer_process import TrainerProcess
+from node.ipc.shared_memory import SharedMemory
+from node.ipc.trainer_process import TrainerProcess
+from node.monitoring.metrics import RecoveredErrorKind
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
+from protocol.consensus.chain import ChainHead
+from protocol.consensus.messages import Commit
 from protocol.identity import PeerId
-from protocol.rounds.chain import ChainHead
-from protocol.rounds.statements import Commit
 
 APPLY_ANCHOR_SECONDS = 60.0
 LAST_APPLY_ANCHOR_SECONDS = 5.0
@@ -48,10 +54,18 @@ class TrainerLink:
     `steps`: how many to make for a round by its number."""
 
     def __init__(
-        self, peer_id: PeerId, process: TrainerProcess, shared_memory: SharedMemory, store: BlobStore, contributions: ContributionTracker, contribution_file: ContributionFile,
-        run_in_thread: Callable[..., Awaitable[Any]], on_message: Callable[[FromTrainer], None], steps_for_round: Callable[[int], int],
+        self,
+        peer_id: PeerId,
+        process: TrainerProcess,
+        shared_memory: SharedMemory,
+        store: BlobStore,
+        contributions: ContributionTracker,
+        contribution_file: ContributionFile,
+        run_in_thread: Callable[..., Awaitable[Any]],
+        on_message: Callable[[FromTrainer], None],
+        steps_for_round: Callable[[int], int],
         record_recovered: Callable[[RecoveredErrorKind, str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._peer_id = peer_id
         self._process = process
         self._shared_memory = shared_memory
@@ -131,7 +145,9 @@ class TrainerLink:
         """Hand the trainer a new anchor, and the fate of its message if that is decided."""
         if not self._running:
             return
-        while not await self.wait_until_applied(self._round, APPLY_ANCHOR_SECONDS):  # one that is stuck is started again
+        while not await self.wait_until_applied(
+            self._round, APPLY_ANCHOR_SECONDS
+        ):  # one that is stuck is started again
             line = f"the trainer has not adopted round {self._round} for {APPLY_ANCHOR_SECONDS:g} s"
             self._record_recovered("not adopted", line)
         await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
@@ -177,7 +193,11 @@ class TrainerLink:
         self._ready_crash_count = self._process.crash_count
         self._outstanding = ready.outstanding
         self._resent_round = ready.outstanding
-        if ready.round != self._round or self.contributions.outcome_of(ready.outstanding) != "none" or self._revised_outcomes():
+        if (
+            ready.round != self._round
+            or self.contributions.outcome_of(ready.outstanding) != "none"
+            or self._revised_outcomes()
+        ):
             await self._send_anchor()
         else:
             await self._on_anchor_applied(ready.round)
@@ -188,11 +208,17 @@ class TrainerLink:
             self._outstanding = None
         self._revision_sent = self._revision_pending
         steps = self._steps_for_round(self._round)
-        await self._process.send(ApplyAnchor(round=self._round, outcome=fate, steps=steps, revised=self._revised_outcomes()))
+        await self._process.send(
+            ApplyAnchor(round=self._round, outcome=fate, steps=steps, revised=self._revised_outcomes())
+        )
 
     def _revised_outcomes(self) -> tuple[RevisedOutcome, ...]:
         return tuple(
-            RevisedOutcome(header=entry.contribution.header, parts=tuple(blob.name for blob in entry.contribution.parts), outcome=entry.outcome)
+            RevisedOutcome(
+                header=entry.contribution.header,
+                parts=tuple(blob.name for blob in entry.contribution.parts),
+                outcome=entry.outcome,
+            )
             for entry in self.contributions.settled
             if entry.previous_outcome is not None
         )
@@ -215,7 +241,9 @@ class TrainerLink:
             past = None if self._revision_pending else tuple(self.contributions.settled)
             offer = await self._run_in_thread(self._store_contribution, header, past)
             if self._revision_pending:
-                self._record_recovered("given back", f"the message of round {header.round} is of the chain that was left")
+                self._record_recovered(
+                    "given back", f"the message of round {header.round} is of the chain that was left"
+                )
                 self.contributions.reject(offer, self._round)
             else:
                 self.contributions.submit(offer, self._round)
@@ -224,7 +252,9 @@ class TrainerLink:
         if self.contributions.pending is None and self._process.crash_count == self._ready_crash_count:
             await self._send_anchor()
 
-    def _store_contribution(self, header: ContributionHeader, settled: tuple[SettledContribution, ...] | None) -> StoredContribution:
+    def _store_contribution(
+        self, header: ContributionHeader, settled: tuple[SettledContribution, ...] | None
+    ) -> StoredContribution:
         """`past`: the messages before it; None: it is not to be offered."""
         offer = StoredContribution(header, store_parts(self._store, self._shared_memory, header))
         if settled is not None:

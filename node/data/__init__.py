@@ -3,6 +3,6 @@
 from node.data.batches import BatchReader, validation_batches
 from node.data.corpus import Corpus
 from node.data.source import open_source
-from node.data.tokens import tokenize_files
+from node.data.token_shards import tokenize_files
 
 __all__ = ["BatchReader", "Corpus", "open_source", "tokenize_files", "validation_batches"]

@@ -33,7 +33,9 @@ class BatchReader:
         windows = self._windows.take(sequences)
         if windows.max() >= self._vocabulary_size:
             # In a shard that someone damaged; on an accelerator it would kill the process without a word.
-            raise DataError(f"token id {windows.max()} in the text, above {self._vocabulary_size - 1}; tokenize it again")
+            raise DataError(
+                f"token id {windows.max()} in the text, above {self._vocabulary_size - 1}; tokenize it again"
+            )
         return torch.from_numpy(windows)
 
 

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from node.data.corpus import Corpus
-from node.data.hf import open_huggingface
-from node.data.stdlib import open_stdlib
-from node.data.text import open_text
-from node.data.tokens import open_tokens
-from node.data.vocabulary import open_tokenizer
+from node.data.huggingface import open_huggingface
+from node.data.text_files import open_stdlib, open_text
+from node.data.token_shards import open_tokens
+from node.data.tokenizer import open_tokenizer
 from protocol.errors import DataError
 from protocol.manifest import DataSection
 

@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from node.config import LISTEN_ON_ALL_INTERFACES
 from node.doctor import machine
 from node.doctor.findings import Finding, finding_of_error, judge_clock
 from node.doctor.network import probe_network
-from node.harmless import sanitize
-from node.links import Invitation, open_invitation
+from node.from_manifest import build_program
+from node.join.invitation import Invitation, open_invitation
 from node.model import shape_table
-from node.places import join_dir
-from node.program import build_program
-from node.status import format_count
+from node.monitoring.logs import sanitize
+from node.monitoring.status import format_count
+from node.options import LISTEN_ON_ALL_INTERFACES
+from node.paths import join_dir
 from protocol.errors import MurmurError
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from node.footprint import max_microbatch
-from node.status import format_bytes
+from node.model.memory_estimate import max_microbatch
+from node.monitoring.status import format_bytes
 from protocol.errors import MurmurError
 from protocol.manifest import Manifest
-from protocol.membership.directory import CLOCK_TOLERANCE_SECONDS
-from protocol.network.dial_back import find_direct_host
-from protocol.network.reach import is_public_address
+from protocol.membership.peer_table import CLOCK_TOLERANCE_SECONDS
+from protocol.transport.nat import find_direct_host, is_public_address
 
 Level = Literal["ok", "warn", "fail"]
 CLOCK_WARN_SECONDS = 5.0
@@ -51,7 +50,9 @@ def judge_clock(offsets: Sequence[float], against: str) -> Finding:
     if not offsets:
         return Finding("clock", "ok", "not compared; a peer or a link to a host would tell")
     offset = median(offsets)
-    level: Level = "ok" if abs(offset) < CLOCK_WARN_SECONDS else "warn" if abs(offset) < CLOCK_TOLERANCE_SECONDS else "fail"
+    level: Level = (
+        "ok" if abs(offset) < CLOCK_WARN_SECONDS else "warn" if abs(offset) < CLOCK_TOLERANCE_SECONDS else "fail"
+    )
     mend = "" if level == "ok" else "let the system set its clock: timedatectl set-ntp true"
     return Finding("clock", level, f"{offset:+.0f} s against {against}", mend)
 

@@ -17,23 +17,23 @@ from typing import Any
 
 import grpc
 
-from node.daemon.calls import await_reply, request_chain
+from node.daemon.peer_rpc import await_reply, request_chain
 from node.doctor.findings import (
     Finding,
     judge_addresses,
+    judge_bandwidth,
     judge_clock,
     judge_dial_back,
     judge_nat,
     judge_peers,
     judge_public_peers,
-    judge_bandwidth,
     judge_versions,
 )
-from node.links import Invitation
+from node.join.invitation import Invitation
 from protocol.blobs.blob import Blob
 from protocol.errors import MurmurError, PeerFault, UnreachableError
 from protocol.identity import PeerId
-from protocol.membership.directory import PeerTable
+from protocol.membership.peer_table import PeerTable
 from protocol.murmur_pb2 import (
     DialBackReply,
     DialBackRequest,
@@ -43,9 +43,9 @@ from protocol.murmur_pb2 import (
     PeerRecord,
 )
 from protocol.murmur_pb2_grpc import BlobsStub, MembershipStub, RunsStub
-from protocol.network.reach import is_public_address
-from protocol.network.transport import Transport
 from protocol.replies import require_reply
+from protocol.transport.nat import is_public_address
+from protocol.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,9 @@ class RunProbe:
                 logger.info("%s does not name its state: %s", peer, error)
                 continue
             count, seconds = await self._download_state(peer, state)
-            finding = judge_bandwidth(count, seconds, state.size, MAX_STATE_GRACES * self.invitation.manifest.round.grace)
+            finding = judge_bandwidth(
+                count, seconds, state.size, MAX_STATE_GRACES * self.invitation.manifest.round.grace
+            )
             if count or seconds >= FETCH_SECONDS:
                 break
         return finding

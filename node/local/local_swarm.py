@@ -10,11 +10,11 @@ import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from node.local.drill import KillTest
+from node.local.kill_test import KillTest
 from node.local.peer_process import PeerProcess
 from node.local.report import SwarmResult
+from node.local.swarm_summary import SwarmSummary
 from node.local.swarm_table import SwarmDisplay
-from node.local.views import SwarmSummary
 from protocol import errors
 from protocol.manifest import Manifest
 
@@ -32,7 +32,9 @@ class Interrupted(Exception):  # noqa: N818 - not an error: what the person aske
 class LocalSwarm:
     """`peers` are processes not started yet. `drill` is None without a fire drill."""
 
-    def __init__(self, manifest: Manifest, peers: Sequence[PeerProcess], display: SwarmDisplay, kill_test: KillTest | None) -> None:
+    def __init__(
+        self, manifest: Manifest, peers: Sequence[PeerProcess], display: SwarmDisplay, kill_test: KillTest | None
+    ) -> None:
         self._manifest = manifest
         self._peers = tuple(peers)
         self._display = display

@@ -14,8 +14,8 @@ from typing import IO
 
 from pydantic import ValidationError
 
-from node.local.views import PeerTotals, PeerSummary, PeerProcessState
-from node.status import NodeStatus, fetch_status
+from node.local.swarm_summary import PeerProcessState, PeerSummary, PeerTotals
+from node.monitoring.status import NodeStatus, fetch_status
 from protocol.errors import StorageError, UnreachableError
 
 STATUS_SECONDS = 2.0

@@ -3,16 +3,31 @@
 Per-step data-parallel training would have sent, per peer, a ring all-reduce of the fp32 gradient at each step:
     2 (N - 1) / N * 4 bytes * parameters * steps,   steps = tokens / (N * tokens of one step on one peer)
 that is, the steps that the same tokens would have taken.
+
+What a finished run is worth: the losses before and after, the model as a folder, a few lines of its own.
+
+Needs torch; `node.local.report` does the arithmetic.
 """
 
+import itertools
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from pydantic import BaseModel, ConfigDict
+from torch import Tensor
 
-from node.local.views import PeerTotals, compute_share
-from node.status import format_bytes
+from node.checkpoints.checkpoint import load_trained_weights
+from node.data.batches import validation_batches
+from node.data.source import open_source
+from node.local.swarm_summary import PeerTotals, compute_share
+from node.model import Llama, initial_weights
+from node.model.export import export
+from node.model.generate import generate
+from node.monitoring.status import format_bytes
+from node.paths import find_newest_checkpoint, find_trained_dir
 from protocol.manifest import Manifest
 
 
@@ -134,3 +149,50 @@ def build_report(manifest: Manifest, result: SwarmResult, evaluation: ModelEvalu
         export=str(evaluation.export),
         sample=evaluation.sample,
     )
+
+
+VALIDATION_TOKENS = 65_536
+SAMPLE_TOKENS = 200
+SAMPLE_CHARACTERS = 240
+PROMPTS = {"python-stdlib": "def "}
+DEFAULT_PROMPT = "The "
+
+
+def evaluate_model(manifest: Manifest, swarm_dir: Path) -> ModelEvaluation:
+    """Reads the newest checkpoint below `swarm` and writes `swarm`/export anew. Raises MurmurError."""
+    node = find_trained_dir(swarm_dir)
+    trained = load_trained_weights(node)
+    initial = initial_weights(manifest.model, manifest.run.seed)
+    before, after = validation_losses(manifest, swarm_dir, initial, trained.anchor)
+    exported = swarm_dir / "export"
+    shutil.rmtree(exported, ignore_errors=True)
+    export(node, exported)
+    return ModelEvaluation(
+        checkpoint=find_newest_checkpoint(node) or node,
+        export=exported,
+        rounds=trained.round,
+        parameters=trained.anchor.numel(),
+        initial_validation_loss=before,
+        validation_loss=after,
+        sample=sample_text(manifest, node),
+    )
+
+
+@torch.inference_mode()
+def validation_losses(manifest: Manifest, base: Path, *weights: Tensor) -> list[float]:
+    """Mean loss in nats a token over the held-out text, for each flat vector of weights."""
+    batches = validation_batches(open_source(manifest.data, base), manifest.model.context, VALIDATION_TOKENS)
+    model = Llama(manifest.model)
+    losses = []
+    for flat in weights:
+        model.load_flat(flat)
+        total = sum(model(batch[:, :-1], batch[:, 1:]).item() * len(batch) for batch in batches)
+        losses.append(total / sum(len(batch) for batch in batches))
+    return losses
+
+
+def sample_text(manifest: Manifest, node_dir: Path) -> str:
+    """The beginning of what the model makes of a usual prompt, the prompt included."""
+    prompt = PROMPTS.get(manifest.data.source, DEFAULT_PROMPT)
+    pieces = generate(node_dir, prompt, tokens=SAMPLE_TOKENS, temperature=0.7, top_k=40, seed=manifest.run.seed)
+    return "".join(itertools.chain((prompt,), pieces))[:SAMPLE_CHARACTERS]

@@ -8,8 +8,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from node.local.views import PeerSummary, RemainingTime, SwarmSummary
-from node.status import format_bytes, format_count
+from node.local.swarm_summary import PeerSummary, RemainingTime, SwarmSummary
+from node.monitoring.status import format_bytes, format_count
 
 PLAIN_LINE_SECONDS = 5.0
 COLUMNS = ("peer", "state", "round", "step", "loss", "tok/s", "sent", "included", "digest")
@@ -58,7 +58,9 @@ class SwarmDisplay:
 
 def format_header(swarm: SwarmSummary, remaining: float | None) -> str:
     ready = f"{len(swarm.running_peers)} of {len(swarm.peers)} peers"
-    return " · ".join((swarm.run, ready, _format_round(swarm), format_clock(swarm.elapsed), f"left {format_clock(remaining)}"))
+    return " · ".join(
+        (swarm.run, ready, _format_round(swarm), format_clock(swarm.elapsed), f"left {format_clock(remaining)}")
+    )
 
 
 def build_table(swarm: SwarmSummary) -> Table:
@@ -96,7 +98,17 @@ def format_plain_line(swarm: SwarmSummary, remaining: float | None) -> str:
     speed = f"{format_count(sum(status.tokens_per_second for status in statuses))} tok/s"
     sent = f"sent {format_bytes(sum(peer.bytes_sent for peer in swarm.peers))}"
     states = ", ".join(f"{peer.name} {peer.state_word}" for peer in swarm.peers)
-    return " · ".join((_format_round(swarm), format_clock(swarm.elapsed), f"left {format_clock(remaining)}", loss, speed, sent, states))
+    return " · ".join(
+        (
+            _format_round(swarm),
+            format_clock(swarm.elapsed),
+            f"left {format_clock(remaining)}",
+            loss,
+            speed,
+            sent,
+            states,
+        )
+    )
 
 
 def format_clock(seconds: float | None) -> str:

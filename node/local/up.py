@@ -9,17 +9,16 @@ from typing import Any
 
 from rich.console import Console
 
-from node import places
-from node.config import LISTEN_ON_LOOPBACK, Device, threads_per_process
-from node.folder import RunDir, write_atomically
-from node.local.drill import KillTest
-from node.local.findings import evaluate_model
+from node import paths
+from node.from_manifest import build_program
+from node.local.kill_test import KillTest
 from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
-from node.local.report import SwarmResult, build_report
+from node.local.report import SwarmResult, build_report, evaluate_model
 from node.local.swarm_table import SwarmDisplay
-from node.program import build_program
-from node.quantities import parse_rate, parse_size
+from node.options import LISTEN_ON_LOOPBACK, Device, threads_per_process
+from node.run_dir import RunDir, write_atomically
+from node.units import parse_rate, parse_size
 from protocol.manifest import Manifest, load_manifest
 
 DEFAULT_PEERS = 3
@@ -70,12 +69,12 @@ def resolve_options(options: UpOptions) -> SwarmConfig:
     """A folder that was used before goes on with its own manifest, unless another is named."""
     kept = options.folder / "run.toml" if options.folder else None
     resumed = options.run is None and kept is not None and kept.exists()
-    source = kept if resumed and kept else options.run or places.demo_manifest()
+    source = kept if resumed and kept else options.run or paths.demo_manifest()
     given = load_manifest(source)
     peers = options.peers or (given.run.min_peers if resumed else max(DEFAULT_PEERS, given.run.min_peers))
     return SwarmConfig(
         manifest=adapt_manifest(given, source.parent.resolve(), peers, options),
-        folder=options.folder or places.next_swarm_dir(given.run.name),
+        folder=options.folder or paths.next_swarm_dir(given.run.name),
         peers=peers,
         drill=(options.run is None and not resumed) if options.drill is None else options.drill,
         device=options.device,
@@ -149,8 +148,16 @@ def tokens_in_rounds(manifest: Manifest, rounds: int, peers: int) -> int:
 def build_peer_processes(config: SwarmConfig) -> list[PeerProcess]:
     found = []
     for index in range(config.peers):
-        home = places.peer_dir(config.folder, index)
+        home = paths.peer_dir(config.folder, index)
         command = [sys.executable, "-m", "node.cli", "join", str(config.folder / "run.toml"), "--dir", str(home)]
-        command += ["--name", home.name, *config.join_options, "--device", config.device, "--listen", LISTEN_ON_LOOPBACK]
+        command += [
+            "--name",
+            home.name,
+            *config.join_options,
+            "--device",
+            config.device,
+            "--listen",
+            LISTEN_ON_LOOPBACK,
+        ]
         found.append(PeerProcess(home.name, home, command))
     return found

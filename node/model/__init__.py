@@ -1,8 +1,7 @@
 """The model: its shape table, its initial weights and its arithmetic."""
 
-from node.model.compiled import CompiledLlama
-from node.model.initial import initial_weights
-from node.model.llama import Llama
+from node.model.initialization import initial_weights
+from node.model.llama import CompiledLlama, Llama
 from node.model.shapes import ShapeTable, shape_table
 
 __all__ = ["CompiledLlama", "Llama", "ShapeTable", "initial_weights", "shape_table"]

@@ -13,18 +13,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from node.data import open_source
-from node.folder import write_atomically
-from node.model.compiled import has_compiler
+from node.model.llama import has_compiler
+from node.run_dir import write_atomically
 from node.simulation import plot, report
-from node.simulation.baselines import DATA_PARALLEL, LOCAL
-from node.simulation.comparison import Comparison, compare, count_steps
-from node.simulation.liars import LIE_KINDS, Adversaries, LieKind
-from node.simulation.links import BYTES_PER_MEGABIT
-from node.simulation.setting import SimulationConfig, default_manifest, expand_per_peer
+from node.simulation.adversary import LIE_KINDS, Adversaries, LieKind
+from node.simulation.comparison import DATA_PARALLEL, LOCAL, Comparison, compare, count_steps
+from node.simulation.config import SimulationConfig, default_manifest, expand_per_peer
+from node.simulation.virtual_network import BYTES_PER_MEGABIT
+from optim.compose import compose
 from optim.errors import OptimError
 from optim.method import Method
-from optim.parts import Scalar
-from optim.recipes import compose
+from optim.options import Scalar
 from protocol.errors import UsageError
 from protocol.manifest import Manifest, load_manifest
 

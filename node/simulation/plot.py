@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
+from node.monitoring.status import format_bytes
 from node.simulation.comparison import Comparison, RecipeResults
-from node.simulation.measure import CurvePoint
-from node.status import format_bytes
+from node.simulation.measurement import CurvePoint
 
 CHART_WIDTH, CHART_HEIGHT = 520, 340
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 34, 46
@@ -56,7 +56,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _render_chart(series: Sequence[RecipeResults], title: str, x_value: XValue, label: Callable[[float], str], offset: int) -> str:
+def _render_chart(
+    series: Sequence[RecipeResults], title: str, x_value: XValue, label: Callable[[float], str], offset: int
+) -> str:
     curves = [[point for point in mean_curve(one) if x_value(point) > 0] for one in series]
     points = [point for curve in curves for point in curve]
     if not points:
@@ -86,7 +88,9 @@ def _render_line(places: Sequence[tuple[float, float]], colour: str) -> str:
     return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>{dots}'
 
 
-def _render_axes(title: str, logs: tuple[float, float], losses: tuple[float, float], label: Callable[[float], str]) -> str:
+def _render_axes(
+    title: str, logs: tuple[float, float], losses: tuple[float, float], label: Callable[[float], str]
+) -> str:
     right, floor = CHART_WIDTH - RIGHT, CHART_HEIGHT - BOTTOM
     parts = [
         f'<text x="{(LEFT + right) / 2}" y="18" text-anchor="middle">validation loss against {escape(title)}</text>',

@@ -6,27 +6,26 @@ from collections.abc import Callable, Iterable
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.daemon.replica import OuterState
+from node.daemon.outer_state import OuterState
 from node.data import Corpus
+from node.from_manifest import build_program, learning_rate_decay, round_settings_by_number
 from node.model import shape_table
-from node.program import learning_rate_decay, build_program, round_settings_by_number
-from node.simulation.clock import VirtualClock
-from node.simulation.directory import VirtualGossip
-from node.simulation.learner import VirtualTrainer
-from node.simulation.ledger import Accounting
-from node.simulation.liars import LyingEncoder
-from node.simulation.links import VirtualNetwork
-from node.simulation.notary import FakeSigner
-from node.simulation.peer import VirtualPeer
-from node.simulation.setting import SimulationConfig
-from node.simulation.vault import SharedCompute
+from node.simulation.accounting import Accounting
+from node.simulation.adversary import LyingEncoder
+from node.simulation.config import SimulationConfig
+from node.simulation.fake_signer import FakeSigner
+from node.simulation.shared_compute import SharedCompute
+from node.simulation.virtual_gossip import VirtualGossip
+from node.simulation.virtual_network import VirtualClock, VirtualNetwork
+from node.simulation.virtual_peer import VirtualPeer
+from node.simulation.virtual_trainer import VirtualTrainer
 from optim.exchange import ContributionEncoder
 from optim.method import Method
 from protocol import murmur_pb2 as wire
+from protocol.consensus.chain import ChainHead
+from protocol.consensus.messages import ContributionLimits, Digest
 from protocol.errors import MurmurError
 from protocol.identity import Identity, PeerId
-from protocol.rounds.chain import ChainHead
-from protocol.rounds.statements import Digest, ContributionLimits
 
 MAX_CONTRIBUTION_TOKENS = 1 << 40  # of one contribution
 MAX_STALLED_EXCHANGES = 20  # so many exchange timeouts without a decision, and nothing will come of it
@@ -36,9 +35,13 @@ class VirtualSwarm:
     """`method` on `corpus` under `setting`; `reached` hears of each new head once, `stepped` of each inner step."""
 
     def __init__(
-        self, config: SimulationConfig, method: Method, corpus: Corpus, on_first_arrival: Callable[["VirtualSwarm", VirtualPeer], None],
+        self,
+        config: SimulationConfig,
+        method: Method,
+        corpus: Corpus,
+        on_first_arrival: Callable[["VirtualSwarm", VirtualPeer], None],
         on_step: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         manifest = config.manifest
         self.config = config
         self.method = method
@@ -65,7 +68,9 @@ class VirtualSwarm:
         self.planner = program = build_program(manifest, method)
         shapes = shape_table(manifest.model)
         self.numel = shapes.numel
-        self.limits = ContributionLimits(method.name, shapes.hash(), program.max_parts, MAX_CONTRIBUTION_TOKENS, program.max_part_bytes)
+        self.limits = ContributionLimits(
+            method.name, shapes.hash(), program.max_parts, MAX_CONTRIBUTION_TOKENS, program.max_part_bytes
+        )
         self.fake_signer = FakeSigner(self.limits)
         initial = OuterState.initial(self.config.start_weights(), method)
         replicas = self.config.peers if method.topology.kind == "groups" else 1
@@ -80,7 +85,10 @@ class VirtualSwarm:
             peer.trainer = self.new_trainer(peer)
             peer.begin_round()
         patience = self._max_stall_seconds()
-        if not self.clock.run(lambda: self._is_done or self.clock.now > self._decided_at + patience) or not self._is_done:
+        if (
+            not self.clock.run(lambda: self._is_done or self.clock.now > self._decided_at + patience)
+            or not self._is_done
+        ):
             raise MurmurError(
                 f"no round was decided for {patience:.0f} virtual seconds; allow more bandwidth or speed, "
                 "a longer round.exchange_timeout, or less churn"
@@ -102,9 +110,15 @@ class VirtualSwarm:
     def new_trainer(self, peer: VirtualPeer) -> VirtualTrainer:
         sender = self._new_encoder(peer.slot)
         return VirtualTrainer(
-            self.config.build_model(), self.config.manifest, self.planner, self._corpus, sender, peer.peer_id,
-            peer.applied_state[0].shared_vectors(self.method), peer.chain.round,
-        )  # fmt: skip
+            self.config.build_model(),
+            self.config.manifest,
+            self.planner,
+            self._corpus,
+            sender,
+            peer.peer_id,
+            peer.applied_state[0].shared_vectors(self.method),
+            peer.chain.round,
+        )
 
     def _new_encoder(self, slot: int) -> ContributionEncoder:
         liars = self.config.adversaries

@@ -1,6 +1,7 @@
 """The trainer process: `python -m node.trainer CHANNEL ARENA PARENT`.
 
-CHANNEL and ARENA are inherited file descriptors (see node.channel, node.arena), PARENT is the daemon's process id.
+CHANNEL and ARENA are inherited file descriptors (see node.ipc.channel, node.ipc.shared_memory), PARENT is the
+daemon's process id.
 The first message on the channel is Config. The process opens no socket and no shared memory of its own, ignores
 Ctrl-C (the daemon decides), leaves the processors to the daemon first, and dies with it.
 Exit codes: 0 stopped, or the daemon went away; those of protocol.errors when going on is pointless (the reason was sent
@@ -15,11 +16,10 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from node.collector import rare_garbage_collection
-from node.priority import TRAINER_NICENESS, lower_priority
+from node.process import TRAINER_NICENESS, lower_priority, rare_garbage_collection
 
 if TYPE_CHECKING:
-    from node.channel import TrainerChannel
+    from node.ipc.channel import TrainerChannel
     from protocol.errors import MurmurError
 
 CONFIG_SECONDS = 60.0
@@ -50,11 +50,11 @@ def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int
     with rare_garbage_collection():
         import torch
 
-        from node.arena import SharedMemory, SharedLayout
-        from node.channel import ChannelClosed, TrainerConfig, TrainerChannel
-        from node.program import build_program
+        from node.from_manifest import build_program
+        from node.ipc.channel import ChannelClosed, TrainerChannel, TrainerConfig
+        from node.ipc.shared_memory import SharedLayout, SharedMemory
         from node.trainer.device import is_out_of_memory
-        from node.trainer.training import Trainer
+        from node.trainer.loop import Trainer
         from protocol.errors import DeviceError, MurmurError
         from protocol.manifest import parse_manifest
 
@@ -67,7 +67,9 @@ def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int
         torch.set_num_threads(config.threads)
         manifest = parse_manifest(config.manifest.encode(), "the daemon's manifest")
         program = build_program(manifest)
-        Trainer(config, manifest, program, SharedMemory.attach(shared_memory_fd, SharedLayout.of(program)), channel).run()
+        Trainer(
+            config, manifest, program, SharedMemory.attach(shared_memory_fd, SharedLayout.of(program)), channel
+        ).run()
     except ChannelClosed:
         logger.info("the daemon is gone; stopping")
     except MurmurError as error:
@@ -82,7 +84,7 @@ def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int
 
 
 def _send_failed(channel: "TrainerChannel", error: "MurmurError") -> int:
-    from node.channel import Failed
+    from node.ipc.channel import Failed
 
     channel.send(Failed(reason=str(error), exit_code=error.exit_code))
     return error.exit_code

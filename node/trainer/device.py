@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from node.config import Device, NodeOptions
-from node.footprint import fit_microbatch
-from node.trainer.usage import usage_meter_for
+from node.model.memory_estimate import fit_microbatch
+from node.options import Device, NodeOptions
+from node.trainer.pause_when_busy import usage_meter_for
 from protocol.errors import DeviceError
 
 UNUSED_MEMORY_BYTES = 256 << 20  # what a process has asked for and does not use, such as the stacks of its threads

@@ -21,19 +21,24 @@ import numpy.typing as npt
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.codec import Codec, PayloadWriter, Payload, PayloadReader
-from optim.codecs.dense import MAGNITUDE_LIMIT, max_magnitude_bits
-from optim.codecs.packing import Bytes, Integers, Packing, make_packing
-from optim.compiled import float_to_bits, jit, bits_to_float
+from optim.codecs.base import Codec, Payload, PayloadReader, PayloadWriter
+from optim.codecs.bits.packing import Bytes, Integers, Packing, make_packing
+from optim.codecs.floats import MAGNITUDE_LIMIT, max_magnitude_bits
 from optim.errors import CodecError
-from optim.parts import STRICT
-from optim.threads import parallel_for, thread_buffer
-from optim.vectors import SLAB_SIZE, Floats, Vector, slabs
+from optim.kernels.jit import bits_to_float, float_to_bits, jit
+from optim.kernels.parallel import parallel_for, thread_buffer
+from optim.kernels.vectors import SLAB_SIZE, Floats, Vector, slabs
+from optim.options import STRICT
 
 MIN_SCALE = 2.0**-118  # a smaller scale is zero: products stay normal numbers
-MIN_SCALE_HALF, SCALE_LIMIT_HALF = (np.float32(value).view(np.uint32) >> np.uint32(16) for value in (MIN_SCALE, MAGNITUDE_LIMIT))
+MIN_SCALE_HALF, SCALE_LIMIT_HALF = (
+    np.float32(value).view(np.uint32) >> np.uint32(16) for value in (MIN_SCALE, MAGNITUDE_LIMIT)
+)
 SCALE_LIMIT, HALF_BITS = np.float32(MAGNITUDE_LIMIT), np.uint32(16)
-ROUND_UP, ROUND_NEAREST = np.uint32(0xFFFF), np.uint32(0x8000)  # added to an fp32 scale before its lower half is cut off
+ROUND_UP, ROUND_NEAREST = (
+    np.uint32(0xFFFF),
+    np.uint32(0x8000),
+)  # added to an fp32 scale before its lower half is cut off
 Halves = npt.NDArray[np.uint16]
 # Encodes whole blocks from number `first` on: (values, first, halves, codes, subtract), the scales' upper halves and
 # the codes written, the decoded values subtracted if asked for. False if a value is not finite or too large.

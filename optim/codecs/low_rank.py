@@ -31,26 +31,26 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.codec import Codec, Payload, matrix_shape
-from optim.codecs.dense import Float16, largest_magnitude
-from optim.codecs.integers import BlockInt4, BlockInt8
-from optim.codecs.noise import philox_words
-from optim.codecs.subspace import (
+from optim.codecs.base import Codec, Payload, matrix_shape
+from optim.codecs.bits.deterministic_random import philox_words
+from optim.codecs.floats import Float16, largest_magnitude
+from optim.codecs.int_blocks import BlockInt4, BlockInt8
+from optim.codecs.low_rank_linalg import (
     Doubles,
     RoundedMatrix,
-    range_basis,
-    fit_right_factor,
-    matmul,
     exact_bits,
     exact_matmul,
-    round_to_bits,
+    fit_right_factor,
+    matmul,
     principal_directions,
+    range_basis,
+    round_to_bits,
 )
 from optim.errors import CodecError
+from optim.kernels.parallel import parallel_for
+from optim.kernels.vectors import DenseVector, Floats
 from optim.layout import Layout, Span
-from optim.parts import STRICT
-from optim.threads import parallel_for
-from optim.vectors import DenseVector, Floats
+from optim.options import STRICT
 
 FactorCodec = Literal["int4", "int8", "fp16"]
 FACTOR_CODECS: Final[Mapping[FactorCodec, Codec]] = MappingProxyType(
@@ -128,7 +128,9 @@ class LowRank(Codec):
         parallel_for(factorize, range(len(matrices)))
         pieces: list[Payload] = [self.header(), ranks.tobytes() if self._is_adaptive else b"", *factors]
         if rest:
-            pieces.append(REST_CODEC.encode_array(np.concatenate([values[start:stop] for start, stop in rest]), subtract=False))
+            pieces.append(
+                REST_CODEC.encode_array(np.concatenate([values[start:stop] for start, stop in rest]), subtract=False)
+            )
         payload = b"".join(pieces)
         if subtract:
             self.decode_vector(payload, values.size).subtract_from(values)
@@ -159,7 +161,9 @@ class LowRank(Codec):
         rank = columns.shape[1]
         left = self._factor_codec.encode_array(_flatten_columns(columns), subtract=False)
         received = self._factor_codec.decode_vector(left, rank * len(matrix)).to_dense().reshape(rank, -1).T
-        right = self._factor_codec.encode_array(_flatten_columns(fit_right_factor(operand, received.astype(np.float64))), subtract=False)
+        right = self._factor_codec.encode_array(
+            _flatten_columns(fit_right_factor(operand, received.astype(np.float64))), subtract=False
+        )
         return b"".join((left, right)), rank
 
     def _decode_factors(self, left: Payload, right: Payload, matrix: MatrixSpan, rank: int) -> FactoredMatrix:
@@ -169,7 +173,9 @@ class LowRank(Codec):
         columns = self._factor_codec.decode_vector(right, rank * matrix.columns).to_dense().reshape(rank, -1)
         bits = exact_bits(rank)
         transposed = np.ascontiguousarray(rows.reshape(rank, -1).T, np.float64)
-        return FactoredMatrix(matrix, round_to_bits(transposed, bits, axis=1), round_to_bits(columns.astype(np.float64), bits, axis=0))
+        return FactoredMatrix(
+            matrix, round_to_bits(transposed, bits, axis=1), round_to_bits(columns.astype(np.float64), bits, axis=0)
+        )
 
     def _random_signs(self, columns: int, index: int) -> Doubles:
         """Random signs, other ones for each matrix and round."""

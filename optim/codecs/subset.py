@@ -24,13 +24,13 @@ import numpy as np
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.codec import SAMPLE_SIZE, Codec, Payload
-from optim.codecs.dense import BFloat16, Float16, largest_magnitude
-from optim.codecs.integers import BlockInt4, BlockInt8
-from optim.codecs.noise import SEED_BYTES, short_digest, seed_from_values
-from optim.codecs.signs import BlockSign
-from optim.parts import STRICT
-from optim.vectors import Floats, Positions, SparseVector
+from optim.codecs.base import SAMPLE_SIZE, Codec, Payload
+from optim.codecs.bits.deterministic_random import SEED_BYTES, seed_from_values, short_digest
+from optim.codecs.floats import BFloat16, Float16, largest_magnitude
+from optim.codecs.int_blocks import BlockInt4, BlockInt8
+from optim.codecs.sign import BlockSign
+from optim.kernels.vectors import Floats, Positions, SparseVector
+from optim.options import STRICT
 
 ValueCodec = Literal["bf16", "fp16", "int8", "int4", "sign"]
 VALUE_CODECS: Final[Mapping[ValueCodec, Codec]] = MappingProxyType(
@@ -104,7 +104,9 @@ class RandomSubset(Codec):
         if self.selection == "striding":
             stride = self._stride(numel)
             return np.arange(self._bound_round() % stride, numel, stride, dtype=np.int64)
-        return _draw_positions(seed or short_digest(f"murmur subset {self._bound_round()}".encode()), numel, self._sent_count(numel))
+        return _draw_positions(
+            seed or short_digest(f"murmur subset {self._bound_round()}".encode()), numel, self._sent_count(numel)
+        )
 
     def _bound_round(self) -> int:
         if self.binding is None:

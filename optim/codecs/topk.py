@@ -19,15 +19,16 @@ import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from optim.codecs import gaps, plain, rans
-from optim.codecs.accumulation import NO_UPDATE, ResidualUpdate
+from optim.codecs import topk_format
+from optim.codecs.base import Codec, Payload, PayloadReader, as_array
+from optim.codecs.bits import gap_coding, rans
 from optim.codecs.blocks import read_scales
-from optim.codecs.codec import Codec, Payload, PayloadReader, as_array
-from optim.codecs.kept import INDEX_SHIFT, Codes, TopKLayout, select_codes, decode_codes
+from optim.codecs.residual_update import NO_UPDATE, ResidualUpdate
+from optim.codecs.topk_format import INDEX_SHIFT, Codes, TopKLayout, decode_codes, select_codes
 from optim.errors import CodecError
-from optim.memory import empty_array
-from optim.parts import STRICT
-from optim.vectors import Floats, SparseVector
+from optim.kernels.buffer_pool import empty_array
+from optim.kernels.vectors import Floats, SparseVector
+from optim.options import STRICT
 
 UNIFORM, COUNTED = 0, 1  # models of the gaps
 
@@ -54,9 +55,15 @@ class ChunkTopK(Codec):
 
     def max_bytes(self, numel: int) -> int:
         layout = self._layout(numel)
-        table = 2 * len(gaps.class_table(layout.gap_limit)[0])
+        table = 2 * len(gap_coding.class_table(layout.gap_limit)[0])
         # At most one 16-bit word, 15 low bits, a sign and two magnitude bits a value: 34 bits.
-        return 7 + table + 2 * layout.levels * layout.chunks + 4 * rans.lane_count(layout.kept_count) + 5 * layout.kept_count
+        return (
+            7
+            + table
+            + 2 * layout.levels * layout.chunks
+            + 4 * rans.lane_count(layout.kept_count)
+            + 5 * layout.kept_count
+        )
 
     def encode_array(self, values: Floats, subtract: bool) -> Payload:
         return self._encode(values, subtract, NO_UPDATE)
@@ -78,16 +85,16 @@ class ChunkTopK(Codec):
 
 
 def _pack(codes: Codes, layout: TopKLayout, levels: bytes) -> bytes:
-    lowest, widths = gaps.class_table(layout.gap_limit)
+    lowest, widths = gap_coding.class_table(layout.gap_limit)
     places, distances = empty_array(np.uint32, codes.size), empty_array(np.uint16, codes.size)
     classes = empty_array(np.uint8, codes.size)
     counts = np.zeros(len(lowest), np.int64)
     np.right_shift(codes, INDEX_SHIFT, places)
-    gaps.compute_gaps(places, layout.keep, gaps.class_lookup(layout.gap_limit), distances, classes, counts)
+    gap_coding.compute_gaps(places, layout.keep, gap_coding.class_lookup(layout.gap_limit), distances, classes, counts)
     model, frequencies, table = _choose_model(counts, layout)
     bits = layout.bits * codes.size + int(counts @ widths)
     packed = np.zeros(max(-(-bits // 8), 2 * rans.lane_count(codes.size)), np.uint8)
-    plain.write_bit_planes(codes, layout.bits, distances, classes, widths, packed)
+    topk_format.write_bit_planes(codes, layout.bits, distances, classes, widths, packed)
     carried, rest = np.split(packed, [2 * rans.lane_count(codes.size)])
     lanes, words = rans.encode(classes, frequencies, carried.view("<u2"))
     head = struct.pack("<BI", model, words.size)
@@ -105,16 +112,20 @@ def _unpack(reader: PayloadReader, layout: TopKLayout) -> SparseVector:
     lanes = reader.read("u4", rans.lane_count(layout.kept_count))
     words = reader.read("u2", word_count)
     classes, carried = rans.decode(layout.kept_count, frequencies, lanes, words)
-    lowest, widths = gaps.class_table(layout.gap_limit)
-    packed = _read_bit_planes(reader, carried, layout.bits * layout.kept_count + plain.count_low_bits(classes, widths))
+    lowest, widths = gap_coding.class_table(layout.gap_limit)
+    packed = _read_bit_planes(
+        reader, carried, layout.bits * layout.kept_count + topk_format.count_low_bits(classes, widths)
+    )
     codes = empty_array(np.uint32, layout.kept_count)
-    last = plain.read_bit_planes(packed, layout.bits, classes, lowest, widths, layout.chunk_size, layout.keep, codes)
+    last = topk_format.read_bit_planes(
+        packed, layout.bits, classes, lowest, widths, layout.chunk_size, layout.keep, codes
+    )
     if not 0 <= last < (layout.tail or layout.chunk_size):
         raise CodecError("an index is beyond its chunk")
     return decode_codes(codes, levels, layout)
 
 
-def _choose_model(counts: gaps.Counts, layout: TopKLayout) -> tuple[int, rans.Frequencies, bytes]:
+def _choose_model(counts: gap_coding.Counts, layout: TopKLayout) -> tuple[int, rans.Frequencies, bytes]:
     """Counted frequencies where they save more than their table costs."""
     uniform, counted = layout.frequencies, rans.normalize_counts(counts)
     occurring = counts > 0
@@ -126,15 +137,15 @@ def _choose_model(counts: gaps.Counts, layout: TopKLayout) -> tuple[int, rans.Fr
 
 
 def _read_frequencies(reader: PayloadReader, layout: TopKLayout) -> rans.Frequencies:
-    frequencies = reader.read("u2", len(gaps.class_table(layout.gap_limit)[0])).astype(np.uint32)
-    gaps.check_frequencies(frequencies)
+    frequencies = reader.read("u2", len(gap_coding.class_table(layout.gap_limit)[0])).astype(np.uint32)
+    gap_coding.check_frequencies(frequencies)
     return frequencies
 
 
 def _read_bit_planes(reader: PayloadReader, carried: rans.Words, count: int) -> npt.NDArray[np.uint8]:
     """The bytes of `count` plain bits: those in the lanes first, then all that is left of the payload; and zeros."""
     length, first = -(-count // 8), 2 * carried.size
-    packed = np.zeros(max(length, first) + plain.READ_AHEAD_BYTES, np.uint8)
+    packed = np.zeros(max(length, first) + topk_format.READ_AHEAD_BYTES, np.uint8)
     packed[:first] = carried.astype("<u2").view(np.uint8)
     rest = reader.read("u1", max(0, length - first))
     packed[first : first + rest.size] = rest

@@ -1,14 +1,31 @@
 """AdamW (arXiv 1711.05101). Written out here because torch.optim imports the compiler at its first use: a second more
-at each restart of a trainer."""
+at each restart of a trainer.
 
+Adam with a slow momentum beside the fresh gradient (MT-DAO, arXiv 2510.05361; the form is QHAdam's, 1810.06801).
+
+After K local steps a share beta^K of what the peers last agreed on is left in a momentum: 0.03 for beta = 0.9 and
+K = 32, but 0.97 for beta = 0.999. So a slow momentum that is averaged with the weights keeps all peers on the common
+course between two exchanges, while the share 1 - w of the fresh gradient keeps it from being sluggish. (The paper has
+ADOPT's denominators under it, with beta2 = 0.9999; here they are Adam's.)
+
+AccumAdam: moments that take in the mean gradient of several steps (arXiv 2410.11998).
+
+A peer's own batch is small, and the squares of its noisy gradients make v too large: n peers that average gradients
+would see n times less of that noise. So each step looks at what the moments would become, but they only change every
+s-th step, by the mean gradient of those s; s should grow with the number of peers. (The public helper also swaps the
+groups of weight decay, so that it decays all but the matrices; here it is the matrices.)
+"""
+
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, InnerUpdateRule, InnerStep, update_second_moment
-from optim.parts import STRICT
+from optim.inner.base import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerStep, InnerUpdateRule, update_second_moment
+from optim.options import STRICT
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -27,3 +44,58 @@ class AdamW(InnerUpdateRule):
         first.lerp_(gradient, 1 - step.beta1)
         spread = update_second_moment(second, gradient, step)
         weights.addcdiv_(first, spread, value=-step.rate / (1 - step.beta1**count))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class QuasiHyperbolic(InnerUpdateRule):
+    """u <- beta * u + (1 - beta) * g;  v <- beta2 * v + (1 - beta2) * g^2
+    theta <- theta * (1 - rate * weight_decay)            matrices only
+    theta <- theta - rate * ((1 - w) * g + w * u') / (sqrt(v') + eps), where x' = x / (1 - beta^count)
+
+    w = 1 with the run's own beta1 is AdamW, w = 0 RMSProp.
+    """
+
+    kind: ClassVar[str] = "quasi-hyperbolic"
+    vectors: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT)
+
+    beta: float = Field(default=0.999, ge=0, lt=1, description="of the slow momentum; takes the place of train.beta1")
+    weight: float = Field(default=0.9, ge=0, le=1, description="of the slow momentum in the step")
+
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
+        slow, second, count = vectors[FIRST_MOMENT], vectors[SECOND_MOMENT], step.count + 1
+        step.decay_weights(weights)
+        slow.lerp_(gradient, 1 - self.beta)
+        spread = update_second_moment(second, gradient, step)
+        course = gradient.mul_(1 - self.weight).add_(slow, alpha=self.weight / (1 - self.beta**count))
+        weights.addcdiv_(course, spread, value=-step.rate)
+
+
+ACCUMULATED = "accumulated"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AccumulatingAdamW(InnerUpdateRule):
+    """m' = beta1 * m + (1 - beta1) * g;  v' = beta2 * v + (1 - beta2) * g^2;  n = ceil(count / s)
+    theta <- theta * (1 - rate * weight_decay)            matrices only
+    theta <- theta - rate * m' / (1 - beta1^n) / (sqrt(v' / (1 - beta2^n)) + eps)
+    every s-th step:  m, v <- as m', v', but with the mean of the last s gradients
+    """
+
+    kind: ClassVar[str] = "accumulating-adamw"
+    vectors: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT, ACCUMULATED)
+
+    every: int = Field(default=4, ge=1, le=1000, description="steps between two changes of the moments")
+
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
+        first, second, accumulated = vectors[FIRST_MOMENT], vectors[SECOND_MOMENT], vectors[ACCUMULATED]
+        count = step.count // self.every + 1
+        accumulated += gradient
+        step.decay_weights(weights)
+        candidate = (second * step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
+        spread = candidate.sqrt_().div_(math.sqrt(1 - step.beta2**count)).add_(EPSILON)
+        weights.addcdiv_(first.lerp(gradient, 1 - step.beta1), spread, value=-step.rate / (1 - step.beta1**count))
+        if (step.count + 1) % self.every == 0:
+            mean = accumulated / self.every
+            first.lerp_(mean, 1 - step.beta1)
+            second.mul_(step.beta2).addcmul_(mean, mean, value=1 - step.beta2)
+            accumulated.zero_()

@@ -22,8 +22,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from optim.inner.adamw import AdamW
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT, InnerUpdateRule, InnerStep
-from optim.parts import STRICT
+from optim.inner.base import FIRST_MOMENT, SECOND_MOMENT, InnerStep, InnerUpdateRule
+from optim.options import STRICT
 
 ACCUMULATED = "accumulated"
 TALLY = "tally"  # gradients gathered, the sum of their squared norms, gradients wanted, steps of the optimizer

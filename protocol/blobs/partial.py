@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, hash_of
-from protocol.blobs.files import disk_errors, has_data, hash_piece, write_at
+from protocol.blobs.storage import disk_errors, has_data, hash_piece, write_at
 from protocol.errors import MalformedError
 
 

@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import IO
 
 from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, hash_of, piece_hashes, total_size
-from protocol.blobs.files import copy_and_hash, disk_errors, hash_piece, read_at
-from protocol.blobs.lent import InMemoryBlob, make_in_memory_blob
 from protocol.blobs.partial import FilePartial, MemoryPartial, Partial
+from protocol.blobs.storage import InMemoryBlob, copy_and_hash, disk_errors, hash_piece, make_in_memory_blob, read_at
 from protocol.errors import MissingFileError, PeerFault, StorageError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,9 @@ class BlobStore:
         self._memory_sizes: dict[bytes, int] = {}  # sizes of those in memory that nobody has lent, growing or whole
         self._partial: dict[bytes, int] = {}
         self._open_partials: set[bytes] = set()
-        self._written_files: dict[bytes, tuple[int, float]] = {}  # time on the file in nanoseconds, and when it was written
+        self._written_files: dict[
+            bytes, tuple[int, float]
+        ] = {}  # time on the file in nanoseconds, and when it was written
         self._bytes_being_written = 0
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)

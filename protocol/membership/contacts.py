@@ -14,7 +14,7 @@ from pathlib import Path
 
 from protocol.errors import MalformedError, ManifestError
 from protocol.identity import PeerId
-from protocol.records import peer_id_of
+from protocol.signing import peer_id_of
 
 logger = logging.getLogger(__name__)
 

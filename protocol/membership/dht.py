@@ -18,9 +18,16 @@ from hivemind.proto import dht_pb2
 
 from protocol.errors import TransportError, UnreachableError, describe_error
 from protocol.identity import PeerId
-from protocol.membership.board import Topic, Announcement
 from protocol.membership.clock import SwarmClock
-from protocol.membership.shelf import AnnouncementValidator, RequestLimiter, PeerIdRoutingTable, BoundedStorage, node_id
+from protocol.membership.dht_storage import (
+    Announcement,
+    AnnouncementValidator,
+    BoundedStorage,
+    PeerIdRoutingTable,
+    RequestLimiter,
+    Topic,
+    node_id,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +61,9 @@ class DhtTransport(Protocol):
 class DhtNode:
     """`boards`: all that is kept for others here. `asks_only`: nothing is, and others do not learn of us."""
 
-    def __init__(self, transport: DhtTransport, clock: SwarmClock, topics: Iterable[Topic], client_mode: bool = False) -> None:
+    def __init__(
+        self, transport: DhtTransport, clock: SwarmClock, topics: Iterable[Topic], client_mode: bool = False
+    ) -> None:
         kept, self._client_mode = tuple(topics), client_mode
         self._transport = transport
         self._clock = clock
@@ -132,19 +141,25 @@ class DhtNode:
                     last = error
         raise UnreachableError(f"{peer} has no address") if not addresses else last
 
-    async def announce_and_lookup(self, topic: Topic, announcement: Announcement | None, on_value: Callable[[bytes], None]) -> None:
+    async def announce_and_lookup(
+        self, topic: Topic, announcement: Announcement | None, on_value: Callable[[bytes], None]
+    ) -> None:
         """Tell `found` of every value on the board at the nodes nearest to it and here; pin ours there."""
         if announcement is not None:
             self._storage.store_subkey(topic.key, announcement.subkey, announcement.value, announcement.dht_expiration)
         nearest = await self._node.find_nearest_nodes(
             [topic.key], k_nearest=REPLICAS, beam_size=BEAM_SIZE, exclude_self=True
         )
-        await asyncio.gather(*(self._query_node(peer, topic, announcement, on_value) for peer in nearest[topic.key].values()))
+        await asyncio.gather(
+            *(self._query_node(peer, topic, announcement, on_value) for peer in nearest[topic.key].values())
+        )
         held = self._storage.get(topic.key)
         if held is not None:
             _report_values(held.value, on_value)
 
-    async def _query_node(self, peer: PeerID, topic: Topic, announcement: Announcement | None, on_value: Callable[[bytes], None]) -> None:
+    async def _query_node(
+        self, peer: PeerID, topic: Topic, announcement: Announcement | None, on_value: Callable[[bytes], None]
+    ) -> None:
         protocol, key = self._node.protocol, topic.key
         # Each answer on its own: in hivemind's joint search one bad node spoils what the others say.
         answer: Mapping[Any, Any] = await protocol.call_find(peer, [key]) or {}
@@ -152,7 +167,9 @@ class DhtNode:
         if value is not None and isinstance(value.value, DictionaryDHTValue):
             _report_values(value.value, on_value)
         if announcement is not None:
-            await protocol.call_store(peer, [key], [announcement.value], [announcement.dht_expiration], subkeys=[announcement.subkey])
+            await protocol.call_store(
+                peer, [key], [announcement.value], [announcement.dht_expiration], subkeys=[announcement.subkey]
+            )
 
 
 def _report_values(values: DictionaryDHTValue, on_value: Callable[[bytes], None]) -> None:

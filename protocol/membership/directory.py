@@ -1,214 +1,405 @@
-"""Who is in the run: a table of signed, expiring records, the last writer (by sequence) winning.
+"""The directory of a run: gossip that keeps everybody's table of records the same.
 
-PURE: the caller passes the swarm time, and does the gossip. Merging is commutative, associative and idempotent, so
-peers that have seen the same records in any order hold the same table (anti-entropy, Demers et al. 1987).
-A sequence is the swarm time in milliseconds, or the previous one plus one: a peer that lost its disk still overrides
-its former self. It is bounded by the clock, so nobody can squat on a sequence that a later record cannot reach.
+Push-pull anti-entropy: every heartbeat a peer renews its own record and swaps with three random live peers what either
+lacks, so news reach n peers in about log(n) heartbeats. What must be known at once is pushed at once. Peers that do
+not answer never hold up the others: each exchange is a task of its own with its own deadline.
+Whoever is silent until its record expires is gone; whom we fail to reach twice in a row counts as gone until it speaks
+again. While nobody is live, and now and then otherwise (a partition has two live halves), the remembered are tried.
 """
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
-from protocol.errors import LimitError, MalformedError, StaleError
-from protocol.identity import PeerId
+import grpc
+
+from protocol.errors import (
+    LimitError,
+    MalformedError,
+    PeerFault,
+    StaleError,
+    TransportError,
+    UnreachableError,
+    describe_error,
+)
+from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
-from protocol.murmur_pb2 import PeerRecord, Signed
-from protocol.records import MAX_CHAIN_TOKENS, MAX_ROUND, peer_id_of, read_unverified, verify_signed
+from protocol.membership.clock import SwarmClock
+from protocol.membership.contacts import AddressFile, Contacts
+from protocol.membership.peer_table import (
+    KIND,
+    MAX_PEERS,
+    MAX_RECORD_BYTES,
+    MAX_TEXT_CHARACTERS,
+    FieldValue,
+    MembershipEvent,
+    OwnRecord,
+    PeerJoined,
+    PeerLeft,
+    PeerTable,
+    PeerUpdated,
+    check_addresses,
+)
+from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord, Signed
+from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
+from protocol.replies import require_reply
+from protocol.signing import open_signed
+from protocol.transport.rate_limit import TokenBuckets
+from protocol.transport.transport import UNKNOWN_CALLER, caller
 
-KIND = "peer"
-ROLES = ("trainer", "observer")
-MAX_PEERS = 4096
-MAX_RECORD_BYTES = 2048
-MAX_ADDRESSES = 8
-MAX_ADDRESS_CHARACTERS = 256
-MAX_TEXT_CHARACTERS = 64
-MAX_PORT = 65535
-CLOCK_TOLERANCE_SECONDS = 60.0  # seconds by which two honest swarm times may differ
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class PeerJoined:
-    peer: PeerId
-    record: PeerRecord
-
-
-@dataclass(frozen=True, slots=True)
-class PeerUpdated:
-    peer: PeerId
-    record: PeerRecord
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLeft:
-    peer: PeerId
-    reason: str  # "left", "expired" or "unreachable"
-
-
-MembershipEvent = PeerJoined | PeerUpdated | PeerLeft
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    signed: Signed
-    record: PeerRecord
-    is_suspected: bool = False
-
-    @property
-    def is_live(self) -> bool:
-        return not (self.is_suspected or self.record.leaving)
+GOSSIP_FANOUT = 3
+URGENT_FANOUT = 16
+MAX_RECORDS = 256  # a message; with the largest records and MAX_PEERS known still below 1 MiB
+FAILURES_UNTIL_SUSPECT = 2
+MIN_TIMEOUT_SECONDS = 2.0  # seconds
+LEAVE_SECONDS = 2.0
+CONTACT_RETRY_PROBABILITY = 0.2  # of heartbeats that try somebody who is not live although others are
+MAX_CALLS_PER_HEARTBEAT = 8
+CALL_BURST = 32
 
 
-class PeerTable:
-    """The records of one run. `lifetime`: seconds that a record may at most be valid for."""
+class GossipTransport(Protocol):
+    """What the directory needs of the transport."""
 
-    def __init__(self, run_id: RunId, lifetime: float, max_peers: int = MAX_PEERS) -> None:
+    async def addresses(self) -> tuple[str, ...]: ...
+    def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None: ...
+    def forget(self, peer: PeerId) -> None: ...
+    def channel(self, peer: PeerId) -> grpc.aio.Channel: ...
+
+
+class PeerDirectory(MembershipServicer):
+    """`heartbeat`, `expiry`: seconds. `addresses_file`: where peers' addresses outlive a restart."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        run_id: RunId,
+        transport: GossipTransport,
+        clock: SwarmClock,
+        heartbeat: float,
+        expiry: float,
+        rng: random.Random,
+        bootstrap: Sequence[str] = (),
+        addresses_file: Path | None = None,
+    ) -> None:
+        self.peer_id = identity.peer_id
+        self.refusals: Counter[str] = Counter()  # by kind of fault
         self._run_id = run_id
-        self._lifetime = lifetime
-        self._max_peers = max_peers
-        self._entries: dict[PeerId, _Entry] = {}
-        self._last_sweep_at = float("-inf")
+        self._transport = transport
+        self._clock = clock
+        self._heartbeat = heartbeat
+        self._rng = rng
+        self._timeout = max(MIN_TIMEOUT_SECONDS, 2 * heartbeat)
+        self._table = PeerTable(run_id, expiry)
+        self._contacts = Contacts(bootstrap, rng)
+        self._call_buckets = TokenBuckets(CALL_BURST, MAX_CALLS_PER_HEARTBEAT / heartbeat)
+        self._own = OwnRecord(identity, run_id, clock, expiry)
+        self._reported_sequences: dict[PeerId, int] = {}
+        self._failures: Counter[PeerId] = Counter()
+        self._exchanges: dict[PeerId, asyncio.Task[None]] = {}
+        self._repeat_exchanges: set[PeerId] = set()
+        self._subscribers: list[Callable[[MembershipEvent], None]] = []
+        self._address_file = AddressFile(addresses_file, time.monotonic())
+        for peer, addresses in self._address_file.load().items():
+            self.add_contact(peer, addresses)
+        self._own.renew(self._table)
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def register(self, server: grpc.aio.Server) -> None:
+        add_MembershipServicer_to_server(self, server)
 
-    def merge(self, signed: Signed, now: float) -> PeerRecord | None:
-        """Take a record in; None if it is not newer than what is here.
+    def publish(self, *, urgent: bool = False, **fields: FieldValue) -> None:
+        """Change fields of our own record. Raises MalformedError for what no peer would accept."""
+        self._own.update_fields(fields)
+        self._own.renew(self._table)
+        if urgent:
+            self._push_own_record()
 
-        Raises StaleError (expired), MalformedError (nonsense), ForgedError (not of that peer, or of another run) and
-        LimitError: the table is full of peers that are alive, and those are never given up for a newcomer.
-        """
-        record = read_unverified(signed, KIND, PeerRecord, MAX_RECORD_BYTES)
-        held = self._entries.get(signed.peer)
-        # Cheap refusals come before the signature: a flood must not cost us an Ed25519 check a record.
-        if held is not None and not _is_newer(signed, record, held):
-            return None
-        check_record(signed.peer, record, now, self._lifetime)
-        if held is None and len(self._entries) >= self._max_peers:
-            self._require_free_slot(now)
-        verify_signed(signed, self._run_id)
-        self._entries[signed.peer] = _Entry(signed, record)
-        return record
+    def live(self) -> Mapping[PeerId, PeerRecord]:
+        """The peers that are there, ourselves among them."""
+        return self._table.live(self._clock.now())
 
-    def _require_free_slot(self, now: float) -> None:
-        # At most once a second: a flood of newcomers must not cost a sweep each.
-        if abs(now - self._last_sweep_at) >= 1:
-            self.expire(now)
-        if len(self._entries) >= self._max_peers:
-            raise LimitError(f"the table is full with {self._max_peers} peers; a newcomer must wait for one to leave")
+    def subscribe(self, callback: Callable[[MembershipEvent], None]) -> None:
+        """The callback hears of every other peer that joins, leaves or changes its record."""
+        self._subscribers.append(callback)
 
-    def live(self, now: float) -> Mapping[PeerId, PeerRecord]:
-        """Those who are there: not expired, not leaving, not suspected."""
-        return {
-            peer: entry.record for peer, entry in self._entries.items() if entry.is_live and entry.record.expires > now
-        }
+    def add_contact(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        """A peer that may be in the run; it is asked when there is need."""
+        if peer != self.peer_id and peer not in self._table.known_sequences():
+            self._contacts.add(peer, addresses, time.monotonic())
 
-    def expire(self, now: float) -> list[PeerId]:
-        """Drop the records whose time is over, or not yet there as our clock was set back; whose they were."""
-        gone = [peer for peer, entry in self._entries.items() if _find_timing_fault(entry.record, now, self._lifetime)]
-        for peer in gone:
-            del self._entries[peer]
-        self._last_sweep_at = now
-        return gone
+    def known_addresses(self) -> Mapping[PeerId, tuple[str, ...]]:
+        """The live peers and the bootstrap peers, with their addresses."""
+        live = {peer: tuple(record.addresses) for peer, record in self.live().items()}
+        found = {**self._contacts.bootstrap(), **live}
+        return {peer: addresses for peer, addresses in found.items() if peer != self.peer_id}
 
-    def discard(self, peer: PeerId) -> None:
-        self._entries.pop(peer, None)
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        """A peer was found unreachable: it is not live until it speaks again."""
+        if peer not in self.live() or peer == self.peer_id:
+            return
+        logger.warning("%s counts as gone until it speaks again: %s", peer, reason)
+        self._table.suspect(peer)
+        self._notify_subscribers()
 
-    def suspect(self, peer: PeerId) -> None:
-        """Not live until a record with a higher sequence shows that the peer still speaks."""
-        entry = self._entries.get(peer)
-        if entry is not None:
-            self._entries[peer] = _Entry(entry.signed, entry.record, is_suspected=True)
+    async def run(self) -> None:
+        """Gossip until cancelled."""
+        try:
+            while True:
+                await self._run_heartbeat()
+                await asyncio.sleep(self._heartbeat * self._rng.uniform(0.9, 1.1))
+        finally:
+            await self._stop_exchanges()
 
-    def reason_left(self, peer: PeerId) -> str:
-        """Why a peer is not live."""
-        entry = self._entries.get(peer)
-        if entry is None:
-            return "expired"
-        if entry.record.leaving:
-            return "left"
-        return "unreachable" if entry.is_suspected else "expired"
+    async def leave(self) -> None:
+        """Tell the live that we go; takes at most four seconds."""
+        self._address_file.save(self._contacts.addresses(), time.monotonic())
+        self._own.update_fields({"leaving": True})
+        self._own.renew(self._table)
+        for peer in self._other_live_peers():
+            self._start_exchange(peer, repeat=True)
+        if self._exchanges:
+            await asyncio.wait(self._exchanges.values(), timeout=LEAVE_SECONDS)
+        await self._stop_exchanges()
 
-    def known_sequences(self) -> dict[PeerId, int]:
-        return {peer: entry.record.sequence for peer, entry in self._entries.items()}
+    async def Gossip(self, request: GossipRequest, context: Any) -> GossipReply:  # noqa: N802
+        peer = UNKNOWN_CALLER
+        try:
+            peer = caller(context)
+            return self._answer_gossip(peer, request)
+        except PeerFault as fault:
+            self.record_refusal(peer, fault)
+            return await _abort_call(context, fault)
 
-    def records_newer_than(self, known: Mapping[PeerId, int]) -> list[Signed]:
-        """The records that somebody who knows these sequences lacks."""
-        return [entry.signed for peer, entry in self._entries.items() if entry.record.sequence > known.get(peer, -1)]
+    def record_refusal(self, peer: PeerId, fault: PeerFault) -> None:
+        """Count and log a call that is not answered."""
+        self.refusals[fault.metric_label] += 1
+        logger.warning("a call of %s was refused: %s", peer, fault)
 
-    def peers_newer_in(self, known: Mapping[PeerId, int]) -> list[PeerId]:
-        """The peers of whom somebody with these sequences has a newer record."""
-        return [peer for peer, sequence in known.items() if sequence > self.sequence_of(peer)]
+    def _answer_gossip(self, peer: PeerId, request: GossipRequest) -> GossipReply:
+        if request.run.hex() != self._run_id:
+            raise StaleError(f"{peer} gossips about another run")
+        if not self._call_buckets.try_take(peer, time.monotonic()):
+            raise LimitError(f"{peer} gossips more than {MAX_CALLS_PER_HEARTBEAT} times a heartbeat")
+        if len(request.known) > MAX_PEERS or any(len(known) > MAX_TEXT_CHARACTERS for known in request.known):
+            raise LimitError(f"{peer} claims to know {len(request.known)} peers")
+        self._clock.observe_caller(peer, request.time)
+        self._renew_if_misdated()
+        self._merge_records(request.records, peer)
+        newer, lacking = self._table.records_newer_than(request.known), self._table.peers_newer_in(request.known)
+        return GossipReply(time=self._clock.local(), records=self._sample_records(newer), wanted=lacking[:MAX_RECORDS])
 
-    def records_of(self, peers: Iterable[PeerId]) -> list[Signed]:
-        return [self._entries[peer].signed for peer in peers if peer in self._entries]
+    def _sample_records(self, records: list[Signed]) -> list[Signed]:
+        return records if len(records) <= MAX_RECORDS else self._rng.sample(records, MAX_RECORDS)
 
-    def sequence_of(self, peer: PeerId) -> int:
-        """-1 for a peer that is not here."""
-        entry = self._entries.get(peer)
-        return -1 if entry is None else entry.record.sequence
+    async def _run_heartbeat(self) -> None:
+        await self._refresh_addresses()
+        self._own.renew(self._table)
+        self._expire_records()
+        self._notify_subscribers()
+        others = self._other_live_peers()
+        for peer in self._rng.sample(others, min(GOSSIP_FANOUT, len(others))):
+            self._start_exchange(peer)
+        if not others or self._rng.random() < CONTACT_RETRY_PROBABILITY:
+            self._try_contacts(1 if others else GOSSIP_FANOUT)
+        self._address_file.save_if_due(self._contacts.addresses(), time.monotonic())
+
+    def _expire_records(self, current_caller: PeerId | None = None) -> None:
+        for peer in self._table.expire(self._clock.now()):
+            self._failures.pop(peer, None)
+            # To forget cuts the connection: not that of a peer that is back after a long sleep and speaks to us.
+            if peer not in (self.peer_id, current_caller):
+                self._transport.forget(peer)
+
+    async def _refresh_addresses(self) -> None:
+        try:
+            async with asyncio.timeout(self._timeout):
+                addresses = await self._transport.addresses()
+        except (TimeoutError, TransportError, UnreachableError) as error:
+            logger.warning("our own addresses cannot be read now (%s); the last ones stay", describe_error(error))
+            return
+        self._own.set_addresses(addresses)
+
+    def _other_live_peers(self) -> list[PeerId]:
+        return [peer for peer in self.live() if peer != self.peer_id]
+
+    def _push_own_record(self) -> None:
+        others = self._other_live_peers()
+        for peer in self._rng.sample(others, min(URGENT_FANOUT, len(others))):
+            self._start_exchange(peer, repeat=True)
+
+    def _try_contacts(self, count: int) -> None:
+        present = {*self._other_live_peers(), self.peer_id, *self._exchanges}
+        for contact in self._contacts.pick_due(time.monotonic(), present, count, is_alone=not self._other_live_peers()):
+            try:
+                self._transport.introduce(contact.peer, contact.addresses)
+            except MalformedError as error:
+                self._record_failure(contact.peer, error)
+                continue
+            self._start_exchange(contact.peer)
+
+    def _start_exchange(self, peer: PeerId, repeat: bool = False) -> None:
+        """Exchange with a peer; if that is under way, once more afterwards where `again` asks for it."""
+        if peer not in self._exchanges:
+            self._exchanges[peer] = asyncio.create_task(self._run_exchange(peer))
+        elif repeat:
+            self._repeat_exchanges.add(peer)
+
+    async def _run_exchange(self, peer: PeerId) -> None:
+        try:
+            await self._exchange_records(peer)
+            while peer in self._repeat_exchanges:
+                self._repeat_exchanges.discard(peer)
+                await self._exchange_records(peer)
+        except (grpc.aio.AioRpcError, UnreachableError, PeerFault) as error:
+            self._record_failure(peer, error)
+        else:
+            self._failures.pop(peer, None)
+            self._contacts.record_success(peer, time.monotonic())
+        finally:
+            self._repeat_exchanges.discard(peer)
+            self._exchanges.pop(peer, None)
+
+    async def _exchange_records(self, peer: PeerId) -> None:
+        wanted = await self._call_gossip(peer, [self.peer_id])
+        if self._renew_if_misdated():
+            wanted.append(self.peer_id)
+        if wanted:
+            await self._call_gossip(peer, wanted)
+
+    def _renew_if_misdated(self) -> bool:
+        misdated = self._own.is_misdated()
+        if misdated:
+            logger.info("our clock is %.1f s from the swarm's; our record is dated anew", -self._clock.offset)
+            self._own.renew(self._table)
+        return misdated
+
+    async def _call_gossip(self, peer: PeerId, pushed_peers: Sequence[PeerId]) -> list[PeerId]:
+        """The peers of whom the other side wants our record."""
+        sent = self._clock.local()
+        request = GossipRequest(
+            run=bytes.fromhex(self._run_id),
+            time=sent,
+            known=self._table.known_sequences(),
+            records=self._table.records_of(pushed_peers),
+        )
+        stub = MembershipStub(self._transport.channel(peer))
+        reply: GossipReply = require_reply(await stub.Gossip(request, timeout=self._timeout))
+        self._clock.observe(peer, reply.time, sent, self._clock.local())
+        self._merge_records(reply.records, peer)
+        return [wanted for wanted in reply.wanted[:MAX_RECORDS] if wanted != self.peer_id]
+
+    def _record_failure(self, peer: PeerId, error: Exception) -> None:
+        reason = _describe_error(error)
+        self._failures[peer] += 1
+        live = peer in self.live()
+        if live and _is_unreachable(error) and self._failures[peer] >= FAILURES_UNTIL_SUSPECT:
+            self.suspect(peer, f"no answer in {self._failures[peer]} attempts: {reason}")
+        elif live:
+            logger.info("gossip with %s failed: %s", peer, reason)
+        else:
+            del self._failures[peer]
+            wait = self._contacts.record_failure(peer, time.monotonic())
+            tried = " ".join(self._contacts.addresses().get(peer, ()))
+            level = logging.WARNING if self._contacts.should_warn(peer) else logging.DEBUG
+            logger.log(level, "no answer from %s at %s (%s); trying again in %.0f s", peer, tried, reason, wait)
+
+    def _merge_records(self, records: Sequence[Signed], sender: PeerId) -> None:
+        if len(records) > MAX_RECORDS:
+            raise LimitError(f"{sender} sent {len(records)} records at once, of at most {MAX_RECORDS}")
+        self._expire_records(sender)
+        faults = [fault for signed in records if (fault := self._merge_record(signed)) is not None]
+        self.refusals.update(fault.metric_label for fault in faults)
+        if faults:
+            logger.warning("%d records from %s were refused; the first: %s", len(faults), sender, faults[0])
+        self._notify_subscribers()
+
+    def _merge_record(self, signed: Signed) -> PeerFault | None:
+        try:
+            record = self._table.merge(signed, self._clock.now())
+            if record is not None:
+                self._learn_peer(signed.peer, record)
+        except StaleError as fault:
+            self._learn_from_untimely_record(signed)
+            return fault
+        except PeerFault as fault:
+            return fault
+        return None
+
+    def _learn_from_untimely_record(self, signed: Signed) -> None:
+        """While nobody is live, our own clock may be what is wrong: whose record this is can help to find the time."""
+        if signed.peer == self.peer_id or self._other_live_peers():
+            return
+        try:
+            record = open_signed(signed, self._run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
+            check_addresses(signed.peer, record.addresses)
+        except PeerFault as fault:
+            logger.info("an untimely record was of no use either: %s", fault)
+        else:
+            self._contacts.add(signed.peer, record.addresses, time.monotonic())
+
+    def _learn_peer(self, peer: PeerId, record: PeerRecord) -> None:
+        if peer == self.peer_id:
+            logger.info("a record of our own key is about from elsewhere or an earlier life; ours overrides it")
+            self._own.renew(self._table)
+            return
+        self._failures.pop(peer, None)
+        self._contacts.add(peer, record.addresses, time.monotonic())
+        if not record.leaving:
+            self._transport.introduce(peer, tuple(record.addresses), record.direct_port)
+
+    def _notify_subscribers(self) -> None:
+        """Tell the subscribers what has changed since the last time."""
+        live = {peer: record for peer, record in self.live().items() if peer != self.peer_id}
+        events: list[MembershipEvent] = [
+            PeerLeft(peer, self._table.reason_left(peer)) for peer in self._reported_sequences.keys() - live.keys()
+        ]
+        for peer, record in live.items():
+            if peer not in self._reported_sequences:
+                events.append(PeerJoined(peer, record))
+            elif record.sequence != self._reported_sequences[peer]:
+                events.append(PeerUpdated(peer, record))
+        self._reported_sequences = {peer: record.sequence for peer, record in live.items()}
+        for event in events:
+            if not isinstance(event, PeerUpdated):
+                logger.info("%s", _describe_event(event))
+            for callback in self._subscribers:
+                callback(event)
+
+    async def _stop_exchanges(self) -> None:
+        tasks = list(self._exchanges.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=LEAVE_SECONDS)
 
 
-def _is_newer(signed: Signed, record: PeerRecord, held: _Entry) -> bool:
-    # The body decides between two records that a lying peer gave one sequence: all must keep the same of the two.
-    return (record.sequence, signed.body) > (held.record.sequence, held.signed.body)
+def _describe_error(error: Exception) -> str:
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return str(error)
+    # What gRPC says of these is about sockets of ours.
+    ours = {grpc.StatusCode.UNAVAILABLE: "cannot be reached", grpc.StatusCode.DEADLINE_EXCEEDED: "nothing in time"}
+    return ours.get(error.code()) or str(error.details())
 
 
-def next_sequence(previous: int, now: float) -> int:
-    """Above the previous one, and near the clock; one that a wrong clock once made is given up."""
-    clock = max(1, int(now * 1000))
-    return previous + 1 if clock <= previous <= clock + CLOCK_TOLERANCE_SECONDS * 1000 else clock
+def _is_unreachable(error: Exception) -> bool:
+    """Whether a failure says that the peer is not there; one that refuses us is."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return isinstance(error, UnreachableError)
 
 
-def check_record(peer: PeerId, record: PeerRecord, now: float, lifetime: float) -> None:
-    """MalformedError unless a peer may say this of itself, StaleError unless it may now."""
-    fault = _find_timing_fault(record, now, lifetime)
-    if fault is not None:
-        raise StaleError(f"the record of {peer} {fault}")
-    check_addresses(peer, record.addresses)
-    _check_fields(peer, record)
+async def _abort_call(context: Any, fault: PeerFault) -> NoReturn:
+    codes = {LimitError: grpc.StatusCode.RESOURCE_EXHAUSTED, StaleError: grpc.StatusCode.FAILED_PRECONDITION}
+    await context.abort(codes.get(type(fault), grpc.StatusCode.INVALID_ARGUMENT), str(fault))
+    raise AssertionError("abort always raises")
 
 
-def _find_timing_fault(record: PeerRecord, now: float, lifetime: float) -> str | None:
-    if not now < record.expires <= now + lifetime + CLOCK_TOLERANCE_SECONDS:  # not a number is neither
-        return f"expires in {record.expires - now:.1f} s"
-    if not 0 < record.sequence <= (now + CLOCK_TOLERANCE_SECONDS) * 1000:
-        return f"has the sequence {record.sequence}, which no clock gives at {now:.0f}"
-    return None
-
-
-def check_addresses(peer: PeerId, addresses: Iterable[str]) -> None:
-    """MalformedError unless these are few, short addresses of that very peer."""
-    listed = list(addresses)
-    if len(listed) > MAX_ADDRESSES:
-        raise MalformedError(f"the record of {peer} has {len(listed)} of at most {MAX_ADDRESSES} addresses")
-    for address in listed:
-        plain = address.startswith("/") and address.isascii() and address.isprintable() and " " not in address
-        if not plain or len(address) > MAX_ADDRESS_CHARACTERS:
-            raise MalformedError(f"the record of {peer} has an address that is none")
-        # Otherwise one peer could send all others knocking at another's door.
-        if peer_id_of(address) != peer:
-            raise MalformedError(f"the record of {peer} has the address of another peer")
-
-
-def _check_fields(peer: PeerId, record: PeerRecord) -> None:
-    if record.role not in ROLES:
-        raise MalformedError(f"the record of {peer} has an unknown role")
-    if max(record.round, record.validation_round) > MAX_ROUND:
-        raise MalformedError(f"the record of {peer} has a round that no run reaches")
-    if record.chain_tokens > MAX_CHAIN_TOKENS:
-        raise MalformedError(f"the record of {peer} has more tokens than any run")
-    for text in (record.device, record.name, record.version):
-        # These are shown on terminals: no control characters.
-        if len(text) > MAX_TEXT_CHARACTERS or not text.isprintable():
-            raise MalformedError(f"the record of {peer} has a text that is too long or not printable")
-    if record.direct_port > MAX_PORT:
-        raise MalformedError(f"the record of {peer} has a port that is none")
-    if len(record.digest) not in (0, 32) or len(record.state_digest) not in (0, 32):
-        raise MalformedError(f"the record of {peer} has a digest of the wrong length")
-    amounts = (
-        record.tokens_per_second, record.compute_seconds, record.exchange_seconds, record.wait_seconds,
-        record.validation_loss,
-    )  # fmt: skip
-    if not math.isfinite(record.loss) or any(not (math.isfinite(amount) and amount >= 0) for amount in amounts):
-        raise MalformedError(f"the record of {peer} has a number that is not finite, or an amount below zero")
+def _describe_event(event: PeerJoined | PeerLeft | PeerUpdated) -> str:
+    return f"{event.peer} {event.reason}" if isinstance(event, PeerLeft) else f"{event.peer} joined"

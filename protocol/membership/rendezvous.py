@@ -15,12 +15,11 @@ from protocol import errors
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
 from protocol.membership import dht
-from protocol.membership.board import Announcement
 from protocol.membership.clock import SwarmClock
 from protocol.membership.dht import DHT_ERRORS, DhtNode
-from protocol.membership.directory import MAX_ADDRESSES
-from protocol.membership.public_runs import PUBLIC_RUNS_TOPIC
-from protocol.membership.shelf import make_announcement, parse_announcement, run_topic
+from protocol.membership.dht_storage import Announcement, make_announcement, parse_announcement, run_topic
+from protocol.membership.peer_table import MAX_ADDRESSES
+from protocol.membership.run_registry import PUBLIC_RUNS_TOPIC
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,9 @@ class Rendezvous:
 
     async def _announce_run(self) -> None:
         if self._make_run_announcement is not None:
-            await asyncio.gather(*(self._dht.ping_peer(peer, addresses) for peer, addresses in self._extra_peers.items()))
+            await asyncio.gather(
+                *(self._dht.ping_peer(peer, addresses) for peer, addresses in self._extra_peers.items())
+            )
             notice = await self._make_run_announcement(self._clock.now())
             await self._dht.announce_and_lookup(PUBLIC_RUNS_TOPIC, notice, lambda value: None)
 

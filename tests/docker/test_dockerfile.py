@@ -88,7 +88,9 @@ def test_what_torch_brings_along_is_pinned_with_it() -> None:
     assert {name.lower().replace("_", "-") for name in wanted} <= kept
 
 
-@pytest.mark.parametrize("place", ["docker/Dockerfile", "docker/compose.yaml", "docker/engines.py", "docker/check.py"])
+@pytest.mark.parametrize(
+    "place", ["docker/Dockerfile", "docker/compose.yaml", "tests/docker/engines.py", "tests/docker/image_check.py"]
+)
 def test_no_mirror_is_named(place: str) -> None:
     hosts = set(re.findall(r"https?://([^/\s\"'}\]:]+)", (ROOT / place).read_text()))
     assert hosts <= {"download.pytorch.org", "host", "127.0.0.1"}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from docker.check import choose_engine, reachable_or_empty
-from docker.engines import Build, Docker, find_first_process, find_local_paths, to_pip_conf
+from tests.docker.engines import Build, Docker, find_first_process, find_local_paths, to_pip_conf
+from tests.docker.image_check import choose_engine, reachable_or_empty
 
 RECORDER = """
 import pathlib, sys

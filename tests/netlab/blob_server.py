@@ -5,9 +5,9 @@ import random
 import sys
 from pathlib import Path
 
-from protocol.blobs.service import BlobService, register_blob_service
+from protocol.blobs.server import BlobService, register_blob_service
 from protocol.blobs.store import BlobStore
-from protocol.network.transport import Transport, caller
+from protocol.transport.transport import Transport, caller
 
 
 async def serve(folder: Path, host: str, size: int, seed: int) -> None:

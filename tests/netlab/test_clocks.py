@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol.membership.directory import CLOCK_TOLERANCE_SECONDS
+from protocol.membership.peer_table import CLOCK_TOLERANCE_SECONDS
+from tests.netlab.lab_swarm import LabPeer, LabSwarm, running_lab_swarm
 from tests.netlab.laboratory import Laboratory
-from tests.netlab.scattered import LabSwarm, LabPeer, running_lab_swarm
-from tests.swarm.flock import ENDLESS, join_command, manifest_with
+from tests.swarm.process_swarm import ENDLESS, join_command, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
@@ -42,26 +42,26 @@ def test_a_clock_that_is_an_hour_ahead(laboratory: Laboratory, tmp_path: Path, s
     assert HOUR > CLOCK_TOLERANCE_SECONDS, "the control: records dated by its own clock would be refused"
     manifest = manifest_with(target={"rounds": ENDLESS}, method={"schedule": {"inner_steps": 60}})
     nodes = [laboratory.node() for _ in range(3)]
-    with running_lab_swarm(tmp_path, manifest, laboratory, nodes) as flock:
-        wrong = set_clock(flock, shifted)
-        flock.start()
-        flock.wait_for_round(1)
+    with running_lab_swarm(tmp_path, manifest, laboratory, nodes) as swarm:
+        wrong = set_clock(swarm, shifted)
+        swarm.start()
+        swarm.wait_for_round(1)
 
         def all_give() -> bool:
-            told = flock.poll()
+            told = swarm.poll()
             return all(status.contributions_included >= ROUNDS and status.peers == 3 for status in told)
 
-        flock.wait_until(all_give, f"the work of all is taken {ROUNDS} times", 40)
-        flock.wait_for_agreement(after=ROUNDS)
-        told = flock.poll()
+        swarm.wait_until(all_give, f"the work of all is taken {ROUNDS} times", 40)
+        swarm.wait_for_agreement(after=ROUNDS)
+        told = swarm.poll()
         since = {status.name: status.since for status in told}
         assert since[wrong.name] - since["peer-0"] > HOUR - 60, "its clock is wrong indeed"
-        assert "dated anew" in flock.log(wrong)
+        assert "dated anew" in swarm.log(wrong)
 
 
-def set_clock(flock: LabSwarm, shifted: list[str]) -> LabPeer:
+def set_clock(swarm: LabSwarm, shifted: list[str]) -> LabPeer:
     """The last peer, as one whose clock is wrong."""
-    old = flock.lab_peers[-1]
-    command = join_command(flock.run, old.folder, "--name", old.name, listen="/ip4/0.0.0.0/tcp/4001")
-    flock.peers[-1] = LabPeer(old.name, old.folder, [*shifted, *command], old.laboratory, old.node)
-    return flock.lab_peers[-1]
+    old = swarm.lab_peers[-1]
+    command = join_command(swarm.run, old.folder, "--name", old.name, listen="/ip4/0.0.0.0/tcp/4001")
+    swarm.peers[-1] = LabPeer(old.name, old.folder, [*shifted, *command], old.laboratory, old.node)
+    return swarm.lab_peers[-1]

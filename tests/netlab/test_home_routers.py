@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from node.program import build_program
-from node.status import NodeStatus
-from protocol.network.reach import CIRCUIT_MARKER
+from node.from_manifest import build_program
+from node.monitoring.status import NodeStatus
+from protocol.transport.nat import CIRCUIT_MARKER
+from tests.netlab.lab_swarm import LISTEN, LabPeer, LabSwarm, running_lab_swarm
 from tests.netlab.laboratory import Laboratory, Link, Node
-from tests.netlab.scattered import LISTEN, LabSwarm, LabPeer, running_lab_swarm
-from tests.swarm.flock import ENDLESS, manifest_with
+from tests.swarm.process_swarm import ENDLESS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
@@ -39,30 +39,30 @@ def homes(laboratory: Laboratory) -> list[Node]:
     return [laboratory.node(LINK), *(laboratory.node(behind=laboratory.router(LINK)) for _ in range(2))]
 
 
-def wait_until_taken(flock: LabSwarm, rounds: int, seconds: float) -> float:
+def wait_until_taken(swarm: LabSwarm, rounds: int, seconds: float) -> float:
     """Until so many rounds more have taken the work of each."""
-    told = {status.peer_id: status.contributions_included for status in flock.poll()}
+    told = {status.peer_id: status.contributions_included for status in swarm.poll()}
 
     def taken() -> bool:
-        return all(now.contributions_included >= told[now.peer_id] + rounds for now in flock.poll())
+        return all(now.contributions_included >= told[now.peer_id] + rounds for now in swarm.poll())
 
-    return flock.wait_until(taken, f"the work of all is taken {rounds} times", seconds)
+    return swarm.wait_until(taken, f"the work of all is taken {rounds} times", seconds)
 
 
 def test_hidden_peers_train_together_through_one_that_is_not(laboratory: Laboratory, tmp_path: Path) -> None:
     nodes = homes(laboratory)
     manifest = manifest_with(target={"rounds": ENDLESS}, method={"schedule": {"inner_steps": 20}})
-    with running_lab_swarm(tmp_path, manifest, laboratory, nodes) as flock:
-        flock.start()
-        flock.wait_for_round(1)
-        seconds = wait_until_taken(flock, ROUNDS, 40)
-        flock.wait_for_agreement(after=max(status.round for status in flock.poll()))
+    with running_lab_swarm(tmp_path, manifest, laboratory, nodes) as swarm:
+        swarm.start()
+        swarm.wait_for_round(1)
+        seconds = wait_until_taken(swarm, ROUNDS, 40)
+        swarm.wait_for_agreement(after=max(status.round for status in swarm.poll()))
         print(f"the work of all was taken {ROUNDS} times in {seconds:.1f} s")
-        at_home = flock.peers[1:]
-        assert all(map(hidden, flock.poll(*at_home))), "they say how they are reached"
+        at_home = swarm.peers[1:]
+        assert all(map(hidden, swarm.poll(*at_home))), "they say how they are reached"
         laboratory.cut(nodes[0])
-        flock.wait_until(
-            lambda: all(status.peers == 1 for status in flock.poll(*at_home)),
+        swarm.wait_until(
+            lambda: all(status.peers == 1 for status in swarm.poll(*at_home)),
             "the control: without the third they lose each other, too",
         )
 
@@ -71,22 +71,22 @@ def test_hidden_peers_train_together_through_one_that_is_not(laboratory: Laborat
 def test_what_one_hidden_peer_has_for_another_is_carried(laboratory: Laboratory, tmp_path: Path) -> None:
     manifest, nodes = manifest_with(**DENSE), homes(laboratory)
     assert build_program(manifest).max_part_bytes > 1.5 * CIRCUIT_BYTES
-    with running_lab_swarm(tmp_path / "carried", manifest, laboratory, nodes) as flock:
-        flock.start()
-        flock.wait_for_round(1)
-        seconds = wait_until_taken(flock, ROUNDS, 40)
-        flock.wait_for_agreement(after=max(status.round for status in flock.poll()))
-        carried = [status.bytes_carried for status in flock.poll()]
+    with running_lab_swarm(tmp_path / "carried", manifest, laboratory, nodes) as swarm:
+        swarm.start()
+        swarm.wait_for_round(1)
+        seconds = wait_until_taken(swarm, ROUNDS, 40)
+        swarm.wait_for_agreement(after=max(status.round for status in swarm.poll()))
+        carried = [status.bytes_carried for status in swarm.poll()]
         print(f"the work of all was taken {ROUNDS} times in {seconds:.1f} s; carried: {carried}")
         assert carried[0] > ROUNDS * CIRCUIT_BYTES and carried[1:] == [0, 0]
-    with running_lab_swarm(tmp_path / "control", manifest, laboratory, nodes) as flock:
-        for peer in flock.lab_peers:
+    with running_lab_swarm(tmp_path / "control", manifest, laboratory, nodes) as swarm:
+        for peer in swarm.lab_peers:
             peer.replace_program(NOT_CARRIED)
-        flock.start()
-        flock.wait_for_round(1)
+        swarm.start()
+        swarm.wait_for_round(1)
         end = time.monotonic() + LONELY
-        flock.wait_until(lambda: time.monotonic() >= end, "rounds of which each takes the work of some")
-        told = flock.poll()
+        swarm.wait_until(lambda: time.monotonic() >= end, "rounds of which each takes the work of some")
+        told = swarm.poll()
         taken, rounds = [status.contributions_included for status in told], max(status.round for status in told)
         print(f"the control: nobody carries, and of {rounds} rounds so many took the work of each: {taken}")
         assert sum(taken[1:]) <= rounds, "never both: at most one had a round with the third for itself"
@@ -94,11 +94,13 @@ def test_what_one_hidden_peer_has_for_another_is_carried(laboratory: Laboratory,
 
 def test_a_host_at_home_is_found_through_its_introducer(laboratory: Laboratory, tmp_path: Path) -> None:
     nodes = [laboratory.node(LINK), laboratory.node(behind=laboratory.router(LINK))]
-    with running_lab_swarm(tmp_path, manifest_with(target={"rounds": ENDLESS}), laboratory, nodes[:1]) as flock:
-        flock.start()
+    with running_lab_swarm(tmp_path, manifest_with(target={"rounds": ENDLESS}), laboratory, nodes[:1]) as swarm:
+        swarm.start()
         home = tmp_path / "host"
-        words = [sys.executable, "-m", "node.cli", "host", str(flock.run), "--dir", str(home), "--listen", LISTEN]
-        flock.peers.append(LabPeer("host", home, [*words, "--http", "127.0.0.1:0"], laboratory, nodes[1]))
-        flock.peers[1].start(flock.lab_peers[0].public_addresses())
-        host = flock.peers[1]
-        flock.wait_until(lambda: any(hidden(told) and told.peers == 1 for told in flock.poll(host)), "it sees the other")
+        words = [sys.executable, "-m", "node.cli", "host", str(swarm.run), "--dir", str(home), "--listen", LISTEN]
+        swarm.peers.append(LabPeer("host", home, [*words, "--http", "127.0.0.1:0"], laboratory, nodes[1]))
+        swarm.peers[1].start(swarm.lab_peers[0].public_addresses())
+        host = swarm.peers[1]
+        swarm.wait_until(
+            lambda: any(hidden(told) and told.peers == 1 for told in swarm.poll(host)), "it sees the other"
+        )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.netlab import sockets
+from tests.netlab import socket_probe
 from tests.netlab.laboratory import HOME, Laboratory, Link, Node, read_line
 from tests.netlab.namespaces import FOLDER, PREFIX, remove_orphans
 
@@ -28,13 +28,13 @@ with Laboratory() as made:
 
 
 def serve(laboratory: Laboratory, node: Node, what: str) -> subprocess.Popen[str]:
-    process = laboratory.start(node, [sys.executable, "-S", sockets.__file__, what, PORT])
+    process = laboratory.start(node, [sys.executable, "-S", socket_probe.__file__, what, PORT])
     assert read_line(process) == "up"
     return process
 
 
 def call(laboratory: Laboratory, node: Node, what: str, host: str, amount: int) -> subprocess.Popen[str]:
-    return laboratory.start(node, [sys.executable, "-S", sockets.__file__, what, host, PORT, str(amount)])
+    return laboratory.start(node, [sys.executable, "-S", socket_probe.__file__, what, host, PORT, str(amount)])
 
 
 def numbers(process: subprocess.Popen[str]) -> list[float]:

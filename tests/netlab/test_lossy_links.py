@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.netlab import blob_server, blob_taker
+from tests.netlab import blob_downloader, blob_server
 from tests.netlab.laboratory import Laboratory, Link, read_line
-from tests.swarm.flock import isolated_processes
+from tests.swarm.process_swarm import isolated_processes
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
@@ -36,7 +36,7 @@ class TransferSetup:
         """Adds `rate`, in Mbit/s from the first moment on."""
         self._taken += 1
         words = [str(self._folder / f"taker-{self._taken}"), self._taker.address, str(seconds), way]
-        command = [sys.executable, blob_taker.__file__, *words, *self._about, str(SIZE)]
+        command = [sys.executable, blob_downloader.__file__, *words, *self._about, str(SIZE)]
         outcome: dict[str, Any] = json.loads(read_line(self._laboratory.start(self._taker, command)))
         outcome["rate"] = outcome["bytes"] / outcome["seconds"] / MEGABIT
         print(f"{way}: {outcome}")

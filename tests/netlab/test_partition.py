@@ -1,6 +1,6 @@
 """The internet fails in parts, and whole peers with it; nobody is needed to mend the run.
 
-One flock of five for all tests of this file, whole again after each. After every round that anybody showed, equal
+One swarm of five for all tests of this file, whole again after each. After every round that anybody showed, equal
 chains must have come to equal states.
 """
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.replica import RoundCompute
+from node.daemon.outer_state import RoundCompute
 from node.local.peer_process import PeerProcess
-from protocol.rounds.chain import ChainHead, extend_head
-from protocol.rounds.election import Election
-from protocol.rounds.statements import Commit
-from tests.netlab.archive import BlobArchive
+from protocol.consensus.chain import ChainHead, extend_head
+from protocol.consensus.messages import Commit
+from protocol.consensus.quorum import Election
+from tests.netlab.blob_archive import BlobArchive
+from tests.netlab.lab_swarm import LabSwarm, running_lab_swarm
 from tests.netlab.laboratory import Laboratory, Link
-from tests.netlab.scattered import LabSwarm, running_lab_swarm
-from tests.swarm.flock import ENDLESS, manifest_with
+from tests.swarm.process_swarm import ENDLESS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
@@ -29,7 +29,7 @@ APART_ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
-def flock(permitted: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabSwarm]:
+def swarm(permitted: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabSwarm]:
     manifest = manifest_with(
         target={"rounds": ENDLESS},
         method={"schedule": {"inner_steps": INNER_STEPS}},
@@ -43,28 +43,28 @@ def flock(permitted: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(autouse=True)
-def whole(flock: LabSwarm) -> Iterator[None]:
+def whole(swarm: LabSwarm) -> Iterator[None]:
     """Before and after each test all are there and agree."""
-    wait_until_whole(flock)
+    wait_until_whole(swarm)
     yield
-    flock.laboratory.heal()
-    wait_until_whole(flock)
-    assert all(len(states) == 1 for states in flock.states.values()), "one chain of commits, one state"
+    swarm.laboratory.heal()
+    wait_until_whole(swarm)
+    assert all(len(states) == 1 for states in swarm.states.values()), "one chain of commits, one state"
 
 
-def wait_until_whole(flock: LabSwarm) -> None:
+def wait_until_whole(swarm: LabSwarm) -> None:
     def met() -> bool:
-        told = flock.poll()
+        told = swarm.poll()
         return len(told) == PEERS and all(s.peers == PEERS and s.describe_contributing() == "yes" for s in told)
 
-    flock.wait_until(met, "all are there and contribute")
+    swarm.wait_until(met, "all are there and contribute")
 
 
 class ChainObserver:
     """The digests that groups of peers have shown, by round."""
 
-    def __init__(self, flock: LabSwarm, groups: Sequence[Sequence[PeerProcess]]) -> None:
-        self._flock = flock
+    def __init__(self, swarm: LabSwarm, groups: Sequence[Sequence[PeerProcess]]) -> None:
+        self._swarm = swarm
         self._groups = groups
         self.shown: list[dict[int, set[str]]] = [{} for _ in groups]
 
@@ -72,7 +72,7 @@ class ChainObserver:
         """The round that all of a group have reached, by group."""
         reached = []
         for group, shown in zip(self._groups, self.shown, strict=True):
-            statuses = self._flock.poll(*group)
+            statuses = self._swarm.poll(*group)
             for status in statuses:
                 shown.setdefault(status.round, set()).add(status.digest)
             reached.append(min(status.round for status in statuses))
@@ -84,93 +84,94 @@ class ChainObserver:
         return len(digests) == len(set(digests))
 
 
-def partition_and_heal(flock: LabSwarm, *groups: Sequence[PeerProcess]) -> None:
+def partition_and_heal(swarm: LabSwarm, *groups: Sequence[PeerProcess]) -> None:
     """Each group goes on alone for some rounds, the internet heals, and all come together again."""
-    laboratory, peers = flock.laboratory, flock.lab_peers
-    before = flock.highest_round()
+    laboratory, peers = swarm.laboratory, swarm.lab_peers
+    before = swarm.highest_round()
     laboratory.partition(*([peer.node for peer in peers if peer in group] for group in groups))
-    chains = ChainObserver(flock, groups)
-    apart = flock.wait_until(lambda: min(chains.poll()) > before + APART_ROUNDS, "every group goes on", 40)
+    chains = ChainObserver(swarm, groups)
+    apart = swarm.wait_until(lambda: min(chains.poll()) > before + APART_ROUNDS, "every group goes on", 40)
     assert chains.differ_at(before + APART_ROUNDS), "the control: they did go separate ways"
-    told = {status.peer_id: status for status in flock.poll()}
+    told = {status.peer_id: status for status in swarm.poll()}
     laboratory.heal()
-    healed = flock.highest_round()
-    seconds = flock.wait_until(lambda: len({s.digest for s in flock.poll()}) == 1, "all are on one chain", 40)
-    agreed = flock.wait_for_agreement(after=healed)
+    healed = swarm.highest_round()
+    seconds = swarm.wait_until(lambda: len({s.digest for s in swarm.poll()}) == 1, "all are on one chain", 40)
+    agreed = swarm.wait_for_agreement(after=healed)
     print(f"{apart:.1f} s for {APART_ROUNDS} rounds apart; {seconds:.1f} s, {agreed - healed} rounds to one chain")
 
     def contribute_again() -> bool:
         return all(
-            now.contributions_included > told[now.peer_id].contributions_included and now.describe_contributing() == "yes"
-            for now in flock.poll()
+            now.contributions_included > told[now.peer_id].contributions_included
+            and now.describe_contributing() == "yes"
+            for now in swarm.poll()
         )
 
-    flock.wait_until(contribute_again, "everyone's work goes in again")
+    swarm.wait_until(contribute_again, "everyone's work goes in again")
 
 
-def test_two_parts_go_on_and_become_one_again(flock: LabSwarm) -> None:
-    partition_and_heal(flock, flock.peers[:3], flock.peers[3:])
+def test_two_parts_go_on_and_become_one_again(swarm: LabSwarm) -> None:
+    partition_and_heal(swarm, swarm.peers[:3], swarm.peers[3:])
 
 
-def test_three_fragments_become_one_again(flock: LabSwarm) -> None:
-    partition_and_heal(flock, flock.peers[:2], flock.peers[2:4], flock.peers[4:])
+def test_three_fragments_become_one_again(swarm: LabSwarm) -> None:
+    partition_and_heal(swarm, swarm.peers[:2], swarm.peers[2:4], swarm.peers[4:])
 
 
-def test_one_way_silence_between_two_holds_nobody(flock: LabSwarm) -> None:
-    before, (heard, deaf, *_) = flock.highest_round(), flock.lab_peers
-    words = len(flock.log(deaf)), len(flock.log(heard))
-    flock.laboratory.block(heard.node, deaf.node)
-    seconds = flock.wait_until(lambda: min(status.round for status in flock.poll()) >= before + 6, "all go on", 60)
+def test_one_way_silence_between_two_holds_nobody(swarm: LabSwarm) -> None:
+    before, (heard, deaf, *_) = swarm.highest_round(), swarm.lab_peers
+    words = len(swarm.log(deaf)), len(swarm.log(heard))
+    swarm.laboratory.block(heard.node, deaf.node)
+    seconds = swarm.wait_until(lambda: min(status.round for status in swarm.poll()) >= before + 6, "all go on", 60)
     print(f"{seconds:.1f} s for 6 rounds")
-    said = flock.log(deaf)[words[0] :] + flock.log(heard)[words[1] :]
+    said = swarm.log(deaf)[words[0] :] + swarm.log(heard)[words[1] :]
     assert "failed" in said or "counts as gone" in said, "the control: the two did miss each other"
 
 
-def test_a_leader_that_is_cut_off_holds_the_others_for_a_moment(flock: LabSwarm) -> None:
-    began = flock.highest_round()
-    flock.wait_until(lambda: flock.highest_round() > began, "a round begins")
-    number = flock.highest_round()
-    by_id = {peer.status.peer_id: peer for peer in flock.lab_peers if peer.status}
-    leader = Election(flock.manifest.run_id, number).leader(0, frozenset(by_id))
+def test_a_leader_that_is_cut_off_holds_the_others_for_a_moment(swarm: LabSwarm) -> None:
+    began = swarm.highest_round()
+    swarm.wait_until(lambda: swarm.highest_round() > began, "a round begins")
+    number = swarm.highest_round()
+    by_id = {peer.status.peer_id: peer for peer in swarm.lab_peers if peer.status}
+    leader = Election(swarm.manifest.run_id, number).leader(0, frozenset(by_id))
     assert leader is not None
     victim = by_id[leader]
-    others = [peer for peer in flock.peers if peer is not victim]
-    flock.laboratory.cut(victim.node)
-    chains = ChainObserver(flock, [[victim], others])
-    seconds = flock.wait_until(lambda: chains.poll()[1] >= number + APART_ROUNDS, "the others go on", 40)
+    others = [peer for peer in swarm.peers if peer is not victim]
+    swarm.laboratory.cut(victim.node)
+    chains = ChainObserver(swarm, [[victim], others])
+    seconds = swarm.wait_until(lambda: chains.poll()[1] >= number + APART_ROUNDS, "the others go on", 40)
     print(f"{seconds:.1f} s for {APART_ROUNDS} rounds without the leader of the first")
     assert chains.differ_at(number + APART_ROUNDS), "the control: it did not take part in them"
 
 
-def test_who_introduced_the_others_dies(flock: LabSwarm) -> None:
-    first, *others = flock.peers
-    number = flock.highest_round()
+def test_who_introduced_the_others_dies(swarm: LabSwarm) -> None:
+    first, *others = swarm.peers
+    number = swarm.highest_round()
     first.kill()
-    seconds = flock.wait_until(
-        lambda: min(status.round for status in flock.poll(*others)) >= number + APART_ROUNDS, "they go on", 40
+    seconds = swarm.wait_until(
+        lambda: min(status.round for status in swarm.poll(*others)) >= number + APART_ROUNDS, "they go on", 40
     )
     print(f"{seconds:.1f} s for {APART_ROUNDS} rounds")
-    assert all(status.round <= number + 1 for status in flock.poll(first)), "the control: it is dead"
+    assert all(status.round <= number + 1 for status in swarm.poll(first)), "the control: it is dead"
     first.start(())  # nobody is named: it knows them from before
 
 
-def test_what_went_in_is_what_is_said(flock: LabSwarm, tmp_path: Path) -> None:
+def test_what_went_in_is_what_is_said(swarm: LabSwarm, tmp_path: Path) -> None:
     """Sums are computed again from the contributions that a commit names, while one of the peers comes and goes."""
-    laboratory, spare = flock.laboratory, flock.laboratory.node()
-    with BlobArchive(tmp_path / "archive", flock.manifest, [peer.folder for peer in flock.peers]) as archive:
-        flock.wait_for_round(flock.highest_round() + 1)  # of the round before, a part may have gone unseen
-        began = flock.highest_round()
-        flock.wait_for_round(began + 3)
-        laboratory.cut(flock.nodes[4])
-        flock.wait_for_round(began + 8, *flock.peers[:4])
+    laboratory, spare = swarm.laboratory, swarm.laboratory.node()
+    with BlobArchive(tmp_path / "archive", swarm.manifest, [peer.folder for peer in swarm.peers]) as archive:
+        swarm.wait_for_round(swarm.highest_round() + 1)  # of the round before, a part may have gone unseen
+        began = swarm.highest_round()
+        swarm.wait_for_round(began + 3)
+        laboratory.cut(swarm.nodes[4])
+        swarm.wait_for_round(began + 8, *swarm.peers[:4])
         laboratory.heal()
-        wait_until_whole(flock)
-    commits = archive.request_commits(laboratory, spare, flock.lab_peers[0].public_addresses()[0], began)
+        wait_until_whole(swarm)
+    commits = archive.request_commits(laboratory, spare, swarm.lab_peers[0].public_addresses()[0], began)
     known = [commit for commit in commits if archive.has_all([given.body for given in commit.contributions])]
     print(f"{len(known)} of {len(commits)} rounds can be computed again")
-    assert len(known) >= 5 and len({len(commit.contributions) for commit in known}) > 1, flock.describe()
+    assert len(known) >= 5 and len({len(commit.contributions) for commit in known}) > 1, swarm.describe()
     check_sums(archive.make_round_compute(), known)
-    check_words(flock, commits)
+    check_words(swarm, commits)
 
 
 def check_sums(workshop: RoundCompute, commits: Sequence[Commit]) -> None:
@@ -183,14 +184,15 @@ def check_sums(workshop: RoundCompute, commits: Sequence[Commit]) -> None:
                 assert fewer != blob, "the control: what went in cannot be less than what is said"
 
 
-def check_words(flock: LabSwarm, commits: Sequence[Commit]) -> None:
+def check_words(swarm: LabSwarm, commits: Sequence[Commit]) -> None:
     """What every peer said of each round of this chain."""
     senders = {
-        extend_head(ChainHead(c.round, c.base, 0), c).digest.hex()[:8]: {g.sender for g in c.contributions} for c in commits
+        extend_head(ChainHead(c.round, c.base, 0), c).digest.hex()[:8]: {g.sender for g in c.contributions}
+        for c in commits
     }
-    for peer in flock.peers:
+    for peer in swarm.peers:
         assert peer.status is not None
-        said = re.findall(r"round \d+: (\d+) contributions?, ours (.+), digest (\w{8})", flock.log(peer))
+        said = re.findall(r"round \d+: (\d+) contributions?, ours (.+), digest (\w{8})", swarm.log(peer))
         heard = [(int(count), fate, senders[digest]) for count, fate, digest in said if digest in senders]
         assert len(heard) >= 2, "who takes a state over says nothing of the rounds before"
         for count, fate, entered in heard:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.netlab.lab_swarm import LabSwarm, running_lab_swarm
 from tests.netlab.laboratory import Laboratory, Link
-from tests.netlab.scattered import LabSwarm, running_lab_swarm
-from tests.swarm.flock import ENDLESS, START_SECONDS, manifest_with
+from tests.swarm.process_swarm import ENDLESS, START_SECONDS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
@@ -18,14 +18,16 @@ GRACE = 0.5
 ALLOWED, WATCHED = 6 * GRACE, 10 * GRACE  # seconds more than a usual round; a round that takes more is not waited for
 
 
-def seconds_of_rounds(flock: LabSwarm, longest: float) -> list[float]:
+def seconds_of_rounds(swarm: LabSwarm, longest: float) -> list[float]:
     """Of the three that are fast, sorted, each so many at most: the round in which a link turns slow has its parts
     already given out."""
-    fast = flock.peers[:3]
+    fast = swarm.peers[:3]
 
     def seconds_to_the_next() -> float:
-        number, end = flock.highest_round(*fast) + 1, time.monotonic() + longest
-        return flock.wait_until(lambda: flock.highest_round(*fast) >= number or time.monotonic() >= end, f"round {number}")
+        number, end = swarm.highest_round(*fast) + 1, time.monotonic() + longest
+        return swarm.wait_until(
+            lambda: swarm.highest_round(*fast) >= number or time.monotonic() >= end, f"round {number}"
+        )
 
     seconds_to_the_next()  # which began before
     return sorted(seconds_to_the_next() for _ in range(ROUNDS))
@@ -41,12 +43,14 @@ def test_a_tenth_of_the_bandwidth(laboratory: Laboratory, tmp_path: Path, grace:
         round={"grace": grace, "exchange_timeout": 60.0},
     )
     nodes = [laboratory.node(FAST) for _ in range(PEERS)]
-    with running_lab_swarm(tmp_path, manifest, laboratory, nodes) as flock:
-        flock.start()
-        flock.wait_until(lambda: all(status.describe_contributing() == "yes" for status in flock.poll()), "all take part")
-        usual = statistics.median(seconds_of_rounds(flock, START_SECONDS))
+    with running_lab_swarm(tmp_path, manifest, laboratory, nodes) as swarm:
+        swarm.start()
+        swarm.wait_until(
+            lambda: all(status.describe_contributing() == "yes" for status in swarm.poll()), "all take part"
+        )
+        usual = statistics.median(seconds_of_rounds(swarm, START_SECONDS))
         laboratory.set_link(nodes[3], SLOW)
-        slowed = seconds_of_rounds(flock, usual + WATCHED)
+        slowed = seconds_of_rounds(swarm, usual + WATCHED)
         print(f"grace {grace:g} s: {usual:.2f} s a round, {slowed} with one slow link")
         if grace == GRACE:
             assert statistics.median(slowed) < usual + ALLOWED

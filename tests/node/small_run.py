@@ -9,21 +9,21 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.daemon.replica import OuterState, ReplicatedState, RoundCompute, state_bytes
+from node.daemon.outer_state import OuterState, ReplicatedState, RoundCompute, state_bytes
 from node.model import shape_table
+from optim.compose import compose
 from optim.method import Method
-from optim.program import RoundPlanner
-from optim.recipes import compose
+from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
+from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.message_kinds import kind_of
+from protocol.consensus.messages import Commit, Contribution, ContributionLimits, SignedMessage
 from protocol.errors import GoneError, MalformedError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest, parse_manifest
 from protocol.murmur_pb2 import Signed
-from protocol.records import sign
-from protocol.rounds.chain import Chain, ChainHead
-from protocol.rounds.kinds import kind_of
-from protocol.rounds.statements import Commit, Contribution, SignedMessage, ContributionLimits
+from protocol.signing import sign
 
 torch.set_num_threads(1)
 TOML = """
@@ -146,8 +146,8 @@ async def grown(replica: ReplicatedState, store: BlobStore, rounds: int, peer: i
 
 
 class CopyingFetcher:
-    """In the place of protocol.blobs.fetch.Fetcher: copies from the named peers' stores into memory, waits while none
-    has it."""
+    """In the place of protocol.blobs.download.Fetcher: copies from the named peers' stores into memory, waits while
+    none has it."""
 
     def __init__(self, store: BlobStore, stores: dict[PeerId, BlobStore]) -> None:
         self.store = store
@@ -157,9 +157,14 @@ class CopyingFetcher:
         self.under_way = 0
 
     async def fetch(
-        self, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float, priority: int = 0, *,
+        self,
+        blob: Blob,
+        sources: Callable[[], Sequence[PeerId]],
+        deadline: float,
+        priority: int = 0,
+        *,
         wait_if_absent: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.asked.append(blob)
         self.turns[blob] = priority
         self.under_way += 1

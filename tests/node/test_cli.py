@@ -13,7 +13,7 @@ from protocol import errors
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay", "doctor")
-LIGHT = {"node", "node.cli", "node.collector", "protocol", "protocol.errors"}
+LIGHT = {"node", "node.cli", "node.process", "protocol", "protocol.errors"}
 
 
 def murmur(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -141,10 +141,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]
         calls.append((*words, *sorted(named.items())))
         return ["text"]
 
-    monkeypatch.setitem(sys.modules, "node.export", module(export=note))
-    monkeypatch.setitem(sys.modules, "node.generate", module(generate=note))
-    monkeypatch.setitem(sys.modules, "node.join", module(join_run=note))
-    monkeypatch.setitem(sys.modules, "node.data.tokens", module(tokenize_files=note))
+    monkeypatch.setitem(sys.modules, "node.model.export", module(export=note))
+    monkeypatch.setitem(sys.modules, "node.model.generate", module(generate=note))
+    monkeypatch.setitem(sys.modules, "node.join.command", module(join_run=note))
+    monkeypatch.setitem(sys.modules, "node.data.token_shards", module(tokenize_files=note))
     yield calls
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.arena import SharedLayout
 from node.checkpoints.checkpoint import Checkpoint, load_newest, save
-from node.daemon.replica import OuterState
-from node.footprint import fit_microbatch
+from node.daemon.outer_state import OuterState
+from node.from_manifest import build_program
+from node.ipc.shared_memory import SharedLayout
 from node.local.up import UpOptions, adapt_manifest
 from node.model import shape_table
-from node.program import build_program
-from optim.rows import RECIPES
+from node.model.memory_estimate import fit_microbatch
+from optim.recipes import RECIPES
 from protocol.manifest import Manifest, load_manifest, parse_manifest
 
 CONFIG = Path(__file__).parents[2] / "configs" / "test.toml"

@@ -3,10 +3,10 @@
 import pytest
 
 from optim.budget import Budget, budget
+from optim.compose import compose
 from optim.errors import UnknownOption
-from optim.program import RoundPlanner
-from optim.recipes import compose
-from tests.optim.replicas import LAYOUT
+from optim.round_plan import RoundPlanner
+from tests.optim.fake_peers import LAYOUT
 
 
 def distances(course: object, steps: int) -> list[int]:

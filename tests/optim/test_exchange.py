@@ -4,11 +4,22 @@ import pytest
 import torch
 
 from optim.codecs.topk import ChunkTopK
+from optim.compose import AGGREGATION_RULES, CODECS, OUTER_OPTIMIZERS, compose
 from optim.errors import CodecError, OptimError
 from optim.exchange import Aggregator, ContributionEncoder
-from optim.recipes import AGGREGATION_RULES, CODECS, OUTER_OPTIMIZERS, compose
-from optim.rows import RECIPES
-from tests.optim.replicas import LOSSLESS, NO_PROGRESS, NUMEL, PART_COUNT, FakePeer, Tables, decode_contribution, random_values, make_planner, sent_mask
+from optim.recipes import RECIPES
+from tests.optim.fake_peers import (
+    LOSSLESS,
+    NO_PROGRESS,
+    NUMEL,
+    PART_COUNT,
+    FakePeer,
+    Tables,
+    decode_contribution,
+    make_planner,
+    random_values,
+    sent_mask,
+)
 
 DELTAS = [name for name in RECIPES if compose(name).signal.is_delta]
 ROUNDS = [
@@ -212,7 +223,11 @@ def test_a_momentum_that_grows_changes_the_update_alike_on_two_replicas() -> Non
         replica = FakePeer(make_planner("diloco", tables))
         path = []
         for number in range(6):
-            replica.apply(number, [ContributionEncoder(replica.planner).encode(number, torch.ones(NUMEL), torch.zeros(NUMEL))], [1])
+            replica.apply(
+                number,
+                [ContributionEncoder(replica.planner).encode(number, torch.ones(NUMEL), torch.zeros(NUMEL))],
+                [1],
+            )
             path.append(float(replica.anchor[0]))
         ends.append(path)
     assert ends[0] == ends[1]
@@ -239,8 +254,11 @@ def test_all_periods_of_one_average_weights_and_both_moments() -> None:
     signal: Tables = {"signal": {"kind": "inner-state", "first_every": 1, "second_every": 1}}
     replica = FakePeer(make_planner("averaging", LOSSLESS | NO_PROGRESS | signal))
     reference = random_values(9, 3 * NUMEL)
-    for vector, part in zip((replica.anchor, *(replica.slots[n] for n in replica.planner.method.signal.averaged_names)),
-                            torch.split(reference, NUMEL), strict=True):  # fmt: skip
+    for vector, part in zip(
+        (replica.anchor, *(replica.slots[n] for n in replica.planner.method.signal.averaged_names)),
+        torch.split(reference, NUMEL),
+        strict=True,
+    ):
         vector.copy_(part)
     live = [random_values(i, 3 * NUMEL) for i in range(4)]
     messages = [replica.encoder.encode(0, reference - own, torch.zeros(3 * NUMEL)) for own in live]
@@ -277,11 +295,14 @@ def test_identical_members_are_one_member(recipe: str) -> None:
 @each_round
 def test_what_is_merged_is_near_the_exact_mean(recipe: str, number: int) -> None:
     replica = FakePeer(make_planner(recipe, UNCLIPPED))
-    messages = [replica.encoder.encode(number, random_values(i, len(replica.residual)), torch.zeros(len(replica.residual)))
-                for i in range(3)]  # fmt: skip
+    messages = [
+        replica.encoder.encode(number, random_values(i, len(replica.residual)), torch.zeros(len(replica.residual)))
+        for i in range(3)
+    ]
     merged = replica.aggregate(number, messages, [1, 2, 5])
     exact = sum(
-        decode_contribution(replica.planner, number, message) * weight for message, weight in zip(messages, (1, 2, 5), strict=True)
+        decode_contribution(replica.planner, number, message) * weight
+        for message, weight in zip(messages, (1, 2, 5), strict=True)
     )
     gathered = replica.planner.plan(number).gather(torch.as_tensor(exact)) / 8
     # The reduced parts are encoded once more; where each message has four bits, so has their mean.
@@ -331,7 +352,9 @@ def test_every_codec_keeps_replicas_equal_and_conserves_progress(codec: str, top
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATION_RULES)
-@pytest.mark.parametrize("update", [kind for kind in OUTER_OPTIMIZERS if "pseudo-gradient" in OUTER_OPTIMIZERS[kind].signals])
+@pytest.mark.parametrize(
+    "update", [kind for kind in OUTER_OPTIMIZERS if "pseudo-gradient" in OUTER_OPTIMIZERS[kind].signals]
+)
 def test_every_rule_goes_with_every_update(aggregate: str, update: str) -> None:
     program = make_planner("averaging", {"aggregate": {"kind": aggregate}, "update": {"kind": update}})
     replicas = [FakePeer(program) for _ in range(2)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optim.layout import Layout, Span, merge_adjacent, clip_spans
+from optim.layout import Layout, Span, clip_spans, merge_adjacent
 
 LAYOUT = Layout(((4, 3), (5,), (2, 2), (), (3, 2, 2)), (0, 1, 1, 2, 3))
 shapes = st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=8)

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from optim.codecs.dense import Uncompressed
-from optim.codecs.signs import BlockSign
-from optim.inner.inner import WEIGHTS
+from optim.codecs.floats import Uncompressed
+from optim.codecs.sign import BlockSign
+from optim.compose import COMPONENTS, compose
+from optim.inner.base import WEIGHTS
 from optim.method import AGGREGATION_STATE, REFERENCE_WEIGHT
-from optim.recipes import COMPONENTS, compose
-from optim.rows import RECIPES
-from optim.updates import Nesterov
+from optim.outer import Nesterov
+from optim.recipes import RECIPES
 
 
 def test_without_a_course_every_round_has_the_same_method() -> None:

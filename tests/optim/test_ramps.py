@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optim.compose import compose
 from optim.errors import UnknownOption
-from optim.parts import Scalar
+from optim.options import Scalar
 from optim.ramps import MAX_LETTERS, Ramp, ramp
-from optim.recipes import compose
 
 numbers = st.floats(0.001, 1000).map(lambda value: f"{value:.6g}") | st.integers(1, 500).map(str)
 curves = st.sampled_from(["->", "=>", "~>"])

@@ -4,22 +4,22 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from optim.compose import INNER_RULES, SIGNALS
 from optim.errors import UnknownOption
-from optim.inner.inner import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT, WEIGHTS
-from optim.recipes import INNER_RULES, SIGNALS
-from optim.schedules import EverySteps
+from optim.exchange_schedule import EverySteps
+from optim.inner.base import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT, WEIGHTS
 from optim.signals import (
     MAX_PERIOD,
     Gradient,
-    WeightsAndMoments,
     Momentum,
-    SignalInputs,
-    PseudoGradientAndAnchor,
     PseudoGradient,
+    PseudoGradientAndAnchor,
     Signal,
+    SignalInputs,
     Weights,
+    WeightsAndMoments,
 )
-from tests.optim.replicas import LAYOUT, NUMEL, random_values
+from tests.optim.fake_peers import LAYOUT, NUMEL, random_values
 
 SHARED = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
 
@@ -79,7 +79,9 @@ def test_progress_and_anchor_stand_one_after_the_other() -> None:
 def test_what_every_signal_promises(kind: str) -> None:
     signal: Signal = SIGNALS[kind]()
     given = progress()
-    inputs = [vector.clone() for vector in (*given.live.values(), *given.reference.values(), *given.inner_state.values())]
+    inputs = [
+        vector.clone() for vector in (*given.live.values(), *given.reference.values(), *given.inner_state.values())
+    ]
     measured = signal.measure(given)
     assert measured.shape == (NUMEL * signal.vector_count,)
     after = [*given.live.values(), *given.reference.values(), *given.inner_state.values()]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from protocol.network.transport import Transport
+from protocol.transport.transport import Transport
 
 StartTransport = Callable[..., Awaitable[Transport]]
 StartPeer = Callable[[str], Awaitable[tuple[subprocess.Popen[bytes], dict[str, Any]]]]
@@ -38,7 +38,7 @@ def start_peer(tmp_path: Path) -> Iterator[StartPeer]:
     left: list[str] = []
 
     async def start(name: str) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.protocol.network.sample_peer", str(tmp_path / name)]
+        command = [sys.executable, "-W", "ignore", "-m", "tests.protocol.transport.sample_peer", str(tmp_path / name)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
         started.append(process)
         assert process.stdout

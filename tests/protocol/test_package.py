@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-OURS = "import protocol, protocol.membership.dht, protocol.membership.shelf, protocol.network.transport"
+OURS = "import protocol, protocol.membership.dht, protocol.membership.dht_storage, protocol.transport.transport"
 ALL = "import hivemind"
 
 

@@ -8,7 +8,7 @@ from protocol.errors import MalformedError
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.replies import require_reply
-from tests.protocol.garbled import garbled_channel
+from tests.protocol.garbled_server import garbled_channel
 
 
 def test_what_came_is_passed_on() -> None:

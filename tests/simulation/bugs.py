@@ -4,21 +4,20 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
 import pytest
 
-from node.daemon.offers import StoredContribution, ContributionTracker
+from node.daemon.contributions import ContributionTracker, StoredContribution
+from protocol.consensus import messages
+from protocol.consensus.knowledge import RoundKnowledge
+from protocol.consensus.leader import Leader
+from protocol.consensus.machine import PartSum, RoundMachine
+from protocol.consensus.messages import Commit, Contribution, Digest, PartBlob, SignedMessage, enumerate_parts
+from protocol.consensus.quorum import VoterSet
+from protocol.consensus.state import RoundState
+from protocol.consensus.topology import AppliedContributions, contributions_for
+from protocol.consensus.view import View, blobs_of, part_blobs_of
 from protocol.identity import PeerId
-from protocol.rounds import statements
-from protocol.rounds.election import VoterSet
-from protocol.rounds.entries import AppliedContributions
-from protocol.rounds.evidence import RoundKnowledge
-from protocol.rounds.grouping import contributions_for
-from protocol.rounds.leadership import Leader
-from protocol.rounds.round import RoundMachine, PartSum
-from protocol.rounds.state import RoundState
-from protocol.rounds.statements import Commit, Contribution, Digest, PartBlob, SignedMessage, enumerate_parts
-from protocol.rounds.view import View, blobs_of, part_blobs_of
 from tests.simulation import peers
 from tests.simulation.peers import Disk
-from tests.simulation.story import FAULTS, SIZE_CONFLICT
+from tests.simulation.seeded_run import FAULTS, SIZE_CONFLICT
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 Order = Callable[[RoundMachine, View], tuple[SignedMessage[Contribution], ...]]
@@ -50,7 +49,9 @@ def asks_only_a_majority_of_the_rest(patch: pytest.MonkeyPatch) -> None:
 
 def waits_for_what_died_with_a_partner(patch: pytest.MonkeyPatch) -> None:
     def needed(self: RoundState, proposal: SignedMessage[Commit]) -> Sequence[PartBlob]:
-        return enumerate_parts(proposal.body.parts) or part_blobs_of(contributions_for(proposal.body, self.me, self.settings))
+        return enumerate_parts(proposal.body.parts) or part_blobs_of(
+            contributions_for(proposal.body, self.me, self.settings)
+        )
 
     patch.setattr(RoundState, "required_parts", needed)
 
@@ -103,7 +104,7 @@ def counts_as_held_by_the_digest_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RoundKnowledge, "has_all_parts", holds_all)
     patch.setattr(View, "reportable_blobs", reported)
     patch.setattr(RoundState, "_drop_size_conflicts", lambda self, entries: {entry.sender: entry for entry in entries})
-    patch.setattr(statements, "check_sizes", lambda blobs: None)
+    patch.setattr(messages, "check_sizes", lambda blobs: None)
 
 
 def fetches_beyond_its_group(patch: pytest.MonkeyPatch) -> None:
@@ -156,7 +157,13 @@ def restores_a_committed_contribution(patch: pytest.MonkeyPatch) -> None:
 def forgets_what_it_sent(patch: pytest.MonkeyPatch) -> None:
     resume = ContributionTracker.restore
 
-    def resumed(self: ContributionTracker, outstanding: StoredContribution | None, made: int, sent: StoredContribution, number: int) -> str:
+    def resumed(
+        self: ContributionTracker,
+        outstanding: StoredContribution | None,
+        made: int,
+        sent: StoredContribution,
+        number: int,
+    ) -> str:
         return resume(self, outstanding, made, None, number)
 
     patch.setattr(ContributionTracker, "restore", resumed)

@@ -21,11 +21,11 @@ from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
+from protocol.consensus.events import Exchange, Pattern, RoundSettings
+from protocol.consensus.message_kinds import KINDS
+from protocol.consensus.messages import Contribution, ContributionLimits, Digest, SignedMessage
 from protocol.errors import ForgedError
 from protocol.identity import Identity, PeerId
-from protocol.rounds.events import Exchange, Pattern, RoundSettings
-from protocol.rounds.kinds import KINDS
-from protocol.rounds.statements import Contribution, Digest, SignedMessage, ContributionLimits
 
 NAMES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)).peer_id for number in range(1, 17)]
 RUN_ID = hashlib.sha256(b"simulated run").hexdigest()

@@ -12,32 +12,31 @@ from typing import TYPE_CHECKING, Any
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.identity import PeerId
-from protocol.rounds.attendance import MessageBuffer
-from protocol.rounds.chain import Chain, ChainHead, prefers_theirs
-from protocol.rounds.entries import AppliedContributions
-from protocol.rounds.events import (
+from protocol.consensus.chain import Chain, ChainHead, prefers_theirs
+from protocol.consensus.events import (
     Action,
+    BlobAvailable,
     Event,
     Fetch,
     Finish,
-    Speculate,
-    BlobAvailable,
-    MembershipChanged,
     LocalContribution,
+    MembershipChanged,
     MessageReceived,
-    Reduce,
     PartReduced,
-    Send,
+    Reduce,
     Rejected,
+    Send,
+    Speculate,
     Tick,
     VoteRecord,
 )
-from protocol.rounds.grouping import contributions_for
-from protocol.rounds.round import RoundMachine
-from protocol.rounds.statements import Commit, Contribution, Digest, PartBlob, SignedMessage
-from tests.simulation.network import RUN_ID, Network, make_signer, fake_reduce
-from tests.simulation.progress import TrainerWork, SavedWork
+from protocol.consensus.machine import RoundMachine
+from protocol.consensus.message_buffer import MessageBuffer
+from protocol.consensus.messages import Commit, Contribution, Digest, PartBlob, SignedMessage
+from protocol.consensus.topology import AppliedContributions, contributions_for
+from protocol.identity import PeerId
+from tests.simulation.network import RUN_ID, Network, fake_reduce, make_signer
+from tests.simulation.work_accounting import SavedWork, TrainerWork
 
 if TYPE_CHECKING:
     from tests.simulation.swarm import SimulatedSwarm
@@ -122,7 +121,9 @@ class SimulatedPeer:
         self._tick_at = 0.0
         self.sources.clear()
         self.waiting.clear()
-        self.round = RoundMachine(settings, self.name, head.round, head.digest, make_signer(self.name), now, seen, self.vote)
+        self.round = RoundMachine(
+            settings, self.name, head.round, head.digest, make_signer(self.name), now, seen, self.vote
+        )
         self.refresh_membership()
         machine = self.round
         self.submit_contribution(machine)
@@ -372,7 +373,9 @@ class SimulatedPeer:
         ahead = [
             peer
             for peer, (head, heard) in sorted(self.records.items())
-            if prefers_theirs(mine, head) and now - heard <= HEARTBEAT * 2 and self.network.link.can_send(peer, self.name)
+            if prefers_theirs(mine, head)
+            and now - heard <= HEARTBEAT * 2
+            and self.network.link.can_send(peer, self.name)
         ]
         if not ahead:
             self.behind_since = None

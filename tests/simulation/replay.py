@@ -5,8 +5,8 @@ import multiprocessing
 import sys
 import time
 
+from tests.simulation.seeded_run import InvariantError, SeededRun
 from tests.simulation.seeds import BATCH, broken_runs
-from tests.simulation.story import InvariantError, SeededRun
 
 
 def show(seed: int, isolating: bool) -> str:

@@ -1,7 +1,7 @@
 """Many seeds one after the other; those that every change must pass come in halves, for two processes."""
 
-from node.collector import rare_garbage_collection
-from tests.simulation.story import InvariantError, SeededRun
+from node.process import rare_garbage_collection
+from tests.simulation.seeded_run import InvariantError, SeededRun
 
 SEEDS = 10_000
 BATCH = 100

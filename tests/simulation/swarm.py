@@ -3,17 +3,16 @@
 from collections.abc import Callable, Set
 
 from protocol.blobs.blob import Blob
+from protocol.consensus.chain import genesis_head
+from protocol.consensus.events import Action, Fetch, Finish, Send
+from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage, enumerate_parts
+from protocol.consensus.topology import AppliedContributions, contributions_for, groups_by_peer
+from protocol.consensus.view import part_blobs_of
 from protocol.identity import PeerId
-from protocol.rounds.chain import genesis_head
-from protocol.rounds.entries import AppliedContributions
-from protocol.rounds.events import Action, Fetch, Finish, Send
-from protocol.rounds.grouping import groups_by_peer, contributions_for
-from protocol.rounds.statements import Commit, Digest, PartBlob, SignedMessage, enumerate_parts
-from protocol.rounds.view import part_blobs_of
 from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, fake_reduce
 from tests.simulation.peers import HEARTBEAT, SimulatedPeer
-from tests.simulation.progress import WorkLedger
-from tests.simulation.tables import count_entries, max_entries
+from tests.simulation.table_sizes import count_entries, max_entries
+from tests.simulation.work_accounting import WorkLedger
 
 
 class SimulatedSwarm:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from node.daemon.offers import ContributionTracker, ForkOutcome
-from protocol.rounds.chain import ChainHead
-from protocol.rounds.statements import Commit
+from node.daemon.contributions import ContributionTracker, ForkOutcome
+from protocol.consensus.chain import ChainHead
+from protocol.consensus.messages import Commit
+from tests.simulation.seeded_run import SeededRun
 from tests.simulation.seeds import broken_runs
-from tests.simulation.story import SeededRun
 
 BATCHES = 8
 SEEDS_PER_BATCH = 40
@@ -37,11 +37,15 @@ def test_what_both_chains_have_is_taken_out_again(seed: int, monkeypatch: pytest
     """The control of taking out: a seed of few under which the same work would be sent to a chain that has it."""
     judge = ContributionTracker.on_fork
 
-    def forgetful(self: ContributionTracker, me: str, commits: Sequence[Commit], number: int, left: ChainHead) -> ForkOutcome:
+    def forgetful(
+        self: ContributionTracker, me: str, commits: Sequence[Commit], number: int, left: ChainHead
+    ) -> ForkOutcome:
         past = list(self.settled)
         verdict = judge(self, me, commits, number, left)
         self.settled[: len(past)] = past
-        return ForkOutcome(verdict.outcome, tuple(entry for entry in verdict.revised if entry.previous_outcome != "excluded"))
+        return ForkOutcome(
+            verdict.outcome, tuple(entry for entry in verdict.revised if entry.previous_outcome != "excluded")
+        )
 
     monkeypatch.setattr(ContributionTracker, "on_fork", forgetful)
     assert ["applied" in story.fault for story in broken_runs(seed, 1, isolating=True)] == [True]

@@ -29,7 +29,9 @@ def find_trainer(pid: int) -> psutil.Process | None:
 
 
 def find_p2pd(pid: int) -> psutil.Process | None:
-    return next((process for process in process_tree(pid) if "".join(_command_line(process)[:1]).endswith("/p2pd")), None)
+    return next(
+        (process for process in process_tree(pid) if "".join(_command_line(process)[:1]).endswith("/p2pd")), None
+    )
 
 
 def running_processes(processes: Iterable[psutil.Process]) -> list[psutil.Process]:

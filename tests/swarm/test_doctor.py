@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from node.config import LISTEN_ON_LOOPBACK
-from tests.swarm.flock import ENDLESS, ProcessSwarm, running_swarm, manifest_with
+from node.options import LISTEN_ON_LOOPBACK
+from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, manifest_with, running_swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 
-def findings(flock: ProcessSwarm, home: Path) -> dict[str, dict[str, Any]]:
-    link = f"murmur://{flock.manifest.run_id}@{flock.peers[0].addresses()[0]}"
+def findings(swarm: ProcessSwarm, home: Path) -> dict[str, dict[str, Any]]:
+    link = f"murmur://{swarm.manifest.run_id}@{swarm.peers[0].addresses()[0]}"
     words = ["doctor", link, "--dir", str(home), "--listen", LISTEN_ON_LOOPBACK, "--json"]
     done = subprocess.run([sys.executable, "-m", "node.cli", *words], capture_output=True, text=True, timeout=100)
     found = {finding["check"]: finding for finding in json.loads(done.stdout)}
@@ -27,10 +27,10 @@ def test_the_peers_of_a_run_tell_what_a_newcomer_wants_to_know(tmp_path: Path) -
     manifest = manifest_with(
         run={"min_peers": 2}, data={"source": "python-stdlib", "path": ""}, target={"rounds": ENDLESS}
     )
-    with running_swarm(tmp_path, manifest, peers=2) as flock:
-        flock.start()
-        flock.wait_for_round(2)
-        found = findings(flock, tmp_path / "newcomer")
+    with running_swarm(tmp_path, manifest, peers=2) as swarm:
+        swarm.start()
+        swarm.wait_for_round(2)
+        found = findings(swarm, tmp_path / "newcomer")
         assert found["peers"]["level"] == "ok" and found["peers' version"]["level"] == "ok"
         assert found["clock"]["level"] == "ok" and "the run's peers" in found["clock"]["found"]
         assert "2 of 2 peers could connect" in found["ports"]["found"], "each dialled back"
@@ -39,6 +39,6 @@ def test_the_peers_of_a_run_tell_what_a_newcomer_wants_to_know(tmp_path: Path) -
         assert "cannot be said" in found["public peers"]["found"]
         assert not (tmp_path / "newcomer").exists()
         # Whoever is left tells as much.
-        flock.peers[1].kill()
-        again = findings(flock, tmp_path / "newcomer")
+        swarm.peers[1].kill()
+        again = findings(swarm, tmp_path / "newcomer")
         assert again["bandwidth"]["level"] == "ok"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.swarm.flock import running_swarm
-from tests.swarm.test_host import DashboardProcess, open_run
+from tests.swarm.process_swarm import running_swarm
+from tests.swarm.test_dashboard import DashboardProcess, open_run
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
@@ -25,11 +25,11 @@ def listed(address: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("public", [True, False])
 def test_a_run_is_listed_if_its_host_asks_for_it(tmp_path: Path, public: bool) -> None:
     """The control asks for nothing, and is on no list."""
-    with running_swarm(tmp_path, open_run(), peers=0) as flock:
-        scene = DashboardProcess(flock, *(["--public"] if public else []))
+    with running_swarm(tmp_path, open_run(), peers=0) as swarm:
+        scene = DashboardProcess(swarm, *(["--public"] if public else []))
         try:
             scene.start()
-            flock.wait_until(lambda: bool(scene.host.addresses()), "where the host is")
+            swarm.wait_until(lambda: bool(scene.host.addresses()), "where the host is")
             address = scene.host.addresses()[0]
             found = listed(address)
             if not public:
@@ -37,7 +37,7 @@ def test_a_run_is_listed_if_its_host_asks_for_it(tmp_path: Path, public: bool) -
                 return
             while not found:  # it announces itself a moment after it has opened; the test has a deadline
                 found = listed(address)
-            assert [run["run_id"] for run in found] == [flock.manifest.run_id]
+            assert [run["run_id"] for run in found] == [swarm.manifest.run_id]
             assert found[0]["organiser"] == scene.state()["organiser"]
             # The link is one that leads there: the doctor takes it.
             words = [sys.executable, "-m", "node.cli", "doctor", found[0]["link"], "--json"]

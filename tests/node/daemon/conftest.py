@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.node.daemon.kept import CheckpointerSetup
-from tests.node.daemon.seats import LoopbackNetwork
+from tests.node.daemon.checkpointer_setup import CheckpointerSetup
+from tests.node.daemon.loopback_network import LoopbackNetwork
 
 
 @pytest.fixture

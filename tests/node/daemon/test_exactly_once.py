@@ -12,24 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.arena import SharedMemory, SharedLayout
-from node.channel import ContributionOutcome
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
-from node.daemon.offer_file import ContributionFile
-from node.daemon.offers import StoredContribution, LastSent
-from node.daemon.resumption import CONTRIBUTION_VECTOR, restore_trainer_snapshot, restore_contributions
+from node.daemon.checkpointer import CONTRIBUTION_VECTOR, restore_contributions, restore_trainer_snapshot
+from node.daemon.contributions import ContributionFile, LastSent, StoredContribution
 from node.daemon.trainer_link import store_parts
-from node.folder import RunDir
+from node.ipc.channel import ContributionOutcome
+from node.ipc.shared_memory import SharedLayout, SharedMemory
 from node.model import shape_table
-from optim.parts import Scalar
-from optim.program import RoundPlanner
-from optim.recipes import compose
-from protocol.rounds.chain import ChainHead, extend_head, genesis_head
-from protocol.rounds.statements import Commit
+from node.run_dir import RunDir
+from optim.compose import compose
+from optim.options import Scalar
+from optim.round_plan import RoundPlanner
+from protocol.consensus.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.messages import Commit
 from tests.node.small_run import PEERS, RUN_ID, commit_of, store_in
-from tests.node.trainer.state_bench import MODEL, NUMEL, StateHarness, decoded
-from tests.optim.replicas import Tables
+from tests.node.trainer.state_harness import MODEL, NUMEL, StateHarness, decoded
+from tests.optim.fake_peers import Tables
 
 ME = PEERS[1].peer_id
 STEPS = 5  # their digits fit into a value of sixteen bits

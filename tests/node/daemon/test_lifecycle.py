@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from node.daemon.lifecycle import Daemon
-from node.daemon.metrics import Metrics
-from node.daemon.standing import StatusReporter
-from node.folder import RunDir
-from node.status import NodeStatus
+from node.monitoring.metrics import Metrics
+from node.monitoring.status import NodeStatus
+from node.monitoring.status_reporter import StatusReporter
+from node.run_dir import RunDir
 from protocol.errors import DeviceError
 
 

@@ -8,17 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from node.arena import SharedMemory, SharedLayout
-from node.channel import ApplyAnchor, AnchorApplied, Evaluate, FromTrainer, SubmitEarly, ContributionHeader, TrainerProgress, Ready, RevisedOutcome, ToTrainer
 from node.daemon import trainer_link
-from node.daemon.metrics import RecoveredErrorKind
-from node.daemon.offer_file import ContributionFile
-from node.daemon.offers import MAX_AGE_ROUNDS, ContributionTracker, LastSent
+from node.daemon.contributions import MAX_AGE_ROUNDS, ContributionFile, ContributionTracker, LastSent
 from node.daemon.trainer_link import TrainerLink
-from optim.recipes import compose
+from node.ipc.channel import (
+    AnchorApplied,
+    ApplyAnchor,
+    ContributionHeader,
+    Evaluate,
+    FromTrainer,
+    Ready,
+    RevisedOutcome,
+    SubmitEarly,
+    ToTrainer,
+    TrainerProgress,
+)
+from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.monitoring.metrics import RecoveredErrorKind
+from optim.compose import compose
 from protocol.blobs.blob import Blob
+from protocol.consensus.chain import ChainHead
 from protocol.errors import DeviceError
-from protocol.rounds.chain import ChainHead
 from tests.node.small_run import PEERS, PROGRAM, at_once, commit_of, program_of, store_in, until
 
 NUMEL = 8
@@ -29,7 +39,7 @@ class ScriptedProcess:
     """In the place of TrainerProcess: the test speaks for the trainer."""
 
     def __init__(self) -> None:
-        self.deaths = 0
+        self.crash_count = 0
         self.heard: list[ToTrainer] = []
         self.failure: Exception | None = None
         self.stopped = False
@@ -144,7 +154,7 @@ async def test_a_trainer_that_died_before_adopt_hears_of_its_fate_and_repeats_no
     await world.begin()
     await world.say(ready(0))
     message = await world.message(0)
-    world.process.deaths = 1  # and the next life has not said Ready
+    world.process.crash_count = 1  # and the next life has not said Ready
     assert await world.decide(0, included=True) == "included"
     assert world.process.adopts == [], "told before Ready, it would be told twice"
     await world.say(ready(0, outstanding=0), message)
@@ -170,7 +180,7 @@ async def test_a_fate_that_is_told_in_the_greeting_is_not_told_again(world: Trai
     world.work = slowly
     deciding = asyncio.create_task(world.decide(0, included=True))
     await until(lambda: world.offers.last_outcome is not None)
-    world.process.deaths = 1
+    world.process.crash_count = 1
     await world.say(ready(0, outstanding=0), message)
     assert world.process.adopts == [(0, "included")]
     copying.set()
@@ -183,7 +193,7 @@ async def test_a_restarted_trainer_repeats_what_is_on_its_way(world: TrainerLink
     await world.say(ready(0))
     message = await world.message(0)
     offer = world.offers.pending
-    world.process.deaths = 1
+    world.process.crash_count = 1
     await world.say(ready(0, outstanding=0), message)
     assert world.offers.pending is offer and world.process.adopts == []
 
@@ -215,8 +225,12 @@ async def test_a_message_that_comes_too_late_for_the_open_round_is_given_back_at
     assert world.process.adopts[2:] == [(2, "included")]
 
 
-async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_back_with_it(world: TrainerLinkSetup) -> None:
-    world.offers = world.link.contributions = ContributionTracker(program_of(compose("averaging", {"schedule": {"fragments": 2}})))
+async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_back_with_it(
+    world: TrainerLinkSetup,
+) -> None:
+    world.offers = world.link.contributions = ContributionTracker(
+        program_of(compose("averaging", {"schedule": {"fragments": 2}}))
+    )
     await world.begin()
     await world.say(ready(0))
     copying = asyncio.Event()
@@ -238,7 +252,7 @@ async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_bac
 async def test_killed_between_snapshot_and_message_it_is_offered_after_all(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
-    world.process.deaths = 1
+    world.process.crash_count = 1
     await world.say(ready(0, outstanding=0))
     await world.message(0)
     assert world.offers.pending is not None
@@ -282,7 +296,7 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     await world.say(AnchorApplied(round=1))
     await world.message(1, b"clean")
     assert world.offers.pending is not None
-    world.process.deaths = 1
+    world.process.crash_count = 1
     await world.say(ready(1, outstanding=1))
     told = adopt.model_copy(update={"round": 1, "fate": "none"})
     assert world.process.heard[-1] == told, "a life that may not have heard of it"
@@ -308,7 +322,9 @@ async def test_who_is_behind_is_told_and_who_is_not_has_adopted(world: TrainerLi
     assert len(world.process.adopts) == 1
 
 
-async def test_where_no_trainer_runs_nobody_waits_for_it(world: TrainerLinkSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_no_trainer_runs_nobody_waits_for_it(
+    world: TrainerLinkSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert await world.link.wait_until_applied(5, 0.01)
     await world.link.apply_anchor(5, [torch.zeros(NUMEL)])
     assert world.process.adopts == []

@@ -12,9 +12,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from node.data import BatchReader, open_source, tokenize_files
-from node.data import tokens as tokens_module
+from node.data import token_shards as tokens_module
 from node.data.corpus import Corpus, TokenArray
-from node.data.stdlib import EXCLUDED_DIRS, list_stdlib_files
+from node.data.text_files import EXCLUDED_DIRS, list_stdlib_files
 from protocol.errors import DataError, MissingFileError, MurmurError, StorageError, UsageError
 from protocol.manifest import DataSection
 
@@ -226,7 +226,9 @@ def test_streamed_position_goes_on_at_the_very_token_over_epochs(examples: Path)
 
 def test_streamed_peers_read_differently(examples: Path) -> None:
     corpus = open_source(hub(), examples)
-    assert not torch.equal(BatchReader(corpus, 10, 0, "a").next_batch(20), BatchReader(corpus, 10, 0, "b").next_batch(20))
+    assert not torch.equal(
+        BatchReader(corpus, 10, 0, "a").next_batch(20), BatchReader(corpus, 10, 0, "b").next_batch(20)
+    )
 
 
 def test_streamed_columns_and_splits_are_checked(examples: Path) -> None:

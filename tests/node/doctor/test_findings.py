@@ -5,14 +5,14 @@ import pytest
 from node.doctor.findings import (
     Finding,
     judge_addresses,
+    judge_bandwidth,
     judge_clock,
     judge_dial_back,
+    judge_free_space,
     judge_microbatch,
     judge_nat,
     judge_peers,
     judge_public_peers,
-    judge_free_space,
-    judge_bandwidth,
     judge_versions,
 )
 from tests.node.small_run import MANIFEST

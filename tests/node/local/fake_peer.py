@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from node.status import NodeStatus
+from node.monitoring.status import NodeStatus
 
 SINCE = time.time()
 

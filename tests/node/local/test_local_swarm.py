@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import node.local.local_swarm
-from node.local.drill import KillTest
+from node.local.kill_test import KillTest
 from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
 from node.local.swarm_table import SwarmDisplay
@@ -128,14 +128,18 @@ async def test_second_interrupt_does_not_wait_for_the_deaf(bench: FakeSwarmFolde
     assert [peer.returncode for peer in bench.peers] == [-signal.SIGKILL] * 2
 
 
-async def test_the_deaf_are_killed_when_their_time_is_up(bench: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_deaf_are_killed_when_their_time_is_up(
+    bench: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(node.local.local_swarm, "LEAVE_DEADLINE", 0.3)
     swarm = bench.swarm(10_000, ("--deaf",), ())
     await interrupted(swarm, lambda: all(peer.status for peer in bench.peers))
     assert [peer.returncode for peer in bench.peers] == [-signal.SIGKILL, 0]
 
 
-async def test_one_that_never_ends_is_not_waited_for_for_ever(bench: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_never_ends_is_not_waited_for_for_ever(
+    bench: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(node.local.local_swarm, "LAGGARD_DEADLINE", 0.5)
     with pytest.raises(MurmurError, match="peer-1 did not reach the target"):
         await bench.swarm(300, ("--ends-at", "1"), ()).run()

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from node.local.peer_process import LOG_TAIL_BYTES, PeerProcess
-from node.status import NodeStatus
+from node.monitoring.status import NodeStatus
 from protocol.errors import StorageError
 
 Make = Callable[..., PeerProcess]

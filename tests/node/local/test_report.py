@@ -2,9 +2,16 @@ from pathlib import Path
 
 import pytest
 
-from node.local.report import ModelEvaluation, SwarmResult, FinalReport, do_digests_agree, ring_all_reduce_bytes, build_report
-from node.local.views import PeerTotals
-from node.status import NodeStatus
+from node.local.report import (
+    FinalReport,
+    ModelEvaluation,
+    SwarmResult,
+    build_report,
+    do_digests_agree,
+    ring_all_reduce_bytes,
+)
+from node.local.swarm_summary import PeerTotals
+from node.monitoring.status import NodeStatus
 from protocol.manifest import load_manifest
 
 MANIFEST = load_manifest(Path(__file__).parents[3] / "configs" / "demo.toml")

@@ -2,9 +2,17 @@ import io
 
 from rich.console import Console
 
-from node.local.swarm_table import COLUMNS, SwarmDisplay, format_cells, format_clock, format_header, format_plain_line, build_table
-from node.local.views import PeerSummary, SwarmSummary
-from node.status import NodeStatus
+from node.local.swarm_summary import PeerSummary, SwarmSummary
+from node.local.swarm_table import (
+    COLUMNS,
+    SwarmDisplay,
+    build_table,
+    format_cells,
+    format_clock,
+    format_header,
+    format_plain_line,
+)
+from node.monitoring.status import NodeStatus
 
 STATUS = NodeStatus(
     peer_id="p",

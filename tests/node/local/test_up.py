@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import node.local.up
-from node.folder import RunDir
 from node.local.peer_process import PeerProcess
 from node.local.report import ModelEvaluation
-from node.local.up import UpOptions, build_peer_processes, resolve_options, adapt_manifest, up
+from node.local.up import UpOptions, adapt_manifest, build_peer_processes, resolve_options, up
+from node.run_dir import RunDir
 from protocol.errors import AlreadyRunningError, ManifestError, MissingFileError, OtherRunError, UsageError
 from protocol.manifest import load_manifest
 
@@ -191,7 +191,9 @@ def test_models_that_differ_are_a_failure(
     assert "DIFFER" in capsys.readouterr().out
 
 
-def test_interrupted_it_says_how_to_go_on(stage: FakePeersAndModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_it_says_how_to_go_on(
+    stage: FakePeersAndModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stage.target = 10_000
 
     def interrupt() -> None:

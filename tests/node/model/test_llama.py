@@ -9,8 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from node.model import Llama, initial_weights, shape_table
-from node.model.initial import STANDARD_DEVIATION
-from node.model.llama import NORM_EPSILON, rms_norm, rotary_tables, apply_rotary
+from node.model.initialization import STANDARD_DEVIATION
+from node.model.llama import NORM_EPSILON, apply_rotary, rms_norm, rotary_tables
 from protocol.manifest import ModelSection
 
 torch.set_num_threads(1)
@@ -65,7 +65,7 @@ def test_initial_weights_are_bells_of_the_right_width() -> None:
 
 def test_initial_weights_are_continued_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = initial_weights(SMALL, 3)
-    monkeypatch.setattr("node.model.initial.CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr("node.model.initialization.CHUNK_ELEMENTS", 100)
     assert torch.equal(initial_weights(SMALL, 3), whole)
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from node.recipe_table import describe_recipe, show_recipes
+from node.recipes_command import describe_recipe, show_recipes
 from node.simulation import command
-from node.simulation.command import SimulationOptions, compose_methods, parse_overrides, build_config, simulate
-from node.simulation.liars import Adversaries
-from optim.recipes import COMPONENTS
-from optim.rows import RECIPES
+from node.simulation.adversary import Adversaries
+from node.simulation.command import SimulationOptions, build_config, compose_methods, parse_overrides, simulate
+from optim.compose import COMPONENTS
+from optim.recipes import RECIPES
 from protocol.errors import MurmurError, StorageError, UsageError
 from tests.node.simulation.virtual_swarm import make_config
 
@@ -92,11 +92,17 @@ def test_options_are_read_as_in_a_manifest() -> None:
     [
         (lambda: build_config(replace(WISH, steps=1, tokens=1)), "--steps and --tokens both"),
         (lambda: build_config(replace(WISH, speeds="1,2,x")), "--speeds '1,2,x': write numbers"),
-        (lambda: build_config(replace(WISH, speeds="1,2,3")), "--speeds takes one positive number, or one for each of the 8"),
+        (
+            lambda: build_config(replace(WISH, speeds="1,2,3")),
+            "--speeds takes one positive number, or one for each of the 8",
+        ),
         (lambda: build_config(replace(WISH, bandwidth="0")), "--bandwidth takes one positive"),
         (lambda: build_config(replace(WISH, liars="2:zero")), "--liars '2:zero': write share:kind"),
         (lambda: build_config(replace(WISH, liars="0.1:shout")), "kinds: sign-flip, scale10, zero, random"),
-        (lambda: build_config(replace(WISH, plot=Path("no/where/plot.svg"))), "--plot: there is no folder no/where; make it"),
+        (
+            lambda: build_config(replace(WISH, plot=Path("no/where/plot.svg"))),
+            "--plot: there is no folder no/where; make it",
+        ),
         (lambda: parse_overrides(["codec=3"]), "--set 'codec=3': write it as part.option=value"),
         (lambda: simulate(replace(WISH, recipes=("dilco",))), "no recipe is called 'dilco'; did you mean 'diloco'?"),
         (lambda: simulate(replace(WISH, overrides=("codec.q=3",))), "has no option 'q'"),

@@ -9,10 +9,16 @@ from rich.console import Console
 
 import node.data.batches
 from node.simulation import plot, report
-from node.simulation.baselines import all_reduce_step_seconds, train_data_parallel, train_locally
-from node.simulation.comparison import Comparison, compare, count_steps
-from node.simulation.measure import Evaluator, CurvePoint, interpolate_loss
-from tests.node.simulation.virtual_swarm import make_corpus, make_method, make_config
+from node.simulation.comparison import (
+    Comparison,
+    all_reduce_step_seconds,
+    compare,
+    count_steps,
+    train_data_parallel,
+    train_locally,
+)
+from node.simulation.measurement import CurvePoint, Evaluator, interpolate_loss
+from tests.node.simulation.virtual_swarm import make_config, make_corpus, make_method
 
 GIVEN = make_config(2, 6, bandwidth=1e5, speeds=(1.0, 0.5))
 
@@ -73,7 +79,9 @@ def test_data_parallel_takes_the_time_of_its_ring() -> None:
 def test_data_parallel_with_equal_data_is_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(peers: int) -> float:
         given = make_config(peers, 5)
-        return train_data_parallel(given, make_corpus(), Evaluator(given, make_corpus()), 1, lambda: None).validation_loss
+        return train_data_parallel(
+            given, make_corpus(), Evaluator(given, make_corpus()), 1, lambda: None
+        ).validation_loss
 
     assert loss(2) != pytest.approx(loss(1), abs=1e-6)
     monkeypatch.setattr(node.data.batches, "order_key", lambda seed, peer: seed)

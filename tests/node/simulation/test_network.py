@@ -5,10 +5,9 @@ from functools import partial
 
 import pytest
 
-from node.simulation.clock import VirtualClock
-from node.simulation.directory import VirtualGossip
-from node.simulation.links import LinkDirection, VirtualNetwork
-from protocol.rounds.chain import ChainHead
+from node.simulation.virtual_gossip import VirtualGossip
+from node.simulation.virtual_network import LinkDirection, VirtualClock, VirtualNetwork
+from protocol.consensus.chain import ChainHead
 
 
 def test_things_happen_in_the_order_of_time_and_then_of_asking() -> None:
@@ -91,7 +90,9 @@ def test_shares_are_those_of_a_simulation_in_small_steps(seed: int) -> None:
     clock, found = VirtualClock(), dict[int, float]()
     end = LinkDirection(clock, 1e7)
     for number, (time, size) in enumerate(zip(begun, sizes, strict=True)):
-        clock.schedule(time, partial(end.start_transfer, size, partial(lambda done: found.update({done: clock.now}), number)))
+        clock.schedule(
+            time, partial(end.start_transfer, size, partial(lambda done: found.update({done: clock.now}), number))
+        )
     clock.run(lambda: False)
     left, step, now, expected = dict(enumerate(map(float, sizes))), 1e-4, begun[0], dict[int, float]()
     while left:

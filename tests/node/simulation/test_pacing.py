@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from node.model import shape_table
-from node.simulation.peer import VirtualPeer
 from node.simulation.swarm import VirtualSwarm
+from node.simulation.virtual_peer import VirtualPeer
+from protocol.consensus.leader import Leader
+from protocol.consensus.pacing import Pacing
 from protocol.identity import PeerId
 from protocol.manifest import ModelSection
-from protocol.pacing import Pacing
-from protocol.rounds.leadership import Leader
-from tests.node.simulation.virtual_swarm import BATCH, make_corpus, make_method, make_config
+from tests.node.simulation.virtual_swarm import BATCH, make_config, make_corpus, make_method
 
 SPEEDS = (1.0, 1.0, 1.0, 0.25)
 PERIOD, STEPS = 20, 160

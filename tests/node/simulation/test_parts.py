@@ -6,28 +6,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-from node.channel import ContributionHeader
-from node.daemon.replica import OuterState
+from node.daemon.outer_state import OuterState
+from node.ipc.channel import ContributionHeader
+from node.simulation.accounting import Accounting
 from node.simulation.comparison import RecipeResults
-from node.simulation.ledger import Accounting
-from node.simulation.measure import Evaluator, CurvePoint, CurveRecorder, compute_result
-from node.simulation.notary import FakeSigner
+from node.simulation.fake_signer import FakeSigner
+from node.simulation.measurement import CurvePoint, CurveRecorder, Evaluator, compute_result
 from node.simulation.plot import mean_curve
+from node.simulation.shared_compute import KEPT_ROUNDS, AppliedState, SharedCompute
 from node.simulation.swarm import simulated_peer_id
-from node.simulation.vault import KEPT_ROUNDS, AppliedState, SharedCompute
 from optim.exchange import ContributionEncoder
 from optim.layout import Layout
-from optim.program import RoundPlanner
+from optim.round_plan import RoundPlanner
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
+from protocol.consensus.events import Action, Event
+from protocol.consensus.machine import RoundMachine
+from protocol.consensus.message_kinds import ReducedPart
+from protocol.consensus.messages import Commit, Contribution, ContributionLimits, Roster, SignedMessage
 from protocol.errors import MissingFileError
 from protocol.identity import Identity
-from protocol.records import sign
-from protocol.rounds.events import Action, Event
-from protocol.rounds.reports import ReducedPart
-from protocol.rounds.round import RoundMachine
-from protocol.rounds.statements import Commit, Contribution, Roster, SignedMessage, ContributionLimits
-from tests.node.simulation.virtual_swarm import make_corpus, run_to_target, make_method, make_config
+from protocol.signing import sign
+from tests.node.simulation.virtual_swarm import make_config, make_corpus, make_method, run_to_target
 
 RUN = "ab" * 32
 SHAPES = b"s" * 32

@@ -8,25 +8,25 @@ from typing import get_args
 import pytest
 import torch
 
-import node.daemon.offers
+import node.daemon.contributions
 import node.data.batches
-from node.simulation.liars import Adversaries, LieKind, LyingEncoder
-from node.simulation.measure import compute_result
-from node.simulation.peer import VirtualPeer
-from node.simulation.setting import SimulationConfig
+from node.simulation.adversary import Adversaries, LieKind, LyingEncoder
+from node.simulation.config import SimulationConfig
+from node.simulation.measurement import compute_result
 from node.simulation.swarm import VirtualSwarm
-from node.trainer.inner_state import TrainerState
-from optim.codecs.codec import Payload
+from node.simulation.virtual_peer import VirtualPeer
+from node.trainer.state import TrainerState
+from optim.codecs.base import Payload
+from optim.compose import compose
 from optim.exchange import ContributionEncoder
 from optim.layout import Layout
 from optim.method import Method
-from optim.parts import Scalar
-from optim.program import RoundPlanner
-from optim.recipes import compose
-from optim.rows import RECIPES
+from optim.options import Scalar
+from optim.recipes import RECIPES
+from optim.round_plan import RoundPlanner
 from protocol.errors import MurmurError
 from protocol.manifest import ModelSection
-from tests.node.simulation.virtual_swarm import BATCH, Tables, run_to_target, make_method, make_config
+from tests.node.simulation.virtual_swarm import BATCH, Tables, make_config, make_method, run_to_target
 
 BLOCKS = ModelSection(vocabulary=32, width=16, layers=3, heads=2, hidden=40, context=16)
 OVERLAP: Tables = {"schedule": {"ahead": 2}}
@@ -95,7 +95,9 @@ def test_bytes_are_those_of_the_encoded_messages(recipe: str, monkeypatch: pytes
     encoded: list[int] = []
     message = ContributionEncoder.encode
 
-    def count(self: ContributionEncoder, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
+    def count(
+        self: ContributionEncoder, round_number: int, delta: torch.Tensor, residual: torch.Tensor
+    ) -> list[Payload]:
         parts = message(self, round_number, delta, residual)
         encoded.extend(len(part) for part in parts)
         return parts
@@ -121,7 +123,9 @@ def virtual_time(given: SimulationConfig, composed: Method) -> tuple[float, floa
 def test_narrow_links_cost_time_and_overlap_hides_it() -> None:
     wide, wide_share = virtual_time(make_config(4, 12), make_method("diloco", 3))
     narrow, narrow_share = virtual_time(make_config(4, 12, bandwidth=2e4), make_method("diloco", 3))
-    hidden, hidden_share = virtual_time(make_config(4, 12, bandwidth=2e4), make_method("diloco", 3, {"schedule": {"ahead": 3}}))
+    hidden, hidden_share = virtual_time(
+        make_config(4, 12, bandwidth=2e4), make_method("diloco", 3, {"schedule": {"ahead": 3}})
+    )
     assert 12 < wide < narrow
     assert 12 < hidden < narrow
     assert narrow_share < hidden_share
@@ -184,7 +188,7 @@ def test_a_message_that_misses_its_round_joins_the_next() -> None:
 
 
 def test_a_message_that_no_round_takes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node.daemon.offers, "MAX_AGE", 0)  # after the first that does not
+    monkeypatch.setattr(node.daemon.contributions, "MAX_AGE", 0)  # after the first that does not
     swarm, _ = run_to_target(SLOW_LINKS, make_method("diloco", 3))
     assert any(entry.end == "given back" for entry in swarm.accounting.contributions.values())
     assert unaccounted(swarm) == 0
@@ -241,7 +245,9 @@ def test_a_hundred_peers() -> None:
     started = time.process_time()
     swarm, _ = run_to_target(large, make_method("diloco", 1))
     took = time.process_time() - started
-    print(f"{swarm.numel} parameters: {took:.1f} s, of that {swarm.accounting.logic_seconds:.1f} s in the rounds' logic")
+    print(
+        f"{swarm.numel} parameters: {took:.1f} s, of that {swarm.accounting.logic_seconds:.1f} s in the rounds' logic"
+    )
     assert len({peer.applied_state[1].digest for peer in swarm.live_peers}) == 1
     assert all(entry.times_included == 1 for entry in swarm.accounting.contributions.values())
     assert (swarm.live_peers[0].chain.round, len(swarm.accounting.contributions)) == (2, 200)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from node.simulation.measure import compute_result
-from node.simulation.setting import SimulationConfig
+from node.simulation.config import SimulationConfig
+from node.simulation.measurement import compute_result
 from node.simulation.swarm import VirtualSwarm
-from tests.node.simulation.virtual_swarm import BATCH, Tables, run_to_target, make_method, make_config
+from tests.node.simulation.virtual_swarm import BATCH, Tables, make_config, make_method, run_to_target
 
 SPEEDS = (4.0, 4.0, 2.0, 1.0)  # steps a second
 TIMED: Tables = {"schedule": {"seconds": 10.0, "least_steps": 5}}
@@ -34,7 +34,9 @@ def test_steps_go_by_speed_and_nobody_waits(recipe: str) -> None:
     stepped, plain = run_to_target(patient(), make_method(recipe, 40, untimed))
     for number in (0, 1):
         assert steps_of(timed, number) == pytest.approx([40, 40, 20, 10], abs=1)
-    computing = [compute_result(swarm, told, 1.0).compute_share for swarm, told in ((timed, recorder), (stepped, plain))]
+    computing = [
+        compute_result(swarm, told, 1.0).compute_share for swarm, told in ((timed, recorder), (stepped, plain))
+    ]
     assert computing[0] > computing[1] + 0.15, "the control: the fast wait for the slow"
 
 

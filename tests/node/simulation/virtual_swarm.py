@@ -9,13 +9,21 @@ import torch
 
 from node.data import Corpus
 from node.data.corpus import TokenArray
-from node.simulation.measure import Evaluator, CurveRecorder
-from node.simulation.setting import SimulationConfig
+from node.simulation.config import SimulationConfig
+from node.simulation.measurement import CurveRecorder, Evaluator
 from node.simulation.swarm import VirtualSwarm
+from optim.compose import compose
 from optim.method import Method
-from optim.parts import Scalar
-from optim.recipes import compose
-from protocol.manifest import DataSection, Manifest, MembershipSection, ModelSection, RoundSection, RunSection, TrainSection
+from optim.options import Scalar
+from protocol.manifest import (
+    DataSection,
+    Manifest,
+    MembershipSection,
+    ModelSection,
+    RoundSection,
+    RunSection,
+    TrainSection,
+)
 from protocol.manifest import MethodSection as MethodTable
 
 torch.set_num_threads(1)

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from node.arena import SharedMemory, SharedLayout
-from node.channel import ContributionOutcome
+from node.ipc.channel import ContributionOutcome
+from node.ipc.shared_memory import SharedLayout, SharedMemory
 from node.model import Llama, initial_weights
 from node.trainer.device import is_out_of_memory, limit_memory
 from node.trainer.inner_step import accumulate_gradient
-from optim.inner.inner import WEIGHTS
-from tests.node.trainer.state_bench import MODEL, StateHarness
+from optim.inner.base import WEIGHTS
+from tests.node.trainer.state_harness import MODEL, StateHarness
 
 there_is_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator here")
 CONTENTS = SharedLayout(anchor_numel=5000, vectors=((WEIGHTS, 5000),), contribution_bytes=100)

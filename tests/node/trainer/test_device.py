@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from node.trainer.device import choose_device, device_name, autocast_context
+from node.trainer.device import autocast_context, choose_device, device_name
 from protocol.errors import DeviceError
 
 

@@ -13,26 +13,26 @@ import psutil
 import pytest
 import torch
 
-from node.arena import Snapshot
-from node.channel import (
-    ApplyAnchor,
+from node.ipc.channel import (
     AnchorApplied,
+    ApplyAnchor,
+    ContributionHeader,
     Evaluate,
     Evaluated,
-    ContributionHeader,
-    TrainerWarning,
-    TrainerProgress,
     Ready,
     RevisedOutcome,
     Snapshotted,
     TakeSnapshot,
+    TrainerProgress,
+    TrainerWarning,
 )
-from node.priority import TRAINER_NICENESS
-from node.trainer.inner_state import Counters
-from optim.recipes import compose
+from node.ipc.shared_memory import Snapshot
+from node.process import TRAINER_NICENESS
+from node.trainer.state import Counters
+from optim.compose import compose
 from protocol.blobs.blob import Blob
 from protocol.errors import DataError, MurmurError
-from tests.node.trainer.trainer_bench import DEADLINE, ProcessHarness
+from tests.node.trainer.process_harness import DEADLINE, ProcessHarness
 from tests.swarm.processes import open_shared_memory
 
 Make = Callable[..., ProcessHarness]
@@ -167,10 +167,14 @@ async def test_a_message_that_another_chain_has_is_taken_out_again(make: Make, t
     torch.testing.assert_close(snapshot(bench)[0].vectors["residual"], vectors["residual"], atol=1e-7, rtol=1e-5)
     again = await bench.until(ContributionHeader)
     (tmp_path / name).write_bytes(bytes(len(payload)))
-    await bench.trainer.send(ApplyAnchor(round=2, outcome="included", revised=(included.model_copy(update={"fate": "lost"}),)))
+    await bench.trainer.send(
+        ApplyAnchor(round=2, outcome="included", revised=(included.model_copy(update={"fate": "lost"}),))
+    )
     await bench.until(AnchorApplied)
     before = snapshot(bench)[0].vectors["residual"]
-    await bench.trainer.send(ApplyAnchor(round=3, outcome="none", revised=(included.model_copy(update={"fate": "excluded"}),)))
+    await bench.trainer.send(
+        ApplyAnchor(round=3, outcome="none", revised=(included.model_copy(update={"fate": "excluded"}),))
+    )
     await bench.until(AnchorApplied)
     assert torch.equal(snapshot(bench)[0].vectors["residual"], before), "nothing is taken from a damaged file"
     assert again.steps == 10, "and what it had counted counts no more"

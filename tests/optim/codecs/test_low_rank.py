@@ -4,9 +4,9 @@ import torch
 
 from optim.codecs.low_rank import FACTOR_CODECS, FactorCodec, LowRank
 from optim.errors import CodecError
+from optim.kernels.vectors import SLAB_SIZE, Floats
 from optim.layout import Layout
-from optim.vectors import SLAB_SIZE, Floats
-from tests.optim.codecs.kernels import run_on_all_kernels
+from tests.optim.codecs.matrix_kernels import run_on_all_kernels
 
 LAYOUT = Layout(((96, 128), (128,), (40, 8, 16), (4, 6), (300, 80)))
 # Prints digests of a payload, of what it decodes to, and, as the control, of the product in fp32.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from optim.codecs.subset import VALUE_CODECS, ValueCodec, RandomSubset
+from optim.codecs.subset import VALUE_CODECS, RandomSubset, ValueCodec
 from optim.layout import Layout
 
 WHOLE = Layout(((640,),))

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from optim.codecs.gaps import class_table, uniform_frequencies
+from optim.codecs.bits.gap_coding import class_table, uniform_frequencies
 from optim.codecs.topk import COUNTED, UNIFORM, ChunkTopK
 from optim.errors import CodecError
 

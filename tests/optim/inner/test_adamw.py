@@ -5,7 +5,7 @@ import math
 import torch
 
 from optim.inner.adamw import AdamW
-from optim.inner.inner import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerStep
+from optim.inner.base import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerStep
 
 NUMEL, MATRIX = 24, (4, 20)
 

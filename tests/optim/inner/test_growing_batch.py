@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from optim.compose import compose
 from optim.inner.adamw import AdamW
+from optim.inner.base import FIRST_MOMENT, SECOND_MOMENT
 from optim.inner.growing_batch import ACCUMULATED, TALLY, GrowingBatch
-from optim.inner.inner import FIRST_MOMENT, SECOND_MOMENT
-from optim.recipes import compose
-from tests.optim.inner.small_steps import NUMEL, random_values, zero_vectors, make_step
+from tests.optim.inner.small_vectors import NUMEL, make_step, random_values, zero_vectors
 
 
 @pytest.mark.parametrize(("theta", "wanted"), [(1.0, 1), (0.5, 2), (0.25, 8), (0.05, 64)])

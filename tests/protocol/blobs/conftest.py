@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.blobs.sources import SourcePool
+from tests.protocol.blobs.fake_sources import SourcePool
 
 
 @pytest.fixture

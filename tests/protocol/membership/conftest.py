@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.protocol.membership.gossiping import GossipSwarm
+from tests.protocol.membership.simulated_gossip import GossipSwarm
 
 
 @pytest.fixture

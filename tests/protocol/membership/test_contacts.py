@@ -8,9 +8,9 @@ from protocol.errors import ManifestError
 from protocol.identity import Identity
 from protocol.membership.contacts import (
     FEW_PEERS,
-    MAX_WAIT_SECONDS,
-    MAX_WAIT_ALONE_SECONDS,
     MAX_ADDRESSES,
+    MAX_WAIT_ALONE_SECONDS,
+    MAX_WAIT_SECONDS,
     REMEMBER_SECONDS,
     SAVE_INTERVAL_SECONDS,
     AddressFile,

@@ -1,291 +1,350 @@
-import itertools
-import math
+"""Gossip among directories in one process (a network whose faults are at hand), and once over real transports."""
+
+import asyncio
+import logging
 import random
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 
+import grpc
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from protocol.errors import ForgedError, LimitError, MalformedError, PeerFault, StaleError
+from protocol.errors import MalformedError
 from protocol.identity import Identity
-from protocol.membership.directory import (
-    CLOCK_TOLERANCE_SECONDS,
-    KIND,
-    MAX_ADDRESSES,
-    PeerTable,
-    next_sequence,
-)
-from protocol.murmur_pb2 import PeerRecord, Signed
-from protocol.records import sign
-
-RUN = "ab" * 32
-NOW = 1_800_000_000.0
-LIFETIME = 15.0
-SEQUENCE = int(NOW * 1000)
-IDENTITIES = [Identity.create() for _ in range(4)]
-PEER = IDENTITIES[0].peer_id
-
-
-def record(identity: Identity = IDENTITIES[0], **fields: Any) -> Signed:
-    body = PeerRecord(sequence=SEQUENCE, expires=NOW + LIFETIME, role="trainer")
-    for name, value in fields.items():
-        if name == "addresses":
-            body.addresses.extend(value)
-        else:
-            setattr(body, name, value)
-    return sign(identity, KIND, RUN, body)
-
-
-def table_of(records: Iterable[Signed], now: float = NOW) -> PeerTable:
-    table = PeerTable(RUN, LIFETIME)
-    for signed in records:
-        table.merge(signed, now)
-    return table
-
-
-def contents(table: PeerTable) -> dict[str, bytes]:
-    return {signed.peer: signed.body for signed in table.records_newer_than({})}
-
-
-def test_the_highest_sequence_wins_in_any_order() -> None:
-    records = [record(sequence=SEQUENCE + step, name=str(step)) for step in range(3)]
-    for order in itertools.permutations(records):
-        assert table_of(order).live(NOW)[PEER].name == "2"
-
-
-def test_merge_tells_what_is_new() -> None:
-    table = PeerTable(RUN, LIFETIME)
-    assert table.merge(record(), NOW) is not None
-    assert table.merge(record(), NOW) is None
-    assert table.merge(record(sequence=SEQUENCE - 1), NOW) is None
-
-
-RECORDS = st.lists(
-    st.builds(
-        lambda who, sequence, name, leaving: record(
-            IDENTITIES[who], sequence=SEQUENCE + sequence, name=name, leaving=leaving
-        ),
-        st.integers(0, len(IDENTITIES) - 1),
-        st.integers(0, 3),
-        st.sampled_from(["", "a", "b"]),  # two bodies under one sequence: a peer that lies
-        st.booleans(),
-    ),
-    max_size=12,
+from protocol.membership.clock import SwarmClock
+from protocol.membership.contacts import load_addresses
+from protocol.membership.directory import MAX_RECORDS, PeerDirectory
+from protocol.membership.peer_table import KIND, MembershipEvent, PeerJoined, PeerLeft, PeerUpdated
+from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
+from protocol.signing import sign
+from protocol.transport.transport import Transport
+from tests.protocol.membership.simulated_gossip import (
+    HEARTBEAT,
+    RUN,
+    FakeContext,
+    GossipSwarm,
+    address_of,
+    all_see,
+    rpc_error,
+    start_chain,
+    until,
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(RECORDS, st.randoms(use_true_random=False))
-def test_merging_is_commutative_and_idempotent(records: list[Signed], rng: random.Random) -> None:
-    shuffled = records + rng.sample(records, len(records) // 2)
-    rng.shuffle(shuffled)
-    assert contents(table_of(records)) == contents(table_of(shuffled))
+async def test_a_chain_of_peers_converges(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 7)
+    await until(lambda: all_see(peers, peers))
+    peers[0].publish(name="first", round=5, tokens=100)
+    await until(lambda: all(peer.live()[peers[0].peer_id].tokens == 100 for peer in peers))
+    assert all(not peer.refusals for peer in peers)
 
 
-@settings(max_examples=60, deadline=None)
-@given(RECORDS, RECORDS)
-def test_one_swap_makes_two_tables_equal(ours: list[Signed], theirs: list[Signed]) -> None:
-    """Push and pull: what differs in sequence goes over, and nothing else does."""
-    one, other = table_of(ours), table_of(theirs)
-    pulled, wanted = other.records_newer_than(one.known_sequences()), other.peers_newer_in(one.known_sequences())
-    pushed = one.records_of(wanted)
-    assert not {signed.peer for signed in pulled} & {signed.peer for signed in pushed}
-    for table, records in ((one, pulled), (other, pushed)):
-        for signed in records:
-            table.merge(signed, NOW)
-    assert one.known_sequences() == other.known_sequences()
-    assert one.records_newer_than(other.known_sequences()) == [] == one.peers_newer_in(other.known_sequences())
+async def test_what_is_urgent_needs_no_heartbeat(swarm: GossipSwarm) -> None:
+    peers = [swarm.add()]
+    peers += [swarm.add(bootstrap=[address_of(peers[0])]) for _ in range(5)]
+    await until(lambda: all_see(peers, peers))
+    for task in swarm.tasks.values():
+        task.cancel()
+    await asyncio.wait(swarm.tasks.values())
+    peers[2].publish(round=1)  # control: nobody hears of it while nobody gossips
+    await asyncio.sleep(0.1)
+    assert all(peer.live()[peers[2].peer_id].round == 0 for peer in peers if peer is not peers[2])
+    peers[2].publish(round=2, urgent=True)
+    await until(lambda: all(peer.live()[peers[2].peer_id].round == 2 for peer in peers), 1.0)
 
 
-def test_forged_altered_and_foreign_records_are_refused() -> None:
-    honest = record()
-    altered = Signed.FromString(honest.SerializeToString())
-    altered.body = record(tokens=10**9).body
-    foreign = sign(IDENTITIES[0], KIND, "cd" * 32, PeerRecord.FromString(honest.body))
-    renamed = Signed.FromString(honest.SerializeToString())
-    renamed.peer = IDENTITIES[1].peer_id
-    table = PeerTable(RUN, LIFETIME)
-    for signed in (altered, foreign, renamed):
-        assert PeerRecord.FromString(signed.body).role == "trainer"  # control: without the signature all would pass
-        with pytest.raises(ForgedError):
-            table.merge(signed, NOW)
-    assert len(table) == 0
-    assert table.merge(honest, NOW) is not None
+async def test_a_dead_peer_is_gone_for_all_and_another_kept(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 5)
+    await until(lambda: all_see(peers, peers))
+    swarm.kill(peers[2])
+    survivors = [*peers[:2], *peers[3:]]
+    await until(lambda: all_see(survivors, survivors))
+    await asyncio.sleep(4 * HEARTBEAT)
+    assert all_see(survivors, survivors)  # and does not come back from somebody's table
 
 
-def test_a_replayed_record_does_not_bring_a_dead_peer_back() -> None:
-    captured = record()
-    table = table_of([captured])
-    later = NOW + LIFETIME
-    assert table.expire(later) == [PEER]
-    with pytest.raises(StaleError):
-        table.merge(captured, later)
-    assert not table.live(later)
+async def test_a_silent_peer_expires_where_nobody_calls_it(swarm: GossipSwarm) -> None:
+    one, other = start_chain(swarm, 2)
+    events: list[MembershipEvent] = []
+    one.subscribe(events.append)
+    await until(lambda: all_see([one, other], [one, other]))
+    swarm.tasks[other.peer_id].cancel()  # it answers, but its clockwork has stopped: its record grows old
+    await until(lambda: PeerLeft(other.peer_id, "expired") in events)
 
 
-def test_a_silent_peer_expires_and_one_that_speaks_stays() -> None:
-    table = table_of([record(), record(IDENTITIES[1])])
-    table.merge(record(IDENTITIES[1], sequence=SEQUENCE + 1, expires=NOW + 20), NOW + 10)
-    assert set(table.live(NOW + LIFETIME)) == {IDENTITIES[1].peer_id}
-    assert table.expire(NOW + LIFETIME) == [PEER]
-    assert table.reason_left(PEER) == "expired"
+async def test_a_leaving_peer_goes_at_once(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 4, expiry=60.0)
+    events: list[MembershipEvent] = []
+    peers[0].subscribe(events.append)
+    await until(lambda: all_see(peers, peers))
+    swarm.tasks[peers[3].peer_id].cancel()
+    await asyncio.wait_for(peers[3].leave(), 2.5)
+    assert all_see(peers[:3], peers[:3])
+    assert [event for event in events if event.peer == peers[3].peer_id][-1] == PeerLeft(peers[3].peer_id, "left")
 
 
-def test_a_leaving_peer_goes_at_once_and_is_not_brought_back_by_older_records() -> None:
-    table = table_of([record(), record(sequence=SEQUENCE + 2, leaving=True)])
-    assert not table.live(NOW) and table.reason_left(PEER) == "left"
-    assert table.merge(record(sequence=SEQUENCE + 1), NOW) is None
-    assert not table.live(NOW)
-    assert [signed.peer for signed in table.records_newer_than({})] == [PEER]  # it travels on, so that all hear of it
+async def test_leaving_takes_two_seconds_though_nobody_listens(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 3)
+    await until(lambda: all_see(peers, peers))
+    swarm.network.frozen = {peers[0].peer_id, peers[1].peer_id}
+    await asyncio.wait_for(peers[2].leave(), 3.0)
 
 
-def test_a_suspected_peer_is_back_with_its_next_word() -> None:
-    table = table_of([record()])
-    table.suspect(PEER)
-    assert not table.live(NOW) and table.reason_left(PEER) == "unreachable"
-    table.merge(record(), NOW)  # an old record that still goes round proves nothing
-    assert not table.live(NOW)
-    table.merge(record(sequence=SEQUENCE + 1), NOW)
-    assert PEER in table.live(NOW)
-    table.suspect("nobody")
-    assert len(table) == 1
+async def test_two_failures_make_a_suspect_and_its_next_word_clears_it(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 3, expiry=60.0)
+    events: list[MembershipEvent] = []
+    peers[0].subscribe(events.append)
+    await until(lambda: all_see(peers, peers))
+    swarm.network.dead.add(peers[2].peer_id)
+    swarm.tasks[peers[2].peer_id].cancel()
+    await until(lambda: all_see(peers[:2], peers[:2]), 5.0)  # long before the record expires
+    assert PeerLeft(peers[2].peer_id, "unreachable") in events
+    swarm.network.dead.clear()
+    swarm.tasks[peers[2].peer_id] = asyncio.create_task(peers[2].run())
+    await until(lambda: all_see(peers, peers))
+    assert isinstance(events[-1], PeerJoined | PeerUpdated)
 
 
-def test_nobody_squats_on_a_sequence() -> None:
-    """A sequence from the far future could never be overridden; a table without the bound is stuck."""
-    squatting = record(sequence=2**63)
-    with pytest.raises(StaleError, match="no clock gives"):
-        PeerTable(RUN, LIFETIME).merge(squatting, NOW)
-    highest = SEQUENCE + int(CLOCK_TOLERANCE_SECONDS * 1000)
-    table = table_of([record(sequence=highest)])
-    with pytest.raises(StaleError):
-        table.merge(record(sequence=highest + 1), NOW)
-    assert table.merge(record(sequence=next_sequence(highest, NOW)), NOW + 1) is not None
+async def test_a_frozen_peer_does_not_hold_up_the_others(swarm: GossipSwarm) -> None:
+    peers = start_chain(swarm, 5, expiry=60.0)
+    await until(lambda: all_see(peers, peers))
+    swarm.network.frozen.add(peers[4].peer_id)
+    for step in range(1, 6):  # the calls to the frozen one hang for two seconds each
+        peers[0].publish(step=step)
+        await until(lambda step=step: all(p.live()[peers[0].peer_id].step == step for p in peers[:4]), 1.5)  # type: ignore[misc]
 
 
-def test_a_restarted_peer_overrides_its_former_self() -> None:
-    sequence = next_sequence(-1, NOW)
-    for step in range(100):
-        sequence = next_sequence(sequence, NOW + step / 10_000)  # many updates within few milliseconds
-    table = table_of([record(sequence=sequence)])
-    restarted = next_sequence(-1, NOW + 1)
-    assert table.merge(record(sequence=restarted, name="again"), NOW + 1) is not None
-    assert table.merge(record(sequence=1), NOW) is None  # control: a counter that starts anew is not heard
+async def test_a_forgotten_peer_is_found_again_by_those_who_knew_it(swarm: GossipSwarm) -> None:
+    """A partition longer than the expiry: both halves forget each other, and meet again without any DHT."""
+    peers = start_chain(swarm, 4)
+    await until(lambda: all_see(peers, peers))
+    call = swarm.network.call
+    left = {peer.peer_id for peer in peers[:2]}
+
+    async def cut(source: str, target: str, request: GossipRequest, seconds: float) -> GossipReply:
+        if (source in left) != (target in left):
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, "cut")
+        return await call(source, target, request, seconds)
+
+    swarm.network.call = cut  # type: ignore[method-assign]
+    await until(lambda: all_see(peers[:2], peers[:2]) and all_see(peers[2:], peers[2:]))
+    await asyncio.sleep(2.0)  # past the expiry of every record
+    swarm.network.call = call  # type: ignore[method-assign]
+    await until(lambda: all_see(peers, peers))
 
 
-def test_sequences_grow_and_a_wrong_clocks_one_is_given_up() -> None:
-    assert next_sequence(SEQUENCE, NOW) == SEQUENCE + 1
-    assert next_sequence(SEQUENCE + 59_000, NOW) == SEQUENCE + 59_001
-    assert next_sequence(SEQUENCE + 3_600_000, NOW) == SEQUENCE
+async def test_a_restarted_peer_overrides_its_former_self(swarm: GossipSwarm) -> None:
+    identity = Identity.create()
+    seed = swarm.add()
+    first = swarm.add(identity, bootstrap=[address_of(seed)])
+    first.publish(name="before", tokens=7)
+    await until(lambda: all_see([seed], [seed, first]))
+    swarm.kill(first)
+    again = swarm.add(identity, bootstrap=[address_of(seed)])
+    again.publish(name="after")
+    await until(lambda: seed.live().get(identity.peer_id, PeerRecord()).name == "after", 1.0)
+    assert seed.live()[identity.peer_id].tokens == 0
 
 
-BAD_FIELDS: dict[str, dict[str, Any]] = {
-    "role": {"role": "king"},
-    "no role": {"role": ""},
-    "name long": {"name": "n" * 65},
-    "name escapes": {"name": "\x1b[2J"},
-    "device newline": {"device": "a\nb"},
-    "digest": {"digest": b"short"},
-    "state digest": {"state_digest": bytes(33)},
-    "loss": {"loss": math.nan},
-    "speed": {"tokens_per_second": math.inf},
-    "port": {"direct_port": 65536},
-    "round": {"round": 2**24 + 1},
-    "chain tokens": {"chain_tokens": 2**60 + 1},
-    "validation round": {"validation_round": 2**64 - 1},
-    "negative speed": {"tokens_per_second": -1.0},
-    "many addresses": {"addresses": [f"/ip4/1.1.1.1/tcp/{port}/p2p/{PEER}" for port in range(MAX_ADDRESSES + 1)]},
-    "long address": {"addresses": ["/dns4/" + "a" * 300 + f"/tcp/1/p2p/{PEER}"]},
-    "another's address": {"addresses": [f"/ip4/1.1.1.1/tcp/1/p2p/{IDENTITIES[1].peer_id}"]},
-    "no address": {"addresses": ["http://example.org"]},
-    "address with space": {"addresses": [f"/ip4/1.1.1.1 /tcp/1/p2p/{PEER}"]},
-    "oversize": {"version": "v" * 3000},
-}
+async def test_a_record_of_its_own_key_from_elsewhere_is_overridden(swarm: GossipSwarm) -> None:
+    """Somebody kept the last record of an earlier life, and that one's clock was ahead."""
+    identity = Identity.create()
+    seed, peer = swarm.add(), swarm.add(identity)
+    now = SwarmClock().now()
+    former = PeerRecord(sequence=int((now + 30) * 1000), expires=now + 1.5, role="trainer", name="former")
+    request = GossipRequest(run=bytes.fromhex(RUN), records=[sign(identity, KIND, RUN, former)])
+    await seed.Gossip(request, FakeContext(identity.peer_id))
+    assert seed.live()[identity.peer_id].name == "former"
+    peer.add_contact(seed.peer_id, [address_of(seed)])
+    await until(lambda: seed.live()[identity.peer_id].name == "" and peer.live()[identity.peer_id].name == "")
 
 
-@pytest.mark.parametrize("fields", BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
-def test_nonsense_is_refused(fields: dict[str, Any]) -> None:
-    table = PeerTable(RUN, LIFETIME)
-    with pytest.raises(MalformedError):
-        table.merge(record(**fields), NOW)
-    assert len(table) == 0
+@pytest.mark.parametrize("others", [1, 2, 3])
+@pytest.mark.parametrize("skew", [-7200.0, 86400.0])
+async def test_a_peer_with_a_wrong_clock_joins(swarm: GossipSwarm, skew: float, others: int) -> None:
+    peers = start_chain(swarm, others)
+    await until(lambda: all_see(peers, peers))
+    wrong = swarm.add(skew=skew, bootstrap=[address_of(peers[0])])
+    everybody = [*peers, wrong]
+    await until(lambda: all_see(everybody, everybody))
+    await asyncio.sleep(2.0)  # longer than the expiry
+    assert all_see(everybody, everybody)
 
 
-def test_good_fields_are_taken() -> None:
-    fields: dict[str, Any] = {
-        "addresses": [f"/ip4/1.1.1.1/tcp/1/p2p/{PEER}", f"/dns4/example.org/tcp/1/p2p/{PEER}"],
-        "name": "Zürich 2",
-        "digest": bytes(32),
-        "loss": 1.5,
-        "tokens_per_second": 10.0,
-        "direct_port": 65535,
-    }
-    assert table_of([record(**fields)]).live(NOW)[PEER].name == "Zürich 2"
+async def test_two_peers_agree_on_the_time_in_their_first_exchange(swarm: GossipSwarm) -> None:
+    seed = swarm.add(heartbeat=30.0)
+    wrong = swarm.add(heartbeat=30.0, skew=7200.0, bootstrap=[address_of(seed)])
+    await until(lambda: all_see([seed, wrong], [seed, wrong]), 10.0)  # long before the next heartbeat
 
 
-UNTIMELY: dict[str, dict[str, Any]] = {
-    "expired": {"expires": NOW},
-    "nan": {"expires": math.nan},
-    "infinite": {"expires": math.inf},
-    "late": {"expires": NOW + LIFETIME + CLOCK_TOLERANCE_SECONDS + 1},
-    "sequence zero": {"sequence": 0},
-}
+async def test_a_peer_that_slept_is_answered_at_once(swarm: GossipSwarm) -> None:
+    """Its record has expired meanwhile; to forget it just then would cut the connection that it calls on."""
+    one, other = start_chain(swarm, 2, expiry=0.3)
+    await until(lambda: all_see([one, other], [one, other]))
+    for directory in (one, other):
+        swarm.tasks[directory.peer_id].cancel()
+    await asyncio.sleep(0.4)
+    assert one.live().keys() == set()
+    other.publish(name="awake")
+    request = GossipRequest(run=bytes.fromhex(RUN), records=other._table.records_of([other.peer_id]))
+    await one.Gossip(request, FakeContext(other.peer_id))
+    assert other.peer_id in one.live()
+    assert other.peer_id not in swarm.nodes[one.peer_id].forgotten
 
 
-@pytest.mark.parametrize("fields", UNTIMELY.values(), ids=UNTIMELY.keys())
-def test_an_untimely_record_is_stale(fields: dict[str, Any]) -> None:
-    with pytest.raises(StaleError):
-        PeerTable(RUN, LIFETIME).merge(record(**fields), NOW)
+async def test_subscribers_hear_of_everything_once(swarm: GossipSwarm) -> None:
+    one = swarm.add()
+    events: list[MembershipEvent] = []
+    one.subscribe(events.append)
+    other = swarm.add(bootstrap=[address_of(one)])
+    await until(lambda: len(events) > 3)
+    joined = [event for event in events if isinstance(event, PeerJoined)]
+    assert [event.peer for event in joined] == [other.peer_id] and events[0] == joined[0]
+    sequences = [event.record.sequence for event in events if not isinstance(event, PeerLeft)]
+    assert sequences == sorted(set(sequences))
 
 
-def test_when_our_clock_is_set_back_records_from_the_future_go() -> None:
-    """They would be live for hours, and nobody could override them."""
-    table = table_of([record()])
-    earlier = NOW - 7200
-    assert table.expire(earlier) == [PEER]
-    right = record(sequence=int(earlier * 1000), expires=earlier + LIFETIME)
-    assert table.merge(right, earlier) is not None
+async def test_alone_it_says_whom_it_tried_and_goes_on(swarm: GossipSwarm, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    missing = Identity.create()
+    one = swarm.add(bootstrap=[f"/memory/1/p2p/{missing.peer_id}"])
+    await until(lambda: caplog.records)
+    line = caplog.records[0].getMessage()
+    assert missing.peer_id in line and "/memory/1/p2p/" in line and "trying again in" in line
+    late = swarm.add(missing)
+    await until(lambda: all_see([one, late], [one, late]))
 
 
-def flood(table: PeerTable, count: int, make: Callable[[int], Signed]) -> int:
-    refused = 0
-    for number in range(count):
-        try:
-            table.merge(make(number), NOW + number / 1e5)
-        except PeerFault:
-            refused += 1
-    return refused
+async def test_addresses_survive_a_restart_of_all(swarm: GossipSwarm, tmp_path: Path) -> None:
+    peers = start_chain(swarm, 2, addresses_file=tmp_path / "addresses.json")
+    await until(lambda: all_see(peers, peers))
+    await peers[0].leave()
+    assert peers[1].peer_id in load_addresses(tmp_path / "addresses.json")
+    swarm.kill(peers[0])
+    again = swarm.add(addresses_file=tmp_path / "addresses.json")
+    await until(lambda: all_see([again, peers[1]], [again, peers[1]]))
 
 
-def test_a_flood_is_bounded_and_displaces_nobody() -> None:
-    """10^5 records of 300 newcomers against a table for 100 with 60 honest peers."""
-    honest, sybils = [Identity.create() for _ in range(60)], [Identity.create() for _ in range(300)]
-    table = PeerTable(RUN, LIFETIME, max_peers=100)
-    for identity in honest:
-        table.merge(record(identity), NOW)
-    signed = [record(identity) for identity in sybils]
-    started = time.process_time()
-    refused = flood(table, 100_000, lambda number: signed[number % len(signed)])
-    spent = time.process_time() - started
-    assert len(table) == 100
-    assert refused > 60_000
-    assert {identity.peer_id for identity in honest} <= table.live(NOW).keys()
-    # Nearly all are refused before the signature check, which alone would take about 12 s.
-    assert spent < 6, f"{spent:.1f} s of CPU time"
-    uncapped = PeerTable(RUN, LIFETIME)  # control
-    flood(uncapped, len(signed), signed.__getitem__)
-    assert len(uncapped) == 300
+async def test_who_is_killed_a_moment_after_it_met_the_others_finds_them_again(
+    swarm: GossipSwarm, tmp_path: Path
+) -> None:
+    """Nobody was named to the first of a swarm: when it comes back, it has nothing but its file."""
+    first = swarm.add(addresses_file=tmp_path / "addresses.json")
+    other = swarm.add(bootstrap=[f"/memory/1/p2p/{first.peer_id}"])
+    await until(lambda: all_see([first, other], [first, other]))
+    await until(lambda: other.peer_id in load_addresses(tmp_path / "addresses.json"), 5.0)
+    swarm.kill(first)
+    again = swarm.add(addresses_file=tmp_path / "addresses.json")
+    await until(lambda: all_see([again, other], [again, other]))
 
 
-def test_a_full_table_takes_newcomers_when_somebody_expires() -> None:
-    table = PeerTable(RUN, LIFETIME, max_peers=2)
-    table.merge(record(IDENTITIES[0]), NOW)
-    table.merge(record(IDENTITIES[1], expires=NOW + 5), NOW)
-    with pytest.raises(LimitError):
-        table.merge(record(IDENTITIES[2]), NOW + 1)
-    table.merge(record(IDENTITIES[0], sequence=SEQUENCE + 5), NOW + 1)  # those inside are still heard
-    assert table.merge(record(IDENTITIES[2]), NOW + 6) is not None
-    assert set(table.live(NOW + 6)) == {IDENTITIES[0].peer_id, IDENTITIES[2].peer_id}
+async def test_own_addresses_may_be_unreadable_for_a_while(
+    swarm: GossipSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers = start_chain(swarm, 2)
+    await until(lambda: all_see(peers, peers))
+    swarm.nodes[peers[0].peer_id].is_broken = True
+    await until(lambda: "p2pd is being started again" in caplog.text)
+    sequence = peers[1].live()[peers[0].peer_id].sequence
+    await until(lambda: peers[1].live()[peers[0].peer_id].sequence > sequence)
+    assert list(peers[1].live()[peers[0].peer_id].addresses) == [address_of(peers[0])]
+
+
+async def test_what_no_peer_would_accept_is_not_published(swarm: GossipSwarm) -> None:
+    one = swarm.add()
+    one.publish(name="good")
+    for fields in ({"name": "x" * 100}, {"loss": float("nan")}, {"role": "king"}):
+        with pytest.raises(MalformedError):
+            one.publish(**fields)
+    with pytest.raises(AttributeError):
+        one.publish(nmae="typo")
+    assert one.live()[one.peer_id].name == "good"
+
+
+@asynccontextmanager
+async def refused(code: grpc.StatusCode) -> AsyncIterator[None]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        yield
+    assert caught.value.code() == code
+
+
+async def test_bad_calls_are_refused_and_counted(swarm: GossipSwarm, caplog: pytest.LogCaptureFixture) -> None:
+    one, stranger = swarm.add(), Identity.create()
+    context, run = FakeContext(stranger.peer_id), bytes.fromhex(RUN)
+    good = sign(stranger, KIND, RUN, PeerRecord())
+    async with refused(grpc.StatusCode.FAILED_PRECONDITION):
+        await one.Gossip(GossipRequest(run=bytes(32)), context)
+    async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
+        await one.Gossip(GossipRequest(run=run, records=[good] * (MAX_RECORDS + 1)), context)
+    async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
+        await one.Gossip(GossipRequest(run=run, known={str(number): 1 for number in range(5000)}), context)
+    async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
+        await one.Gossip(GossipRequest(run=run, known={"k" * 1000: 1}), context)
+    async with refused(grpc.StatusCode.INVALID_ARGUMENT):
+        await one.Gossip(GossipRequest(run=run), FakeContext("nobody"))
+    assert one.refusals == {"stale": 1, "limit": 3, "malformed": 1}
+    assert len(caplog.records) == 5
+
+
+async def test_forged_records_are_dropped_and_honest_ones_beside_them_kept(swarm: GossipSwarm) -> None:
+    one, honest, liar = swarm.add(), Identity.create(), Identity.create()
+    now = SwarmClock().now()
+    body = PeerRecord(sequence=int(now * 1000), expires=now + 1.0, role="trainer")
+    forged = sign(liar, KIND, RUN, body)
+    forged.peer = Identity.create().peer_id
+    request = GossipRequest(run=bytes.fromhex(RUN), records=[forged, sign(honest, KIND, RUN, body)])
+    await one.Gossip(request, FakeContext(liar.peer_id))
+    assert one.live().keys() == {one.peer_id, honest.peer_id}
+    assert one.refusals == {"forged": 1}
+
+
+async def test_a_caller_that_hammers_is_refused_and_the_others_are_not(swarm: GossipSwarm) -> None:
+    one, greedy, modest = swarm.add(heartbeat=10.0), Identity.create(), Identity.create()
+    request = GossipRequest(run=bytes.fromhex(RUN))
+    async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
+        for _ in range(100):
+            await one.Gossip(request, FakeContext(greedy.peer_id))
+    await one.Gossip(request, FakeContext(modest.peer_id))
+
+
+async def test_five_peers_over_real_transports(
+    start_transport: Callable[..., Awaitable[Transport]], tmp_path: Path
+) -> None:
+    peers: list[PeerDirectory] = []
+    transports: list[Transport] = []
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for number in range(5):
+            servers: list[grpc.aio.Server] = []
+            transport = await start_transport(str(number), [servers.append])
+            identity = Identity.load_or_create(tmp_path / str(number) / "key")
+            bootstrap = await transports[-1].addresses() if transports else ()
+            peer = PeerDirectory(identity, RUN, transport, SwarmClock(), 0.2, 3.0, random.Random(number), bootstrap[:4])
+            peer.register(servers[0])
+            transports.append(transport)
+            peers.append(peer)
+            tasks.append(asyncio.create_task(peer.run()))
+        await until(lambda: all_see(peers, peers))
+        await transports[2].stop()
+        tasks[2].cancel()
+        survivors = [*peers[:2], *peers[3:]]
+        await until(lambda: all_see(survivors, survivors))
+        await peers[4].leave()
+        assert all_see(peers[:2], [*peers[:2], peers[3]])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+@pytest.mark.parametrize("lie", [-1e300, -1e18, 0.0, 1.0, 1e18, float("inf"), float("nan")])
+async def test_a_callers_absurd_clock_moves_nothing(swarm: GossipSwarm, lie: float) -> None:
+    one = swarm.add()
+    for _ in range(5):
+        request = GossipRequest(run=bytes.fromhex(RUN), time=lie)
+        await one.Gossip(request, FakeContext(Identity.create().peer_id))
+    assert abs(one.live()[one.peer_id].expires - time.time()) < 2
+    other = swarm.add(bootstrap=[address_of(one)])
+    await until(lambda: all_see([one, other], [one, other]))

@@ -15,16 +15,15 @@ import pytest
 from hivemind.p2p import PeerID
 
 from protocol.identity import Identity
-from protocol.membership.board import EXPIRATION_OFFSET_SECONDS, Announcement
 from protocol.membership.clock import SwarmClock
 from protocol.membership.dht import DhtNode
-from protocol.membership.gossip import PeerDirectory
-from protocol.membership.public_runs import PUBLIC_RUNS_TOPIC, make_run_announcement, parse_public_run
+from protocol.membership.dht_storage import EXPIRATION_OFFSET_SECONDS, KIND, LIFETIME_SECONDS, Announcement, run_topic
+from protocol.membership.directory import PeerDirectory
 from protocol.membership.rendezvous import Rendezvous
-from protocol.membership.shelf import KIND, LIFETIME_SECONDS, run_topic
+from protocol.membership.run_registry import PUBLIC_RUNS_TOPIC, make_run_announcement, parse_public_run
 from protocol.murmur_pb2 import PeerRecord, PublicRun
-from protocol.network.transport import Transport
-from protocol.records import sign
+from protocol.signing import sign
+from protocol.transport.transport import Transport
 
 RUN = "ab" * 32
 Start = Callable[..., Awaitable[Transport]]
@@ -118,7 +117,9 @@ async def test_strangers_cannot_fill_the_dht_nor_speak_for_others(join: Join, ca
         assert await store(value, EXPIRATION_OFFSET_SECONDS + now + LIFETIME_SECONDS, subkey) == [False]
     assert await store(b"junk", EXPIRATION_OFFSET_SECONDS + now, None, run_topic("cd" * 32).key) == [False]
     assert seed.rendezvous.refused_count == 4
-    assert await store(honest.SerializeToString(), EXPIRATION_OFFSET_SECONDS + now + LIFETIME_SECONDS + 30, liar.identity.peer_id) == [True]
+    assert await store(
+        honest.SerializeToString(), EXPIRATION_OFFSET_SECONDS + now + LIFETIME_SECONDS + 30, liar.identity.peer_id
+    ) == [True]
     assert victim.peer_id not in seed.found and "refused so far" in caplog.text
 
 
@@ -170,7 +171,9 @@ async def test_directories_meet_through_the_dht_alone(start_transport: Start, jo
         identity, clock = Identity.load_or_create(tmp_path / name / "key"), SwarmClock()
         directory = PeerDirectory(identity, RUN, transport, clock, 0.2, 3.0, random.Random(name))
         directory.register(servers[0])
-        rendezvous = Rendezvous(identity, RUN, transport, clock, lambda: known, directory.add_contact, random.Random(name))
+        rendezvous = Rendezvous(
+            identity, RUN, transport, clock, lambda: known, directory.add_contact, random.Random(name)
+        )
         directories.append(directory)
         gossip.append(asyncio.create_task(directory.run()))
         lookups.append(asyncio.create_task(rendezvous.run()))
@@ -218,7 +221,9 @@ async def test_a_public_run_is_announced_at_peers_of_other_runs_too(join: Join) 
     stranger, host = await join("stranger"), await join("host")
 
     async def notice(now: float) -> Announcement:
-        return make_run_announcement(host.identity, PublicRun(run=bytes(32), name="x", recipe="y", link="https://z"), now)
+        return make_run_announcement(
+            host.identity, PublicRun(run=bytes(32), name="x", recipe="y", link="https://z"), now
+        )
 
     host.rendezvous.advertise_run(notice, {})
     await until(lambda: PUBLIC_RUNS_TOPIC.key in host.rendezvous._dht._storage)

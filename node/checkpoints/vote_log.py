@@ -1,0 +1,61 @@
+"""What this node promised in the round that is open, on disk: a start after a kill must not vote otherwise.
+
+It lies in the folder of the key: whoever loses the one loses the other, and is a newcomer who has promised nothing.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from node.run_dir import write_atomically
+from protocol.consensus.events import VoteRecord
+from protocol.consensus.message_kinds import parse
+from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
+from protocol.errors import PeerFault, StorageError
+from protocol.manifest import RunId
+from protocol.murmur_pb2 import Signed
+
+
+class VoteLog:
+    """Holds one vow, the last. `terms` are those of the run, for the proposal in it."""
+
+    def __init__(self, path: Path, run_id: RunId, limits: ContributionLimits) -> None:
+        self._path = path
+        self._run_id = run_id
+        self._limits = limits
+
+    def save(self, vote: VoteRecord) -> None:
+        """On disk once this returns. Raises StorageError."""
+        values = {
+            "round": vote.round,
+            "base": vote.base.hex(),
+            "view": vote.view,
+            "lock": vote.lock.signed.SerializeToString().hex() if vote.lock else None,
+            "members": sorted(vote.members),
+        }
+        write_atomically(self._path, json.dumps(values).encode())
+
+    def load(self) -> VoteRecord | None:
+        """None: this node has never promised anything. Raises StorageError for what `save` did not write."""
+        try:
+            return self._parse_vote(json.loads(self._path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            text = f"cannot read {self._path}: {error.strerror}; mend its folder, or choose another --dir"
+            raise StorageError(text) from error
+        except (ValueError, TypeError, KeyError, DecodeError, PeerFault) as error:
+            raise StorageError(f"{self._path} is damaged: remove it, and start again in a minute") from error
+
+    def _parse_vote(self, values: dict[str, Any]) -> VoteRecord:
+        lock = None if values["lock"] is None else self._parse_lock(bytes.fromhex(values["lock"]))
+        members = frozenset(str(peer) for peer in values["members"])
+        return VoteRecord(int(values["round"]), bytes.fromhex(values["base"]), int(values["view"]), lock, members)
+
+    def _parse_lock(self, signed: bytes) -> SignedMessage[Commit]:
+        statement = parse(Signed.FromString(signed), self._run_id, self._limits)
+        if not isinstance(statement.body, Commit):
+            raise ValueError("the lock is no commit")
+        return SignedMessage(statement.signed, statement.body, statement.sender, statement.digest)

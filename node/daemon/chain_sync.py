@@ -1,0 +1,137 @@
+"""Brings a peer that is behind, new, or on the lesser of two chains to where the swarm is.
+
+It asks a peer that is ahead for the commits after its own round. Where they continue its chain they are replayed:
+the same blobs, the same arithmetic, the same digests. Otherwise the state itself is fetched, from all who hold it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from node.daemon.peer_rpc import ChannelTo, request_chain
+from protocol.blobs.blob import Blob, check_digest
+from protocol.consensus.chain import Chain, ChainHead, prefers_theirs
+from protocol.consensus.message_kinds import parse
+from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
+from protocol.errors import MalformedError, PeerFault, StaleError
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.murmur_pb2 import ChainReply, PeerRecord
+from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND
+
+MAX_COMMITS = 64
+SYNC_AFTER_SECONDS = 1.5  # seconds that the next commit may take to come by itself before we ask for it
+SYNC_NOW_GAP = 2  # rounds behind, from which on we ask at once
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """How to get from our head to another: by these commits, or by taking over a state.
+
+    `commits` follow one another. When `state` is None they continue our chain; otherwise they lead to `head`, or are
+    the first of more, and tell what became of our message.
+    """
+
+    head: ChainHead
+    commits: tuple[SignedMessage[Commit], ...]
+    state: Blob | None
+
+
+def find_preferred_heads(own: ChainHead, records: Mapping[PeerId, PeerRecord]) -> dict[ChainHead, list[PeerId]]:
+    """Who stands on a head that is to be preferred to ours, by head."""
+    found: dict[ChainHead, list[PeerId]] = {}
+    for peer, record in records.items():
+        if len(record.digest) == len(own.digest):
+            head = ChainHead(record.round, record.digest, record.chain_tokens)
+            if head.digest != own.digest and prefers_theirs(own, head):
+                found.setdefault(head, []).append(peer)
+    return found
+
+
+def best_head(heads: Mapping[ChainHead, list[PeerId]]) -> tuple[ChainHead, list[PeerId]]:
+    head = max(heads, key=lambda candidate: (candidate.tokens, candidate.digest))
+    return head, heads[head]
+
+
+def should_sync(own: ChainHead, theirs: ChainHead, waited: float) -> bool:
+    """Whether to go to a head that is to be preferred, known of for `waited` seconds: what may be the commit of the
+    round we are in comes by itself. A head that is not above ours is on another chain, and comes to us never."""
+    return not 0 < theirs.round - own.round < SYNC_NOW_GAP or waited >= SYNC_AFTER_SECONDS
+
+
+class ChainSyncClient:
+    """Asks others for the way. `state_bytes`: the size that every state of this run has."""
+
+    def __init__(
+        self, run_id: RunId, limits: ContributionLimits, chain: Chain, channel: ChannelTo, state_bytes: int
+    ) -> None:
+        self._run_id = run_id
+        self._limits = limits
+        self._chain = chain
+        self._channel = channel
+        self._state_bytes = state_bytes
+
+    async def plan_sync(self, peer: PeerId, replay: bool, history_since: int) -> SyncPlan:
+        """With `replay` by commits, if they continue our chain; otherwise by taking over the state.
+
+        `since`: the first round that our message was offered to. The other chain may have taken it in a round that we
+        know otherwise, so of a state its commits are asked for from there on.
+
+        Raises UnreachableError when `peer` does not answer, PeerFault when its answer is no good.
+        """
+        mine = self._chain.head
+        reply = await request_chain(self._run_id, self._channel, peer, mine.round)
+        head, commits = _parse_head(reply), _parse_commits(reply, self._run_id, self._limits)
+        if replay and commits and extends_chain(self._chain, commits):
+            return SyncPlan(self._chain.head_after(commits), commits, None)
+        if head.digest != mine.digest and not prefers_theirs(mine, head):
+            raise StaleError(f"{peer} stands at round {head.round}, from which nothing is to be had")
+        if history_since < mine.round:
+            longer = await request_chain(self._run_id, self._channel, peer, history_since)
+            if longer.commits:
+                reply, head = longer, _parse_head(longer)
+                commits = _parse_commits(longer, self._run_id, self._limits)
+        return SyncPlan(head, _require_linked(commits, head), self._state(reply, peer))
+
+    def _state(self, reply: ChainReply, peer: PeerId) -> Blob:
+        state = Blob.from_wire(reply.state)
+        if state.size != self._state_bytes:
+            raise MalformedError(f"{peer} offers a state of {state.size} bytes, {self._state_bytes} are expected")
+        return state
+
+
+def extends_chain(chain: Chain, commits: tuple[SignedMessage[Commit], ...]) -> bool:
+    try:
+        chain.head_after(commits)
+    except PeerFault:
+        return False
+    return True
+
+
+def _require_linked(commits: tuple[SignedMessage[Commit], ...], head: ChainHead) -> tuple[SignedMessage[Commit], ...]:
+    """MalformedError unless they follow one another, not beyond `head`, and lead to it where they reach so far."""
+    if not commits:
+        return commits
+    chain = Chain(ChainHead(commits[0].body.round, commits[0].body.base, 0))
+    try:
+        reached = chain.head_after(commits)
+    except StaleError as fault:
+        raise MalformedError(f"commits that do not follow one another: {fault}") from fault
+    if reached.round > head.round or (reached.round == head.round and reached.digest != head.digest):
+        raise MalformedError(f"commits that do not lead to the head of round {head.round}")
+    return commits
+
+
+def _parse_head(reply: ChainReply) -> ChainHead:
+    check_digest(reply.digest)
+    if reply.round > MAX_ROUND or reply.chain_tokens > MAX_CHAIN_TOKENS:
+        raise MalformedError(f"a head of round {reply.round} with {reply.chain_tokens} tokens is out of range")
+    return ChainHead(reply.round, reply.digest, reply.chain_tokens)
+
+
+def _parse_commits(reply: ChainReply, run_id: RunId, limits: ContributionLimits) -> tuple[SignedMessage[Commit], ...]:
+    if len(reply.commits) > MAX_COMMITS:
+        raise MalformedError(f"{len(reply.commits)} commits at once")
+    statements = [parse(signed, run_id, limits) for signed in reply.commits]
+    if not all(isinstance(statement.body, Commit) for statement in statements):
+        raise MalformedError("a chain of something else than commits")
+    return tuple(statements)  # type: ignore[arg-type]  # checked one line above

@@ -1,0 +1,235 @@
+"""Calls to another node's daemon. What goes wrong comes back as UnreachableError or PeerFault, nothing else.
+
+Carries round statements to other peers: one bounded queue and one worker a peer, so that nobody waits for anybody.
+
+Statements are idempotent at the receiver, and the round machine repeats what matters. A batch that cannot be delivered
+is tried again with growing pauses; then the peer is reported as unreachable and all that waits for it is dropped. A
+batch that is refused is dropped alone: whoever refuses is there. Replies may carry statements that we seem to lack.
+A worker lives only while something waits for its peer, so peers that come and go leave nothing behind.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
+
+import grpc
+
+from node.monitoring.metrics import RecoveredErrorKind
+from protocol.errors import LimitError, PeerFault, UnreachableError
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.murmur_pb2 import CarryRequest, ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
+from protocol.murmur_pb2_grpc import CarriersStub, RoundsStub
+from protocol.replies import Reply, require_reply
+
+# A decision comes with the acknowledgements of a majority; the bytes are bounded by the transport.
+MAX_REPLY_MESSAGES = 1024
+MAX_DETAIL_CHARACTERS = 200  # characters of what a peer says of its refusal
+CHAIN_SECONDS = 10.0
+IDLE_CHANNEL_SECONDS = 1.0  # for an answer by a direct connection that may have died unnoticed
+REFUSAL_CODES = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+)
+ChannelTo = Callable[[PeerId], grpc.aio.Channel]
+
+
+class PeerChannels(Protocol):
+    """How calls go to a peer."""
+
+    def channel(self, peer: PeerId) -> grpc.aio.Channel: ...
+    def idle_channel(self, peer: PeerId) -> AbstractContextManager[Any]: ...  # a channel, or None
+    def fallback_channel(self, peer: PeerId) -> AbstractContextManager[Any]: ...  # the same
+
+
+async def deliver(
+    run_id: RunId, channels: PeerChannels, peer: PeerId, messages: Sequence[Signed], seconds: float
+) -> Iterable[Signed]:
+    """Bring statements to a peer, in so many seconds; returns what it thinks we lack."""
+    request, clock = DeliverRequest(run=bytes.fromhex(run_id), statements=messages), asyncio.get_running_loop().time
+    ends = clock() + seconds
+
+    async def by(channel: Any, seconds: float) -> DeliverReply:
+        return await await_reply(peer, lambda: RoundsStub(channel).Deliver(request, timeout=seconds))
+
+    reply = await _call_by_best_channel(channels, peer, by, lambda: ends - clock())
+    if len(reply.statements) > MAX_REPLY_MESSAGES:
+        raise LimitError(f"{peer} answers with {len(reply.statements)} statements")
+    return list(reply.statements)
+
+
+async def _call_by_best_channel(
+    channels: PeerChannels,
+    peer: PeerId,
+    call: Callable[[Any, float], Awaitable[Reply]],
+    seconds_left: Callable[[], float],
+) -> Reply:
+    """By a direct connection that has nothing to do, as libp2p costs more than a small call; by libp2p, where that does
+    not answer soon; and as a round need not wait for a dial that libp2p puts off, or for a p2pd that is being started
+    again, by a direct connection that may be busy."""
+    with channels.idle_channel(peer) as direct:
+        if direct is not None:
+            with suppress(UnreachableError):
+                return await call(direct, min(IDLE_CHANNEL_SECONDS, seconds_left() / 2))
+    try:
+        return await call(channels.channel(peer), seconds_left())
+    except UnreachableError:
+        with channels.fallback_channel(peer) as direct:
+            if direct is None or seconds_left() <= 0:
+                raise
+            return await call(direct, seconds_left())
+
+
+async def request_chain(run_id: RunId, channel: ChannelTo, peer: PeerId, after_round: int) -> ChainReply:
+    """Its head, the name of its state, and its commits after that round, as far as it has them."""
+    request = ChainRequest(run=bytes.fromhex(run_id), after_round=after_round)
+    return await await_reply(peer, lambda: RoundsStub(channel(peer)).Chain(request, timeout=CHAIN_SECONDS))
+
+
+async def request_relay(
+    run_id: RunId, channel: ChannelTo, peer: PeerId, message: Signed, digest: bytes, seconds: float
+) -> None:
+    """Have the peer fetch a blob that the statement names; it has it when this returns."""
+    request = CarryRequest(run=bytes.fromhex(run_id), statement=message, digest=digest)
+    await await_reply(peer, lambda: CarriersStub(channel(peer)).Carry(request, timeout=seconds))
+
+
+async def await_reply(peer: PeerId, call: Callable[[], Awaitable[Reply | None]]) -> Reply:
+    """What a call of ours to that peer comes to."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()  # of earlier times: who catches a cancel may leave it counted
+    try:
+        return require_reply(await call())
+    except grpc.aio.AioRpcError as error:
+        reason = f"{error.code().name.lower()}: {(error.details() or '')[:MAX_DETAIL_CHARACTERS]}"
+        if error.code() in REFUSAL_CODES:
+            raise LimitError(f"{peer} refuses the call ({reason})") from error
+        raise UnreachableError(f"{peer} does not answer ({reason})") from error
+    except grpc.aio.UsageError as error:
+        raise UnreachableError(f"the channel to {peer} is closed") from error
+    except asyncio.CancelledError as cancelled:
+        # A call ends as cancelled, too, when its channel is closed under it because the peer counts as gone.
+        if task.cancelling() > before:
+            raise
+        raise UnreachableError(f"the channel to {peer} was closed") from cancelled
+
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 256
+MAX_BATCH_MESSAGES = 16
+MAX_BATCH_BYTES = 768 * 1024  # of statements; one call takes 1 MiB
+CALL_SECONDS = 5.0
+RETRY_DELAYS = (0.1, 0.4, 1.0)
+
+Deliver = Callable[[PeerId, Sequence[Signed], float], Awaitable[Iterable[Signed]]]
+
+
+class Outbox:
+    """`deliver(peer, statements, deadline in seconds)` makes the call: UnreachableError where it does not arrive,
+    PeerFault where it is refused. `unreachable(peer, reason)` hears of peers that were given up, `broken(error)` of a
+    fault in our own code; `set_back` of all that does not arrive.
+    """
+
+    def __init__(
+        self,
+        deliver: Deliver,
+        on_reply: Callable[[PeerId, Iterable[Signed]], None],
+        on_unreachable: Callable[[PeerId, str], None],
+        on_fault: Callable[[BaseException], None],
+        record_recovered: Callable[[RecoveredErrorKind, str], None],
+    ) -> None:
+        self._deliver = deliver
+        self._on_reply = on_reply
+        self._on_unreachable = on_unreachable
+        self._on_fault = on_fault
+        self._record_recovered = record_recovered
+        self._queues: dict[PeerId, deque[Signed]] = {}
+        self._workers: dict[PeerId, asyncio.Task[None]] = {}
+
+    def send(self, peers: Iterable[PeerId], message: Signed) -> None:
+        size = message.ByteSize()
+        if size > MAX_BATCH_BYTES:
+            line = f"a {message.kind} statement of {size} bytes is not sent: no call takes it"
+            return self._record_recovered("not delivered", line)
+        for peer in peers:
+            waiting = self._queues.setdefault(peer, deque())
+            if len(waiting) >= MAX_QUEUED:
+                self._give_up(peer, "does not take its post")
+                continue
+            waiting.append(message)
+            if peer not in self._workers:
+                self._start_worker(peer, waiting)
+
+    def drop_peer(self, peer: PeerId) -> None:
+        """Drop what waits for a peer that is gone."""
+        self._queues.pop(peer, deque()).clear()
+        worker = self._workers.pop(peer, None)
+        if worker is not None:
+            worker.cancel()
+
+    async def stop(self) -> None:
+        workers = list(self._workers.values())
+        for peer in list(self._workers):
+            self.drop_peer(peer)
+        await asyncio.gather(*workers, return_exceptions=True)
+
+    def _start_worker(self, peer: PeerId, queue: deque[Signed]) -> None:
+        worker = asyncio.create_task(self._drain_queue(peer, queue), name=f"post to {peer}")
+        self._workers[peer] = worker
+        worker.add_done_callback(lambda ended: self._on_worker_done(peer, ended))
+
+    def _on_worker_done(self, peer: PeerId, worker: asyncio.Task[None]) -> None:
+        if self._workers.get(peer) is worker:
+            del self._workers[peer]
+            self._queues.pop(peer, None)
+        if not worker.cancelled() and (error := worker.exception()) is not None:
+            logger.error("the post to %s broke", peer, exc_info=error)
+            self._on_fault(error)
+
+    async def _drain_queue(self, peer: PeerId, queue: deque[Signed]) -> None:
+        while queue:
+            await self._deliver_batch(peer, _take_batch(queue))
+        # Here, not when the task has ended: what is sent in between would find a worker that looks no more.
+        if self._queues.get(peer) is queue:
+            del self._queues[peer], self._workers[peer]
+
+    async def _deliver_batch(self, peer: PeerId, batch: list[Signed]) -> None:
+        fault = ""
+        for pause in (*RETRY_DELAYS, None):
+            try:
+                self._on_reply(peer, await self._deliver(peer, batch, CALL_SECONDS))
+                return
+            except UnreachableError as error:
+                fault = str(error)
+            except PeerFault as refusal:
+                self._record_recovered("not accepted", f"{peer} refused {len(batch)} statements: {refusal}")
+                return
+            if pause is not None:
+                await asyncio.sleep(pause)
+        self._give_up(peer, fault, len(batch))
+
+    def _give_up(self, peer: PeerId, reason: str, tried: int = 0) -> None:
+        """`tried`: statements that no longer wait, and did not arrive."""
+        dropped = tried + len(self._queues.get(peer, ()))
+        self._record_recovered("not delivered", f"gave up {dropped} statements for {peer}: {reason}")
+        self.drop_peer(peer)
+        self._on_unreachable(peer, reason)
+
+
+def _take_batch(queue: deque[Signed]) -> list[Signed]:
+    """As many from the front as one call may carry, at least one."""
+    batch = [queue.popleft()]
+    size = batch[0].ByteSize()
+    while queue and len(batch) < MAX_BATCH_MESSAGES and size + queue[0].ByteSize() <= MAX_BATCH_BYTES:
+        batch.append(queue.popleft())
+        size += batch[-1].ByteSize()
+    return batch

@@ -1,0 +1,115 @@
+"""The directory as a participant sees it: who trains, who stands where, and who may be asked."""
+
+import random
+from collections.abc import Callable, Mapping
+
+from node.daemon.chain_sync import find_preferred_heads
+from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.events import MembershipChanged
+from protocol.consensus.messages import Digest
+from protocol.identity import PeerId
+from protocol.membership.directory import PeerDirectory
+from protocol.membership.peer_table import FieldValue, MembershipEvent, PeerJoined, PeerLeft
+from protocol.murmur_pb2 import PeerRecord
+from protocol.transport.nat import is_relay_only, relays_of
+
+MAX_LEFT_PEERS = 4096
+
+
+class SwarmView:
+    """`has_contacts`: whether somebody was named whom we can ask for the run. `progress`: of our own work."""
+
+    def __init__(
+        self, directory: PeerDirectory, chain: Chain, has_contacts: bool, rng: random.Random,
+        progress: Callable[[], Mapping[str, FieldValue]] = dict,
+    ) -> None:  # fmt: skip
+        self._directory = directory
+        self._chain = chain
+        self.has_contacts = has_contacts
+        self._rng = rng
+        self._progress = progress
+        self._left_peers: dict[PeerId, None] = {}  # the longest gone first
+        self._has_met_trainer = False  # whether another trainer was ever seen
+        directory.subscribe(self._on_membership_event)
+
+    def other_records(self) -> dict[PeerId, PeerRecord]:
+        """Of all live peers but ourselves, in random order: nobody is asked first by everybody."""
+        others = [(peer, record) for peer, record in self._directory.live().items() if peer != self._directory.peer_id]
+        self._rng.shuffle(others)
+        return dict(others)
+
+    def trainers(self) -> list[PeerId]:
+        """All that train, whatever their round, ourselves among them."""
+        return [peer for peer, record in self._directory.live().items() if record.role == "trainer"]
+
+    def other_trainers(self) -> list[PeerId]:
+        return [peer for peer in self.trainers() if peer != self._directory.peer_id]
+
+    def unreachable_peers(self) -> frozenset[PeerId]:
+        """Who is hidden behind a router as we are, so that only small things pass; empty where nobody could carry."""
+        live = self._directory.live()
+        own = live.get(self._directory.peer_id)
+        if own is None or not is_relay_only(own.addresses):
+            return frozenset()
+        unseen = frozenset(peer for peer, record in live.items() if is_relay_only(record.addresses))
+        return unseen if self._reachable_trainers(live) else frozenset()
+
+    def relay_candidates(self, owner: PeerId) -> list[PeerId]:
+        """Who may carry from a hidden peer to us: first those that it keeps a connection with, as they relay to it."""
+        live = self._directory.live()
+        relays = relays_of(live[owner].addresses) if owner in live else ()
+        return sorted(self._reachable_trainers(live), key=lambda peer: (peer not in relays, hash((owner, peer))))
+
+    def _reachable_trainers(self, live: Mapping[PeerId, PeerRecord]) -> list[PeerId]:
+        """Trainers that others can call."""
+        trainers = ((peer, record.addresses) for peer, record in live.items() if record.role == "trainer")
+        return [peer for peer, addresses in trainers if addresses and not is_relay_only(addresses)]
+
+    def is_isolated(self) -> bool:
+        """Whether no other trainer is in reach, though there are some, as far as we know: we met them, or were sent."""
+        return not self.other_trainers() and (self._has_met_trainer or self.has_contacts)
+
+    def is_trainer(self, peer: PeerId) -> bool:
+        record = self._directory.live().get(peer)
+        return record is not None and record.role == "trainer"
+
+    def round_members(self) -> MembershipChanged:
+        """Who takes part in the round that follows our head: those who stand there, and those about to arrive."""
+        last = self._chain.commits_since(max(0, self._chain.round - 1)) or ()
+        near = {self._chain.digest, *(commit.body.base for commit in last)}
+        live = self._directory.live()
+        peers = {peer for peer, record in live.items() if record.role == "trainer" and record.digest in near}
+        resting = frozenset(peer for peer in peers if live[peer].resting)
+        passed = frozenset(peer for there in find_preferred_heads(self._chain.head, live).values() for peer in there)
+        return MembershipChanged(
+            frozenset(peers | {self._directory.peer_id}), frozenset(self._left_peers), resting, passed
+        )
+
+    def is_our_turn_to_evaluate(self, round_number: int) -> bool:
+        """Whether it is our turn to measure the anchor of that round: the trainers that do not rest take turns."""
+        live = self._directory.live()
+        trainers = sorted(peer for peer in self.trainers() if not live[peer].resting)
+        return bool(trainers) and trainers[round_number % len(trainers)] == self._directory.peer_id
+
+    def state_holders(self, head: ChainHead, own_state: Digest) -> list[PeerId]:
+        """Who stands at `head` with the state that most of them have, of those that are not ours."""
+        by_state: dict[Digest, list[PeerId]] = {}
+        for peer, record in self.other_records().items():
+            if record.digest == head.digest and record.state_digest not in (b"", own_state):
+                by_state.setdefault(record.state_digest, []).append(peer)
+        return min(by_state.items(), key=lambda entry: (-len(entry[1]), entry[0]), default=(b"", []))[1]
+
+    def announce_head(self, head: ChainHead, state: Digest) -> None:
+        self._directory.publish(
+            urgent=True, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state,
+            **self._progress(),
+        )  # fmt: skip
+
+    def _on_membership_event(self, event: MembershipEvent) -> None:
+        if isinstance(event, PeerJoined):
+            self._left_peers.pop(event.peer, None)
+            self._has_met_trainer = self._has_met_trainer or event.record.role == "trainer"
+        elif isinstance(event, PeerLeft) and event.reason == "left":
+            self._left_peers[event.peer] = None
+            if len(self._left_peers) > MAX_LEFT_PEERS:
+                del self._left_peers[next(iter(self._left_peers))]

@@ -1,0 +1,223 @@
+"""What a host that only watches says of itself when `murmur status` asks: the run as it sees it.
+
+`murmur host` and `murmur replay`.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from node.daemon.lifecycle import locked_run_dir, run_node
+from node.daemon.node import Node
+from node.dashboard.event_log import EventLog, read_events
+from node.dashboard.observer_node import NodeHandle, ObserverNode, node_handle, open_observer_node
+from node.dashboard.server import DashboardData, build_app
+from node.dashboard.service import (
+    MAX_CONNECTIONS,
+    DashboardAddress,
+    RunningDashboard,
+    build_announcement,
+    serve_dashboard,
+)
+from node.from_manifest import build_program
+from node.join.public_runs import packaged_peers
+from node.monitoring.http_server import open_listener, serve
+from node.monitoring.logs import configure_logs
+from node.monitoring.metrics import Metrics, serve_metrics
+from node.monitoring.status import NodeStatus
+from node.options import LISTEN_ON_ALL_INTERFACES, NodeOptions, parse_node_options
+from node.paths import host_dir
+from node.process import raise_fd_limit
+from node.process_memory import enable_frequent_gc, trim_periodically
+from node.run_dir import RunDir
+from node.trainer.device import require_usable_device
+from node.units import parse_rate, parse_size
+from protocol.errors import DataError
+from protocol.identity import Identity
+from protocol.manifest import load_manifest
+from protocol.membership.rendezvous import Rendezvous
+from protocol.signing import peer_id_of
+from protocol.tasks import cancel_and_wait
+
+
+def observer_status(node: NodeHandle, dashboard: RunningDashboard, metrics: Metrics) -> Callable[[], NodeStatus]:
+    manifest = node.manifest
+    beginning = NodeStatus(
+        peer_id=node.peer_id,
+        run=manifest.run.name,
+        run_id=manifest.run_id,
+        phase="watching",
+        target_rounds=manifest.target.rounds,
+        target_tokens=manifest.target.tokens,
+        page=dashboard.page_url,
+        since=time.time(),
+    )
+
+    def now() -> NodeStatus:
+        state, transport = dashboard.event_log.state, node.transport
+        last, own = state.rows.last, node.directory.live().get(node.peer_id)
+        seen = {
+            "round": last.round + 1 if last else 0,
+            "chain_tokens": last.tokens if last else 0,
+            "digest": last.digest if last else "",
+            "loss": last.loss if last else None,
+            "peers": len(state.trainers),
+            "bytes_sent": transport.bytes_sent,
+            "bytes_received": transport.bytes_received,
+            "refusals": dict(metrics.refusals),
+            "addresses": tuple(own.addresses) if own else (),
+        }
+        return beginning.model_copy(update=seen)
+
+    return now
+
+
+logger = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """What the command line asked for; None: not said."""
+
+    run: Path
+    folder: Path | None
+    http: str
+    public_url: str | None
+    public: bool
+    train: bool
+    peers: tuple[str, ...]
+    listen: tuple[str, ...]
+    name: str
+    device: str
+    threads: int | None
+    memory: str | None
+    pause_when_busy: bool
+    log_json: bool
+    upload: str | None = None
+    download: str | None = None
+    direct: str = "0"
+
+
+def host(options: HostOptions) -> None:
+    """Until Ctrl-C. Raises MurmurError."""
+    manifest = load_manifest(options.run)
+    build_program(manifest)  # a method that does not exist must not claim the folder
+    door = DashboardAddress.parse(options.http, options.public_url)
+    settings = parse_node_options(
+        manifest=manifest,
+        base=options.run.parent.resolve(),
+        folder=(options.folder or host_dir(manifest)).resolve(),
+        peers=options.peers,
+        listen=options.listen or (LISTEN_ON_ALL_INTERFACES,),
+        direct=options.direct,
+        name=options.name,
+        device=options.device,
+        threads=options.threads,
+        memory=parse_size(options.memory, "--memory") if options.memory else None,
+        pause_when_busy=options.pause_when_busy,
+        log_json=options.log_json,
+        upload=parse_rate(options.upload, "--upload"),
+        download=parse_rate(options.download, "--download"),
+    )
+    if options.train:
+        require_usable_device(settings)
+    configure_logs(options.log_json)
+    asyncio.run((_host_and_train if options.train else _host_and_observe)(settings, door, options.public))
+
+
+async def _host_and_train(settings: NodeOptions, address: DashboardAddress, public: bool) -> None:
+    """A node like any other, and the page beside it. Where the page fails, the node goes on."""
+    folder = RunDir(settings.folder)
+
+    @asynccontextmanager
+    async def beside(node: Node) -> AsyncIterator[None]:
+        identity = Identity.load_or_create(folder.key)
+        window = node_handle(node, identity, settings.manifest)
+        async with serve_dashboard(window, folder, address) as shown:
+            if public:
+                _announce_run(node.rendezvous, window, shown.event_log, address)
+            yield
+
+    await run_node(settings, beside)
+
+
+def _announce_run(
+    rendezvous: Rendezvous, node: NodeHandle, event_log: EventLog, dashboard_address: DashboardAddress
+) -> None:
+    doors = {peer_id_of(address): (address,) for address in packaged_peers()}
+    rendezvous.advertise_run(lambda now: build_announcement(node, event_log.state, dashboard_address, now), doors)
+    logger.info("the run is announced; `murmur runs --peer ADDRESS` shows it")
+
+
+async def _host_and_observe(settings: NodeOptions, address: DashboardAddress, public: bool) -> None:
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(locked_run_dir(settings))
+        observer = await stack.enter_async_context(open_observer_node(settings, folder, version("murmuration")))
+        window = observer.handle
+        shown = await stack.enter_async_context(serve_dashboard(window, folder, address))
+        metrics = Metrics()
+        metrics.read_other_refusals_from(observer.refusal_counts)
+        status = observer_status(window, shown, metrics)
+        port = await stack.enter_async_context(serve_metrics(settings.metrics, metrics, status))
+        enable_frequent_gc()
+        folder.write_node_info(window.peer_id, await window.transport.addresses(), port)
+        if public:
+            _announce_run(observer.rendezvous, window, shown.event_log, address)
+        await _run_until_stopped(observer, shown.watcher_task)
+        folder.write_final_status(status().model_dump_json())
+
+
+async def _run_until_stopped(observer: ObserverNode, watcher_task: asyncio.Task[None]) -> None:
+    """Gossip until a signal comes or something ends that never should; then tell the others that we go."""
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    forever = (observer.handle.directory.run(), observer.rendezvous.run(), trim_periodically())
+    loops = [asyncio.create_task(loop) for loop in forever]
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait({watcher_task, stopped, *loops}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task
+    finally:
+        await cancel_and_wait((stopped, *loops))
+        with suppress(TimeoutError):  # whoever could not be told will notice
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await observer.handle.directory.leave()
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    def signalled() -> None:
+        if stop.is_set():
+            os._exit(130)  # p2pd dies with us
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, signalled)
+
+
+def replay(event_file: Path, http: str) -> None:
+    """Serve an old run until Ctrl-C. Raises MurmurError."""
+    recorder = EventLog(None, read_events(event_file))
+    if recorder.state.facts is None:
+        raise DataError(f"{event_file} tells of no run; name the events.jsonl of a host")
+    configure_logs(False)
+    raise_fd_limit()
+    asyncio.run(_serve_replay(recorder, DashboardAddress.parse(http, None)))
+
+
+async def _serve_replay(event_log: EventLog, address: DashboardAddress) -> None:
+    face = DashboardData(event_log, None, clock=lambda: event_log.state.newest_at)
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    async with serve(build_app(face), open_listener(address.host, address.port, "--http"), MAX_CONNECTIONS) as port:
+        print(f"page  http://{address.host}:{port}/", flush=True)
+        await stop.wait()

@@ -1,0 +1,203 @@
+"""What is told of a state: the summary, the peers, the history. PURE; everything here becomes JSON."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from node.dashboard.events import PeerReport, RunFacts
+from node.dashboard.log_text import Tone, short_id
+from node.dashboard.state import UNSEEN_SINCE_RESTART, LogLine, PeerHistory, RoundSummary, RunState, timings_of_round
+from node.monitoring.status import format_bytes
+from protocol.signing import fingerprint
+
+DAY_SECONDS = 86_400.0
+RECENT_ROUNDS = 8  # rounds that a pace is taken from
+MAX_POINTS = 5000
+SERIES: dict[str, Callable[[RoundSummary], float | None]] = {
+    "round": lambda row: row.round,
+    "at": lambda row: row.at,
+    "tokens": lambda row: row.tokens,
+    "loss": lambda row: round(row.loss, 5),
+    "validation": lambda row: row.validation_loss,
+    "contributors": lambda row: row.contributors,
+    "late": lambda row: row.late_count,
+    "message": lambda row: round(row.contribution_bytes),
+    "sent": lambda row: None if row.sent_bytes is None else round(row.sent_bytes),
+    "raw": lambda row: round(row.all_reduce_bytes),
+    "seconds": lambda row: None if row.seconds is None else round(row.seconds, 3),
+}
+Values = dict[str, Any]
+T = TypeVar("T")
+
+
+def snapshot(state: RunState, now: float) -> Values:
+    """Everything that a page needs to begin with, but the history."""
+    number, lanes = timings_of_round(state, None)
+    return {
+        **summary(state, now),
+        "peers": [peer_values(state, peer) for peer in state.peers.values()],
+        "log": [log_line_values(line) for line in state.log],
+        "timeline": {"round": number, "lanes": [lane.model_dump() for lane in lanes]},
+        "timelines": [timed.round for timed in state.timelines],
+    }
+
+
+def summary(state: RunState, now: float) -> Values:
+    """The figures at the top of the page. Null where nothing is known."""
+    last, recent = state.rows.last, state.rows.recent(RECENT_ROUNDS)
+    word, tone, reason = run_status(state)
+    trainers, facts = state.trainers, state.facts
+    pace = _mean_round_seconds(recent)
+    return {
+        **(_fact_values(facts) if facts else {}),
+        "index": state.index,
+        "at": now,
+        "opened": state.opened_at,
+        "status": word,
+        "tone": tone,
+        "reason": reason,
+        "round": last.round + 1 if last else 0,
+        "tokens": last.tokens if last else 0,
+        "loss": last.loss if last else None,
+        "validation": next((row.validation_loss for row in reversed(recent) if row.validation_loss is not None), None),
+        "progress": _progress(state),
+        "seconds_left": _seconds_left(state, recent, pace),
+        "tokens_per_second": sum(peer.report.tokens_per_second for peer in trainers if not peer.report.resting),
+        "active": len(trainers),
+        "joining": sum(1 for peer in trainers if peer_status(state, peer)[0] == "joining"),
+        "left_today": _count_left_since(state, now - DAY_SECONDS),
+        "sending": sum(peer.report.sending for peer in state.live.values()),
+        "saved": state.all_reduce_bytes / state.sent_bytes if state.sent_bytes and state.all_reduce_bytes else None,
+        "round_seconds": pace,
+        "in_time": last.contributors if last else None,
+        "expected": last.contributors + last.late_count if last else None,
+        "lost": state.lost_since,
+        "missing": state.missing_rounds,
+    }
+
+
+def run_status(state: RunState) -> tuple[str, Tone, str]:
+    """A word for the chip, its colour, and one line that says why."""
+    facts, rows, present = state.facts, state.rows, len(state.trainers)
+    if _progress(state) == 1.0:
+        return "done", "ok", "the run has reached its target"
+    if state.lost_since is not None:
+        return "out of sight", "bad", "the host sees no peer of the run; training may go on without it"
+    if not present:
+        looking = "the host looks for the peers of the run"
+        return ("looking", "busy", looking) if len(rows) else ("waiting", "warn", "no peers yet")
+    if facts and not len(rows) and present < facts.min_peers:
+        return "waiting", "warn", f"{present} of {facts.min_peers} peers are here"
+    if not len(rows):
+        return "warming up", "busy", "the first round is under way"
+    return "training", "ok", ""
+
+
+def peer_status(state: RunState, peer: PeerHistory) -> tuple[str, Tone]:
+    """A word for a peer's row, and its colour."""
+    if peer.gone_at is not None:
+        return "left" if peer.reason == "left" else "gone", "bad"
+    if peer.report.role == "observer":
+        return "watching", "busy"
+    head = state.rows.last.round + 1 if state.rows.last else 0
+    if not peer.included_count and head > 1 and peer.report.round < head - 1:
+        return "joining", "busy"
+    if peer.report.round < head - 1:
+        return "behind", "warn"
+    if peer.report.resting:
+        return "resting", "busy"
+    return ("training", "ok") if peer.in_time else ("late", "warn")
+
+
+def peer_values(state: RunState, peer: PeerHistory) -> Values:
+    word, tone = peer_status(state, peer)
+    rounds = peer.included_count + peer.missed_count
+    return {
+        **peer.report.model_dump(),
+        "short": short_id(peer.report.peer),
+        "link": _describe_link(state, peer.report),
+        "state": word,
+        "tone": tone,
+        "since": peer.since,
+        "gone": peer.gone_at,
+        "reason": peer.reason,
+        "given": peer.included_count,
+        "accepted": peer.included_count / rounds if rounds else None,
+        "speeds": [round(speed, 1) for speed in peer.speeds],
+    }
+
+
+def _describe_link(state: RunState, peer: PeerReport) -> str:
+    """By which path others reach it, and for how many it is the path. Ids that it claims are shown if we know them."""
+    known = [short_id(carrier) for carrier in peer.carriers if carrier in state.peers]
+    way = f"relay by {', '.join(known)}" if peer.reach == "relay" and known else peer.reach
+    relayed = sum(peer.peer in other.report.carriers for other in state.peers.values() if other.gone_at is None)
+    services = [f"relays to {relayed}"] if relayed else []
+    if peer.carried:
+        services.append(f"carried {format_bytes(peer.carried)} for others")
+    return ", ".join([way, *services])
+
+
+def log_line_values(line: LogLine) -> Values:
+    return {"index": line.index, "at": line.at, "peer": line.peer, "text": line.text, "tone": line.tone}
+
+
+def history(state: RunState, maximum: int) -> dict[str, list[float | None]]:
+    """Columns of equal length, one a series; of more rounds than `maximum`, every so many, and always the last."""
+    chosen = thin_out(list(state.rows), maximum)
+    return {name: [value(row) for row in chosen] for name, value in SERIES.items()}
+
+
+def series_points(state: RunState, name: str, maximum: int) -> list[tuple[int, float]]:
+    """Points (round, value), those where it is known."""
+    known = [(row.round, SERIES[name](row)) for row in state.rows]
+    return thin_out([(number, value) for number, value in known if value is not None], maximum)
+
+
+def thin_out(points: Sequence[T], maximum: int) -> list[T]:
+    if len(points) <= maximum:
+        return list(points)
+    stride = -(-len(points) // maximum)
+    kept = [points[position] for position in range(0, len(points), stride)]
+    return kept if (len(points) - 1) % stride == 0 else [*kept[: maximum - 1], points[-1]]
+
+
+def _fact_values(facts: RunFacts) -> Values:
+    shown = facts.model_dump(exclude={"expiry", "batch_tokens"})
+    return {**shown, "fingerprint": fingerprint(facts.organiser)}
+
+
+def _mean_round_seconds(recent: Sequence[RoundSummary]) -> float | None:
+    known = [row.seconds for row in recent if row.seconds is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _count_left_since(state: RunState, moment: float) -> int:
+    departures = [(peer.gone_at, peer.reason) for peer in state.peers.values()]
+    return sum(
+        1 for gone, reason in departures if gone is not None and gone > moment and reason != UNSEEN_SINCE_RESTART
+    )
+
+
+def _progress(state: RunState) -> float | None:
+    """Between 0 and 1; None for a run without a target."""
+    facts, last = state.facts, state.rows.last
+    if facts is None or not (facts.target_rounds or facts.target_tokens):
+        return None
+    rounds, tokens = (last.round + 1, last.tokens) if last else (0, 0)
+    shares = [
+        done / target for done, target in ((rounds, facts.target_rounds), (tokens, facts.target_tokens)) if target
+    ]
+    return min(1.0, max(shares))
+
+
+def _seconds_left(state: RunState, recent: Sequence[RoundSummary], pace: float | None) -> float | None:
+    facts, last = state.facts, state.rows.last
+    if facts is None or last is None or pace is None:
+        return None
+    left = []
+    if facts.target_rounds:
+        left.append(float(facts.target_rounds - last.round - 1))
+    gained = (last.tokens - recent[0].tokens) / (len(recent) - 1) if len(recent) > 1 else 0.0
+    if facts.target_tokens and gained > 0:
+        left.append((facts.target_tokens - last.tokens) / gained)
+    return max(0.0, min(left)) * pace if left else None

@@ -1,0 +1,245 @@
+"""The whole swarm in numbers for machines (/metrics). No peer's words are in it: it stays small whoever joins.
+
+What a host serves: the page, the signed manifest, and the run as JSON, as events and as metrics. Read-only.
+
+/api/v1/events is a stream of server-sent events. The id of each is the index of its event; who comes again with
+Last-Event-ID (or ?after=INDEX) gets what follows it. Who comes anew, or too late, first gets the whole `state`.
+Messages named `now` have no id: figures of the moment, at most twice a second.
+"""
+
+import contextlib
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from node.dashboard.event_log import EventLog, encode_message, stream_messages
+from node.dashboard.html_page import STATIC_DIR, render_page
+from node.dashboard.json_views import MAX_POINTS, SERIES, history, run_status, series_points, snapshot
+from node.dashboard.state import timings_of_round
+from protocol.errors import LimitError
+
+GAUGES = (
+    ("murmur_swarm_round", "Rounds committed", "round"),
+    ("murmur_swarm_loss", "Training loss of the last round, nats a token", "loss"),
+    ("murmur_swarm_validation_loss", "Loss on held-out text, nats a token", "validation"),
+    ("murmur_swarm_tokens_per_second", "Speed of all peers together", "tokens_per_second"),
+    ("murmur_swarm_round_seconds", "Seconds a round takes", "round_seconds"),
+    ("murmur_swarm_send_bytes_per_second", "What all peers send", "sending"),
+    ("murmur_swarm_progress", "Share of the target", "progress"),
+    ("murmur_swarm_missing_rounds", "Rounds that the host could not learn of", "missing"),
+)
+
+
+class SwarmCollector(Collector):
+    """Read at each scrape from what `values` gives: `views.snapshot`."""
+
+    def __init__(self, values: Callable[[], Mapping[str, Any]]) -> None:
+        self._values = values
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        values = self._values()
+        yield InfoMetricFamily("murmur_swarm", "The run", value={key: values.get(key, "") for key in ("run", "run_id")})
+        yield CounterMetricFamily("murmur_swarm_tokens", "Tokens in all committed rounds", value=values["tokens"])
+        for name, text, key in GAUGES:
+            if values[key] is not None:
+                yield GaugeMetricFamily(name, text, value=values[key])
+        yield _peer_count_family(values)
+
+
+def _peer_count_family(values: Mapping[str, Any]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily("murmur_swarm_peers", "Peers by what they do", labels=["state"])
+    counts = dict.fromkeys(("training", "resting", "late", "behind", "joining", "watching"), 0)
+    for peer in values["peers"]:
+        if peer["state"] in counts:
+            counts[peer["state"]] += 1
+    for state, count in counts.items():
+        family.add_metric([state], count)
+    return family
+
+
+KEEPALIVE_SECONDS = 15.0  # between two signs of life on a quiet stream
+DEFAULT_POINTS = 2000
+WATCHER_ENDED_TEXT = "the watch has ended: what is told stands still\n"
+HOST_PATTERN = re.compile(r"^[A-Za-z0-9.\-]{1,253}(:\d{1,5})?$|^\[[0-9A-Fa-f:.]{2,45}\](:\d{1,5})?$")
+CONTENT_SECURITY_POLICY = "default-src 'none'; " + "; ".join(
+    (
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+SECURITY_HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+@dataclass(frozen=True)
+class DashboardData:
+    """`manifest`: the signed text of this moment; None where there is nothing to join, as in a replay.
+
+    `public_url`: how others reach us, where that is not what their browser says. `watches`: whether news still come in.
+    """
+
+    event_log: EventLog
+    signed_manifest: Callable[[], Awaitable[bytes]] | None
+    public_url: str | None = None
+    clock: Callable[[], float] = time.time
+    is_live: Callable[[], bool] = lambda: True
+
+    def values(self) -> dict[str, Any]:
+        values = snapshot(self.event_log.state, self.clock())
+        if self.signed_manifest is None:
+            values |= {"status": "replay", "tone": "busy", "reason": "an old run, as its host saw it"}
+        return values
+
+    def join_line(self, request: Request) -> str | None:
+        host = request.headers.get("host", "")
+        if self.signed_manifest is None:
+            return None
+        base = self.public_url or (f"{request.url.scheme}://{host}" if HOST_PATTERN.match(host) else "http://HOST")
+        return f"murmur join {base}/run.toml"
+
+
+class SecurityHeadersMiddleware:
+    """The same headers on every answer; nothing of the moment is kept by anyone in between."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("cache-control", "no-cache")
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+class EventStreamResponse(StreamingResponse):
+    """Ends with its connection; one whose other side does not read is ended by TCP (`node.monitoring.http_server`)."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        messages = self.body_iterator
+        try:
+            with contextlib.suppress(ClientDisconnect):
+                await super().__call__(scope, receive, send)
+        finally:
+            if isinstance(messages, AsyncGenerator):
+                await messages.aclose()  # at once, not when it is collected: it counts as a listener until then
+
+
+def build_app(data: DashboardData) -> Starlette:
+    figures = SwarmCollector(data.values)
+
+    async def index(request: Request) -> Response:
+        return HTMLResponse(render_page(data.values(), data.join_line(request), version("murmuration")))
+
+    async def manifest(_: Request) -> Response:
+        if data.signed_manifest is None:
+            raise HTTPException(404, "this is a replay: there is no run to join")
+        return Response(await data.signed_manifest(), media_type="application/toml")
+
+    async def state(_: Request) -> Response:
+        return JSONResponse(data.values())
+
+    async def metrics(request: Request) -> Response:
+        if not data.is_live():  # a scrape that fails is told apart from figures that stand still
+            return PlainTextResponse(WATCHER_ENDED_TEXT, 503)
+        encoder, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encoder(figures.registry), headers={"content-type": content_type})
+
+    async def health(_: Request) -> Response:
+        if not data.is_live():
+            return PlainTextResponse(WATCHER_ENDED_TEXT, 503)
+        return PlainTextResponse(f"ok {run_status(data.event_log.state)[0]}\n")
+
+    routes = [
+        Route("/", index),
+        Route("/run.toml", manifest),
+        Route("/api/v1/state", state),
+        Route("/api/v1/history", partial(_history_response, data)),
+        Route("/api/v1/timeline", partial(_timeline_response, data)),
+        Route("/api/v1/events", partial(_events_response, data)),
+        Route("/metrics", metrics),
+        Route("/healthz", health),
+        Mount("/static", StaticFiles(directory=STATIC_DIR)),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(SecurityHeadersMiddleware)])
+
+
+async def _history_response(data: DashboardData, request: Request) -> Response:
+    maximum = min(MAX_POINTS, max(2, _parse_whole_number(request, "max", DEFAULT_POINTS)))
+    series = request.query_params.get("series")
+    if series is None:
+        return JSONResponse(history(data.event_log.state, maximum))
+    if series not in SERIES:
+        raise HTTPException(400, f"no such series; there are {', '.join(SERIES)}")
+    return JSONResponse({"series": series, "points": series_points(data.event_log.state, series, maximum)})
+
+
+async def _timeline_response(data: DashboardData, request: Request) -> Response:
+    number, lanes = timings_of_round(data.event_log.state, _parse_whole_number(request, "round", 0))
+    return JSONResponse({"round": number, "lanes": [lane.model_dump() for lane in lanes]})
+
+
+async def _events_response(data: DashboardData, request: Request) -> Response:
+    after = request.headers.get("last-event-id") or request.query_params.get("after")
+    if after is not None and not re.fullmatch(r"\d{1,16}", after):
+        raise HTTPException(400, "after: a whole number, the index of the last event that you have")
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return EventStreamResponse(_stream_events(data, after), media_type="text/event-stream", headers=headers)
+
+
+async def _stream_events(data: DashboardData, after: str | None) -> AsyncIterator[bytes]:
+    """Listens first and looks then, with no wait between the two: no event falls between."""
+    try:
+        with data.event_log.subscribe() as listener:
+            missed = None if after is None else data.event_log.messages_since(int(after) + 1)
+            if missed is None:
+                last = data.event_log.state.index - 1
+                yield encode_message("state", data.values(), last if last >= 0 else None)
+            else:
+                yield b"".join([b"retry: 1000\n\n", *missed])
+            async for message in stream_messages(listener, KEEPALIVE_SECONDS):
+                yield message
+    except LimitError:
+        yield b"retry: 30000\n\n"
+
+
+def _parse_whole_number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"\d{1,12}", text):
+        raise HTTPException(400, f"{name}: a whole number")
+    return int(text)

@@ -1,0 +1,242 @@
+"""Looks at the swarm through a window and tells what has changed, twice a second at most.
+
+Membership is read from the directory's table, rounds from the peers' chains, times and bytes from what peers say of
+themselves. Nothing that goes wrong here reaches the swarm: training does not know that it is watched.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+
+from node.dashboard.chain_follower import MAX_SHOWN_LOSS, ChainFollower, find_diverged
+from node.dashboard.event_log import EventLog
+from node.dashboard.events import (
+    ChainForked,
+    PeerAppeared,
+    PeerDeparted,
+    PeerDiverged,
+    PeerReport,
+    PeersUpdated,
+    Reach,
+    RoundTimed,
+    SwarmFound,
+    SwarmLost,
+    ValidationMeasured,
+)
+from node.dashboard.json_views import peer_values, summary
+from node.dashboard.observer_node import NodeHandle
+from node.dashboard.round_timeline import RoundTimeline
+from node.from_manifest import build_program
+from protocol.identity import PeerId
+from protocol.membership import peer_table
+from protocol.murmur_pb2 import PeerRecord
+from protocol.tasks import cancel_and_wait
+from protocol.transport.nat import is_relay_only, relays_of
+from protocol.transport.rate_limit import TokenBuckets
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5  # seconds
+RATE_WINDOW_SECONDS = 2.0  # over which a peer's sending is measured
+MAX_KEPT_DIVERGED = 256
+MAX_TOKENS_PER_SECOND = 1e15  # tokens a second: sums of what peers claim must stay finite
+MAX_SHOWN_PEERS = 1024  # peers; who comes later is shown when one of them leaves
+SHARED_BUCKET = ""  # strangers share one measure: keys cost nothing, and the journal is never cut
+NEWS_BURST = 1024  # of strangers, each with its lines in the journal, and
+NEWS_PER_SECOND = 0.1  # from then on: 10 MB a day, whatever they do
+
+
+class SwarmWatcher:
+    def __init__(self, node: NodeHandle, event_log: EventLog) -> None:
+        self._node = node
+        self._event_log = event_log
+        self._chain_follower = ChainFollower(node.manifest.run_id, node.contribution_limits(), node.channel)
+        # In groups everyone has a state of its own.
+        self._has_one_state = build_program(node.manifest).method.topology.kind != "groups"
+        self._known: dict[PeerId, PeerRecord] = {}
+        self._leave_reasons: dict[PeerId, str] = {}
+        self._timeline = RoundTimeline()
+        self._byte_rates: dict[PeerId, ByteRate] = {}
+        self._diverged: deque[tuple[PeerId, int]] = deque(maxlen=MAX_KEPT_DIVERGED)
+        self._newest_validation = 0
+        self._news_bucket = TokenBuckets(NEWS_BURST, NEWS_PER_SECOND)
+        self._nobody_seen_since: float | None = None
+        node.directory.subscribe(self._on_membership_event)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises StorageError where the journal cannot be written."""
+        tasks = [asyncio.create_task(self._poll_forever()), asyncio.create_task(self._follow_chain_forever())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+        finally:
+            await cancel_and_wait(tasks)
+
+    async def _poll_forever(self) -> None:
+        while True:
+            self.poll(time.time())
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _follow_chain_forever(self) -> None:
+        while True:
+            await self._follow_chain()
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _follow_chain(self) -> None:
+        now = time.time()
+        target = self._chain_follower.find_trusted_head(self._event_log.state, self._trainers(now), now)
+        if target is None:
+            return
+        head, peers = target
+        for event in await self._chain_follower.fetch_events(self._event_log.state, head, peers, now):
+            self._event_log.record(event)
+            if isinstance(event, ChainForked):  # on the other chain, rounds of these numbers are measured anew
+                self._newest_validation = min(self._newest_validation, event.round)
+
+    def poll(self, now: float) -> None:
+        """Tell what is different since the last look."""
+        live = self._live(now)
+        for peer in [peer for peer in self._known if peer not in live]:
+            self._on_gone(peer, now)
+        self._leave_reasons.clear()  # of those who came and went unseen
+        moved = [self._on_record(peer, record, now) for peer, record in live.items() if self._is_news(peer, record)]
+        self._known = live
+        if moved:
+            self._event_log.record(PeersUpdated(at=now, peers=tuple(moved)))
+        self._record_rounds(now)
+        self._record_visibility(now)
+        self._broadcast_summary(moved, now)
+
+    @property
+    def _known_round(self) -> int:
+        last = self._event_log.state.rows.last
+        return last.round if last else -1
+
+    def _live(self, now: float) -> dict[PeerId, PeerRecord]:
+        me = self._node.peer_id
+        live = self._node.directory.live()
+        shown = [peer for peer in live if peer != me or self._node.is_trainer]
+        shown.sort(key=lambda peer: peer not in self._known)
+        room = sum(peer in self._known for peer in shown) + int(self._news_bucket.tokens_left(SHARED_BUCKET, now))
+        return {peer: live[peer] for peer in shown[: min(MAX_SHOWN_PEERS, room)]}
+
+    def _trainers(self, now: float) -> dict[PeerId, PeerRecord]:
+        return {peer: record for peer, record in self._live(now).items() if record.role == "trainer"}
+
+    def _is_news(self, peer: PeerId, record: PeerRecord) -> bool:
+        known = self._known.get(peer)
+        return known is None or known.sequence != record.sequence
+
+    def _on_record(self, peer: PeerId, record: PeerRecord, now: float) -> PeerReport:
+        pace = self._byte_rates.setdefault(peer, ByteRate(now, record.bytes_sent))
+        told = build_peer_report(peer, record, pace.update(record.bytes_sent, now), now)
+        if peer not in self._known:
+            self._news_bucket.try_take(SHARED_BUCKET, now)
+            self._event_log.record(PeerAppeared(at=now, now=told))
+        if record.role == "trainer":
+            self._timeline.record(peer, record, now, self._known_round)
+        return told
+
+    def _on_gone(self, peer: PeerId, now: float) -> None:
+        self._event_log.record(PeerDeparted(at=now, peer=peer, reason=self._leave_reasons.pop(peer, "expired")))
+        self._timeline.forget(peer)
+        self._byte_rates.pop(peer, None)
+
+    def _record_rounds(self, now: float) -> None:
+        known = self._known_round
+        for number, lanes in self._timeline.pop_finished(now, known):
+            self._event_log.record(RoundTimed(at=now, round=number, lanes=lanes))
+        trainers = self._trainers(now)
+        for peer, record in trainers.items():
+            if record.validation_round > self._newest_validation and record.validation_round <= known + 1:
+                self._newest_validation = record.validation_round
+                measured = ValidationMeasured(
+                    at=now, peer=peer, round=self._newest_validation, loss=min(record.validation_loss, MAX_SHOWN_LOSS)
+                )
+                self._event_log.record(measured)
+        for stray in find_diverged(trainers) if self._has_one_state else ():
+            if stray not in self._diverged and self._news_bucket.try_take(SHARED_BUCKET, now):
+                self._diverged.append(stray)
+                self._event_log.record(PeerDiverged(at=now, peer=stray[0], round=_clamp_count(stray[1])))
+
+    def _record_visibility(self, now: float) -> None:
+        """Lost, once nobody has been seen for as long as a record lives; it may only be our own link."""
+        state = self._event_log.state
+        if self._trainers(now):
+            self._nobody_seen_since = None
+            if state.lost_since is not None:
+                self._event_log.record(SwarmFound(at=now))
+            return
+        self._nobody_seen_since = self._nobody_seen_since or now
+        silence = self._node.manifest.membership.expiry
+        if state.lost_since is None and len(state.rows) and now - self._nobody_seen_since > silence:
+            self._event_log.record(SwarmLost(at=now))
+
+    def _broadcast_summary(self, updated: list[PeerReport], now: float) -> None:
+        if not self._event_log.subscriber_count:
+            return
+        state = self._event_log.state
+        names = {told.peer for told in updated}
+        peers = [peer_values(state, peer) for name, peer in state.peers.items() if name in names]
+        self._event_log.broadcast("now", {**summary(state, now), "moved": peers})
+
+    def _on_membership_event(self, event: peer_table.MembershipEvent) -> None:
+        if isinstance(event, peer_table.PeerLeft):
+            self._leave_reasons[event.peer] = event.reason
+        elif isinstance(event, peer_table.PeerJoined):
+            self._leave_reasons.pop(event.peer, None)
+
+
+class ByteRate:
+    """Bytes a second, over the last while."""
+
+    def __init__(self, started_at: float, count: int) -> None:
+        self._window_start = started_at
+        self._count = count
+        self._value = 0.0
+
+    def update(self, count: int, now: float) -> float:
+        if count < self._count:  # it was started again
+            self._window_start = now
+            self._count = count
+            self._value = 0.0
+        elif now - self._window_start >= RATE_WINDOW_SECONDS:
+            self._value = (count - self._count) / (now - self._window_start)
+            self._window_start = now
+            self._count = count
+        return round(self._value, 1)
+
+
+def build_peer_report(peer: PeerId, record: PeerRecord, sending: float, now: float) -> PeerReport:
+    return PeerReport(
+        peer=peer,
+        role="trainer" if record.role == "trainer" else "observer",
+        name=record.name,
+        device=record.device,
+        version=record.version,
+        reach=_reach(record),
+        carriers=relays_of(record.addresses),
+        carried=_clamp_count(record.bytes_carried),
+        round=_clamp_count(record.round),
+        step=_clamp_count(record.step),
+        tokens=_clamp_count(record.tokens),
+        loss=max(-MAX_SHOWN_LOSS, min(record.loss, MAX_SHOWN_LOSS)) or None,
+        tokens_per_second=min(record.tokens_per_second, MAX_TOKENS_PER_SECOND),
+        bytes_sent=_clamp_count(record.bytes_sent),
+        sending=sending,
+        resting=record.resting,
+        seen=now,
+    )
+
+
+def _reach(record: PeerRecord) -> Reach:
+    if not record.addresses:
+        return "unknown"
+    return "relay" if is_relay_only(record.addresses) else "direct"
+
+
+def _clamp_count(count: int) -> int:
+    """What a peer claims may have 64 bits; what JSON carries exactly has 53."""
+    return min(count, 2**53)

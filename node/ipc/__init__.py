@@ -1,0 +1,1 @@
+"""Connect the daemon with its trainer processes: shared memory, messages, process supervision."""

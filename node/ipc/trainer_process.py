@@ -1,0 +1,331 @@
+"""When a trainer counts as stuck: a driver that hangs raises nothing, and its process lives on.
+
+The trainer beats at every turn of its loop, a step or a short wait. It may be silent for LEAST_SECONDS, or PATIENCE
+times the longest silence that it came back from, whichever is longer: steps take minutes on some machines. Time in
+which the daemon itself stood still (a suspended laptop, a stopped container) counts as one look at most.
+
+The daemon's side of the trainer: spawn it, listen to it, start it again when it dies.
+
+A trainer that dies comes back from the arena, after a growing pause; one that is stuck is killed first. It is given up,
+with its last words, when it says Failed itself or has died MAX_DEATHS times in a row without making progress.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from node.ipc.channel import (
+    ChannelClosed,
+    ContributionHeader,
+    DaemonChannel,
+    Failed,
+    FromTrainer,
+    Ready,
+    Stop,
+    ToTrainer,
+    TrainerConfig,
+    TrainerProgress,
+)
+from node.ipc.shared_memory import SharedMemory
+from protocol import errors
+from protocol.errors import MalformedError, MurmurError
+
+WATCHDOG_SECONDS = 5.0
+MIN_STUCK_SECONDS = 300.0
+STUCK_FACTOR = 20.0
+
+
+class Watchdog:
+    """Of one life of a trainer, from its first beat on. `now` in seconds of a clock that only goes forward."""
+
+    def __init__(self, heartbeat_count: int, now: float) -> None:
+        self._heartbeat_count = heartbeat_count
+        self._observed_at = now
+        self._longest_silence = 0.0
+        self.silent_seconds = 0.0
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.silent_seconds > max(MIN_STUCK_SECONDS, STUCK_FACTOR * self._longest_silence)
+
+    def observe(self, heartbeat_count: int, now: float) -> None:
+        """`beats`: how many there were until now."""
+        lived = min(now - self._observed_at, 2 * WATCHDOG_SECONDS)
+        self._observed_at = now
+        self.silent_seconds += lived
+        if heartbeat_count != self._heartbeat_count:
+            self._longest_silence = max(self._longest_silence, self.silent_seconds)
+            self._heartbeat_count = heartbeat_count
+            self.silent_seconds = 0.0
+
+
+logger = logging.getLogger(__name__)
+MAX_CRASHES_IN_A_ROW = 5
+MIN_RESTART_DELAY_SECONDS = 0.1
+MAX_RESTART_DELAY_SECONDS = 5.0
+STOP_SECONDS = 20.0
+MAX_QUEUED_MESSAGES = 256
+STDERR_TAIL_LINES = 20
+MAX_STDERR_LINE_BYTES = 2000
+# Every library that has threads of its own reads one of these before it starts them.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# A thread of torch that is done with its share spins for the others', usually for milliseconds, and holds a core that
+# one of them may be waiting for, where other work has the rest: then all are slower than one (`benchmarks/busy.py`). A
+# thousand turns are some microseconds.
+SPIN_LIMITS: Final[Mapping[str, str]] = MappingProxyType({"GOMP_SPINCOUNT": "1000"})
+
+
+class TrainerProcess:
+    """A trainer that is kept alive. `config` is asked at every start, so it may name the round of that moment.
+
+    The consumer of `messages` sends Adopt again after each Ready that is behind: what was sent to a trainer that
+    died is lost.
+    """
+
+    def __init__(self, shared_memory: SharedMemory, make_config: Callable[[], TrainerConfig]) -> None:
+        self._shared_memory = shared_memory
+        self._make_config = make_config
+        self._queue: asyncio.Queue[FromTrainer | None] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
+        self._run: _Run | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._crashes_in_a_row = 0
+        self._stopping = False
+        self._failure: MurmurError | None = None
+        self.crash_count = 0
+        self.not_running_reason = "the trainer is starting"  # why there is none at work; empty: there is
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return self._run.process.pid if self._run and self._run.process.returncode is None else None
+
+    async def start(self) -> None:
+        """Spawn it; returns once it has been given its config. Ready comes through `messages`."""
+        self._run = await self._start_run()
+        self._supervisor = asyncio.create_task(self._supervise(self._run), name="trainer")
+
+    async def messages(self) -> AsyncIterator[FromTrainer]:
+        """All that the trainer says, over its restarts. Ends after `stop`; raises MurmurError when it is given up."""
+        while (message := await self._queue.get()) is not None:
+            yield message
+        if self._failure is not None:
+            raise self._failure
+
+    async def send(self, message: ToTrainer) -> bool:
+        """False when there is no trainer to hear it right now."""
+        if self._run is None:
+            return False
+        try:
+            await self._run.channel.send(message)
+        except ChannelClosed as closed:
+            logger.info("the trainer did not hear %s: %s", message.kind, closed)
+            return False
+        return True
+
+    async def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
+        """Have it write a last snapshot and end; kill it after `timeout_seconds`. Leaves nothing. May be repeated.
+
+        One that is not at work yet has nothing to write, and may be importing for long on a busy machine: it is killed.
+        """
+        self._stopping = True
+        if self.not_running_reason and self._run is not None:
+            self._run.kill()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self.send(Stop())
+                await self._wait_until_exited()
+        except TimeoutError:
+            logger.warning("the trainer did not stop within %.0f s; killing it", timeout_seconds)
+        finally:
+            await self._clean_up()
+
+    async def _wait_until_exited(self) -> None:
+        # The consumer may be gone: make room, or a trainer full of words never reaches its end.
+        while self._supervisor is not None and not self._supervisor.done():
+            self._clear_queue()
+            await asyncio.wait([self._supervisor], timeout=0.05)
+
+    async def _clean_up(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+        if self._run is not None:
+            self._run.kill()
+            await self._reap(self._run)
+        self._clear_queue()
+        self._queue.put_nowait(None)
+
+    def _clear_queue(self) -> None:
+        while not self._queue.empty():
+            self._queue.get_nowait()
+
+    async def _supervise(self, run: "_Run") -> None:
+        try:
+            while True:
+                watching = asyncio.create_task(self._kill_if_stuck(run), name="watchdog of the trainer")
+                try:
+                    await self._pump_messages(run)
+                finally:
+                    watching.cancel()
+                code = await self._reap(run)
+                if self._stopping:
+                    break
+                self._record_crash(_describe_exit(code) if watching.cancelled() else "it no longer moved")
+                await asyncio.sleep(self._restart_delay())
+                if self._stopping:
+                    break
+                self._run = run = await self._start_run()
+        except MurmurError as error:
+            self._failure = error
+            await self._reap(run)
+        except OSError as error:
+            self._failure = MurmurError(f"the trainer cannot be started: {error}; free memory or processes")
+        await self._queue.put(None)
+
+    async def _pump_messages(self, run: "_Run") -> None:
+        """Until it dies; raises the error that it failed with."""
+        while True:
+            try:
+                message = await run.channel.receive()
+            except ChannelClosed:
+                return
+            except MalformedError as error:
+                logger.error("the trainer sent something that is no message, killing it: %s", error)
+                run.kill()
+                return
+            if isinstance(message, Failed):
+                raise _error_from(message)
+            if isinstance(message, TrainerProgress | ContributionHeader):
+                self._crashes_in_a_row = 0
+            if isinstance(message, Ready):
+                self.not_running_reason = ""
+            await self._queue.put(message)
+
+    async def _kill_if_stuck(self, run: "_Run") -> None:
+        """Kills a trainer that has begun and no longer moves."""
+        watchdog: Watchdog | None = None
+        while not (watchdog and watchdog.is_stuck):
+            await asyncio.sleep(WATCHDOG_SECONDS)
+            if self.not_running_reason:
+                continue  # it is starting, which takes as long as its data takes
+            now, beats = time.monotonic(), self._shared_memory.heartbeat_count
+            watchdog = watchdog or Watchdog(beats, now)
+            watchdog.observe(beats, now)
+        logger.error("the trainer has not moved for %.0f s; killing it", watchdog.silent_seconds)
+        run.kill()
+
+    def _record_crash(self, cause: str) -> None:
+        self.crash_count += 1
+        self._crashes_in_a_row += 1
+        words = self._stderr_tail[-1] if self._stderr_tail else "no last words"
+        self.not_running_reason = f"the trainer died ({cause}) and is started again"
+        logger.warning("the trainer died (%s), death %d: %s", cause, self.crash_count, words)
+        if self._crashes_in_a_row >= MAX_CRASHES_IN_A_ROW:
+            raise errors.DeviceError(
+                f"the trainer died {MAX_CRASHES_IN_A_ROW} times in a row ({cause}), last: {words}; "
+                "see the lines above, and try "
+                "--device cpu or a smaller --memory"
+            )
+
+    def _restart_delay(self) -> float:
+        return float(min(MAX_RESTART_DELAY_SECONDS, MIN_RESTART_DELAY_SECONDS * 4 ** (self._crashes_in_a_row - 1)))
+
+    async def _start_run(self) -> "_Run":
+        """Where it was to stop meanwhile, nobody could tell it: it has nothing to write yet."""
+        life = await self._spawn()
+        if self._stopping:
+            life.kill()
+        return life
+
+    async def _spawn(self) -> "_Run":
+        ours, theirs = socket.socketpair()
+        try:
+            process = await self._execute(theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._stderr_tail.clear()
+        hearing = asyncio.create_task(self._pump_stderr(process), name="stderr of the trainer")
+        life = _Run(process, await DaemonChannel.open(ours), hearing)
+        with contextlib.suppress(ChannelClosed):  # dead already: listening will tell
+            await life.channel.send(self._make_config())
+        return life
+
+    async def _execute(self, channel_fd: int) -> asyncio.subprocess.Process:
+        arena_fd, threads = self._shared_memory.fd, str(self._make_config().threads)
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "node.trainer"),
+            *(str(channel_fd), str(arena_fd), str(os.getpid())),
+            pass_fds=(channel_fd, arena_fd),
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env={**SPIN_LIMITS, **os.environ, **dict.fromkeys(THREAD_VARIABLES, threads)},
+            process_group=0,  # a terminal's Ctrl-C is for the daemon
+        )
+
+    async def _pump_stderr(self, process: asyncio.subprocess.Process) -> None:
+        """Pass the trainer's standard error on to the log, line by line, long lines cut."""
+        assert process.stderr is not None
+        rest = b""
+        while data := await process.stderr.read(MAX_STDERR_LINE_BYTES):
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[:MAX_STDERR_LINE_BYTES]
+            for line in lines:
+                self._log_stderr_line(line)
+        self._log_stderr_line(rest)
+
+    def _log_stderr_line(self, line: bytes) -> None:
+        text = line[:MAX_STDERR_LINE_BYTES].decode(errors="replace").strip()
+        if text:
+            self._stderr_tail.append(text)
+            logger.info("trainer: %s", text)
+
+    async def _reap(self, run: "_Run") -> int:
+        """Its end of the channel is closed or it is to go: see that nothing of it is left; returns its exit code."""
+        await run.channel.close()
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                code = await run.process.wait()
+        except TimeoutError:
+            logger.warning("the trainer closed its channel but lives on; killing it")
+            run.kill()
+            code = await run.process.wait()
+        await run.stderr_task
+        self._run = None
+        return code
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of the process."""
+
+    process: asyncio.subprocess.Process
+    channel: DaemonChannel
+    stderr_task: asyncio.Task[None]
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+
+
+def _describe_exit(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _error_from(failed: Failed) -> MurmurError:
+    """The error that the trainer raised, by its exit code."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MurmurError)]
+    kind = next((kind for kind in kinds if kind.exit_code == failed.exit_code), MurmurError)
+    return kind(failed.reason)

@@ -1,0 +1,1 @@
+"""Join a run: the command, invitations and the list of public runs."""

@@ -1,0 +1,104 @@
+"""`murmur join`: one node of a run, in this process. What takes seconds to import comes after the first word."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from node.join.invitation import Invitation, check_pin, open_invitation, recall_invitation, save_pin
+from node.monitoring.logs import configure_logs
+from node.monitoring.status import format_count
+from node.options import LISTEN_ON_ALL_INTERFACES, parse_node_options
+from node.paths import join_dir
+from node.process import rare_garbage_collection
+from node.units import parse_rate, parse_size
+from protocol.errors import StorageError, UnreachableError
+from protocol.manifest import load_manifest
+from protocol.signing import fingerprint
+
+logger = logging.getLogger(__name__)
+
+
+def join_run(
+    run: str,
+    folder: Path | None,
+    peers: tuple[str, ...],
+    device: str,
+    name: str,
+    threads: int | None,
+    listen: tuple[str, ...],
+    metrics: str,
+    log_json: bool,
+    insecure: bool = False,
+    memory: str | None = None,
+    pause_when_busy: bool = False,
+    upload: str | None = None,
+    download: str | None = None,
+    direct: str = "0",
+) -> None:
+    """Until the run's target or Ctrl-C. Raises MurmurError."""
+    configure_logs(log_json)
+    if "://" in run:
+        logger.info("asking %s for the run", run.partition("@")[2] or run)
+    invitation = _open_or_recall(run, folder, insecure)
+    manifest = invitation.manifest
+    own = (folder or join_dir(manifest)).resolve()
+    settings = parse_node_options(
+        manifest=manifest,
+        base=invitation.base or own / "data",
+        folder=own,
+        peers=(*peers, *invitation.peers),
+        device=device,
+        name=name,
+        threads=threads,
+        memory=parse_size(memory, "--memory") if memory else None,
+        pause_when_busy=pause_when_busy,
+        listen=listen or (LISTEN_ON_ALL_INTERFACES,),
+        metrics=metrics,
+        direct=direct,
+        log_json=log_json,
+        upload=parse_rate(upload, "--upload"),
+        download=parse_rate(download, "--download"),
+    )
+    with rare_garbage_collection():
+        from node.daemon.lifecycle import run_node
+        from node.from_manifest import build_program
+        from node.trainer.device import require_usable_device
+
+    build_program(manifest)  # a method that does not exist must not claim the folder
+    require_usable_device(settings)
+    _verify_organiser(own, invitation)
+    asyncio.run(run_node(settings))
+
+
+def _open_or_recall(run: str, folder: Path | None, insecure: bool) -> Invitation:
+    """A run goes on without its host: whoever has joined it before needs no answer from there."""
+    try:
+        return open_invitation(run, insecure)
+    except UnreachableError as error:
+        known = recall_invitation(run, folder)
+        if known is None:
+            raise
+        logger.warning("%s; going on with the run that was joined from there before", error)
+        return known
+
+
+def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:
+    """Say whose run this is; the first time, remember the key."""
+    run, method, target = invitation.manifest.run, invitation.manifest.method, invitation.manifest.target
+    if (node_dir / "run.toml").exists() and load_manifest(node_dir / "run.toml").run_id != invitation.manifest.run_id:
+        return  # the node will refuse the folder
+    is_new = check_pin(node_dir, invitation)
+    tokens = f"{format_count(target.tokens)} tokens" if target.tokens else "somebody stops it"
+    aim = f"{target.rounds} rounds" if target.rounds else tokens
+    logger.info("run %s: %s, until %s; the node's folder is %s", run.name, method.recipe, aim, node_dir)
+    if invitation.organiser is None:
+        return
+    if is_new:
+        try:
+            node_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise StorageError(f"cannot use the folder {node_dir}: {error.strerror}; choose another --dir") from error
+        save_pin(node_dir, invitation)
+        logger.info("organiser's fingerprint %s, seen for the first time and kept", fingerprint(invitation.organiser))
+    else:
+        logger.info("organiser's fingerprint %s, as before", fingerprint(invitation.organiser))

@@ -1,0 +1,151 @@
+"""The model as a Hugging Face folder: what `LlamaForCausalLM.from_pretrained` and `AutoTokenizer` load as they are.
+
+A byte-level run gets a tokenizer whose 256 tokens are the bytes in order; any other run its own tokenizer.json.
+The folder is written beside its place and renamed, so a folder that exists is complete.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from node.checkpoints.checkpoint import TrainedWeights, load_trained_weights
+from node.checkpoints.tensor_file import write_tensors
+from node.model import shape_table
+from node.model.llama import NORM_EPSILON
+from node.run_dir import tokenizer_path
+from protocol.errors import MissingFileError, StorageError, UsageError
+from protocol.manifest import Manifest
+
+Json = dict[str, Any]
+
+
+def export(run_dir: Path, out: Path) -> None:
+    """Write the newest whole checkpoint of the node in `run_dir` as a Hugging Face Llama folder, `out`.
+
+    UsageError when `out` holds something already; MissingFileError and CheckpointError when there is nothing to export.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not an empty folder; name a new one")
+    trained = load_trained_weights(run_dir)
+    tokenizer = _read_tokenizer_json(run_dir, trained.manifest)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".exporting-", dir=out.parent) as staging:
+            inside = Path(staging) / "model"
+            inside.mkdir()
+            _write_model(inside, trained, tokenizer)
+            inside.rename(out)
+    except (OSError, shutil.Error) as error:
+        raise StorageError(f"cannot write {out}: {error}; free some space or name another folder") from error
+
+
+def _write_model(folder: Path, trained: TrainedWeights, tokenizer: str) -> None:
+    manifest = trained.manifest
+    views = shape_table(manifest.model).views(trained.anchor)
+    weights = folder / "model.safetensors"
+    write_tensors(weights, views, {"format": "pt"})
+    weights.chmod(0o644)
+    texts = {
+        "config.json": _to_json(_hf_config(manifest)),
+        "generation_config.json": _to_json({"do_sample": True, "temperature": 0.8, "bos_token_id": None}),
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": _to_json(_tokenizer_config(manifest)),
+        "README.md": _model_card(trained),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _hf_config(manifest: Manifest) -> Json:
+    model = manifest.model
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocabulary,
+        "hidden_size": model.width,
+        "intermediate_size": model.hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads or model.heads,
+        "head_dim": model.width // model.heads,
+        "max_position_embeddings": model.context,
+        # transformers 4 reads the first of these two, transformers 5 the second.
+        "rope_theta": model.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rms_norm_eps": NORM_EPSILON,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": model.tied,
+        "torch_dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _read_tokenizer_json(run_dir: Path, manifest: Manifest) -> str:
+    if not manifest.data.tokenizer:
+        return _to_json(byte_tokenizer_json())
+    path = tokenizer_path(run_dir, manifest)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MissingFileError(f"cannot read the tokenizer {path}: {error.strerror}; put it there") from error
+
+
+def byte_tokenizer_json() -> Json:
+    """The content of a tokenizer.json whose token n is the byte n: GPT-2's byte-level scheme with nothing to merge."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {letter: byte for byte, letter in enumerate(_bytes_to_unicode())},
+            "merges": [],
+        },
+    }
+
+
+def _bytes_to_unicode() -> list[str]:
+    """The character that stands for each byte: itself where that is printable Latin-1, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = map(chr, range(0x100, 0x200))
+    return [chr(byte) if byte in printable else next(spare) for byte in range(256)]
+
+
+def _tokenizer_config(manifest: Manifest) -> Json:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": manifest.model.context,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _model_card(trained: TrainedWeights) -> str:
+    manifest = trained.manifest
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
+        f"# {manifest.run.name}\n\n"
+        f"A Llama-type model of {trained.anchor.numel():,} parameters, trained by many peers with Murmuration: "
+        f"recipe {manifest.method.recipe}, round {trained.round}, run `{manifest.run_id}`.\n"
+    )
+
+
+def _to_json(values: Json) -> str:
+    return json.dumps(values, indent=2) + "\n"

@@ -1,0 +1,226 @@
+"""Numbers for machines: /metrics (Prometheus or OpenMetrics text), /healthz and /status (JSON).
+
+What the status already says is read from it at the moment of the scrape, so the two can never disagree;
+`Metrics` keeps only what the status does not hold.
+"""
+
+import collections
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from typing import Literal
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from node.monitoring.http_server import ALL_INTERFACES, open_listener, parse_host_port, serve
+from node.monitoring.status import NodeStatus
+from protocol.consensus.topology import AppliedContributions
+
+# What went wrong and was worked around: each with one line in the log.
+RecoveredErrorKind = Literal[
+    "not delivered",  # statements, to a peer that does not answer
+    "not accepted",  # statements, by a peer that refuses them
+    "blob missing",  # or damaged: a round goes on here without it
+    "not reduced",  # a part of the sum that was ours
+    "partner lost",  # a group's message that died with its owner
+    "way lost",  # to where the others are: the peer that was asked could not show it
+    "not saved",  # a checkpoint
+    "not carried",  # a blob between two others
+    "no carrier",  # for a blob that we cannot fetch ourselves
+    "blob late",  # it has not come in a round's time, and is asked for again
+    "not applied",  # a round that is decided: its state is fetched later
+    "state differs",  # from the others' at the same point of the chain: theirs is fetched
+    "not adopted",  # by the trainer, in time
+    "given back",  # a message of the chain that was left
+    "message gone",  # from the disk: it is not offered again
+    "checkpoint skipped",
+    "step left out",  # of the trainer: its loss or gradient was not finite
+    "memory short",  # the trainer goes on with smaller microbatches
+    "memory not pinned",  # what the trainer shares with us: its accelerator takes longer to copy it
+    "work dropped",  # of the trainer: on another chain it cannot be told any more what of it is still to be sent
+    "state gone",  # an earlier one that others may be fetching
+]
+RoundOutcome = Literal["included", "excluded", "lost", "missed"]
+CatchUpKind = Literal["replayed", "skipped"]
+MAX_CONNECTIONS = 32
+
+
+class Metrics(Collector):
+    """Counters of one node. Labels are words of our own code, never a peer's: their number stays small."""
+
+    def __init__(self) -> None:
+        self.rounds: collections.Counter[str] = collections.Counter()
+        self._refusals: collections.Counter[str] = collections.Counter()
+        self._other_refusals: Callable[[], Iterable[Mapping[str, int]]] = tuple
+        self.missed_rounds: collections.Counter[str] = collections.Counter()
+        self.recovered_errors: collections.Counter[str] = collections.Counter()
+        self.applied: collections.Counter[str] = collections.Counter()
+        self.outer_steps = 0.0
+        self.revisions: collections.Counter[str] = collections.Counter()
+        self.catch_ups: collections.Counter[str] = collections.Counter()
+        self.pauses = self.early_submits = 0
+        self.blobs = 0
+        self.blob_bytes = 0
+        self._status: Callable[[], NodeStatus] | None = None
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def read_status_from(self, status: Callable[[], NodeStatus]) -> None:
+        """From now on the status is read at each scrape."""
+        self._status = status
+
+    def record_round(self, outcome: RoundOutcome) -> None:
+        """`missed`: a round was committed without an offer of ours; `lost`: what became of it is not known."""
+        self.rounds[outcome] += 1
+
+    def record_applied(self, applied: AppliedContributions, step_scale: float) -> None:
+        """What went into this node's state with one more round, and which share of a whole step that was."""
+        self.applied.update(contributions=len(applied.peers), parts=applied.part_count, bytes=applied.total_bytes)
+        self.outer_steps += step_scale
+
+    def record_recovered(self, reason: RecoveredErrorKind) -> None:
+        self.recovered_errors[reason] += 1
+
+    def record_missed(self, reason: str, rounds: int) -> None:
+        """So many rounds went without this node's work; `reason` is a fixed short word such as `late`."""
+        if rounds:
+            self.missed_rounds[reason] += rounds
+
+    def record_revised(self, outcome: str) -> None:
+        """An earlier message has this fate on the chain that was taken over, and had another one before."""
+        self.revisions[outcome] += 1
+
+    def record_catch_up(self, how: CatchUpKind, rounds: int) -> None:
+        self.catch_ups[how] += rounds
+
+    def record_pause(self) -> None:
+        """The trainer stands back for others who use its device."""
+        self.pauses += 1
+
+    def record_early_submit(self) -> None:
+        """The others waited for this node: its trainer was asked for what it had."""
+        self.early_submits += 1
+
+    def record_refusal(self, reason: str) -> None:
+        """Something of a peer was refused or stalled; `reason` is a fixed short word such as `forged`."""
+        self._refusals[reason] += 1
+
+    def read_other_refusals_from(self, counts: Callable[[], Iterable[Mapping[str, int]]]) -> None:
+        """What the parts that know no daemon have counted themselves, by the same words."""
+        self._other_refusals = counts
+
+    @property
+    def refusals(self) -> collections.Counter[str]:
+        return sum(map(collections.Counter, self._other_refusals()), self._refusals)
+
+    def collect(self) -> Iterator[Metric]:
+        yield _labelled_counter("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
+        yield _labelled_counter(
+            "murmur_refusals", "What peers sent and was refused, or stalled", "reason", self.refusals
+        )
+        yield _labelled_counter(
+            "murmur_absences", "Rounds without this node's work, by why", "reason", self.missed_rounds
+        )
+        yield _labelled_counter(
+            "murmur_setbacks", "What went wrong and was worked around", "reason", self.recovered_errors
+        )
+        yield _labelled_counter(
+            "murmur_entered", "What went into this node's state, round by round", "what", self.applied
+        )
+        yield CounterMetricFamily("murmur_outer_steps", "Rounds, each by its share of a step", value=self.outer_steps)
+        yield _labelled_counter(
+            "murmur_revisions", "Messages with another fate on another chain", "fate", self.revisions
+        )
+        yield _labelled_counter("murmur_catch_ups", "Rounds that others made meanwhile, by how", "how", self.catch_ups)
+        yield CounterMetricFamily("murmur_pauses", "Times that training stood back for others", value=self.pauses)
+        yield CounterMetricFamily(
+            "murmur_hurries", "Times that the others waited for this node", value=self.early_submits
+        )
+        yield GaugeMetricFamily("murmur_blobs", "Blobs held", value=self.blobs)
+        yield GaugeMetricFamily("murmur_blob_bytes", "Bytes of blobs held", value=self.blob_bytes)
+        if self._status is not None:
+            yield from _status_metrics(self._status())
+
+
+def _labelled_counter(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
+    about = {"peer": status.peer_id, "run": status.run, "run_id": status.run_id, "name": status.name}
+    yield InfoMetricFamily("murmur_node", "Who this is", value=about)
+    yield CounterMetricFamily("murmur_tokens", "Tokens this node trained on", value=status.tokens)
+    yield CounterMetricFamily("murmur_trainer_restarts", "Deaths of the trainer", value=status.trainer_restarts)
+    yield _labelled_counter("murmur_seconds", "Seconds by activity", "activity", status.seconds)
+    yield _bytes_metric(status)
+    carried = "Bytes passed on between others that cannot reach each other"
+    yield CounterMetricFamily("murmur_carried_bytes", carried, value=status.bytes_carried)
+    yield _labelled_counter("murmur_fetched_bytes", "Bytes of blobs received", "path", status.bytes_fetched_by_path)
+    yield _labelled_counter(
+        "murmur_direct_refusals", "Direct connections not taken, by reason", "reason", status.direct_refusals
+    )
+    gauges: tuple[tuple[str, str, float | None], ...] = (
+        ("murmur_paused", "1 while training stands back for others who use the device", float(bool(status.paused))),
+        ("murmur_loss", "Recent training loss, nats a token", status.loss),
+        ("murmur_validation_loss", "Loss on held-out text, nats a token", status.validation_loss),
+        ("murmur_round", "Rounds committed and applied", status.round),
+        ("murmur_step", "Inner steps taken", status.step),
+        ("murmur_chain_tokens", "Tokens of all peers in all committed rounds", status.chain_tokens),
+        ("murmur_tokens_per_second", "Speed of this node", status.tokens_per_second),
+        ("murmur_peers_known", "Live peers, this one included", status.peers),
+        ("murmur_start_time_seconds", "Start of this process since the epoch", status.since),
+    )
+    for name, text, value in gauges:
+        if value is not None:
+            yield GaugeMetricFamily(name, text, value=value)
+
+
+def _bytes_metric(status: NodeStatus) -> CounterMetricFamily:
+    family = CounterMetricFamily("murmur_bytes", "Bytes between peers", labels=["direction", "kind"])
+    for direction, total, kinds in (
+        ("sent", status.bytes_sent, status.bytes_sent_by_kind),
+        ("received", status.bytes_received, status.bytes_received_by_kind),
+    ):
+        for kind, count in kinds.items():
+            family.add_metric([direction, kind], count)
+        # The sum over kinds is the total, whatever is not attributed to a kind.
+        family.add_metric([direction, "other"], max(0, total - sum(kinds.values())))
+    return family
+
+
+@contextlib.asynccontextmanager
+async def serve_metrics(address: str, metrics: Metrics, status: Callable[[], NodeStatus]) -> AsyncIterator[int]:
+    """Serve at HOST:PORT in the running loop; yields the port (a free one for 0). UsageError if it is taken."""
+    metrics.read_status_from(status)
+    host, port = parse_host_port(address, "--metrics")
+    listener = open_listener(host, port, "--metrics")
+    async with serve(_build_application(metrics, status, host in ALL_INTERFACES), listener, MAX_CONNECTIONS) as bound:
+        yield bound
+
+
+def _build_application(metrics: Metrics, status: Callable[[], NodeStatus], on_all_interfaces: bool) -> Starlette:
+    async def scrape(request: Request) -> Response:
+        encoder, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encoder(metrics.registry), headers={"content-type": content_type})
+
+    async def health(_: Request) -> Response:
+        return PlainTextResponse(f"ok {status().phase}\n")
+
+    async def whole(_: Request) -> Response:
+        return Response(status().model_dump_json(), media_type="application/json")
+
+    routes = [Route("/metrics", scrape), Route("/healthz", health), Route("/status", whole)]
+    # A page in a browser must not reach us through a name that it makes point to 127.0.0.1.
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["*"] if on_all_interfaces else ["127.0.0.1", "localhost"])
+    return Starlette(routes=routes, middleware=[hosts])

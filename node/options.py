@@ -1,0 +1,107 @@
+"""A node's own settings: what one machine decides for itself, beside the run's manifest.
+
+The folder that a node keeps is described in `node.run_dir`.
+"""
+
+import math
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from node.monitoring.http_server import ALL_INTERFACES, parse_host_port
+from protocol.errors import UsageError
+from protocol.manifest import Manifest
+
+Device = Literal["auto", "cpu", "cuda"]
+LISTEN_ON_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+LISTEN_ON_ALL_INTERFACES = "/ip4/0.0.0.0/tcp/0"
+MULTIADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/\s]+(/[^/\s]+)*$")
+PORT = re.compile(r"^[0-9]{1,5}\Z")
+
+
+class NodeOptions(BaseModel):
+    """Everything that `run_node` is told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    manifest: Manifest
+    base: Path = Field(description="folder of the manifest: relative data paths start here")
+    folder: Path = Field(description="the node's own folder: key, checkpoints, blobs; see node.run_dir")
+    peers: tuple[str, ...] = Field(default=(), description="multiaddresses to ask first, beside the manifest's")
+    device: Device = "auto"
+    threads: int | None = Field(default=None, ge=1, le=4096, description="of the trainer; None: as many as cores")
+    memory: int | None = Field(default=None, ge=1, description="bytes that the trainer keeps to; None: what it takes")
+    pause_when_busy: bool = Field(default=False, description="train only while others leave the device alone")
+    name: str = Field(default="", max_length=64, description="shown to others; empty: the peer id")
+    listen: tuple[str, ...] = Field(default=(LISTEN_ON_ALL_INTERFACES,), min_length=1)
+    metrics: str = Field(default="127.0.0.1:0", description="HOST:PORT, on loopback or everywhere; port 0: a free one")
+    direct: int | None = Field(
+        default=0, ge=0, le=65535, description="port for direct connections; 0: a free one, None: none are taken"
+    )
+    log_json: bool = False
+    upload: float = Field(default=math.inf, gt=0, description="bytes a second, of all connections together")
+    download: float = Field(default=math.inf, gt=0, description="likewise")
+
+    @field_validator("name")
+    @classmethod
+    def _is_printable(cls, name: str) -> str:
+        if not name.isprintable():
+            raise ValueError(f"{name!r} has control characters, which others refuse; leave them out")
+        return name
+
+    @field_validator("direct", mode="before")
+    @classmethod
+    def _is_port_or_off(cls, value: object) -> object:
+        if value == "off":
+            return None
+        if isinstance(value, str) and not (PORT.match(value) and int(value) <= 65535):
+            raise ValueError(f"{value!r} is no port; write one from 0 to 65535, or off")
+        return value
+
+    @field_validator("peers", "listen")
+    @classmethod
+    def _are_multiaddresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            if not MULTIADDRESS.match(address):
+                raise ValueError(f"{address!r} is no multiaddress; write it like /ip4/203.0.113.7/tcp/4001/p2p/12D3...")
+        return addresses
+
+    @field_validator("peers")
+    @classmethod
+    def _name_their_peer(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            if "/p2p/" not in address:
+                raise ValueError(f"{address} lacks its peer id; append /p2p/ and the id that `murmur key` prints there")
+        return addresses
+
+    @field_validator("metrics")
+    @classmethod
+    def _answers_on_loopback(cls, address: str) -> str:
+        host, port = parse_host_port(address, "--metrics")
+        if host not in ("127.0.0.1", *ALL_INTERFACES):  # `murmur status` asks on loopback
+            raise ValueError(
+                f"{address} is neither this machine alone (127.0.0.1:{port}) nor everywhere (0.0.0.0:{port})"
+            )
+        return address
+
+    @property
+    def run_id(self) -> str:
+        return self.manifest.run_id
+
+
+def parse_node_options(**values: object) -> NodeOptions:
+    """NodeSettings from a command's options; raises UsageError, one line that names the option."""
+    try:
+        return NodeOptions.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        option = "--" + str(fault["loc"][0] if fault["loc"] else "options").replace("_", "-").replace("peers", "peer")
+        raise UsageError(f"{option}: {fault['msg'].removeprefix('Value error, ')}") from error
+
+
+def threads_per_process(processes: int) -> int:
+    """Threads for each of several trainers that share this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)

@@ -1,0 +1,111 @@
+"""Where runs lie on this machine.
+
+runs/NAME-1/             a swarm of `murmur up`: run.toml, report.json, export/ and one node folder a peer
+runs/NAME-1/peer-0/      a node's folder, as node.run_dir describes it
+~/.local/state/murmur/   a folder for each run that was joined: NAME-RUNID (or below $XDG_STATE_HOME),
+                         and hosts/NAME-RUNID for each that was hosted
+"""
+
+import os
+from pathlib import Path
+
+from node.run_dir import read_json_if_whole
+from protocol.errors import CheckpointError, MissingFileError, UsageError
+from protocol.manifest import Manifest
+
+SWARMS_DIR = Path("runs")
+DEMO_MANIFEST = Path(__file__).parent.parent / "configs" / "demo.toml"
+BOOTSTRAP_FILE = Path(__file__).with_name("bootstrap.toml")
+
+
+def bootstrap_file() -> Path:
+    """The public peers that come with the program."""
+    return BOOTSTRAP_FILE
+
+
+def state_home() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "murmur"
+
+
+def join_dir(manifest: Manifest) -> Path:
+    """The same for every start, so that joining again resumes."""
+    return state_home() / f"{manifest.run.name}-{manifest.run_id[:8]}"
+
+
+def host_dir(manifest: Manifest) -> Path:
+    """Apart from that of a node of the same run on this machine: two processes never share a folder or a key."""
+    return state_home() / "hosts" / join_dir(manifest).name
+
+
+def next_swarm_dir(name: str) -> Path:
+    """The first of runs/NAME-1, runs/NAME-2, ... that does not exist."""
+    number = 1
+    while (SWARMS_DIR / f"{name}-{number}").exists():
+        number += 1
+    return SWARMS_DIR / f"{name}-{number}"
+
+
+def demo_manifest() -> Path:
+    if not DEMO_MANIFEST.exists():
+        raise MissingFileError(
+            f"the demo's manifest is not installed ({DEMO_MANIFEST}); name a manifest: murmur up RUN.toml"
+        )
+    return DEMO_MANIFEST
+
+
+def peer_dir(swarm: Path, index: int) -> Path:
+    return swarm / f"peer-{index}"
+
+
+def find_node_dirs(path: Path | None) -> list[Path]:
+    """The node folders at or right below `path`; without a path, those of the run that was started last."""
+    if path is not None:
+        _require_dir(path)
+        found = [path] if _is_node_dir(path) else [folder for folder in sorted(path.iterdir()) if _is_node_dir(folder)]
+        if not found:
+            raise UsageError(f"no node has run in {path}; name the --dir of a node, or the folder of a `murmur up`")
+        return found
+    joined, hosted = state_home().glob("*/node.json"), state_home().glob("hosts/*/node.json")
+    places = [*joined, *hosted, *SWARMS_DIR.glob("*/peer-*/node.json")]
+    if not places:
+        raise UsageError("no node has run here yet; start one with `murmur join RUN`, or name its --dir")
+    newest = max(places, key=lambda place: place.stat().st_mtime).parent
+    return find_node_dirs(newest.parent) if newest.parent.parent == SWARMS_DIR else [newest]
+
+
+def find_trained_dir(path: Path) -> Path:
+    """`path` if it is a node's, else the node folder below it whose newest checkpoint is of the latest round."""
+    _require_dir(path)
+    if (path / "checkpoints").is_dir():
+        return path
+    nodes = {folder: find_newest_checkpoint(folder) for folder in sorted(path.glob("peer-*"))}
+    rounds = {folder: int(saved.name.rpartition("-")[2]) for folder, saved in nodes.items() if saved}
+    if not rounds:
+        raise CheckpointError(f"no checkpoint in {path}; name the --dir of `murmur join` or `murmur up`")
+    return max(rounds, key=lambda folder: rounds[folder])
+
+
+def find_newest_checkpoint(node_dir: Path) -> Path | None:
+    """By name alone (NUMBER.round-ROUND), as node.checkpoints.checkpoint writes them."""
+    return max((node_dir / "checkpoints").glob("[0-9]*.round-*"), default=None)
+
+
+def read_metrics_port(node_dir: Path) -> int | None:
+    """The metrics port of the node that runs (or ran last) in `folder`."""
+    port = read_json_if_whole(node_dir / "node.json").get("metrics_port")
+    return port if isinstance(port, int) else None
+
+
+def read_peer_id(node_dir: Path) -> str | None:
+    """Who runs (or ran last) in `folder`."""
+    peer = read_json_if_whole(node_dir / "node.json").get("peer_id")
+    return peer if isinstance(peer, str) else None
+
+
+def _require_dir(path: Path) -> None:
+    if not path.is_dir():
+        raise MissingFileError(f"{path} is no folder; name the --dir of `murmur join` or `murmur up`")
+
+
+def _is_node_dir(folder: Path) -> bool:
+    return (folder / "key").exists() or (folder / "node.json").exists()

@@ -1,0 +1,63 @@
+"""What became of every message, and what the swarm spent: the accounts from which results are drawn."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Literal
+
+from node.ipc.channel import ContributionHeader
+from protocol.blobs.blob import Blob
+from protocol.consensus.messages import Commit, Digest
+from protocol.identity import PeerId
+
+ContributionEnd = Literal["under way", "included", "given back", "lost", "died"]
+ContributionKey = tuple[PeerId, int]  # who made it, in which round
+
+
+@dataclass
+class ContributionRecord:
+    parts: tuple[Blob, ...]
+    tokens: int
+    times_included: int = 0
+    end: ContributionEnd = "under way"
+
+
+@dataclass
+class Accounting:
+    """`busy_seconds`: of computing, by slot. `logic_seconds`: the processor's, inside the round machines."""
+
+    contributions: dict[ContributionKey, ContributionRecord] = field(default_factory=dict)
+    commits: dict[Digest, Commit] = field(default_factory=dict)  # by the base they continue
+    newest: dict[PeerId, ContributionRecord] = field(default_factory=dict)
+    rejections: Counter[str] = field(default_factory=Counter)
+    busy_seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    steps: int = 0
+    state_syncs: int = 0
+    logic_seconds: float = 0.0
+
+    def record_contribution(self, peer: PeerId, header: ContributionHeader, parts: tuple[Blob, ...]) -> None:
+        """A new message. AssertionError if this peer made one for that round before."""
+        assert (peer, header.round) not in self.contributions, "two messages of one peer for one round"
+        self.contributions[peer, header.round] = self.newest[peer] = ContributionRecord(parts, header.tokens)
+
+    def record_commit(self, commit: Commit) -> None:
+        """Counted once, however many peers learn of it. AssertionError where a round was decided in two ways."""
+        if commit.base in self.commits:
+            assert self.commits[commit.base].content_digest == commit.content_digest, "two commits of one round"
+            return
+        self.commits[commit.base] = commit
+        for contribution in commit.contributions:
+            entry = self.newest[contribution.sender]
+            assert entry.parts == contribution.body.parts, "a commit of a message that is not on its way"
+            entry.times_included += 1
+
+    def record_end(self, peer: PeerId, made_for_round: int, end: ContributionEnd) -> None:
+        self.contributions[peer, made_for_round].end = end
+
+    def record_death(self, peer: PeerId) -> None:
+        for (owner, _), entry in self.contributions.items():
+            if owner == peer and entry.end == "under way":
+                entry.end = "died"
+
+    @property
+    def contribution_bits(self) -> int:
+        return 8 * sum(blob.size for entry in self.contributions.values() for blob in entry.parts)

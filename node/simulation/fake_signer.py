@@ -1,0 +1,54 @@
+"""Statements without cryptography: inside one process nobody forges, and signatures would take most of the time.
+
+A signature here is a hash of what it signs, as long as a real one so that statements have their real size. Bodies are
+parsed and checked as on the wire, but only once, whoever receives them.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from protocol import murmur_pb2 as wire
+from protocol.consensus.events import MessageReceived
+from protocol.consensus.message_kinds import KINDS
+from protocol.consensus.messages import ContributionLimits, SignedMessage
+from protocol.identity import PeerId
+
+
+class FakeSigner:
+    """Signs for every peer of one run, and opens what it signed."""
+
+    def __init__(self, limits: ContributionLimits) -> None:
+        self._limits = limits
+        self._events_by_signature: dict[bytes, MessageReceived] = {}
+        self._signatures_by_round: dict[int, list[bytes]] = {}
+
+    def signer_for(self, peer: PeerId) -> Callable[[str, Message], wire.Signed]:
+        def sign(kind: str, body: Message) -> wire.Signed:
+            encoded = body.SerializeToString(deterministic=True)
+            signature = hashlib.sha512(f"{peer} {kind} ".encode() + encoded).digest()
+            return wire.Signed(kind=kind, peer=peer, body=encoded, signature=signature)
+
+        return sign
+
+    def open(self, signed: wire.Signed) -> SignedMessage[Any]:
+        return self.received_event(signed).message
+
+    def received_event(self, signed: wire.Signed) -> MessageReceived:
+        """The same event for all who hear it."""
+        key = signed.signature
+        event = self._events_by_signature.get(key)
+        if event is None:
+            message, body_type = KINDS[signed.kind]
+            body = body_type.from_wire(message.FromString(signed.body), self._limits, self.open)
+            event = self._events_by_signature[key] = MessageReceived(SignedMessage.of(signed, body))
+            self._signatures_by_round.setdefault(body.round, []).append(key)
+        return event
+
+    def forget_before(self, number: int) -> None:
+        """Drop what was said in the rounds before that one."""
+        for old in [known for known in self._signatures_by_round if known < number]:
+            for signature in self._signatures_by_round.pop(old):
+                del self._events_by_signature[signature]

@@ -1,0 +1,88 @@
+"""Who is in the run and where everybody stands, as gossip would tell it: a little late, and to all at once.
+
+What a peer publishes reaches the others after the time of a few hops; a peer that dies is missed after the expiry.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from node.simulation.virtual_network import VirtualClock
+from protocol.consensus.chain import ChainHead, prefers_theirs
+from protocol.consensus.messages import Digest
+from protocol.identity import PeerId
+
+SECONDS_PER_HOP = 0.02  # beside the latency
+
+
+class VirtualGossip:
+    """`changed` is called when what all know has changed."""
+
+    def __init__(
+        self, clock: VirtualClock, latency: float, peers: int, expiry: float, on_change: Callable[[], None]
+    ) -> None:
+        self._clock = clock
+        self._expiry = expiry
+        self._on_change = on_change
+        self._delay = (latency + SECONDS_PER_HOP) * max(1, math.ceil(math.log2(max(2, peers))))
+        self._published: dict[PeerId, ChainHead | None] = {}
+        self._heads: dict[PeerId, ChainHead] = {}
+        self._peers_by_head: dict[Digest, frozenset[PeerId]] = {}
+        self._unions: dict[frozenset[Digest], frozenset[PeerId]] = {}  # asked for by all, the same for all
+
+    @property
+    def peers(self) -> frozenset[PeerId]:
+        return frozenset(self._heads)
+
+    def peers_at(self, digests: Iterable[Digest]) -> frozenset[PeerId]:
+        asked = frozenset(digests)
+        if asked not in self._unions:
+            self._unions[asked] = frozenset().union(*(self._peers_by_head.get(digest, ()) for digest in asked))
+        return self._unions[asked]
+
+    def best_head(self, own: ChainHead) -> ChainHead | None:
+        """The head to be preferred above all, where one is to be preferred to `mine`."""
+        best = own
+        for head in {self._heads[min(group)] for group in self._peers_by_head.values()}:
+            best = head if prefers_theirs(best, head) else best
+        return None if best == own else best
+
+    def start_with(self, heads: dict[PeerId, ChainHead]) -> None:
+        """All these know one another from the start."""
+        self._heads.update(heads)
+        self._rebuild_index()
+
+    def publish(self, peer: PeerId, head: ChainHead) -> None:
+        self._publish_after(peer, head, self._delay)
+
+    def remove(self, peer: PeerId) -> None:
+        self._publish_after(peer, None, self._expiry)
+
+    def _publish_after(self, peer: PeerId, head: ChainHead | None, delay: float) -> None:
+        """What is published while news is on its way travels with it."""
+        if head is None:
+            self._clock.schedule(delay, lambda: self._apply_news({peer: None}))
+            return
+        if not self._published:
+            self._clock.schedule(delay, self._apply_published)
+        self._published[peer] = head
+
+    def _apply_published(self) -> None:
+        news, self._published = self._published, {}
+        self._apply_news(news)
+
+    def _apply_news(self, news: dict[PeerId, ChainHead | None]) -> None:
+        for peer, head in news.items():
+            if head is None:
+                self._heads.pop(peer, None)
+            else:
+                self._heads[peer] = head
+        self._rebuild_index()
+        self._on_change()
+
+    def _rebuild_index(self) -> None:
+        groups: dict[Digest, set[PeerId]] = defaultdict(set)
+        for peer, head in self._heads.items():
+            groups[head.digest].add(peer)
+        self._peers_by_head = {digest: frozenset(group) for digest, group in groups.items()}
+        self._unions.clear()

@@ -1,0 +1,82 @@
+"""Questions about the nodes of this machine: what do they do, who are they."""
+
+import asyncio
+import json
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from node.monitoring.logs import sanitize
+from node.monitoring.status import NodeStatus, fetch_status
+from node.paths import find_node_dirs, read_metrics_port, read_peer_id
+from node.run_dir import FINAL_STATUS, is_locked
+from protocol.errors import StorageError, UnreachableError, UsageError
+from protocol.identity import Identity
+
+STATUS_SECONDS = 5.0
+
+
+def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[str]:
+    """A line for each node, and below it the reasons that it counted; or one JSON object: node folder to status, null
+    for a node that does not run.
+
+    UnreachableError where `check` is asked for and none of them runs.
+    """
+    folders = find_node_dirs(path)
+    statuses = asyncio.run(_fetch_statuses(folders))
+    if check and not any(statuses):
+        raise UnreachableError(f"no node answers: {folders[0].name} {_describe_stopped(folders[0])}")
+    if as_json:
+        shown = {
+            str(folder): status.model_dump(mode="json") if status else None
+            for folder, status in zip(folders, statuses, strict=True)
+        }
+        return [json.dumps(shown)]
+    return [sanitize(line) for told in zip(folders, statuses, strict=True) for line in _node_lines(*told)]
+
+
+def _node_lines(folder: Path, status: NodeStatus | None) -> list[str]:
+    if status is None:
+        return [f"{folder.name}: {_describe_stopped(folder)}"]
+    return [f"{folder.name}: {status.summary()}", *(f"    {reason}" for reason in status.reason_lines())]
+
+
+def key_line(folder: Path) -> str:
+    """The peer id of the node in that folder; its key is made if there is none."""
+    peers = sorted(folder.glob("peer-*"))
+    if peers and not (folder / "key").exists():
+        raise UsageError(f"{folder} is the folder of a whole swarm; name one of its peers, such as {peers[0]}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StorageError(f"cannot use the folder {folder}: {error.strerror}; name a node's folder") from error
+    return Identity.load_or_create(folder / "key").peer_id
+
+
+async def _fetch_statuses(folders: list[Path]) -> list[NodeStatus | None]:
+    return await asyncio.gather(*(_fetch_one_status(folder) for folder in folders))
+
+
+async def _fetch_one_status(folder: Path) -> NodeStatus | None:
+    port = read_metrics_port(folder)
+    if port is None:
+        return None
+    try:
+        status = await fetch_status(port, STATUS_SECONDS)
+    except UnreachableError:
+        return None
+    # The port of a node that has ended may be another one's by now.
+    return status if status.peer_id == read_peer_id(folder) else None
+
+
+def _describe_stopped(folder: Path) -> str:
+    if is_locked(folder):
+        return "is starting, or does not answer"
+    try:
+        last = NodeStatus.model_validate_json((folder / FINAL_STATUS).read_bytes())
+    except (OSError, ValidationError):
+        return "does not run; start it with `murmur join`"
+    if last.phase == "watching":
+        return f"does not run; when it ended: {last.describe_round()}; start it with `murmur host`"
+    ended = f"{last.phase}: {last.reason}" if last.reason else last.phase
+    return f"does not run; when it ended: {last.describe_round()}, step {last.step}, {ended}"

@@ -1,0 +1,324 @@
+"""Where a trainer's time goes.
+
+The trainer's loop: inner steps, messages, adoptions (when: see node.trainer.schedule).
+
+State is snapshotted into the arena every SNAPSHOT_SECONDS and, always before the daemon is told, at each message and
+adoption: whatever the daemon knows of survives this process.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from node.data import BatchReader, Corpus, open_source, validation_batches
+from node.ipc.channel import (
+    Activity,
+    AnchorApplied,
+    ApplyAnchor,
+    Evaluate,
+    Evaluated,
+    PauseChanged,
+    Ready,
+    RevisedOutcome,
+    Snapshotted,
+    Stop,
+    Stopped,
+    SubmitEarly,
+    TakeSnapshot,
+    ToTrainer,
+    TrainerChannel,
+    TrainerConfig,
+    TrainerProgress,
+    TrainerWarning,
+)
+from node.ipc.shared_memory import SharedMemory
+from node.model import Llama
+from node.model.memory_estimate import fit_microbatch
+from node.trainer.device import choose_device, device_name, is_out_of_memory, limit_memory
+from node.trainer.inner_step import InnerOptimizer, accumulate_gradient, validation_loss
+from node.trainer.pause_when_busy import PausePolicy, usage_meter_for
+from node.trainer.schedule import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait
+from node.trainer.state import StepTotals, TrainerState
+from optim.exchange import ContributionEncoder
+from optim.round_plan import RoundPlanner
+from protocol.blobs.blob import Blob
+from protocol.errors import MalformedError, MurmurError
+from protocol.manifest import Manifest
+
+
+class ActivityTimer:
+    """Seconds spent by activity, added to those of earlier lives."""
+
+    def __init__(self, seconds: Mapping[Activity, float], clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds: dict[Activity, float] = dict(seconds)
+        self._clock = clock
+
+    @contextmanager
+    def measure(self, activity: Activity) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + self._clock() - start
+
+
+SNAPSHOT_SECONDS = 10.0
+PROGRESS_SECONDS = 1.0
+WAIT_SECONDS = 1.0
+USAGE_SECONDS = 2.0  # between two measurements of what others use
+MAX_SKIPPED_STEPS_IN_A_ROW = 20
+
+
+class Trainer:
+    """One model in training; `run` returns when the daemon says Stop. Manifest and program are those of `config`."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        manifest: Manifest,
+        program: RoundPlanner,
+        shared_memory: SharedMemory,
+        channel: TrainerChannel,
+    ) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._shared_memory = shared_memory
+        self._channel = channel
+        self._device = choose_device(config.device)
+        self._microbatch = fit_microbatch(manifest, config.memory, self._device.type)
+        limit_memory(config.memory, self._device)
+        self._meter = usage_meter_for(self._device) if config.pause_when_busy else None
+        self._pause_policy = PausePolicy(self._meter.pause_share, self._meter.resume_share) if self._meter else None
+        self._measured_at = -math.inf
+        self._model = Llama(manifest.model, self._device)
+        self._optimizer = InnerOptimizer(self._model, manifest.train, program.method.inner)
+        if self._device.type == "cuda":
+            self._pin_shared_memory()
+        self._state = TrainerState(self._model, self._optimizer, program, ContributionEncoder(program), shared_memory)
+        self._corpus = _open_corpus(manifest, Path(config.base))
+        if not self._state.restore():
+            self._state.start(config.round)
+        counters = self._state.counters
+        self._batches = BatchReader(
+            self._corpus, manifest.model.context, manifest.run.seed, config.peer_id, counters.position
+        )
+        self._timer = ActivityTimer(counters.seconds)
+        self._skipped_in_a_row = 0
+        self._unreported = StepTotals()
+        self._reported_at = time.monotonic()
+        self._saved_at = time.monotonic()
+        self._pending_anchor: ApplyAnchor | None = None
+        self._step_target = StepTarget()
+        self._contribution_timer = ContributionTimer()
+        self._stopping = False
+
+    def _pin_shared_memory(self) -> None:
+        self._shared_memory.pin()
+        if not self._shared_memory.is_pinned:
+            line = "the system does not lock what daemon and trainer share: messages and snapshots take longer"
+            self._channel.send(TrainerWarning(reason="memory not pinned", line=line))
+
+    def run(self) -> None:
+        self._send_ready()
+        while True:
+            self._shared_memory.record_heartbeat()
+            self._handle_command(self._channel.receive())
+            if self._stopping:
+                return
+            self._update_pause()
+            counters, plan = self._state.counters, self._state.plan
+            if self._pending_anchor is not None and may_apply_anchor(counters, plan):
+                self._apply_anchor(self._pending_anchor)
+            elif self._is_contribution_due():
+                self._send_contribution()
+            elif self._pause_policy is not None and self._pause_policy.paused:
+                self._wait("pause")
+            elif must_wait(counters, plan):
+                self._wait("wait")
+            else:
+                self._take_step()
+                self._report_and_save()
+
+    def _is_contribution_due(self) -> bool:
+        counters, plan = self._state.counters, self._state.plan
+        seconds = self._contribution_timer.seconds(counters.since_message.steps, time.monotonic())
+        return is_contribution_due(
+            counters, self._step_target.steps_due(plan.steps, counters.round), plan.method.schedule, seconds
+        )
+
+    def _send_ready(self) -> None:
+        counters = self._state.counters
+        outstanding = counters.outstanding
+        self._channel.send(
+            Ready(
+                device=device_name(self._device),
+                step=counters.step,
+                round=counters.round,
+                outstanding=outstanding.round if outstanding else None,
+            )
+        )
+        if outstanding:
+            self._channel.send(outstanding.to_header())
+
+    def _handle_command(self, command: ToTrainer | None) -> None:
+        match command:
+            case None:
+                return
+            case ApplyAnchor():
+                self._pending_anchor = _merge_pending(self._pending_anchor, command)
+                self._step_target.set(command.round, command.steps)
+            case SubmitEarly():
+                self._step_target.set(command.round, 1)
+            case Evaluate():
+                self._evaluate(command.round)
+            case TakeSnapshot():
+                self._save()
+                self._channel.send(Snapshotted(step=self._state.counters.step))
+            case Stop():
+                if self._pending_anchor is not None:
+                    self._apply_anchor(self._pending_anchor)
+                self._save()
+                self._stopping = True
+                self._channel.send(Stopped())
+            case _:
+                raise MalformedError(f"the daemon sent {command.kind!r} in the middle of training")
+
+    def _send_contribution(self) -> None:
+        with self._timer.measure("encode"):
+            message = self._state.make_contribution()
+        self._save()
+        self._send_progress()
+        self._channel.send(message)
+
+    def _apply_anchor(self, command: ApplyAnchor) -> None:
+        self._pending_anchor = None
+        with self._timer.measure("adopt"):
+            self._state.apply_anchor(command.round, command.outcome)
+            for entry in command.revised:
+                if not self._state.revise_outcome(entry.header, entry.outcome, partial(self._read_payloads, entry)):
+                    line = f"all that was still to be sent, with the message of round {entry.header.round}"
+                    self._channel.send(TrainerWarning(reason="work dropped", line=line))
+        self._save()
+        self._channel.send(AnchorApplied(round=command.round))
+
+    def _read_payloads(self, revised: RevisedOutcome) -> list[bytes]:
+        """None at all where one of them is gone or damaged."""
+        folder = Path(self._config.blobs)
+        try:
+            payloads = [(folder / name).read_bytes() for name in revised.parts]
+        except OSError as error:
+            self._channel.send(TrainerWarning(reason="message gone", line=f"cannot read an earlier message: {error}"))
+            return []
+        whole = all(Blob.of(data).name == name for data, name in zip(payloads, revised.parts, strict=True))
+        return payloads if whole else []
+
+    def _update_pause(self) -> None:
+        """Stand back where others use the device, or go on; the daemon is told."""
+        now = time.monotonic()
+        if self._meter is None or self._pause_policy is None or now - self._measured_at < USAGE_SECONDS:
+            return
+        self._measured_at, share = now, self._meter.measure_share()
+        if share is not None and self._pause_policy.update(share, now):
+            reason = f"others use {share:.0%} {self._meter.description}" if self._pause_policy.paused else ""
+            self._channel.send(PauseChanged(reason=reason))
+
+    def _wait(self, activity: Activity) -> None:
+        with self._timer.measure(activity):
+            command = self._channel.receive(WAIT_SECONDS)
+        self._handle_command(command)
+
+    def _take_step(self) -> None:
+        """One inner step; left out when the loss or the gradient is not finite."""
+        with self._timer.measure("compute"):
+            sequences = self._manifest.train.batch_tokens // self._manifest.model.context
+            windows, step = self._batches.next_batch(sequences), self._state.counters.step
+            place = self._optimizer.lookahead_weights(step)
+            loss = self._accumulate_gradient(windows, place)
+            applied = math.isfinite(loss) and self._optimizer.step(step)
+            self._optimizer.clear_gradient()
+        if not applied:
+            self._skip_step(step)
+            return
+        self._skipped_in_a_row = 0
+        tokens = self._manifest.train.batch_tokens
+        self._state.count_step(tokens, loss, self._batches.position)
+        self._unreported += StepTotals(tokens=tokens, steps=1, loss=loss)
+
+    def _accumulate_gradient(self, windows: Tensor, at_weights: Tensor | None) -> float:
+        """In smaller pieces from here on where the memory does not suffice; the batch stays what the manifest says."""
+        while True:
+            try:
+                return accumulate_gradient(self._model, windows, self._microbatch, at_weights)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error) or self._microbatch == 1:
+                    raise
+            self._optimizer.clear_gradient()
+            self._microbatch //= 2
+            line = f"going on with microbatches of {self._microbatch} sequences"
+            self._channel.send(TrainerWarning(reason="memory short", line=line))
+
+    def _skip_step(self, step: int) -> None:
+        self._skipped_in_a_row += 1
+        self._state.update(position=self._batches.position)
+        line = f"the loss of inner step {step} or its gradient is not finite"
+        self._channel.send(TrainerWarning(reason="step left out", line=line))
+        if self._skipped_in_a_row >= MAX_SKIPPED_STEPS_IN_A_ROW:
+            raise MurmurError(
+                f"the loss was not finite for {MAX_SKIPPED_STEPS_IN_A_ROW} steps in a row; lower train.learning_rate"
+            )
+
+    def _report_and_save(self) -> None:
+        now = time.monotonic()
+        if now - self._reported_at >= PROGRESS_SECONDS:
+            self._send_progress()
+        if now - self._saved_at >= SNAPSHOT_SECONDS:
+            self._save()
+
+    def _send_progress(self) -> None:
+        now, work = time.monotonic(), self._unreported
+        if not work.steps:
+            return
+        speed = work.tokens / max(1e-9, now - self._reported_at)
+        counters = self._state.counters
+        self._channel.send(
+            TrainerProgress(
+                step=counters.step,
+                tokens=counters.tokens,
+                loss=work.mean_loss,
+                tokens_per_second=speed,
+                seconds=self._timer.seconds,
+            )
+        )
+        self._unreported = StepTotals()
+        self._reported_at = now
+
+    def _save(self) -> None:
+        with self._timer.measure("snapshot"):
+            self._state.update(seconds=dict(self._timer.seconds))
+            self._state.save()
+        self._saved_at = time.monotonic()
+
+    def _evaluate(self, round_number: int) -> None:
+        with self._timer.measure("evaluate"):
+            batches = validation_batches(self._corpus, self._manifest.model.context, self._config.validation_tokens)
+            weights = self._shared_memory.anchor(round_number)[: self._model.flat.numel()]
+            loss, tokens = validation_loss(self._model, weights, batches)
+        self._channel.send(Evaluated(round=round_number, loss=loss, tokens=tokens))
+
+
+def _merge_pending(waiting: ApplyAnchor | None, command: ApplyAnchor) -> ApplyAnchor:
+    """A fate is told once: where its anchor was not taken yet, it goes with the next one."""
+    if waiting is None or command.outcome != "none":
+        return command
+    return command.model_copy(update={"fate": waiting.outcome})
+
+
+def _open_corpus(manifest: Manifest, base: Path) -> Corpus:
+    corpus = open_source(manifest.data, base)
+    corpus.require_vocabulary(manifest.model.vocabulary)
+    return corpus

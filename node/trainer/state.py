@@ -1,0 +1,363 @@
+"""A trainer's own state, and what a message and an adoption do to it. For the signal "pseudo-gradient":
+
+    delta     = reference - weights                 local progress since `reference`; points uphill
+    message:    x = residual * decay + delta;  send C(x);  residual <- x - D(C(x));  reference <- weights
+    adoption:   residual <- residual + D(message)   only when the outstanding message was excluded
+                weights <- anchor + (weights - reference);  reference <- anchor     (or as `optim.merge_policy` says)
+
+So what was trained after the message was sent lives on across the adoption, and nothing is lost when a message misses
+its round (arXiv 1901.09847): what is applied plus the residual plus (reference - weights) adds up to all progress.
+Other signals measure something else, and share more vectors than the weights (`optim.signals`).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
+from torch import Tensor
+
+from node.ipc.channel import Activity, ContributionHeader, ContributionOutcome
+from node.ipc.shared_memory import REFERENCE, RESIDUAL, SharedMemory, locally_trained_names
+from node.model import Llama
+from node.trainer.inner_step import InnerOptimizer
+from optim.codecs.base import Payload
+from optim.exchange import ContributionEncoder
+from optim.inner.base import WEIGHTS
+from optim.layout import Span, clip_spans
+from optim.merge_policy import Interpolate, RebaseOnAnchor
+from optim.round_plan import RoundPlan, RoundPlanner
+from optim.signals import SignalInputs
+
+MAX_ROUNDS_SKIPPED = 64
+MAX_SETTLED = 8
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StepTotals(_Record):
+    """What was trained in some stretch of steps; `loss` is the sum of the steps' losses, in nats."""
+
+    tokens: NonNegativeInt = 0
+    steps: NonNegativeInt = 0
+    loss: NonNegativeFloat = 0.0
+
+    def __add__(self, other: Self) -> "StepTotals":
+        return StepTotals(
+            tokens=self.tokens + other.tokens, steps=self.steps + other.steps, loss=self.loss + other.loss
+        )
+
+    def __sub__(self, other: Self) -> "StepTotals":
+        tokens, steps, loss = self.tokens - other.tokens, self.steps - other.steps, self.loss - other.loss
+        return StepTotals(tokens=max(0, tokens), steps=max(0, steps), loss=max(0.0, loss))
+
+    @classmethod
+    def from_header(cls, header: ContributionHeader) -> Self:
+        return cls(tokens=header.tokens, steps=header.steps, loss=header.loss * header.steps)
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / max(1, self.steps)
+
+
+class Outstanding(_Record):
+    """A message whose fate is not known; its parts lie in the outbox. `work` counts from the last included one."""
+
+    serial: NonNegativeInt = 0
+    round: NonNegativeInt
+    sizes: tuple[NonNegativeInt, ...]
+    work: StepTotals
+
+    def to_header(self) -> ContributionHeader:
+        work = self.work
+        return ContributionHeader(
+            serial=self.serial,
+            round=self.round,
+            sizes=self.sizes,
+            tokens=work.tokens,
+            steps=work.steps,
+            loss=work.mean_loss,
+        )
+
+    @classmethod
+    def from_header(cls, header: ContributionHeader) -> Self:
+        return cls(serial=header.serial, round=header.round, sizes=header.sizes, work=StepTotals.from_header(header))
+
+
+class SettledOutcome(_Record):
+    """A message whose fate this state has taken up."""
+
+    serial: NonNegativeInt
+    round: NonNegativeInt
+    fate: ContributionOutcome
+
+    @classmethod
+    def from_header(cls, header: ContributionHeader, outcome: ContributionOutcome) -> Self:
+        return cls(serial=header.serial, round=header.round, fate=outcome)
+
+
+class Counters(_Record):
+    """Everything of a trainer's state that is no tensor: the meta data of a snapshot."""
+
+    step: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0
+    round: NonNegativeInt = 0
+    began: NonNegativeInt = 0  # local steps that the run was old when this trainer joined it
+    position: NonNegativeInt = 0
+    since_message: StepTotals = StepTotals()
+    unreported: StepTotals = StepTotals()  # of messages that were excluded
+    messages: NonNegativeInt = 0  # made so far
+    outstanding: Outstanding | None = None
+    settled: tuple[SettledOutcome, ...] = ()  # the last messages before that
+    seconds: dict[Activity, float] = {}
+
+
+class TrainerState:
+    """Weights and the optimizer's vectors on the model's device; `reference` and `residual` flat fp32 on the CPU.
+
+    `reference` holds the vectors that are carried from anchor to anchor, one after the other, the weights first.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        optimizer: InnerOptimizer,
+        program: RoundPlanner,
+        sender: ContributionEncoder,
+        shared_memory: SharedMemory,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._program = program
+        self._signal = program.method.signal
+        self._sender = sender
+        self._shared_memory = shared_memory
+        self._trained_names = locally_trained_names(program.method)
+        self.reference = torch.zeros(program.numel * len(self._trained_names))
+        self.residual = torch.zeros(program.signal_numel)
+        # Kept: the system takes longer to give new memory than a copy into it takes.
+        self._staging = torch.empty_like(self.reference, pin_memory=shared_memory.is_pinned)
+        self.counters = Counters()
+
+    def start(self, round_number: int) -> None:
+        """Begin at the anchor of that round, with nothing trained."""
+        self._set_reference(round_number)
+        self._load_live(self.reference)
+        self.counters = Counters(round=round_number, began=self._program.steps_before(round_number))
+        self._set_optimizer_age()
+
+    def restore(self) -> bool:
+        """Take the newest snapshot; False when there is none."""
+        snapshot = self._shared_memory.read_snapshot()
+        if snapshot is None:
+            return False
+        self.counters = Counters.model_validate(snapshot.meta)
+        for name, tensor in self._snapshot_vectors().items():
+            tensor.copy_(snapshot.vectors[name])
+        self._set_optimizer_age()
+        return True
+
+    def _advance_age(self, steps: int) -> None:
+        """A peer that makes fewer steps than the plan's trains at the same rates as the others for all that."""
+        self.update(began=self.counters.began + max(0, steps))
+        self._set_optimizer_age()
+
+    def _set_optimizer_age(self) -> None:
+        began = self.counters.began
+        self._optimizer.age_at_join, self._optimizer.moments_age_at_join = (
+            began,
+            began if len(self._trained_names) > 1 else 0,
+        )
+
+    def save(self) -> None:
+        self._shared_memory.write_snapshot(self._snapshot_vectors(), self.counters.model_dump(mode="json"))
+
+    @property
+    def plan(self) -> RoundPlan:
+        """Of the round that the next message is made for."""
+        return self._program.plan(self.counters.round)
+
+    def make_contribution(self) -> ContributionHeader:
+        """Encode the progress since the reference into the outbox. Nothing may be outstanding."""
+        counters = self.counters
+        if counters.outstanding is not None:
+            raise ValueError("the message before this one is still on its way")
+        live = self._copy_live()
+        delta = self._signal.measure(self._progress(live))
+        parts = self._sender.encode(counters.round, delta, self.residual)
+        self._write_contribution(parts)
+        self._reset_progress(live)
+        self._advance_age(self.plan.steps - counters.since_message.steps)
+        outstanding = Outstanding(
+            serial=counters.messages + 1,
+            round=counters.round,
+            sizes=tuple(len(part) for part in parts),
+            work=counters.unreported + counters.since_message,
+        )
+        self.update(
+            messages=outstanding.serial, outstanding=outstanding, since_message=StepTotals(), unreported=StepTotals()
+        )
+        return outstanding.to_header()
+
+    def _progress(self, live: Tensor) -> SignalInputs:
+        return SignalInputs(
+            live=self._by_name(live, self._trained_names),
+            reference=self._by_name(self.reference, self._trained_names),
+            anchor=self._by_name(self._shared_memory.anchor(self.counters.round), self._signal.shared_names),
+            inner_state={name: self._optimizer.vectors[name].cpu() for name in self._signal.consumed_names},
+            steps=self.counters.since_message.steps,
+        )
+
+    def _by_name(self, vector: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        return dict(zip(names, torch.split(vector, self._program.numel), strict=True))
+
+    def _reset_progress(self, live: Tensor) -> None:
+        """What was sent counts from here, and what was gathered for it is gathered again."""
+        for start, stop in clip_spans(self.plan.spans, 0, self.reference.numel()):
+            self.reference[start:stop] = live[start:stop]
+        for name in self._signal.consumed_names:
+            self._optimizer.vectors[name].zero_()
+
+    def apply_anchor(self, round_number: int, outcome: ContributionOutcome) -> None:
+        """Go over to the anchor of that round, taking along what was trained since the reference."""
+        before, outstanding = self.counters.round, self.counters.outstanding
+        if round_number == before and outstanding is None:
+            return  # said twice, around a restart; x + (y - x) would only add rounding errors
+        if outstanding is not None and outcome == "excluded":
+            self._restore_to_residual(outstanding, round_number)
+        self._merge_anchor(round_number, self._exchanged_spans(before, round_number))
+        self.update(round=round_number)
+        if outstanding is not None and outcome != "none":
+            self._settle(outstanding.to_header(), outcome)
+            self.update(outstanding=None)
+
+    def _settle(self, header: ContributionHeader, outcome: ContributionOutcome) -> None:
+        others = (entry for entry in self.counters.settled if entry.serial != header.serial)
+        settled = sorted([*others, SettledOutcome.from_header(header, outcome)], key=lambda entry: entry.serial)
+        self.update(settled=tuple(settled[-MAX_SETTLED:]))
+
+    def revise_outcome(
+        self, header: ContributionHeader, outcome: ContributionOutcome, read_payloads: Callable[[], Sequence[bytes]]
+    ) -> bool:
+        """A message whose fate we know may have another one on the chain that we went over to: give it back after all,
+        or take out again what was given back. Where its payloads are not to be had any more (none at all), nothing is
+        given back, or all that was to be sent is dropped: False."""
+        known = next((entry.fate for entry in self.counters.settled if entry.serial == header.serial), outcome)
+        if known == outcome:
+            return True
+        self._settle(header, outcome)
+        return "excluded" not in (known, outcome) or self._add_to_residual(
+            header, read_payloads(), -1 if known == "excluded" else 1
+        )
+
+    def _add_to_residual(self, header: ContributionHeader, payloads: Sequence[bytes], sign: int) -> bool:
+        unreported, work = self.counters.unreported, StepTotals.from_header(header)
+        if payloads:
+            self._sender.restore_to_residual(
+                header.round, payloads, self.residual, sign * self._remaining_fraction(header)
+            )
+            self.update(unreported=unreported + work if sign > 0 else unreported - work)
+        elif sign < 0:
+            self.residual.zero_()
+            self.update(unreported=StepTotals())
+        return bool(payloads) or sign > 0
+
+    def _remaining_fraction(self, header: ContributionHeader) -> float:
+        """What the later messages of the same values have left of a residual that it was added to."""
+        plan, outstanding = self._program.plan, self.counters.outstanding
+        later = [plan(entry.round) for entry in self.counters.settled if entry.serial > header.serial]
+        later += [] if outstanding is None else [plan(outstanding.round)]
+        spans = plan(header.round).spans
+        return math.prod(each.method.feedback.decay for each in later if each.spans == spans)
+
+    def _restore_to_residual(self, outstanding: Outstanding, round_number: int) -> None:
+        """A delta goes into the residual. What is not one (the weights themselves) cannot be sent later: its progress
+        lives on here, measured from the anchor that it began at, where that is still in its buffer."""
+        self._sender.restore_to_residual(
+            outstanding.round, self._shared_memory.contribution_parts(outstanding.sizes), self.residual
+        )
+        self.update(unreported=self.counters.unreported + outstanding.work)
+        before = self.counters.round
+        if not self._signal.is_delta and round_number == before + 1:
+            self._set_reference(before)
+
+    def _merge_anchor(self, round_number: int, exchanged_spans: Iterable[Span]) -> None:
+        """See `optim.merge_policy`. In place: what is live becomes own progress, and that, on the new reference,
+        live."""
+        adoption, live, reference = self._program.method.adoption, self._copy_live(), self.reference
+        places = [slice(start, stop) for start, stop in exchanged_spans]
+        before = [live[place].clone() for place in places] if isinstance(adoption, Interpolate) else []
+        own = live.sub_(reference)
+        self._set_reference(round_number)
+        if adoption.unsent:
+            reference.sub_(self.residual, alpha=adoption.unsent)
+        if isinstance(adoption, RebaseOnAnchor) and adoption.keep < 1:
+            for place in places:
+                self.residual[place] -= own[place]
+                reference[place] += adoption.keep * own[place]
+                own[place] = 0
+        after = own.add_(reference)
+        if isinstance(adoption, Interpolate):
+            for place, was in zip(places, before, strict=True):
+                after[place] = adoption.alpha * was + (1 - adoption.alpha) * reference[place]
+        self._load_live(after)
+
+    def _exchanged_spans(self, before: int, after: int) -> set[Span]:
+        """The spans of the carried vectors that these rounds exchanged; of many rounds, or another chain's, all."""
+        program, size = self._program, self.reference.numel()
+        if not 0 <= after - before <= MAX_ROUNDS_SKIPPED:
+            return {(0, size)}
+        spans = (span for number in range(before, after) for span in program.plan(number).spans)
+        return set(clip_spans(sorted(set(spans)), 0, size))
+
+    def count_step(self, tokens: int, loss: float, position: int) -> None:
+        counters = self.counters
+        self.update(
+            step=counters.step + 1,
+            tokens=counters.tokens + tokens,
+            position=position,
+            since_message=counters.since_message + StepTotals(tokens=tokens, steps=1, loss=loss),
+        )
+
+    def update(self, **values: object) -> None:
+        self.counters = self.counters.model_copy(update=values)
+
+    def _set_reference(self, round_number: int) -> None:
+        """The carried ones of the vectors that all agree on."""
+        shared = self._by_name(self._shared_memory.anchor(round_number), self._signal.shared_names)
+        for name, vector in self._by_name(self.reference, self._trained_names).items():
+            vector.copy_(shared[name])
+
+    def _copy_live(self) -> Tensor:
+        """The carried vectors as they are, copied; until the next call."""
+        vectors = {WEIGHTS: self._model.flat.detach(), **self._optimizer.vectors}
+        for name, room in self._by_name(self._staging, self._trained_names).items():
+            room.copy_(vectors[name])
+        return self._staging
+
+    def _load_live(self, vectors: Tensor) -> None:
+        for name, vector in self._by_name(vectors, self._trained_names).items():
+            if name == WEIGHTS:
+                self._model.load_flat(vector)
+            else:
+                self._optimizer.vectors[name].copy_(vector)
+
+    def _snapshot_vectors(self) -> dict[str, Tensor]:
+        return {
+            WEIGHTS: self._model.flat.detach(),
+            **self._optimizer.vectors,
+            RESIDUAL: self.residual,
+            REFERENCE: self.reference,
+        }
+
+    def _write_contribution(self, parts: Sequence[Payload]) -> None:
+        sizes = [len(part) for part in parts]
+        if sum(sizes) > self._shared_memory.contribution_bytes:
+            raise ValueError(
+                f"a message of {sum(sizes)} bytes; the outbox holds {self._shared_memory.contribution_bytes}"
+            )
+        for room, part in zip(self._shared_memory.contribution_parts(sizes), parts, strict=True):
+            room[:] = part

@@ -1,0 +1,1 @@
+"""Combine the contributions of a round into one update."""

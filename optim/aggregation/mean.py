@@ -1,0 +1,222 @@
+"""From the members' messages to one pseudo-gradient.
+
+Messages are summed in the order in which they are given, in fp32, and divided once: every peer gets the same bits.
+"""
+
+import math
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass as plain_dataclass
+from itertools import chain
+from typing import ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from optim.aggregation.sparse_mean import MeanVector, SenderMeanVector, SparseBatch, divide_where_sent
+from optim.codecs.base import Codec, Payload
+from optim.errors import OptimError
+from optim.kernels.buffer_pool import zeros
+from optim.kernels.parallel import parallel_for
+from optim.kernels.reproducible_math import power
+from optim.kernels.vectors import ArrayVector, Floats, SparseVector, Vector, slabs
+from optim.options import STRICT
+
+Decoder = Callable[[], Vector]
+
+
+@plain_dataclass(frozen=True)
+class WeightedPayload:
+    """One member's payload with its weight; decoded on demand, so that one dense message at a time is in memory, where
+    nobody has read it before."""
+
+    codec: Codec
+    payload: Payload | Vector
+    numel: int
+    weight: float
+
+    def decode(self) -> Vector:
+        return self.payload if isinstance(self.payload, Vector) else self.codec.decode_vector(self.payload, self.numel)
+
+
+def decode_sparse(payloads: Sequence[WeightedPayload]) -> list[SparseVector]:
+    """All of them decoded, where some are already and all have room side by side in the memory of a dense one."""
+    if not any(isinstance(message.payload, SparseVector) for message in payloads):
+        return []
+    room, vectors = 4 * payloads[0].numel, list[SparseVector]()
+    for message in payloads:
+        vector = message.decode()
+        if not isinstance(vector, SparseVector) or vector.nbytes > room:
+            return []
+        room -= vector.nbytes
+        vectors.append(vector)
+    return vectors
+
+
+def cached_decoders(payloads: Sequence[WeightedPayload]) -> list[Decoder]:
+    """What decodes each message. Sparse ones that have room side by side in the memory of a dense one are decoded once,
+    however often they are read."""
+
+    def reader(message: WeightedPayload) -> Decoder:
+        known: list[SparseVector] = []
+
+        def read() -> Vector:
+            if known:
+                return known[0]
+            vector = message.decode()
+            if isinstance(vector, SparseVector) and vector.nbytes * len(payloads) <= 4 * message.numel:
+                known.append(vector)
+            return vector
+
+        return read
+
+    return [reader(message) for message in payloads]
+
+
+class AggregationRule(ABC):
+    """Messages of one length, in the agreed order, to one vector. A message of weight zero is as if absent."""
+
+    kind: ClassVar[str]
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that all peers hold alike from round to round, zero at the start; 0: a round's messages say all."""
+        return 0
+
+    def weigh(self, tokens: int, age: int) -> float:
+        """Of a member that trained on so many tokens and whose message is `age` rounds late."""
+        return float(tokens)
+
+    @abstractmethod
+    def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
+        """CodecError if a payload is malformed, OptimError if no message has a weight. `memory` changes in place."""
+
+    def combine_lazily(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Vector:
+        """The same bits, to be had span by span: where a rule can, it computes them when they are asked for."""
+        return ArrayVector(self.combine(payloads, state))
+
+
+def drop_weightless(payloads: Sequence[WeightedPayload]) -> list[WeightedPayload]:
+    """Those with a weight. OptimError if a weight is nonsense or there is none."""
+    if not all(math.isfinite(message.weight) and message.weight >= 0 for message in payloads):
+        raise OptimError("weights must be finite and not negative")
+    members = [message for message in payloads if message.weight]
+    if not members:
+        raise OptimError("one of the weights must be above zero")
+    return members
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class _WeightedMean(AggregationRule):
+    """`weights`: by the tokens each member trained on, or all alike. `clip`: no message counts with a norm above the
+    median of all norms (of the part at hand, where messages are reduced in parts). The clip bounds what one member can
+    do and keeps the rest of the mean as it is; the rules of `optim.aggregation.robust` instead leave members out.
+    `staleness`: a message that is `age` rounds late counts (1 + age)^-staleness of its weight (arXiv 2111.04338:
+    0.5)."""
+
+    weights: Literal["tokens", "equal"] = "tokens"
+    clip: bool = False
+    staleness: float = Field(default=0.0, ge=0, le=10)
+
+    def weigh(self, tokens: int, age: int) -> float:
+        return (tokens if self.weights == "tokens" else 1) * power(1 + age, -self.staleness)
+
+    def _normalized_weights(self, payloads: Sequence[WeightedPayload]) -> list[float]:
+        """In units of the largest: a message of weight 1 is summed without being multiplied."""
+        most = max(message.weight for message in drop_weightless(payloads))
+        return [message.weight / most for message in payloads]
+
+    def _clip_scales(self, vectors: Iterable[Vector], weights: Sequence[float]) -> list[float]:
+        """What each message is multiplied by: its weight, and what brings its norm down to the median of those that
+        count. Without a clip `vectors` are not looked at."""
+        if not self.clip:
+            return list(weights)
+        norms = [vector.norm() for vector in vectors]
+        median = statistics.median(norm for norm, weight in zip(norms, weights, strict=True) if weight)
+        factors = [min(1.0, median / norm) if norm else 1.0 for norm in norms]
+        return [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+
+    def combine_lazily(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Vector:
+        vectors = decode_sparse(payloads)
+        if not vectors:
+            return super().combine_lazily(payloads, state)
+        weights = self._normalized_weights(payloads)
+        scales = np.array(self._clip_scales(vectors, weights), np.float32)
+        return self._lazy_mean(SparseBatch.from_vectors(vectors), scales, weights, payloads)
+
+    @abstractmethod
+    def _lazy_mean(
+        self, batch: SparseBatch, scales: Floats, weights: Sequence[float], payloads: Sequence[WeightedPayload]
+    ) -> Vector:
+        """Of sparse messages, to be had span by span."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Mean(_WeightedMean):
+    """sum_i w_i x_i / sum_i w_i over all n members of the round; with `over` = "members" and equal weights it is
+    sum_i w_i x_i / n, so that a step of messages that are late is also shorter (arXiv 2106.06639)."""
+
+    kind: ClassVar[str] = "mean"
+
+    over: Literal["weights", "members"] = "weights"
+
+    @model_validator(mode="after")
+    def _check_over(self) -> Self:
+        if self.over == "members" and self.weights != "equal":
+            raise ValueError("over = 'members' takes weights = 'equal'")
+        return self
+
+    def _divisor(self, payloads: Sequence[WeightedPayload], weights: Sequence[float]) -> np.float32:
+        """Of the sum whose weights are `weights`."""
+        if self.over == "weights":
+            return np.float32(math.fsum(weights))
+        members = drop_weightless(payloads)
+        return np.float32(len(members) / max(member.weight for member in members))
+
+    def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
+        weights = self._normalized_weights(payloads)
+        readers = cached_decoders(payloads)
+        scales, vectors = self._clip_scales((read() for read in readers), weights), (read() for read in readers)
+        first = next(vectors)
+        total = zeros(first.coefficients.numel)
+        for vector, scale in zip(chain((first,), vectors), scales, strict=True):
+            vector.coefficients.add_to(total, scale)
+        total /= self._divisor(payloads, weights)
+        # What transforms values is linear: it is undone once.
+        return first.with_coefficients(ArrayVector(total)).to_dense()
+
+    def _lazy_mean(
+        self, batch: SparseBatch, scales: Floats, weights: Sequence[float], payloads: Sequence[WeightedPayload]
+    ) -> Vector:
+        return MeanVector(batch, scales, self._divisor(payloads, weights))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SenderMean(_WeightedMean):
+    """As `Mean`, but each coordinate is divided by the weight of those members that sent something for it.
+
+    This is what the public codes of arXiv 2508.15706 do where its text has the mean over all members; with sparse
+    messages it moves several times farther, so learning rates do not carry over from one rule to the other. A
+    coordinate is what was sent: with a codec that transforms values it is a coefficient (arXiv 2411.19870).
+    """
+
+    kind: ClassVar[str] = "sender-mean"
+
+    def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
+        weights = self._normalized_weights(payloads)
+        readers = cached_decoders(payloads)
+        scales, vectors = self._clip_scales((read() for read in readers), weights), (read() for read in readers)
+        first = next(vectors)
+        total, senders = zeros(first.coefficients.numel), zeros(first.coefficients.numel)
+        for vector, weight, scale in zip(chain((first,), vectors), weights, scales, strict=True):
+            vector.coefficients.add_to(total, scale)
+            vector.coefficients.add_nonzero_mask_to(senders, weight)
+        parallel_for(lambda part: divide_where_sent(total[part], senders[part]), slabs(total.size))
+        return first.with_coefficients(ArrayVector(total)).to_dense()
+
+    def _lazy_mean(
+        self, batch: SparseBatch, scales: Floats, weights: Sequence[float], payloads: Sequence[WeightedPayload]
+    ) -> Vector:
+        return SenderMeanVector(batch, scales, np.array(weights, np.float32))

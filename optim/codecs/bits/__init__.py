@@ -1,0 +1,1 @@
+"""Bit-level coding that several codecs share."""

@@ -1,0 +1,65 @@
+"""Noise for stochastic rounding that the values themselves determine: encoding is a function, on every machine.
+
+A message's key is made from the round, where the codec is bound to one, and from a sample of the values; a block's from
+that, its number and its scale: neither another round nor another message nor another part of it sees the same noise. A
+value's word is a function of its block's key and its place, in whole numbers of 32 bits, which machines compute several
+at once and all alike: multiplications and shifts that let each bit reach every other (the constants are those that the
+search of github.com/skeeto/hash-prospector found least biased).
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from optim.codecs.base import Binding
+from optim.kernels.jit import jit
+from optim.kernels.vectors import Floats
+
+MAX_SAMPLED_VALUES = 1 << 16  # values that a seed is made from
+SEED_BYTES = 8  # bytes of it
+FRACTION_UNIT = np.float32(2.0**-24)  # of the upper 24 bits of a word: to [0, 1)
+FIRST_SHIFT, SHIFT, FIRST_FACTOR, SECOND_FACTOR = map(np.uint32, (16, 15, 0x21F0_AAAD, 0xD35A_2D97))
+
+
+class NoiseKey(NamedTuple):
+    low: np.uint32
+    high: np.uint32
+
+
+def seed_from_values(values: Floats) -> bytes:
+    """That follows from the values, so that encoding is a function, and that another member hardly has."""
+    sample = np.ascontiguousarray(values[:: -(-values.size // MAX_SAMPLED_VALUES)], "<f4")
+    return short_digest(sample.tobytes())
+
+
+def short_digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()[:SEED_BYTES]
+
+
+def noise_key(values: Floats, binding: Binding | None) -> NoiseKey:
+    round_number = -1 if binding is None else binding.round_number
+    return NoiseKey(
+        *np.frombuffer(short_digest(f"murmur noise {round_number}\0".encode() + seed_from_values(values)), "<u4")
+    )
+
+
+@jit
+def block_key(low: np.uint32, high: np.uint32, number: int, half: np.uint32) -> np.uint32:
+    """`half`: the upper half of its scale. For compiled functions alone."""
+    return mix_bits(np.uint32(mix_bits(np.uint32(np.uint32(number) ^ low)) ^ high) + half)
+
+
+@jit
+def mix_bits(word: np.uint32) -> np.uint32:
+    """Another word, each for each. For compiled functions alone."""
+    word = np.uint32(np.uint32(word ^ (word >> FIRST_SHIFT)) * FIRST_FACTOR)
+    word = np.uint32(np.uint32(word ^ (word >> SHIFT)) * SECOND_FACTOR)
+    return np.uint32(word ^ (word >> SHIFT))
+
+
+def philox_words(text: bytes, count: int) -> npt.NDArray[np.uint64]:
+    """64-bit words that follow from `text` alone: Philox is counter-based, and they are the same everywhere."""
+    key = np.frombuffer(hashlib.sha256(text).digest()[:16], "<u8")
+    return np.random.Philox(key=key).random_raw(count).astype("<u8", copy=False)

@@ -1,0 +1,311 @@
+"""One power of two that fp16 values share, so that neither tiny nor large pseudo-gradients leave fp16.
+
+value = fp16 * 2^exponent, where the exponent puts the largest value into [2^14, 2^15): 29 powers of two below it are
+held to 2^-11 relative, and smaller values lose precision only in absolute terms that do not matter beside the largest.
+
+Codecs that carry every value as a float: fp32 as it is, bfloat16, and fp16 under one shared power of two.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass as plain_dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic.dataclasses import dataclass
+
+from optim.codecs.base import Codec, Payload, PayloadReader, PayloadWriter
+from optim.codecs.bits.packing import Bytes
+from optim.errors import CodecError
+from optim.kernels.jit import MAGNITUDE_MASK, bits_to_float, float_to_bits, jit
+from optim.kernels.parallel import parallel_for
+from optim.kernels.vectors import Floats, Vector, slabs
+from optim.options import STRICT
+
+MIN_EXPONENT, MAX_EXPONENT = -100, 32  # exponents; decoded values stay below 2^48 and out of the subnormal range
+TOP_EXPONENT = 15
+FLOAT16_LIMIT = np.float16(2.0**TOP_EXPONENT).view(np.uint16)
+
+
+def shared_exponent(largest: float) -> int:
+    """CodecError where the largest magnitude is not finite or beyond the format."""
+    if not largest < 2.0 ** (MAX_EXPONENT + TOP_EXPONENT):
+        raise CodecError(f"values up to {largest:.3g} cannot be encoded")
+    return max(MIN_EXPONENT, math.frexp(largest)[1] - TOP_EXPONENT) if largest else 0
+
+
+def read_exponent(reader: PayloadReader) -> int:
+    exponent = int(reader.read("i1", 1)[0])
+    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
+        raise CodecError(f"exponent {exponent} is out of range")
+    return exponent
+
+
+def power_of_two(exponent: int) -> np.float32:
+    """2^exponent; multiplying by it is exact but for results below fp32's normal range."""
+    return np.float32(2.0**exponent)
+
+
+MAGNITUDE_LIMIT = 2.0 ** (MAX_EXPONENT + TOP_EXPONENT)
+MAGNITUDE_LIMIT_BITS = int(np.float32(MAGNITUDE_LIMIT).view(np.uint32))
+BFLOAT16_LIMIT = MAGNITUDE_LIMIT_BITS >> 16
+# Of fp32: what its exponents are more than those of fp16, fp16's least normal number, and a half.
+FLOAT16_BIAS, MIN_NORMAL, HALF = np.uint32(112 << 23), np.uint32(113 << 23), np.uint32(126 << 23)
+Halves = npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Uncompressed(Codec):
+    """fp32, for tests and baselines. Payload: head, values."""
+
+    kind: ClassVar[str] = "none"
+    number: ClassVar[int] = 1
+    version: ClassVar[int] = 1
+
+    def max_bytes(self, numel: int) -> int:
+        return 2 + 4 * numel
+
+    def encode_array(self, values: Floats, subtract: bool) -> Payload:
+        draft = PayloadWriter(self.header(), 4 * values.size)
+        room: Floats = draft.reserve("f4", values.size)
+
+        parallel_for(lambda part: check_magnitude(_copy(values[part], room[part])), slabs(values.size))
+        if subtract:
+            values[:] = 0
+        return draft.payload
+
+    def decode_vector(self, payload: Payload, numel: int) -> Vector:
+        reader = self.open_payload(payload, numel)
+        vector = _FloatVector(numel, reader.read("u1", 4 * numel), 4, np.float32(1), _write_float32, _add_float32)
+        reader.expect_end()
+        vector.check_limit(_max_magnitude_float32, MAGNITUDE_LIMIT_BITS - 1)
+        return vector
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BFloat16(Codec):
+    """bfloat16: the upper half of an fp32, rounded to nearest, ties to even. Payload: head, values."""
+
+    kind: ClassVar[str] = "bf16"
+    number: ClassVar[int] = 5
+    version: ClassVar[int] = 1
+
+    def max_bytes(self, numel: int) -> int:
+        return 2 + 2 * numel
+
+    def encode_array(self, values: Floats, subtract: bool) -> Payload:
+        draft = PayloadWriter(self.header(), 2 * values.size)
+        halves: Halves = draft.reserve("u2", values.size)
+        parallel_for(
+            lambda part: check_magnitude(_to_bfloat16(values[part], halves[part], subtract)), slabs(values.size)
+        )
+        return draft.payload
+
+    def decode_vector(self, payload: Payload, numel: int) -> Vector:
+        reader = self.open_payload(payload, numel)
+        codes = reader.read("u1", 2 * numel)
+        vector = _FloatVector(numel, codes, 2, np.float32(1), _write_bfloat16, _add_bfloat16)
+        reader.expect_end()
+        vector.check_limit(_max_magnitude_halves, BFLOAT16_LIMIT)
+        return vector
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Float16(Codec):
+    """fp16. Payload: head, exponent (int8), values as fp16 * 2^exponent."""
+
+    kind: ClassVar[str] = "fp16"
+    number: ClassVar[int] = 2
+    version: ClassVar[int] = 1
+
+    def max_bytes(self, numel: int) -> int:
+        return 3 + 2 * numel
+
+    def encode_array(self, values: Floats, subtract: bool) -> Payload:
+        exponent = shared_exponent(largest_magnitude(values))
+        factor, unit = power_of_two(-exponent), power_of_two(exponent) if subtract else np.float32(0)
+        draft = PayloadWriter(self.header() + np.int8(exponent).tobytes(), 2 * values.size)
+        halves: Halves = draft.reserve("u2", values.size)
+        parallel_for(lambda part: _to_float16(values[part], factor, halves[part], unit), slabs(values.size))
+        return draft.payload
+
+    def decode_vector(self, payload: Payload, numel: int) -> Vector:
+        reader = self.open_payload(payload, numel)
+        exponent = read_exponent(reader)
+        vector = _FloatVector(
+            numel, reader.read("u1", 2 * numel), 2, power_of_two(exponent), _write_float16, _add_float16
+        )
+        reader.expect_end()
+        vector.check_limit(_max_magnitude_halves, int(FLOAT16_LIMIT))
+        return vector
+
+
+@plain_dataclass(frozen=True)
+class _FloatVector(Vector):
+    """Numbers of `width` bytes as they stand in the payload, each to be multiplied by `unit`, a power of two, with no
+    product below fp32's normal numbers. `write(codes, factor, out)` and `add(codes, factor, total)` decode them."""
+
+    numel: int
+    codes: Bytes
+    width: int
+    unit: np.float32
+    write: Callable[[Bytes, np.float32, Floats], None]
+    add: Callable[[Bytes, np.float32, Floats], None]
+
+    def check_limit(self, largest: Callable[[Bytes], int], limit: int) -> None:
+        """CodecError where a magnitude is above the limit; as integers, magnitudes sort as they do as numbers."""
+        parallel_for(lambda part: check_magnitude(largest(self._codes_in(part)), limit), self.decode_slabs())
+
+    def decode_into(self, slab: slice, out: Floats) -> None:
+        self.write(self._codes_in(slab), self.unit, out)
+
+    def add_to(self, total: Floats, weight: float) -> None:
+        # Where the weight is one the product is exact.
+        factor = self.unit * np.float32(weight)
+        parallel_for(lambda part: self.add(self._codes_in(part), factor, total[part]), self.decode_slabs())
+
+    def _codes_in(self, slab: slice) -> Bytes:
+        return self.codes[self.width * slab.start : self.width * slab.stop]
+
+
+def largest_magnitude(values: Floats) -> float:
+    """max |x|; CodecError where a value is not finite or too large to be summed safely."""
+    found: list[int] = []
+    parallel_for(lambda part: found.append(max_magnitude_bits(values[part])), slabs(values.size))
+    check_magnitude(max(found))
+    return float(np.uint32(max(found)).view(np.float32))
+
+
+def check_magnitude(bits: int, limit: int = MAGNITUDE_LIMIT_BITS - 1) -> None:
+    """CodecError where the bits of a largest magnitude are above that: it is not finite, or too large."""
+    if bits > limit:
+        raise CodecError("a value is not finite or too large")
+
+
+@jit
+def max_magnitude_bits(values: Floats) -> int:
+    """The bits of the largest magnitude; those of infinities and NaN are above all numbers'."""
+    bits, top = values.view(np.uint32), np.uint32(0)
+    for i in range(bits.size):
+        top = max(top, np.uint32(bits[i] & MAGNITUDE_MASK))
+    return int(top)
+
+
+@jit
+def _copy(values: Floats, out: Floats) -> int:
+    """And what `largest_bits` says."""
+    bits, room, top = values.view(np.uint32), out.view(np.uint32), np.uint32(0)
+    for i in range(bits.size):
+        room[i] = bits[i]
+        top = max(top, np.uint32(bits[i] & MAGNITUDE_MASK))
+    return int(top)
+
+
+@jit
+def _to_bfloat16(values: Floats, halves: Halves, subtract: bool) -> int:
+    """And what `largest_bits` says, of the values as they came."""
+    bits, top = values.view(np.uint32), np.uint32(0)
+    for i in range(bits.size):
+        odd = np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1)
+        half = np.uint32(np.uint32(bits[i] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        halves[i] = np.uint16(half)
+        top = max(top, np.uint32(bits[i] & MAGNITUDE_MASK))
+        if subtract:
+            values[i] -= _from_bfloat16(half)
+    return int(top)
+
+
+@jit
+def _to_float16(values: Floats, factor: np.float32, halves: Halves, unit: np.float32) -> None:
+    """Products below 2^16. Those below fp16's normal numbers are rounded where 0.5 has a last bit of 2^-24. What they
+    decode to, times the unit, is subtracted, unless that is zero."""
+    for i in range(values.size):
+        product = values[i] * factor
+        bits = np.uint32(float_to_bits(product) & MAGNITUDE_MASK)
+        odd = np.uint32(bits >> np.uint32(13)) & np.uint32(1)
+        normal = np.uint32(np.uint32(bits - FLOAT16_BIAS + np.uint32(0xFFF) + odd) >> np.uint32(13))
+        below = np.uint32(float_to_bits(abs(product) + np.float32(0.5)) - HALF)
+        sign = np.uint32(float_to_bits(product) >> np.uint32(16)) & np.uint32(0x8000)
+        half = np.uint32((normal if bits >= MIN_NORMAL else below) | sign)
+        halves[i] = np.uint16(half)
+        if unit != np.float32(0):
+            values[i] -= _from_float16(half) * unit
+
+
+@jit
+def _float32_at(codes: Bytes, i: int) -> np.float32:
+    low = np.uint32(codes[4 * i]) | np.uint32(codes[4 * i + 1]) << np.uint32(8)
+    high = np.uint32(codes[4 * i + 2]) | np.uint32(codes[4 * i + 3]) << np.uint32(8)
+    return bits_to_float(np.uint32(low | high << np.uint32(16)))
+
+
+@jit
+def _half_bits(codes: Bytes, i: int) -> np.uint32:
+    return np.uint32(np.uint32(codes[2 * i]) | np.uint32(codes[2 * i + 1]) << np.uint32(8))
+
+
+@jit
+def _from_bfloat16(bits: np.uint32) -> np.float32:
+    return bits_to_float(np.uint32(bits << np.uint32(16)))
+
+
+@jit
+def _from_float16(bits: np.uint32) -> np.float32:
+    magnitude = np.uint32(bits & np.uint32(0x7FFF))
+    normal = bits_to_float(np.uint32(np.uint32(magnitude << np.uint32(13)) + FLOAT16_BIAS))
+    below = np.float32(np.int32(magnitude)) * np.float32(2.0**-24)
+    value = normal if magnitude >= np.uint32(0x400) else below
+    return -value if bits > np.uint32(0x7FFF) else value
+
+
+@jit
+def _max_magnitude_float32(codes: Bytes) -> int:
+    top = np.uint32(0)
+    for i in range(codes.size // 4):
+        top = max(top, np.uint32(float_to_bits(_float32_at(codes, i)) & MAGNITUDE_MASK))
+    return int(top)
+
+
+@jit
+def _max_magnitude_halves(codes: Bytes) -> int:
+    top = np.uint32(0)
+    for i in range(codes.size // 2):
+        top = max(top, np.uint32(_half_bits(codes, i) & np.uint32(0x7FFF)))
+    return int(top)
+
+
+@jit
+def _write_float32(codes: Bytes, factor: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = _float32_at(codes, i) * factor
+
+
+@jit
+def _add_float32(codes: Bytes, factor: np.float32, total: Floats) -> None:
+    for i in range(total.size):
+        total[i] += _float32_at(codes, i) * factor
+
+
+@jit
+def _write_bfloat16(codes: Bytes, factor: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = _from_bfloat16(_half_bits(codes, i)) * factor
+
+
+@jit
+def _add_bfloat16(codes: Bytes, factor: np.float32, total: Floats) -> None:
+    for i in range(total.size):
+        total[i] += _from_bfloat16(_half_bits(codes, i)) * factor
+
+
+@jit
+def _write_float16(codes: Bytes, factor: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = _from_float16(_half_bits(codes, i)) * factor
+
+
+@jit
+def _add_float16(codes: Bytes, factor: np.float32, total: Floats) -> None:
+    for i in range(total.size):
+        total[i] += _from_float16(_half_bits(codes, i)) * factor

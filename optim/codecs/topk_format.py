@@ -1,0 +1,253 @@
+"""What is kept of a vector's chunks: a code for each value, and the levels that the codes of a chunk name.
+
+A code holds a value's index in its chunk, whether it is negative, and the number of its level. A level is a bfloat16,
+so that its bits follow from its chunk alone: what the codes say is subtracted while the chunk is in the cache.
+
+Bits that are sent as they are: the flags of all codes, and the low bits of the gaps between their indices.
+
+Most significant bits first: whether each value is negative; as far as a level's number has them, all low and then all
+high bits of the numbers; then each gap's low bits, which tell the members of its class apart.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from optim.codecs.bits import gap_coding, rans
+from optim.codecs.bits.gap_coding import Gaps
+from optim.codecs.bits.levels import fit_levels
+from optim.codecs.bits.rans import Symbols
+from optim.codecs.bits.selection import Bits, select_largest
+from optim.codecs.blocks import ROUND_NEAREST, Halves, round_scale
+from optim.codecs.residual_update import NO_UPDATE, ResidualUpdate, decay_and_add
+from optim.errors import CodecError
+from optim.kernels.buffer_pool import empty, empty_array
+from optim.kernels.jit import bits_to_float, float_to_bits, jit
+from optim.kernels.parallel import parallel_for
+from optim.kernels.vectors import SPARSE_SLAB_SIZE, Floats, Positions, SparseVector, slabs
+
+Codes = npt.NDArray[np.uint32]  # index << 3 | negative << 2 | level
+
+INDEX_SHIFT, NEGATIVE_SHIFT = np.uint32(3), np.uint32(2)  # where they begin
+LEVEL_MASK = np.uint32(3)  # its bits
+FLOAT_SIGN_SHIFT = np.uint32(31)
+
+
+@dataclass(frozen=True)
+class TopKLayout:
+    """How many values of which chunk are kept. `span`, `keep`: of a full chunk. `bits`: of a kept value."""
+
+    numel: int
+    chunk_size: int
+    keep: int
+    bits: int
+
+    @property
+    def levels(self) -> int:
+        return 1 << self.bits - 1
+
+    @property
+    def full_chunks(self) -> int:
+        return self.numel // self.chunk_size
+
+    @property
+    def tail(self) -> int:
+        """Values in the short last chunk; 0 if there is none."""
+        return self.numel % self.chunk_size
+
+    @property
+    def tail_keep(self) -> int:
+        return -(-self.keep * self.tail // self.chunk_size)
+
+    @property
+    def chunks(self) -> int:
+        return self.full_chunks + (self.tail > 0)
+
+    @property
+    def kept_count(self) -> int:
+        return self.full_chunks * self.keep + self.tail_keep
+
+    @property
+    def frequencies(self) -> rans.Frequencies:
+        """Of the gaps' classes, were positions uniform."""
+        if self.full_chunks:
+            return gap_coding.uniform_frequencies(self.chunk_size, self.keep)
+        return gap_coding.uniform_frequencies(self.tail, self.tail_keep)
+
+    @property
+    def gap_limit(self) -> int:
+        """All gaps are below it."""
+        return self.chunk_size if self.full_chunks else self.tail
+
+    def chunk_runs(self) -> list[slice]:
+        """All chunks, a few at a time; a short last one by itself."""
+        return [
+            *slabs(self.full_chunks, max(1, SPARSE_SLAB_SIZE // self.keep)),
+            *([slice(self.full_chunks, self.chunks)] * (self.tail > 0)),
+        ]
+
+    def kept_slice(self, chunks: slice) -> tuple[slice, int]:
+        """The place of what is kept of such a run, and how much of each chunk."""
+        keep = self.keep if chunks.start < self.full_chunks else self.tail_keep
+        first = chunks.start * self.keep
+        return slice(first, first + (chunks.stop - chunks.start) * keep), keep
+
+
+def select_codes(
+    values: Floats, layout: TopKLayout, subtract: bool = False, update: ResidualUpdate = NO_UPDATE
+) -> tuple[Codes, Halves]:
+    """The codes of all kept values in chunk order, ascending by index, and (chunks, levels) levels' upper halves.
+    CodecError if a value is not finite or too large. `before`: what the values become, each chunk just before it is
+    looked at; `subtract`: and what of them is left just behind that."""
+    codes, halves = empty_array(np.uint32, layout.kept_count), np.empty((layout.chunks, layout.levels), np.uint16)
+    bits = values.view(np.uint32)
+
+    def choose(chunks: slice) -> None:
+        part, keep = layout.kept_slice(chunks)
+        run, shape = (
+            slice(chunks.start * layout.chunk_size, chunks.stop * layout.chunk_size),
+            (chunks.stop - chunks.start, -1),
+        )
+        decay, sent = np.float32(update.decay), update.delta[run].reshape(shape)
+        rows = bits[run].reshape(shape), codes[part].reshape(-1, keep), halves[chunks]
+        if not _select_rows(decay, sent, *rows, subtract):
+            raise CodecError("a value is not finite or too large")
+
+    parallel_for(choose, layout.chunk_runs())
+    return codes, halves
+
+
+@jit
+def _select_rows(decay: np.float32, delta: Floats, chunks: Bits, codes: Codes, halves: Halves, subtract: bool) -> bool:
+    """(rows, span) values, (rows, keep) codes and (rows, count) upper halves of levels; values <- decay * values + sent
+    before, where anything is `sent`, and minus what the codes say behind, where that is asked for. False if a value is
+    not finite or too large."""
+    rows, span = chunks.shape
+    keep = codes.shape[1]
+    places, magnitudes, numbers = np.empty(span, np.uint32), np.empty(span, np.uint32), np.empty(keep, np.uint32)
+    levels = np.empty(halves.shape[1], np.float32)
+    for row in range(rows):
+        chunk, values = chunks[row], chunks[row].view(np.float32)
+        if delta.size:
+            decay_and_add(values, decay, delta[row])
+        if not select_largest(chunk, keep, places, magnitudes):
+            return False
+        fit_levels(magnitudes[:keep], numbers, levels)
+        for level in range(levels.size):
+            levels[level] = round_scale(levels[level], ROUND_NEAREST, halves[row], level)
+        if levels[-1] < 0:
+            return False
+        for kept in range(keep):
+            place = places[kept]
+            code = place << INDEX_SHIFT | chunk[place] >> FLOAT_SIGN_SHIFT << NEGATIVE_SHIFT | numbers[kept]
+            codes[row, kept] = code
+            if subtract:
+                values[place] -= _decode_value(code, levels)
+    return True
+
+
+def decode_codes(codes: Codes, levels: Floats, layout: TopKLayout) -> SparseVector:
+    positions, values = empty_array(np.int64, layout.kept_count), empty(layout.kept_count)
+
+    def restore(chunks: slice) -> None:
+        part, keep = layout.kept_slice(chunks)
+        run = codes[part].reshape(-1, keep)
+        _decode_rows(
+            run, levels[chunks], chunks.start * layout.chunk_size, layout.chunk_size, positions[part], values[part]
+        )
+
+    parallel_for(restore, layout.chunk_runs())
+    return SparseVector(positions, values, layout.numel)
+
+
+@jit
+def _decode_rows(codes: Codes, levels: Floats, first: int, span: int, positions: Positions, values: Floats) -> None:
+    """(rows, keep) codes of chunks from position `first` on."""
+    rows, keep = codes.shape
+    for row in range(rows):
+        for kept in range(keep):
+            code = codes[row, kept]
+            positions[row * keep + kept] = first + row * span + (code >> INDEX_SHIFT)
+            values[row * keep + kept] = _decode_value(code, levels[row])
+
+
+@jit
+def _decode_value(code: np.uint32, levels: Floats) -> np.float32:
+    """For compiled functions alone. The sign is written where it belongs: a branch could not be foretold."""
+    negative = np.uint32(code >> NEGATIVE_SHIFT & np.uint32(1))
+    return bits_to_float(np.uint32(float_to_bits(levels[code & LEVEL_MASK]) | negative << FLOAT_SIGN_SHIFT))
+
+
+Bytes = npt.NDArray[np.uint8]
+Widths = npt.NDArray[np.uint8]  # of a class's low bits
+
+ZERO, ONE = np.uint64(0), np.uint64(1)
+BYTE_SHIFT, BIT_MASK = np.uint64(3), np.uint64(7)  # bits of a bit's place in its byte, and the last one
+READ_AHEAD_BYTES = 2  # bytes that can be read behind the last: low bits, at most 13, are taken from three
+
+
+@jit
+def count_low_bits(classes: Symbols, widths: Widths) -> int:
+    """Low bits of all gaps."""
+    bits = 0
+    for symbol in classes:
+        bits += widths[symbol]
+    return bits
+
+
+@jit
+def write_bit_planes(codes: Codes, bits: int, distances: Gaps, classes: Symbols, widths: Widths, packed: Bytes) -> None:
+    """To the front of `packed`. `bits`: of a code's flags."""
+    pending, filled, byte = 0, 0, 0
+    for flag in range(bits):
+        plane = (flag + 2) % 3
+        for code in codes:
+            pending = pending << 1 | code >> plane & 1
+            filled += 1
+            if filled == 8:
+                packed[byte] = pending
+                pending, filled, byte = 0, 0, byte + 1
+    for place in range(distances.size):
+        width = widths[classes[place]]
+        pending = pending << width | distances[place] & (1 << width) - 1
+        filled += width
+        while filled >= 8:
+            filled -= 8
+            packed[byte] = pending >> filled
+            pending, byte = pending & (1 << filled) - 1, byte + 1
+    if filled:
+        packed[byte] = pending << 8 - filled
+
+
+@jit
+def read_bit_planes(
+    packed: Bytes, bits: int, classes: Symbols, lowest: Gaps, widths: Widths, span: int, keep: int, codes: Codes
+) -> int:
+    """Undo `write`, for chunks with `keep` codes each but the last; how far the last chunk's indices go. Below zero if
+    those of another leave it. `BEHIND` bytes behind the last are read."""
+    size, bit, index = np.uint64(classes.size), np.uint64(bits * classes.size), -1
+    for first in range(np.uint64(0), size, np.uint64(keep)):  # a place that may be negative is looked at each time
+        if index >= span:
+            return -1
+        index = -1
+        for place in range(first, min(first + np.uint64(keep), size)):
+            symbol = classes[place]
+            width = np.uint64(widths[symbol])
+            index += 1 + int(lowest[symbol]) + int(_low_bits(packed, bit, width))
+            bit += width
+            code = np.uint64(index)
+            for plane in (2, 1, 0):
+                flag = 0 if plane == 2 else plane + 1
+                code = code << ONE | (_low_bits(packed, np.uint64(flag) * size + place, ONE) if flag < bits else ZERO)
+            codes[place] = np.uint32(code)
+    return index
+
+
+@jit
+def _low_bits(packed: Bytes, bit: np.uint64, width: np.uint64) -> np.uint64:
+    """So many bits from that one on. For compiled functions alone."""
+    byte = bit >> BYTE_SHIFT
+    window = np.uint64(packed[byte]) << np.uint64(16) | np.uint64(packed[byte + ONE]) << np.uint64(8)
+    window |= np.uint64(packed[byte + ONE + ONE])
+    return window >> np.uint64(24) - (bit & BIT_MASK) - width & (ONE << width) - ONE

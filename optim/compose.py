@@ -1,0 +1,288 @@
+"""Which parts go together: what can be told before a run that its method cannot do.
+
+From a recipe's name to a method: every kind of part there is, and how a row of the table becomes parts.
+"""
+
+import dataclasses
+import difflib
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, TypeVar
+
+from pydantic import ValidationError
+
+from optim.aggregation.edit_penalty import EditPenalty
+from optim.aggregation.mean import AggregationRule, Mean, SenderMean
+from optim.aggregation.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
+from optim.budget import budget
+from optim.codecs.base import SAMPLE_SIZE, Codec
+from optim.codecs.dct_topk import DctTopK
+from optim.codecs.e3m0 import BlockE3M0
+from optim.codecs.floats import BFloat16, Float16, Uncompressed
+from optim.codecs.int_blocks import BlockInt4, BlockInt8
+from optim.codecs.low_rank import LowRank
+from optim.codecs.random_projection import RandomProjection
+from optim.codecs.sign import BlockSign
+from optim.codecs.subset import RandomSubset
+from optim.codecs.topk import ChunkTopK
+from optim.errors import UnknownOption, UnknownRecipe
+from optim.exchange_schedule import EverySteps, Schedule
+from optim.feedback import ErrorFeedback, Feedback, NoFeedback
+from optim.inner.adamw import AccumulatingAdamW, AdamW, QuasiHyperbolic
+from optim.inner.base import InnerUpdateRule
+from optim.inner.delay_compensation import AdaptiveBraking, SpikeCompensation, WeightPrediction
+from optim.inner.gradient_accumulation import GradientAccumulator, LookaheadAccumulator
+from optim.inner.growing_batch import GrowingBatch
+from optim.merge_policy import Interpolate, MergePolicy, RebaseOnAnchor
+from optim.method import Method
+from optim.options import Scalar
+from optim.outer import (
+    Adam,
+    DelayedNesterov,
+    FrozenAdam,
+    Gossip,
+    GossipWeights,
+    HeavyBall,
+    Nesterov,
+    OuterOptimizer,
+    Replace,
+    Sgd,
+    Sign,
+    StalenessPenalised,
+    consensus_factor,
+)
+from optim.ramps import is_endless, ramp
+from optim.recipes import RECIPES, OptionTable, OptionTables, Recipe
+from optim.signals import (
+    Gradient,
+    Momentum,
+    PseudoGradient,
+    PseudoGradientAndAnchor,
+    Signal,
+    Weights,
+    WeightsAndMoments,
+)
+from optim.topologies import Butterfly, Gather, Groups, Topology
+
+
+def check_compatibility(method: Method, round_number: int) -> None:
+    """UnknownOption, one line that says what to choose instead. `method`: with the options of that round."""
+    signal, update = method.signal, method.update
+    if signal.kind not in update.signals:
+        raise UnknownOption(
+            f"update {update.kind!r} makes no step of signal {signal.kind!r}; "
+            f"it takes {' or '.join(map(repr, update.signals))}"
+        )
+    if isinstance(signal, Momentum) and isinstance(update, FrozenAdam) and signal.beta != update.beta1:
+        raise UnknownOption(f"signal.beta = {signal.beta} and update.beta1 = {update.beta1} are one momentum; set both")
+    if isinstance(update, FrozenAdam) and round_number < update.warm_rounds and isinstance(method.codec, BlockSign):
+        warm = update.warm_rounds
+        raise UnknownOption(
+            f"in update.warm_rounds = {warm} squares of gradients are learned, of which signs tell nothing; "
+            f"set codec.kind = 'none until {warm} then sign'"
+        )
+    if method.feedback.keeps_error and not method.codec.is_contractive:
+        raise UnknownOption(
+            f"what codec {method.codec.kind!r} leaves over only grows under error feedback; set feedback.kind = 'none'"
+        )
+    if method.aggregate.state_size and (method.topology.kind == "butterfly" or method.schedule.fragments > 1):
+        raise UnknownOption(
+            f"aggregate {method.aggregate.kind!r} remembers every block: set topology.kind = 'gather' and "
+            "schedule.fragments = 1, or aggregate.statistics = 'round'"
+        )
+    if method.adoption.unsent and signal.kind != "pseudo-gradient":
+        raise UnknownOption(
+            f"what is left of signal {signal.kind!r} is no progress to train on from; set adoption.unsent = 0"
+        )
+    if isinstance(method.topology, Groups):
+        _check_consensus(update, method.topology.size)
+
+
+def _check_consensus(update: object, size: int) -> None:
+    """In groups every peer has an anchor of its own: the update must bring them together faster than they part."""
+    if isinstance(update, Replace):
+        return
+    if not isinstance(update, Gossip | GossipWeights):
+        raise UnknownOption("in groups the peers' anchors differ; set update.kind to gossip, gossip-weights or replace")
+    factor = consensus_factor(update.alpha, update.gamma, size)
+    if factor >= 1:
+        pull = "gamma" if isinstance(update, Gossip) else "beta"
+        raise UnknownOption(
+            f"with update.alpha = {update.alpha} and update.{pull} = {update.gamma} anchors in groups of {size} do not "
+            f"come together (their variance goes by {factor:.2f} a round); "
+            + (f"lower update.{pull} or update.alpha" if update.gamma else f"raise update.{pull} above 0")
+        )
+
+
+Component = TypeVar("Component")
+
+_INNER_RULES: Final[tuple[type[InnerUpdateRule], ...]] = (
+    *(AdamW, QuasiHyperbolic, AccumulatingAdamW, GrowingBatch, GradientAccumulator, LookaheadAccumulator),
+    *(AdaptiveBraking, SpikeCompensation, WeightPrediction),
+)
+INNER_RULES: Final[Mapping[str, type[InnerUpdateRule]]] = {inner.kind: inner for inner in _INNER_RULES}
+_SIGNALS: Final[tuple[type[Signal], ...]] = (
+    *(PseudoGradient, Gradient, Momentum, WeightsAndMoments, Weights, PseudoGradientAndAnchor),
+)
+SIGNALS: Final[Mapping[str, type[Signal]]] = {signal.kind: signal for signal in _SIGNALS}
+SCHEDULES: Final[Mapping[str, type[Schedule]]] = {"every-steps": EverySteps}
+_CODECS: Final[tuple[type[Codec], ...]] = (
+    *(Uncompressed, Float16, BFloat16, BlockInt8, BlockInt4, BlockE3M0, BlockSign),
+    *(ChunkTopK, DctTopK, RandomSubset, LowRank, RandomProjection),
+)
+CODECS: Final[Mapping[str, type[Codec]]] = {codec.kind: codec for codec in _CODECS}
+FEEDBACKS: Final[Mapping[str, type[Feedback]]] = {"none": NoFeedback, "error": ErrorFeedback}
+TOPOLOGIES: Final[Mapping[str, type[Topology]]] = {"butterfly": Butterfly, "gather": Gather, "groups": Groups}
+_AGGREGATION_RULES: Final[tuple[type[AggregationRule], ...]] = (
+    *(Mean, SenderMean, TrimmedMean, CoordinateMedian, Krum, CentredClip, EditPenalty),
+)
+AGGREGATION_RULES: Final[Mapping[str, type[AggregationRule]]] = {
+    aggregate.kind: aggregate for aggregate in _AGGREGATION_RULES
+}
+_OUTER_OPTIMIZERS: Final[tuple[type[OuterOptimizer], ...]] = (
+    *(Nesterov, Sgd, HeavyBall, DelayedNesterov, StalenessPenalised, Sign, Adam, FrozenAdam),
+    *(Gossip, GossipWeights, Replace),
+)
+OUTER_OPTIMIZERS: Final[Mapping[str, type[OuterOptimizer]]] = {update.kind: update for update in _OUTER_OPTIMIZERS}
+MERGE_POLICIES: Final[Mapping[str, type[MergePolicy]]] = {"carry": RebaseOnAnchor, "mix": Interpolate}
+REGISTRY: Final[Mapping[str, Mapping[str, type[Any]]]] = types.MappingProxyType(
+    {
+        "inner": INNER_RULES,
+        "signal": SIGNALS,
+        "schedule": SCHEDULES,
+        "codec": CODECS,
+        "feedback": FEEDBACKS,
+        "topology": TOPOLOGIES,
+        "aggregate": AGGREGATION_RULES,
+        "update": OUTER_OPTIMIZERS,
+        "adoption": MERGE_POLICIES,
+    }
+)
+COMPONENTS: Final = tuple(REGISTRY)
+SCHEDULABLE: Final = (
+    "schedule",
+    "codec",
+    "feedback",
+    "aggregate",
+    "update",
+)  # parts whose options may change over a run
+NO_OVERRIDES: Final[OptionTables] = types.MappingProxyType({})
+
+
+def compose(recipe: str, overrides: OptionTables = NO_OVERRIDES) -> Method:
+    """The recipe with some parts' options changed: {"codec": {"k": 128}, "update": {"kind": "sgd"}}.
+
+    A table with another `kind` replaces the recipe's part; the options it does not give are that kind's defaults.
+    UnknownRecipe or UnknownOption, each one line that names the nearest known name or the allowed values.
+    """
+    if recipe not in RECIPES:
+        raise UnknownRecipe(f"no recipe is called {recipe!r}; {_suggest_name(recipe, RECIPES)}")
+    for part in overrides:
+        if part not in COMPONENTS:
+            raise UnknownOption(f"a method has no part {part!r}; {_suggest_name(part, COMPONENTS)}")
+    row = RECIPES[recipe]
+    tables = _apply_bit_budget({part: _merge_tables(row.tables[part], overrides.get(part, {})) for part in COMPONENTS})
+    knots = tuple(sorted({0, *_breakpoints_of(tables)}))
+    for number in _rounds_to_check(knots):
+        _build_method(row, tables, number)  # every fault is found now
+    if len(knots) == 1:
+        return _build_method(row, tables, 0)
+    in_round = functools.lru_cache(maxsize=MAX_CACHED_METHODS)(functools.partial(_build_method, row, tables))
+    return dataclasses.replace(in_round(0), breakpoints=knots, build_for_round=in_round)
+
+
+MAX_CACHED_METHODS = 64
+MAX_CHECKED_ROUNDS = 4096
+
+
+def _rounds_to_check(breakpoints: tuple[int, ...]) -> Iterable[int]:
+    """Options that bound one another may collide between the turns of their courses: all rounds, if not too many."""
+    return (*breakpoints, *range(breakpoints[-1])) if breakpoints[-1] < MAX_CHECKED_ROUNDS else breakpoints
+
+
+def _build_method(recipe: Recipe, tables: OptionTables, round_number: int) -> Method:
+    parts = {part: _build_component(part, REGISTRY[part], tables[part], round_number) for part in COMPONENTS}
+    method = Method(name=recipe.name, paper=recipe.paper, **parts)
+    check_compatibility(method, round_number)
+    return method
+
+
+def _apply_bit_budget(tables: OptionTables) -> OptionTables:
+    """With a course for schedule.inner_steps where a budget stands there."""
+    schedule, codec = tables["schedule"], tables["codec"]
+    granted = budget(schedule.get("inner_steps", 0))
+    if granted is None:
+        return tables
+    if any(ramp(value) for value in codec.values()):
+        raise UnknownOption("schedule.inner_steps: a budget takes a codec that does not change over the rounds")
+    built = _build_component("codec", CODECS, codec, 0)
+    bits = built.bits_per_parameter(SAMPLE_SIZE) * _build_component("signal", SIGNALS, tables["signal"], 0).vector_count
+    fragments = schedule.get("fragments", 1)
+    course = granted.course(bits, fragments if isinstance(fragments, int) else 1)
+    return {**tables, "schedule": {**schedule, "inner_steps": course}}
+
+
+def _merge_tables(default: OptionTable, override: OptionTable) -> OptionTable:
+    kind = override.get("kind", default["kind"])
+    if kind != default["kind"]:
+        return override
+    return {**default, **override}
+
+
+def _breakpoints_of(tables: OptionTables) -> Iterator[int]:
+    for part, table in tables.items():
+        for option, value in table.items():
+            if course := ramp(value):
+                if part not in SCHEDULABLE or (option == "kind" and part != "codec"):
+                    raise UnknownOption(f"{part}.{option} = {value!r} must not change over the rounds")
+                yield from course.knots
+
+
+def _build_component(
+    component: str, kinds: Mapping[str, type[Component]], table: OptionTable, round_number: int
+) -> Component:
+    options = {option: _value_in_round(value, round_number) for option, value in table.items()}
+    kind = options.pop("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise UnknownOption(f"{component}.kind = {kind!r} is not known; {_suggest_name(str(kind), kinds)}")
+    fields = _option_names(kinds[kind])
+    known = {field for other in _kinds_ever_used(table["kind"]) & kinds.keys() for field in _option_names(kinds[other])}
+    for option in options:
+        if option not in known:
+            raise UnknownOption(
+                f"{component} {kind!r} has no option {option!r}; {_suggest_name(option, [*fields, 'kind'])}"
+            )
+    try:
+        return kinds[kind](**{option: value for option, value in options.items() if option in fields})
+    except ValidationError as error:
+        raise UnknownOption(_describe_error(component, error)) from error
+
+
+def _option_names(kind: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _kinds_ever_used(kind: Scalar) -> set[str]:
+    """A codec's options may belong to the kind before a turn, or to the one after it."""
+    course = ramp(kind)
+    return course.words if course else {str(kind)}
+
+
+def _value_in_round(value: Scalar, round_number: int) -> Scalar:
+    course = ramp(value)
+    return course.at(round_number) if course else value
+
+
+def _describe_error(component: str, error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    place = ".".join((component, *map(str, fault["loc"])))
+    message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    given = fault["input"]
+    hint = f'; write "{given.strip()} over ROUNDS"' if component in SCHEDULABLE and is_endless(given) else ""
+    return f"{place} = {given!r}: {message}{hint}" if fault["loc"] else f"{component}: {message}"
+
+
+def _suggest_name(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(known)}"

@@ -1,0 +1,47 @@
+"""No local step at all: gradients are summed until they are sent, and the weights move with the anchor only."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from optim.inner.base import GRADIENT_SUM, InnerStep, InnerUpdateRule
+from optim.options import STRICT
+
+MOMENTUM = "momentum"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GradientAccumulator(InnerUpdateRule):
+    """G <- G + g;  theta stays"""
+
+    kind: ClassVar[str] = "gathering"
+    vectors: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
+
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
+        vectors[GRADIENT_SUM].add_(gradient)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LookaheadAccumulator(InnerUpdateRule):
+    """G <- G + g;  M <- beta * M + g;  theta stays, but the gradient is taken at theta - reach * rate * sign(M)
+
+    For signs that are applied a step late (DisTrO, the public code of arXiv 2411.19870): where the next one is likely
+    to lead. `reach` is the update's rate in units of the run's. (There M is what of the own momentum was not sent yet;
+    here it is all of it.)
+    """
+
+    kind: ClassVar[str] = "gathering-ahead"
+    vectors: ClassVar[tuple[str, ...]] = (GRADIENT_SUM, MOMENTUM)
+
+    beta: float = Field(default=0.999, ge=0, lt=1)
+    reach: float = Field(default=0.3, ge=0, le=10)
+
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
+        vectors[GRADIENT_SUM].add_(gradient)
+        vectors[MOMENTUM].mul_(self.beta).add_(gradient)
+
+    def lookahead_weights(self, weights: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> Tensor | None:
+        return weights.sub(vectors[MOMENTUM].sign(), alpha=self.reach * step.rate)

@@ -1,0 +1,1 @@
+"""Compiled loops over values, and the memory and threads that they use."""

@@ -1,0 +1,316 @@
+"""A method for one model over the rounds of a run: what each round exchanges, and what comes of it. PURE."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from optim.aggregation.edit_penalty import MAX_BLOCKS
+from optim.aggregation.step_scaling import compute_step_scale, update_reference_weight
+from optim.codecs.base import Codec
+from optim.errors import UnknownOption
+from optim.kernels.buffer_pool import clone, empty
+from optim.kernels.parallel import parallel_for, thread_buffer
+from optim.kernels.vectors import ArrayVector, Vector, wide_slabs
+from optim.layout import Layout, Span, clip_spans
+from optim.method import REFERENCE_WEIGHT, SMALL_SLOTS, Method
+from optim.outer import OuterStep
+
+MAX_CACHED_PLANS = 64
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """One round. `spans`: what is sent of the signal's vectors; `bounds`: its parts, as places in the message, each
+    with its codec."""
+
+    round: int
+    method: Method
+    spans: tuple[Span, ...]
+    part_spans: tuple[Span, ...]
+    codecs: tuple[Codec, ...]
+
+    @property
+    def steps(self) -> int:
+        """Local steps before the message."""
+        return self.method.schedule.steps(self.round)
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether peers train on while their messages travel."""
+        return self.method.schedule.ahead > 0
+
+    @cached_property
+    def numel(self) -> int:
+        """Values of a message."""
+        return _total_size(self.spans)
+
+    @property
+    def max_sizes(self) -> list[int]:
+        """Of each part's payload, in bytes."""
+        return [codec.max_bytes(stop - start) for codec, (start, stop) in self.parts]
+
+    @property
+    def parts(self) -> Iterator[tuple[Codec, Span]]:
+        """Each part's codec and place in the message."""
+        return zip(self.codecs, self.part_spans, strict=True)
+
+    def gather(self, vector: torch.Tensor) -> torch.Tensor:
+        """What is sent of it; a view where that is one span."""
+        return _gather(vector, self.spans)
+
+    def scatter(self, contribution: torch.Tensor, vector: torch.Tensor) -> None:
+        """The opposite, into `vector`."""
+        _scatter(contribution, vector, self.spans)
+
+    def is_compatible_with(self, other: "RoundPlan") -> bool:
+        """Whether a message made for this round means the same in the other."""
+        if self.round == other.round:
+            return True
+        if not self.method.signal.is_delta or any(codec.depends_on_round for codec in self.codecs):
+            return False
+        return (self.spans, self.part_spans, self.codecs) == (other.spans, other.part_spans, other.codecs)
+
+
+class RoundPlanner:
+    """`parts`: into how many a butterfly cuts a message. UnknownOption for a method whose parts do not fit together."""
+
+    def __init__(self, method: Method, layout: Layout, part_count: int) -> None:
+        _check_method(method)
+        if method.aggregate.state_size and len(layout.block_spans) > MAX_BLOCKS:
+            raise UnknownOption(f"aggregate.statistics: a model of more than {MAX_BLOCKS} blocks; set it to 'round'")
+        self.method = method
+        self.layout = layout
+        self._part_count = part_count
+        self.plan = lru_cache(maxsize=MAX_CACHED_PLANS)(self._make_plan)
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model."""
+        return self.layout.numel
+
+    @property
+    def signal_numel(self) -> int:
+        """Values of the signal's vectors, of which a message carries some."""
+        return self.numel * self.method.signal.vector_count
+
+    def _make_plan(self, round_number: int) -> RoundPlan:
+        method = self.method.at_round(round_number)
+        spans = method.signal.spans(round_number, self.layout, method.schedule)
+        section = self.layout.repeat(method.signal.vector_count).select(spans)
+        if method.topology.kind == "butterfly" and self._part_count > 1:
+            bounds = split_into_parts(section.numel, self._part_count, method.codec.alignment)
+            tensors = [Layout(((stop - start,),)) for start, stop in bounds]
+        else:
+            bounds, tensors = ((0, section.numel),), [section]
+        codecs = tuple(method.codec.bind(layout, round_number) for layout in tensors)
+        return RoundPlan(round_number, method, spans, bounds, codecs)
+
+    @property
+    def cycle(self) -> range:
+        """Rounds after which the same values are sent again, once no option changes any more."""
+        settled = self.method.breakpoints[-1]
+        return range(settled, settled + math.lcm(self.method.schedule.fragments, self.method.signal.period))
+
+    def representative_rounds(self) -> Iterator[int]:
+        """Rounds among which every size is at its greatest: each fragment, or period, at each turn of a course."""
+        cycle = len(self.cycle)
+        for knot in self.method.breakpoints:
+            yield from range(max(0, knot - cycle + 1), knot + cycle)
+
+    @cached_property
+    def max_parts(self) -> int:
+        return max(len(self.plan(number).part_spans) for number in self.representative_rounds())
+
+    @cached_property
+    def max_part_bytes(self) -> int:
+        return max(max(self.plan(number).max_sizes) for number in self.representative_rounds())
+
+    @cached_property
+    def max_contribution_bytes(self) -> int:
+        return max(sum(self.plan(number).max_sizes) for number in self.representative_rounds())
+
+    def steps_before(self, round_number: int) -> int:
+        """Local steps that a peer makes before that round's."""
+        if self.method.build_for_round is None:
+            schedule = self.method.schedule
+            cycles, rest = divmod(round_number, schedule.fragments)
+            return cycles * schedule.inner_steps + sum(schedule.steps(number) for number in range(rest))
+        return (
+            self._cumulative_steps[round_number]
+            if round_number < len(self._cumulative_steps)
+            else self._extend_steps(round_number)
+        )
+
+    @cached_property
+    def _cumulative_steps(self) -> list[int]:
+        return [0]
+
+    def _extend_steps(self, round_number: int) -> int:
+        known = self._cumulative_steps
+        more = (self.method.at_round(number).schedule.steps(number) for number in range(len(known) - 1, round_number))
+        known.extend(list(accumulate(more, initial=known[-1]))[1:])
+        return known[round_number]
+
+    def outer_step(self, round_number: int, decay: float = 1.0) -> OuterStep:
+        """`round` counts how often the values that the round sends were updated before."""
+        updates = round_number // self.method.schedule.fragments
+        return OuterStep(updates, self.steps_before(round_number), decay, self.layout.matrix_spans)
+
+    def apply_outer_step(
+        self,
+        plan: RoundPlan,
+        anchor: torch.Tensor,
+        slots: Mapping[str, torch.Tensor],
+        merged: Vector,
+        decay: float,
+        weights: Sequence[float],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """A new anchor and new slots, moved by what a round came to; flat fp32 on the CPU, `merged` as in the plan.
+        `weights`: of the round's members."""
+        numbers = {name: slots[name] for name in SMALL_SLOTS if name in slots}
+        share = 1.0
+        if REFERENCE_WEIGHT in numbers:
+            numbers[REFERENCE_WEIGHT] = update_reference_weight(weights, numbers[REFERENCE_WEIGHT])
+            share = compute_step_scale(weights, numbers[REFERENCE_WEIGHT])
+        vectors = {name: slot for name, slot in slots.items() if name not in numbers}
+        anchor, vectors = self._step(plan, anchor, vectors, merged, decay, share)
+        return anchor, vectors | numbers
+
+    def _step(
+        self,
+        plan: RoundPlan,
+        anchor: torch.Tensor,
+        slots: Mapping[str, torch.Tensor],
+        merged: Vector,
+        decay: float,
+        scale: float,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """`share`: of the way that the update would make of it."""
+        signal, update = plan.method.signal, plan.method.update
+        is_whole = plan.numel == self.numel * signal.vector_count and not signal.averaged_names
+        if is_whole and update.linear_rate is not None:
+            moved = empty(self.numel)
+            merged.write_sum(anchor.numpy(), -update.linear_rate * scale, moved)
+            return torch.from_numpy(moved), dict(slots)
+        if is_whole and update.is_elementwise:
+            return self._step_in_slabs(plan, anchor, slots, merged, decay, scale)
+        anchor, slots = clone(anchor), {name: clone(slot) for name, slot in slots.items()}
+        if is_whole:
+            update.apply(anchor, slots, _scaled(_to_tensor(merged), scale), self.outer_step(plan.round, decay))
+        else:
+            self._step_spans(plan, anchor, slots, _to_tensor(merged), decay, scale)
+        return anchor, slots
+
+    def _step_in_slabs(
+        self,
+        plan: RoundPlan,
+        anchor: torch.Tensor,
+        slots: Mapping[str, torch.Tensor],
+        merged: Vector,
+        decay: float,
+        scale: float,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Everything that is done to a slab while it is in the cache."""
+        update, moment = plan.method.update, self.outer_step(plan.round, decay)
+        moved = torch.from_numpy(empty(self.numel))
+        new = {name: torch.from_numpy(empty(self.numel)) for name in slots}
+
+        def move(part: slice) -> None:
+            delta = thread_buffer("delta", np.float32, part.stop - part.start)
+            merged.decode_into(part, delta)
+            if scale != 1:
+                delta *= np.float32(scale)
+            moving = {name: vector[part].copy_(slots[name][part]) for name, vector in new.items()}
+            update.apply(moved[part].copy_(anchor[part]), moving, torch.from_numpy(delta), moment)
+
+        parallel_for(move, wide_slabs(self.numel))
+        return moved, new
+
+    def _step_spans(
+        self,
+        plan: RoundPlan,
+        anchor: torch.Tensor,
+        slots: Mapping[str, torch.Tensor],
+        merged: torch.Tensor,
+        decay: float,
+        scale: float,
+    ) -> None:
+        update, moment = plan.method.update, self.outer_step(plan.round, decay)
+        spans = clip_spans(plan.spans, 0, self.numel)
+        moment = replace(moment, matrix_spans=self.layout.select(spans).matrix_spans)
+        sent, averaged = torch.split(merged, [size := _total_size(spans), plan.numel - size])
+        vectors = [anchor, *(slots[name] for name in update.slots)]
+        near = [_gather(vector, spans) for vector in vectors]
+        update.apply(near[0], dict(zip(update.slots, near[1:], strict=True)), _scaled(sent, scale), moment)
+        for piece, vector in zip(near, vectors, strict=True):
+            _scatter(piece, vector, spans)
+        self._apply_mean(plan, slots, averaged)
+
+    def _apply_mean(self, plan: RoundPlan, slots: Mapping[str, torch.Tensor], mean: torch.Tensor) -> None:
+        """What no update moves moves by the whole mean."""
+        signal, numel = plan.method.signal, self.numel
+        spans = clip_spans(plan.spans, numel, numel * signal.vector_count)
+        for (start, stop), piece in zip(spans, torch.split(mean, [stop - start for start, stop in spans]), strict=True):
+            first = start % numel
+            slots[signal.averaged_names[start // numel]][first : first + stop - start] -= piece
+
+
+def _to_tensor(merged: Vector) -> torch.Tensor:
+    if isinstance(merged, ArrayVector):
+        return torch.from_numpy(merged.values)
+    whole = empty(merged.numel)
+    merged.write_to(whole)
+    return torch.from_numpy(whole)
+
+
+def _scaled(delta: torch.Tensor, scale: float) -> torch.Tensor:
+    return delta if scale == 1 else delta * scale
+
+
+def _gather(vector: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    pieces = [vector[start:stop] for start, stop in spans]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _scatter(gathered: torch.Tensor, vector: torch.Tensor, spans: Sequence[Span]) -> None:
+    for piece, (start, stop) in zip(torch.split(gathered, [stop - start for start, stop in spans]), spans, strict=True):
+        if piece.data_ptr() != vector[start:stop].data_ptr():
+            vector[start:stop] = piece
+
+
+def _total_size(spans: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+def _check_method(method: Method) -> None:
+    signal, kept = method.signal, method.inner.vectors
+    if missing := [name for name in (*signal.averaged_names, *signal.consumed_names) if name not in kept]:
+        raise UnknownOption(
+            f"signal {signal.kind!r} sends {missing[0]!r}, which inner {method.inner.kind!r} does not keep; "
+            "choose another of the two"
+        )
+    first = method.at_round(0).schedule
+    for number in method.breakpoints:
+        schedule = method.at_round(number).schedule
+        if (schedule.fragments, schedule.pattern) != (first.fragments, first.pattern):
+            raise UnknownOption("schedule.fragments and schedule.pattern must not change over the rounds")
+        if method.at_round(number).aggregate.state_size != method.at_round(0).aggregate.state_size:
+            raise UnknownOption("aggregate.statistics must not change over the rounds")
+
+
+def split_into_parts(numel: int, part_count: int, alignment: int) -> tuple[Span, ...]:
+    """Cut [0, numel) into `parts` spans that start at multiples of `alignment` and differ by at most one `alignment`.
+
+    Fewer parts where there are fewer aligned blocks than that: no part is ever empty.
+    """
+    if numel < 1 or part_count < 1:
+        raise ValueError("there must be at least one value and one part")
+    blocks = -(-numel // alignment)
+    part_count = min(part_count, blocks)
+    edges = [blocks * part // part_count * alignment for part in range(part_count)] + [numel]
+    return tuple(zip(edges[:-1], edges[1:], strict=True))

@@ -1,0 +1,196 @@
+"""Serving blobs to other peers: piece hashes and ranges of bytes.
+
+A range is sent in chunks of 256 KiB (less where our upload is limited) and one piece is in memory at a time. A piece is
+checked before it goes out: a blob that has rotted on the disk is removed instead of being taken for a lie of ours.
+Who asks for a piece squeezed gets it so where that pays.
+Limits are for each caller, but for the number of calls, which has one for all as well.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import grpc
+
+from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
+from protocol.blobs.store import BlobStore
+from protocol.blobs.wire_format import BLOBS_SERVICE, Chunk, compress_piece
+from protocol.errors import LimitError, MalformedError, MissingFileError, MurmurError, StorageError
+from protocol.identity import PeerId
+from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
+from protocol.murmur_pb2_grpc import BlobsServicer
+
+logger = logging.getLogger(__name__)
+
+MAX_COUNTED_CALLERS = 1024
+CHUNK_SECONDS = 0.05  # seconds
+MIN_CHUNK_BYTES = 4096
+RECENT_SECONDS = 60.0  # so long after a call a blob counts as being fetched
+MAX_RECENT_BLOBS = 256
+
+
+class RangeError(MurmurError):
+    """The blob does not reach so far."""
+
+
+_STATUS: dict[type[Exception], tuple[grpc.StatusCode, str]] = {  # and the word by which it is counted
+    MissingFileError: (grpc.StatusCode.NOT_FOUND, "blob not here"),
+    RangeError: (grpc.StatusCode.OUT_OF_RANGE, "malformed"),
+    MalformedError: (grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
+    LimitError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "limit"),
+    StorageError: (grpc.StatusCode.UNAVAILABLE, "disk"),
+    TimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, "slow reader"),
+}
+
+
+@dataclass(frozen=True)
+class CallerLimits:
+    """What one caller may have going on at once, and the seconds it may take to accept one chunk. `all_calls`: of all
+    callers, each of which holds a piece."""
+
+    calls: int = 32
+    all_calls: int = 512
+    bytes_asked: int = 64 * PIECE_BYTES
+    chunk_seconds: float = 40.0
+    chunk_bytes: int = CHUNK_BYTES
+
+    @classmethod
+    def at_rate(cls, upload: float) -> Self:
+        """For so many bytes a second: chunks that all who fetch at once get one of before they give us up."""
+        return cls(chunk_bytes=int(min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, upload * CHUNK_SECONDS))))
+
+
+@dataclass
+class CallerLoad:
+    """What one caller has going on."""
+
+    calls: int = 0
+    bytes_asked: int = 0
+
+
+class BlobService(BlobsServicer):
+    """`caller` tells who makes a call, and raises MalformedError where that is unknown.
+
+    `bytes_served` counts by peer, for the last 1024 peers served; `total_bytes_served` for all; `refusals` the calls
+    that were not answered, by reason.
+    """
+
+    def __init__(self, store: BlobStore, caller: Callable[[Any], PeerId], limits: CallerLimits | None = None) -> None:
+        self.bytes_served: OrderedDict[PeerId, int] = OrderedDict()
+        self.total_bytes_served = 0
+        self.refusals: Counter[str] = Counter()
+        self._store = store
+        self._caller = caller
+        self._limits = limits or CallerLimits()
+        self._loads: dict[PeerId, CallerLoad] = {}
+        self._served_at: OrderedDict[bytes, float] = OrderedDict()
+
+    def recently_requested(self) -> set[bytes]:
+        """Digests of the blobs that somebody asked for a moment ago, and may ask for more of."""
+        now = time.monotonic()
+        return {digest for digest, served in self._served_at.items() if now - served < RECENT_SECONDS}
+
+    async def Pieces(self, request: PiecesRequest, context: Any) -> PiecesReply:  # noqa: N802
+        async with self._translate_errors(context) as peer:
+            with self._admit(peer, 0):
+                blob = self._store.blob(request.digest)
+                hashes = await asyncio.to_thread(self._store.hashes, blob.digest)
+                self._count_bytes(peer, len(hashes))
+        return PiecesReply(size=blob.size, pieces=hashes)
+
+    # Written with context.write instead of yield: only so can a reader that does not read be given a deadline.
+    async def Fetch(self, request: FetchRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        async with self._translate_errors(context) as peer:
+            blob = self._store.blob(request.digest)
+            _check_range(blob, request.offset, request.length)
+            with self._admit(peer, request.length):
+                self._record_request(blob)
+                async for chunk in self._chunks(blob, request):
+                    async with asyncio.timeout(self._limits.chunk_seconds):
+                        await context.write(chunk)
+                    self._count_bytes(peer, len(chunk.data))
+
+    async def _chunks(self, blob: Blob, request: FetchRequest) -> AsyncIterator[Chunk]:
+        offset, end = request.offset, request.offset + request.length
+        is_one_piece = offset // PIECE_BYTES == (end - 1) // PIECE_BYTES
+        while offset < end:
+            piece, start = divmod(offset, PIECE_BYTES)
+            data = await asyncio.to_thread(self._store.read_piece, blob.digest, piece)
+            wanted = memoryview(data)[start : start + end - offset]
+            packed = await asyncio.to_thread(compress_piece, wanted) if request.squeezed and is_one_piece else None
+            for chunk in _split_chunks(packed or wanted, self._limits.chunk_bytes):
+                yield Chunk(chunk, len(packed or b""))
+            offset += len(wanted)
+
+    @asynccontextmanager
+    async def _translate_errors(self, context: Any) -> AsyncIterator[PeerId]:
+        """Gives the caller's peer id; what is raised inside becomes a status and a log line."""
+        peer = "somebody unknown"
+        try:
+            peer = self._caller(context)
+            yield peer
+        except tuple(_STATUS) as error:
+            status, word = next(answer for kind, answer in _STATUS.items() if isinstance(error, kind))
+            self.refusals[word] += 1
+            reason = str(error) or "the caller does not read"
+            logger.info("blob call of %s refused: %s: %s", peer, status.name, reason)
+            # The reason stays here: it names folders.
+            await context.abort(status)
+
+    @contextmanager
+    def _admit(self, peer: PeerId, length: int) -> Iterator[None]:
+        if sum(load.calls for load in self._loads.values()) >= self._limits.all_calls:
+            raise LimitError(f"all {self._limits.all_calls} places are taken")
+        load = self._loads.get(peer, CallerLoad())
+        if load.calls >= self._limits.calls or load.bytes_asked + length > self._limits.bytes_asked:
+            raise LimitError(f"at most {self._limits.calls} calls and {self._limits.bytes_asked} bytes at once")
+        self._loads[peer] = load
+        load.calls += 1
+        load.bytes_asked += length
+        try:
+            yield
+        finally:
+            load.calls -= 1
+            load.bytes_asked -= length
+            if load.calls == 0:
+                del self._loads[peer]
+
+    def _record_request(self, blob: Blob) -> None:
+        self._served_at[blob.digest] = time.monotonic()
+        self._served_at.move_to_end(blob.digest)
+        if len(self._served_at) > MAX_RECENT_BLOBS:
+            self._served_at.popitem(last=False)
+
+    def _count_bytes(self, peer: PeerId, size: int) -> None:
+        self.total_bytes_served += size
+        self.bytes_served[peer] = self.bytes_served.pop(peer, 0) + size
+        if len(self.bytes_served) > MAX_COUNTED_CALLERS:
+            self.bytes_served.popitem(last=False)
+
+
+def register_blob_service(service: BlobService, server: Any) -> None:
+    """As the generated code adds it, but for who writes the chunks."""
+    handlers = {
+        "Pieces": grpc.unary_unary_rpc_method_handler(
+            service.Pieces, PiecesRequest.FromString, PiecesReply.SerializeToString
+        ),
+        "Fetch": grpc.unary_stream_rpc_method_handler(service.Fetch, FetchRequest.FromString, Chunk.serialize),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BLOBS_SERVICE, handlers),))
+    server.add_registered_method_handlers(BLOBS_SERVICE, handlers)
+
+
+def _split_chunks(data: Bytes, size: int) -> Iterator[memoryview]:
+    return (memoryview(data)[place : place + size] for place in range(0, len(data), size))
+
+
+def _check_range(blob: Blob, offset: int, length: int) -> None:
+    if length == 0:
+        raise MalformedError("a range has at least one byte")
+    if offset + length > blob.size:
+        raise RangeError("the blob ends before that range")

@@ -1,0 +1,103 @@
+"""What a statement of another peer changes in what we know, and why it is refused where it is."""
+
+from typing import Any
+
+from protocol.consensus.message_kinds import (
+    Acknowledgement,
+    CommitCertificate,
+    Inventory,
+    ReducedPart,
+    ReducerAssignment,
+)
+from protocol.consensus.messages import Commit, Contribution, Roster, SignedMessage
+from protocol.consensus.state import Rejection, RoundState
+
+
+def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:
+    """Learns from a checked statement. Whom to blame for what: empty where all is well."""
+    sender, body = message.sender, message.body
+    if body.round != state.number or getattr(body, "base", state.base) != state.base:
+        return [(sender, "foreign")]
+    if not state.voter_set.is_voter(sender):
+        return [(sender, "stranger")]
+    if sender == state.me:
+        return []
+    view = state.current_view
+    if view and sender == view.leader and getattr(body, "view", -1) >= state.view and not isinstance(body, Roster):
+        # A roster is repeated to those whom its leader has not heard: no sign that it is of use to us.
+        view.leader_last_heard = now
+    if view is None and sender == state.leader:
+        state.leader_last_heard = now
+    return _dispatch(state, message, now)
+
+
+def _dispatch(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:
+    match message.body:
+        case Contribution():
+            return _handle_contribution(state, message)
+        case Roster():
+            return _handle_roster(state, message, now)
+        case Inventory():
+            state.knowledge.learn_inventory(message, state.max_held_blobs)
+        case ReducerAssignment():
+            return _handle_assignment(state, message, now)
+        case ReducedPart():
+            return _handle_reduced_part(state, message)
+        case Commit():
+            return _handle_proposal(state, message)
+        case Acknowledgement():
+            state.knowledge.learn_acknowledgement(message)
+        case CommitCertificate():
+            state.knowledge.learn_certificate(message, state.voter_set.voters)
+    return []
+
+
+def _handle_contribution(state: RoundState, message: SignedMessage[Contribution]) -> list[Rejection]:
+    if len(message.body.parts) != state.settings.parts:
+        return [(message.sender, "foreign")]
+    return [] if state.knowledge.learn_contribution(message) else [(message.sender, "equivocation")]
+
+
+def _handle_roster(state: RoundState, message: SignedMessage[Roster], now: float) -> list[Rejection]:
+    followed, sender = state.current_view, message.sender
+    if followed and followed.roster.digest == message.digest:
+        return []
+    ballot = state.election.ballot(message.body.view, sender)
+    if message.body.part_counts != {state.settings.parts}:
+        return [(sender, "foreign")]
+    if ballot.view < state.view or (followed and ballot <= followed.ballot):
+        return [(sender, "stale view")]
+    if ballot.view > state.max_reachable_view:
+        return [(sender, "far view")]
+    if followed and len(message.body.contributions) < len(followed.contributors):
+        return [(sender, "poorer roster")]  # until our own leader fails, or half of the living have moved on
+    if not state.may_lead(sender, ballot.view):
+        return [(sender, "not the leader")]
+    return state.follow_roster(message, now)
+
+
+def _handle_assignment(state: RoundState, message: SignedMessage[ReducerAssignment], now: float) -> list[Rejection]:
+    view = state.current_view
+    if len(message.body.reducers) != state.settings.parts:
+        return [(message.sender, "foreign")]
+    if view and message.body.roster == view.roster.digest and message.sender == view.leader:
+        view.follow_assignment(message, now)
+    return []
+
+
+def _handle_reduced_part(state: RoundState, message: SignedMessage[ReducedPart]) -> list[Rejection]:
+    view = state.current_view
+    if message.body.part >= state.settings.parts:
+        return [(message.sender, "foreign")]
+    if view and message.body.roster == view.roster.digest and not view.learn_reduced_part(message):
+        return [(message.sender, "stale view")]
+    return []
+
+
+def _handle_proposal(state: RoundState, message: SignedMessage[Commit]) -> list[Rejection]:
+    if not state.settings.accepts_commit(message.body):
+        return [(message.sender, "foreign")]
+    state.knowledge.learn_proposal(message)
+    if message.sender == state.leader or state.may_lead(message.sender, message.body.view):
+        state.knowledge.learn_contributions(message.body, state.voter_set.voters)
+    return []

@@ -1,0 +1,57 @@
+"""What a peer says again, at every repetition, to those who seem to lack it: lost messages then cost time only."""
+
+from collections.abc import Collection
+from typing import Any
+
+from protocol.consensus.message_kinds import Inventory
+from protocol.consensus.messages import SignedMessage
+from protocol.consensus.state import RoundState
+from protocol.consensus.view import View
+from protocol.identity import PeerId
+
+OutgoingMessage = tuple[Collection[PeerId], SignedMessage[Any]]
+
+
+def messages_to_resend(state: RoundState, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
+    """`holding` is our own, of now."""
+    view = state.current_view
+    if view is None and state.leader == state.me:
+        return [(state.others if state.view else state.others & state.knowledge.contributions.keys(), inventory)]
+    if view is None:
+        return messages_for_next_leader(state, inventory)
+    return _leader_messages(state, view, inventory) if state.leader_role else _member_messages(state, view, inventory)
+
+
+def messages_for_next_leader(state: RoundState, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
+    """What the leader of a view needs before it opens: contribution, lock, and that we are in that view."""
+    leader = [] if state.leader is None or state.leader == state.me else [state.leader]
+    own = state.knowledge.contributions.get(state.me)
+    messages: list[OutgoingMessage] = [(leader, statement) for statement in (own, state.lock) if statement is not None]
+    return [*messages, (state.others, inventory)] if state.view else messages
+
+
+def _leader_messages(state: RoundState, view: View, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
+    holdings = state.knowledge.inventories
+    joined = {peer for peer in state.others & holdings.keys() if holdings[peer].roster == view.roster.digest}
+    # The holding is the sign of life, to those whom we hear: others are better off with another leader.
+    messages: list[OutgoingMessage] = [(state.others - joined, view.roster), (joined, inventory)]
+    proposal = state.proposal()
+    if proposal:
+        messages.append((state.others - state.knowledge.acknowledgements[proposal.digest].keys(), proposal))
+    else:
+        messages += [(joined, view.assignment)] if view.assignment else []
+        for part in view.reduced_parts() if state.settings.reduced_part_count else ():
+            lacking = {peer for peer in joined if not state.knowledge.has_blob(peer, part.body.blob.digest)}
+            messages.append((lacking - {part.sender}, part))
+    return messages
+
+
+def _member_messages(state: RoundState, view: View, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
+    leader = [view.leader]
+    acknowledgement = state.own_acknowledgement()
+    if state.is_locked_in_current_view() and acknowledgement:
+        return [(leader, acknowledgement)]
+    messages: list[OutgoingMessage] = [(leader, inventory)]
+    if state.lock:
+        messages.append((leader, state.lock))
+    return messages + [(leader, part) for part in view.reduced_parts() if part.sender == state.me]

@@ -1,0 +1,150 @@
+"""Where gRPC meets the tunnels: one entrance for all callers, and exits to the peers that we call.
+
+gRPC's server listens on a Unix socket in a private folder. The entrance connects to it once for each incoming stream
+whose peer is proved, from a socket bound to the abstract name `\\0murmur/<peer id>/<random>`: gRPC shows that name to
+the servicer as its peer, so the caller's authenticated identity arrives with no more ado. The folder keeps others out.
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+
+from protocol.errors import MalformedError, TransportError, UnreachableError, describe_error
+from protocol.identity import PeerId, public_key
+from protocol.transport.connection_supervisor import ConnectionSupervisor
+from protocol.transport.libp2p.client import BUFFER_BYTES, Stream, read_stream_peer
+
+logger = logging.getLogger(__name__)
+
+SOCKET_NAMESPACE = "murmur"
+Dial = Callable[[PeerId], Awaitable[Stream]]
+UNKNOWN_CALLER = "somebody unknown"  # stands for a caller without an identity, in logs
+
+
+def caller(context: grpc.aio.ServicerContext) -> PeerId:
+    """The authenticated peer id of an incoming call. MalformedError: it did not come through the entrance."""
+    scheme, _, name = str(context.peer()).partition(":")
+    parts = name.split("/")
+    if scheme != "unix-abstract" or len(parts) != 3 or parts[0] != SOCKET_NAMESPACE:
+        raise MalformedError(f"a call without an identity came from {context.peer()!r}")
+    public_key(parts[1])
+    return parts[1]
+
+
+class InboundBridge:
+    """Listens on `path`, to which p2pd connects for each incoming stream; `server` is gRPC's socket."""
+
+    def __init__(self, path: Path, server: Path, supervisor: ConnectionSupervisor) -> None:
+        self._path = path
+        self._server = server
+        self._supervisor = supervisor
+
+    async def open(self) -> None:
+        self._listener = await asyncio.start_unix_server(self._on_connection, self._path, limit=BUFFER_BYTES)
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._supervisor.spawn(self._handle_stream(Stream(reader, writer)))
+
+    async def _handle_stream(self, far: Stream) -> None:
+        try:
+            peer = await read_stream_peer(far)
+        except MalformedError as error:
+            self._supervisor.refusals["malformed stream"] += 1
+            logger.warning("refusing a stream: %s", error)
+        except (OSError, EOFError) as error:
+            self._supervisor.refusals["stream lost"] += 1
+            logger.warning("an incoming stream was lost: %s", describe_error(error))
+        else:
+            await self._bridge_stream(peer, far)
+        finally:
+            far.writer.transport.abort()
+
+    async def _bridge_stream(self, peer: PeerId, far: Stream) -> None:
+        """Carry a stream of a peer who has proved its identity, as long as it lasts."""
+        try:
+            near = await self._connect_to_server(peer)
+        except OSError as error:
+            self._supervisor.refusals["stream not taken"] += 1
+            logger.warning("gRPC's server does not take a stream of %s: %s", peer, error)
+            return
+        try:
+            if self._supervisor.try_admit_stream(peer):
+                await self._supervisor.run_incoming_tunnel(peer, near, far)
+        finally:
+            near.writer.transport.abort()
+
+    async def _connect_to_server(self, peer: PeerId) -> Stream:
+        near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            near.setblocking(False)
+            # Random: abstract names are the whole machine's, and other nodes on it know the same peers.
+            near.bind(f"\0{SOCKET_NAMESPACE}/{peer}/{secrets.token_hex(8)}")
+            await asyncio.get_running_loop().sock_connect(near, str(self._server))
+            return Stream(*await asyncio.open_unix_connection(sock=near, limit=BUFFER_BYTES))
+        except BaseException:
+            near.close()
+            raise
+
+
+class OutboundBridge:
+    """A Unix socket whose every connection is carried to one peer, and gRPC's channel to it."""
+
+    def __init__(
+        self, peer: PeerId, path: Path, dial: Dial, supervisor: ConnectionSupervisor, options: list[tuple[str, int]]
+    ) -> None:
+        self._peer = peer
+        self._path = path
+        self._dial = dial
+        self._supervisor = supervisor
+        self._last_error = ""  # that was told last: gRPC tries again and again
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(str(path))
+        listening.listen(4)  # gRPC may connect before the loop comes round to accept
+        self._opening = asyncio.ensure_future(
+            asyncio.start_unix_server(self._on_connection, sock=listening, limit=BUFFER_BYTES)
+        )
+        self.channel = grpc.aio.insecure_channel(f"unix:{path}", options=options)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether gRPC pauses after attempts that failed: seconds, in which calls fail unasked."""
+        return self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+    @property
+    def is_connected(self) -> bool:
+        """Or about to be."""
+        state = self.channel.get_state()
+        return state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.CONNECTING)
+
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._supervisor.spawn(self._bridge_to_peer(Stream(reader, writer)))
+
+    async def _bridge_to_peer(self, near: Stream) -> None:
+        try:
+            far = await self._dial(self._peer)
+            self._last_error = ""
+            await self._supervisor.run_outgoing_tunnel(self._peer, near, far)
+        except (UnreachableError, TransportError) as error:
+            self._log_unreachable(str(error))
+        finally:
+            near.writer.transport.abort()
+
+    def _log_unreachable(self, reason: str) -> None:
+        """Once, until it has been reached."""
+        level = logging.DEBUG if self._last_error else logging.INFO
+        self._last_error = reason
+        logger.log(level, "cannot reach %s: %s", self._peer, reason)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Calls that are open end as cancelled, but for what ends within `grace` seconds."""
+        (await self._opening).close()
+        self._path.unlink(missing_ok=True)
+        await self.channel.close(grace)

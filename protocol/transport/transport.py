@@ -1,0 +1,324 @@
+"""gRPC between peers over libp2p streams, and bulk over direct connections too: what a node sees of the network.
+
+A channel to a peer is made at once and dials on demand, so nothing waits for a peer that is not there. Flow control is
+gRPC's inside a connection and the sockets' around it; the deadline of each call is the caller's, and enforced by gRPC
+whatever the other side does.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import grpc
+
+from protocol.errors import MalformedError, MurmurError, TransportError, UnreachableError
+from protocol.identity import Identity, PeerId, public_key
+from protocol.transport.connection_supervisor import ByteCount, ConnectionLimits, ConnectionSupervisor, TrafficCounter
+from protocol.transport.libp2p.client import Stream, split_address
+from protocol.transport.libp2p.grpc_bridge import UNKNOWN_CALLER, Dial, InboundBridge, OutboundBridge, caller
+from protocol.transport.libp2p.p2pd import P2pd, P2pdOptions
+from protocol.transport.local_sockets import SocketFolder, retry_while_port_taken
+from protocol.transport.multipath import BulkTransport
+from protocol.transport.nat import CIRCUIT_MARKER
+from protocol.transport.tls.listener import Endpoint, TlsDialer, TlsLimits, TlsListener
+from protocol.transport.tls.rpc import MAX_MESSAGE_BYTES, RpcChannel
+from protocol.transport.tls.rpc_server import RpcServer
+
+__all__ = ["UNKNOWN_CALLER", "Transport", "caller"]
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = "/murmur/grpc/1"
+MAX_PEERS = 8192  # whose addresses are remembered
+MAX_ADDRESSES = 8  # of one peer
+STOP_SECONDS = 10.0
+MAX_OUTBOUND_BRIDGES = 128  # of which each holds a socket; beyond, those without a connection are closed
+FAILING_CALL_SECONDS = 1.0  # for calls that are failing already to say so
+
+COMMON_OPTIONS = {
+    "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+    "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+    "grpc.max_metadata_size": 16 * 1024,
+    # A peer that vanished is found by pings. An upload may queue ahead of one: minutes on a slow link.
+    "grpc.keepalive_time_ms": 30_000,
+    "grpc.keepalive_timeout_ms": 60_000,
+}
+CHANNEL_OPTIONS = COMMON_OPTIONS | {
+    "grpc.use_local_subchannel_pool": 1,
+    "grpc.client_idle_timeout_ms": 60_000,
+    "grpc.initial_reconnect_backoff_ms": 250,
+    "grpc.min_reconnect_backoff_ms": 15_000,  # also how long one attempt may take: longer than our own dial
+    "grpc.max_reconnect_backoff_ms": 5_000,
+    "grpc.enable_http_proxy": 0,
+}
+SERVER_OPTIONS = COMMON_OPTIONS | {
+    # Calls of one connection; with the tunnels of one peer, a cap by caller: each may be kept waiting with a megabyte.
+    "grpc.max_concurrent_streams": 16,
+    "grpc.max_connection_idle_ms": 120_000,
+    "grpc.http2.min_ping_interval_without_data_ms": 10_000,
+    "grpc.so_reuseport": 0,
+}
+
+AddServicer = Callable[[Any], None]  # adds a servicer to a server
+ChannelUse = Literal["words", "bulk"]
+
+
+class Transport:
+    """The network side of a node. Made by `create`, used after `open`; everything it made is gone after `stop`."""
+
+    def __init__(self, identity: Identity, identity_path: Path, folder: SocketFolder, limits: ConnectionLimits) -> None:
+        self.peer_id: PeerId = identity.peer_id
+        self.traffic = TrafficCounter()
+        self.listener: TlsListener | None = None  # for direct connections, where they are taken
+        self._identity = identity
+        self._identity_path = identity_path
+        self._sockets = folder
+        self._folder = folder.path
+        self._limits = limits
+        self._direct_limits = TlsLimits(stall=limits.stall)
+        self._stack = AsyncExitStack()
+        self._supervisor = ConnectionSupervisor(limits, self.traffic)
+        dialer = TlsDialer(identity, self._direct_limits)
+        self.bulk = BulkTransport(dialer, self._supervisor, self.bulk_channel)
+        self._addresses: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
+        self._supervisor.is_known = self._addresses.__contains__
+        self._outbound_bridges: dict[tuple[PeerId, ChannelUse], OutboundBridge] = {}
+        self._bridges_made = 0
+        self._started_p2pd: P2pd | None = None
+
+    @classmethod
+    def create(cls, identity_path: Path, folder: Path, limits: ConnectionLimits | None = None) -> Self:
+        """Not on the network yet; channels made now dial later. `folder` is the node's, used by one process at a time.
+
+        Raises IdentityError, AlreadyRunningError or StorageError.
+        """
+        identity = Identity.load_or_create(identity_path)
+        self = cls(identity, identity_path, SocketFolder.create(folder), limits or ConnectionLimits())
+        self._stack.callback(self._sockets.remove)
+        self._stack.push_async_callback(self._supervisor.stop)
+        self._stack.push_async_callback(self._close_bridges)
+        self._stack.push_async_callback(self.bulk.close)
+        return self
+
+    @classmethod
+    async def start(cls, identity_path: Path, folder: Path, services: Sequence[AddServicer], **options: Any) -> Self:
+        """`create` and `open` in one, for those whose services need no transport."""
+        self = cls.create(identity_path, folder, options.pop("limits", None))
+        await self.open(services, **options)
+        return self
+
+    async def open(
+        self,
+        services: Sequence[AddServicer],
+        listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
+        announce: Sequence[str] = (),
+        relays: Sequence[str] = (),
+        direct: int | None = None,
+    ) -> None:
+        """Serve and be reachable; dials nobody. `services` add their servicers to gRPC's server.
+
+        `direct`: the port for direct connections, on the hosts of `listen`; 0 is a free one, None takes none.
+        Each call that a servicer receives carries its caller: see `caller`. Raises TransportError.
+        """
+        options = P2pdOptions(self._identity_path, tuple(listen), tuple(announce), tuple(relays))
+        try:
+            await self._open(options, services, direct)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _open(self, options: P2pdOptions, services: Sequence[AddServicer], direct: int | None) -> None:
+        server_path, entrance_path = self._folder / "server.sock", self._folder / "in.sock"
+        server = grpc.aio.server(options=list(SERVER_OPTIONS.items()))
+        for service in services:
+            service(server)
+        server.add_insecure_port(f"unix:{server_path}")
+        self._stack.push_async_callback(server.stop, grace=0.5)
+        await server.start()
+        entrance = InboundBridge(entrance_path, server_path, self._supervisor)
+        await entrance.open()
+        self._stack.callback(entrance.close)
+        if direct is not None:
+            await self._open_listener(services, _hosts_of(options.listen), direct)
+        self._started_p2pd = await P2pd.start(options, self._folder, {PROTOCOL: entrance_path})
+        self._stack.push_async_callback(self._started_p2pd.stop)
+
+    async def _open_listener(self, services: Sequence[AddServicer], hosts: Sequence[str], port: int) -> None:
+        desk = RpcServer(self._supervisor)
+        for service in services:
+            service(desk)
+        self.listener = door = TlsListener(self._identity, desk.serve_peer, self._direct_limits)
+        self._stack.push_async_callback(door.close)
+
+        async def claim() -> None:
+            door.listen(hosts, port)
+
+        await retry_while_port_taken(claim)
+
+    async def stop(self) -> None:
+        """Within STOP_SECONDS; a second call does nothing."""
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._stack.aclose()
+        except TimeoutError:
+            logger.warning("the transport did not stop within %g s", STOP_SECONDS)
+
+    @property
+    def _p2pd(self) -> P2pd:
+        if not self._started_p2pd:
+            raise TransportError("the transport is not open yet")
+        return self._started_p2pd
+
+    @property
+    def p2p(self) -> Any:
+        """hivemind's P2P on our p2pd; another one after each restart of p2pd (see `on_restart`)."""
+        return self._p2pd.p2p
+
+    @property
+    def p2pd_pid(self) -> int:
+        return self._p2pd.pid
+
+    def on_restart(self, callback: Callable[[], None]) -> None:
+        """Called when p2pd has died and lives again; `p2p` is new, and known addresses are dialled on demand."""
+        self._p2pd.on_restart(callback)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.traffic.total.sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self.traffic.total.received
+
+    @property
+    def bytes_by_peer(self) -> Mapping[PeerId, ByteCount]:
+        return self.traffic.by_peer
+
+    @property
+    def direct_port(self) -> int:
+        """At which direct connections are taken; 0: none are."""
+        return self.listener.port if self.listener else 0
+
+    @property
+    def direct_refusals(self) -> Mapping[str, int]:
+        """Direct connections that were not taken, by reason."""
+        return self.listener.refusals if self.listener else {}
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """Streams that were not taken, or cut, by reason."""
+        return self._supervisor.refusals
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Where others can reach us: multiaddresses with /p2p/. TransportError while p2pd is being restarted."""
+        _, addresses = await self._p2pd.client.identify()
+        return tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
+
+    async def remote_addresses(self, peer: PeerId) -> tuple[str, ...]:
+        """Where a peer that we are connected with seems to be: what a network between us shows of it."""
+        return await self._p2pd.client.remote_addresses(peer)
+
+    def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None:
+        """Remember how `peer` is reached, instead of what was known; dials nothing. MalformedError: an address is none.
+        Who is heard of may have come back: what failed a moment ago is tried again by the next call.
+
+        Addresses are multiaddresses that end in /p2p/<peer id>; at their hosts it takes direct connections, if at all.
+        """
+        if len(addresses) > MAX_ADDRESSES:
+            raise MalformedError(f"{peer} has more than {MAX_ADDRESSES} addresses")
+        split = [split_address(address) for address in addresses]
+        if any(owner != peer for owner, _ in split):
+            raise MalformedError(f"an address of {peer} belongs to another peer")
+        ways = self._addresses[peer] = tuple(way for _, way in split)
+        self.bulk.set_endpoint(peer, Endpoint(_hosts_of(ways), direct_port) if direct_port else None)
+        self._addresses.move_to_end(peer)
+        if len(self._addresses) > MAX_PEERS:
+            self._addresses.popitem(last=False)
+        for key in [(peer, use) for use in get_args(ChannelUse)]:
+            if key in self._outbound_bridges and self._outbound_bridges[key].has_failed:
+                self._supervisor.spawn(self._outbound_bridges.pop(key).close(FAILING_CALL_SECONDS))
+
+    def forget(self, peer: PeerId) -> None:
+        """Drop its addresses and cut everything between us; it may come again. Its channel is closed."""
+        self._addresses.pop(peer, None)
+        self._supervisor.cut_peer(peer)
+        self.bulk.forget(peer)
+        exits = [self._outbound_bridges.pop(key) for key in list(self._outbound_bridges) if key[0] == peer]
+        self._supervisor.spawn(self._disconnect(peer, exits))
+
+    async def _disconnect(self, peer: PeerId, bridges: Sequence[OutboundBridge]) -> None:
+        for way_out in bridges:
+            await way_out.close()
+        try:
+            await self._p2pd.client.disconnect(peer)
+        except (UnreachableError, TransportError) as error:
+            logger.info("cannot disconnect from %s: %s", peer, error)
+
+    async def connect(self, address: str, timeout: float) -> PeerId:
+        """Dial within `deadline` seconds, and remember the address. UnreachableError names the address and why."""
+        try:
+            peer, way = split_address(address)
+            await self._p2pd.client.connect(peer, (way,), timeout)
+        except MurmurError as error:
+            raise UnreachableError(f"cannot reach {address}: {error}") from error
+        if way not in self._addresses.get(peer, ()):
+            known = [f"{other}/p2p/{peer}" for other in self._addresses.get(peer, ())]
+            self.introduce(peer, [address, *known][:MAX_ADDRESSES])
+        return peer
+
+    def channel(self, peer: PeerId) -> grpc.aio.Channel:
+        """The one channel for small calls, until `forget`. They fail as UNAVAILABLE where `peer` cannot be reached."""
+        return self._channel(peer, "words")
+
+    def idle_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
+        """A direct connection for one small call, where one is open and without work: by the channel its bytes would
+        go through two more processes."""
+        return self.bulk.idle_channel(peer)
+
+    def fallback_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
+        """A direct connection for one small call, where such a path stands: for when the channel fails. It may queue
+        behind bulk."""
+        return self.bulk.fallback_channel(peer)
+
+    def bulk_channel(self, peer: PeerId) -> grpc.aio.Channel:
+        """The libp2p side of `bulk`: in a tunnel of their own, calls that move much queue before no small one."""
+        return self._channel(peer, "bulk")
+
+    def _channel(self, peer: PeerId, use: ChannelUse) -> grpc.aio.Channel:
+        if (peer, use) not in self._outbound_bridges:
+            public_key(peer)
+            if len(self._outbound_bridges) >= MAX_OUTBOUND_BRIDGES:
+                self._close_unused_bridges()
+            self._outbound_bridges[peer, use] = self._make_bridge(peer, self._dial)
+        return self._outbound_bridges[peer, use].channel
+
+    def _close_unused_bridges(self) -> None:
+        """Of the older half: nobody else closes those of peers that never answered, or left before they were called."""
+        for key in list(self._outbound_bridges)[: MAX_OUTBOUND_BRIDGES // 2]:
+            if not self._outbound_bridges[key].is_connected:
+                self._supervisor.spawn(self._outbound_bridges.pop(key).close(FAILING_CALL_SECONDS))
+
+    def _make_bridge(self, peer: PeerId, dial: Dial) -> OutboundBridge:
+        self._bridges_made += 1
+        path = self._folder / f"out-{self._bridges_made}.sock"
+        return OutboundBridge(peer, path, dial, self._supervisor, list(CHANNEL_OPTIONS.items()))
+
+    async def _dial(self, peer: PeerId) -> Stream:
+        control, addresses = self._p2pd.client, self._addresses.get(peer)
+        if addresses:
+            await control.connect(peer, addresses, self._limits.dial)
+        return await control.open_stream(peer, PROTOCOL, self._limits.dial)
+
+    async def _close_bridges(self) -> None:
+        while self._outbound_bridges:
+            _, way_out = self._outbound_bridges.popitem()
+            await way_out.close()
+
+
+def _hosts_of(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Of multiaddresses that begin with a host, each once; a circuit's host is the relay's."""
+    return tuple(dict.fromkeys(way.split("/")[2] for way in addresses if CIRCUIT_MARKER not in way))

@@ -1,0 +1,64 @@
+"""A node's disk: what is kept of its state, its blobs and its message."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from node.checkpoints import checkpoint
+from node.daemon.checkpointer import Checkpointer
+from node.daemon.contributions import ContributionFile, ContributionTracker
+from node.daemon.outer_state import ReplicatedState
+from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.run_dir import RunDir
+from node.trainer.state import Counters, Outstanding, StepTotals
+from protocol.consensus.messages import Commit
+from tests.node.small_run import MANIFEST, PROGRAM, RUN_ID, SHAPES, at_once, replica_in, store_in
+
+OUTBOX = b"firstsecond"
+
+
+class CheckpointerSetup:
+    def __init__(self, folder: Path, room: int = 1 << 26) -> None:
+        self.folder = RunDir(folder)
+        self.store = store_in(self.folder.blobs)
+        self.sent = ContributionFile(self.folder.contribution_file)
+        self.arena = SharedMemory.create(SharedLayout.of(PROGRAM))
+        self.adopted = asyncio.Event()
+        self.adopts = True
+        self.waited: list[int] = []
+        self.setbacks: list[str] = []
+        self.wanted: set[bytes] = set()
+        self.carried: set[bytes] = set()
+        self.keeper = Checkpointer(
+            self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted, lambda: self.wanted,
+            lambda: self.carried, lambda reason, line: self.setbacks.append(reason), room,
+        )  # fmt: skip
+        self.replica: ReplicatedState = replica_in(self.store)
+
+    async def has_adopted(self, round_number: int) -> bool:
+        self.waited.append(round_number)
+        await self.adopted.wait()
+        return self.adopts
+
+    def snapshot(self, outstanding: int | None = None) -> None:
+        sizes, work = (5, 6), StepTotals(tokens=100, steps=5, loss=15.0)
+        waiting = None if outstanding is None else Outstanding(round=outstanding, sizes=sizes, work=work)
+        held = self.arena.layout.vectors
+        vectors = {name: torch.full((size,), float(place)) for place, (name, size) in enumerate(held)}
+        self.arena.contribution_buffer[: len(OUTBOX)] = OUTBOX
+        self.arena.write_snapshot(vectors, Counters(round=3, outstanding=waiting).model_dump(mode="json"))
+
+    async def pruned(self, offers: ContributionTracker, commits: Sequence[Commit]) -> None:
+        await self.keeper.retain_state(self.replica.blob)
+        self.keeper.prune_blobs(offers, commits)
+
+    def saved(self) -> list[int]:
+        folder = self.folder.checkpoints
+        return sorted(int(path.name.split("-")[-1]) for path in folder.iterdir()) if folder.is_dir() else []
+
+    def loaded(self) -> checkpoint.Checkpoint:
+        found, skipped = checkpoint.load_newest(self.folder.checkpoints, RUN_ID, SHAPES)
+        assert found is not None and not skipped
+        return found

@@ -1,0 +1,347 @@
+"""The loop of a peer, with plain stand-ins around a real replica: joining, rounds, catching up, and whom it avoids."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.daemon import chain_sync, round_loop
+from node.daemon.chain_sync import SyncPlan
+from node.daemon.contributions import StoredContribution
+from node.ipc.channel import ContributionHeader
+from protocol.blobs.blob import Blob
+from protocol.consensus.chain import ChainHead, extend_head
+from protocol.errors import GoneError, MalformedError, UnreachableError
+from tests.node.daemon.round_loop_setup import FRIEND, LIAR, RoundLoopFactory
+from tests.node.small_run import (
+    PEERS,
+    CopyingFetcher,
+    commit_of,
+    grown,
+    payload,
+    stated,
+    states_computed_by,
+    until,
+)
+
+
+@pytest.fixture
+async def worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RoundLoopFactory]:
+    monkeypatch.setattr(round_loop, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(chain_sync, "SYNC_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(round_loop, "MIN_STATE_SECONDS", 5.0)
+    make = RoundLoopFactory(tmp_path)
+    yield make
+    for world in make.made:
+        if world.running is not None:
+            world.running.cancel()
+            await asyncio.gather(world.running, return_exceptions=True)
+
+
+async def test_rounds_until_the_target_of_rounds(worlds: RoundLoopFactory) -> None:
+    world = worlds("rounds = 2")
+    world.run()
+    await world.decide(1)
+    await world.decide(2)
+    await world.done()
+    assert world.driver.begun == [0, 1] and not world.driver.is_open
+    assert world.trainer.adopted == [1, 2] and world.keeper.kept == [1, 2]
+    assert [head.round for head in world.members.heads] == [1, 2]
+
+
+async def test_a_round_is_told_of_once_the_save_before_it_is_on_disk(worlds: RoundLoopFactory) -> None:
+    """The trainer has it before: it need not wait."""
+    world = worlds("rounds = 2")
+    world.run()
+    await world.decide(1)
+    world.keeper.is_ready.clear()
+    await world.decide(2)
+    await until(lambda: world.replica.chain.round == 2)
+    assert world.trainer.adopted == [1, 2]
+    assert [head.round for head in world.members.heads] == [1] and len(world.standing.entries) == 1
+    world.keeper.is_ready.set()
+    await world.done()
+    assert [head.round for head in world.members.heads] == [1, 2] and len(world.standing.entries) == 2
+
+
+async def test_a_round_that_was_foreseen_is_computed_once(
+    worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds("rounds = 1")
+    computed = states_computed_by(world.replica, monkeypatch)
+    world.run()
+    await until(lambda: world.driver.is_open)
+    commit = commit_of(world.replica.chain.head, {1: world.store.put(payload(1))})
+    world.participant.foreseen(commit.body)
+    await until(lambda: bool(computed))
+    assert world.replica.chain.round == 0 and not world.trainer.adopted, "it is not decided yet"
+    world.participant.decided(commit)
+    await world.done()
+    assert world.trainer.adopted == [1] and computed == [world.replica.state]
+
+
+async def test_the_target_of_tokens(worlds: RoundLoopFactory) -> None:
+    world = worlds("tokens = 150")
+    world.run()
+    for seed in range(2):
+        assert not world.participant.is_target_reached
+        await world.decide(seed)
+    await world.done()
+    assert world.replica.chain.tokens == 200
+
+
+async def test_round_0_begins_with_all(worlds: RoundLoopFactory) -> None:
+    world = worlds(min_peers=2)
+    world.run()
+    await until(lambda: "waiting for peers" in world.standing.phases)
+    await asyncio.sleep(0.05)
+    assert not world.driver.is_open and world.trainer.started == [0]
+    world.show(FRIEND, world.replica.chain.head)
+    await until(lambda: world.driver.is_open)
+
+
+async def test_a_run_that_has_begun_waits_only_a_while(worlds: RoundLoopFactory) -> None:
+    world = worlds(min_peers=3)
+    await grown(world.replica, world.store, 1)
+    world.run()
+    await until(lambda: world.driver.is_open)
+    assert world.driver.begun == [1]
+
+
+async def test_a_newcomer_looks_for_the_run_before_it_trains(worlds: RoundLoopFactory) -> None:
+    world = worlds()
+    world.members.has_contacts = True
+    world.run()
+    await asyncio.sleep(0.05)
+    assert world.trainer.started == []
+    await world.peer(FRIEND, 2)
+    await until(lambda: world.trainer.started == [2])
+
+
+async def test_the_message_is_offered_to_the_open_round_and_to_no_other(worlds: RoundLoopFactory) -> None:
+    world = worlds()
+    message = ContributionHeader(round=0, sizes=(1,), tokens=10, steps=1, loss=1.0)
+    world.trainer.contributions.submit(StoredContribution(message, (world.store.put(payload(5)),)))
+    world.participant.offer()
+    assert world.driver.offered == []
+    world.run()
+    await world.decide()
+    await until(lambda: len(world.driver.offered) == 2)
+    assert [(offer.round, offer.tokens) for offer in world.driver.offered] == [(0, 10), (1, 10)]
+    assert world.driver.offered[1].base == world.replica.chain.digest
+
+
+async def test_a_small_gap_is_replayed(worlds: RoundLoopFactory) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 3)
+    world.run()
+    await world.until_round(3)
+    assert world.scout.asked == [(FRIEND, True)] and world.standing.catch_ups == [("replayed", 1)] * 3
+    assert world.replica.blob == theirs.blob and world.replica.chain.commits_since(0) is not None
+
+
+async def test_a_commit_that_the_round_cannot_have_is_not_replayed_and_ends_nobody(worlds: RoundLoopFactory) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 2)
+    blob, mine = world.store.put(payload(1)), world.replica.chain.head
+    body = replace(commit_of(mine, {2: blob, 3: blob}).body, parts=(blob,))  # as of a butterfly
+    head = replace(extend_head(mine, body), tokens=2**40)
+    world.show(LIAR, head, bytes(32))
+    world.scout.plans[LIAR] = SyncPlan(head, (stated(PEERS[3], body),), None)
+    world.run()
+    await world.until_round(2)
+    assert world.replica.chain.head == theirs.chain.head and world.scout.asked[0] == (LIAR, True)
+    assert world.standing.recovered_errors == 2 * ["way lost"]
+
+
+async def test_that_our_state_differs_is_told_once_however_often_its_better_is_asked_for(
+    worlds: RoundLoopFactory,
+) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 2)
+    world.show(LIAR, theirs.chain.head, theirs.blob.digest)
+    await world.replica.install_state(theirs.chain.head, world.replica.blob, theirs.chain.commits_since(0) or ())
+    world.scout.faults = dict.fromkeys((FRIEND, LIAR), UnreachableError("no answer"))
+    world.run()
+    await until(lambda: world.scout.asked.count((FRIEND, False)) + world.scout.asked.count((LIAR, False)) == 2)
+    for _ in range(20):  # both are put aside: each turn of the loop looks for somebody
+        world.participant.wake.set()
+        await asyncio.sleep(0)
+    assert world.standing.recovered_errors.count("state differs") == len(world.standing.failures) == 1
+    assert world.standing.phases[-1] == "catching up"
+
+
+async def test_a_large_gap_takes_the_state(worlds: RoundLoopFactory) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 6)
+    world.run()
+    await world.until_round(6)
+    assert world.scout.asked == [(FRIEND, False)] and world.replica.blob == theirs.blob
+    assert world.standing.catch_ups == [("skipped", 6)] and world.standing.moves == [theirs.chain.head]
+
+
+async def test_a_state_that_was_taken_is_told_of_once_it_is_on_disk(worlds: RoundLoopFactory) -> None:
+    """A kill would take back the six rounds that were skipped for it."""
+    world = worlds()
+    await world.peer(FRIEND, 6)
+    world.keeper.is_ready.clear()
+    world.run()
+    await until(lambda: world.keeper.kept == [6])
+    assert world.trainer.adopted == [6] and world.members.heads == []
+    world.keeper.is_ready.set()
+    await until(lambda: [head.round for head in world.members.heads] == [6])
+
+
+async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(worlds: RoundLoopFactory) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 3)
+    for commit in theirs.chain.commits_since(0) or ():
+        world.fetcher.stores[FRIEND].discard(commit.body.blobs[0].digest)
+    world.run()
+    await world.until_round(3)
+    assert world.scout.asked == [(FRIEND, True), (FRIEND, False)] and world.replica.blob == theirs.blob
+    assert world.standing.recovered_errors == ["way lost"]
+
+
+async def test_one_round_behind_it_waits_a_little_for_the_commit_to_come_by_itself(
+    worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain_sync, "SYNC_AFTER_SECONDS", 30.0)
+    world = worlds()
+    world.run()
+    await until(lambda: world.driver.is_open)
+    await world.peer(FRIEND, 1)
+    await asyncio.sleep(0.05)
+    assert world.scout.asked == [] and world.driver.is_open
+    monkeypatch.setattr(chain_sync, "SYNC_AFTER_SECONDS", 0.01)
+    await world.until_round(1)
+
+
+async def test_the_lesser_of_two_chains_is_left(worlds: RoundLoopFactory) -> None:
+    world = worlds()
+    await grown(world.replica, world.store, 2, peer=1)
+    theirs = await world.peer(FRIEND, 3, seed=2)
+    world.run()
+    await world.until_round(3)
+    assert world.replica.chain.digest == theirs.chain.digest and world.replica.blob == theirs.blob
+
+
+async def test_another_chain_is_gone_to_although_our_own_rounds_never_pause(
+    worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with more tokens in fewer rounds: whoever waits for its next commit waits in vain."""
+    monkeypatch.setattr(chain_sync, "SYNC_AFTER_SECONDS", 30.0)
+    world = worlds()
+    await grown(world.replica, world.store, 3, peer=1)
+    world.run()
+    await until(lambda: world.driver.is_open)
+    theirs = await world.peer(FRIEND, 2, seed=2)
+    head = theirs.chain.head
+    theirs.chain.switch_to(ChainHead(head.round, head.digest, world.replica.chain.tokens + 1))
+    world.show(FRIEND, theirs.chain.head, theirs.blob.digest)
+    await until(lambda: world.replica.chain.digest == head.digest)
+    assert world.replica.blob == theirs.blob
+
+
+async def test_a_liar_is_avoided_though_it_shows_a_new_head_each_time(
+    worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def opened(avoid_seconds: float) -> tuple[int, int]:
+        """How often the liar was asked, and how many rounds were decided meanwhile."""
+        monkeypatch.setattr(round_loop, "AVOID_SECONDS", avoid_seconds)
+        world = worlds()
+        world.scout.faults[LIAR] = MalformedError("a lie")
+        world.run()
+        await until(lambda: world.driver.is_open)
+        for number in range(100, 110):
+            world.show(LIAR, ChainHead(number, bytes([number]) * 32, 10**9))
+            world.participant.wake.set()
+            await asyncio.sleep(0.03)
+            if world.driver.is_open:
+                await world.decide(number)
+        return len(world.scout.asked), world.replica.chain.round
+
+    asked, rounds = await opened(60.0)
+    assert asked == 1 and rounds >= 8
+    asked, rounds = await opened(0.0)  # negative control
+    assert asked > 10 and rounds < 8
+
+
+async def test_a_liar_does_not_hide_who_stands_honestly_beside_it(worlds: RoundLoopFactory) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 6)
+    world.show(LIAR, theirs.chain.head)
+    world.members.others = {LIAR: world.members.others[LIAR], FRIEND: world.members.others[FRIEND]}
+    world.scout.faults[LIAR] = UnreachableError("no answer")
+    world.run()
+    await world.until_round(6)
+    assert world.scout.asked == [(LIAR, False), (FRIEND, False)]
+
+
+async def test_who_went_on_while_it_was_followed_is_asked_again(
+    worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, fetch, gone = worlds(), CopyingFetcher.fetch, list[Blob]()
+    theirs = await world.peer(FRIEND, 6)
+
+    async def too_late(self: CopyingFetcher, blob: Blob, sources: Any, seconds: float, **words: Any) -> None:
+        if len(gone) < 2:
+            gone.append(blob)
+            raise GoneError("nobody has it any more")
+        await fetch(self, blob, sources, seconds, **words)
+
+    monkeypatch.setattr(CopyingFetcher, "fetch", too_late)
+    world.run()
+    await world.until_round(6)
+    assert world.scout.asked == [(FRIEND, False)] * 3 and world.standing.recovered_errors == ["way lost"] * 2
+    assert world.replica.blob == theirs.blob
+
+
+async def test_a_state_that_nobody_has_costs_bounded_time(worlds: RoundLoopFactory) -> None:
+    world = worlds()
+    await world.peer(LIAR, 6)
+    del world.fetcher.stores[LIAR]
+    world.run()
+    await until(lambda: world.driver.is_open)
+    assert world.replica.chain.round == 0 and len(world.scout.asked) == round_loop.MAX_VANISHED_STATES
+
+
+async def test_who_is_the_odd_one_out_fetches_the_state_of_the_others(worlds: RoundLoopFactory) -> None:
+    world = worlds()
+    theirs = await world.peer(FRIEND, 2)
+    world.show(LIAR, theirs.chain.head, theirs.blob.digest)
+    await world.replica.install_state(theirs.chain.head, world.replica.blob, theirs.chain.commits_since(0) or ())
+    assert world.replica.blob != theirs.blob and world.replica.chain.head == theirs.chain.head
+    world.fetcher.stores[LIAR], world.scout.chains[LIAR] = world.fetcher.stores[FRIEND], theirs
+    world.run()
+    await until(lambda: world.replica.blob == theirs.blob)
+    assert world.standing.failures == ["our state differed from the others'"]
+    assert world.standing.recovered_errors == ["state differs"]
+    assert [replay for _, replay in world.scout.asked] == [False]
+
+
+async def test_a_decided_round_that_cannot_be_applied_is_tried_again(
+    worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds()
+    world.run()
+    await until(lambda: world.driver.is_open)
+    commit = commit_of(world.replica.chain.head, {2: world.store.put(b"does not decode")})
+    world.driver.is_open = False
+    world.participant.decided(commit)
+    await until(lambda: len(world.driver.begun) == 2)
+    assert world.replica.chain.round == 0 and "does not decode" in world.standing.failures[0]
+    assert world.standing.recovered_errors == ["not applied"]
+    await world.decide()
+
+
+async def test_a_fault_in_the_background_ends_the_run(worlds: RoundLoopFactory) -> None:
+    world = worlds()
+    world.run()
+    await until(lambda: world.driver.is_open)
+    world.participant.broken(KeyError("a bug"))
+    with pytest.raises(KeyError):
+        await world.done()

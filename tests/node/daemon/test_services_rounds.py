@@ -1,0 +1,147 @@
+"""The service and the calls to it: who may ask what, what fits into an answer, and how calls fail."""
+
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from node.daemon import peer_rpc, services
+from node.daemon.outer_state import ReplicatedState
+from node.daemon.peer_rpc import deliver, request_chain
+from node.daemon.services import MAX_MESSAGES_PER_CALL, InboundQuota, RoundsService
+from protocol.errors import LimitError, MalformedError, PeerFault
+from protocol.identity import PeerId
+from protocol.murmur_pb2 import Signed
+from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
+from tests.node.daemon.fake_channels import FixedChannels
+from tests.node.small_run import PEERS, RUN_ID, grown, replica_in, store_in
+from tests.protocol.local_server import serve_locally
+
+CALLER = PEERS[2].peer_id
+THEM = PEERS[3].peer_id
+
+
+class FakeDriver:
+    def __init__(self) -> None:
+        self.known = True
+        self.taken: list[tuple[PeerId, int]] = []
+        self.answers = [Signed(kind="answer")]
+        self.refused: list[tuple[PeerId, str]] = []
+
+    def refuse(self, peer: PeerId, fault: PeerFault) -> None:
+        self.refused.append((peer, fault.metric_label))
+
+    def knows(self, peer: PeerId) -> bool:
+        return self.known
+
+    def take(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
+        self.taken.append((sender, len(list(envelopes))))
+        return self.answers
+
+
+class RoundsServiceSetup:
+    def __init__(
+        self, channel: grpc.aio.Channel, replica: ReplicatedState, driver: FakeDriver, service: RoundsService
+    ) -> None:
+        self.channel = channel
+        self.replica = replica
+        self.driver = driver
+        self.service = service
+
+    def to_them(self, _: PeerId) -> grpc.aio.Channel:
+        return self.channel
+
+    async def deliver(self, count: int = 1, run_id: str = RUN_ID) -> list[Signed]:
+        return list(await deliver(run_id, FixedChannels(self.channel), THEM, [Signed(kind="x")] * count, 5.0))
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RoundsServiceSetup]:
+    monkeypatch.setattr(services, "caller", lambda context: CALLER)
+    store = store_in(tmp_path / "blobs")
+    replica, driver = replica_in(store), FakeDriver()
+    await grown(replica, store, 3)
+    service = RoundsService(RUN_ID, cast(Any, driver), replica, InboundQuota(1, 5.0), driver.refuse)
+    async with serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(service, server)) as channel:
+        yield RoundsServiceSetup(channel, replica, driver, service)
+
+
+async def test_statements_go_to_the_driver_under_the_callers_name(world: RoundsServiceSetup) -> None:
+    assert await world.deliver(3) == [Signed(kind="answer")]
+    assert world.driver.taken == [(CALLER, 3)]
+
+
+async def test_too_many_another_run_and_no_identity_are_refused(
+    world: RoundsServiceSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await world.deliver(MAX_MESSAGES_PER_CALL)
+
+    def nobody(context: object) -> PeerId:
+        raise MalformedError("a call without an identity")
+
+    with pytest.raises(LimitError, match="65 statements at once"):
+        await world.deliver(MAX_MESSAGES_PER_CALL + 1)
+    with pytest.raises(LimitError, match="another run"):
+        await world.deliver(run_id="ab" * 32)
+    monkeypatch.setattr(services, "caller", nobody)
+    with pytest.raises(LimitError, match="without an identity"):
+        await world.deliver()
+    with pytest.raises(LimitError, match="without an identity"):
+        await request_chain(RUN_ID, world.to_them, THEM, 0)
+    assert len(world.driver.taken) == 1
+    nameless = [("somebody unknown", "malformed")] * 2
+    assert world.driver.refused == [(CALLER, "limit"), (CALLER, "stale"), *nameless]
+
+
+async def test_a_stranger_may_say_a_little_and_a_flood_is_one_line(
+    world: RoundsServiceSetup, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused, calls_made = 0, 60
+    world.driver.known = False
+    for _ in range(calls_made):
+        try:
+            await world.deliver()
+        except LimitError as error:
+            assert "resource_exhausted" in str(error) and "not known as a member" in str(error)
+            refused += 1
+    assert refused and len(world.driver.taken) == calls_made - refused >= 16
+    assert world.service.refusals == {"limit": refused} and world.driver.refused == []
+    assert caplog.text.count("not known as a member") == 1
+    world.driver.known = True
+    await world.deliver()  # the control: as soon as it is one
+
+
+async def test_a_member_says_far_more_but_not_any_amount(world: RoundsServiceSetup) -> None:
+    for _ in range(200):
+        await world.deliver()
+    assert len(world.driver.taken) == 200
+    whole = [Signed(kind="x", body=bytes(700_000))]
+    with pytest.raises(LimitError, match="more than a leader"):
+        for _ in range(20):
+            await deliver(RUN_ID, FixedChannels(world.channel), THEM, whole, 5.0)
+
+
+async def test_the_chain_with_its_head_and_state(world: RoundsServiceSetup) -> None:
+    chain = world.replica.chain
+    reply = await request_chain(RUN_ID, world.to_them, THEM, 1)
+    assert (reply.round, reply.digest, reply.chain_tokens) == (3, chain.digest, chain.tokens)
+    assert reply.state == world.replica.blob.to_wire()
+    assert list(reply.commits) == [commit.signed for commit in chain.commits_since(1) or ()]
+    for after_round in (3, 4, 2**63):
+        assert not (await request_chain(RUN_ID, world.to_them, THEM, after_round)).commits
+
+
+async def test_of_many_commits_the_oldest_that_fit(world: RoundsServiceSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = [commit.signed for commit in world.replica.chain.commits_since(0) or ()]
+    monkeypatch.setattr(services, "MAX_REPLY_BYTES", commits[0].ByteSize() + commits[1].ByteSize())
+    assert list((await request_chain(RUN_ID, world.to_them, THEM, 0)).commits) == commits[:2]
+
+
+async def test_a_decision_of_many_acknowledgements_is_taken_but_not_any_number(world: RoundsServiceSetup) -> None:
+    world.driver.answers = [Signed(kind="answer")] * 200
+    assert len(await world.deliver()) == 200
+    world.driver.answers = [Signed(kind="answer")] * (peer_rpc.MAX_REPLY_MESSAGES + 1)
+    with pytest.raises(LimitError, match="answers with"):
+        await world.deliver()

@@ -1,0 +1,174 @@
+"""The directory through a participant's eyes."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from node.daemon import swarm_view
+from node.daemon.swarm_view import SwarmView
+from protocol.consensus.chain import Chain, ChainHead, genesis_head
+from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
+from protocol.murmur_pb2 import PeerRecord
+from tests.node.small_run import RUN_ID, grown, replica_in, store_in
+
+
+class FakeDirectory:
+    peer_id = "me"
+
+    def __init__(self) -> None:
+        self.records: dict[str, PeerRecord] = {"me": PeerRecord(role="trainer")}
+        self.published: dict[str, object] = {}
+        self.tell: Callable[[MembershipEvent], None] = lambda event: None
+
+    def live(self) -> dict[str, PeerRecord]:
+        return self.records
+
+    def subscribe(self, callback: Callable[[MembershipEvent], None]) -> None:
+        self.tell = callback
+
+    def publish(self, **fields: object) -> None:
+        self.published = fields
+
+
+def members_of(directory: FakeDirectory, chain: Chain | None = None) -> SwarmView:
+    return SwarmView(cast(Any, directory), chain or Chain.from_genesis(RUN_ID), True, random.Random(0))
+
+
+def test_records_are_of_the_others_in_random_order() -> None:
+    directory = FakeDirectory()
+    directory.records |= {str(number): PeerRecord(role="trainer") for number in range(8)}
+    members = members_of(directory)
+    orders = {tuple(members.other_records()) for _ in range(20)}
+    assert len(orders) > 10 and {frozenset(order) for order in orders} == {frozenset(map(str, range(8)))}
+
+
+def test_observers_do_not_train() -> None:
+    directory = FakeDirectory()
+    directory.records |= {"a": PeerRecord(role="trainer"), "b": PeerRecord(role="observer")}
+    members = members_of(directory)
+    assert sorted(members.trainers()) == ["a", "me"]
+    assert members.is_trainer("a") and not members.is_trainer("b") and not members.is_trainer("nobody")
+
+
+async def test_at_this_round_are_those_who_stand_here_or_are_about_to_arrive(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    replica = replica_in(store)
+    await grown(replica, store, 1)
+    before = replica.chain.digest
+    await grown(replica, store, 1)
+    directory = FakeDirectory()
+    for peer, digest in {"here": replica.chain.digest, "near": before, "far": genesis_head(RUN_ID).digest}.items():
+        directory.records[peer] = PeerRecord(role="trainer", digest=digest)
+    directory.records["watches"] = PeerRecord(role="observer", digest=replica.chain.digest)
+    assert members_of(directory, replica.chain).round_members().peers == {"me", "here", "near"}
+
+
+def test_who_said_good_bye_has_departed_until_it_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarm_view, "MAX_LEFT_PEERS", 2)
+    directory = FakeDirectory()
+    members = members_of(directory)
+    directory.tell(PeerLeft("a", "left"))
+    directory.tell(PeerLeft("b", "expired"))
+    assert members.round_members().departed == {"a"}
+    directory.tell(PeerJoined("a", PeerRecord()))
+    assert members.round_members().departed == frozenset()
+    for peer in "cde":
+        directory.tell(PeerLeft(peer, "left"))
+    assert members.round_members().departed == {"d", "e"}
+
+
+def test_who_rests_is_at_this_round_and_known_to_rest() -> None:
+    directory = FakeDirectory()
+    directory.records["a"] = PeerRecord(role="trainer", digest=genesis_head(RUN_ID).digest, resting=True)
+    directory.records["far"] = PeerRecord(role="trainer", digest=bytes(32), resting=True)
+    live = members_of(directory).round_members()
+    assert live.peers == {"a", "me"} and live.resting == {"a"}
+    assert not any(members_of(FakeDirectory()).round_members().resting)
+
+
+def test_who_rests_has_no_turn_in_measuring() -> None:
+    directory = FakeDirectory()
+    directory.records |= {"a": PeerRecord(role="trainer", resting=True), "z": PeerRecord(role="trainer")}
+    members = members_of(directory)
+    assert [members.is_our_turn_to_evaluate(number) for number in range(4)] == [True, False] * 2
+
+
+def test_the_trainers_take_turns_in_measuring() -> None:
+    directory = FakeDirectory()
+    directory.records |= {"a": PeerRecord(role="trainer"), "z": PeerRecord(role="trainer")}
+    members = members_of(directory)
+    assert [members.is_our_turn_to_evaluate(number) for number in range(6)] == [False, True, False] * 2
+    directory.records.clear()
+    assert not members.is_our_turn_to_evaluate(0)
+
+
+def test_holders_are_those_of_the_state_that_most_have() -> None:
+    directory, head = FakeDirectory(), ChainHead(3, bytes(32), 0)
+    mine, right, wrong = (bytes([number]) * 32 for number in (1, 2, 0))
+    for peer, state in {"a": right, "b": right, "c": wrong, "d": mine, "e": b""}.items():
+        directory.records[peer] = PeerRecord(role="trainer", digest=head.digest, state_digest=state)
+    directory.records["elsewhere"] = PeerRecord(role="trainer", digest=bytes([1]) * 32, state_digest=wrong)
+    members = members_of(directory)
+    assert sorted(members.state_holders(head, mine)) == ["a", "b"]
+    del directory.records["b"]
+    assert members.state_holders(head, mine) == ["c"]  # of equally many, the lower digest, as in the vote
+    assert members.state_holders(ChainHead(4, bytes([7]) * 32, 0), mine) == []
+
+
+def test_the_head_is_announced_at_once() -> None:
+    directory = FakeDirectory()
+    members_of(directory).announce_head(ChainHead(3, bytes(32), 7), bytes([1]) * 32)
+    assert directory.published == {
+        "urgent": True, "round": 3, "digest": bytes(32), "chain_tokens": 7, "state_digest": bytes([1]) * 32
+    }  # fmt: skip
+
+
+def test_our_own_progress_goes_out_with_a_new_head() -> None:
+    directory = FakeDirectory()
+    members = SwarmView(cast(Any, directory), Chain.from_genesis(RUN_ID), True, random.Random(0), lambda: {"step": 40})
+    members.announce_head(ChainHead(3, bytes(32), 7), bytes([1]) * 32)
+    assert directory.published["step"] == 40 and directory.published["round"] == 3
+
+
+def test_alone_is_who_knows_of_others_and_sees_none() -> None:
+    directory = FakeDirectory()
+    first = SwarmView(cast(Any, directory), Chain.from_genesis(RUN_ID), False, random.Random(0))
+    assert not first.is_isolated(), "whoever begins a run waits for nobody"
+    assert members_of(directory).is_isolated(), "whoever was sent to somebody does"
+    directory.records["a"] = PeerRecord(role="trainer")
+    first._on_membership_event(PeerJoined("a", directory.records["a"]))
+    assert not first.is_isolated()
+    del directory.records["a"]
+    assert first.is_isolated()
+
+
+def test_the_other_trainers_are_without_ourselves_and_those_who_watch() -> None:
+    directory = FakeDirectory()
+    directory.records |= {"a": PeerRecord(role="trainer"), "b": PeerRecord(role="observer")}
+    assert members_of(directory).other_trainers() == ["a"]
+
+
+def at(*addresses: str, role: str = "trainer") -> PeerRecord:
+    return PeerRecord(role=role, addresses=addresses)
+
+
+def test_hidden_peers_are_beyond_reach_of_one_another_while_somebody_can_be_called() -> None:
+    directory = FakeDirectory()
+    relayed = "/ip4/8.8.8.8/tcp/1/p2p/{}/p2p-circuit/p2p/x"
+    at_home = "/ip4/192.168.1.2/tcp/1/p2p/x"
+    directory.records = {"me": at(relayed.format("c")), "a": at(at_home, relayed.format("d")), "b": at(at_home)}
+    members = members_of(directory)
+    assert members.unreachable_peers() == {"me", "a"} and members.relay_candidates("a") == ["b"]
+    directory.records |= {name: at("/ip4/8.8.8.8/tcp/1/p2p/x") for name in "cd"}
+    directory.records |= {"host": at("/ip4/8.8.8.8/tcp/1/p2p/x", role="observer"), "mute": at()}
+    assert members.relay_candidates("a")[0] == "d" and set(members.relay_candidates("a")) == {"b", "c", "d"}, (
+        "its relay first"
+    )
+    assert members.relay_candidates("gone") != []
+    directory.records["me"] = at("/ip4/8.8.4.4/tcp/1/p2p/x")
+    assert members.unreachable_peers() == frozenset(), "we can be called: it can bring us anything"
+    directory.records = {"me": at(relayed.format("c")), "a": at(relayed.format("c"))}
+    assert members.unreachable_peers() == frozenset(), "nobody could carry"

@@ -1,0 +1,103 @@
+"""The page as the server writes it."""
+
+import hashlib
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from node.dashboard.events import PeerDeparted
+from node.dashboard.html_page import (
+    ASSETS_DIR,
+    STATIC_DIR,
+    choose_unit,
+    format_duration,
+    format_number,
+    format_si,
+    render_page,
+)
+from node.dashboard.json_views import snapshot
+from node.dashboard.state import RunState
+from tests.node.dashboard.example_events import NAMES, apply_all, committed, joined, opening_events, timed
+
+HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$join", "&amp;", "</title><b>")
+JOIN = "murmur join http://here/run.toml"
+
+
+class Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def elements(text: str) -> list[tuple[str, dict[str, str | None]]]:
+    parser = Elements()
+    parser.feed(text)
+    return parser.found
+
+
+def page(*names: str) -> str:
+    people = [joined(peer, name=name, device=name) for peer, name in zip(NAMES, names, strict=False)]
+    events = [*opening_events(), *people, committed(0), committed(1, NAMES[:1], late=[NAMES[1]]), timed(1)]
+    return render_page(snapshot(apply_all(events), 1100.0), JOIN, "0.1")
+
+
+def test_the_figures_stand_in_it_without_any_script() -> None:
+    text = page("ada", "bob")
+    for figure in ("round 2 of 100", "3.000", "1 of 2 in time", JOIN, "ada", "bob", "small", "not in time"):
+        assert figure in text, figure
+    assert "$" not in re.sub(r'data-[a-z]+="[^"]*"', "", text)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_peer_says_is_text(name: str) -> None:
+    """The control: the same elements, in the same order, as with a harmless name; only text differs."""
+    assert elements(page(name, name)) == elements(page("ada", "bob"))
+
+
+def test_nothing_in_it_needs_inline_styles_scripts_or_strangers() -> None:
+    for tag, attributes in elements(page("ada")):
+        assert not {key for key in attributes if key.startswith("on") or key == "style"}, (tag, attributes)
+        for key in ("src", "href"):
+            address = attributes.get(key) or "/"
+            assert address.startswith("/"), (tag, address)
+        if tag == "script":
+            assert attributes.get("src")
+    for file in STATIC_DIR.glob("*.js"):
+        if not file.name.startswith("uPlot"):
+            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", file.read_text())
+    assert not re.search(r"https?://(?!www\.w3\.org)", (ASSETS_DIR / "index.html").read_text())
+
+
+def test_the_vendored_charts_are_those_of_their_release() -> None:
+    """uPlot 1.6.32, MIT, as on npm."""
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in STATIC_DIR.glob("uPlot*")}
+    assert found == {
+        "uPlot.iife.min.js": "19c8d4c6ad88929a",
+        "uPlot.min.css": "df630c6a8d6f8eea",
+        "uPlot.LICENSE": "8f989229699b4fe2",
+    }
+
+
+def test_an_empty_run_and_a_replay_have_a_page() -> None:
+    assert "no peers yet" in render_page(snapshot(RunState(), 1.0), JOIN, "0.1")
+    replayed = render_page(snapshot(apply_all(opening_events()), 1.0), None, "0.1")
+    assert 'id="join"' not in replayed and "run.toml" not in replayed
+
+
+def test_who_left_is_not_in_the_table_but_in_the_log() -> None:
+    events = [*opening_events(), PeerDeparted(at=1050.0, peer=NAMES[0], reason="unreachable")]
+    text = render_page(snapshot(apply_all(events), 1100.0), JOIN, "0.1")
+    assert f'data-peer="{NAMES[0]}"' not in text and "does not answer and counts as gone" in text
+
+
+def test_numbers_as_people_read_them() -> None:
+    sizes = {0: "0", 7: "7", 999: "999", 1_840_000: "1.84 M", 10_000: "10 k", 999_999: "1 M", 3e12: "3 T"}
+    assert {value: format_si(value) for value in sizes} == sizes
+    times = {3: "3 s", 75: "1 min 15 s", 2309: "38 min", 40_000: "11 h", 222_222: "2 d 13 h"}
+    assert {value: format_duration(value) for value in times} == times
+    assert format_number(None, 2) == "-" and format_number(1234.5, 1) == "1,234.5"
+    assert choose_unit(5)[1] == "k" and choose_unit(5e6)[1] == "M"

@@ -1,0 +1,120 @@
+"""What is told of a state."""
+
+import json
+
+import pytest
+
+from node.dashboard.events import ChainForked, HostRestarted, PeerDeparted, PeersUpdated, SwarmLost, ValidationMeasured
+from node.dashboard.json_views import SERIES, history, run_status, series_points, snapshot, summary, thin_out
+from node.dashboard.server import SwarmCollector
+from node.dashboard.state import RunState
+from tests.node.dashboard.example_events import (
+    FACTS,
+    NAMES,
+    OPENED,
+    apply_all,
+    committed,
+    joined,
+    opening_events,
+    peer_report,
+    timed,
+)
+
+RUN = [*opening_events(), *map(committed, range(10)), timed(4), timed(8)]
+
+
+def test_the_summary_holds_what_the_interface_promises() -> None:
+    values = snapshot(apply_all(RUN), 1100.0)
+    assert values["run"] == "small" and values["round"] == 10 and values["tokens"] == 2000
+    assert values["loss"] == 3.0 and isinstance(values["peers"], list) and len(values["peers"]) == 2
+    assert values["saved"] == pytest.approx(40.0) and values["round_seconds"] == 2.0
+    assert values["seconds_left"] == 90 * 2.0 and values["progress"] == 0.1
+    assert values["timeline"]["round"] == 8 and values["timelines"] == [4, 8]
+    json.dumps(values, allow_nan=False)
+
+
+def test_an_empty_state_has_a_summary_too() -> None:
+    values = snapshot(RunState(), 5.0)
+    assert values["round"] == 0 and values["loss"] is None and values["status"] == "waiting"
+
+
+def test_the_word_for_how_it_stands() -> None:
+    assert run_status(apply_all([OPENED]))[::2] == ("waiting", "no peers yet")
+    assert run_status(apply_all(opening_events()[:2]))[::2] == ("waiting", "1 of 2 peers are here")
+    assert run_status(apply_all(opening_events()))[0] == "warming up"
+    assert run_status(apply_all(RUN))[0] == "training"
+    assert run_status(apply_all([*RUN, HostRestarted(at=1.0)]))[0] == "looking"
+    assert run_status(apply_all([*RUN, SwarmLost(at=1.0)]))[0] == "out of sight"
+    assert run_status(apply_all([*opening_events(), *map(committed, range(100)), SwarmLost(at=1.0)]))[0] == "done"
+
+
+def words(state: RunState) -> dict[str, str]:
+    return {peer["peer"]: peer["state"] for peer in snapshot(state, 1.0)["peers"]}
+
+
+def test_the_word_for_each_peer() -> None:
+    at_head = PeersUpdated(at=1.0, peers=tuple(peer_report(name, round=10) for name in NAMES[:2]))
+    events = [*RUN, at_head, joined(NAMES[2], round=0), joined(NAMES[3], role="observer")]
+    assert list(words(apply_all(events)).values()) == ["training", "training", "joining", "watching"]
+    late = apply_all(
+        [*events, committed(10, NAMES[:1], late=[NAMES[1]]), PeerDeparted(at=1.0, peer=NAMES[2], reason="left")]
+    )
+    assert words(late)[NAMES[1]] == "late" and words(late)[NAMES[2]] == "left"
+    resting = apply_all([*events, PeersUpdated(at=2.0, peers=(peer_report(NAMES[1], round=10, resting=True),))])
+    assert words(resting)[NAMES[1]] == "resting"
+    behind = apply_all([*events, *(committed(number, NAMES[:1]) for number in range(10, 14))])
+    assert words(behind)[NAMES[1]] == "behind" and words(behind)[NAMES[0]] == "training"
+
+
+def test_who_rests_is_counted_as_such_and_adds_no_speed() -> None:
+    at_head = tuple(peer_report(name, round=10) for name in NAMES[:3])
+    working = apply_all(
+        [*RUN, joined(NAMES[2]), joined(NAMES[3], role="observer"), PeersUpdated(at=1.0, peers=at_head)]
+    )
+    assert summary(working, 1.0)["tokens_per_second"] == 150.0
+    resting = apply_all([PeersUpdated(at=2.0, peers=(peer_report(NAMES[1], round=10, resting=True),))], working)
+    assert summary(resting, 1.0)["tokens_per_second"] == 100.0
+    families = {family.name: family for family in SwarmCollector(lambda: snapshot(resting, 1.0)).collect()}
+    counts = {sample.labels["state"]: sample.value for sample in families["murmur_swarm_peers"].samples}
+    assert counts["resting"] == 1 and sum(counts.values()) == len(resting.live) == 4
+
+
+def test_the_path_of_a_hidden_peer_and_who_carries_it() -> None:
+    relay, hidden = NAMES[0], NAMES[1]
+    by = (relay, "<b>nobody</b>")
+    state = apply_all([OPENED, joined(relay, reach="direct"), joined(hidden, reach="relay", carriers=by)])
+    links = {peer["peer"]: peer["link"] for peer in snapshot(state, 1.0)["peers"]}
+    assert links == {relay: "direct, relays to 1", hidden: f"relay by ..{relay[-6:]}"}
+    state = apply_all([PeerDeparted(at=1050.0, peer=hidden, reason="left")], state)
+    assert snapshot(state, 1.0)["peers"][0]["link"] == "direct"
+    state = apply_all([OPENED, joined(relay, reach="direct", carried=2_100_000)])
+    assert snapshot(state, 1.0)["peers"][0]["link"] == "direct, carried 2.1 MB for others"
+
+
+def test_left_today_counts_peers_and_not_the_hosts_own_absence() -> None:
+    gone = apply_all([*RUN, PeerDeparted(at=1050.0, peer=NAMES[0], reason="left")])
+    assert summary(gone, 1100.0)["left_today"] == 1 and summary(gone, 1100.0 + 90_000)["left_today"] == 0
+    assert summary(apply_all([*RUN, HostRestarted(at=1100.0)]), 1101.0)["left_today"] == 0
+
+
+def test_the_time_left_until_a_number_of_tokens() -> None:
+    facts = FACTS.model_copy(update={"target_rounds": None, "target_tokens": 4000})
+    events = [OPENED.model_copy(update={"facts": facts}), *RUN[1:]]
+    assert summary(apply_all(events), 1.0)["seconds_left"] == pytest.approx(2000 / 200 * 2.0)
+    assert summary(apply_all(events), 1.0)["progress"] == 0.5
+
+
+def test_history_is_gapless_and_thinned_where_asked() -> None:
+    state = apply_all([*RUN, ValidationMeasured(at=1.0, peer=NAMES[0], round=3, loss=2.0)])
+    columns = history(state, 100)
+    assert set(columns) == set(SERIES) and columns["round"] == list(range(10))
+    assert columns["sent"][4] == 1000 and columns["sent"][5] is None and columns["validation"][2] == 2.0
+    assert series_points(state, "sent", 100) == [(4, 1000), (8, 1000)]
+    assert [row.round for row in apply_all([ChainForked(at=1.0, round=4)], state).rows] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("count", "maximum"), [(10, 3), (10, 10), (11, 10), (1000, 7), (5, 100), (0, 2), (2001, 2000)])
+def test_thinning_keeps_the_first_and_the_last_and_the_limit(count: int, maximum: int) -> None:
+    found = thin_out(range(count), maximum)
+    assert len(found) <= maximum and found == sorted(set(found))
+    assert not count or (found[0] == 0 and found[-1] == count - 1)

@@ -1,0 +1,265 @@
+"""From the directory's table to events."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from node.dashboard.event_log import EventLog
+from node.dashboard.events import ChainForked
+from node.dashboard.events import DashboardEvent as Happening
+from node.dashboard.swarm_watcher import (
+    MAX_SHOWN_PEERS,
+    NEWS_BURST,
+    NEWS_PER_SECOND,
+    ByteRate,
+    SwarmWatcher,
+    build_peer_report,
+)
+from protocol.errors import StorageError
+from protocol.manifest import Manifest
+from protocol.membership.peer_table import MembershipEvent, PeerLeft
+from protocol.murmur_pb2 import PeerRecord
+from tests.node.dashboard.example_events import OPENED, committed
+from tests.node.dashboard.test_chain_follower import LIMITS
+from tests.node.small_run import MANIFEST, PEERS
+
+ME, ADA, BOB = (identity.peer_id for identity in PEERS[:3])
+
+
+@dataclass
+class FakeDirectory:
+    records: dict[str, PeerRecord] = field(default_factory=dict)
+    callbacks: list[Callable[[MembershipEvent], None]] = field(default_factory=list)
+
+    def live(self) -> dict[str, PeerRecord]:
+        return self.records
+
+    def subscribe(self, callback: Callable[[MembershipEvent], None]) -> None:
+        self.callbacks.append(callback)
+
+
+@dataclass
+class FakeNodeHandle:
+    directory: FakeDirectory
+    is_trainer: bool = False
+    manifest: Manifest = MANIFEST
+    peer_id: str = ME
+
+    def channel(self, peer: str) -> None:
+        raise AssertionError("nobody is asked here")
+
+    def contribution_limits(self) -> object:
+        return LIMITS
+
+
+class KindRecordingEventLog(EventLog):
+    """Also keeps the kinds of all events."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        super().__init__(None, [OPENED])
+
+    def record(self, event: Happening) -> None:
+        self.kinds.append(event.kind)
+        super().record(event)
+
+
+class Scene:
+    def __init__(self, trains: bool = False) -> None:
+        self.directory = FakeDirectory()
+        self.recorder = KindRecordingEventLog()
+        self.watch = SwarmWatcher(FakeNodeHandle(self.directory, trains), self.recorder)  # type: ignore[arg-type]
+
+    def kinds(self) -> list[str]:
+        """Since the last time."""
+        kinds, self.recorder.kinds = self.recorder.kinds, []
+        return kinds
+
+
+def record(sequence: int = 1, role: str = "trainer", **fields: Any) -> PeerRecord:
+    return PeerRecord(sequence=sequence, role=role, **fields)
+
+
+def test_coming_moving_and_going() -> None:
+    scene = Scene()
+    scene.directory.records = {ME: record(role="observer"), ADA: record()}
+    scene.watch.poll(1.0)
+    assert scene.kinds() == ["joined", "moved"] and list(scene.recorder.state.live) == [ADA]
+    scene.watch.poll(1.5)
+    assert scene.kinds() == []
+    scene.directory.records[ADA] = record(2, step=5)
+    scene.watch.poll(2.0)
+    assert scene.kinds() == ["moved"] and scene.recorder.state.peers[ADA].report.step == 5
+    del scene.directory.records[ADA]
+    scene.directory.callbacks[0](PeerLeft(ADA, "left"))
+    scene.watch.poll(2.5)
+    assert scene.kinds() == ["left"] and scene.recorder.state.peers[ADA].reason == "left"
+
+
+def test_a_host_that_trains_is_on_its_own_page_and_one_that_watches_is_not() -> None:
+    for trains in (True, False):
+        scene = Scene(trains)
+        scene.directory.records = {ME: record()}
+        scene.watch.poll(1.0)
+        assert list(scene.recorder.state.live) == [ME] * trains
+
+
+def test_sight_is_lost_only_after_a_while_and_only_of_a_run_that_was_seen() -> None:
+    scene = Scene()
+    for now in (1.0, 5.0, 50.0):
+        scene.watch.poll(now)
+    assert scene.kinds() == []
+    scene.directory.records = {ADA: record()}
+    scene.watch.poll(51.0)
+    scene.recorder.record(committed(0))
+    scene.directory.records = {}
+    scene.watch.poll(52.0)
+    scene.watch.poll(52.2)
+    assert scene.recorder.state.lost_since is None
+    scene.watch.poll(52.0 + MANIFEST.membership.expiry + 0.1)
+    assert scene.recorder.state.lost_since is not None
+    scene.directory.records = {ADA: record(2)}
+    scene.watch.poll(60.0)
+    assert scene.recorder.state.lost_since is None
+
+
+def test_a_validation_is_told_once_and_not_before_its_round_is_known() -> None:
+    scene = Scene()
+    scene.directory.records = {ADA: record(validation_round=1, validation_loss=2.5)}
+    scene.watch.poll(1.0)
+    assert "measured" not in scene.kinds()
+    scene.recorder.record(committed(0))
+    for now in (2.0, 3.0):
+        scene.watch.poll(now)
+    assert scene.kinds().count("measured") == 1
+    row = scene.recorder.state.rows.last
+    assert row is not None and row.validation_loss == 2.5
+
+
+async def test_a_validation_on_the_chain_that_was_taken_over_is_told_too() -> None:
+    scene = Scene()
+    for number in range(6):
+        scene.recorder.record(committed(number))
+    scene.directory.records = {ADA: record(validation_round=6, validation_loss=2.0)}
+    scene.watch.poll(1.0)
+    assert "measured" in scene.kinds()
+
+    async def other_chain(*_: object) -> list[Happening]:
+        return [ChainForked(at=2.0, round=3), committed(3)]
+
+    chronicle = SimpleNamespace(believed=lambda *_: (None, []), fetch=other_chain)
+    scene.watch._chain_follower = chronicle  # type: ignore[assignment]
+    await scene.watch._follow_chain()
+    scene.directory.records = {ADA: record(2, validation_round=4, validation_loss=2.5)}
+    scene.watch.poll(3.0)
+    row = scene.recorder.state.rows.last
+    assert "measured" in scene.kinds() and row is not None and (row.round, row.validation_loss) == (3, 2.5)
+
+
+def test_a_stray_is_told_once() -> None:
+    scene = Scene()
+    states = {ADA: b"x", BOB: b"x", PEERS[3].peer_id: b"y"}
+    scene.directory.records = {
+        peer: record(round=2, digest=b"d" * 32, state_digest=state * 32) for peer, state in states.items()
+    }
+    for now in (1.0, 2.0):
+        scene.watch.poll(now)
+    assert scene.kinds().count("strayed") == 1
+
+
+def test_a_churn_of_names_writes_no_more_than_its_measure() -> None:
+    """The control: who has been shown stays, and whoever comes later is shown in turn."""
+    scene, seconds = Scene(), 100
+    for now in range(seconds):
+        thrown = {f"{now}-{number}": record() for number in range(100)}
+        scene.directory.records = {ADA: record(now + 1), **thrown}
+        scene.watch.poll(float(now))
+    joined = scene.kinds().count("joined")
+    assert NEWS_BURST <= joined <= NEWS_BURST + NEWS_PER_SECOND * seconds and ADA in scene.recorder.state.live
+    scene.directory.records = {ADA: record(seconds + 1), BOB: record()}
+    scene.watch.poll(seconds + 1 / NEWS_PER_SECOND)
+    assert set(scene.recorder.state.live) == {ADA, BOB}
+
+
+def test_strays_that_are_claimed_write_no_more_than_their_measure() -> None:
+    scene, head, liar = Scene(), b"d" * 32, PEERS[3].peer_id
+    scene.directory.records = {peer: record(digest=head, state_digest=b"x" * 32) for peer in (ADA, BOB)}
+    for number in range(NEWS_BURST + 100):
+        scene.directory.records[liar] = record(number + 1, digest=head, state_digest=b"y" * 32, round=number)
+        scene.watch.poll(1.0)
+    assert 0 < scene.kinds().count("strayed") <= NEWS_BURST
+
+
+def test_a_crowd_is_shown_up_to_a_number_and_who_is_shown_stays() -> None:
+    scene = Scene()
+    scene.directory.records = {f"peer-{number}": record() for number in range(MAX_SHOWN_PEERS)}
+    scene.watch.poll(1.0)
+    scene.directory.records = {"aaa": record(), **scene.directory.records}
+    scene.kinds()
+    scene.watch.poll(2.0)
+    assert scene.kinds() == [] and len(scene.recorder.state.live) == MAX_SHOWN_PEERS
+
+
+@pytest.mark.parametrize(
+    "wild",
+    [
+        {"tokens_per_second": 1e308, "loss": 1e308},
+        {"bytes_sent": 2**64 - 1, "tokens": 2**64 - 1, "round": 2**64 - 1, "step": 2**64 - 1},
+        {"validation_round": 2**64 - 1, "validation_loss": 1e300},
+        {"compute_seconds": 1e308},
+    ],
+)
+async def test_what_a_peer_claims_never_breaks_the_page(wild: dict[str, Any]) -> None:
+    scene = Scene()
+    with scene.recorder.subscribe():
+        for sequence in range(1, 5):
+            records = {peer: record(sequence, **wild) for peer in (ADA, BOB)}
+            scene.directory.records = records | {
+                PEERS[3].peer_id: record(sequence, round=sequence, bytes_sent=sequence)
+            }
+            scene.watch.poll(float(sequence))
+    assert len(scene.recorder.state.live) == 3
+
+
+def test_a_stray_that_claims_a_round_beyond_all_is_told_like_any_other() -> None:
+    scene, head = Scene(), b"d" * 32
+    scene.directory.records = {peer: record(digest=head, state_digest=b"x" * 32) for peer in (ADA, BOB)}
+    scene.directory.records[PEERS[3].peer_id] = record(digest=head, state_digest=b"y" * 32, round=2**64 - 1)
+    scene.watch.poll(1.0)
+    assert "strayed" in scene.kinds()
+
+
+def test_how_a_peer_is_reached() -> None:
+    relayed, direct = "/ip4/1.2.3.4/tcp/1/p2p/A/p2p-circuit/p2p/B", "/ip4/1.2.3.4/tcp/1/p2p/B"
+    at_home = "/ip4/192.168.1.2/tcp/1/p2p/B"
+    assert build_peer_report("B", record(addresses=[relayed]), 0.0, 1.0).reach == "relay"
+    assert build_peer_report("B", record(addresses=[relayed, direct]), 0.0, 1.0).reach == "direct"
+    assert build_peer_report("B", record(addresses=[relayed, at_home]), 0.0, 1.0).reach == "relay"
+    assert build_peer_report("B", record(addresses=[at_home]), 0.0, 1.0).reach == "direct"
+    assert build_peer_report("B", record(), 0.0, 1.0).reach == "unknown"
+    assert build_peer_report("B", record(addresses=[relayed, at_home]), 0.0, 1.0).carriers == ("A",)
+
+
+def test_the_pace_of_sending() -> None:
+    pace = ByteRate(0.0, 100)
+    assert pace.update(200, 1.0) == 0.0
+    assert pace.update(500, 2.0) == 200.0
+    assert pace.update(510, 3.0) == 200.0
+    assert pace.update(3, 4.0) == 0.0
+
+
+async def test_a_journal_that_cannot_be_written_ends_the_watch_with_its_reason() -> None:
+    scene = Scene()
+    scene.directory.records = {ADA: record()}
+
+    def refuse(event: Happening) -> None:
+        raise StorageError("no space left")
+
+    scene.recorder.record = refuse  # type: ignore[method-assign]
+    with pytest.raises(StorageError, match="no space left"):
+        async with asyncio.timeout(10):
+            await scene.watch.run()

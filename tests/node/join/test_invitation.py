@@ -1,0 +1,147 @@
+"""What `murmur join` accepts as a run."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from node.join import invitation
+from node.join.invitation import Invitation, open_invitation, require_paths_inside
+from protocol.errors import ManifestError, MissingFileError, MurmurError, OrganiserError, UnreachableError, UsageError
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.signing import sign_manifest
+from tests.node.small_run import MANIFEST
+
+ORGANISER = Identity.create()
+
+
+@contextlib.contextmanager
+def answering(body: bytes, code: int = 200, headers: Mapping[str, str] | None = None) -> Iterator[str]:
+    """The address of a server that always says the same."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/run.toml"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def data(**values: str) -> Manifest:
+    return MANIFEST.model_copy(update={"data": MANIFEST.data.model_copy(update=values)})
+
+
+def test_a_signed_run_from_the_web() -> None:
+    with answering(sign_manifest(MANIFEST, ORGANISER)) as url:
+        assert open_invitation(url, False) == Invitation(MANIFEST, ORGANISER.peer_id, None, source=url)
+
+
+@pytest.mark.parametrize(
+    ("body", "fault", "text"),
+    [
+        (MANIFEST.to_toml().encode(), OrganiserError, "is not signed; ask for the address"),
+        (sign_manifest(MANIFEST, ORGANISER).replace(b"small", b"other"), OrganiserError, "is not what 12D3KooW"),
+        (b"<html>", ManifestError, "not valid TOML"),
+        (b"[run]\nname = 'x'\ncolour = 1\n", ManifestError, "unknown key run.colour .*may need another version"),
+        (b"#" * 1_000_000, ManifestError, "is no manifest, it is over .*; check the address"),
+        (sign_manifest(data(path="/etc/passwd"), ORGANISER), OrganiserError, "leads out of .*; ask the organiser"),
+    ],
+)
+def test_what_the_web_must_not_give_us(body: bytes, fault: type[MurmurError], text: str) -> None:
+    with answering(body) as url, pytest.raises(fault, match=text):
+        open_invitation(url, False)
+
+
+def test_answers_that_are_none() -> None:
+    html = {"content-type": "text/html; charset=utf-8"}
+    with answering(b"<html>", headers=html) as url, pytest.raises(UsageError, match="is a page for people"):
+        open_invitation(url, False)
+    with answering(b"") as url, pytest.raises(UnreachableError, match="does not speak https"):
+        open_invitation(url.replace("http:", "https:"), False)
+    with answering(b"", 404) as url, pytest.raises(UnreachableError, match="answers with 404; check the address"):
+        open_invitation(url, False)
+    with (
+        answering(b"", 302, {"location": "https://elsewhere/"}) as url,
+        pytest.raises(UsageError, match="join that address"),
+    ):
+        open_invitation(url, False)
+    with pytest.raises(UnreachableError, match="cannot get http://127.0.0.1:9/run.toml"):
+        open_invitation("http://127.0.0.1:9/run.toml", False)
+
+
+def test_a_server_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invitation, "DOWNLOAD_SECONDS", 0.3)
+    with answering(b"", headers={"content-length": "100"}) as url, pytest.raises(UnreachableError, match="cannot get"):
+        open_invitation(url, False)
+
+
+@pytest.mark.parametrize("host", ["93.184.216.34", "[2606:2800:220:1::1]"])
+def test_plain_http_is_for_private_networks(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """The control: with --insecure the address is asked."""
+    monkeypatch.setattr(invitation, "_download", lambda url: sign_manifest(MANIFEST, ORGANISER))
+    with pytest.raises(OrganiserError, match="use https://, or --insecure if you compare the fingerprint"):
+        open_invitation(f"http://{host}/run.toml", False)
+    assert open_invitation(f"http://{host}/run.toml", True).organiser == ORGANISER.peer_id
+    for private in ("127.0.0.1", "192.168.3.4", "10.0.0.1", "[::1]", "localhost"):
+        assert open_invitation(f"http://{private}/run.toml", False).organiser == ORGANISER.peer_id
+    assert open_invitation(f"https://{host}/run.toml", False).organiser == ORGANISER.peer_id
+
+
+def test_a_file_is_the_persons_own_word(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(data(path="/anywhere").to_toml())
+    assert open_invitation(str(path), False) == Invitation(data(path="/anywhere"), None, tmp_path.resolve())
+    path.write_bytes(sign_manifest(MANIFEST, ORGANISER))
+    assert open_invitation(str(path), False).organiser == ORGANISER.peer_id
+    path.write_bytes(sign_manifest(MANIFEST, ORGANISER).replace(b"small", b"other"))
+    with pytest.raises(OrganiserError, match="remove the last two lines"):
+        open_invitation(str(path), False)
+    with pytest.raises(MissingFileError, match="cannot read the manifest"):
+        open_invitation(str(tmp_path / "none.toml"), False)
+
+
+@pytest.mark.parametrize("run", ["run.example.org/run.toml", "127.0.0.1:8080/run.toml", "localhost:80/run.toml"])
+def test_an_address_without_its_beginning_is_seen_for_one(run: str) -> None:
+    with pytest.raises(MissingFileError, match="if it is an address, begin it with https://"):
+        open_invitation(run, False)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "ftp://here/run.toml",
+        "http:///run.toml",
+        "murmur://abc@/ip4/1.2.3.4",
+        f"murmur://{'ab' * 32}@/ip4/1.2.3.4/tcp/1",
+    ],
+)
+def test_what_is_no_run(run: str) -> None:
+    with pytest.raises(UsageError):
+        open_invitation(run, False)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../key", "a/../../key", "~/.ssh/id", "/"])
+def test_a_strangers_manifest_names_no_files_of_ours(path: str) -> None:
+    for manifest in (data(path=path), data(tokenizer=path)):
+        with pytest.raises(OrganiserError):
+            require_paths_inside(manifest)
+    require_paths_inside(data(path="corpus/*.txt", tokenizer="tokenizer.json"))

@@ -1,0 +1,153 @@
+"""The export against transformers itself: the same logits, the same bytes back from the tokenizer."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from node.checkpoints.checkpoint import Checkpoint, save
+from node.model import Llama, shape_table
+from node.model.export import byte_tokenizer_json, export
+from protocol.errors import CheckpointError, MissingFileError, StorageError, UsageError
+from protocol.manifest import Manifest
+
+torch.set_num_threads(1)
+TEXTS = ["def main():\n    return 0\n", "Grüße, 世界! 🐦", "", "  two  spaces\t", "<0x41> and \x00 and </s>"]
+
+
+def manifest(model: Mapping[str, object] | None = None, tokenizer: str = "") -> Manifest:
+    sizes = {"vocabulary": 256, "width": 32, "layers": 2, "heads": 4, "hidden": 48, "context": 16}
+    return Manifest.model_validate(
+        {
+            "run": {"name": "starlings"},
+            "model": {**sizes, **(model or {})},
+            "data": {"source": "python-stdlib", "tokenizer": tokenizer},
+            "train": {"batch_tokens": 16, "learning_rate": 0.1},
+            "method": {"recipe": "diloco"},
+        }
+    )
+
+
+def node_folder(folder: Path, run: Manifest) -> torch.Tensor:
+    """A node's folder with one checkpoint, whose anchor is returned."""
+    shapes = shape_table(run.model)
+    anchor = torch.randn(shapes.numel, generator=torch.Generator().manual_seed(3)) / 4
+    folder.mkdir(exist_ok=True)
+    (folder / "run.toml").write_text(run.to_toml())
+    checkpoint = Checkpoint(run.run_id, shapes.hash(), 5, bytes(32), {}, anchor, {}, {}, {})
+    save(folder / "checkpoints", checkpoint, shapes, keep=1)
+    return anchor
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"tied": False}, {"kv_heads": 2}, {"kv_heads": 1, "tied": False, "rope_theta": 500.0}],
+    ids=["tied", "untied", "grouped", "one key head, untied, other theta"],
+)
+def test_transformers_computes_the_same_logits(tmp_path: Path, model: dict[str, object]) -> None:
+    run = manifest(model)
+    ours = Llama(run.model)
+    ours.load_flat(node_folder(tmp_path / "node", run))
+    export(tmp_path / "node", tmp_path / "out")
+    theirs, report = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert theirs.config.tie_word_embeddings == run.model.tied and theirs.dtype == torch.float32
+    tokens = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        expected, actual = ours(tokens), theirs(tokens).logits
+    assert expected.std() > 0.1
+    assert torch.allclose(actual, expected, atol=1e-4)
+
+
+def test_auto_classes_load_the_folder_and_generate(tmp_path: Path) -> None:
+    node_folder(tmp_path / "node", manifest())
+    export(tmp_path / "node", tmp_path / "deep" / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "deep" / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "deep" / "out")
+    tokens = tokenizer("def ", return_tensors="pt")
+    written = model.generate(**tokens, max_new_tokens=5, pad_token_id=0)
+    assert written.shape == (1, 9)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_tokens_are_the_bytes_and_come_back(tmp_path: Path, text: str) -> None:
+    node_folder(tmp_path / "node", manifest())
+    export(tmp_path / "node", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokens = tokenizer(text)["input_ids"]
+    assert tokens == list(text.encode())
+    assert tokenizer.decode(tokens) == text
+
+
+def test_byte_tokenizer_knows_every_byte() -> None:
+    tokenizer = Tokenizer.from_str(json.dumps(byte_tokenizer_json()))
+    assert tokenizer.get_vocab_size() == 256
+    assert [tokenizer.decode([byte]) for byte in range(128)] == [chr(byte) for byte in range(128)]
+    everything = "".join(map(chr, [*range(0x100), 0x7FF, 0xFFFF, 0x10FFFF]))
+    assert tokenizer.encode(everything).ids == list(everything.encode())
+    assert tokenizer.decode(list(everything.encode())) == everything
+
+
+def test_byte_tokenizer_marks_broken_bytes_and_keeps_the_rest() -> None:
+    tokenizer = Tokenizer.from_str(json.dumps(byte_tokenizer_json()))
+    assert tokenizer.decode([0x41, 0xFF, *"é".encode(), 0xC3, 0x42]) == "A\ufffdé\ufffdB"
+
+
+def test_a_run_with_its_own_tokenizer_passes_it_on(tmp_path: Path) -> None:
+    own = Tokenizer(models.WordLevel({"bird": 0, "sky": 1, "?": 2}, unk_token="?"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    node_folder(tmp_path / "node", manifest(tokenizer="words.json"))
+    with pytest.raises(MissingFileError, match="cannot read the tokenizer"):
+        export(tmp_path / "node", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    own.save(str(tmp_path / "node" / "words.json"))
+    export(tmp_path / "node", tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("sky bird fish")["input_ids"] == [1, 0, 2]
+
+
+def test_the_folder_is_complete_readable_and_says_where_it_is_from(tmp_path: Path) -> None:
+    run = manifest()
+    node_folder(tmp_path / "node", run)
+    (tmp_path / "out").mkdir()  # an empty one is taken
+    export(tmp_path / "node", tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o444 == 0o444
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# starlings" in card and "round 5" in card and run.run_id in card
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    node_folder(tmp_path / "node", manifest())
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    for taken in (tmp_path / "out", tmp_path / "out" / "thesis.txt"):
+        with pytest.raises(UsageError, match="name a new one"):
+            export(tmp_path / "node", taken)
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    node_folder(tmp_path / "node", manifest())
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot write"):
+        export(tmp_path / "node", tmp_path / "file" / "out")
+
+
+def test_nothing_to_export(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError):
+        export(tmp_path, tmp_path / "out")
+    (tmp_path / "run.toml").write_text(manifest().to_toml())
+    with pytest.raises(CheckpointError, match="none yet"):
+        export(tmp_path, tmp_path / "out")

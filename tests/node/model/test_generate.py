@@ -1,0 +1,172 @@
+"""Generation: sampling rules, the sliding window, and text that arrives in whole characters."""
+
+import itertools
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from node.checkpoints.checkpoint import Checkpoint, save
+from node.model import Llama, initial_weights, shape_table
+from node.model.generate import ByteTextCodec, generate, sample_token, sample_tokens
+from protocol.errors import CheckpointError, DataError, MissingFileError, UsageError
+from protocol.manifest import Manifest
+
+torch.set_num_threads(1)
+
+
+def manifest(tokenizer: str = "", vocabulary: int = 256) -> Manifest:
+    sizes = {"width": 16, "layers": 1, "heads": 2, "hidden": 16, "context": 8}
+    return Manifest.model_validate(
+        {
+            "run": {"name": "test"},
+            "model": {"vocabulary": vocabulary, **sizes},
+            "data": {"source": "python-stdlib", "tokenizer": tokenizer},
+            "train": {"batch_tokens": 8, "learning_rate": 0.1},
+            "method": {"recipe": "diloco"},
+        }
+    )
+
+
+def node_folder(folder: Path, run: Manifest) -> Path:
+    shapes, weights = shape_table(run.model), initial_weights(run.model, 0)
+    (folder / "run.toml").write_text(run.to_toml())
+    checkpoint = Checkpoint(run.run_id, shapes.hash(), 1, bytes(32), {}, weights, {}, {}, {})
+    save(folder / "checkpoints", checkpoint, shapes, keep=1)
+    return folder
+
+
+class Successor(Llama):
+    """Always sure that the next token is the one after the last; notes how much it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__(manifest().model)
+        self.shown: list[int] = []
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        self.shown.append(tokens.shape[1])
+        return torch.nn.functional.one_hot((tokens + 1) % 256, 256).float() * 100
+
+
+def test_sampling_follows_the_model_and_the_window_slides() -> None:
+    model = Successor()
+    tokens = list(itertools.islice(sample_tokens(model, [5, 6], 1.0, None, 0, 256), 10))
+    assert tokens == list(range(7, 17))
+    assert model.shown == [2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
+
+
+def test_a_long_prompt_is_cut_to_its_end() -> None:
+    model = Successor()
+    assert next(sample_tokens(model, range(100), 0.0, None, 0, 256)) == 100
+    assert model.shown == [8]
+
+
+def test_tokens_beyond_the_vocabulary_are_never_taken() -> None:
+    assert next(sample_tokens(Successor(), [99], 0.0, None, 0, 50)) < 50
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    assert {sample_token(torch.tensor([0.0, 0.1, 0.05]), 0, None, generator) for _ in range(20)} == {1}
+
+
+def test_frequencies_follow_temperature_and_top_k() -> None:
+    logits, generator = torch.tensor([0.1, 0.2, 0.7]).log(), torch.Generator().manual_seed(0)
+    drawn = Counter(sample_token(logits, 1.0, None, generator) for _ in range(4000))
+    assert [drawn[token] / 4000 for token in range(3)] == pytest.approx([0.1, 0.2, 0.7], abs=0.03)
+    hot = Counter(sample_token(logits, 100.0, None, generator) for _ in range(4000))
+    assert [hot[token] / 4000 for token in range(3)] == pytest.approx([1 / 3] * 3, abs=0.04)
+    few = Counter(sample_token(logits, 1.0, 2, generator) for _ in range(4000))
+    assert few[0] == 0 and few[1] / 4000 == pytest.approx(2 / 9, abs=0.03)
+    assert sample_token(logits, 1.0, 99, generator) in range(3)
+
+
+def test_characters_arrive_whole() -> None:
+    pieces = list(ByteTextCodec().decode(iter("aé🐦b".encode())))
+    assert "".join(pieces) == "aé🐦b"
+    assert [piece for piece in pieces if piece] == ["a", "é", "🐦", "b"]
+
+
+def test_bytes_that_are_no_text_are_marked() -> None:
+    assert "".join(ByteTextCodec().decode(iter([0xFF, 0x41, 0xF0, 0x9F]))) == "\ufffdA\ufffd"
+
+
+def test_generates_from_a_node_folder_reproducibly(tmp_path: Path) -> None:
+    folder = node_folder(tmp_path, manifest())
+    first, second, other = ("".join(generate(folder, "def", 40, 1.0, None, seed)) for seed in (1, 1, 2))
+    assert first == second != other
+    assert 10 <= len(first) <= 40
+
+
+def test_an_empty_prompt_is_a_line_break(tmp_path: Path) -> None:
+    folder = node_folder(tmp_path, manifest())
+    assert list(generate(folder, "", 20)) == list(generate(folder, "\n", 20))
+
+
+def test_a_byte_model_with_a_larger_vocabulary_writes_bytes_alone(tmp_path: Path) -> None:
+    folder = node_folder(tmp_path, manifest(vocabulary=1000))
+    assert "".join(generate(folder, "x", 30, 5.0))
+
+
+def test_a_run_with_its_own_tokenizer(tmp_path: Path) -> None:
+    own = Tokenizer(models.WordLevel({"bird": 0, "sky": 1, "?": 2}, unk_token="?"))
+    own.pre_tokenizer, own.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    folder = node_folder(tmp_path, manifest(tokenizer="words.json", vocabulary=8))
+    with pytest.raises(MissingFileError, match=r"no tokenizer file .*words\.json; put"):
+        generate(folder, "bird")
+    (folder / "words.json").write_text("{}")
+    with pytest.raises(DataError, match=r"words\.json is no tokenizer\.json \(.*\); name one"):
+        generate(folder, "bird")
+    own.save(str(folder / "words.json"))
+    text = "".join(generate(folder, "bird", 30))
+    assert set(text.split()) <= {"bird", "sky", "?"} and len(text.split()) == 30
+
+
+def test_a_prompt_of_no_token_is_refused(tmp_path: Path) -> None:
+    own = Tokenizer(models.WordLevel({"bird": 0, "sky": 1}))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = node_folder(tmp_path, manifest(tokenizer="words.json", vocabulary=8))
+    own.save(str(folder / "words.json"))
+    for prompt in ("", " "):
+        with pytest.raises(UsageError, match="no token of the prompt; use another"):
+            generate(folder, prompt)
+
+
+def test_the_package_of_tokenizers_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"needs the package tokenizers; .* pip install -e '\.\[data\]'"):
+        generate(node_folder(tmp_path, manifest(tokenizer="words.json")), "bird")
+
+
+def test_a_prompt_outside_the_model_is_refused(tmp_path: Path) -> None:
+    folder = node_folder(tmp_path, manifest(vocabulary=100))
+    with pytest.raises(UsageError, match="use another prompt"):
+        generate(folder, "z")
+
+
+@pytest.mark.parametrize("options", [{"tokens": 0}, {"temperature": -1.0}, {"top_k": 0}])
+def test_options_out_of_range_are_refused_at_the_call(tmp_path: Path, options: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="at least"):
+        generate(tmp_path, "x", **options)
+
+
+def test_nothing_to_generate_from(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError):
+        generate(tmp_path, "x")
+    (tmp_path / "run.toml").write_text(manifest().to_toml())
+    with pytest.raises(CheckpointError):
+        generate(tmp_path, "x")
+
+
+def test_what_a_model_says_does_not_steer_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers trained it. Its line breaks and tabs are its own."""
+    said = "fine\n\t\x1b[2J\r\u202eok"
+    monkeypatch.setattr("node.model.generate.sample_tokens", lambda *_: iter(said.encode()))
+    assert "".join(generate(node_folder(tmp_path, manifest()), "x")) == "fine\n\t\ufffd[2J\ufffd\ufffdok"
+    assert not said.replace("\n", "").replace("\t", "").isprintable(), "the control: it would"

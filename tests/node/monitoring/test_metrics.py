@@ -1,0 +1,150 @@
+import asyncio
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from node.monitoring.metrics import Metrics, serve_metrics
+from node.monitoring.status import NodeStatus, fetch_status
+from protocol.errors import UsageError
+
+LOOPBACK = "127.0.0.1:0"
+STATUS = NodeStatus(
+    peer_id="12D3KooWTest",
+    run="demo",
+    run_id="ab" * 32,
+    phase="training",
+    tokens=5000,
+    loss=2.5,
+    peers=3,
+    bytes_sent=100,
+    bytes_sent_by_kind={"blobs": 70},
+    bytes_received=50,
+    bytes_received_by_kind={"blobs": 20, "gossip": 30},
+    seconds={"compute": 8.0, "wait": 2.0},
+)
+
+
+async def get(port: int, path: str, host: str = "127.0.0.1", accept: str = "*/*") -> tuple[int, str, str]:
+    """Status, head and body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nAccept: {accept}\r\nConnection: close\r\n\r\n".encode())
+    async with asyncio.timeout(10):
+        head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    return int(head.split()[1]), head.lower(), body
+
+
+def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_scrape_holds_the_counters_and_the_status_of_that_moment() -> None:
+    metrics, current = Metrics(), [STATUS]
+    metrics.record_round("included")
+    metrics.record_early_submit()
+    metrics.record_round("included")
+    metrics.record_round("missed")
+    metrics.record_refusal("forged")
+    metrics.blobs, metrics.blob_bytes = 4, 4096
+    async with serve_metrics(LOOPBACK, metrics, lambda: current[0]) as port:
+        code, head, body = await get(port, "/metrics")
+        values = samples(body)
+        current[0] = STATUS.model_copy(update={"tokens": 9000})
+        later = samples((await get(port, "/metrics"))[2])
+    assert code == 200
+    assert "text/plain" in head
+    assert values["murmur_rounds_total", ("included",)] == 2
+    assert values["murmur_rounds_total", ("missed",)] == 1
+    assert values["murmur_refusals_total", ("forged",)] == 1
+    assert values["murmur_hurries_total", ()] == 1
+    assert values["murmur_blobs", ()] == 4
+    assert values["murmur_blob_bytes", ()] == 4096
+    assert values["murmur_tokens_total", ()] == 5000
+    assert values["murmur_loss", ()] == 2.5
+    assert values["murmur_peers_known", ()] == 3
+    assert values["murmur_seconds_total", ("compute",)] == 8
+    assert values["murmur_bytes_total", ("sent", "blobs")] == 70
+    assert values["murmur_bytes_total", ("sent", "other")] == 30
+    assert values["murmur_bytes_total", ("received", "other")] == 0
+    assert ("murmur_validation_loss", ()) not in values  # unknown is absent, not zero
+    assert later["murmur_tokens_total", ()] == 9000
+
+
+async def test_all_names_are_ours_and_two_nodes_do_not_mix() -> None:
+    first, second = Metrics(), Metrics()
+    first.record_refusal("stale")
+    async with serve_metrics(LOOPBACK, second, lambda: STATUS) as port:
+        values = samples((await get(port, "/metrics"))[2])
+    assert all(name.startswith("murmur_") for name, _ in values)
+    assert ("murmur_refusals_total", ("stale",)) not in values
+
+
+async def test_openmetrics_when_asked_for() -> None:
+    async with serve_metrics(LOOPBACK, Metrics(), lambda: STATUS) as port:
+        _, head, body = await get(port, "/metrics", accept="application/openmetrics-text; version=1.0.0")
+    assert "application/openmetrics-text" in head
+    assert body.endswith("# EOF\n")
+
+
+async def test_health_and_status() -> None:
+    async with serve_metrics(LOOPBACK, Metrics(), lambda: STATUS) as port:
+        assert (await get(port, "/healthz"))[::2] == (200, "ok training\n")
+        assert await fetch_status(port, 5.0) == STATUS
+        assert (await get(port, "/elsewhere"))[0] == 404
+
+
+async def test_listens_on_loopback_only_and_refuses_other_host_names() -> None:
+    async with serve_metrics(LOOPBACK, Metrics(), lambda: STATUS) as port:
+        assert listening_addresses(port) == {"0100007F"}
+        assert (await get(port, "/status", host="evil.example"))[0] == 400
+
+
+async def test_everywhere_only_when_asked_for_and_then_by_any_name() -> None:
+    async with serve_metrics("0.0.0.0:0", Metrics(), lambda: STATUS) as port:
+        assert listening_addresses(port) == {"00000000"}
+        assert (await get(port, "/metrics", host="peer-1:9464"))[0] == 200
+        assert await fetch_status(port, 5.0) == STATUS
+
+
+async def test_signals_stay_the_daemons_and_the_port_is_given_back() -> None:
+    before, handler = asyncio.all_tasks(), signal.getsignal(signal.SIGINT)
+    async with serve_metrics(LOOPBACK, Metrics(), lambda: STATUS) as port:
+        await get(port, "/healthz")
+        assert signal.getsignal(signal.SIGINT) is handler
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+    assert asyncio.all_tasks() == before
+
+
+async def test_stops_in_time_while_a_client_holds_on() -> None:
+    async with asyncio.timeout(8), serve_metrics(LOOPBACK, Metrics(), lambda: STATUS) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /status HTTP/1.1\r\nHost: 127")  # and never the rest
+        await writer.drain()
+    writer.close()
+
+
+async def test_a_taken_port_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"127.0.0.1:{port}.*--metrics"):
+            async with serve_metrics(f"127.0.0.1:{port}", Metrics(), lambda: STATUS):
+                pass
+
+
+def listening_addresses(port: int) -> set[str]:
+    """Local addresses (hexadecimal, as the kernel prints them) with a listening socket on `port`."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            address, state = line.split()[1], line.split()[3]
+            if state == "0A" and int(address.split(":")[1], 16) == port:
+                found.add(address.split(":")[0])
+    return found

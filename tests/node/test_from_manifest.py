@@ -1,0 +1,118 @@
+"""From a manifest to its method's program, its rounds and its learning rate."""
+
+import math
+
+import pytest
+
+from node.from_manifest import (
+    build_method,
+    build_program,
+    learning_rate_decay,
+    learning_rate_scale,
+    round_settings_by_number,
+)
+from node.model import shape_table
+from optim.recipes import RECIPES
+from protocol.errors import ManifestError
+from protocol.manifest import Manifest, TrainSection, parse_manifest
+
+TOML = """
+[run]
+name = "small"
+[model]
+vocabulary = 16
+width = 8
+layers = 4
+heads = 2
+hidden = 16
+context = 8
+[data]
+source = "text"
+path = "*.txt"
+[train]
+batch_tokens = 8
+learning_rate = 1e-2
+[round]
+parts = 3
+[method]
+recipe = "{recipe}"
+{tables}
+"""
+
+
+def manifest_of(recipe: str = "diloco", tables: str = "") -> Manifest:
+    return parse_manifest(TOML.format(recipe=recipe, tables=tables).encode(), "test")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_row_fits_a_model(recipe: str) -> None:
+    manifest = manifest_of(recipe)
+    program = build_program(manifest)
+    assert program.method == build_method(manifest) and program.method.name == recipe
+    assert program.layout == shape_table(manifest.model).layout
+    assert 0 < program.max_part_bytes <= program.max_contribution_bytes
+
+
+def test_another_method_may_be_laid_over_the_model() -> None:
+    other = build_method(manifest_of("sparseloco"))
+    assert build_program(manifest_of("diloco"), other).method is other
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tables", "reason"),
+    [
+        ("dilocco", "", "method: no recipe is called 'dilocco'; did you mean 'diloco'"),
+        ("diloco", "[method.codec]\nblock = 8", "method: codec.block = 8"),
+        ("diloco", "[method.schedule]\nfragments = 7", "method: schedule.fragments = 7: the model has 6 blocks"),
+        ("local-adam", "[method.schedule]\nfragments = 2", "method: signal 'inner-state' is sent whole"),
+        ("data-parallel", '[method.inner]\nkind = "adamw"', "method: .*inner 'adamw' does not keep"),
+        ("diloco", '[method.update]\nmomentum = "0 -> 2 over 9"', "method: update.momentum = 2"),
+    ],
+)
+def test_a_method_that_cannot_be_is_a_fault_of_the_manifest_in_one_line(recipe: str, tables: str, reason: str) -> None:
+    with pytest.raises(ManifestError, match=reason) as caught:
+        build_program(manifest_of(recipe, tables))
+    assert "\n" not in str(caught.value)
+
+
+def test_each_round_has_its_own_settings() -> None:
+    tables = (
+        '[method.schedule]\nquorum = "1.0 until 2 then 0.5"\nfragments = 2\npattern = "contiguous"\n'
+        '[method.codec]\nkind = "topk"\nchunk = 512'
+    )
+    manifest = manifest_of(tables=tables)
+    program = build_program(manifest)
+    settings = round_settings_by_number(manifest, program)
+    assert [settings(number).roster_quorum for number in (0, 1, 2, 9)] == [1.0, 1.0, 0.5, 0.5]
+    for number in range(4):
+        found = settings(number)
+        assert found.parts == len(program.plan(number).part_spans) and found.exchange == "butterfly"
+        assert (found.run_id, found.grace) == (manifest.run_id, manifest.round.grace)
+    assert program.max_parts == max(settings(number).parts for number in range(2))
+
+
+def test_groups_say_how_large_and_by_which_pattern() -> None:
+    manifest = manifest_of("noloco", '[method.topology]\nsize = 4\npattern = "random"')
+    found = round_settings_by_number(manifest, build_program(manifest))(3)
+    assert (found.exchange, found.group_size, found.pattern, found.parts) == ("groups", 4, "random", 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (0, 1 / 5),
+        (3, 4 / 5 * (0.1 + 0.9 * (1 + math.cos(math.pi * 3 / 100)) / 2)),
+        (50, 0.55),
+        (100, 0.1),
+        (5000, 0.1),
+    ],
+)
+def test_the_learning_rate_warms_up_and_decays(step: int, expected: float) -> None:
+    train = TrainSection(batch_tokens=24, learning_rate=1e-2, warmup_steps=4, decay_steps=100, final_share=0.1)
+    assert learning_rate_scale(train, step) == learning_rate_decay(train)(step) == pytest.approx(expected)
+
+
+def test_without_warm_up_and_decay_it_is_constant() -> None:
+    assert {
+        learning_rate_scale(TrainSection(batch_tokens=24, learning_rate=1e-2), step) for step in (0, 1, 10_000)
+    } == {1.0}

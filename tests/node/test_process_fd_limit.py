@@ -1,0 +1,32 @@
+import resource
+
+import pytest
+
+from node.process import MAX_FILE_DESCRIPTORS, choose_fd_limit, raise_fd_limit
+
+NONE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"),
+    [
+        (1024, 4096, 4096),
+        (1024, 1 << 20, MAX_FILE_DESCRIPTORS),
+        (1024, NONE, MAX_FILE_DESCRIPTORS),
+        (4096, 4096, 4096),
+        (1 << 20, 1 << 20, 1 << 20),
+        (NONE, NONE, NONE),
+    ],
+)
+def test_as_many_as_the_system_allows(soft: int, hard: int, wanted: int) -> None:
+    assert choose_fd_limit(soft, hard) == wanted
+
+
+def test_the_limit_of_this_process() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        raise_fd_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (choose_fd_limit(256, hard), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

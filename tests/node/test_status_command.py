@@ -1,0 +1,115 @@
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from node.monitoring.metrics import Metrics, serve_metrics
+from node.monitoring.status import NodeStatus
+from node.run_dir import RunDir
+from node.status_command import key_line, status_lines
+from protocol.errors import IdentityError, MissingFileError, StorageError, UnreachableError, UsageError
+from tests.node.small_run import MANIFEST
+
+LOOPBACK = "127.0.0.1:0"
+STATUS = NodeStatus(peer_id="p", run="demo", run_id="0", phase="training", round=4, target_rounds=30)
+
+
+def node(folder: Path, port: int) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "node.json").write_text(json.dumps({"metrics_port": port, "peer_id": STATUS.peer_id}))
+    return folder
+
+
+async def test_a_line_for_each_node_of_a_swarm(tmp_path: Path, unused_tcp_port: int) -> None:
+    counted = {"absences": {"slow": 1, "late": 2}, "refusals": {"forged": 1}}
+    status = STATUS.model_copy(update=counted)
+    async with serve_metrics(LOOPBACK, Metrics(), lambda: status) as port:
+        node(tmp_path / "peer-0", port)
+        left = node(tmp_path / "peer-1", unused_tcp_port)
+        node(tmp_path / "peer-2", unused_tcp_port)
+        done = STATUS.model_copy(update={"phase": "done", "round": 30, "step": 600})
+        (left / "status.json").write_text(done.model_dump_json())
+        lines = await asyncio.to_thread(status_lines, tmp_path, False)
+        assert lines == await asyncio.to_thread(status_lines, tmp_path, False, True)
+        objects = json.loads((await asyncio.to_thread(status_lines, tmp_path, True))[0])
+    assert lines[0] == f"peer-0: {STATUS.summary()}"
+    assert lines[1:3] == ["    rounds without its work: late 2, slow 1", "    refused: forged 1"]
+    assert lines[3] == "peer-1: does not run; when it ended: round 30/30, step 600, done"
+    assert lines[4] == "peer-2: does not run; start it with `murmur join`"
+    assert objects[str(tmp_path / "peer-0")]["round"] == 4
+    assert objects[str(tmp_path / "peer-1")] is None
+
+
+async def test_a_port_that_is_anothers_by_now_tells_nothing(tmp_path: Path) -> None:
+    another = STATUS.model_copy(update={"peer_id": "q"})
+    async with serve_metrics(LOOPBACK, Metrics(), lambda: another) as port:
+        node(tmp_path / "peer-0", port)
+        lines = await asyncio.to_thread(status_lines, tmp_path, False)
+    assert lines == ["peer-0: does not run; start it with `murmur join`"]
+
+
+def test_a_check_fails_where_no_node_answers(tmp_path: Path, unused_tcp_port: int) -> None:
+    node(tmp_path / "peer-0", unused_tcp_port)
+    assert len(status_lines(tmp_path, False)) == 1
+    watched = STATUS.model_copy(update={"phase": "watching"})
+    (tmp_path / "peer-0" / "status.json").write_text(watched.model_dump_json())
+    expected = "peer-0: does not run; when it ended: round 4/30; start it with `murmur host`"
+    assert status_lines(tmp_path, False) == [expected]
+    with pytest.raises(UnreachableError, match="no node answers: peer-0 does not run"):
+        status_lines(tmp_path, False, check=True)
+
+
+def test_the_reason_of_an_end_is_told(tmp_path: Path, unused_tcp_port: int) -> None:
+    left = STATUS.model_copy(update={"phase": "leaving", "step": 300, "reason": "the trainer does not start"})
+    (node(tmp_path / "peer-0", unused_tcp_port) / "status.json").write_text(left.model_dump_json())
+    expected = "peer-0: does not run; when it ended: round 4/30, step 300, leaving: the trainer does not start"
+    assert status_lines(tmp_path, False) == [expected]
+
+
+def test_what_peers_said_does_not_steer_the_terminal(tmp_path: Path, unused_tcp_port: int) -> None:
+    said = "refused (x\npeer-1: forged\x1b[2J)"
+    left = STATUS.model_copy(update={"phase": "leaving", "reason": said})
+    (node(tmp_path / "peer-0", unused_tcp_port) / "status.json").write_text(left.model_dump_json())
+    assert status_lines(tmp_path, False)[0].endswith("leaving: refused (x\ufffdpeer-1: forged\ufffd[2J)")
+    assert not said.isprintable(), "the control: it would"
+
+
+def test_a_node_that_starts_is_not_told_to_start(tmp_path: Path, unused_tcp_port: int) -> None:
+    with RunDir(node(tmp_path / "peer-0", unused_tcp_port)).lock(MANIFEST):
+        assert status_lines(tmp_path, False) == ["peer-0: is starting, or does not answer"]
+        with pytest.raises(UnreachableError, match="no node answers: peer-0 is starting, or does not answer"):
+            status_lines(tmp_path, False, check=True)
+        assert json.loads(status_lines(tmp_path, True)[0]) == {str(tmp_path / "peer-0"): None}
+    assert status_lines(tmp_path, False) == ["peer-0: does not run; start it with `murmur join`"]
+
+
+def test_status_of_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError):
+        status_lines(tmp_path / "nowhere", False)
+
+
+def test_key_is_made_once_and_shown_again(tmp_path: Path) -> None:
+    peer_id = key_line(tmp_path / "new" / "node")
+    assert peer_id.startswith("12D3KooW")
+    assert key_line(tmp_path / "new" / "node") == peer_id
+
+
+def test_no_key_where_no_node_is(tmp_path: Path) -> None:
+    """A key would make a node of the folder of a swarm, and `murmur status` would see no other there."""
+    (tmp_path / "swarm" / "peer-0").mkdir(parents=True)
+    with pytest.raises(UsageError, match="whole swarm; name one of its peers, such as .*swarm/peer-0"):
+        key_line(tmp_path / "swarm")
+    assert not (tmp_path / "swarm" / "key").exists()
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "node"):
+        with pytest.raises(StorageError, match="cannot use the folder .*; name a node's folder"):
+            key_line(place)
+
+
+def test_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    key_line(tmp_path)
+    os.chmod(tmp_path / "key", 0o644)
+    with pytest.raises(IdentityError, match="chmod 600"):
+        key_line(tmp_path)

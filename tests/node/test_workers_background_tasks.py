@@ -1,0 +1,39 @@
+import asyncio
+
+import pytest
+
+from node.workers import BackgroundTasks
+
+
+async def fail() -> None:
+    raise KeyError("a bug")
+
+
+async def test_what_breaks_is_told_and_what_ends_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    faults: list[BaseException] = []
+    background = BackgroundTasks(faults.append)
+    background.spawn(asyncio.sleep(0))
+    background.spawn(fail())
+    assert len(background) == 2
+    while background:
+        await asyncio.sleep(0)
+    assert [type(fault) for fault in faults] == [KeyError]
+    assert "a bug" in caplog.text
+
+
+async def test_what_is_cancelled_is_no_fault() -> None:
+    faults: list[BaseException] = []
+    background, begun, undone = BackgroundTasks(faults.append), asyncio.Event(), asyncio.Event()
+
+    async def endless() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            undone.set()
+
+    background.spawn(endless())
+    await begun.wait()
+    background.cancel_all()
+    await undone.wait()
+    assert not background and not faults

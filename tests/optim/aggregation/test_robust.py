@@ -1,0 +1,185 @@
+"""Each rule against a slow one, and against members who lie."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from optim.aggregation.mean import AggregationRule, Mean, WeightedPayload
+from optim.aggregation.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
+from optim.codecs.base import Codec
+from optim.codecs.floats import Uncompressed
+from optim.codecs.int_blocks import BlockInt8
+from optim.codecs.topk import ChunkTopK
+from optim.errors import CodecError, OptimError
+from optim.kernels.vectors import SLAB_SIZE
+
+Array = npt.NDArray[np.float64]
+RULES: list[AggregationRule] = [TrimmedMean(), CoordinateMedian(), Krum(), Krum(several=True), CentredClip()]
+each_rule = pytest.mark.parametrize("rule", RULES, ids=str)
+
+
+def messages(
+    values: Sequence[torch.Tensor], weights: Sequence[float] | None = None, codec: Codec | None = None
+) -> list[WeightedPayload]:
+    codec, weights = codec or Uncompressed(), weights or [1.0] * len(values)
+    return [
+        WeightedPayload(codec, codec.encode(value), value.numel(), weight)
+        for value, weight in zip(values, weights, strict=True)
+    ]
+
+
+def honest(count: int, numel: int = 500, spread: float = 0.5) -> list[torch.Tensor]:
+    """A common direction of norm sqrt(numel), and each member's own noise."""
+    generator = torch.Generator().manual_seed(count)
+    truth = torch.randn(numel, generator=generator)
+    return [truth + spread * torch.randn(numel, generator=generator) for _ in range(count)]
+
+
+def slow_trimmed(rows: Array, liars: float) -> Array:
+    cut = min(math.ceil(liars * len(rows)), (len(rows) - 1) // 2)
+    return np.array([np.mean(sorted(column)[cut : len(rows) - cut]) for column in rows.T])
+
+
+def slow_krum(rows: Array, liars: float, several: bool) -> Array:
+    if len(rows) < 3:
+        return np.array(rows.mean(axis=0))
+    nearest = len(rows) - min(math.ceil(liars * len(rows)), (len(rows) - 3) // 2) - 2
+    scores = []
+    for i, row in enumerate(rows):
+        distances = sorted(((row - other) ** 2).sum() for j, other in enumerate(rows) if j != i)
+        scores.append(sum(distances[:nearest]))
+    return np.array(rows[np.argsort(scores, kind="stable")[: nearest if several else 1]].mean(axis=0))
+
+
+def slow_centred(rows: Array, radius: float, iterations: int) -> Array:
+    centre = np.zeros(rows.shape[1])
+    for _ in range(iterations):
+        limit = radius * np.median([np.linalg.norm(row - centre) for row in rows])
+        steps = [(row - centre) * min(1, limit / (np.linalg.norm(row - centre) or 1)) for row in rows]
+        centre = centre + np.mean(steps, axis=0)
+    return centre
+
+
+SLOW: list[tuple[AggregationRule, Callable[[Array], Array]]] = [
+    (TrimmedMean(), lambda rows: slow_trimmed(rows, 0.25)),
+    (TrimmedMean(liars=0.4), lambda rows: slow_trimmed(rows, 0.4)),
+    (CoordinateMedian(), lambda rows: np.median(rows, axis=0)),
+    (Krum(), lambda rows: slow_krum(rows, 0.25, False)),
+    (Krum(liars=0.1), lambda rows: slow_krum(rows, 0.1, False)),
+    (Krum(several=True), lambda rows: slow_krum(rows, 0.25, True)),
+    (CentredClip(), lambda rows: slow_centred(rows, 1.0, 5)),
+    (CentredClip(radius=0.3, iterations=2), lambda rows: slow_centred(rows, 0.3, 2)),
+]
+
+
+@pytest.mark.parametrize(("rule", "slow"), SLOW, ids=[str(rule) for rule, _ in SLOW])
+@pytest.mark.parametrize("members", [1, 2, 3, 4, 5, 8, 13])
+def test_agrees_with_a_slow_rule(rule: AggregationRule, slow: Callable[[Array], Array], members: int) -> None:
+    values = honest(members, 50)
+    combined = rule.combine(messages(values))
+    assert combined == pytest.approx(slow(torch.stack(values).double().numpy()), rel=1e-4, abs=1e-5)
+
+
+ATTACKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sign flip x10": lambda value: -10 * value,
+    "loud noise": lambda value: 1e6 * torch.randn(value.numel(), generator=torch.Generator().manual_seed(9)),
+    "constant": lambda value: torch.full_like(value, 100.0),
+}
+
+
+@each_rule
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize(("members", "liars"), [(4, 1), (8, 2), (12, 3)])
+def test_liars_do_not_move_the_result_as_they_move_the_mean(
+    rule: AggregationRule, attack: str, members: int, liars: int
+) -> None:
+    values = honest(members)
+    truth = torch.stack(values[liars:]).mean(0)
+    lied = [ATTACKS[attack](value) for value in values[:liars]] + values[liars:]
+    distance = float((torch.from_numpy(rule.combine(messages(lied))) - truth).norm() / truth.norm())
+    assert distance < 0.6  # one honest member is 0.4 away
+    # The control: the mean goes far astray.
+    mean = torch.from_numpy(Mean().combine(messages(lied)))
+    assert float((mean - truth).norm() / truth.norm()) > 2
+
+
+@each_rule
+def test_a_loud_claim_of_tokens_buys_nothing(rule: AggregationRule) -> None:
+    values = honest(5)
+    plain = rule.combine(messages(values))
+    assert np.array_equal(plain, rule.combine(messages(values, [1e9, 1, 1, 1, 1])))
+
+
+@each_rule
+def test_nobody_lies(rule: AggregationRule) -> None:
+    values = honest(6)
+    truth = torch.stack(values).mean(0)
+    assert float((torch.from_numpy(rule.combine(messages(values))) - truth).norm() / truth.norm()) < 0.45
+    same = rule.combine(messages([values[0]] * 6))
+    assert np.allclose(same, values[0].numpy(), rtol=1e-5, atol=1e-6)
+
+
+@each_rule
+@pytest.mark.parametrize("members", [1, 2])
+def test_one_or_two_members_are_their_mean(rule: AggregationRule, members: int) -> None:
+    values = honest(members, spread=0.01)
+    assert np.allclose(rule.combine(messages(values)), torch.stack(values).mean(0).numpy(), rtol=1e-4, atol=1e-4)
+
+
+@each_rule
+@pytest.mark.parametrize("codec", [Uncompressed(), BlockInt8(), ChunkTopK(k=8, chunk=64)], ids=str)
+def test_a_member_of_weight_zero_is_as_if_absent(rule: AggregationRule, codec: Codec) -> None:
+    members = messages(honest(5), [3, 0, 5, 7, 1], codec)
+    assert np.array_equal(rule.combine(members), rule.combine(members[:1] + members[2:]))
+
+
+@pytest.mark.parametrize("rule", RULES[:4], ids=str)
+def test_the_order_of_members_changes_next_to_nothing(rule: AggregationRule) -> None:
+    members = messages(honest(7))
+    assert np.allclose(rule.combine(members), rule.combine(members[::-1]), rtol=1e-6, atol=1e-7)
+
+
+@each_rule
+def test_slabs_leave_no_seam(rule: AggregationRule) -> None:
+    """A vector of several slabs, against the same vector put together from two lengths that need only one."""
+    values = honest(5, SLAB_SIZE + 100)
+    if isinstance(rule, TrimmedMean | CoordinateMedian):
+        whole = rule.combine(messages(values))
+        pieces = [
+            rule.combine(messages([value[part].contiguous() for value in values]))
+            for part in (slice(0, SLAB_SIZE), slice(SLAB_SIZE, None))
+        ]
+        assert np.array_equal(whole, np.concatenate(pieces))
+    truth = torch.stack(values).mean(0)
+    assert float((torch.from_numpy(rule.combine(messages(values))) - truth).norm() / truth.norm()) < 0.6
+
+
+def test_plus_and_minus_zero_give_the_same_bits() -> None:
+    """A processor may call either the smaller; neither may reach the anchor's digest."""
+    columns = torch.tensor([[0.0, -0.0, 0.0], [-0.0, -0.0, 0.0], [0.0, 0.0, -0.0]])
+    for rule in (TrimmedMean(), CoordinateMedian()):
+        assert not np.signbit(rule.combine(messages(list(columns)))).any()
+
+
+def test_the_median_of_sparse_messages_is_nothing() -> None:
+    """Why sparse messages need a mean: members who keep different coordinates outvote each other."""
+    members = messages(honest(5, 4096, spread=20.0), codec=ChunkTopK(k=64))
+    assert np.linalg.norm(CoordinateMedian().combine(members)) < 0.1 * np.linalg.norm(Mean().combine(members))
+
+
+@each_rule
+@pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan"), 1], [float("inf"), 1]])
+def test_weights_that_make_no_sense_are_refused(rule: AggregationRule, weights: list[float]) -> None:
+    with pytest.raises(OptimError, match="weights"):
+        rule.combine(messages(honest(2), weights))
+
+
+@each_rule
+def test_a_malformed_message_is_a_codec_error(rule: AggregationRule) -> None:
+    members = messages(honest(2))
+    with pytest.raises(CodecError):
+        rule.combine([members[0], WeightedPayload(Uncompressed(), b"nonsense", 500, 1)])

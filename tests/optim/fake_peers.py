@@ -1,0 +1,98 @@
+"""One model's layout, and peers that hold a method's shared state, for tests of whole methods."""
+
+from collections.abc import Sequence
+
+import torch
+
+from optim.codecs.base import Payload
+from optim.compose import compose
+from optim.exchange import Aggregator, ContributionEncoder
+from optim.kernels.vectors import ArrayVector, Vector
+from optim.layout import Layout
+from optim.method import AGGREGATION_STATE, Method
+from optim.options import Scalar
+from optim.round_plan import RoundPlanner
+
+PART_COUNT = 3
+EMBEDDING, LAYER, LAYERS, NORM = (60, 50), ((20, 30), (50,)), 8, (800,)
+LAYOUT = Layout(
+    (EMBEDDING, *(shape for _ in range(LAYERS) for shape in LAYER), NORM),
+    (0, *(1 + layer for layer in range(LAYERS) for _ in LAYER), 1 + LAYERS),
+)
+NUMEL = LAYOUT.numel  # 9000
+Tables = dict[str, dict[str, Scalar]]
+LOSSLESS: Tables = {"codec": {"kind": "none"}}
+NO_PROGRESS: Tables = {"adoption": {"unsent": 0.0}}  # for signals of which what is left is none
+
+
+def make_planner(recipe: str | Method, overrides: Tables | None = None, part_count: int = PART_COUNT) -> RoundPlanner:
+    method = compose(recipe, overrides or {}) if isinstance(recipe, str) else recipe
+    return RoundPlanner(method, LAYOUT, part_count)
+
+
+def as_vector(values: torch.Tensor) -> ArrayVector:
+    return ArrayVector(values.numpy())
+
+
+def random_values(seed: int, numel: int = NUMEL) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 1e-3
+
+
+def decode_contribution(planner: RoundPlanner, number: int, payloads: Sequence[Payload]) -> torch.Tensor:
+    """A message as its receivers read it: as long as what is measured, zero where the round sends nothing."""
+    plan, whole = planner.plan(number), torch.zeros(planner.signal_numel)
+    parts = [
+        codec.decode(payload, stop - start)
+        for codec, payload, (start, stop) in zip(plan.codecs, payloads, plan.part_spans, strict=True)
+    ]
+    plan.scatter(torch.cat(parts), whole)
+    return whole
+
+
+def sent_mask(planner: RoundPlanner, number: int) -> torch.Tensor:
+    """1 where that round sends something, else 0."""
+    mask = torch.zeros(planner.signal_numel)
+    for start, stop in planner.plan(number).spans:
+        mask[start:stop] += 1
+    return mask
+
+
+class FakePeer:
+    """One peer's share of a method: anchor, outer state, residual."""
+
+    def __init__(self, planner: RoundPlanner) -> None:
+        self.planner, method = planner, planner.method
+        self.encoder = ContributionEncoder(planner)
+        self.aggregator = Aggregator(planner)
+        self.anchor = torch.zeros(planner.numel)
+        self.residual = torch.zeros(planner.signal_numel)
+        self.slots = {name: torch.zeros(method.slot_numel(name, planner.numel)) for name in method.slots}
+
+    def encode(self, number: int, seed: int) -> list[Payload]:
+        return self.encoder.encode(number, random_values(seed, self.planner.signal_numel), self.residual)
+
+    def aggregate(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
+        return torch.from_numpy(self._aggregate(number, messages, weights).to_dense())
+
+    def _aggregate(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> Vector:
+        """As a swarm would, whoever reduces which part."""
+        plan = self.planner.plan(number)
+        if plan.method.topology.kind != "butterfly":
+            return self.aggregator.merge(
+                number, [parts[0] for parts in messages], weights, self.slots.get(AGGREGATION_STATE)
+            )
+        reduced = [
+            self.aggregator.reduce_part(number, part, [parts[part] for parts in messages], weights)
+            for part in range(len(plan.part_spans))
+        ]
+        return self.aggregator.merge(number, reduced, ())
+
+    def apply(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
+        merged = self._aggregate(number, messages, weights)
+        plan = self.planner.plan(number)
+        self.anchor, self.slots = self.planner.apply_outer_step(plan, self.anchor, self.slots, merged, 1.0, weights)
+        return torch.from_numpy(merged.to_dense())
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        return [self.anchor, *(self.slots[name] for name in sorted(self.slots))]

@@ -1,0 +1,76 @@
+import math
+
+import pytest
+import torch
+
+from optim.inner.adamw import AdamW, QuasiHyperbolic
+from optim.inner.base import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerStep, InnerUpdateRule
+
+Vectors = dict[str, torch.Tensor]
+NUMEL, STEPS, MATRICES = 50, 12, ((0, 20),)
+
+
+def step_at(count: int, beta1: float = 0.9, beta2: float = 0.95) -> InnerStep:
+    return InnerStep(count, 0.01, beta1, beta2, 0.1, MATRICES)
+
+
+def gradients(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(NUMEL, generator=generator) for _ in range(STEPS)]
+
+
+def trained(
+    inner: InnerUpdateRule, drawn: list[torch.Tensor], beta1: float = 0.9
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    weights, vectors = torch.ones(NUMEL), {name: torch.zeros(NUMEL) for name in inner.vectors}
+    for count, gradient in enumerate(drawn):
+        inner.step(weights, gradient.clone(), vectors, step_at(count, beta1))
+    return weights, vectors
+
+
+def test_it_is_the_formula_value_by_value() -> None:
+    beta, share = 0.99, 0.7
+    weights, _ = trained(QuasiHyperbolic(beta=beta, weight=share), gradients())
+    for place in range(NUMEL):
+        weight, slow, second = 1.0, 0.0, 0.0
+        for count, gradient in enumerate(gradients(), start=1):
+            g = float(gradient[place])
+            slow = beta * slow + (1 - beta) * g
+            second = 0.95 * second + 0.05 * g * g
+            weight *= 1 - 0.01 * 0.1 if place < 20 else 1
+            course = (1 - share) * g + share * slow / (1 - beta**count)
+            weight -= 0.01 * course / (math.sqrt(second / (1 - 0.95**count)) + EPSILON)
+        assert float(weights[place]) == pytest.approx(weight, abs=1e-5)
+
+
+def test_all_weight_on_a_fast_momentum_is_adam() -> None:
+    theirs, _ = trained(AdamW(), gradients())
+    ours, vectors = trained(QuasiHyperbolic(beta=0.9, weight=1.0), gradients())
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    assert set(vectors) == {FIRST_MOMENT, SECOND_MOMENT}, "no memory beyond Adam's"
+    slower, _ = trained(QuasiHyperbolic(beta=0.999, weight=1.0), gradients())
+    assert not torch.allclose(slower, theirs, atol=1e-3)
+
+
+def test_no_weight_on_the_momentum_leaves_the_gradient_over_its_spread() -> None:
+    ours, _ = trained(QuasiHyperbolic(weight=0.0), gradients())
+    theirs, _ = trained(AdamW(), gradients(), beta1=0.0)
+    assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize(("beta", "left"), [(0.9, 0.034), (0.999, 0.968)])
+def test_a_slow_momentum_outlives_the_local_steps(beta: float, left: float) -> None:
+    """Of the momentum that all agreed on, after 32 local steps without a gradient."""
+    inner, weights = QuasiHyperbolic(beta=beta), torch.zeros(1)
+    vectors = {FIRST_MOMENT: torch.ones(1), SECOND_MOMENT: torch.ones(1)}
+    for count in range(32):
+        inner.step(weights, torch.zeros(1), vectors, step_at(count))
+    assert float(vectors[FIRST_MOMENT]) == pytest.approx(left, abs=1e-3)
+
+
+def test_a_second_moment_below_zero_is_taken_as_zero() -> None:
+    """A mean of peers' moments may come out so by rounding; its root would be no number."""
+    for inner in (QuasiHyperbolic(), AdamW()):
+        weights, vectors = torch.zeros(1), {FIRST_MOMENT: torch.zeros(1), SECOND_MOMENT: torch.full((1,), -1e-9)}
+        inner.step(weights, torch.full((1,), 1e-6), vectors, step_at(5))
+        assert weights.isfinite().all() and float(vectors[SECOND_MOMENT]) >= 0

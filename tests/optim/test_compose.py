@@ -1,0 +1,178 @@
+import contextlib
+from collections.abc import Mapping
+
+import pytest
+
+from optim.codecs.floats import Float16
+from optim.codecs.int_blocks import BlockInt8
+from optim.codecs.topk import ChunkTopK
+from optim.compose import CODECS, COMPONENTS, OUTER_OPTIMIZERS, REGISTRY, SIGNALS, compose
+from optim.errors import UnknownOption, UnknownRecipe
+from optim.feedback import ErrorFeedback, NoFeedback
+from optim.options import Scalar
+from optim.outer import Nesterov, Sgd
+from optim.recipes import RECIPES
+from optim.topologies import Butterfly, Gather
+from tests.optim.fake_peers import NO_PROGRESS, Tables
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_row_composes_and_names_its_paper(name: str) -> None:
+    method = compose(name)
+    assert method.name == name and method.paper.startswith("arXiv ")
+    assert set(RECIPES[name].tables) == set(COMPONENTS)
+
+
+def test_diloco() -> None:
+    method = compose("diloco")
+    assert method.codec == BlockInt8(block=256)
+    assert method.feedback == ErrorFeedback(decay=1.0)
+    assert method.topology == Butterfly()
+    assert method.update == Nesterov(learning_rate=0.7, momentum=0.9, shorten=True)
+
+
+def test_sparseloco() -> None:
+    method = compose("sparseloco")
+    assert method.codec == ChunkTopK(k=64, chunk=4096)
+    assert method.feedback == ErrorFeedback(decay=0.95)
+    assert method.topology == Gather()
+    assert method.update == Sgd(learning_rate=1.0)
+
+
+def test_options_and_kinds_are_overridden() -> None:
+    method = compose(
+        "diloco", {"schedule": {"inner_steps": 7}, "codec": {"kind": "fp16"}, "feedback": {"kind": "none"}}
+    )
+    assert method.schedule.inner_steps == 7 and method.schedule.ahead == 0
+    assert method.codec == Float16() and method.feedback == NoFeedback()
+    assert compose("sparseloco", {"topology": {"kind": "butterfly"}}).topology == Butterfly()
+
+
+def test_another_kind_starts_from_its_own_defaults() -> None:
+    assert compose("sparseloco", {"codec": {"kind": "int8"}}).codec == BlockInt8()
+    assert compose("sparseloco", {"codec": {"kind": "topk", "chunk": 64}}).codec == ChunkTopK(k=64, chunk=64)
+
+
+def test_whole_numbers_may_stand_for_reals() -> None:
+    assert compose("diloco", {"update": {"learning_rate": 1}}).update == Nesterov(
+        learning_rate=1.0, momentum=0.9, shorten=True
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("part", ["codec", "feedback", "aggregate", "adoption", "schedule"])
+def test_every_kind_of_these_fits_every_recipe(recipe: str, part: str) -> None:
+    """But for error feedback where what a codec leaves over would only grow, and signs where squares are learned."""
+    tables = RECIPES[recipe].tables
+    for kind, built in REGISTRY[part].items():
+        chosen = {other: str(kind if other == part else tables[other]["kind"]) for other in ("codec", "feedback")}
+        grows = chosen["feedback"] == "error" and chosen["codec"] == "direction"
+        tells_nothing = tables["update"]["kind"] == "frozen-adam" and chosen["codec"] == "sign"
+        refused = "only grows" if grows else "signs tell nothing" if tells_nothing else ""
+        with pytest.raises(UnknownOption, match=refused) if refused else contextlib.nullcontext():
+            assert isinstance(getattr(compose(recipe, {part: {"kind": kind}}), part), built)
+
+
+@pytest.mark.parametrize("kind", OUTER_OPTIMIZERS)
+def test_every_update_goes_with_the_signals_it_names_and_no_other(kind: str) -> None:
+    for signal in SIGNALS:
+        tables = NO_PROGRESS | {"update": {"kind": kind}, "signal": {"kind": signal}}
+        if signal in OUTER_OPTIMIZERS[kind].signals:
+            assert isinstance(compose("averaging", tables).update, OUTER_OPTIMIZERS[kind])
+        else:
+            with pytest.raises(UnknownOption, match=f"update '{kind}' makes no step of signal '{signal}'"):
+                compose("averaging", tables)
+
+
+def test_an_option_may_change_over_the_rounds() -> None:
+    method = compose("sparseloco", {"codec": {"kind": "int8 until 9 then topk", "k": "256 => 64 over 20"}})
+    assert method.breakpoints == (0, 8, 9, 20)
+    assert method.at_round(8).codec == BlockInt8(), "an option of the other kind is left out"
+    assert method.at_round(20).codec == ChunkTopK(k=64)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"signal": {"kind": "pseudo-gradient until 5 then gradient"}}, "signal.kind = .* must not change"),
+        ({"topology": {"kind": "gather until 5 then butterfly"}}, "topology.kind = .* must not change"),
+        ({"update": {"kind": "sgd until 5 then nesterov"}}, "update.kind = .* must not change"),
+        ({"adoption": {"kind": "mix", "alpha": "0 -> 1 over 5"}}, "adoption.alpha = .* must not change"),
+        ({"update": {"momentum": "0.5 -> 1.5 over 5"}}, "update.momentum = 1.5: should be less than 1"),
+        ({"codec": {"kind": "int8 until 5 then in4"}}, "did you mean 'int4'"),
+        ({"schedule": {"inner_steps": "1 until 50 then 1.5"}}, "schedule.inner_steps = 1.5"),
+        ({"schedule": {"inner_steps": "10 -> 30"}}, 'schedule.inner_steps = .*; write "10 -> 30 over ROUNDS"'),
+        ({"update": {"momentum": " 0.5=>0.9"}}, 'valid number; write "0.5=>0.9 over ROUNDS"'),
+        ({"adoption": {"kind": "mix", "alpha": "0 -> 1"}}, "adoption.alpha = '0 -> 1': should be a valid number$"),
+    ],
+    ids=str,
+)
+def test_a_course_that_cannot_be_is_found_before_the_run(overrides: Tables, text: str) -> None:
+    with pytest.raises(UnknownOption, match=text) as caught:
+        compose("diloco", overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_two_codecs_share_a_number() -> None:
+    assert len({codec.number for codec in CODECS.values()}) == len(CODECS)
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UnknownRecipe, match="did you mean 'diloco'.*sparseloco"):
+        compose("diloko")
+    with pytest.raises(UnknownRecipe, match="Known: diloco, sparseloco"):
+        compose("zzz")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"codek": {}}, "no part 'codek'; did you mean 'codec'"),
+        ({"codec": {"kind": "in8"}}, "did you mean 'int8'.*Known: none, fp16, .*topk"),
+        ({"codec": {"kind": 8}}, "codec.kind = 8"),
+        ({"codec": {"k": 3}}, "codec 'int8' has no option 'k'"),
+        ({"codec": {"blok": 3}}, "did you mean 'block'"),
+        ({"codec": {"number": 3}}, "has no option 'number'"),
+        ({"codec": {"block": 8}}, "codec.block = 8: should be greater than or equal to 16"),
+        ({"codec": {"block": True}}, "codec.block = True: should be a valid integer"),
+        ({"codec": {"block": 32.5}}, "codec.block = 32.5"),
+        ({"codec": {"kind": "topk", "k": 5000}}, "k must be at most the chunk's 4096"),
+        ({"codec": {"kind": "topk", "bits": 4}}, "codec.bits = 4: should be less than or equal to 3"),
+        ({"codec": {"kind": "e3m0", "rounding": "up"}}, "should be 'nearest' or 'stochastic'"),
+        ({"codec": {"kind": "dct-topk", "dimensions": 3}}, "should be 1 or 2"),
+        ({"codec": {"kind": "subset", "density": 0.0}}, "codec.density = 0.0"),
+        ({"codec": {"kind": "int4", "block": 100}}, "codec.block = 100: should be a multiple of 8"),
+        ({"aggregate": {"kind": "trimmed"}}, "did you mean 'trimmed-mean'"),
+        ({"aggregate": {"kind": "krum", "liars": 0.5}}, "aggregate.liars = 0.5: should be less than 0.5"),
+        ({"schedule": {"inner_steps": 0}}, "schedule.inner_steps = 0"),
+        ({"schedule": {"ahead": "yes"}}, "schedule.ahead = 'yes': should be a valid integer"),
+        ({"schedule": {"delay": 1}}, "schedule: delay must not be above ahead"),
+        ({"schedule": {"overlap": True}}, "'every-steps' has no option 'overlap'"),
+        ({"aggregate": {"weights": "tokns"}}, "should be 'tokens' or 'equal'"),
+        ({"update": {"momentum": 1.0}}, "update.momentum = 1.0: should be less than 1"),
+        ({"update": {"learning_rate": float("nan")}}, "update.learning_rate = nan"),
+        ({"update": {"learning_rate": float("inf")}}, "update.learning_rate = inf"),
+        ({"topology": {"kind": "ring"}}, "topology.kind = 'ring' is not known; Known: butterfly, gather"),
+        ({"feedback": {"decay": 0.0}}, "feedback.decay = 0.0"),
+    ],
+    ids=str,
+)
+def test_bad_options_get_one_line_that_says_what_is_allowed(
+    overrides: Mapping[str, Mapping[str, Scalar]], text: str
+) -> None:
+    with pytest.raises(UnknownOption, match=text) as caught:
+        compose("diloco", overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fault_between_the_turns_of_two_courses_is_found_before_the_run() -> None:
+    with pytest.raises(UnknownOption, match="delay must not be above ahead"):
+        compose("diloco", {"schedule": {"ahead": "30 -> 0 over 10", "delay": "30 ~> 0 over 10"}})
+    compose("diloco", {"schedule": {"ahead": "30 -> 0 over 10", "delay": "15 -> 0 over 10"}})
+
+
+def test_an_option_of_neither_kind_is_refused_and_one_of_either_is_taken() -> None:
+    with pytest.raises(UnknownOption, match="has no option 'kk'"):
+        compose("sparseloco", {"codec": {"kind": "int8 until 5 then topk", "kk": 3}})
+    method = compose("sparseloco", {"codec": {"kind": "int8 until 5 then topk", "k": 32, "block": 512}})
+    assert (method.codec.kind, method.at_round(5).codec.kind) == ("int8", "topk")

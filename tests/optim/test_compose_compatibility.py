@@ -1,0 +1,39 @@
+import pytest
+
+from optim.compose import compose
+from optim.errors import UnknownOption
+from optim.recipes import RECIPES, OptionTables
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_row_goes_together(recipe: str) -> None:
+    method = compose(recipe)
+    assert method.name == recipe and method.paper.startswith("arXiv ")
+
+
+REFUSED: list[tuple[str, OptionTables, str]] = [
+    ("noloco", {"signal": {"kind": "pseudo-gradient"}}, "'gossip' makes no step of signal 'pseudo-gradient'"),
+    ("diloco", {"signal": {"kind": "weights"}}, "it takes 'pseudo-gradient' or 'gradient' or 'inner-state'"),
+    ("gossip-adam", {"update": {"kind": "sgd"}}, "'sgd' makes no step of signal 'weights'"),
+    ("one-bit-adam", {"signal": {"beta": 0.8}}, "update.beta1 = 0.9 are one momentum"),
+    ("one-bit-adam", {"update": {"kind": "adam"}}, "'adam' makes no step of signal 'momentum'"),
+    ("one-bit-adam", {"codec": {"kind": "sign"}}, "set codec.kind = 'none until 100 then sign'"),
+    ("one-bit-adam", {"update": {"warm_rounds": 200}}, "set codec.kind = 'none until 200 then sign'"),
+    ("diloco", {"topology": {"kind": "groups"}}, "set update.kind to gossip"),
+    ("noloco-weights", {"update": {"beta": 1.9}}, "lower update.beta"),
+    ("des-loc", {"adoption": {"unsent": 0.5}}, "what is left of signal 'inner-state' is no progress"),
+    ("noloco", {"update": {"gamma": 0.0}}, "raise update.gamma above 0"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "changes", "said"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_does_not_is_refused_in_one_line(recipe: str, changes: OptionTables, said: str) -> None:
+    with pytest.raises(UnknownOption) as refusal:
+        compose(recipe, changes)
+    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_what_only_a_later_round_would_do_is_refused_before_the_run() -> None:
+    with pytest.raises(UnknownOption, match="do not come together"):
+        compose("noloco", {"update": {"alpha": "0.5 until 100 then 0.9"}})
+    compose("noloco", {"update": {"alpha": "0.5 until 100 then 0.6"}})

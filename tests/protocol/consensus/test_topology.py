@@ -1,0 +1,127 @@
+import hashlib
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from protocol.consensus.events import Pattern, RoundSettings
+from protocol.consensus.messages import Commit, SignedMessage
+from protocol.consensus.topology import (
+    Group,
+    contributions_for,
+    exponential_pairs,
+    groups_by_peer,
+    random_groups,
+    ring_pairs,
+)
+from tests.protocol.consensus.cluster import BASE
+from tests.simulation.network import NAMES, RUN_ID, Scenario, make_contribution, make_signer
+
+SETTINGS = RoundSettings(RUN_ID, "groups", 1, 2.0, 1.5, 10.0)
+PEERS = tuple(sorted(NAMES))
+
+
+def seed_of(number: int) -> bytes:
+    return hashlib.sha256(number.to_bytes(4, "big")).digest()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("count", range(1, 13))
+def test_everybody_is_in_one_group_of_the_right_size(count: int, size: int) -> None:
+    cut = random_groups(seed_of(1), PEERS[:count], size)
+    assert sorted(itertools.chain(*cut)) == list(PEERS[:count])
+    sizes = sorted(len(group) for group in cut)
+    expected = [size] * (count // size) + [count % size] * (count % size > 0)
+    if size > 2 and count > size and count % size == 1:
+        expected = [size + 1] + [size] * (count // size - 1)
+    assert sizes == sorted(expected)
+
+
+def test_the_order_in_which_peers_are_named_does_not_matter() -> None:
+    assert (
+        random_groups(seed_of(1), PEERS, 3)
+        == random_groups(seed_of(1), PEERS[::-1], 3)
+        != random_groups(seed_of(2), PEERS, 3)
+    )
+
+
+def test_every_pair_is_as_likely_as_any_other() -> None:
+    """Chi-square over the 15 pairs of 6 peers, 3 of which meet in each draw: mean 14, standard deviation 5.3."""
+    draws = 3000
+    met = Counter(group for number in range(draws) for group in random_groups(seed_of(number), PEERS[:6], 2))
+    expected = draws * 3 / 15
+    assert len(met) == 15
+    assert sum((count - expected) ** 2 / expected for count in met.values()) < 40
+    fixed = Counter(group for number in range(draws) for group in random_groups(seed_of(0), PEERS[:6], 2))
+    assert len(fixed) == 3, "the negative control: one seed for all rounds mixes nothing"
+
+
+def places(cut: list[Group]) -> set[tuple[int, ...]]:
+    return {tuple(PEERS.index(peer) for peer in group) for group in cut}
+
+
+def test_the_ring_alternates_between_left_and_right() -> None:
+    assert places(ring_pairs(0, PEERS[:4])) == {(0, 1), (2, 3)}
+    assert places(ring_pairs(1, PEERS[:4])) == {(1, 2), (0, 3)}
+    assert places(ring_pairs(2, PEERS[:5])) == {(0, 1), (2, 3), (4,)}
+    assert places(ring_pairs(3, PEERS[:5])) == {(0,), (1, 2), (3, 4)}
+    assert places(ring_pairs(5, PEERS[:1])) == {(0,)} and places(ring_pairs(1, PEERS[:2])) == {(0, 1)}
+
+
+def test_exponential_distances_double() -> None:
+    assert places(exponential_pairs(0, PEERS[:8])) == {(0, 1), (2, 3), (4, 5), (6, 7)}
+    assert places(exponential_pairs(4, PEERS[:8])) == {(0, 2), (1, 3), (4, 6), (5, 7)}
+    assert places(exponential_pairs(2, PEERS[:8])) == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    assert places(exponential_pairs(2, PEERS[:6])) == {(0, 4), (1, 5), (2,), (3,)}
+    assert places(exponential_pairs(7, PEERS[:1])) == {(0,)}
+
+
+def averaged(pattern: Pattern, count: int, rounds: int) -> list[float]:
+    """One number a peer, averaged in its group in each round; at first 1 for the first peer and 0 for the others."""
+    values = {peer: float(peer == PEERS[0]) for peer in PEERS[:count]}
+    for number in range(rounds):
+        cut = groups_by_peer(replace(SETTINGS, pattern=pattern), number, PEERS[:count])
+        values = {peer: sum(values[mate] for mate in cut[peer]) / len(cut[peer]) for peer in values}
+    return list(values.values())
+
+
+def test_log2_n_exponential_rounds_are_an_exact_average() -> None:
+    assert averaged("exponential", 8, 3) == [1 / 8] * 8
+
+
+@pytest.mark.parametrize("pattern", ["random", "ring", "exponential"])
+@pytest.mark.parametrize("count", [5, 8])
+def test_mixing_keeps_the_mean_and_reaches_everybody(pattern: Pattern, count: int) -> None:
+    values = averaged(pattern, count, 200)
+    assert sum(values) == pytest.approx(1)
+    assert values == pytest.approx([1 / count] * count, abs=1e-3)
+
+
+def commit_of(included: tuple[str, ...], left_out: tuple[str, ...] = ()) -> Commit:
+    scenario = Scenario(len(PEERS), "groups", 1, 1, 0, 0, 0, 0, 0)
+    bodies = [(peer, make_contribution(peer, 0, BASE, scenario)) for peer in included]
+    entries = tuple(SignedMessage.of(make_signer(peer)("contribution", body.to_wire()), body) for peer, body in bodies)
+    return Commit(0, 0, BASE, entries, (), left_out)
+
+
+def test_a_commit_alone_tells_the_groups_of_its_roster() -> None:
+    cut = groups_by_peer(SETTINGS, 0, PEERS[:6])
+    absent = PEERS[2]
+    commit = commit_of(tuple(peer for peer in PEERS[:6] if peer != absent), (absent,))
+    for peer in commit_senders(commit):
+        assert {entry.sender for entry in contributions_for(commit, peer, SETTINGS)} == cut[peer] - {absent}
+    assert contributions_for(commit, absent, SETTINGS) == contributions_for(commit, PEERS[9], SETTINGS) == ()
+    forgetful = replace(commit, left_out=())
+    assert any(
+        contributions_for(forgetful, peer, SETTINGS) != contributions_for(commit, peer, SETTINGS) for peer in PEERS[:6]
+    )
+
+
+def commit_senders(commit: Commit) -> list[str]:
+    return [entry.sender for entry in commit.contributions]
+
+
+def test_without_groups_a_commit_is_for_everybody() -> None:
+    commit = commit_of(PEERS[:3])
+    assert contributions_for(commit, PEERS[5], replace(SETTINGS, exchange="gather")) == commit.contributions

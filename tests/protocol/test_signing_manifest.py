@@ -1,0 +1,58 @@
+"""The organiser's signature on a manifest."""
+
+import random
+
+import pytest
+
+from protocol.errors import ManifestError, OrganiserError
+from protocol.identity import Identity
+from protocol.manifest import parse_manifest
+from protocol.signing import fingerprint, open_signed_manifest, sign_manifest
+from tests.node.small_run import MANIFEST
+
+ORGANISER = Identity.create()
+
+
+def test_what_was_sealed_is_opened() -> None:
+    signed = open_signed_manifest(sign_manifest(MANIFEST, ORGANISER), "here")
+    assert signed.manifest == MANIFEST and signed.organiser == ORGANISER.peer_id
+
+
+def test_the_signed_text_is_a_manifest_for_any_parser() -> None:
+    assert parse_manifest(sign_manifest(MANIFEST, ORGANISER), "here") == MANIFEST
+
+
+def test_an_unsigned_manifest_has_no_organiser() -> None:
+    assert open_signed_manifest(MANIFEST.to_toml().encode(), "here").organiser is None
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_changed_byte_passes_as_signed(seed: int) -> None:
+    """The control: without a look at the signature, a changed seed of the run is a manifest like any other."""
+    text = bytearray(sign_manifest(MANIFEST, ORGANISER))
+    place = random.Random(seed).randrange(len(text))
+    text[place] ^= 1 << random.Random(seed + 1).randrange(8)
+    try:
+        opened = open_signed_manifest(bytes(text), "here")
+    except (OrganiserError, ManifestError):
+        return
+    assert opened.organiser is None
+
+
+def test_another_run_under_the_same_seal_is_refused() -> None:
+    text = sign_manifest(MANIFEST, ORGANISER)
+    other = text.replace(b'name = "small"', b'name = "other"')
+    assert parse_manifest(other, "here").run.name == "other"
+    with pytest.raises(OrganiserError, match="not what 12D3KooW.* signed; get it anew"):
+        open_signed_manifest(other, "here")
+
+
+def test_anothers_name_under_it_is_refused() -> None:
+    text = sign_manifest(MANIFEST, ORGANISER).replace(ORGANISER.peer_id.encode(), Identity.create().peer_id.encode())
+    with pytest.raises(OrganiserError):
+        open_signed_manifest(text, "here")
+
+
+def test_a_fingerprint_is_short_and_of_one_key() -> None:
+    other = Identity.create().peer_id
+    assert len(fingerprint(other)) == 39 and fingerprint(other) != fingerprint(ORGANISER.peer_id)

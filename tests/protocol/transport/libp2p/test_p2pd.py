@@ -1,0 +1,196 @@
+"""p2pd as a child: started without seeds, supervised, and what it may reach."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+from protocol.errors import TransportError
+from protocol.identity import Identity
+from protocol.transport import local_sockets
+from protocol.transport.libp2p import p2pd
+from protocol.transport.libp2p.p2pd import LAUNCHER, P2pd, P2pdOptions, command_line, with_bound_ports
+from protocol.transport.local_sockets import SocketFolder
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+
+
+def test_nothing_that_reaches_out_is_left_to_a_default(tmp_path: Path) -> None:
+    flags = command_line(P2pdOptions(tmp_path / "key", LOOPBACK), LOOPBACK, tmp_path)
+    assert {"-b=0", "-natPortMap=0", "-relayService=0", "-autoRelay=0"} <= set(flags)
+    assert not any("bootstrapPeers" in flag or "announceAddrs" in flag for flag in flags)
+    announced = P2pdOptions(tmp_path / "key", LOOPBACK, announce=("/ip4/192.0.2.1/tcp/9",))
+    assert "-announceAddrs=/ip4/192.0.2.1/tcp/9" in command_line(announced, LOOPBACK, tmp_path)
+    hidden = P2pdOptions(tmp_path / "key", LOOPBACK, relays=("/ip4/192.0.2.1/tcp/9/p2p/QmRelay",))
+    wanted = {"-relay=1", "-autoRelay=1", "-trustedRelays=/ip4/192.0.2.1/tcp/9/p2p/QmRelay", "-relayDiscovery=0"}
+    assert wanted <= set(command_line(hidden, LOOPBACK, tmp_path))
+
+
+def test_ports_are_kept() -> None:
+    listen = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1", "/ip4/0.0.0.0/tcp/77")
+    given = ("/ip4/10.0.0.1/tcp/11", "/ip4/127.0.0.1/tcp/11", "/ip6/::1/tcp/22", "/ip4/10.0.0.1/udp/33/quic-v1")
+    kept = ("/ip4/0.0.0.0/tcp/11", "/ip6/::/tcp/22", "/ip4/0.0.0.0/udp/33/quic-v1", "/ip4/0.0.0.0/tcp/77")
+    assert with_bound_ports(listen, given) == kept
+    assert with_bound_ports(listen, ()) == listen
+
+
+async def test_our_key_file_is_libp2ps_and_hiveminds(tmp_path: Path) -> None:
+    identity = Identity.load_or_create(tmp_path / "key")
+    folder = SocketFolder.create(tmp_path)
+    ours = await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
+    assert ours.peer_id == ours.p2p.peer_id.to_base58() == identity.peer_id
+    await ours.stop()
+    theirs = await P2P.create(identity_path=str(tmp_path / "key"), nat_port_map=False)
+    assert theirs.peer_id.to_base58() == identity.peer_id
+    await theirs.shutdown()
+    folder.remove()
+
+
+async def test_only_one_port_and_nothing_outside_the_folder(tmp_path: Path) -> None:
+    Identity.load_or_create(tmp_path / "key")
+    folder = SocketFolder.create(tmp_path)
+    daemon = await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
+    _, addresses = await daemon.client.identify()
+    process = psutil.Process(daemon.pid)
+    local_sockets = [f"/ip4/{c.laddr.ip}/tcp/{c.laddr.port}" for c in process.net_connections("inet")]
+    assert local_sockets == list(addresses)
+    sockets = {str(c.laddr) for c in process.net_connections("unix") if c.laddr}
+    assert all(name.startswith(str(folder.path)) for name in sockets)
+    assert os.getpgid(daemon.pid) == daemon.pid, "a Ctrl-C in the terminal must not reach it"
+    await daemon.stop()
+    assert not psutil.pid_exists(daemon.pid)
+    folder.remove()
+
+
+@pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGTERM])
+async def test_its_death_is_noticed_and_mended(
+    tmp_path: Path, deadly: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    Identity.load_or_create(tmp_path / "key")
+    folder = SocketFolder.create(tmp_path)
+    daemon = await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
+    before, first, addresses = daemon.pid, daemon.p2p, await daemon.client.identify()
+    restarted = asyncio.Event()
+    daemon.on_restart(restarted.set)
+    for _ in range(2):
+        restarted.clear()
+        os.kill(daemon.pid, deadly)
+        await asyncio.wait_for(restarted.wait(), 10)
+    assert daemon.pid != before
+    assert daemon.p2p is not first
+    assert await daemon.client.identify() == addresses, "others know us by these"
+    assert "p2pd ended with code" in caplog.text
+    await daemon.stop()
+    folder.remove()
+
+
+async def test_a_port_that_is_let_go_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Identity.load_or_create(tmp_path / "key")
+    folder = SocketFolder.create(tmp_path)
+    monkeypatch.setattr(local_sockets, "PORT_RETRY_SECONDS", 60.0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        listen = (f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}",)
+        starting = asyncio.create_task(P2pd.start(P2pdOptions(tmp_path / "key", listen), folder.path, {}))
+        async with asyncio.timeout(30):
+            while "it is tried again" not in caplog.text:
+                await asyncio.sleep(0.05)
+    daemon = await asyncio.wait_for(starting, 60)
+    assert (await daemon.client.identify())[1] == listen
+    assert caplog.text.count("it is tried again") == 1
+    await daemon.stop()
+    folder.remove()
+
+
+async def test_a_taken_port_and_a_missing_binary_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_sockets, "PORT_RETRY_SECONDS", 0.5)
+    Identity.load_or_create(tmp_path / "key")
+    folder = SocketFolder.create(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = (f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",)
+        with pytest.raises(TransportError, match=f"another program has {listen[0]}; give another --listen") as refused:
+            await P2pd.start(P2pdOptions(tmp_path / "key", listen), folder.path, {})
+        assert "\n" not in str(refused.value)
+    monkeypatch.setattr(p2pd, "BINARY", tmp_path / "missing")
+    with pytest.raises(TransportError, match="No such file"):
+        await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
+    folder.remove()
+
+
+async def test_restarts_are_spaced_out_until_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Identity.load_or_create(tmp_path / "key")
+    folder = SocketFolder.create(tmp_path)
+    daemon = await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
+    restarted, binary = asyncio.Event(), p2pd.BINARY
+    daemon.on_restart(restarted.set)
+    monkeypatch.setattr(p2pd, "BINARY", tmp_path / "missing")
+    os.kill(daemon.pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while "next attempt in 0.4 s" not in caplog.text:
+            await asyncio.sleep(0.02)
+        monkeypatch.setattr(p2pd, "BINARY", binary)
+        await restarted.wait()
+    await daemon.stop()
+    folder.remove()
+
+
+async def test_dead_seeds_end_hiveminds_start_which_is_why_ours_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SocketFolder.create(tmp_path)
+    monkeypatch.setattr(P2P, "_UNIX_SOCKET_PREFIX", f"/unix{folder.path}/")  # it leaves a socket there
+    dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.create().peer_id}"
+    before = set(psutil.Process().children())
+    with pytest.raises(P2PDaemonError, match="bootstrap"):
+        await P2P.create(initial_peers=[dead], nat_port_map=False)
+    async with asyncio.timeout(10):
+        while set(psutil.Process().children()) - before:  # hivemind does not wait for it
+            await asyncio.sleep(0.01)
+    folder.remove()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_kernel_ends_it_with_its_parent(tied: bool) -> None:
+    """Any program in p2pd's place: p2pd itself also ends when its last client goes, if it comes to notice."""
+    launch = ["-c", LAUNCHER, "PARENT"] if tied else ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"]
+    parent = (
+        "import os, subprocess, sys\n"
+        "command = [str(os.getpid()) if word == 'PARENT' else word for word in sys.argv[1:]]\n"
+        "child = subprocess.Popen(command, stdout=subprocess.DEVNULL, process_group=0)\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    command = [sys.executable, "-c", parent, sys.executable, *launch, "/bin/sleep", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        child = psutil.Process(int(process.stdout.readline()))
+        while child.name() != "sleep":
+            time.sleep(0.01)
+        process.kill()
+    ended, living = psutil.wait_procs([child], timeout=5 if tied else 0.5)
+    assert bool(ended) == tied
+    for left in living:
+        left.kill()
+
+
+def test_hivemind_speaks_through_our_logging(caplog: pytest.LogCaptureFixture) -> None:
+    assert logging.getLogger("hivemind").handlers == []
+    logging.getLogger("hivemind.p2p").warning("from hivemind")
+    assert "from hivemind" in caplog.text

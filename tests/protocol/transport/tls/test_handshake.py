@@ -1,0 +1,119 @@
+"""Proofs of identity on a direct connection: whose they are, what they are good for, and that they are good once."""
+
+import hashlib
+import os
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from protocol import signing
+from protocol.errors import ForgedError, MalformedError, PeerFault
+from protocol.identity import Identity
+from protocol.murmur_pb2 import PeerRecord
+from protocol.transport.tls.handshake import (
+    PROOF_BYTES,
+    ServerHandshake,
+    _make_certificate,
+    check_certificate,
+    make_proof,
+)
+
+NONCE = os.urandom(32)
+
+
+def certificate_of(identity: Identity) -> bytes:
+    return _make_certificate(identity).public_bytes(Encoding.DER)
+
+
+@pytest.fixture
+def server() -> Identity:
+    return Identity.create()
+
+
+@pytest.fixture
+def client() -> Identity:
+    return Identity.create()
+
+
+def test_a_proof_names_its_maker(server: Identity, client: Identity) -> None:
+    check_certificate(server.peer_id, certificate_of(server))
+    proof = make_proof(client, server.peer_id, certificate_of(server), NONCE)
+    assert len(proof) == PROOF_BYTES
+    assert ServerHandshake(server).verify_proof(proof, NONCE) == client.peer_id
+
+
+def test_a_proof_is_good_for_one_connection_only(server: Identity, client: Identity) -> None:
+    proof = make_proof(client, server.peer_id, certificate_of(server), NONCE)
+    assert ServerHandshake(server).verify_proof(proof, NONCE) == client.peer_id
+    with pytest.raises(ForgedError):
+        ServerHandshake(server).verify_proof(proof, os.urandom(32))
+
+
+def test_a_server_cannot_pass_a_proof_on(server: Identity, client: Identity) -> None:
+    """A man in the middle who gets a proof meant for himself, made with whatever nonce he likes."""
+    middle = Identity.create()
+    for certificate in (certificate_of(middle), certificate_of(server)):
+        proof = make_proof(client, middle.peer_id, certificate, NONCE)
+        with pytest.raises(ForgedError):
+            ServerHandshake(server).verify_proof(proof, NONCE)
+    assert ServerHandshake(server).verify_proof(
+        make_proof(client, server.peer_id, certificate_of(server), NONCE), NONCE
+    )
+
+
+def test_nobody_proves_to_be_another(server: Identity, client: Identity) -> None:
+    thief = Identity.create()
+    own = make_proof(thief, server.peer_id, certificate_of(server), NONCE)
+    with pytest.raises(ForgedError):
+        ServerHandshake(server).verify_proof(client.peer_id.encode() + own[-64:], NONCE)
+    assert ServerHandshake(server).verify_proof(own, NONCE) == thief.peer_id
+
+
+def test_a_statement_of_a_peer_is_no_proof(server: Identity, client: Identity) -> None:
+    signed = signing.sign(client, "peer", "ab" * 32, PeerRecord(sequence=1))
+    with pytest.raises(ForgedError):
+        ServerHandshake(server).verify_proof(client.peer_id.encode() + signed.signature, NONCE)
+
+
+@pytest.mark.parametrize("size", [0, 1, PROOF_BYTES - 1, PROOF_BYTES + 1, 1 << 20])
+def test_a_proof_of_another_size_is_none(server: Identity, size: int) -> None:
+    with pytest.raises(MalformedError):
+        ServerHandshake(server).verify_proof(bytes(size), NONCE)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_garbage_is_no_proof(server: Identity, client: Identity, seed: int) -> None:
+    proof = bytearray(make_proof(client, server.peer_id, certificate_of(server), NONCE))
+    digest = hashlib.sha256(bytes([seed])).digest()
+    proof[digest[0] % PROOF_BYTES] ^= 1 + digest[1] % 255
+    for candidate in (bytes(proof), os.urandom(PROOF_BYTES)):
+        with pytest.raises(PeerFault):
+            ServerHandshake(server).verify_proof(candidate, NONCE)
+
+
+def test_only_the_dialled_peers_certificate_will_do(server: Identity) -> None:
+    check_certificate(server.peer_id, certificate_of(server))
+    for other in (certificate_of(Identity.create()), b"", None, os.urandom(300), certificate_of(server)[:-70]):
+        with pytest.raises(ForgedError):
+            check_certificate(server.peer_id, other)
+
+
+def test_a_name_in_a_certificate_is_worth_nothing(server: Identity) -> None:
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, server.peer_id)])
+    key = Ed25519PrivateKey.generate()
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    own = _make_certificate(server)
+    dated = builder.not_valid_before(own.not_valid_before_utc).not_valid_after(own.not_valid_after_utc)
+    forged = dated.serial_number(own.serial_number).sign(key, None)
+    with pytest.raises(ForgedError):
+        check_certificate(server.peer_id, forged.public_bytes(Encoding.DER))
+
+
+def test_a_certificate_of_another_version_is_none(server: Identity) -> None:
+    version = bytes([0xA0, 0x03, 0x02, 0x01])
+    own = certificate_of(server)
+    assert own.count(version + b"\x02") == 1
+    with pytest.raises(ForgedError):
+        check_certificate(server.peer_id, own.replace(version + b"\x02", version + b"\x06"))

@@ -1,0 +1,99 @@
+"""What the seeds of `test_seeds` would prove nothing without; and each rule that keeps them right, taken away."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from protocol.consensus import message_buffer
+from protocol.consensus.events import Rejected
+from protocol.errors import ForgedError
+from tests.simulation.bugs import BUGS, RARE_BUGS, Bug
+from tests.simulation.network import NAMES, Network, make_contribution, make_signer
+from tests.simulation.seeded_run import SIZE_CONFLICT, InvariantError, SeededRun, scenario_of
+
+SEARCHED = 400
+
+
+def test_faults_of_all_kinds_are_met() -> None:
+    reasons: set[str] = set()
+    seen: set[str] = set()
+    for seed in range(60):
+        story = SeededRun(seed)
+        story.run()
+        reasons |= {reason for _, _, reason in story.swarm.rejections}
+        seen |= {what.split(" ")[0] for _, _, what in story.swarm.network.trace if isinstance(what, str)}
+    assert reasons >= {"leader silent", "leader left", "reducer left", "lost", "late", "left out", "stale view"}
+    assert seen >= {"is", "comes", "freezes", "splits", "loses", "takes"}
+
+
+@pytest.mark.parametrize(("bug", "word", "faults"), BUGS, ids=lambda value: getattr(value, "__name__", None))
+def test_each_bug_is_found(bug: Bug, word: str, faults: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
+    found = next((seed for seed in range(SEARCHED) if word in outcome(seed, faults)), None)
+    assert found is not None, f"no seed shows {word!r}"
+    print(f"seed {found}: {word}")
+    monkeypatch.undo()
+    assert outcome(found, faults) == "", "the same seed without the bug"
+
+
+@pytest.mark.parametrize(("bug", "word", "seed"), RARE_BUGS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_rare_bug_is_shown_by_its_seed(bug: Bug, word: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
+    assert word in outcome(seed)
+    monkeypatch.undo()
+    assert outcome(seed) == "", "the same seed without the bug"
+
+
+def test_a_twin_of_another_size_harms_nobody() -> None:
+    """The control is the bug of counting by digests."""
+    stories = [SeededRun(seed, faults=SIZE_CONFLICT) for seed in range(60)]
+    for story in stories:
+        story.run()
+    assert sum(bool(story.swarm.invented_blobs) for story in stories) > 30
+
+
+def outcome(seed: int, faults: Sequence[str] = ()) -> str:
+    try:
+        SeededRun(seed, faults=faults).run()
+    except InvariantError as broken:
+        return str(broken)
+    return ""
+
+
+def test_the_same_seed_is_the_same_story() -> None:
+    first, second = SeededRun(5), SeededRun(5)
+    first.run()
+    second.run()
+    assert [key(entry) for entry in first.swarm.network.trace] == [key(entry) for entry in second.swarm.network.trace]
+
+
+def key(entry: tuple[float, str, Any]) -> tuple[float, str, str]:
+    time, peer, what = entry
+    return time, peer, what.reason if isinstance(what, Rejected) else type(what).__name__
+
+
+def test_nobody_can_speak_for_another() -> None:
+    scenario = scenario_of(0)
+    network = Network(scenario, 0)
+    signed = make_signer(NAMES[0])("contribution", make_contribution(NAMES[0], 0, bytes(32), scenario).to_wire())
+    assert network.open(signed).sender == NAMES[0]
+    signed.peer = NAMES[1]
+    with pytest.raises(ForgedError):
+        network.open(signed)
+
+
+def growth(seed: int) -> float:
+    """How many more entries the fullest table of the last rounds has than that of the first ones."""
+    story = SeededRun(seed, faults=("freeze",), rounds=30)
+    story.run()
+    peaks = story.swarm.peaks
+    return max(peaks[number] for number in range(22, 30)) / max(peaks[number] for number in range(8))
+
+
+@pytest.mark.parametrize("seed", [2, 9])
+def test_tables_do_not_grow_with_the_rounds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded = growth(seed)
+    monkeypatch.setattr(message_buffer, "MAX_KEPT_DECISIONS", 1000)
+    print(f"{bounded:.2f} against {growth(seed):.2f}")
+    assert bounded < 1.25 < growth(seed)

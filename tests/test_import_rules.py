@@ -1,0 +1,68 @@
+"""Which package may import which, and what nobody may use."""
+
+import ast
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FORBIDDEN = {
+    "protocol": {"node", "optim", "torch", "pickle", "marshal", "shelve"},
+    "optim": {"node", "protocol", "pickle", "marshal", "shelve", "socket", "asyncio"},
+    "node": {"pickle", "marshal", "shelve", "tests", "benchmarks"},
+}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Full names of imported modules."""
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            assert statement.level == 0, "imports are absolute"
+            yield statement.module or ""
+
+
+def unsafe_loads(tree: ast.AST) -> Iterator[int]:
+    """Lines that call torch.load or numpy's allow_pickle."""
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call):
+            if ast.unparse(call.func) in {"torch.load", "torch.save"}:
+                yield call.lineno
+            yield from (call.lineno for keyword in call.keywords if keyword.arg == "allow_pickle")
+
+
+def find_violations(package: str, source: str) -> list[str]:
+    tree = ast.parse(source)
+    names = [name for name in imports(tree) if name.split(".")[0] in FORBIDDEN[package]]
+    return [f"imports {name}" for name in names] + [f"line {line} loads by pickle" for line in unsafe_loads(tree)]
+
+
+@pytest.fixture(autouse=True)
+def _no_collection() -> Iterator[None]:
+    """Collecting may log another test's traceback, which parses source: inside ast.parse that fails (gh-106905)."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_arrows(package: str) -> None:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    found = {str(file.relative_to(ROOT)): find_violations(package, file.read_text()) for file in files}
+    assert {file: wrong for file, wrong in found.items() if wrong} == {}
+
+
+def test_the_check_sees_what_it_forbids() -> None:
+    assert find_violations("protocol", "import torch.nn\nfrom node import daemon") == [
+        "imports torch.nn",
+        "imports node",
+    ]
+    assert find_violations("optim", "def late():\n    from protocol.errors import MurmurError") == [
+        "imports protocol.errors"
+    ]
+    assert find_violations("node", "import torch\nweights = torch.load(path)") == ["line 2 loads by pickle"]
+    assert find_violations("node", "import protocol.identity, optim, torch") == []
