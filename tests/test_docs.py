@@ -7,6 +7,8 @@ import pytest
 import typer
 
 from node.cli import app
+from optim.compose import REGISTRY
+from optim.recipes import RECIPES
 from protocol.manifest import load_manifest
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +33,13 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_that_a_page_names_exist(page: Path) -> None:
+    folders = "protocol|optim|node|tests|benchmarks|docker|configs|docs"
+    named = re.findall(rf"`(?:python )?((?:{folders})/[\w./-]*)[` ]", page.read_text())
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
 def test_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= MAX_README_WORDS
@@ -49,3 +58,15 @@ def test_reference_names_every_command_and_no_other() -> None:
     text = (ROOT / "docs" / "reference" / "commands.md").read_text()
     group = typer.main.get_group(app)
     assert set(re.findall(r"^\| `murmur (\w+)", text, re.MULTILINE)) == set(group.commands)
+
+
+def test_references_name_every_recipe_and_every_kind_of_part() -> None:
+    recipes = (ROOT / "docs" / "reference" / "recipes.md").read_text()
+    rows = re.findall(r"^\| (`[a-z0-9-]+`(?:, `[a-z0-9-]+`)*) \| (?:ours|\d{4}\.)", recipes, re.MULTILINE)
+    assert sorted(name.strip("`") for row in rows for name in row.split(", ")) == sorted(RECIPES)
+    assert f"**{len(RECIPES)} methods**" in (ROOT / "README.md").read_text()
+    manifest = (ROOT / "docs" / "reference" / "manifest.md").read_text()
+    kinds = manifest.split("| part | kinds |")[1].split("\n\n")[0]
+    for part, known in REGISTRY.items():
+        row = re.search(rf"^\| {part} \| (.+) \|$", kinds, re.MULTILINE)
+        assert row and sorted(re.findall(r"`([\w-]+)`", row[1])) == sorted(known)
