@@ -58,7 +58,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     async def ask(run_id: str, channel: Callable[[str], object], peer: str, after: int) -> ChainReply:
         return peers[peer].answer(after)
 
-    monkeypatch.setattr(module, "ask_chain", ask)
+    monkeypatch.setattr(module, "request_chain", ask)
     return peers
 
 

@@ -18,9 +18,9 @@ def test_what_was_refused_is_in_the_status_and_in_the_metrics() -> None:
     }
     window = cast(NodeHandle, SimpleNamespace(manifest=MANIFEST, peer_id=PEERS[0].peer_id, **parts))
     shown: Any = SimpleNamespace(
-        recorder=SimpleNamespace(state=apply_all([*opening_events(), committed(0)])), page="here"
+        event_log=SimpleNamespace(state=apply_all([*opening_events(), committed(0)])), page_url="here"
     )
-    metrics, observer = Metrics(), ObserverNode(window, cast(Any, SimpleNamespace(refused=4)))
+    metrics, observer = Metrics(), ObserverNode(window, cast(Any, SimpleNamespace(refused_count=4)))
     metrics.read_other_refusals_from(observer.refusal_counts)
     status = observer_status(window, shown, metrics)
     metrics.read_status_from(status)

@@ -41,8 +41,8 @@ def test_who_comes_again_gets_exactly_what_it_missed() -> None:
 def test_what_is_no_longer_kept_is_not_told_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [*opening_events(), *map(committed, range(5))]
     for limit, value in (
-        ("KEPT_MESSAGES", 4),
-        ("KEPT_BYTES", sum(map(len, EventLog(None, events).messages_since(4) or []))),
+        ("MAX_KEPT_MESSAGES", 4),
+        ("MAX_KEPT_BYTES", sum(map(len, EventLog(None, events).messages_since(4) or []))),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, limit, value)

@@ -78,7 +78,7 @@ async def test_state_history_and_timeline() -> None:
 
 async def test_a_page_that_stands_still_is_not_well() -> None:
     watches = True
-    async with served(make_data(watches=lambda: watches)) as client:
+    async with served(make_data(is_live=lambda: watches)) as client:
         for path in ("/healthz", "/metrics"):
             watches = True
             assert (await client.get(path)).status_code == 200

@@ -68,7 +68,7 @@ class FakeTransport:
 
 
 def make_publisher(transport: FakeTransport, neighbours: dict[str, tuple[str, ...]]) -> ManifestPublisher:
-    directory = SimpleNamespace(neighbours=lambda: neighbours)
+    directory = SimpleNamespace(known_addresses=lambda: neighbours)
     window = SimpleNamespace(manifest=MANIFEST, identity=PEERS[0], transport=transport, directory=directory)
     return ManifestPublisher(window)  # type: ignore[arg-type]
 

@@ -151,7 +151,7 @@ async def test_a_validation_on_the_chain_that_was_taken_over_is_told_too() -> No
     async def other_chain(*_: object) -> list[Happening]:
         return [ChainForked(at=2.0, round=3), committed(3)]
 
-    chronicle = SimpleNamespace(believed=lambda *_: (None, []), fetch=other_chain)
+    chronicle = SimpleNamespace(find_trusted_head=lambda *_: (None, []), fetch_events=other_chain)
     scene.watch._chain_follower = chronicle  # type: ignore[assignment]
     await scene.watch._follow_chain()
     scene.directory.records = {ADA: record(2, validation_round=4, validation_loss=2.5)}

@@ -62,7 +62,7 @@ def test_the_slow_peer_is_in_every_round_with_its_share_and_holds_nobody() -> No
 def test_without_pacing_it_is_left_out_or_all_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the others' grace is spent every round for nothing, or a round takes four times as long."""
     paced = Watched(SPEEDS)
-    monkeypatch.setattr(Pacing, "steps_for", lambda self, number: self._full(number))
+    monkeypatch.setattr(Pacing, "steps_for", lambda self, number: self._full_steps(number))
     monkeypatch.setattr(VirtualPeer, "_submit_early", lambda self: None)
     left_out = Watched(SPEEDS)
     assert sum(steps[3] == 0 for _, steps in left_out.rounds[:6]) >= 4

@@ -188,7 +188,7 @@ def test_a_message_that_misses_its_round_joins_the_next() -> None:
 
 
 def test_a_message_that_no_round_takes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node.daemon.contributions, "MAX_AGE", 0)  # after the first that does not
+    monkeypatch.setattr(node.daemon.contributions, "MAX_AGE_ROUNDS", 0)  # after the first that does not
     swarm, _ = run_to_target(SLOW_LINKS, make_method("diloco", 3))
     assert any(entry.end == "given back" for entry in swarm.accounting.contributions.values())
     assert unaccounted(swarm) == 0

@@ -256,13 +256,12 @@ MEASURE = """
 import asyncio, json, random, sys
 from pathlib import Path
 import grpc
-from protocol.blobs.fetch import Fetcher
-from protocol.blobs.fetch import Fetcher
-from protocol.blobs.service import BlobService, add_blobs
+from protocol.blobs.download import Downloader
+from protocol.blobs.server import BlobService, register_blob_service
 from protocol.blobs.partial import FilePartial
 from protocol.blobs.store import BlobStore
-from tests.protocol.blobs.plain import PlainCarrier
-from tests.protocol.served import served
+from tests.protocol.blobs.direct_channels import DirectChannels
+from tests.protocol.local_server import serve_locally
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -275,8 +274,8 @@ async def main(folder, size):
     store, target = BlobStore(folder / "from", 1 << 30), BlobStore(folder / "to", 1 << 30)
     blob = store.put_file(folder / "source")
     service = BlobService(store, lambda context: "fetcher")
-    async with served(folder / "socket", lambda server: add_blobs(service, server)) as channel:
-        fetcher = Fetcher(target, PlainCarrier(lambda peer: channel), lambda *fault: None, random.Random(0))
+    async with serve_locally(folder / "socket", lambda server: register_blob_service(service, server)) as channel:
+        fetcher = Downloader(target, DirectChannels(lambda peer: channel), lambda *fault: None, random.Random(0))
         before = peak()
         await fetcher.fetch(blob, lambda: ["a", "b", "c", "d"], 60.0)
         fetched = peak()

@@ -50,7 +50,7 @@ def _without_locks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_what_promises_tell(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RoundKnowledge, "acknowledgers", lambda self, digest: set(self.acknowledged[digest]))
+    patch.setattr(RoundKnowledge, "acknowledgers", lambda self, digest: set(self.acknowledgements[digest]))
 
 
 def _with_promises_half_understood(patch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def test_a_contributor_that_never_joined_counts_as_absent_after_a_grace(exchange
 def test_without_that_rule_the_whole_exchange_is_waited_for(
     exchange: Exchange, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Leader, "_update_present_peers", lambda self, now: self.promised())
+    monkeypatch.setattr(Leader, "_update_present_peers", lambda self, now: self.joined_peers())
     monkeypatch.setattr(Leader, "_straggler_deadline", lambda self, promised, wanted, now: math.inf)
     table, _ = _with_a_contributor_that_died_unnoticed(exchange, parts)
     assert (

@@ -36,9 +36,9 @@ def test_a_vow_stands_before_all_that_it_covers() -> None:
         assert joined.members == locked.members == frozenset(table.names)
         kinds = [action.signed.kind if isinstance(action, Send) else type(action).__name__ for action in actions]
         promised = "roster" if name == table.names[0] else "holding"
-        assert kinds.index("Vow") < kinds.index(promised)
+        assert kinds.index("VoteRecord") < kinds.index(promised)
         told = "decision" if name == table.names[0] else "acknowledgement"
-        assert len(kinds) - 1 - kinds[::-1].index("Vow") < kinds.index(told)
+        assert len(kinds) - 1 - kinds[::-1].index("VoteRecord") < kinds.index(told)
 
 
 def restarted(table: Cluster, vow: VoteRecord | None, base: bytes = BASE) -> tuple[RoundMachine, Inventory]:

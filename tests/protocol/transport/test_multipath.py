@@ -261,8 +261,8 @@ async def test_lanes_are_connections_of_their_own(start_transport: StartTranspor
 async def test_one_connection_rests_until_the_next_round(
     start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch, kept: float
 ) -> None:
-    monkeypatch.setattr("protocol.transport.multipath.SPARE_SECONDS", 0.2)
-    monkeypatch.setattr("protocol.transport.multipath.KEPT_SECONDS", kept)
+    monkeypatch.setattr("protocol.transport.multipath.SPARE_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("protocol.transport.multipath.IDLE_SECONDS", kept)
     callee = await start_transport("callee", [SampleBlobs().add], direct=0)
     client = await start_transport("client", limits=ConnectionLimits(check_interval=0.05))
     await connect_directly(client, callee)
