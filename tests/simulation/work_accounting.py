@@ -31,7 +31,7 @@ class FakeRoundPlan:
     round: int
     resubmits: bool
 
-    def may_join(self, other: "FakeRoundPlan") -> bool:
+    def is_compatible_with(self, other: "FakeRoundPlan") -> bool:
         return self.resubmits or self.round == other.round
 
 
