@@ -69,7 +69,7 @@ class Merge:
         residual = torch.zeros(self._program.numel)
         own = ledger.of("encode", lambda: ContributionEncoder(self._program).encode(0, self._delta, residual))
         ledger.of("name", lambda: [Blob.of(payload) for payload in own])
-        exchange = self._summed if self._plan.method.topology.kind == "butterfly" else self._gathered
+        exchange = self._summed if self._plan.method.topology.reduces_parts else self._gathered
         payloads = exchange(ledger, own)
         self._after = ledger.of("update", lambda: self._moved(payloads))
         ledger.of(STATE, lambda: Blob.of(*self._after.byte_views()))

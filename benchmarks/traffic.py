@@ -75,7 +75,7 @@ def upload(plan: RoundPlan, message: int, peers: int) -> float:
     topology = plan.method.topology
     if isinstance(topology, Groups):
         return float(message * (min(peers, topology.size) - 1))
-    if topology.kind == "gather":
+    if not topology.reduces_parts:
         return float(message * (peers - 1))
     return (message + sum(plan.max_sizes)) * (peers - 1) / peers
 

@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 
 from node.model.shapes import shape_table
 from optim.compose import compose
 from optim.errors import OptimError
 from optim.method import Method
 from optim.round_plan import RoundPlanner
-from optim.topologies import Groups
-from protocol.consensus.events import RoundSettings
 from protocol.consensus.pacing import Pacing
+from protocol.consensus.settings import RoundSettings
+from protocol.consensus.topology import TOPOLOGIES, Topology, make_topology
 from protocol.errors import ManifestError
 from protocol.manifest import Manifest, TrainSection
 
@@ -32,6 +33,11 @@ def build_program(manifest: Manifest, method: Method | None = None) -> RoundPlan
     except OptimError as error:
         raise ManifestError(f"method: {error}") from error
     return program
+
+
+def topology_class(method: Method) -> type[Topology]:
+    """Return the class of the exchange that the method's topology asks for."""
+    return TOPOLOGIES[method.topology.kind]
 
 
 def learning_rate_scale(train: TrainSection, step: int, age_at_join: int = 0) -> float:
@@ -61,16 +67,18 @@ def build_pacing(manifest: Manifest, program: RoundPlanner) -> Pacing:
 
 
 def round_settings_by_number(manifest: Manifest, program: RoundPlanner) -> Callable[[int], RoundSettings]:
-    """Of each round by its number."""
+    """Return a function that maps a round number to the settings of that round."""
 
     def settings(number: int) -> RoundSettings:
         plan, timing = program.plan(number), manifest.round
         topology = plan.method.topology
-        groups = topology if isinstance(topology, Groups) else Groups()
         return RoundSettings(
-            manifest.run_id, topology.kind, len(plan.part_spans), timing.grace, timing.leader_timeout,
-            timing.exchange_timeout, 2 * manifest.membership.expiry, roster_quorum=plan.method.schedule.quorum,
-            group_size=groups.size, pattern=groups.pattern,
-        )  # fmt: skip
+            make_topology(topology.kind, manifest.run_id, len(plan.part_spans), **asdict(topology)),
+            timing.grace,
+            timing.leader_timeout,
+            timing.exchange_timeout,
+            vote_memory=2 * manifest.membership.expiry,
+            roster_quorum=plan.method.schedule.quorum,
+        )
 
     return settings

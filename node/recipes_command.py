@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from node.from_manifest import topology_class
 from node.ipc.shared_memory import locally_trained_names
 from node.model import shape_table
 from node.paths import demo_manifest
@@ -90,7 +91,7 @@ def count_vectors(method: Method) -> int:
 def list_needs(method: Method) -> list[str]:
     """What the method asks of the swarm: one anchor for all or a partner, the fates of messages, results that may be
     late."""
-    found = ["anchor"] if method.topology.kind != "groups" else ["partner"]
+    found = ["anchor"] if topology_class(method).has_shared_state else ["partner"]
     if method.feedback.keeps_error:
         found.append("fates")
     if method.schedule.ahead:

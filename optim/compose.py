@@ -86,7 +86,7 @@ def check_compatibility(method: Method, round_number: int) -> None:
         raise UnknownOption(
             f"what codec {method.codec.kind!r} leaves over only grows under error feedback; set feedback.kind = 'none'"
         )
-    if method.aggregate.state_size and (method.topology.kind == "butterfly" or method.schedule.fragments > 1):
+    if method.aggregate.state_size and (method.topology.reduces_parts or method.schedule.fragments > 1):
         raise UnknownOption(
             f"aggregate {method.aggregate.kind!r} remembers every block: set topology.kind = 'gather' and "
             "schedule.fragments = 1, or aggregate.statistics = 'round'"

@@ -104,7 +104,7 @@ class Aggregator:
         and are ignored.
         """
         plan = self._planner.plan(round_number)
-        if plan.method.topology.kind != "butterfly":
+        if not plan.method.topology.reduces_parts:
             messages = _weighted_payloads(plan, 0, payloads, weights)
             return plan.method.aggregate.combine_lazily(messages, None if state is None else state.numpy())
         if len(payloads) != len(plan.part_spans):

@@ -102,7 +102,7 @@ class RoundPlanner:
         method = self.method.at_round(round_number)
         spans = method.signal.spans(round_number, self.layout, method.schedule)
         section = self.layout.repeat(method.signal.vector_count).select(spans)
-        if method.topology.kind == "butterfly" and self._part_count > 1:
+        if method.topology.reduces_parts and self._part_count > 1:
             bounds = split_into_parts(section.numel, self._part_count, method.codec.alignment)
             tensors = [Layout(((stop - start,),)) for start, stop in bounds]
         else:

@@ -1,4 +1,8 @@
-"""Who exchanges with whom, and in which form."""
+"""The options of each topology: with which peers a peer exchanges, and in which form.
+
+`reduces_parts`: a contribution is split into parts, and one peer sums each part; otherwise peers exchange whole
+contributions.
+"""
 
 from typing import ClassVar, Literal
 
@@ -15,6 +19,7 @@ class Butterfly:
     """Everyone sends part j to the peer that reduces part j; everyone fetches the reduced parts. For dense messages."""
 
     kind: ClassVar[TopologyKind] = "butterfly"
+    reduces_parts: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -22,6 +27,7 @@ class Gather:
     """Everyone fetches everyone's whole message. For sparse messages."""
 
     kind: ClassVar[TopologyKind] = "gather"
+    reduces_parts: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -33,6 +39,7 @@ class Groups:
     """
 
     kind: ClassVar[TopologyKind] = "groups"
+    reduces_parts: ClassVar[bool] = False
 
     size: int = Field(default=2, ge=2, le=64)
     pattern: Literal["random", "ring", "exponential"] = "random"

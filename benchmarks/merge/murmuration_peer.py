@@ -35,9 +35,11 @@ from protocol.blobs.download import Downloader
 from protocol.blobs.server import BlobService, register_blob_service
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
 from protocol.consensus.chain import Chain
-from protocol.consensus.events import Exchange, MembershipChanged, RoundSettings
+from protocol.consensus.events import MembershipChanged
 from protocol.consensus.messages import Commit, Contribution, ContributionLimits, SignedMessage
 from protocol.consensus.pacing import Pacing
+from protocol.consensus.settings import RoundSettings
+from protocol.consensus.topology import AllGather, Butterfly
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RoundSection
 from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
@@ -167,8 +169,8 @@ class Peer:
 
     def _settings(self, number: int) -> RoundSettings:
         plan, timing = self.program.plan(number), RoundSection()
-        exchange: Exchange = "butterfly" if plan.method.topology.kind == "butterfly" else "gather"
-        return RoundSettings(RUN_ID, exchange, len(plan.part_spans), timing.grace, timing.leader_timeout, ROUND_SECONDS)
+        topology = (Butterfly if plan.method.topology.reduces_parts else AllGather)(RUN_ID, len(plan.part_spans))
+        return RoundSettings(topology, timing.grace, timing.leader_timeout, ROUND_SECONDS)
 
     def _failed(self, peer: str, reason: str) -> None:
         """What matters is said again; who is left out in the end is not among the members."""

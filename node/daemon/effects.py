@@ -36,7 +36,6 @@ from protocol.consensus.events import (
     Rejected,
     RejectReason,
     RequestEarlySubmit,
-    RoundSettings,
     Send,
     Speculate,
     Tick,
@@ -47,6 +46,7 @@ from protocol.consensus.message_buffer import MessageBuffer, MessageKey, message
 from protocol.consensus.message_kinds import ReducedPart, named_blobs, parse
 from protocol.consensus.messages import Commit, Contribution, ContributionLimits, Digest, SignedMessage
 from protocol.consensus.pacing import Pacing
+from protocol.consensus.settings import RoundSettings
 from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Signed
@@ -139,7 +139,7 @@ class Effects:
 
     def check(self, commit: Commit) -> None:
         """MalformedError unless a commit, from wherever it came, is one of its round."""
-        if not self._settings_of(commit.round).accepts_commit(commit):
+        if not self._settings_of(commit.round).topology.accepts_commit(commit):
             raise MalformedError(f"a commit that round {commit.round} of this run cannot have")
 
     def close(self) -> None:

@@ -48,7 +48,6 @@ from protocol.blobs.server import BlobService, CallerLimits, register_blob_servi
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import ContributionLimits
-from protocol.consensus.topology import contributions_for
 from protocol.identity import Identity, PeerId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
@@ -270,7 +269,7 @@ class Node:
             keeper=self.checkpointer,
             standing=self.status_reporter,
             replica=self.replica,
-            share=lambda commit: contributions_for(commit, self.peer_id, driver_settings(commit.round)),
+            share=lambda commit: driver_settings(commit.round).topology.contributions_for(commit, self.peer_id),
             pacing=self._pacing,
         )
 

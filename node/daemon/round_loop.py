@@ -19,6 +19,7 @@ from node.daemon.effects import Effects
 from node.daemon.outer_state import ReplicatedState, SignedContributions
 from node.daemon.swarm_view import SwarmView
 from node.daemon.trainer_link import TrainerLink
+from node.from_manifest import topology_class
 from node.ipc.channel import ContributionOutcome
 from node.monitoring.status import format_bytes
 from node.monitoring.status_reporter import StatusReporter
@@ -184,7 +185,7 @@ class RoundLoop:
     async def _obtain(self, commit: Commit) -> SignedContributions:
         """What of a commit is for us, with its blobs in the store."""
         share, seconds = self.share(commit), self.manifest.round.exchange_timeout
-        if self.method.topology.kind != "groups":
+        if not topology_class(self.method).may_skip_lost:
             await self.wishes.download_from_anyone(seconds, *commit.blobs)
             return share
         held = []
@@ -240,7 +241,7 @@ class RoundLoop:
         return should_sync(self.replica.chain.head, best_head(heads)[0], now - self._ahead_since)
 
     def _state_is_wrong(self) -> bool:
-        if self.method.topology.kind == "groups":
+        if not topology_class(self.method).has_shared_state:
             return False  # everyone has a state of its own
         votes = {peer: (record.digest, record.state_digest) for peer, record in self.members.other_records().items()}
         voting = {peer: vote for peer, vote in votes.items() if vote[1]}

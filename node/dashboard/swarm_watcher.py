@@ -27,7 +27,7 @@ from node.dashboard.events import (
 from node.dashboard.json_views import peer_values, summary
 from node.dashboard.observer_node import NodeHandle
 from node.dashboard.round_timeline import RoundTimeline
-from node.from_manifest import build_program
+from node.from_manifest import build_method, topology_class
 from protocol.identity import PeerId
 from protocol.membership import peer_table
 from protocol.murmur_pb2 import PeerRecord
@@ -52,8 +52,7 @@ class SwarmWatcher:
         self._node = node
         self._event_log = event_log
         self._chain_follower = ChainFollower(node.manifest.run_id, node.contribution_limits(), node.channel)
-        # In groups everyone has a state of its own.
-        self._has_one_state = build_program(node.manifest).method.topology.kind != "groups"
+        self._has_one_state = topology_class(build_method(node.manifest)).has_shared_state
         self._known: dict[PeerId, PeerRecord] = {}
         self._leave_reasons: dict[PeerId, str] = {}
         self._timeline = RoundTimeline()

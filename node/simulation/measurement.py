@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from node.data import Corpus, validation_batches
+from node.from_manifest import topology_class
 from node.simulation.config import SimulationConfig
 from node.simulation.swarm import VirtualSwarm
 from node.simulation.virtual_peer import VirtualPeer
@@ -84,7 +85,7 @@ class CurveRecorder:
 
 def agreed_weights(swarm: VirtualSwarm, peer: VirtualPeer) -> Tensor:
     """The anchor; where each peer has its own, their mean."""
-    if swarm.method.topology.kind != "groups":
+    if topology_class(swarm.method).has_shared_state:
         return peer.applied_state[0].anchor
     anchors = [other.applied_state[0].anchor for other in swarm.live_peers]
     return torch.stack(anchors).mean(0)

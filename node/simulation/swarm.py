@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.daemon.outer_state import OuterState
 from node.data import Corpus
-from node.from_manifest import build_program, learning_rate_decay, round_settings_by_number
+from node.from_manifest import build_program, learning_rate_decay, round_settings_by_number, topology_class
 from node.model import shape_table
 from node.simulation.accounting import Accounting
 from node.simulation.adversary import LyingEncoder
@@ -73,7 +73,7 @@ class VirtualSwarm:
         )
         self.fake_signer = FakeSigner(self.limits)
         initial = OuterState.initial(self.config.start_weights(), method)
-        replicas = self.config.peers if method.topology.kind == "groups" else 1
+        replicas = 1 if topology_class(method).has_shared_state else self.config.peers
         self.compute = SharedCompute(program, learning_rate_decay(manifest.train), initial, replicas)
         self.round_settings = round_settings_by_number(manifest, program)
 

@@ -38,14 +38,13 @@ from protocol.consensus.events import (
     Reduce,
     Rejected,
     RequestEarlySubmit,
-    RoundSettings,
     Send,
     Tick,
 )
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.message_buffer import MessageBuffer
 from protocol.consensus.messages import Commit, ContributionLimits, Digest, PartBlob, SignedMessage
-from protocol.consensus.topology import contributions_for
+from protocol.consensus.settings import RoundSettings
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 
@@ -236,8 +235,9 @@ class VirtualPeer:
 
     def _group_contributions(self, commit: Commit) -> SignedContributions:
         """What of it is for us; a partner's message that died with it is not."""
-        share = contributions_for(commit, self.peer_id, self.swarm.round_settings(commit.round))
-        if self.swarm.method.topology.kind != "groups":
+        topology = self.swarm.round_settings(commit.round).topology
+        share = topology.contributions_for(commit, self.peer_id)
+        if not topology.may_skip_lost:
             return share
         return tuple(entry for entry in share if self._is_available(entry.body.parts[0]))
 

@@ -46,7 +46,7 @@ def _run_round(program: RoundPlanner, number: int) -> None:
     residual = torch.zeros(values.size)
     payloads = [sender.encode(number, torch.from_numpy(values), residual)[0] for _ in MEMBER_WEIGHTS]
     sender.restore_to_residual(number, payloads[:1], residual, 0.5)
-    if method.topology.kind == "butterfly":
+    if method.topology.reduces_parts:
         payloads = [merger.reduce_part(number, 0, payloads, MEMBER_WEIGHTS)]
     memory = torch.zeros(method.aggregate.state_size) if method.aggregate.state_size else None
     slots = {name: torch.zeros(method.slot_numel(name, program.numel)) for name in method.slots}

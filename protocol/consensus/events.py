@@ -11,47 +11,6 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages import Commit, Contribution, Digest, PartBlob, SignedMessage
 from protocol.identity import PeerId
-from protocol.manifest import RunId
-
-Exchange = Literal["butterfly", "gather", "groups"]
-Pattern = Literal["random", "ring", "exponential"]
-
-
-@dataclass(frozen=True)
-class RoundSettings:
-    """Times in seconds. `parts` is 1 but for "butterfly". `group_size` and `pattern` are those of "groups".
-
-    `vote_memory`: so long a member that vanished without a word still counts in every majority. Within that time only
-    one side of a split network can commit; after it, each side goes on alone, and the chains settle it when they meet.
-    `quorum`: the share of the expected members whose contributions close the roster at once (1.0: all; less as with
-    backup workers and buffered aggregation, arXiv 2106.06639). Who comes later offers the same to the next round.
-    """
-
-    run_id: RunId
-    exchange: Exchange
-    parts: int
-    grace: float
-    leader_timeout: float
-    exchange_timeout: float
-    vote_memory: float = 30.0
-    roster_quorum: float = 1.0
-    group_size: int = 2
-    pattern: Pattern = "random"
-
-    @property
-    def reduced_part_count(self) -> int:
-        """How many reduced parts a commit names."""
-        return self.parts if self.exchange == "butterfly" else 0
-
-    def accepts_commit(self, commit: Commit) -> bool:
-        """Whether a commit has the shape that such a round gives it."""
-        is_whole = self.exchange == "groups" or not commit.left_out
-        return len(commit.parts) == self.reduced_part_count and commit.part_counts == {self.parts} and is_whole
-
-    @property
-    def exchange_seconds(self) -> float:
-        """A butterfly has two exchanges, of contributions and of sums."""
-        return self.exchange_timeout * (2 if self.exchange == "butterfly" else 1)
 
 
 @dataclass(frozen=True)

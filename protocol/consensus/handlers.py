@@ -78,7 +78,7 @@ def _handle_roster(state: RoundState, message: SignedMessage[Roster], now: float
 
 def _handle_assignment(state: RoundState, message: SignedMessage[ReducerAssignment], now: float) -> list[Rejection]:
     view = state.current_view
-    if len(message.body.reducers) != state.settings.parts:
+    if len(message.body.reducers) != state.topology.reduced_part_count:
         return [(message.sender, "foreign")]
     if view and message.body.roster == view.roster.digest and message.sender == view.leader:
         view.follow_assignment(message, now)
@@ -87,7 +87,7 @@ def _handle_assignment(state: RoundState, message: SignedMessage[ReducerAssignme
 
 def _handle_reduced_part(state: RoundState, message: SignedMessage[ReducedPart]) -> list[Rejection]:
     view = state.current_view
-    if message.body.part >= state.settings.parts:
+    if message.body.part >= state.topology.reduced_part_count:
         return [(message.sender, "foreign")]
     if view and message.body.roster == view.roster.digest and not view.learn_reduced_part(message):
         return [(message.sender, "stale view")]
@@ -95,7 +95,7 @@ def _handle_reduced_part(state: RoundState, message: SignedMessage[ReducedPart])
 
 
 def _handle_proposal(state: RoundState, message: SignedMessage[Commit]) -> list[Rejection]:
-    if not state.settings.accepts_commit(message.body):
+    if not state.topology.accepts_commit(message.body):
         return [(message.sender, "foreign")]
     state.knowledge.learn_proposal(message)
     if message.sender == state.leader or state.may_lead(message.sender, message.body.view):

@@ -45,7 +45,6 @@ from protocol.consensus.events import (
     Rejected,
     RejectReason,
     RequestEarlySubmit,
-    RoundSettings,
     Send,
     Speculate,
     Tick,
@@ -60,11 +59,12 @@ from protocol.consensus.message_kinds import (
     ReducerAssignment,
     kind_of,
 )
-from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Digest, PartBlob, SignedMessage
+from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Digest, PartBlob, SignedMessage, blobs_of
 from protocol.consensus.quorum import VoterSet
 from protocol.consensus.retransmit import OutgoingMessage, messages_for_next_leader, messages_to_resend
+from protocol.consensus.settings import RoundSettings
 from protocol.consensus.state import MAX_VIEW, Rejection, RoundState
-from protocol.consensus.view import View, blobs_of
+from protocol.consensus.view import View
 from protocol.identity import PeerId
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -277,7 +277,7 @@ class RoundMachine:
     def _assign_reducers(self, now: float) -> None:
         state = self._state
         view, leadership = state.current_view, state.leader_role
-        if view is None or leadership is None or not state.settings.reduced_part_count or state.proposal() is not None:
+        if view is None or leadership is None or state.proposal() is not None:
             return
         appointment = leadership.next_assignment(now)
         if appointment is None:
@@ -296,7 +296,7 @@ class RoundMachine:
 
     def _reduce_own_parts(self) -> None:
         view = self._state.current_view
-        if view is None or not self._state.settings.reduced_part_count:
+        if view is None:
             return
         for part, reducer in enumerate(view.reducers):
             if reducer == self._state.me and view.reduced_part(part) is None:

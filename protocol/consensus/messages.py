@@ -266,6 +266,16 @@ def enumerate_parts(parts: Iterable[Blob]) -> tuple[PartBlob, ...]:
     return tuple(PartBlob(blob, part) for part, blob in enumerate(parts))
 
 
+def part_blobs_of(contributions: Sequence[SignedMessage[Contribution]]) -> list[PartBlob]:
+    """Return the parts of all these contributions."""
+    return [part_blob for entry in contributions for part_blob in entry.body.part_blobs]
+
+
+def blobs_of(contributions: Sequence[SignedMessage[Contribution]]) -> list[Blob]:
+    """Return the blobs of all these contributions."""
+    return [blob for entry in contributions for blob in entry.body.parts]
+
+
 def check_sizes(blobs: Iterable[Blob]) -> None:
     """Who holds what is said by digests: none may stand for two blobs, of which only one can exist."""
     sizes: dict[Digest, int] = {}

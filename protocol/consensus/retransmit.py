@@ -40,7 +40,7 @@ def _leader_messages(state: RoundState, view: View, inventory: SignedMessage[Inv
         messages.append((state.others - state.knowledge.acknowledgements[proposal.digest].keys(), proposal))
     else:
         messages += [(joined, view.assignment)] if view.assignment else []
-        for part in view.reduced_parts() if state.settings.reduced_part_count else ():
+        for part in view.reduced_parts():
             lacking = {peer for peer in joined if not state.knowledge.has_blob(peer, part.body.blob.digest)}
             messages.append((lacking - {part.sender}, part))
     return messages

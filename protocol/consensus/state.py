@@ -1,13 +1,13 @@
 """What one peer knows and is bound by in a round, and what can be told from it; nothing here sends."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from protocol.blobs.blob import Blob
-from protocol.consensus.events import EarlySubmitPolicy, RejectReason, RoundSettings, VoteRecord
+from protocol.consensus.events import EarlySubmitPolicy, RejectReason, VoteRecord
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.leader import MAX_ATTEMPTS, Leader
+from protocol.consensus.leader import MAX_ATTEMPTS, Leader, new_leader
 from protocol.consensus.message_kinds import Acknowledgement, Inventory
 from protocol.consensus.messages import (
     MAX_CONTRIBUTIONS,
@@ -19,11 +19,12 @@ from protocol.consensus.messages import (
     PartBlob,
     Roster,
     SignedMessage,
-    enumerate_parts,
+    part_blobs_of,
 )
 from protocol.consensus.quorum import Election, VoterSet
-from protocol.consensus.topology import contributions_for, groups_by_peer
-from protocol.consensus.view import View, part_blobs_of
+from protocol.consensus.settings import RoundSettings
+from protocol.consensus.topology import NeededPart, Topology
+from protocol.consensus.view import View
 from protocol.identity import PeerId
 
 # Within one timeout a leader is heard three times, so that one lost message deposes nobody.
@@ -85,6 +86,10 @@ class RoundState:
         self.knowledge.learn_proposal(vote.lock)
         self.knowledge.learn_contributions(vote.lock.body, self.voter_set.voters)
         return vote.view, vote.lock.digest
+
+    @property
+    def topology(self) -> Topology:
+        return self.settings.topology
 
     @property
     def live(self) -> frozenset[PeerId]:
@@ -221,13 +226,14 @@ class RoundState:
         ballot = self.election.ballot(roster.body.view, roster.sender)
         if self.current_view and self.current_view.ballot.view < ballot.view:
             self.mark_leader_failed(self.current_view.leader)
-        view = View(ballot, roster, self.settings.parts, now)
+        contributors = tuple(entry.sender for entry in roster.body.contributions)
+        view = View(ballot, roster, self.topology.assign_reducers(roster.digest, contributors), now)
         self.view = ballot.view
         self.view_since = now
         self.current_view = view
         self.leader_role = None
         if roster.sender == self.me:
-            self.leader_role = Leader(self.settings, self.election, self.voter_set, self.knowledge, view)
+            self.leader_role = new_leader(self.settings, self.election, self.voter_set, self.knowledge, view)
         twofold = self.knowledge.learn_contributions(roster.body, self.voter_set.voters)
         late = sorted(self.knowledge.contributions.keys() - set(view.contributors))
         return [*((peer, "equivocation") for peer in twofold), *((peer, "late") for peer in late)]
@@ -297,24 +303,17 @@ class RoundState:
         return self.lock is not None and (self.lock.sender, self.lock.body.view) == (self.leader, self.view)
 
     def required_parts(self, proposal: SignedMessage[Commit]) -> Sequence[PartBlob]:
-        """Without these the proposed update cannot be applied. A partner's in a group may have died with it, and nobody
-        else was to have it: that is done without."""
-        if proposal.body.parts:
-            return enumerate_parts(proposal.body.parts)
-        share = contributions_for(proposal.body, self.me, self.settings)
-        if self.settings.exchange == "groups":
-            share = tuple(entry for entry in share if entry.sender in self.live or entry.sender == self.me)
-        return part_blobs_of(share)
+        """Return the parts without which this peer cannot apply a proposal."""
+        return self.topology.required_parts(proposal.body, self.me, self.live)
 
     def predicted_commit(self, view: View) -> Commit | None:
-        """What its leader will propose where nobody fails, if we hold all that it takes. In groups no member can tell:
-        of each it is what all of it hold."""
-        parts = tuple(part.body.blob for part in view.reduced_parts()) if self.settings.reduced_part_count else ()
-        if self.settings.exchange == "groups" or len(parts) < self.settings.reduced_part_count:
+        """Return the commit that the leader will propose unless somebody fails, once all its parts are here."""
+        parts = tuple(part.body.blob for part in view.reduced_parts())
+        if not self.topology.is_predictable or len(parts) < self.topology.reduced_part_count:
             return None
-        if not self.knowledge.has_all_parts(self.me, enumerate_parts(parts) or part_blobs_of(view.included)):
-            return None
-        return Commit(self.number, self.view, self.base, view.included, parts)
+        commit = Commit(self.number, self.view, self.base, view.included, parts)
+        required = self.topology.required_parts(commit, self.me, self.live)
+        return commit if self.knowledge.has_all_parts(self.me, required) else None
 
     def build_inventory(self) -> Inventory:
         """What we hold of the roster, or without one of all contributions; and the proposal that binds us."""
@@ -330,65 +329,43 @@ class RoundState:
         return self.knowledge.acknowledgements.get(self.lock.digest, {}).get(self.me) if self.lock else None
 
     def missing_parts(self) -> dict[PartBlob, MissingPart]:
-        """What we need and lack."""
-        wanted: dict[PartBlob, MissingPart] = {}
-        for portion, owner, is_sum in self._needed_parts():
-            if portion in self.knowledge.held_parts:
+        """Return the parts that this peer needs and lacks."""
+        missing: dict[PartBlob, MissingPart] = {}
+        for part_blob, owner, is_reduced in self._needed_parts():
+            if part_blob in self.knowledge.held_parts:
                 continue
-            known = wanted.get(portion)
+            known = missing.get(part_blob)
             owners = known.owners if known else ()
             if owner is not None and owner not in owners and len(owners) < MAX_OWNERS_ASKED:
                 owners = (*owners, owner)
-            wanted[portion] = MissingPart(owners, is_sum)
-        return wanted
+            missing[part_blob] = MissingPart(owners, is_reduced)
+        return missing
 
-    def _needed_parts(self) -> Iterator[tuple[PartBlob, PeerId | None, bool]]:
-        """Where what we need is named, and as whose; whether it is a sum."""
-        proposal, view = self.proposal(), self.current_view
-        if proposal and proposal.body.parts:
-            yield from ((portion, None, True) for portion in enumerate_parts(proposal.body.parts))
-        elif proposal:
-            yield from _needed_parts_of(contributions_for(proposal.body, self.me, self.settings))
-        if self.settings.exchange == "gather":  # even before the roster: nearly all will be on it
-            given, electors = self.knowledge.contributions.values(), self.voter_set.voters
-            yield from _needed_parts_of(entry for entry in given if entry.sender in electors)
-            listed = view.roster.body.contributions if view else ()
-            yield from _needed_parts_of(entry for entry in listed if entry.sender not in electors)
-        elif view and self.settings.exchange == "groups":
-            yield from _needed_parts_of(self._own_group_contributions(view))
-        elif view:
-            own = self.parts_to_reduce
-            yield from ((entry.body.part_blobs[part], entry.sender, False) for entry in view.included for part in own)
-            yield from ((PartBlob(part.body.blob, part.body.part), part.sender, True) for part in view.reduced_parts())
+    def _needed_parts(self) -> Iterator[NeededPart]:
+        proposal, known = self.proposal(), self.knowledge.contributions.values()
+        if proposal:
+            yield from self.topology.proposed_parts(proposal.body, self.me)
+        yield from self.topology.offered_parts(self.me, known, self.voter_set.voters, self.current_view)
 
     @property
     def parts_to_reduce(self) -> list[int]:
-        """Those that we sum, by the newest roster; none without one."""
-        reducers = self.current_view.reducers if self.current_view else ()
-        return [part for part, reducer in enumerate(reducers) if reducer == self.me]
-
-    def _own_group_contributions(self, view: View) -> list[SignedMessage[Contribution]]:
-        group = groups_by_peer(self.settings, self.number, view.contributors).get(self.me, frozenset())
-        return [entry for entry in view.roster.body.contributions if entry.sender in group]
+        """Return the parts that this peer reduces, by the newest roster; none without one."""
+        return self.current_view.parts_reduced_by(self.me) if self.current_view else []
 
     @property
     def max_held_blobs(self) -> int:
         """How many blobs a member may hold of what we know of."""
         contributed = len(self.knowledge.contributions) * self.settings.parts
-        return min(MAX_HELD_BLOBS, max(MIN_HELD_BLOBS, contributed + MAX_ATTEMPTS * self.settings.reduced_part_count))
+        return min(MAX_HELD_BLOBS, max(MIN_HELD_BLOBS, contributed + MAX_ATTEMPTS * self.topology.reduced_part_count))
 
     def sources_for(self, blob: Blob, owners: Sequence[PeerId]) -> tuple[PeerId, ...]:
-        """Whom to ask: the owners and known holders; where the owners are gone or unknown, in the end everybody.
-
-        In groups nobody else can have it, but an owner may come back.
-        """
+        """Return the peers to ask for a blob: its owners and known holders, or else those that may hold it."""
         holders = self.knowledge.holders(blob.digest, self.live)
         present = [peer for peer in owners if peer in self.live and peer != self.me]
         if present:
             return tuple(dict.fromkeys([*present, *holders]))
-        if self.settings.exchange == "groups":
-            return tuple(dict.fromkeys([*holders, *(peer for peer in owners if peer != self.me)]))
-        return tuple(dict.fromkeys([*holders, *sorted(self.others)]))
+        fallback = self.topology.fallback_sources(owners, self.others)
+        return tuple(dict.fromkeys([*holders, *(peer for peer in fallback if peer != self.me)]))
 
     @property
     def retransmit_interval(self) -> float:
@@ -398,7 +375,3 @@ class RoundState:
         half = None if self.half_contributed_since is None else self.half_contributed_since + self.settings.grace
         leading = self.leader_role.deadlines() if self.leader_role else []
         return [half, self.early_submit_at(), self.voter_set.next_forget_at(), *leading]
-
-
-def _needed_parts_of(entries: Iterable[SignedMessage[Contribution]]) -> Iterator[tuple[PartBlob, PeerId, bool]]:
-    return ((portion, entry.sender, False) for entry in entries for portion in entry.body.part_blobs)

@@ -1,12 +1,9 @@
 """One leader's turn in a round, as every member follows it: the roster, who reduces what, and the reduced parts."""
 
-import hashlib
-from collections.abc import Collection, Iterable, Sequence, Set
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Set
 
-from protocol.blobs.blob import Blob
 from protocol.consensus.message_kinds import ReducedPart, ReducerAssignment
-from protocol.consensus.messages import Contribution, Digest, PartBlob, Roster, SignedMessage
+from protocol.consensus.messages import Digest, PartBlob, Roster, SignedMessage
 from protocol.consensus.quorum import Ballot
 from protocol.identity import PeerId
 
@@ -19,7 +16,9 @@ class View:
     that it draws; an inclusion says otherwise. `included_at`: since when every reducer of the newest attempt could sum.
     """
 
-    def __init__(self, ballot: Ballot, roster: SignedMessage[Roster], parts: int, now: float) -> None:
+    def __init__(
+        self, ballot: Ballot, roster: SignedMessage[Roster], initial_reducers: tuple[PeerId, ...], now: float
+    ) -> None:
         self.ballot = ballot
         self.roster = roster
         self.contributors = tuple(contribution.sender for contribution in roster.body.contributions)
@@ -30,7 +29,7 @@ class View:
         self.included = roster.body.contributions  # what is to be summed, in roster order
         self.assignment: SignedMessage[ReducerAssignment] | None = None
         self.announcements: dict[tuple[int, int, PeerId], SignedMessage[ReducedPart]] = {}
-        self._initial_reducers = assign_reducers(roster.digest, self.contributors, parts)
+        self._initial_reducers = initial_reducers
 
     @property
     def leader(self) -> PeerId:
@@ -44,6 +43,10 @@ class View:
     def reducers(self) -> tuple[PeerId, ...]:
         """By part."""
         return self.assignment.body.reducers if self.assignment else self._initial_reducers
+
+    def parts_reduced_by(self, peer: PeerId) -> list[int]:
+        """Return the parts that a peer reduces in the newest attempt."""
+        return [part for part, reducer in enumerate(self.reducers) if reducer == peer]
 
     def follow_assignment(self, message: SignedMessage[ReducerAssignment], now: float) -> bool:
         """False: an old one, or one that names peers outside the roster."""
@@ -84,25 +87,3 @@ class View:
 
 def _digests(part_blobs: Iterable[PartBlob]) -> set[Digest]:
     return {portion.blob.digest for portion in part_blobs}
-
-
-@lru_cache(maxsize=16)
-def assign_reducers(seed: Digest, peers: tuple[PeerId, ...], parts: int) -> tuple[PeerId, ...]:
-    """One reducer a part: round robin over the peers in an order that the seed shuffles."""
-    order = sorted(peers, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest())
-    return tuple(order[part % len(order)] for part in range(parts))
-
-
-def reassign_reducers(seed: Digest, reducers: Sequence[PeerId], available: Collection[PeerId]) -> tuple[PeerId, ...]:
-    """The same, but for the parts of those who are not able any more: these go round the others."""
-    orphaned = [part for part, reducer in enumerate(reducers) if reducer not in available]
-    heirs = dict(zip(orphaned, assign_reducers(seed, tuple(available), len(orphaned)), strict=True))
-    return tuple(heirs.get(part, reducer) for part, reducer in enumerate(reducers))
-
-
-def part_blobs_of(contributions: Sequence[SignedMessage[Contribution]]) -> list[PartBlob]:
-    return [portion for contribution in contributions for portion in contribution.body.part_blobs]
-
-
-def blobs_of(contributions: Sequence[SignedMessage[Contribution]]) -> list[Blob]:
-    return [blob for contribution in contributions for blob in contribution.body.parts]

@@ -13,6 +13,7 @@ from node.from_manifest import (
 )
 from node.model import shape_table
 from optim.recipes import RECIPES
+from protocol.consensus.topology import Butterfly, Groups
 from protocol.errors import ManifestError
 from protocol.manifest import Manifest, TrainSection, parse_manifest
 
@@ -86,7 +87,7 @@ def test_each_round_has_its_own_settings() -> None:
     assert [settings(number).roster_quorum for number in (0, 1, 2, 9)] == [1.0, 1.0, 0.5, 0.5]
     for number in range(4):
         found = settings(number)
-        assert found.parts == len(program.plan(number).part_spans) and found.exchange == "butterfly"
+        assert found.parts == len(program.plan(number).part_spans) and isinstance(found.topology, Butterfly)
         assert (found.run_id, found.grace) == (manifest.run_id, manifest.round.grace)
     assert program.max_parts == max(settings(number).parts for number in range(2))
 
@@ -94,7 +95,7 @@ def test_each_round_has_its_own_settings() -> None:
 def test_groups_say_how_large_and_by_which_pattern() -> None:
     manifest = manifest_of("noloco", '[method.topology]\nsize = 4\npattern = "random"')
     found = round_settings_by_number(manifest, build_program(manifest))(3)
-    assert (found.exchange, found.group_size, found.pattern, found.parts) == ("groups", 4, "random", 1)
+    assert found.topology == Groups(manifest.run_id, 1, size=4, pattern="random")
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,13 @@ from protocol.consensus import messages
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.leader import Leader
 from protocol.consensus.machine import PartSum, RoundMachine
-from protocol.consensus.messages import Commit, Contribution, Digest, PartBlob, SignedMessage, enumerate_parts
+from protocol.consensus.messages import Commit, Contribution, Digest, PartBlob, SignedMessage, blobs_of
 from protocol.consensus.quorum import VoterSet
 from protocol.consensus.state import RoundState
-from protocol.consensus.topology import AppliedContributions, contributions_for
-from protocol.consensus.view import View, blobs_of, part_blobs_of
+from protocol.consensus.topology import AppliedContributions, Groups, Topology
+from protocol.consensus.view import View
 from protocol.identity import PeerId
-from tests.simulation import peers
-from tests.simulation.peers import Disk
+from tests.simulation.peers import Disk, SimulatedPeer
 from tests.simulation.seeded_run import FAULTS, SIZE_CONFLICT
 
 Bug = Callable[[pytest.MonkeyPatch], None]
@@ -24,7 +23,7 @@ Order = Callable[[RoundMachine, View], tuple[SignedMessage[Contribution], ...]]
 
 
 def commits_without_majority(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(VoterSet, "is_quorum", lambda self, voters: bool(self.seen.keys() & set(voters)))
+    patch.setattr(VoterSet, "is_quorum", lambda self, voters: bool(self.last_seen.keys() & set(voters)))
 
 
 def counts_a_vote_twice(patch: pytest.MonkeyPatch) -> None:
@@ -48,12 +47,7 @@ def asks_only_a_majority_of_the_rest(patch: pytest.MonkeyPatch) -> None:
 
 
 def waits_for_what_died_with_a_partner(patch: pytest.MonkeyPatch) -> None:
-    def needed(self: RoundState, proposal: SignedMessage[Commit]) -> Sequence[PartBlob]:
-        return enumerate_parts(proposal.body.parts) or part_blobs_of(
-            contributions_for(proposal.body, self.me, self.settings)
-        )
-
-    patch.setattr(RoundState, "required_parts", needed)
+    patch.setattr(Groups, "required_parts", Topology.required_parts)
 
 
 def forgets_its_lock_with_the_view(patch: pytest.MonkeyPatch) -> None:
@@ -108,7 +102,7 @@ def counts_as_held_by_the_digest_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def fetches_beyond_its_group(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RoundState, "_own_group_contributions", lambda self, view: list(view.roster.body.contributions))
+    patch.setattr(Groups, "group_contributions", lambda self, view, peer: view.roster.body.contributions)
 
 
 def _sums(patch: pytest.MonkeyPatch, order: Order) -> None:
@@ -178,7 +172,7 @@ def reports_contributions_instead_of_parts(patch: pytest.MonkeyPatch) -> None:
 
 
 def reports_all_groups(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(peers, "group_of", lambda commit, me, settings: commit.contributions)
+    patch.setattr(SimulatedPeer, "own_contributions", lambda self, commit: commit.contributions)
 
 
 FORK, STUCK = "two commits", "stuck"

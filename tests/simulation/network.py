@@ -21,9 +21,10 @@ from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.consensus.events import Exchange, Pattern, RoundSettings
 from protocol.consensus.message_kinds import KINDS
 from protocol.consensus.messages import Contribution, ContributionLimits, Digest, SignedMessage
+from protocol.consensus.settings import RoundSettings
+from protocol.consensus.topology import Pattern, make_topology
 from protocol.errors import ForgedError
 from protocol.identity import Identity, PeerId
 
@@ -41,7 +42,7 @@ class Scenario:
     """
 
     peers: int
-    exchange: Exchange
+    exchange: str
     parts: int
     rounds: int
     loss: float
@@ -66,17 +67,14 @@ class Scenario:
 
 @lru_cache(maxsize=64)
 def _settings(scenario: Scenario) -> RoundSettings:
+    options = {"size": scenario.group_size, "pattern": scenario.pattern} if scenario.exchange == "groups" else {}
     return RoundSettings(
-        run_id=RUN_ID,
-        exchange=scenario.exchange,
-        parts=scenario.parts,
+        topology=make_topology(scenario.exchange, RUN_ID, scenario.parts, **options),
         grace=2.0,
         leader_timeout=1.5,
         exchange_timeout=10.0,
         vote_memory=scenario.vote_memory,
         roster_quorum=scenario.roster_quorum,
-        group_size=scenario.group_size,
-        pattern=scenario.pattern,
     )
 
 

@@ -33,7 +33,7 @@ from protocol.consensus.events import (
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.message_buffer import MessageBuffer
 from protocol.consensus.messages import Commit, Contribution, Digest, PartBlob, SignedMessage
-from protocol.consensus.topology import AppliedContributions, contributions_for
+from protocol.consensus.topology import AppliedContributions
 from protocol.identity import PeerId
 from tests.simulation.network import RUN_ID, Network, fake_reduce, make_signer
 from tests.simulation.work_accounting import SavedWork, TrainerWork
@@ -314,11 +314,14 @@ class SimulatedPeer:
 
     def _append(self, commit: SignedMessage[Commit]) -> None:
         self.swarm.ledger.append(self.chain.head, commit.body)
-        share = contributions_for(commit.body, self.name, self.network.scenario.settings())
+        share = self.own_contributions(commit.body)
         held = [entry for entry in share if commit.body.parts or entry.body.parts[0].digest in self.store]
         self.swarm.check_applied(self.name, commit.body, AppliedContributions.of(held), self.store)
         self.chain.append(commit)
         self._settle((commit,), None)
+
+    def own_contributions(self, commit: Commit) -> tuple[SignedMessage[Contribution], ...]:
+        return self.network.scenario.settings().topology.contributions_for(commit, self.name)
 
     def _settle(self, commits: tuple[SignedMessage[Commit], ...], left: ChainHead | None) -> None:
         """A new head: the fate of our message, a checkpoint, and the next round."""

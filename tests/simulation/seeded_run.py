@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from protocol.consensus.events import Action, Exchange, Pattern, Reduce, Send, VoteRecord
+from protocol.consensus.events import Action, Reduce, Send, VoteRecord
+from protocol.consensus.topology import Pattern
 from protocol.identity import PeerId
 from tests.simulation.network import Scenario
 from tests.simulation.swarm import SimulatedSwarm
@@ -15,7 +16,7 @@ FAULTS_END = 25.0
 END = 240.0
 MARGIN = 2.0  # seconds: a heartbeat, and what is on its way, until those who were apart know of each other again
 PHASES = ("contribution", "roster", "holding", "inclusion", "part", "commit", "acknowledgement", "decision", "vow")
-EXCHANGES: tuple[Exchange, ...] = ("butterfly", "butterfly", "gather", "groups")
+EXCHANGES: tuple[str, ...] = ("butterfly", "butterfly", "gather", "groups")
 PATTERNS: tuple[Pattern, ...] = ("random", "random", "ring", "exponential")
 KILLS = ("kill", "kill in phase", "kill in phase", "kill in phase", "kill reducer", "kill last holder", "relapse")
 FAULTS = (*KILLS, "freeze", "split", "one way")

@@ -5,9 +5,8 @@ from collections.abc import Callable, Set
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import genesis_head
 from protocol.consensus.events import Action, Fetch, Finish, Send
-from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage, enumerate_parts
-from protocol.consensus.topology import AppliedContributions, contributions_for, groups_by_peer
-from protocol.consensus.view import part_blobs_of
+from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage, enumerate_parts, part_blobs_of
+from protocol.consensus.topology import AppliedContributions, Groups
 from protocol.identity import PeerId
 from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, fake_reduce
 from tests.simulation.peers import HEARTBEAT, SimulatedPeer
@@ -64,7 +63,7 @@ class SimulatedSwarm:
 
     def needed(self, commit: Commit, peer: PeerId) -> dict[PartBlob, tuple[PeerId, ...]]:
         """What that peer has to have, and whom it may ask."""
-        mine = contributions_for(commit, peer, self.scenario.settings())
+        mine = self.scenario.settings().topology.contributions_for(commit, peer)
         sources = tuple(entry.sender for entry in mine) if self.scenario.exchange == "groups" else tuple(self.peers)
         return dict.fromkeys(enumerate_parts(commit.parts) or part_blobs_of(mine), sources)
 
@@ -73,10 +72,10 @@ class SimulatedSwarm:
         if isinstance(action, Send) and action.signed.kind == "roster":
             body = self.network.open(action.signed).body
             self._rosters.setdefault(body.base, set()).add(tuple(entry.sender for entry in body.contributions))
-        elif isinstance(action, Fetch):
-            machine, settings = self.peers[name].round, self.scenario.settings()
+        elif isinstance(action, Fetch) and isinstance(topology := self.scenario.settings().topology, Groups):
+            machine = self.peers[name].round
             rosters = self._rosters.get(self.peers[name].chain.digest, set())
-            circles = [groups_by_peer(settings, machine.number, roster).get(name, ()) for roster in rosters]
+            circles = [topology.partners(machine.number, roster).get(name, ()) for roster in rosters]
             owner = self.ledger.owners[action.part_blob.blob.digest]
             assert any(owner in circle for circle in circles), "a blob from outside of the group"
 
@@ -96,7 +95,7 @@ class SimulatedSwarm:
 
     def check_applied(self, peer: PeerId, commit: Commit, reported: AppliedContributions, store: Set[Digest]) -> None:
         """What a peer tells of a round that it has applied is what went into its state."""
-        group = {entry.sender for entry in contributions_for(commit, peer, self.scenario.settings())}
+        group = {entry.sender for entry in self.scenario.settings().topology.contributions_for(commit, peer)}
         self.ledger.check_applied(reported, commit, group, store)
 
     def on_given_up(self, peer: PeerId, commit: Commit) -> None:

@@ -11,9 +11,11 @@ from node.daemon.effects import Effects, Hooks
 from node.daemon.outer_state import RoundCompute
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead, genesis_head
-from protocol.consensus.events import Exchange, MembershipChanged, RoundSettings
+from protocol.consensus.events import MembershipChanged
 from protocol.consensus.messages import Commit, SignedMessage
 from protocol.consensus.pacing import Pacing
+from protocol.consensus.settings import RoundSettings
+from protocol.consensus.topology import make_topology
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
@@ -37,12 +39,12 @@ HEAD = genesis_head(RUN_ID)
 class LoopbackNetwork:
     """Peers whose drivers hear each other at once, but for those that are deaf."""
 
-    def __init__(self, folder: Path, count: int, exchange: Exchange, parts: int = 3) -> None:
+    def __init__(self, folder: Path, count: int, exchange: str, parts: int = 3) -> None:
         self.program = program_of(method_of(exchange), parts)
         self.bounds = self.program.plan(0).part_spans
         self.terms = terms_of(len(self.bounds))
         self.settings = RoundSettings(
-            RUN_ID, exchange, len(self.bounds), grace=1.0, leader_timeout=1.5, exchange_timeout=3.0
+            make_topology(exchange, RUN_ID, len(self.bounds)), grace=1.0, leader_timeout=1.5, exchange_timeout=3.0
         )
         self.unreachable: set[PeerId] = set()
         self.peers = {

@@ -57,7 +57,7 @@ class FakeDriver:
         self.is_open = False
 
     def check(self, commit: Commit) -> None:
-        if not SETTINGS(commit.round).accepts_commit(commit):
+        if not SETTINGS(commit.round).topology.accepts_commit(commit):
             raise MalformedError("another shape")
 
     def offer(self, contribution: Contribution, steps: int | None) -> None:

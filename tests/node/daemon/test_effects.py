@@ -10,7 +10,7 @@ import pytest
 from node.daemon import effects
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead
-from protocol.consensus.events import Exchange, Fetch, MembershipChanged
+from protocol.consensus.events import Fetch, MembershipChanged
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages import PartBlob
 from protocol.errors import StorageError, UnreachableError
@@ -30,7 +30,7 @@ from tests.node.small_run import (
 
 @pytest.mark.parametrize("exchange", ["gather", "butterfly"])
 async def test_all_decide_the_same_and_can_apply_it(
-    tables: list[LoopbackNetwork], tmp_path: Path, exchange: Exchange
+    tables: list[LoopbackNetwork], tmp_path: Path, exchange: str
 ) -> None:
     table = LoopbackNetwork(tmp_path, 4, exchange)
     tables.append(table)

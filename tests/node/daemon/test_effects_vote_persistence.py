@@ -8,7 +8,7 @@ import pytest
 from node.checkpoints.vote_log import VoteLog
 from node.daemon import effects
 from protocol.blobs.store import BlobStore
-from protocol.consensus.events import Action, Exchange, VoteRecord
+from protocol.consensus.events import Action, VoteRecord
 from protocol.errors import StorageError
 from tests.node.daemon.loopback_network import HEAD, LoopbackNetwork
 from tests.node.small_run import (
@@ -52,7 +52,7 @@ async def test_nothing_that_a_vow_covers_leaves_before_it_is_on_disk(
 @pytest.mark.parametrize("exchange", ["gather", "butterfly"])
 @pytest.mark.parametrize("secures", [True, False], ids=["", "control"])
 async def test_what_a_vow_rests_on_outlives_a_kill(
-    exchange: Exchange, secures: bool, tables: list[LoopbackNetwork], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exchange: str, secures: bool, tables: list[LoopbackNetwork], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a majority that is killed comes back bound to what nobody has any more. The control: in memory alone."""
     if not secures:

@@ -10,7 +10,6 @@ from protocol.consensus.events import (
     Action,
     BlobAvailable,
     Event,
-    Exchange,
     Fetch,
     LocalContribution,
     MembershipChanged,
@@ -33,7 +32,7 @@ Drop = Callable[[PeerId, PeerId, str], bool]  # sender, receiver, kind
 class Cluster:
     """`names` stand in the order in which they would lead: names[0] leads view 0."""
 
-    def __init__(self, peers: int, exchange: Exchange, parts: int = 1, quorum: float = 1.0) -> None:
+    def __init__(self, peers: int, exchange: str, parts: int = 1, quorum: float = 1.0) -> None:
         self.scenario = Scenario(peers, exchange, parts, 1, 0, 0, 0, 0, 0, roster_quorum=quorum)
         self.network = Network(self.scenario, seed=0)
         self.now = 0.0

@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 
 from protocol.consensus.events import (
-    Exchange,
     Fetch,
     Finish,
     LocalContribution,
@@ -25,7 +24,7 @@ def all_names(table: Cluster) -> set[tuple[PeerId, ...]]:
 
 
 @BOTH
-def test_a_peer_alone_commits_at_once(exchange: Exchange, parts: int) -> None:
+def test_a_peer_alone_commits_at_once(exchange: str, parts: int) -> None:
     table = Cluster(1, exchange, parts)
     table.contribute(*table.names)
     assert table.included_peers() == all_names(table)
@@ -34,7 +33,7 @@ def test_a_peer_alone_commits_at_once(exchange: Exchange, parts: int) -> None:
 
 @BOTH
 @pytest.mark.parametrize("peers", [2, 3, 5])
-def test_all_commit_the_same_without_waiting(exchange: Exchange, parts: int, peers: int) -> None:
+def test_all_commit_the_same_without_waiting(exchange: str, parts: int, peers: int) -> None:
     table = Cluster(peers, exchange, parts)
     table.contribute(*table.names)
     assert table.included_peers() == all_names(table)
@@ -55,7 +54,7 @@ def test_an_order_to_fetch_says_what_the_blob_holds() -> None:
 
 
 @BOTH
-def test_neither_order_nor_repetition_matters(exchange: Exchange, parts: int) -> None:
+def test_neither_order_nor_repetition_matters(exchange: str, parts: int) -> None:
     table = Cluster(4, exchange, parts)
     table.delivers_backwards, table.copies = True, 3
     table.contribute(*table.names)
@@ -72,7 +71,7 @@ def test_a_reduction_is_ordered_by_sender_and_asked_for_once() -> None:
 
 
 @BOTH
-def test_who_does_not_contribute_is_waited_for_until_grace(exchange: Exchange, parts: int) -> None:
+def test_who_does_not_contribute_is_waited_for_until_grace(exchange: str, parts: int) -> None:
     table = Cluster(3, exchange, parts)
     late = table.names[1]
     table.contribute(table.names[0], table.names[2])
@@ -83,7 +82,7 @@ def test_who_does_not_contribute_is_waited_for_until_grace(exchange: Exchange, p
 
 
 @BOTH
-def test_who_rests_is_not_waited_for_and_votes_all_the_same(exchange: Exchange, parts: int) -> None:
+def test_who_rests_is_not_waited_for_and_votes_all_the_same(exchange: str, parts: int) -> None:
     """The control is the test above: the same silence without the word costs the whole grace."""
     table = Cluster(3, exchange, parts)
     resting = table.names[1]
@@ -233,7 +232,7 @@ def test_only_the_leader_opens_a_roster() -> None:
 
 
 @BOTH
-def test_a_silent_leader_is_followed_by_the_next(exchange: Exchange, parts: int) -> None:
+def test_a_silent_leader_is_followed_by_the_next(exchange: str, parts: int) -> None:
     table = Cluster(3, exchange, parts)
     leader = table.names[0]
     table.kill(leader, noticed=False)
@@ -247,7 +246,7 @@ def test_a_silent_leader_is_followed_by_the_next(exchange: Exchange, parts: int)
 
 
 @BOTH
-def test_a_leader_that_left_is_skipped_at_once(exchange: Exchange, parts: int) -> None:
+def test_a_leader_that_left_is_skipped_at_once(exchange: str, parts: int) -> None:
     table = Cluster(4, exchange, parts)
     leader = table.names[0]
     table.drop = lambda sender, receiver, kind: sender == leader and kind in ("inclusion", "commit")

@@ -26,7 +26,7 @@ class EarlySubmitCluster(Cluster):
 
 @pytest.mark.parametrize("exchange", ["gather", "butterfly"])
 def test_the_one_that_is_missing_is_asked_once_and_comes_in(exchange: str) -> None:
-    table = EarlySubmitCluster(3, exchange)  # type: ignore[arg-type]
+    table = EarlySubmitCluster(3, exchange)
     grace = table.scenario.settings().grace
     *others, late = table.names
     table.contribute(*others)

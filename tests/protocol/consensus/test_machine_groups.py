@@ -1,8 +1,7 @@
 import pytest
 
 from protocol.consensus.events import Fetch
-from protocol.consensus.leader import Leader
-from protocol.consensus.topology import contributions_for
+from protocol.consensus.topology import Groups
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import Cluster
 
@@ -10,7 +9,7 @@ from tests.protocol.consensus.cluster import Cluster
 def partner_of(table: Cluster, name: PeerId, commit_of: PeerId) -> set[PeerId]:
     commit = table.commit(commit_of)
     assert commit is not None
-    return {entry.sender for entry in contributions_for(commit, name, table.scenario.settings())} - {name}
+    return {entry.sender for entry in table.scenario.settings().topology.contributions_for(commit, name)} - {name}
 
 
 @pytest.mark.parametrize("peers", [1, 2, 5, 8])
@@ -50,7 +49,7 @@ def test_what_its_group_cannot_get_is_left_out_for_all() -> None:
 
 
 def test_without_that_rule_a_commit_names_what_nobody_can_apply(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Leader, "_held_by_groups", lambda self, promised, wanted: wanted)
+    monkeypatch.setattr(Groups, "ready_contributions", lambda self, status: status.contributions)
     table, giver, taker = _with_a_stuck_transfer()
     table.elapse(3)
     assert partner_of(table, taker, table.names[0]) == {giver}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from protocol.blobs.blob import Blob
-from protocol.consensus.events import Exchange, Fetch, LocalContribution, Reduce
+from protocol.consensus.events import Fetch, LocalContribution, Reduce
 from protocol.consensus.messages import PartBlob
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
@@ -25,7 +25,7 @@ def shorter(blob: Blob) -> Blob:
     return Blob(blob.digest, blob.size - 1)
 
 
-def _with_a_size_conflict(exchange: Exchange, parts: int, comes_first: bool) -> tuple[Cluster, PeerId]:
+def _with_a_size_conflict(exchange: str, parts: int, comes_first: bool) -> tuple[Cluster, PeerId]:
     table = Cluster(4, exchange, parts)
     twin, honest = table.names[3], table.names[1]
     copies = tuple(shorter(blob) for blob in table.blobs_of_contribution(honest))
@@ -42,7 +42,7 @@ def _with_a_size_conflict(exchange: Exchange, parts: int, comes_first: bool) -> 
 
 
 @BOTH
-def test_who_names_anothers_blob_with_another_size_is_left_out_alone(exchange: Exchange, parts: int) -> None:
+def test_who_names_anothers_blob_with_another_size_is_left_out_alone(exchange: str, parts: int) -> None:
     table, twin = _with_a_size_conflict(exchange, parts, comes_first=False)
     assert table.included_peers() == {tuple(sorted({*table.names} - {twin}))}
 
@@ -56,7 +56,7 @@ def test_also_where_it_comes_first() -> None:
 
 @BOTH
 def test_by_the_digest_alone_all_decide_what_nobody_can_apply(
-    exchange: Exchange, parts: int, monkeypatch: pytest.MonkeyPatch
+    exchange: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts_as_held_by_the_digest_alone(monkeypatch)
     table, _ = _with_a_size_conflict(exchange, parts, comes_first=False)
@@ -75,7 +75,7 @@ def test_two_sizes_of_one_digest_are_asked_for_once_each() -> None:
 
 
 @BOTH
-def test_honest_twins_count_both(exchange: Exchange, parts: int) -> None:
+def test_honest_twins_count_both(exchange: str, parts: int) -> None:
     table = Cluster(4, exchange, parts)
     same = table.blobs_of_contribution(table.names[1])
     table.contribute(*table.names[:2])

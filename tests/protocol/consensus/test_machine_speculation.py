@@ -1,7 +1,7 @@
 """What will most likely be decided is told once all of it is here: to compute it takes as long as to agree on it."""
 
 from protocol.blobs.blob import Blob
-from protocol.consensus.events import Exchange, Finish, Reduce, Speculate
+from protocol.consensus.events import Finish, Reduce, Speculate
 from protocol.consensus.messages import Digest
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
@@ -18,7 +18,7 @@ def speculated_commits(table: Cluster) -> dict[PeerId, list[Digest]]:
     return told
 
 
-def table_of(exchange: Exchange, parts: int = 1) -> Cluster:
+def table_of(exchange: str, parts: int = 1) -> Cluster:
     table = Cluster(4, exchange, parts)
     table.drop = lambda sender, receiver, kind: kind == PROPOSAL
     return table

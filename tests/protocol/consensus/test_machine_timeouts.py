@@ -8,7 +8,7 @@ import pytest
 
 from protocol.consensus import retransmit
 from protocol.consensus import state as state_module
-from protocol.consensus.events import Exchange, MembershipChanged, MessageReceived, RejectReason
+from protocol.consensus.events import MembershipChanged, MessageReceived, RejectReason
 from protocol.consensus.leader import Leader
 from protocol.consensus.message_kinds import Inventory, kind_of
 from protocol.consensus.messages import Roster, SignedMessage
@@ -56,7 +56,7 @@ def test_if_it_gave_signs_of_life_to_those_it_does_not_hear_all_would_wait(monke
     assert seconds_until(table, lambda: bool(table.included_peers())) > table.scenario.settings().exchange_timeout
 
 
-def _with_one_survivor(exchange: Exchange, parts: int, place: int) -> tuple[Cluster, list[PeerId]]:
+def _with_one_survivor(exchange: str, parts: int, place: int) -> tuple[Cluster, list[PeerId]]:
     """Seven of eight die in the middle of a round, and four come back: with the one that stayed a majority, but it is
     in a view that they know nothing of, and which somebody else leads as they see it."""
     table = Cluster(8, exchange, parts)
@@ -77,7 +77,7 @@ def _with_one_survivor(exchange: Exchange, parts: int, place: int) -> tuple[Clus
 
 @BOTH
 @pytest.mark.parametrize("place", range(1, 8))
-def test_who_comes_back_meets_who_stayed_in_one_view(exchange: Exchange, parts: int, place: int) -> None:
+def test_who_comes_back_meets_who_stayed_in_one_view(exchange: str, parts: int, place: int) -> None:
     table, present = _with_one_survivor(exchange, parts, place)
     settings = table.scenario.settings()
     spent = seconds_until(table, lambda: all(table.commit(name) for name in present))
@@ -86,7 +86,7 @@ def test_who_comes_back_meets_who_stayed_in_one_view(exchange: Exchange, parts: 
 
 @BOTH
 def test_if_a_leader_waited_for_its_exchange_to_end_before_anybody_joins_they_would_miss_each_other(
-    exchange: Exchange, parts: int, monkeypatch: pytest.MonkeyPatch
+    exchange: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_module, "JOIN_TIMEOUTS", math.inf)
     monkeypatch.setattr(state_module, "MAX_VIEW_JUMP", 0)
@@ -135,7 +135,7 @@ def test_a_newcomer_that_did_not_contribute_is_not_waited_for() -> None:
     assert table.commit(leader) is not None and table.now == 0
 
 
-def _with_a_contributor_that_died_unnoticed(exchange: Exchange, parts: int) -> tuple[Cluster, PeerId]:
+def _with_a_contributor_that_died_unnoticed(exchange: str, parts: int) -> tuple[Cluster, PeerId]:
     table = Cluster(4, exchange, parts)
     victim = table.names[3]
     table.is_slow = lambda peer, digest: digest in {blob.digest for blob in table.blobs_of_contribution(victim)}
@@ -146,7 +146,7 @@ def _with_a_contributor_that_died_unnoticed(exchange: Exchange, parts: int) -> t
 
 
 @BOTH
-def test_a_contributor_that_never_joined_counts_as_absent_after_a_grace(exchange: Exchange, parts: int) -> None:
+def test_a_contributor_that_never_joined_counts_as_absent_after_a_grace(exchange: str, parts: int) -> None:
     table, victim = _with_a_contributor_that_died_unnoticed(exchange, parts)
     assert seconds_until(table, lambda: bool(table.included_peers())) < 2 * table.scenario.settings().grace
     assert table.included_peers() == {tuple(sorted({*table.names} - {victim}))}
@@ -154,7 +154,7 @@ def test_a_contributor_that_never_joined_counts_as_absent_after_a_grace(exchange
 
 @BOTH
 def test_without_that_rule_the_whole_exchange_is_waited_for(
-    exchange: Exchange, parts: int, monkeypatch: pytest.MonkeyPatch
+    exchange: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Leader, "_update_present_peers", lambda self, now: self.joined_peers())
     monkeypatch.setattr(Leader, "_straggler_deadline", lambda self, promised, wanted, now: math.inf)
@@ -225,7 +225,7 @@ def test_a_leader_that_still_trains_is_not_missed() -> None:
     assert table.included_peers() == {tuple(sorted(table.names))}
 
 
-def _with_a_thin_link(exchange: Exchange, parts: int) -> tuple[Cluster, PeerId]:
+def _with_a_thin_link(exchange: str, parts: int) -> tuple[Cluster, PeerId]:
     """Everything of one peer's comes to nobody in time; all else has come at once."""
     table = Cluster(4, exchange, parts)
     thin = table.names[3]
@@ -237,7 +237,7 @@ def _with_a_thin_link(exchange: Exchange, parts: int) -> tuple[Cluster, PeerId]:
 
 @BOTH
 def test_a_message_that_hardly_comes_holds_the_others_for_a_grace_and_may_come_again(
-    exchange: Exchange, parts: int
+    exchange: str, parts: int
 ) -> None:
     table, thin = _with_a_thin_link(exchange, parts)
     assert seconds_until(table, lambda: bool(table.included_peers())) < 2 * table.scenario.settings().grace
@@ -249,7 +249,7 @@ def test_a_message_that_hardly_comes_holds_the_others_for_a_grace_and_may_come_a
 
 @BOTH
 def test_without_that_rule_it_holds_them_for_the_whole_exchange(
-    exchange: Exchange, parts: int, monkeypatch: pytest.MonkeyPatch
+    exchange: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Leader, "_straggler_deadline", lambda self, promised, wanted, now: math.inf)
     table, _ = _with_a_thin_link(exchange, parts)
@@ -259,7 +259,7 @@ def test_without_that_rule_it_holds_them_for_the_whole_exchange(
 
 
 @BOTH
-def test_where_all_messages_take_long_none_is_left_out(exchange: Exchange, parts: int) -> None:
+def test_where_all_messages_take_long_none_is_left_out(exchange: str, parts: int) -> None:
     """They come one after the other, over more time than the grace."""
     table = Cluster(4, exchange, parts)
     order = [blob.digest for name in table.names for blob in table.blobs_of_contribution(name)]

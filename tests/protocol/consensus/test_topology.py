@@ -1,24 +1,32 @@
+import ast
 import hashlib
 import itertools
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from protocol.consensus.events import Pattern, RoundSettings
+from protocol.blobs.blob import Blob
+from protocol.consensus.events import MessageReceived, Send
+from protocol.consensus.message_kinds import ReducedPart, ReducerAssignment, kind_of
 from protocol.consensus.messages import Commit, SignedMessage
 from protocol.consensus.topology import (
+    TOPOLOGIES,
+    AllGather,
     Group,
-    contributions_for,
+    Groups,
+    Pattern,
     exponential_pairs,
     groups_by_peer,
+    make_topology,
     random_groups,
     ring_pairs,
 )
-from tests.protocol.consensus.cluster import BASE
+from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.network import NAMES, RUN_ID, Scenario, make_contribution, make_signer
 
-SETTINGS = RoundSettings(RUN_ID, "groups", 1, 2.0, 1.5, 10.0)
+GROUPS = Groups(RUN_ID)
 PEERS = tuple(sorted(NAMES))
 
 
@@ -81,7 +89,7 @@ def averaged(pattern: Pattern, count: int, rounds: int) -> list[float]:
     """One number a peer, averaged in its group in each round; at first 1 for the first peer and 0 for the others."""
     values = {peer: float(peer == PEERS[0]) for peer in PEERS[:count]}
     for number in range(rounds):
-        cut = groups_by_peer(replace(SETTINGS, pattern=pattern), number, PEERS[:count])
+        cut = groups_by_peer(replace(GROUPS, pattern=pattern), number, PEERS[:count])
         values = {peer: sum(values[mate] for mate in cut[peer]) / len(cut[peer]) for peer in values}
     return list(values.values())
 
@@ -106,15 +114,15 @@ def commit_of(included: tuple[str, ...], left_out: tuple[str, ...] = ()) -> Comm
 
 
 def test_a_commit_alone_tells_the_groups_of_its_roster() -> None:
-    cut = groups_by_peer(SETTINGS, 0, PEERS[:6])
+    cut = groups_by_peer(GROUPS, 0, PEERS[:6])
     absent = PEERS[2]
     commit = commit_of(tuple(peer for peer in PEERS[:6] if peer != absent), (absent,))
     for peer in commit_senders(commit):
-        assert {entry.sender for entry in contributions_for(commit, peer, SETTINGS)} == cut[peer] - {absent}
-    assert contributions_for(commit, absent, SETTINGS) == contributions_for(commit, PEERS[9], SETTINGS) == ()
+        assert {entry.sender for entry in GROUPS.contributions_for(commit, peer)} == cut[peer] - {absent}
+    assert GROUPS.contributions_for(commit, absent) == GROUPS.contributions_for(commit, PEERS[9]) == ()
     forgetful = replace(commit, left_out=())
     assert any(
-        contributions_for(forgetful, peer, SETTINGS) != contributions_for(commit, peer, SETTINGS) for peer in PEERS[:6]
+        GROUPS.contributions_for(forgetful, peer) != GROUPS.contributions_for(commit, peer) for peer in PEERS[:6]
     )
 
 
@@ -124,4 +132,72 @@ def commit_senders(commit: Commit) -> list[str]:
 
 def test_without_groups_a_commit_is_for_everybody() -> None:
     commit = commit_of(PEERS[:3])
-    assert contributions_for(commit, PEERS[5], replace(SETTINGS, exchange="gather")) == commit.contributions
+    assert AllGather(RUN_ID).contributions_for(commit, PEERS[5]) == commit.contributions
+
+
+def test_a_commit_has_the_shape_of_its_topology() -> None:
+    commit, part = commit_of(PEERS[:3]), Blob.of(b"sum")
+    partial, reduced = replace(commit, left_out=PEERS[3:5]), replace(commit, parts=(part,))
+    accepted = {
+        kind: [make_topology(kind, RUN_ID).accepts_commit(given) for given in (commit, partial, reduced)]
+        for kind in TOPOLOGIES
+    }
+    assert accepted == {
+        "gather": [True, False, False],
+        "butterfly": [False, False, True],
+        "groups": [True, True, False],
+    }
+    assert not AllGather(RUN_ID, parts=2).accepts_commit(commit)
+
+
+def test_only_a_butterfly_takes_reduced_parts_and_reducers() -> None:
+    for kind in TOPOLOGIES:
+        cluster = Cluster(3, kind)
+        leader, member, _ = cluster.names
+        cluster.drop = lambda sender, receiver, kind: kind != "contribution" and kind != "roster"
+        cluster.contribute(*cluster.names)
+        (roster,) = [action.signed for _, action in cluster.log if isinstance(action, Send) and is_roster(action)]
+        digest = cluster.network.open(roster).digest
+        part = ReducedPart(0, 0, digest, 0, 0, Blob.of(b"sum"))
+        assignment = ReducerAssignment(0, 0, digest, 1, tuple(sorted(cluster.names)), (member,))
+        for body in (part, assignment):
+            message = SignedMessage.of(make_signer(leader)(kind_of(body), body.to_wire()), body)
+            cluster.feed_event(member, MessageReceived(message))
+        assert ((leader, "foreign") in cluster.rejections_by(member)) == (kind != "butterfly")
+
+
+def is_roster(action: Send) -> bool:
+    return action.signed.kind == "roster"
+
+
+def kind_comparisons(source: str) -> list[int]:
+    """Return the lines that compare something with the kind of a topology."""
+    compared = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare | ast.MatchValue))
+    return [node.lineno for node in compared if any(is_kind(part) for part in ast.walk(node))]
+
+
+def is_kind(node: ast.AST) -> bool:
+    is_literal = isinstance(node, ast.Constant) and node.value in TOPOLOGIES
+    is_attribute = isinstance(node, ast.Attribute) and node.attr == "kind"
+    return is_literal or (is_attribute and ast.unparse(node).endswith("topology.kind"))
+
+
+def test_product_asks_the_topology_instead_of_comparing_its_kind() -> None:
+    owners = {Path("protocol/consensus/topology.py"), Path("optim/topologies.py")}
+    paths = {path for package in ("protocol", "optim", "node") for path in Path(package).rglob("*.py")}
+    assert owners <= paths
+    found = [f"{path}:{line}" for path in paths - owners for line in kind_comparisons(path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = method.topology.kind != other",
+        "x = kind == 'groups'",
+        "x = kind in ('gather', 1)",
+        "x = {'butterfly'} & y <= z",
+    ],
+)
+def test_a_comparison_of_kinds_would_be_found(line: str) -> None:
+    assert kind_comparisons(line) == [1]

@@ -10,17 +10,14 @@ For values that are spread at random, what one round of disjoint groups leaves o
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from protocol.consensus.events import Pattern, RoundSettings
-from protocol.consensus.topology import groups_by_peer
+from protocol.consensus.topology import Groups, Pattern, groups_by_peer
 from tests.simulation.network import RUN_ID
 
-SETTINGS = RoundSettings(RUN_ID, "groups", 1, 2.0, 1.5, 10.0)
 BLOB_BYTES = 1_000_000
 Values = NDArray[np.float64]
 
@@ -37,11 +34,11 @@ class AveragingPeers:
 
     def __init__(self, count: int, pattern: Pattern, size: int = 2) -> None:
         self.peers = tuple(f"peer {number:05d}" for number in range(count))
-        self.settings = replace(SETTINGS, pattern=pattern, group_size=size)
+        self.topology = Groups(RUN_ID, size=size, pattern=pattern)
         self.values = np.random.default_rng(count + size).standard_normal(count)
 
     def labels(self, number: int) -> NDArray[np.int64]:
-        cut = groups_by_peer(self.settings, number, self.peers)
+        cut = groups_by_peer(self.topology, number, self.peers)
         known: dict[frozenset[str], int] = {}
         return np.array([known.setdefault(cut[peer], len(known)) for peer in self.peers])
 
