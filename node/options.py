@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from node.monitoring.http_server import ALL_INTERFACES, parse_host_port
+from node.units import ALL_INTERFACES, parse_host_port
 from protocol.errors import UsageError
 from protocol.manifest import Manifest
 

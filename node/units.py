@@ -1,9 +1,12 @@
-"""Amounts as people write them on a command line."""
+"""Read amounts and addresses from a command line, and format them for people."""
 
 import math
 import re
 
 from protocol.errors import UsageError
+
+ADDRESS = re.compile(r"^(?:(?P<host>[A-Za-z0-9.\-]*|\[[0-9A-Fa-f:.]+\]):)?(?P<port>\d{1,5})$")
+ALL_INTERFACES = ("0.0.0.0", "::")
 
 SIZE = re.compile(r"^\s*(?P<number>\d{1,9}(\.\d{1,6})?)\s*(?P<unit>B|[kKMGT]B|[KMGT]iB|[kKMGT])?\s*$")
 POWERS = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -15,7 +18,7 @@ MIN_RATE = 32_000.0  # bytes a second: with less, even what peers say about a ro
 
 
 def parse_size(text: str, option: str) -> int:
-    """Bytes of `4GB`, `512MB` (powers of ten), `2GiB` (of two) or a plain number. Raises UsageError."""
+    """Return the bytes of `4GB`, `512MB` (powers of ten), `2GiB` (of two) or a plain number. Raises UsageError."""
     found = SIZE.match(text)
     if not found:
         raise UsageError(f"{option}: {text!r} is no size; write it like 4GB or 512MB")
@@ -27,7 +30,7 @@ def parse_size(text: str, option: str) -> int:
 
 
 def parse_rate(text: str | None, option: str) -> float:
-    """Bytes a second of `20mbit`, `2.5MB` or `1MiB/s`; None: no limit. Raises UsageError."""
+    """Return the bytes a second of `20mbit`, `2.5MB` or `1MiB/s`; None means no limit. Raises UsageError."""
     if text is None:
         return math.inf
     found = RATE.match(text)
@@ -39,3 +42,32 @@ def parse_rate(text: str | None, option: str) -> float:
     if rate < MIN_RATE:
         raise UsageError(f"{option}: {text[:40]!r} is too little to take part with; allow at least 256kbit")
     return rate
+
+
+def parse_host_port(address: str, option: str) -> tuple[str, int]:
+    """Split `HOST:PORT`, `:PORT` or `PORT` (on loopback if no host is named). Raises UsageError."""
+    found = ADDRESS.match(address)
+    if not found or int(found["port"]) > 65535:
+        raise UsageError(f"{option}: {address!r} is no address; write it like 127.0.0.1:8080 or 0.0.0.0:8080")
+    return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
+
+
+def format_count(number: float) -> str:
+    """Shorten a number: 9100 becomes 9.1k."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def format_bytes(number: float) -> str:
+    """Write bytes in powers of ten, as links are measured: 4200000 becomes 4.2 MB."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(number) >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} B"
+
+
+def format_plural(count: int, noun: str) -> str:
+    """Write a count with its noun: 1 peer, 2 peers."""
+    return f"{count} {noun}{'s' * (count != 1)}"

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from node.monitoring.metrics import RecoveredErrorKind
+from node.monitoring.status import RecoveredErrorKind
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.blobs.relay_quota import RelayQuota

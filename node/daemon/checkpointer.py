@@ -24,12 +24,11 @@ from torch import Tensor
 
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
-from node.daemon.contributions import ContributionFile, ContributionTracker, LastSent, StoredContribution
+from node.daemon.contributions import ContributionFile, ContributionTracker, LastSent, StoredContribution, store_parts
 from node.daemon.outer_state import OuterState, ReplicatedState
-from node.daemon.trainer_link import store_parts
 from node.ipc.shared_memory import REFERENCE, RESIDUAL, SharedMemory, locally_trained_names
 from node.model import ShapeTable
-from node.monitoring.metrics import RecoveredErrorKind
+from node.monitoring.status import RecoveredErrorKind
 from node.run_dir import RunDir
 from node.trainer.state import Counters, Outstanding, SettledOutcome, StepTotals
 from node.workers import RunInThread

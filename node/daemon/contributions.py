@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from node.ipc.channel import ContributionHeader, ContributionOutcome
+from node.ipc.shared_memory import SharedMemory
 from node.run_dir import write_atomically
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
+from protocol.blobs.store import BlobStore
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Commit, Contribution, ContributionLimits
 from protocol.errors import StorageError
@@ -332,3 +334,8 @@ def _last_sent_from_json(values: dict[str, Any]) -> LastSent:
     return LastSent(
         StoredContribution.from_json(values), tuple(SettledContribution.from_json(entry) for entry in values["past"])
     )
+
+
+def store_parts(store: BlobStore, shared_memory: SharedMemory, header: ContributionHeader) -> tuple[Blob, ...]:
+    """Put the parts of the contribution that the trainer has just written into the store."""
+    return tuple(store.put(part) for part in shared_memory.contribution_parts(header.sizes))

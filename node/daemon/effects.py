@@ -18,7 +18,7 @@ from typing import Any
 from node.checkpoints.vote_log import VoteLog
 from node.daemon.downloads import Downloads
 from node.daemon.outer_state import RoundCompute
-from node.monitoring.metrics import RecoveredErrorKind
+from node.monitoring.status import RecoveredErrorKind
 from node.workers import BackgroundTasks, RunInThread
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from node.monitoring.metrics import RecoveredErrorKind
+from node.monitoring.status import RecoveredErrorKind
 from protocol.errors import LimitError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId

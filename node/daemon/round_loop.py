@@ -21,8 +21,8 @@ from node.daemon.swarm_view import SwarmView
 from node.daemon.trainer_link import TrainerLink
 from node.from_manifest import topology_class
 from node.ipc.channel import ContributionOutcome
-from node.monitoring.status import format_bytes
 from node.monitoring.status_reporter import StatusReporter
+from node.units import format_bytes
 from optim.method import Method
 from protocol.consensus.chain import ChainHead, is_state_outvoted
 from protocol.consensus.messages import Commit, ContributionLimits, Digest, SignedMessage

@@ -20,6 +20,7 @@ from node.daemon.contributions import (
     LastSent,
     SettledContribution,
     StoredContribution,
+    store_parts,
 )
 from node.ipc.channel import (
     AnchorApplied,
@@ -38,8 +39,7 @@ from node.ipc.channel import (
 )
 from node.ipc.shared_memory import SharedMemory
 from node.ipc.trainer_process import TrainerProcess
-from node.monitoring.metrics import RecoveredErrorKind
-from protocol.blobs.blob import Blob
+from node.monitoring.status import RecoveredErrorKind
 from protocol.blobs.store import BlobStore
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Commit
@@ -260,8 +260,3 @@ class TrainerLink:
         if settled is not None:
             self._contribution_file.save(LastSent(offer, settled))
         return offer
-
-
-def store_parts(store: BlobStore, shared_memory: SharedMemory, header: ContributionHeader) -> tuple[Blob, ...]:
-    """The parts of the message in the outbox as blobs in the store."""
-    return tuple(store.put(part) for part in shared_memory.contribution_parts(header.sizes))

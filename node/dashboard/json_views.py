@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from node.dashboard.events import PeerReport, RunFacts
 from node.dashboard.log_text import Tone, short_id
 from node.dashboard.state import UNSEEN_SINCE_RESTART, LogLine, PeerHistory, RoundSummary, RunState, timings_of_round
-from node.monitoring.status import format_bytes
+from node.units import format_bytes
 from protocol.signing import fingerprint
 
 DAY_SECONDS = 86_400.0

@@ -19,8 +19,9 @@ from node.dashboard.server import DashboardData, build_app
 from node.dashboard.state import RunState
 from node.dashboard.swarm_watcher import SwarmWatcher
 from node.model import shape_table
-from node.monitoring.http_server import ALL_INTERFACES, open_listener, parse_host_port, serve
+from node.monitoring.http_server import open_listener, serve
 from node.run_dir import RunDir
+from node.units import ALL_INTERFACES, parse_host_port
 from protocol.errors import MurmurError, TransportError, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest

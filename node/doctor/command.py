@@ -24,9 +24,9 @@ from node.from_manifest import build_program
 from node.join.invitation import Invitation, open_invitation
 from node.model import shape_table
 from node.monitoring.logs import sanitize
-from node.monitoring.status import format_count
 from node.options import LISTEN_ON_ALL_INTERFACES
 from node.paths import join_dir
+from node.units import format_count
 from protocol.errors import MurmurError
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Literal
 
 from node.model.memory_estimate import max_microbatch
-from node.monitoring.status import format_bytes
+from node.units import format_bytes
 from protocol.errors import MurmurError
 from protocol.manifest import Manifest
 from protocol.membership.peer_table import CLOCK_TOLERANCE_SECONDS

@@ -16,8 +16,8 @@ from node.doctor.findings import Finding, finding_of_error, judge_free_space, ju
 from node.from_manifest import build_program
 from node.model import shape_table
 from node.model.memory_estimate import fixed_bytes
-from node.monitoring.status import format_bytes
 from node.trainer.device import choose_device, device_name
+from node.units import format_bytes
 from protocol.errors import MurmurError
 from protocol.identity import Identity
 from protocol.manifest import Manifest

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from node.join.invitation import Invitation, check_pin, open_invitation, recall_invitation, save_pin
 from node.monitoring.logs import configure_logs
-from node.monitoring.status import format_count
 from node.options import LISTEN_ON_ALL_INTERFACES, parse_node_options
 from node.paths import join_dir
 from node.process import rare_garbage_collection
-from node.units import parse_rate, parse_size
+from node.units import format_count, parse_rate, parse_size
 from protocol.errors import StorageError, UnreachableError
 from protocol.manifest import load_manifest
 from protocol.signing import fingerprint

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from node.monitoring.status import format_count
 from node.paths import bootstrap_file, state_home
 from node.run_dir import RunDir
+from node.units import format_count
 from protocol.errors import MalformedError, PeerFault, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.membership.clock import SwarmClock

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from node.local.swarm_summary import PeerSummary, SwarmSummary
-from node.monitoring.status import format_plural
+from node.units import format_plural
 
 RESTART_AFTER_SECONDS = 60.0  # seconds; others that cannot go on alone get the victim back
 ROUNDS_ALONE = 1  # committed without the victim before it returns, if the others have noticed its absence

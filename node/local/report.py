@@ -26,8 +26,8 @@ from node.local.swarm_summary import PeerTotals, compute_share
 from node.model import Llama, initial_weights
 from node.model.export import export
 from node.model.generate import generate
-from node.monitoring.status import format_bytes
 from node.paths import find_newest_checkpoint, find_trained_dir
+from node.units import format_bytes
 from protocol.manifest import Manifest
 
 

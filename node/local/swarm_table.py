@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from node.local.swarm_summary import PeerSummary, RemainingTime, SwarmSummary
-from node.monitoring.status import format_bytes, format_count
+from node.units import format_bytes, format_count
 
 PLAIN_LINE_SECONDS = 5.0
 COLUMNS = ("peer", "state", "round", "step", "loss", "tok/s", "sent", "included", "digest")

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import ipaddress
-import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -18,8 +17,6 @@ WRITE_SECONDS = 20.0  # that the other side may take to accept what is sent
 REQUEST_SECONDS = 10.0  # that a connection may take to bring a request
 MIN_CONNECTIONS_PER_HOST = 8  # connections that one address may always have
 BACKLOG = 32
-ADDRESS = re.compile(r"^(?:(?P<host>[A-Za-z0-9.\-]*|\[[0-9A-Fa-f:.]+\]):)?(?P<port>\d{1,5})$")
-ALL_INTERFACES = ("0.0.0.0", "::")
 
 
 class _Server(uvicorn.Server):
@@ -109,14 +106,6 @@ async def _wait_stopped(running: asyncio.Task[None]) -> None:
     if late:
         running.cancel()
         await asyncio.wait({running}, timeout=STOP_SECONDS)
-
-
-def parse_host_port(address: str, option: str) -> tuple[str, int]:
-    """Of `HOST:PORT`, `:PORT` or `PORT`, on loopback where no host is named. Raises UsageError."""
-    found = ADDRESS.match(address)
-    if not found or int(found["port"]) > 65535:
-        raise UsageError(f"{option}: {address!r} is no address; write it like 127.0.0.1:8080 or 0.0.0.0:8080")
-    return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
 
 
 def open_listener(host: str, port: int, option: str) -> socket.socket:

@@ -7,7 +7,6 @@ What the status already says is read from it at the moment of the scrape, so the
 import collections
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from typing import Literal
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -20,36 +19,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from node.monitoring.http_server import ALL_INTERFACES, open_listener, parse_host_port, serve
-from node.monitoring.status import NodeStatus
+from node.monitoring.http_server import open_listener, serve
+from node.monitoring.status import CatchUpKind, NodeStatus, RecoveredErrorKind, RoundOutcome
+from node.units import ALL_INTERFACES, parse_host_port
 from protocol.consensus.topology import AppliedContributions
 
-# What went wrong and was worked around: each with one line in the log.
-RecoveredErrorKind = Literal[
-    "not delivered",  # statements, to a peer that does not answer
-    "not accepted",  # statements, by a peer that refuses them
-    "blob missing",  # or damaged: a round goes on here without it
-    "not reduced",  # a part of the sum that was ours
-    "partner lost",  # a group's message that died with its owner
-    "way lost",  # to where the others are: the peer that was asked could not show it
-    "not saved",  # a checkpoint
-    "not carried",  # a blob between two others
-    "no carrier",  # for a blob that we cannot fetch ourselves
-    "blob late",  # it has not come in a round's time, and is asked for again
-    "not applied",  # a round that is decided: its state is fetched later
-    "state differs",  # from the others' at the same point of the chain: theirs is fetched
-    "not adopted",  # by the trainer, in time
-    "given back",  # a message of the chain that was left
-    "message gone",  # from the disk: it is not offered again
-    "checkpoint skipped",
-    "step left out",  # of the trainer: its loss or gradient was not finite
-    "memory short",  # the trainer goes on with smaller microbatches
-    "memory not pinned",  # what the trainer shares with us: its accelerator takes longer to copy it
-    "work dropped",  # of the trainer: on another chain it cannot be told any more what of it is still to be sent
-    "state gone",  # an earlier one that others may be fetching
-]
-RoundOutcome = Literal["included", "excluded", "lost", "missed"]
-CatchUpKind = Literal["replayed", "skipped"]
 MAX_CONNECTIONS = 32
 
 

@@ -6,7 +6,35 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from node.units import format_bytes, format_count, format_plural
 from protocol.errors import UnreachableError
+
+# What went wrong and was worked around: each with one line in the log.
+RecoveredErrorKind = Literal[
+    "not delivered",  # statements, to a peer that does not answer
+    "not accepted",  # statements, by a peer that refuses them
+    "blob missing",  # or damaged: a round goes on here without it
+    "not reduced",  # a part of the sum that was ours
+    "partner lost",  # a group's message that died with its owner
+    "way lost",  # to where the others are: the peer that was asked could not show it
+    "not saved",  # a checkpoint
+    "not carried",  # a blob between two others
+    "no carrier",  # for a blob that we cannot fetch ourselves
+    "blob late",  # it has not come in a round's time, and is asked for again
+    "not applied",  # a round that is decided: its state is fetched later
+    "state differs",  # from the others' at the same point of the chain: theirs is fetched
+    "not adopted",  # by the trainer, in time
+    "given back",  # a message of the chain that was left
+    "message gone",  # from the disk: it is not offered again
+    "checkpoint skipped",
+    "step left out",  # of the trainer: its loss or gradient was not finite
+    "memory short",  # the trainer goes on with smaller microbatches
+    "memory not pinned",  # what the trainer shares with us: its accelerator takes longer to copy it
+    "work dropped",  # of the trainer: on another chain it cannot be told any more what of it is still to be sent
+    "state gone",  # an earlier one that others may be fetching
+]
+RoundOutcome = Literal["included", "excluded", "lost", "missed"]
+CatchUpKind = Literal["replayed", "skipped"]
 
 Phase = Literal[
     "starting", "joining", "waiting for peers", "training", "exchanging", "catching up", "leaving", "done", "watching"
@@ -155,27 +183,6 @@ def _format_counts(counts: Mapping[str, int]) -> str:
     """`late 3, slow 1`"""
     ordered = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
     return ", ".join(f"{reason} {count}" for reason, count in ordered)
-
-
-def format_count(number: float) -> str:
-    """9100 -> 9.1k"""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.1f}{letter}"
-    return f"{number:.0f}"
-
-
-def format_bytes(number: float) -> str:
-    """4200000 -> 4.2 MB (powers of ten, as links are measured)"""
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(number) >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} B"
-
-
-def format_plural(count: int, noun: str) -> str:
-    """1, peer -> 1 peer; 2, peer -> 2 peers"""
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 async def fetch_status(port: int, deadline: float) -> NodeStatus:

@@ -21,8 +21,9 @@ from node.ipc.channel import (
     TrainerProgress,
     TrainerWarning,
 )
-from node.monitoring.metrics import CatchUpKind, Metrics, RecoveredErrorKind
-from node.monitoring.status import NodeStatus, Phase, format_bytes, format_plural
+from node.monitoring.metrics import Metrics
+from node.monitoring.status import CatchUpKind, NodeStatus, Phase, RecoveredErrorKind
+from node.units import format_bytes, format_plural
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import RejectReason
 from protocol.consensus.messages import Commit, Digest

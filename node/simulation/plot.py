@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from node.monitoring.status import format_bytes
 from node.simulation.comparison import Comparison, RecipeResults
 from node.simulation.measurement import CurvePoint
+from node.units import format_bytes
 
 CHART_WIDTH, CHART_HEIGHT = 520, 340
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 34, 46

@@ -3,8 +3,8 @@
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from node.monitoring.status import format_bytes
 from node.simulation.comparison import Comparison, RecipeResults, logic_time_fraction
+from node.units import format_bytes
 
 TABLE_WIDTH = 160  # a table cut to 80 columns says nothing
 COLUMNS = (

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from node.units import parse_rate, parse_size
+from node.units import format_bytes, format_count, format_plural, parse_rate, parse_size
 from protocol.errors import UsageError
 
 
@@ -49,3 +49,19 @@ def test_a_rate_that_is_unclear_is_refused(text: str) -> None:
 def test_a_rate_too_low_is_refused() -> None:
     with pytest.raises(UsageError, match="allow at least 256kbit"):
         parse_rate("255kbit", "--download")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (999, "999"), (9100, "9.1k"), (2_500_000, "2.5M"), (3e9, "3.0G")]
+)
+def test_format_count(number: float, text: str) -> None:
+    assert format_count(number) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(12, "12 B"), (1500, "1.5 kB"), (4.2e6, "4.2 MB"), (7e12, "7.0 TB")])
+def test_format_bytes(number: float, text: str) -> None:
+    assert format_bytes(number) == text
+
+
+def test_format_plural() -> None:
+    assert [format_plural(count, "peer") for count in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]

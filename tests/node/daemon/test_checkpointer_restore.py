@@ -17,7 +17,7 @@ from node.daemon.contributions import (
 )
 from node.ipc.channel import ContributionHeader
 from node.ipc.shared_memory import RESIDUAL, SharedLayout, SharedMemory
-from node.monitoring.metrics import RecoveredErrorKind
+from node.monitoring.status import RecoveredErrorKind
 from optim.compose import compose
 from protocol.consensus.chain import ChainHead
 from protocol.errors import CheckpointError, StorageError

@@ -14,7 +14,7 @@ from node.daemon.downloads import (
     BlobRelays,
     Downloads,
 )
-from node.monitoring.metrics import RecoveredErrorKind
+from node.monitoring.status import RecoveredErrorKind
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.consensus.messages import PartBlob

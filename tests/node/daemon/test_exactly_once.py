@@ -15,8 +15,7 @@ from torch import Tensor
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.checkpointer import CONTRIBUTION_VECTOR, restore_contributions, restore_trainer_snapshot
-from node.daemon.contributions import ContributionFile, LastSent, StoredContribution
-from node.daemon.trainer_link import store_parts
+from node.daemon.contributions import ContributionFile, LastSent, StoredContribution, store_parts
 from node.ipc.channel import ContributionOutcome
 from node.ipc.shared_memory import SharedLayout, SharedMemory
 from node.model import shape_table

@@ -24,7 +24,7 @@ from node.ipc.channel import (
     TrainerProgress,
 )
 from node.ipc.shared_memory import SharedLayout, SharedMemory
-from node.monitoring.metrics import RecoveredErrorKind
+from node.monitoring.status import RecoveredErrorKind
 from optim.compose import compose
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead

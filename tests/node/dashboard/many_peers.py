@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 
 from node.dashboard.event_log import EventLog
 from node.dashboard.server import DashboardData, build_app
-from node.monitoring.http_server import open_listener, parse_host_port, serve
+from node.monitoring.http_server import open_listener, serve
+from node.units import parse_host_port
 from protocol.murmur_pb2 import PeerRecord
 
 READER = """

@@ -7,8 +7,7 @@ from typing import get_args
 
 import pytest
 
-from node.monitoring.metrics import RecoveredErrorKind
-from node.monitoring.status import NodeStatus, fetch_status, format_bytes, format_count, format_plural
+from node.monitoring.status import NodeStatus, RecoveredErrorKind, fetch_status
 from node.monitoring.status_reporter import REJECT_TEXTS
 from protocol.blobs.server import _STATUS
 from protocol.consensus.events import RejectReason
@@ -84,22 +83,6 @@ def test_json_round_trip_keeps_everything_and_nan_becomes_unknown() -> None:
     status = WORKING.model_copy(update={"loss": math.nan, "seconds": {"compute": 1.5}})
     back = NodeStatus.model_validate_json(status.model_dump_json())
     assert back == status.model_copy(update={"loss": None})
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0"), (999, "999"), (9100, "9.1k"), (2_500_000, "2.5M"), (3e9, "3.0G")]
-)
-def test_short_count(number: float, text: str) -> None:
-    assert format_count(number) == text
-
-
-@pytest.mark.parametrize(("number", "text"), [(12, "12 B"), (1500, "1.5 kB"), (4.2e6, "4.2 MB"), (7e12, "7.0 TB")])
-def test_short_bytes(number: float, text: str) -> None:
-    assert format_bytes(number) == text
-
-
-def test_plural() -> None:
-    assert [format_plural(count, "peer") for count in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]
 
 
 async def served(handler: Handler) -> tuple[asyncio.Server, int]:

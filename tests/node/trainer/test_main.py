@@ -305,3 +305,19 @@ def test_a_daemon_that_hangs_up_ends_it(tmp_path: Path) -> None:
         theirs.close()
         ours.close()
         assert trainer.wait(DEADLINE) == 0
+
+
+def test_trainer_imports_no_server() -> None:
+    """The trainer's process opens no socket to others, and starts sooner without a web server and gRPC."""
+    program = """if True:
+        import ast, importlib, sys
+        import node.trainer.__main__ as entry
+        source = ast.parse(open(entry.__file__).read())
+        for statement in ast.walk(source):
+            if isinstance(statement, ast.ImportFrom):
+                importlib.import_module(statement.module)
+        assert "node.trainer.loop" in sys.modules
+        print(*{name.split(".")[0] for name in sys.modules})
+    """
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert not set(result.stdout.split()) & {"starlette", "uvicorn", "grpc", "prometheus_client", "typer"}
