@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from node.flags import MachineFlags, NodeFlags, expand_flags
 from node.process import rare_garbage_collection
 from protocol.errors import MurmurError
 
@@ -28,27 +29,6 @@ app = typer.Typer(
     "a run; `murmur status` says what they do; `murmur export DIR model` takes the model away.",
 )
 
-DEFAULT_METRICS_ADDRESS = "127.0.0.1:0"
-DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to train")]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="of each trainer, and of its daemon's work; default: all cores, shared in `up`"),
-]
-MemoryOption = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="of each trainer, such as 4GB; microbatches shrink to fit")
-]
-PauseOption = Annotated[
-    bool, typer.Option("--pause-when-busy", help="train only while other programs leave the device alone")
-]
-ListenOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="MULTIADDR", help="take connections there; default /ip4/0.0.0.0/tcp/0; repeatable"),
-]
-DirectOption = Annotated[
-    str, typer.Option(metavar="PORT|off", help="for direct TLS connections, at the hosts of --listen; 0: a free one")
-]
-UploadOption = Annotated[str | None, typer.Option(metavar="RATE", help="send no more than so much: 20mbit, 2.5MB")]
-DownloadOption = Annotated[str | None, typer.Option(metavar="RATE", help="receive no more than so much")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 
 
@@ -68,7 +48,9 @@ def options(
 
 
 @app.command(epilog="Example: murmur up configs/demo.toml --peers 4 --rounds 40")
+@expand_flags
 def up(
+    *,
     run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="the manifest; if absent, the demo")] = None,
     peers: Annotated[int | None, typer.Option(min=1, max=64, help="how many; at least 3 if not given")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="stop after so many, whatever the manifest says")] = None,
@@ -76,12 +58,7 @@ def up(
     recipe: Annotated[str | None, typer.Option(help="train by this method, with its own defaults")] = None,
     drill: Annotated[bool | None, typer.Option(help="kill one peer half-way; on in the demo")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="of weights and data order")] = None,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    memory: MemoryOption = None,
-    pause_when_busy: PauseOption = False,
-    upload: UploadOption = None,
-    download: DownloadOption = None,
+    flags: MachineFlags,
     as_json: JsonOption = False,
 ) -> None:
     """Train with several peers on this machine, until the run's target."""
@@ -89,59 +66,41 @@ def up(
         from node.local.up import UpOptions
         from node.local.up import up as run_swarm
 
-    wish = UpOptions(
-        run, folder, peers, rounds, recipe, seed, drill, device, as_json, threads, memory, pause_when_busy,
-        upload, download,
-    )  # fmt: skip
-    raise typer.Exit(run_swarm(wish))
+    options = UpOptions(
+        run=run,
+        folder=folder,
+        peers=peers,
+        rounds=rounds,
+        recipe=recipe,
+        seed=seed,
+        drill=drill,
+        json=as_json,
+        flags=flags,
+    )
+    raise typer.Exit(run_swarm(options))
 
 
 @app.command(epilog="Example: murmur join https://run.example.org/run.toml")
+@expand_flags
 def join(
+    *,
     run: Annotated[str, typer.Argument(metavar="RUN", help="a manifest's file, an http(s) address or murmur:// link")],
     folder: Annotated[
         Path | None, typer.Option("--dir", help="the node's folder; default ~/.local/state/murmur/NAME-RUNID")
     ] = None,
-    peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer first; repeatable")] = None,
-    device: DeviceOption = "auto",
-    name: Annotated[str, typer.Option(help="shown to the others")] = "",
-    threads: ThreadsOption = None,
-    memory: MemoryOption = None,
-    pause_when_busy: PauseOption = False,
-    listen: ListenOption = None,
-    metrics: Annotated[
-        str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")
-    ] = DEFAULT_METRICS_ADDRESS,
-    direct: DirectOption = "0",
-    log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
-    upload: UploadOption = None,
-    download: DownloadOption = None,
+    flags: NodeFlags,
 ) -> None:
     """Take part in a run. Started again, it resumes."""
     from node.join.command import join_run
 
-    join_run(
-        run,
-        folder=folder,
-        peers=tuple(peer or ()),
-        device=device,
-        name=name,
-        threads=threads,
-        memory=memory,
-        pause_when_busy=pause_when_busy,
-        listen=tuple(listen or ()),
-        metrics=metrics,
-        log_json=log_json,
-        insecure=insecure,
-        direct=direct,
-        upload=upload,
-        download=download,
-    )
+    join_run(run, flags, folder=folder, insecure=insecure)
 
 
 @app.command(epilog="Example: murmur host run.toml --http 0.0.0.0:8080")
+@expand_flags
 def host(
+    *,
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="the manifest")],
     folder: Annotated[
         Path | None, typer.Option("--dir", help="identity and journal; default ~/.local/state/murmur/hosts/NAME-RUNID")
@@ -152,17 +111,7 @@ def host(
     public_url: Annotated[str | None, typer.Option(help="how others reach it, behind a proxy")] = None,
     public: Annotated[bool, typer.Option("--public", help="announce the run for `murmur runs`")] = False,
     train: Annotated[bool, typer.Option("--train/--watch", help="take part, or only watch")] = False,
-    peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer first; repeatable")] = None,
-    listen: ListenOption = None,
-    direct: DirectOption = "0",
-    name: Annotated[str, typer.Option(help="shown to the others")] = "",
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    memory: MemoryOption = None,
-    pause_when_busy: PauseOption = False,
-    log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False,
-    upload: UploadOption = None,
-    download: DownloadOption = None,
+    flags: NodeFlags,
 ) -> None:
     """Open a run to others: a peer to begin with, its page, and the link to join by."""
     with rare_garbage_collection():
@@ -170,11 +119,8 @@ def host(
         from node.dashboard.command import host as open_run
 
     open_run(
-        HostOptions(
-            run, folder, http, public_url, public, train, tuple(peer or ()), tuple(listen or ()), name, device, threads,
-            memory, pause_when_busy, log_json, upload, download, direct,
-        )
-    )  # fmt: skip
+        HostOptions(run=run, folder=folder, http=http, public_url=public_url, public=public, train=train, flags=flags)
+    )
 
 
 @app.command(epilog="Example: murmur doctor https://run.example.org/run.toml")

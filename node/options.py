@@ -1,4 +1,6 @@
-"""A node's own settings: what one machine decides for itself, beside the run's manifest.
+"""A node's own options: what one machine decides for itself, apart from the run's manifest.
+
+The command line as it is typed is in `node.flags`; here it is checked, and amounts become numbers.
 
 The folder that a node keeps is described in `node.run_dir`.
 """
@@ -6,35 +8,72 @@ The folder that a node keeps is described in `node.run_dir`.
 import math
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from node.units import ALL_INTERFACES, parse_host_port
+from node.units import ALL_INTERFACES, parse_host_port, parse_rate, parse_size
 from protocol.errors import UsageError
 from protocol.manifest import Manifest
+
+if TYPE_CHECKING:
+    from node.flags import MachineFlags, NodeFlags
 
 Device = Literal["auto", "cpu", "cuda"]
 LISTEN_ON_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 LISTEN_ON_ALL_INTERFACES = "/ip4/0.0.0.0/tcp/0"
 MULTIADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/\s]+(/[^/\s]+)*$")
 PORT = re.compile(r"^[0-9]{1,5}\Z")
+Options = TypeVar("Options", bound="TrainerOptions")
 
 
-class NodeOptions(BaseModel):
-    """Everything that `run_node` is told."""
+def _parse_memory(value: object) -> object:
+    return parse_size(value, "--memory") if isinstance(value, str) else value
+
+
+class TrainerOptions(BaseModel):
+    """What a trainer may use of its machine; its daemon passes it on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: Device = "auto"
+    threads: int | None = Field(default=None, ge=1, le=4096, description="None means as many as there are cores")
+    memory: Annotated[int | None, BeforeValidator(_parse_memory)] = Field(
+        default=None, ge=1, description="bytes that the trainer keeps to; None means no limit"
+    )
+    pause_when_busy: bool = Field(default=False, description="train only while others leave the device alone")
+
+    @property
+    def thread_count(self) -> int:
+        return self.threads or threads_per_process(1)
+
+
+class MachineOptions(TrainerOptions):
+    """What a node may use of its machine and of its link."""
+
+    upload: float = Field(default=math.inf, gt=0, description="bytes a second, of all connections together")
+    download: float = Field(default=math.inf, gt=0, description="likewise")
+
+    @field_validator("upload", "download", mode="before")
+    @classmethod
+    def _parse_rate(cls, value: object, info: ValidationInfo) -> object:
+        return parse_rate(value, f"--{info.field_name}") if isinstance(value, str) else value
+
+    @property
+    def for_trainer(self) -> TrainerOptions:
+        return TrainerOptions(**{name: getattr(self, name) for name in TrainerOptions.model_fields})
+
+
+class NodeOptions(MachineOptions):
+    """Everything that a node is told when it starts."""
 
     manifest: Manifest
     base: Path = Field(description="folder of the manifest: relative data paths start here")
     folder: Path = Field(description="the node's own folder: key, checkpoints, blobs; see node.run_dir")
-    peers: tuple[str, ...] = Field(default=(), description="multiaddresses to ask first, beside the manifest's")
-    device: Device = "auto"
-    threads: int | None = Field(default=None, ge=1, le=4096, description="of the trainer; None: as many as cores")
-    memory: int | None = Field(default=None, ge=1, description="bytes that the trainer keeps to; None: what it takes")
-    pause_when_busy: bool = Field(default=False, description="train only while others leave the device alone")
+    peers: tuple[str, ...] = Field(default=(), description="multiaddresses to ask first, before the manifest's")
     name: str = Field(default="", max_length=64, description="shown to others; empty: the peer id")
     listen: tuple[str, ...] = Field(default=(LISTEN_ON_ALL_INTERFACES,), min_length=1)
     metrics: str = Field(default="127.0.0.1:0", description="HOST:PORT, on loopback or everywhere; port 0: a free one")
@@ -42,8 +81,6 @@ class NodeOptions(BaseModel):
         default=0, ge=0, le=65535, description="port for direct connections; 0: a free one, None: none are taken"
     )
     log_json: bool = False
-    upload: float = Field(default=math.inf, gt=0, description="bytes a second, of all connections together")
-    download: float = Field(default=math.inf, gt=0, description="likewise")
 
     @field_validator("name")
     @classmethod
@@ -92,10 +129,19 @@ class NodeOptions(BaseModel):
         return self.manifest.run_id
 
 
-def parse_node_options(**values: object) -> NodeOptions:
-    """NodeSettings from a command's options; raises UsageError, one line that names the option."""
+def parse_node_options(
+    flags: "NodeFlags", *, manifest: Manifest, base: Path, folder: Path, more_peers: Sequence[str] = ()
+) -> NodeOptions:
+    """Check a node's command line. Raises UsageError, one line that names the option."""
+    peers = (*(flags.peers or ()), *more_peers)
+    return parse_options(NodeOptions, flags, manifest=manifest, base=base, folder=folder, peers=peers)
+
+
+def parse_options(kind: type[Options], flags: "MachineFlags", **values: object) -> Options:
+    """Check the flags that were given, and other values, as options of that kind. Raises UsageError."""
+    given = {name: value for name, value in asdict(flags).items() if value not in (None, [])}
     try:
-        return NodeOptions.model_validate(values)
+        return kind.model_validate(given | values)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         option = "--" + str(fault["loc"][0] if fault["loc"] else "options").replace("_", "-").replace("peers", "peer")

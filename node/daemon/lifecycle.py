@@ -18,7 +18,7 @@ import torch
 
 from node.daemon.node import Node
 from node.monitoring.metrics import serve_metrics
-from node.options import NodeOptions, threads_per_process
+from node.options import NodeOptions
 from node.process import raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
 from node.run_dir import RunDir
@@ -70,8 +70,7 @@ class Daemon:
             loop.add_signal_handler(number, self._signalled)
         async with AsyncExitStack() as stack:
             at_work = stack.enter_context(start_workers())
-            threads = self._settings.threads or threads_per_process(1)
-            loop.set_default_executor(ThreadPoolExecutor(1 + threads, thread_name_prefix="disk"))
+            loop.set_default_executor(ThreadPoolExecutor(1 + self._settings.thread_count, thread_name_prefix="disk"))
             node = await Node.build(self._settings, self._folder, at_work, random.Random(os.urandom(16)))
             stack.push_async_callback(node.transport.stop)
             await node.open()

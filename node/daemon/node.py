@@ -37,7 +37,7 @@ from node.model import initial_weights, shape_table
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import COMPUTE_ACTIVITIES, NodeStatus, sum_seconds
 from node.monitoring.status_reporter import StatusReporter
-from node.options import NodeOptions, threads_per_process
+from node.options import NodeOptions
 from node.run_dir import RunDir, reuse_last_port
 from node.workers import BackgroundTasks, Workers
 from optim.kernels.warmup import warm_up
@@ -201,7 +201,7 @@ class Node:
 
     def _build_round(self, method: Method) -> None:
         manifest, work = self._settings.manifest, self._workers.compute
-        process = TrainerProcess(self.shared_memory, self._trainer_config)
+        process = TrainerProcess(self.shared_memory, self._trainer_config())
         self._pacing = build_pacing(manifest, self._program)
         self.trainer = TrainerLink(
             self.peer_id,
@@ -369,11 +369,8 @@ class Node:
             base=str(settings.base),
             blobs=str(self._folder.blobs),
             peer_id=self.peer_id,
-            device=settings.device,
-            threads=settings.threads or threads_per_process(1),
-            memory=settings.memory,
-            pause_when_busy=settings.pause_when_busy,
-            round=self.trainer.round,
+            options=settings.for_trainer,
+            round=self.replica.chain.round,
             validation_tokens=VALIDATION_TOKENS,
         )
 

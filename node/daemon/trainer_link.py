@@ -105,7 +105,7 @@ class TrainerLink:
         return self._round
 
     async def start(self, round_number: int, shared: Sequence[Tensor]) -> None:
-        self._round = self._applied_round = round_number
+        self._round = self._process.round = self._applied_round = round_number
         self._shared_memory.write_anchor(round_number, shared)
         await self._process.start()
         self._running = True
@@ -151,7 +151,7 @@ class TrainerLink:
             line = f"the trainer has not adopted round {self._round} for {APPLY_ANCHOR_SECONDS:g} s"
             self._record_recovered("not adopted", line)
         await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
-        self._round = round_number
+        self._round = self._process.round = round_number
         self.contributions.on_round(round_number)  # a message may have come while the copy was under way
         # On another chain the number may be lower, and is not adopted yet for all that.
         self._applied_round = min(self._applied_round, round_number - 1)

@@ -26,19 +26,19 @@ from node.dashboard.service import (
     build_announcement,
     serve_dashboard,
 )
+from node.flags import NodeFlags
 from node.from_manifest import build_program
 from node.join.public_runs import packaged_peers
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.logs import configure_logs
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.status import NodeStatus
-from node.options import LISTEN_ON_ALL_INTERFACES, NodeOptions, parse_node_options
+from node.options import NodeOptions, parse_node_options
 from node.paths import host_dir
 from node.process import raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically
 from node.run_dir import RunDir
 from node.trainer.device import require_usable_device
-from node.units import parse_rate, parse_size
 from protocol.errors import DataError
 from protocol.identity import Identity
 from protocol.manifest import load_manifest
@@ -84,53 +84,33 @@ logger = logging.getLogger(__name__)
 LEAVE_SECONDS = 3.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HostOptions:
-    """What the command line asked for; None: not said."""
+    """The command line of `murmur host`. `None` means not given."""
 
     run: Path
-    folder: Path | None
+    folder: Path | None = None
     http: str
-    public_url: str | None
-    public: bool
-    train: bool
-    peers: tuple[str, ...]
-    listen: tuple[str, ...]
-    name: str
-    device: str
-    threads: int | None
-    memory: str | None
-    pause_when_busy: bool
-    log_json: bool
-    upload: str | None = None
-    download: str | None = None
-    direct: str = "0"
+    public_url: str | None = None
+    public: bool = False
+    train: bool = False
+    flags: NodeFlags = NodeFlags()
 
 
 def host(options: HostOptions) -> None:
-    """Until Ctrl-C. Raises MurmurError."""
+    """Serve the run until Ctrl-C. Raises MurmurError."""
     manifest = load_manifest(options.run)
     build_program(manifest)  # a method that does not exist must not claim the folder
     door = DashboardAddress.parse(options.http, options.public_url)
     settings = parse_node_options(
+        options.flags,
         manifest=manifest,
         base=options.run.parent.resolve(),
         folder=(options.folder or host_dir(manifest)).resolve(),
-        peers=options.peers,
-        listen=options.listen or (LISTEN_ON_ALL_INTERFACES,),
-        direct=options.direct,
-        name=options.name,
-        device=options.device,
-        threads=options.threads,
-        memory=parse_size(options.memory, "--memory") if options.memory else None,
-        pause_when_busy=options.pause_when_busy,
-        log_json=options.log_json,
-        upload=parse_rate(options.upload, "--upload"),
-        download=parse_rate(options.download, "--download"),
     )
     if options.train:
         require_usable_device(settings)
-    configure_logs(options.log_json)
+    configure_logs(settings.log_json)
     asyncio.run((_host_and_train if options.train else _host_and_observe)(settings, door, options.public))
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from node.options import Device
+from node.options import TrainerOptions
 from protocol.errors import MalformedError
 
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024
@@ -43,10 +43,7 @@ class TrainerConfig(_IpcMessage):
     base: str = Field(description="folder against which the manifest's data paths are resolved")
     blobs: str = Field(default="", description="folder of the blob store, in which earlier messages lie")
     peer_id: str
-    device: Device = "auto"
-    threads: int = Field(default=1, ge=1)
-    memory: int | None = Field(default=None, ge=1, description="bytes that the trainer keeps to")
-    pause_when_busy: bool = Field(default=False, description="stand back while others use the device")
+    options: TrainerOptions = TrainerOptions()
     round: int = Field(ge=0, description="whose anchor a trainer without a snapshot starts from")
     validation_tokens: int = Field(default=65_536, ge=1, description="the most one evaluation reads")
 

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -85,15 +85,16 @@ SPIN_LIMITS: Final[Mapping[str, str]] = MappingProxyType({"GOMP_SPINCOUNT": "100
 
 
 class TrainerProcess:
-    """A trainer that is kept alive. `config` is asked at every start, so it may name the round of that moment.
+    """A trainer that is kept alive. Each start sends it `config`, with the `round` of that moment.
 
     The consumer of `messages` sends Adopt again after each Ready that is behind: what was sent to a trainer that
     died is lost.
     """
 
-    def __init__(self, shared_memory: SharedMemory, make_config: Callable[[], TrainerConfig]) -> None:
+    def __init__(self, shared_memory: SharedMemory, config: TrainerConfig) -> None:
         self._shared_memory = shared_memory
-        self._make_config = make_config
+        self._config = config
+        self.round = config.round  # whose anchor a trainer without a snapshot starts from
         self._queue: asyncio.Queue[FromTrainer | None] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         self._run: _Run | None = None
@@ -260,11 +261,11 @@ class TrainerProcess:
         hearing = asyncio.create_task(self._pump_stderr(process), name="stderr of the trainer")
         life = _Run(process, await DaemonChannel.open(ours), hearing)
         with contextlib.suppress(ChannelClosed):  # dead already: listening will tell
-            await life.channel.send(self._make_config())
+            await life.channel.send(self._config.model_copy(update={"round": self.round}))
         return life
 
     async def _execute(self, channel_fd: int) -> asyncio.subprocess.Process:
-        arena_fd, threads = self._shared_memory.fd, str(self._make_config().threads)
+        arena_fd, threads = self._shared_memory.fd, str(self._config.options.thread_count)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "node.trainer"),
             *(str(channel_fd), str(arena_fd), str(os.getpid())),

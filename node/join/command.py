@@ -4,12 +4,13 @@ import asyncio
 import logging
 from pathlib import Path
 
+from node.flags import NodeFlags
 from node.join.invitation import Invitation, check_pin, open_invitation, recall_invitation, save_pin
 from node.monitoring.logs import configure_logs
-from node.options import LISTEN_ON_ALL_INTERFACES, parse_node_options
+from node.options import parse_node_options
 from node.paths import join_dir
 from node.process import rare_garbage_collection
-from node.units import format_count, parse_rate, parse_size
+from node.units import format_count
 from protocol.errors import StorageError, UnreachableError
 from protocol.manifest import load_manifest
 from protocol.signing import fingerprint
@@ -17,46 +18,16 @@ from protocol.signing import fingerprint
 logger = logging.getLogger(__name__)
 
 
-def join_run(
-    run: str,
-    folder: Path | None,
-    peers: tuple[str, ...],
-    device: str,
-    name: str,
-    threads: int | None,
-    listen: tuple[str, ...],
-    metrics: str,
-    log_json: bool,
-    insecure: bool = False,
-    memory: str | None = None,
-    pause_when_busy: bool = False,
-    upload: str | None = None,
-    download: str | None = None,
-    direct: str = "0",
-) -> None:
-    """Until the run's target or Ctrl-C. Raises MurmurError."""
-    configure_logs(log_json)
+def join_run(run: str, flags: NodeFlags, *, folder: Path | None = None, insecure: bool = False) -> None:
+    """Take part until the run's target or Ctrl-C. Raises MurmurError."""
+    configure_logs(flags.log_json)
     if "://" in run:
         logger.info("asking %s for the run", run.partition("@")[2] or run)
     invitation = _open_or_recall(run, folder, insecure)
     manifest = invitation.manifest
     own = (folder or join_dir(manifest)).resolve()
     settings = parse_node_options(
-        manifest=manifest,
-        base=invitation.base or own / "data",
-        folder=own,
-        peers=(*peers, *invitation.peers),
-        device=device,
-        name=name,
-        threads=threads,
-        memory=parse_size(memory, "--memory") if memory else None,
-        pause_when_busy=pause_when_busy,
-        listen=listen or (LISTEN_ON_ALL_INTERFACES,),
-        metrics=metrics,
-        direct=direct,
-        log_json=log_json,
-        upload=parse_rate(upload, "--upload"),
-        download=parse_rate(download, "--download"),
+        flags, manifest=manifest, base=invitation.base or own / "data", folder=own, more_peers=invitation.peers
     )
     with rare_garbage_collection():
         from node.daemon.lifecycle import run_node

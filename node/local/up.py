@@ -3,30 +3,30 @@
 import asyncio
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from node import paths
+from node.flags import MachineFlags, to_arguments
 from node.from_manifest import build_program
 from node.local.kill_test import KillTest
 from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
 from node.local.report import SwarmResult, build_report, evaluate_model
 from node.local.swarm_table import SwarmDisplay
-from node.options import LISTEN_ON_LOOPBACK, Device, threads_per_process
+from node.options import LISTEN_ON_LOOPBACK, MachineOptions, parse_options, threads_per_process
 from node.run_dir import RunDir, write_atomically
-from node.units import parse_rate, parse_size
 from protocol.manifest import Manifest, load_manifest
 
 DEFAULT_PEERS = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    """What the command line asked for; None: not said."""
+    """The command line of `murmur up`. `None` means not given."""
 
     run: Path | None = None
     folder: Path | None = None
@@ -35,26 +35,20 @@ class UpOptions:
     recipe: str | None = None
     seed: int | None = None
     drill: bool | None = None
-    device: Device = "auto"
     json: bool = False
-    threads: int | None = None
-    memory: str | None = None
-    pause_when_busy: bool = False
-    upload: str | None = None
-    download: str | None = None
+    flags: MachineFlags = MachineFlags()
 
 
 @dataclass(frozen=True)
 class SwarmConfig:
-    """What will be done, after every default."""
+    """A swarm to run, after every default. `flags`: those of each peer."""
 
     manifest: Manifest
     folder: Path
     peers: int
     drill: bool
-    device: Device
     json: bool
-    join_options: tuple[str, ...] = ()  # options of `murmur join` that spare this machine
+    flags: MachineFlags
 
 
 def up(options: UpOptions) -> int:
@@ -71,28 +65,16 @@ def resolve_options(options: UpOptions) -> SwarmConfig:
     resumed = options.run is None and kept is not None and kept.exists()
     source = kept if resumed and kept else options.run or paths.demo_manifest()
     given = load_manifest(source)
+    parse_options(MachineOptions, options.flags)  # a mistake is found before a peer is started
     peers = options.peers or (given.run.min_peers if resumed else max(DEFAULT_PEERS, given.run.min_peers))
     return SwarmConfig(
         manifest=adapt_manifest(given, source.parent.resolve(), peers, options),
         folder=options.folder or paths.next_swarm_dir(given.run.name),
         peers=peers,
         drill=(options.run is None and not resumed) if options.drill is None else options.drill,
-        device=options.device,
         json=options.json,
-        join_options=_join_options(options, peers),
+        flags=replace(options.flags, threads=options.flags.threads or threads_per_process(peers)),
     )
-
-
-def _join_options(options: UpOptions, peers: int) -> tuple[str, ...]:
-    words = ["--threads", str(options.threads or threads_per_process(peers))]
-    if options.memory is not None:
-        parse_size(options.memory, "--memory")
-        words += ["--memory", options.memory]
-    for option, limit in (("--upload", options.upload), ("--download", options.download)):
-        if limit is not None:
-            parse_rate(limit, option)
-            words += [option, limit]
-    return (*words, *(["--pause-when-busy"] if options.pause_when_busy else []))
 
 
 def _run_swarm(config: SwarmConfig) -> int:
@@ -150,14 +132,6 @@ def build_peer_processes(config: SwarmConfig) -> list[PeerProcess]:
     for index in range(config.peers):
         home = paths.peer_dir(config.folder, index)
         command = [sys.executable, "-m", "node.cli", "join", str(config.folder / "run.toml"), "--dir", str(home)]
-        command += [
-            "--name",
-            home.name,
-            *config.join_options,
-            "--device",
-            config.device,
-            "--listen",
-            LISTEN_ON_LOOPBACK,
-        ]
+        command += ["--name", home.name, *to_arguments(config.flags), "--listen", LISTEN_ON_LOOPBACK]
         found.append(PeerProcess(home.name, home, command))
     return found

@@ -63,8 +63,8 @@ def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int
         config = channel.receive(CONFIG_SECONDS)
         if not isinstance(config, TrainerConfig):
             raise MurmurError(f"the daemon sent no config within {CONFIG_SECONDS:.0f} s; start it again")
-        memory = config.memory
-        torch.set_num_threads(config.threads)
+        memory = config.options.memory
+        torch.set_num_threads(config.options.thread_count)
         manifest = parse_manifest(config.manifest.encode(), "the daemon's manifest")
         program = build_program(manifest)
         Trainer(

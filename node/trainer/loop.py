@@ -89,10 +89,10 @@ class Trainer:
         self._manifest = manifest
         self._shared_memory = shared_memory
         self._channel = channel
-        self._device = choose_device(config.device)
-        self._microbatch = fit_microbatch(manifest, config.memory, self._device.type)
-        limit_memory(config.memory, self._device)
-        self._meter = usage_meter_for(self._device) if config.pause_when_busy else None
+        self._device = choose_device(config.options.device)
+        self._microbatch = fit_microbatch(manifest, config.options.memory, self._device.type)
+        limit_memory(config.options.memory, self._device)
+        self._meter = usage_meter_for(self._device) if config.options.pause_when_busy else None
         self._pause_policy = PausePolicy(self._meter.pause_share, self._meter.resume_share) if self._meter else None
         self._measured_at = -math.inf
         self._model = Llama(manifest.model, self._device)

@@ -13,7 +13,7 @@ from protocol import errors
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay", "doctor")
-LIGHT = {"node", "node.cli", "node.process", "protocol", "protocol.errors"}
+LIGHT = {"node", "node.cli", "node.flags", "node.process", "protocol", "protocol.errors"}
 
 
 def murmur(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from node.options import NodeOptions, parse_node_options, threads_per_process
+from node.flags import NodeFlags
+from node.options import NodeOptions, parse_options, threads_per_process
 from protocol.errors import UsageError
 from protocol.manifest import load_manifest
 
@@ -11,7 +12,8 @@ PEER = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWTest"
 
 
 def settings(**changes: object) -> NodeOptions:
-    return parse_node_options(**{"manifest": MANIFEST, "base": Path(), "folder": Path("here"), **changes})
+    values = {"manifest": MANIFEST, "base": Path(), "folder": Path("here"), **changes}
+    return parse_options(NodeOptions, NodeFlags(), **values)
 
 
 def test_defaults() -> None:

@@ -43,6 +43,7 @@ class ScriptedProcess:
         self.heard: list[ToTrainer] = []
         self.failure: Exception | None = None
         self.stopped = False
+        self.round = 0
         self._queue: asyncio.Queue[FromTrainer | None] = asyncio.Queue()
 
     async def start(self) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from node.dashboard.command import HostOptions, host
+from node.flags import NodeFlags
 from protocol.errors import ManifestError
 from tests.node.small_run import MANIFEST
 
@@ -13,10 +14,5 @@ def test_a_method_that_does_not_exist_claims_nothing(tmp_path: Path) -> None:
     run, folder = tmp_path / "run.toml", tmp_path / "host"
     run.write_text(MANIFEST.to_toml().replace('recipe = "', 'recipe = "x'))
     with pytest.raises(ManifestError, match="did you mean"):
-        host(
-            HostOptions(
-                run, folder, "127.0.0.1:0", None, public=False, train=False, peers=(), listen=(), name="", device="cpu",
-                threads=None, memory=None, pause_when_busy=False, log_json=False,
-            )
-        )  # fmt: skip
+        host(HostOptions(run=run, folder=folder, http="127.0.0.1:0", flags=NodeFlags(device="cpu")))
     assert not folder.exists()

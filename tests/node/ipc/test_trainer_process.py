@@ -258,7 +258,7 @@ async def test_ten_in_a_row_leave_nothing(bench: ProcessHarness, scripted: Path)
     scripted.write_text(SAY + "while (data := channel.recv(1 << 20)) and b'stop' not in data: pass")
     before, files = psutil.Process().children(), psutil.Process().num_fds()
     for _ in range(10):
-        trainer = TrainerProcess(bench.arena, bench.config)
+        trainer = TrainerProcess(bench.arena, bench.config())
         await trainer.start()
         await trainer.stop()
     assert psutil.Process().children() == before

@@ -1,10 +1,12 @@
 """What `join` makes of its arguments."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from node.daemon import lifecycle
+from node.flags import NodeFlags
 from node.join import command
 from node.join.invitation import Invitation, save_pin
 from node.options import LISTEN_ON_ALL_INTERFACES, NodeOptions
@@ -12,6 +14,8 @@ from protocol.errors import ManifestError, MissingFileError, UnreachableError
 from protocol.identity import Identity
 from protocol.signing import sign_manifest
 from tests.node.small_run import MANIFEST
+
+FLAGS = NodeFlags(device="cpu", name="me", threads=2, metrics=":0")
 
 
 @pytest.fixture
@@ -29,8 +33,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeOptions]:
 def test_paths_are_resolved_and_the_node_listens_everywhere(started: list[NodeOptions], tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(MANIFEST.to_toml())
-    command.join_run(str(run), tmp_path / "a" / ".." / "b", (), "cpu", "me", 2, (), ":0", False)
-    command.join_run(str(run), None, (), "cpu", "me", None, ("/ip4/127.0.0.1/tcp/1",), ":0", False)
+    command.join_run(str(run), FLAGS, folder=tmp_path / "a" / ".." / "b")
+    command.join_run(str(run), replace(FLAGS, listen=["/ip4/127.0.0.1/tcp/1"]))
     assert started[0].manifest == MANIFEST and started[0].base == tmp_path.resolve()
     assert started[0].folder == tmp_path.resolve() / "b"
     assert started[0].listen == (LISTEN_ON_ALL_INTERFACES,) and started[1].listen == ("/ip4/127.0.0.1/tcp/1",)
@@ -39,7 +43,7 @@ def test_paths_are_resolved_and_the_node_listens_everywhere(started: list[NodeOp
 
 def test_a_run_that_is_not_there(started: list[NodeOptions], tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
-        command.join_run(str(tmp_path / "none.toml"), None, (), "cpu", "", None, (), ":0", False)
+        command.join_run(str(tmp_path / "none.toml"), FLAGS)
     assert not started
 
 
@@ -49,7 +53,7 @@ def test_a_method_that_does_not_exist_claims_nothing(started: list[NodeOptions],
     run = tmp_path / "run.toml"
     run.write_bytes(sign_manifest(MANIFEST.model_copy(update={"method": method}), Identity.create()))
     with pytest.raises(ManifestError, match="did you mean 'diloco'"):
-        command.join_run(str(run), tmp_path / "node", (), "cpu", "", None, (), ":0", False)
+        command.join_run(str(run), FLAGS, folder=tmp_path / "node")
     assert not started and not (tmp_path / "node").exists()
 
 
@@ -59,7 +63,7 @@ def test_a_host_that_is_gone_keeps_nobody_from_coming_back(
     url, folder = "http://127.0.0.1:9/run.toml", tmp_path / "node"
 
     def join_again() -> None:
-        command.join_run(url, folder, (), "cpu", "", None, (), ":0", False)
+        command.join_run(url, FLAGS, folder=folder)
 
     with pytest.raises(UnreachableError):
         join_again()

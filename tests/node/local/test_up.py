@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import node.local.up
+from node.flags import MachineFlags
 from node.local.peer_process import PeerProcess
 from node.local.report import ModelEvaluation
 from node.local.up import UpOptions, adapt_manifest, build_peer_processes, resolve_options, up
@@ -56,11 +57,11 @@ def test_command_line_changes_the_run(tmp_path: Path) -> None:
 
 
 def test_limits_are_passed_to_every_peer_and_checked_before_one_starts() -> None:
-    limited = resolve_options(UpOptions(run=TEST_RUN, upload="20mbit", download="1MB"))
+    limited = resolve_options(UpOptions(run=TEST_RUN, flags=MachineFlags(upload="20mbit", download="1MB")))
     for peer in build_peer_processes(limited):
         assert "--upload 20mbit --download 1MB" in " ".join(peer._command)
     with pytest.raises(UsageError, match="--upload: '20mb' is no rate"):
-        resolve_options(UpOptions(run=TEST_RUN, upload="20mb"))
+        resolve_options(UpOptions(run=TEST_RUN, flags=MachineFlags(upload="20mb")))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,9 @@ def test_a_folder_goes_on_with_its_own_manifest(tmp_path: Path) -> None:
 
 
 def test_commands_of_the_peers(tmp_path: Path) -> None:
-    processes = build_peer_processes(resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path, device="cpu")))
+    processes = build_peer_processes(
+        resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path, flags=MachineFlags(device="cpu")))
+    )
     assert [process.name for process in processes] == ["peer-0", "peer-1", "peer-2"]
     command = " ".join(processes[1]._command)
     assert f"-m node.cli join {tmp_path}/run.toml --dir {tmp_path}/peer-1 --name peer-1 --threads" in command
@@ -101,11 +104,11 @@ def test_commands_of_the_peers(tmp_path: Path) -> None:
 
 
 def test_peers_are_told_to_spare_this_machine(tmp_path: Path) -> None:
-    wish = UpOptions(run=TEST_RUN, folder=tmp_path, threads=3, memory="2GB", pause_when_busy=True)
+    wish = UpOptions(run=TEST_RUN, folder=tmp_path, flags=MachineFlags(threads=3, memory="2GB", pause_when_busy=True))
     command = " ".join(build_peer_processes(resolve_options(wish))[0]._command)
     assert "--threads 3 --memory 2GB --pause-when-busy --device" in command
     with pytest.raises(UsageError, match="--memory: 'much' is no size"):
-        resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path, memory="much"))
+        resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path, flags=MachineFlags(memory="much")))
 
 
 def test_a_folder_of_another_run_or_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None:

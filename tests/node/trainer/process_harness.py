@@ -12,6 +12,7 @@ from node.ipc.channel import FromTrainer, TrainerConfig
 from node.ipc.shared_memory import SharedLayout, SharedMemory
 from node.ipc.trainer_process import TrainerProcess
 from node.model import initial_weights
+from node.options import TrainerOptions
 from protocol.manifest import Manifest, parse_manifest
 
 torch.set_num_threads(1)
@@ -57,7 +58,7 @@ class ProcessHarness:
         learning_rate: float = 1e-2,
         **own: object,
     ) -> None:
-        """`own`: fields of Config, what one machine decides for itself."""
+        """`own`: fields of TrainerConfig, and of the options in it."""
         self.folder = folder
         self._own = own
         (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
@@ -69,20 +70,22 @@ class ProcessHarness:
         self.program = build_program(self.manifest)
         self.arena = SharedMemory.create(SharedLayout.of(self.program))
         self.arena.anchor(0).copy_(initial_weights(self.manifest.model, 0))
-        self.trainer = TrainerProcess(self.arena, self.config)
+        self.trainer = TrainerProcess(self.arena, self.config())
         self.seen: list[FromTrainer] = []
         self._messages: AsyncIterator[FromTrainer] = self.trainer.messages()
 
     def config(self) -> TrainerConfig:
-        values = {
+        values: dict[str, object] = {
             "manifest": self.manifest.to_toml(),
             "base": str(self.folder),
             "peer_id": "12D3KooWtest",
-            "device": "cpu",
             "round": 0,
             "validation_tokens": 512,
         }
-        return TrainerConfig.model_validate(values | self._own)
+        options: dict[str, object] = {"device": "cpu", "threads": 1}
+        for name, value in self._own.items():
+            (options if name in TrainerOptions.model_fields else values)[name] = value
+        return TrainerConfig.model_validate({**values, "options": options})
 
     async def until(self, kind: type[M], deadline: float = DEADLINE) -> M:
         """The next message of that kind; those before it are kept in `seen`."""

@@ -1,0 +1,107 @@
+"""Command-line flags that `up`, `join` and `host` share; each is declared once, as a field.
+
+A field becomes an option of every command that takes its class (`expand_flags`), is checked by the field of the same
+name in `node.options`, and `up` passes it on to the peers that it starts (`to_arguments`).
+Nothing heavy is imported here: `murmur --help` answers at once.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+from typer.models import OptionInfo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachineFlags:
+    """What a trainer and its daemon may use of this machine, as typed. `None` means not given."""
+
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="of each trainer, and of its daemon's work; default: all cores, shared in `up`"),
+    ] = None
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="of each trainer, such as 4GB; microbatches shrink to fit")
+    ] = None
+    pause_when_busy: Annotated[
+        bool, typer.Option("--pause-when-busy", help="train only while other programs leave the device alone")
+    ] = False
+    upload: Annotated[str | None, typer.Option(metavar="RATE", help="send no more than so much: 20mbit, 2.5MB")] = None
+    download: Annotated[str | None, typer.Option(metavar="RATE", help="receive no more than so much")] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to train")] = "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeFlags(MachineFlags):
+    """The flags of a node that runs in this process."""
+
+    peers: Annotated[
+        list[str] | None, typer.Option("--peer", metavar="MULTIADDR", help="ask this peer first; repeatable")
+    ] = None
+    name: Annotated[str, typer.Option(help="shown to the others")] = ""
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MULTIADDR", help="take connections there; default /ip4/0.0.0.0/tcp/0; repeatable"),
+    ] = None
+    direct: Annotated[
+        str,
+        typer.Option(metavar="PORT|off", help="for direct TLS connections, at the hosts of --listen; 0: a free one"),
+    ] = "0"
+    metrics: Annotated[str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")] = "127.0.0.1:0"
+    log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False
+
+
+def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter of `command` that is a class of flags by one keyword parameter for each of its fields."""
+    parameters: list[inspect.Parameter] = []
+    classes: dict[str, Any] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if dataclasses.is_dataclass(parameter.annotation):
+            classes[parameter.name] = parameter.annotation
+            parameters += _field_parameters(parameter.annotation)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def expanded(**values: Any) -> None:
+        for name, flags in classes.items():
+            values[name] = flags(**{field.name: values.pop(field.name) for field in dataclasses.fields(flags)})
+        command(**values)
+
+    expanded.__name__ = command.__name__
+    expanded.__doc__ = command.__doc__
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return expanded
+
+
+def to_arguments(flags: MachineFlags) -> list[str]:
+    """Return the flags as words of a command line."""
+    words: list[str] = []
+    hints = get_type_hints(type(flags), include_extras=True)
+    for field in dataclasses.fields(flags):
+        option, value = _option_name(field.name, hints[field.name]), getattr(flags, field.name)
+        if value is True:
+            words.append(option)
+        elif value is not None and value is not False:
+            for each in value if isinstance(value, list) else [value]:
+                words += [option, str(each)]
+    return words
+
+
+def _field_parameters(flags: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(flags, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(flags)
+    ]
+
+
+def _option_name(field: str, hint: Any) -> str:
+    """Return the name that the field's typer.Option gives it, which typer keeps as `default` in an Annotated."""
+    declared = (mark.default for mark in hint.__metadata__ if isinstance(mark, OptionInfo))
+    named = next((name for name in declared if isinstance(name, str)), field.replace("_", "-"))
+    return f"--{named.removeprefix('--')}"
