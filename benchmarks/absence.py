@@ -29,7 +29,7 @@ from benchmarks.endurance.run_control import make_manifest
 from node.data import open_source, validation_batches
 from node.from_manifest import build_program
 from node.ipc.channel import ContributionOutcome
-from node.model import Llama, initial_weights
+from node.model import build_model, initial_weights
 from node.simulation.measurement import VALIDATION_TOKENS
 from node.simulation.virtual_trainer import VirtualTrainer
 from node.trainer.inner_step import validation_loss
@@ -68,7 +68,7 @@ class Peers:
         self._agreed.anchor = weights
         self._learners = [
             VirtualTrainer(
-                Llama(manifest.model),
+                build_model(manifest.model),
                 manifest,
                 self._program,
                 corpus,
@@ -79,7 +79,7 @@ class Peers:
             )
             for i in range(PEERS)
         ]
-        self._examiner = Llama(manifest.model)
+        self._examiner = build_model(manifest.model)
         self._held_out = validation_batches(corpus, manifest.model.context, VALIDATION_TOKENS)
 
     def round(self, present: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 
-from node.model.shapes import shape_table
+from node.model import shape_table
 from optim.compose import compose
 from optim.errors import OptimError
 from optim.method import Method

@@ -1,7 +1,7 @@
 """The run manifest: one TOML file that says everything about a run, parsed, checked and named by its hash.
 
 The run id is the SHA-256 of the canonical form: sorted JSON of every value, defaults filled in, without the
-bootstrap addresses (they are hints, and may change while the run lives).
+bootstrap addresses (they are hints, and may change while the run lives) and without `model.kind` if it is the default.
 """
 
 import difflib
@@ -23,6 +23,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 500  # on one line: the time to parse a dotted key grows with the square of its parts
 MAX_SHOWN_CHARACTERS = 80
+DEFAULT_MODEL_KIND = "llama"
 
 
 class Section(BaseModel):
@@ -41,8 +42,9 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """A Llama-type decoder. Sizes in elements."""
+    """The language model. Sizes in elements."""
 
+    kind: Name = Field(default=DEFAULT_MODEL_KIND, description="family of models; the node knows which exist")
     vocabulary: int = Field(default=256, ge=2, le=2**20)
     width: int = Field(ge=8, le=2**16)
     layers: int = Field(ge=1, le=1024)
@@ -157,6 +159,8 @@ class Manifest(Section):
     def canonical(self) -> bytes:
         values = self.model_dump(mode="json")
         del values["run"]["bootstrap"]
+        if self.model.kind == DEFAULT_MODEL_KIND:
+            del values["model"]["kind"]  # runs older than this key keep their id
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     @property

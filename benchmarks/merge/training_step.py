@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from node.data import BatchReader, open_source
-from node.model import Llama, initial_weights
+from node.model import build_model, initial_weights
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from optim.inner.adamw import AdamW
 from protocol.manifest import load_manifest
@@ -18,7 +18,7 @@ class Stepper:
     def __init__(self, path: Path, rank: int, device: str = "cpu") -> None:
         manifest = load_manifest(path)
         self._train = manifest.train
-        self._model = Llama(manifest.model, device)
+        self._model = build_model(manifest.model, device)
         self._model.load_flat(initial_weights(manifest.model, manifest.run.seed))
         self._optimizer = InnerOptimizer(self._model, manifest.train, AdamW())
         corpus = open_source(manifest.data, path.parent)
@@ -29,7 +29,7 @@ class Stepper:
     def gradient(self) -> Tensor:
         """Of the next batch, flat fp32; what is changed in it is what `apply` applies."""
         accumulate_gradient(self._model, self._reader.next_batch(self._sequences), self._train.microbatch)
-        gradient = self._model.flat.grad
+        gradient = self._model.flat_gradient
         assert gradient is not None
         return gradient
 

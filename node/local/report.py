@@ -23,7 +23,7 @@ from node.checkpoints.checkpoint import load_trained_weights
 from node.data.batches import validation_batches
 from node.data.source import open_source
 from node.local.swarm_summary import PeerTotals, compute_share
-from node.model import Llama, initial_weights
+from node.model import build_model, initial_weights
 from node.model.export import export
 from node.model.generate import generate
 from node.paths import find_newest_checkpoint, find_trained_dir
@@ -182,7 +182,7 @@ def evaluate_model(manifest: Manifest, swarm_dir: Path) -> ModelEvaluation:
 def validation_losses(manifest: Manifest, base: Path, *weights: Tensor) -> list[float]:
     """Mean loss in nats a token over the held-out text, for each flat vector of weights."""
     batches = validation_batches(open_source(manifest.data, base), manifest.model.context, VALIDATION_TOKENS)
-    model = Llama(manifest.model)
+    model = build_model(manifest.model)
     losses = []
     for flat in weights:
         model.load_flat(flat)

@@ -1,4 +1,4 @@
-"""The model as a Hugging Face folder: what `LlamaForCausalLM.from_pretrained` and `AutoTokenizer` load as they are.
+"""The model as a Hugging Face folder: what `AutoModelForCausalLM` and `AutoTokenizer` load as they are.
 
 A byte-level run gets a tokenizer whose 256 tokens are the bytes in order; any other run its own tokenizer.json.
 The folder is written beside its place and renamed, so a folder that exists is complete.
@@ -12,8 +12,7 @@ from typing import Any
 
 from node.checkpoints.checkpoint import TrainedWeights, load_trained_weights
 from node.checkpoints.tensor_file import write_tensors
-from node.model import shape_table
-from node.model.llama import NORM_EPSILON
+from node.model.families import model_family, shape_table
 from node.run_dir import tokenizer_path
 from protocol.errors import MissingFileError, StorageError, UsageError
 from protocol.manifest import Manifest
@@ -22,7 +21,7 @@ Json = dict[str, Any]
 
 
 def export(run_dir: Path, out: Path) -> None:
-    """Write the newest whole checkpoint of the node in `run_dir` as a Hugging Face Llama folder, `out`.
+    """Write the newest whole checkpoint of the node in `run_dir` as a Hugging Face folder, `out`.
 
     UsageError when `out` holds something already; MissingFileError and CheckpointError when there is nothing to export.
     """
@@ -43,12 +42,12 @@ def export(run_dir: Path, out: Path) -> None:
 
 def _write_model(folder: Path, trained: TrainedWeights, tokenizer: str) -> None:
     manifest = trained.manifest
-    views = shape_table(manifest.model).views(trained.anchor)
+    family, views = model_family(manifest.model), shape_table(manifest.model).views(trained.anchor)
     weights = folder / "model.safetensors"
-    write_tensors(weights, views, {"format": "pt"})
+    write_tensors(weights, {family.hugging_face_name(name): view for name, view in views.items()}, {"format": "pt"})
     weights.chmod(0o644)
     texts = {
-        "config.json": _to_json(_hf_config(manifest)),
+        "config.json": _to_json(family.hugging_face_config(manifest.model)),
         "generation_config.json": _to_json({"do_sample": True, "temperature": 0.8, "bos_token_id": None}),
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": _to_json(_tokenizer_config(manifest)),
@@ -56,33 +55,6 @@ def _write_model(folder: Path, trained: TrainedWeights, tokenizer: str) -> None:
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-
-
-def _hf_config(manifest: Manifest) -> Json:
-    model = manifest.model
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": model.vocabulary,
-        "hidden_size": model.width,
-        "intermediate_size": model.hidden,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads or model.heads,
-        "head_dim": model.width // model.heads,
-        "max_position_embeddings": model.context,
-        # transformers 4 reads the first of these two, transformers 5 the second.
-        "rope_theta": model.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "rms_norm_eps": NORM_EPSILON,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": model.tied,
-        "torch_dtype": "float32",
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
 
 
 def _read_tokenizer_json(run_dir: Path, manifest: Manifest) -> str:
@@ -139,10 +111,11 @@ def _tokenizer_config(manifest: Manifest) -> Json:
 
 def _model_card(trained: TrainedWeights) -> str:
     manifest = trained.manifest
+    title, parameters = model_family(manifest.model).title, trained.anchor.numel()
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
         f"# {manifest.run.name}\n\n"
-        f"A Llama-type model of {trained.anchor.numel():,} parameters, trained by many peers with Murmuration: "
+        f"A {title}-type model of {parameters:,} parameters, trained by many peers with Murmuration: "
         f"recipe {manifest.method.recipe}, round {trained.round}, run `{manifest.run_id}`.\n"
     )
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from node.checkpoints.checkpoint import load_trained_weights
 from node.data.tokenizer import load_tokenizer_file
-from node.model import Llama
+from node.model.families import build_model
+from node.model.interface import LanguageModel
 from node.monitoring.logs import sanitize
 from node.run_dir import tokenizer_path
 from protocol.errors import UsageError
@@ -84,7 +85,7 @@ def generate(
     trained = load_trained_weights(run_dir)
     config = trained.manifest.model
     codec = _open_text_codec(run_dir, trained.manifest)
-    model = Llama(config)
+    model = build_model(config)
     model.load_flat(trained.anchor)
     start = codec.encode(prompt or "\n")  # the model continues something, be it a line break
     if not start:
@@ -97,7 +98,12 @@ def generate(
 
 
 def sample_tokens(
-    model: Llama, prompt: Sequence[int], temperature: float, top_k: int | None, seed: int, vocabulary_size: int
+    model: LanguageModel,
+    prompt: Sequence[int],
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    vocabulary_size: int,
 ) -> Iterator[int]:
     """Tokens below `vocabulary` that continue `prompt` (at least one token), without end; equal seeds, equal tokens."""
     generator = torch.Generator().manual_seed(seed)

@@ -5,8 +5,7 @@ torch's normal generator does not promise that across instruction sets. So: the 
 values NumPy keeps fixed), one stream a parameter, four 16-bit uniforms added up exactly, and one fp32 multiplication.
 The sum of four uniforms (Irwin-Hall) is a bell of bounded width: it ends at 3.46 standard deviations.
 
-Matrices have standard deviation 0.02; those that write into the residual stream 0.02 / sqrt(2 layers), as in GPT-2,
-so that the stream's variance at the start does not grow with depth. Gains of the norms are 1.
+The model family gives the standard deviation of each matrix. Gains of the norms are 1.
 """
 
 import hashlib
@@ -17,10 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from node.model.shapes import shape_table
+from node.model.families import model_family, shape_table
 from protocol.manifest import ModelSection
 
-STANDARD_DEVIATION = 0.02
 CHUNK_ELEMENTS = 2**20  # elements drawn at a time: bounds the working memory to a few 8 MiB arrays
 
 SUM_MEAN = 4 * 65535 // 2
@@ -29,17 +27,12 @@ SUM_DEVIATION = math.sqrt(4 * (65536**2 - 1) / 12)
 
 def initial_weights(config: ModelSection, seed: int) -> Tensor:
     """The weights of round 0: a flat fp32 vector (numel,) on the CPU, a function of the shapes and the seed alone."""
-    table = shape_table(config)
+    family, table = model_family(config), shape_table(config)
     flat = torch.ones(table.numel)
     for name, view in table.views(flat).items():
         if view.ndim == 2:
-            _fill_irwin_hall(view.view(-1), _standard_deviation(name, config.layers), _stream_key(seed, name))
+            _fill_irwin_hall(view.view(-1), family.standard_deviation(config, name), _stream_key(seed, name))
     return flat
-
-
-def _standard_deviation(name: str, layers: int) -> float:
-    writes_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return STANDARD_DEVIATION / math.sqrt(2 * layers) if writes_to_stream else STANDARD_DEVIATION
 
 
 def _stream_key(seed: int, name: str) -> int:

@@ -1,164 +1,289 @@
-"""A Llama decoder (arXiv 2302.13971) whose weights are ONE flat fp32 parameter.
+"""Llama decoders (arXiv 2302.13971).
 
 RMSNorm (1910.07467), rotary positions (2104.09864, the two halves of a head paired as Hugging Face does), SwiGLU
-(2002.05202), grouped-query attention (2305.13245). The optimizer sees a single tensor, `Llama.flat`, in the order of
-the shape table: loading, storing and clipping are one operation, and a fused AdamW over one tensor costs a fraction of
-one over dozens of small ones. `forward` cuts it into views with one `split`, whose gradient is one concatenation.
+(2002.05202), grouped-query attention (2305.13245).
 
 Letters in comments: B sequences, T tokens, W width, N heads, K heads of keys and values, D width of a head.
-
-The same model for long comparisons on a processor: compiled, its matrix products in bf16.
-
-On a processor with bf16 matrix units a training step of a small model takes a third of the time. Its losses differ from
-those of `Llama` by rounding, as they do on accelerators, which train in bf16 too. Compiling needs a C++ compiler and
-takes some seconds, once for all models of one shape.
 """
 
 import math
-import os
-import shutil
-from typing import Final
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from node.model.shapes import shape_table
+from node.model.interface import Block, LanguageModel, ModelFamily
+from node.model.joined_weights import join_rows
+from node.model.shapes import Entry, ShapeTable
 from protocol.manifest import ModelSection
 
 NORM_EPSILON = 1e-5
+STANDARD_DEVIATION = 0.02
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+OUTPUT = "lm_head.weight"
 
 
-class Llama(nn.Module):
-    """`flat` (numel,) fp32 on `device` is the only parameter; it starts at zero: `load_flat` gives it values.
+class LlamaFamily(ModelFamily):
+    kind = "llama"
+    title = "Llama"
 
-    The matrix products run in fp32, or in bf16 under `torch.autocast`; norms, positions and the loss stay in fp32.
-    """
+    def blocks(self, config: ModelSection) -> Iterator[tuple[Entry, ...]]:
+        yield ((EMBEDDING, (config.vocabulary, config.width)),)
+        for layer in range(config.layers):
+            yield tuple((f"model.layers.{layer}.{name}.weight", shape) for name, shape in _layer_entries(config))
+        output = () if config.tied else ((OUTPUT, (config.vocabulary, config.width)),)
+        yield ((FINAL_NORM, (config.width,)), *output)
+
+    def build(self, config: ModelSection, device: torch.device | str = "cpu") -> LanguageModel:
+        return Llama(config, device)
+
+    def build_compiled(self, config: ModelSection) -> LanguageModel:
+        return CompiledLlama(config)
+
+    def standard_deviation(self, config: ModelSection, name: str) -> float:
+        """Return 0.02, as in GPT-2, and less for matrices that write into the residual stream.
+
+        They get 0.02 / sqrt(2 layers), so that the stream's variance at the start does not grow with depth.
+        """
+        writes_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+        return STANDARD_DEVIATION / math.sqrt(2 * config.layers) if writes_to_stream else STANDARD_DEVIATION
+
+    def activation_bytes(self, config: ModelSection) -> float:
+        """Apply the formula of Korthikanti et al. (arXiv 2205.05198, section 4) to all layers."""
+        layer = config.context * config.width * (34 + 5 * config.heads * config.context / config.width)
+        return config.layers * layer
+
+    def hugging_face_config(self, config: ModelSection) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": config.vocabulary,
+            "hidden_size": config.width,
+            "intermediate_size": config.hidden,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads or config.heads,
+            "head_dim": config.width // config.heads,
+            "max_position_embeddings": config.context,
+            # transformers 4 reads the first of these two, transformers 5 the second.
+            "rope_theta": config.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+            "rms_norm_eps": NORM_EPSILON,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": config.tied,
+            "torch_dtype": "float32",
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+
+
+def _layer_entries(config: ModelSection) -> Iterator[Entry]:
+    """Yield the parameters of one layer; matrices that `join_rows` joins are neighbours."""
+    keys = config.width // config.heads * (config.kv_heads or config.heads)
+    yield "self_attn.q_proj", (config.width, config.width)
+    yield "self_attn.k_proj", (keys, config.width)
+    yield "self_attn.v_proj", (keys, config.width)
+    yield "self_attn.o_proj", (config.width, config.width)
+    yield "mlp.gate_proj", (config.hidden, config.width)
+    yield "mlp.up_proj", (config.hidden, config.width)
+    yield "mlp.down_proj", (config.width, config.hidden)
+    yield "input_layernorm", (config.width,)
+    yield "post_attention_layernorm", (config.width,)
+
+
+class _Uninitialised:
+    """Leave the weights alone: `node.model.initialization` computes them, and torch need not."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Linear(_Uninitialised, nn.Linear):
+    """A matrix without bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+
+class Embedding(_Uninitialised, nn.Embedding):
+    """One row for each token id."""
+
+
+class RMSNorm(_Uninitialised, nn.RMSNorm):
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, NORM_EPSILON)
+
+
+class CausalAttention(nn.Module):
+    """The part of attention without weights, shared by all layers: rotary positions and the causal mask."""
 
     cosines: Tensor
     sines: Tensor
 
-    def __init__(self, config: ModelSection, device: torch.device | str = "cpu") -> None:
+    def __init__(self, config: ModelSection, device: torch.device | str) -> None:
         super().__init__()
-        self.config = config
-        self.shapes = shape_table(config)
-        self.flat = nn.Parameter(torch.zeros(self.shapes.numel, device=device))
-        self.matrix_shapes = _list_matrix_shapes(config)
         for name, table in zip(("cosines", "sines"), rotary_tables(config), strict=True):
             self.register_buffer(name, table.to(device), persistent=False)
 
-    def load_flat(self, flat: Tensor) -> None:
-        """Take the weights from `flat` (numel,), fp32 on any device."""
-        with torch.no_grad():
-            self.flat.copy_(flat)
+    def rotate(self, heads: Tensor) -> Tensor:
+        """Apply rotary positions to `heads` (B, T, N, D)."""
+        length = heads.shape[1]
+        return apply_rotary(heads, self.cosines[:length], self.sines[:length])
 
-    def store_flat(self, out: Tensor) -> None:
-        """Copy the weights into `out` (numel,), fp32 on any device."""
-        with torch.no_grad():
-            out.copy_(self.flat)
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """`tokens` (B, T) int64, T at most the context. Without `targets`: logits (B, T, vocabulary).
-
-        With `targets` (B, T) int64: the mean cross entropy in nats a token, a scalar.
-        """
-        # One view a matrix product: query, key and value are one matrix, and so are gate and up.
-        weights = torch.split(self.flat, [rows * columns for rows, columns in self.matrix_shapes])
-        matrices = [piece.view(shape) for piece, shape in zip(weights, self.matrix_shapes, strict=True)]
-        embedding, layers = matrices[0], matrices[1:]
-        stream = F.embedding(tokens, embedding)  # (B, T, W)
-        for layer in range(self.config.layers):
-            stream = self._apply_layer(stream, layers[6 * layer : 6 * layer + 6])
-        final_norm, output = layers[6 * self.config.layers], embedding if self.config.tied else layers[-1]
-        logits = F.linear(rms_norm(stream, final_norm), output)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    def _apply_layer(self, stream: Tensor, matrices: list[Tensor]) -> Tensor:
-        projection, attention_output, gate_up, down, attention_norm, mlp_norm = matrices
-        heads = self._attention(F.linear(rms_norm(stream, attention_norm), projection))
-        stream = stream + F.linear(heads, attention_output)
-        gate, up = F.linear(rms_norm(stream, mlp_norm), gate_up).chunk(2, dim=-1)
-        return stream + F.linear(F.silu(gate) * up, down)
-
-    def _attention(self, projected: Tensor) -> Tensor:
-        """`projected` (B, T, (N + 2K) D) holds query, key and value; the result (B, T, W) the heads' outputs."""
-        batch, length, _ = projected.shape
-        heads, groups = self.config.heads, self.config.kv_heads or self.config.heads
-        split = projected.view(batch, length, heads + 2 * groups, -1)
-        turned = apply_rotary(split[:, :, : heads + groups], self.cosines[:length], self.sines[:length])
-        query, key = torch.split(turned.transpose(1, 2), [heads, groups], dim=1)  # (B, N, T, D), (B, K, T, D)
-        value = split[:, :, heads + groups :].transpose(1, 2)
-        return self._attend(query, key, value).transpose(1, 2).reshape(batch, length, -1)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention: `query` (B, N, T, D), `key` and `value` (B, K, T, D); the result (B, N, T, D)."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Apply causal attention to `query` (B, N, T, D), `key` and `value` (B, K, T, D); return (B, N, T, D)."""
         grouped = key.shape[1] != query.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
-def rms_norm(stream: Tensor, gain: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * gain over the last dimension; `gain` is (1, W)."""
-    return F.rms_norm(stream, (stream.shape[-1],), gain.view(-1), NORM_EPSILON)
+class CompiledCausalAttention(CausalAttention):
+    """The same, written for the compiler on a CPU."""
+
+    future: Tensor
+
+    def __init__(self, config: ModelSection, device: torch.device | str) -> None:
+        super().__init__(config, device)
+        future = torch.full((config.context, config.context), -math.inf, device=device).triu(1)
+        self.register_buffer("future", future, persistent=False)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Apply causal attention, written out: torch's fused one has a slow backward pass in bf16.
+
+        softmax(s) v = exp(s - max s) v / sum exp(s - max s): this divides D values per token instead of T.
+        """
+        heads, length, depth = query.shape[1:]
+        key, value = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (key, value))
+        scores = (query / math.sqrt(depth) @ key.transpose(-1, -2)).float() + self.future[:length, :length]
+        powers = torch.exp(scores - scores.detach().amax(dim=-1, keepdim=True))
+        mixed = (powers.to(value.dtype) @ value).float() / powers.sum(dim=-1, keepdim=True)
+        return mixed.to(value.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of one layer."""
+
+    def __init__(self, config: ModelSection, causal: CausalAttention) -> None:
+        super().__init__()
+        self.heads, self.groups = config.heads, config.kv_heads or config.heads
+        keys = config.width // config.heads * self.groups
+        self.causal = causal
+        self.q_proj = Linear(config.width, config.width)
+        self.k_proj = Linear(config.width, keys)
+        self.v_proj = Linear(config.width, keys)
+        self.o_proj = Linear(config.width, config.width)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """Return what attention adds to the stream; both (B, T, W)."""
+        batch, length, _ = stream.shape
+        heads, groups = self.heads, self.groups
+        projected = F.linear(stream, join_rows(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
+        split = projected.view(batch, length, heads + 2 * groups, -1)
+        rotated = self.causal.rotate(split[:, :, : heads + groups])
+        query, key = torch.split(rotated.transpose(1, 2), [heads, groups], dim=1)  # (B, N, T, D), (B, K, T, D)
+        value = split[:, :, heads + groups :].transpose(1, 2)
+        mixed = self.causal.attend(query, key, value)
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return output
+
+
+class GatedMlp(nn.Module):
+    """SwiGLU of one layer."""
+
+    def __init__(self, config: ModelSection) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.width, config.hidden)
+        self.up_proj = Linear(config.width, config.hidden)
+        self.down_proj = Linear(config.hidden, config.width)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """Return what the MLP adds to the stream; both (B, T, W)."""
+        gate, up = F.linear(stream, join_rows(self.gate_proj.weight, self.up_proj.weight)).chunk(2, dim=-1)
+        output: Tensor = self.down_proj(F.silu(gate) * up)
+        return output
+
+
+class LlamaLayer(nn.Module):
+    """One decoder layer: attention and MLP, each after a norm and added to the stream."""
+
+    def __init__(self, config: ModelSection, causal: CausalAttention) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, causal)
+        self.mlp = GatedMlp(config)
+        self.input_layernorm = RMSNorm(config.width)
+        self.post_attention_layernorm = RMSNorm(config.width)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """Return the new stream; both (B, T, W)."""
+        stream = stream + self.self_attn(self.input_layernorm(stream))
+        stream = stream + self.mlp(self.post_attention_layernorm(stream))
+        return stream
+
+
+class LlamaBody(nn.Module):
+    """Everything but the output matrix; the name of each parameter is Hugging Face's."""
+
+    def __init__(self, config: ModelSection, causal: CausalAttention) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleList(LlamaLayer(config, causal) for _ in range(config.layers))
+        self.norm = RMSNorm(config.width)
+
+
+class Llama(LanguageModel):
+    """The whole decoder."""
+
+    attention_type: type[CausalAttention] = CausalAttention
+
+    def __init__(self, config: ModelSection, device: torch.device | str = "cpu") -> None:
+        super().__init__(config, ShapeTable.from_blocks(LlamaFamily().blocks(config)))
+        causal = self.attention_type(config, device)
+        with torch.device("meta"):
+            self.model = LlamaBody(config, causal)
+            self.lm_head = None if config.tied else Linear(config.width, config.vocabulary)
+        self._place_parameters(device)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return (self.model.embed_tokens, *self.model.layers, self._apply_head)
+
+    def _apply_head(self, stream: Tensor) -> Tensor:
+        output = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(self.model.norm(stream), output.weight)
+
+
+class CompiledLlama(Llama):
+    """The same model for long runs on a CPU: compiled, its matrix products in bf16, its weights in fp32."""
+
+    attention_type = CompiledCausalAttention
+
+    def __init__(self, config: ModelSection) -> None:
+        super().__init__(config)
+        self.compile(dynamic=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits or loss, as `LanguageModel.forward`."""
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(tokens, targets)
 
 
 def apply_rotary(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + D/2}) by the angle of its position: `heads` (B, T, N, D), tables (T, D/2)."""
+    """Rotate each pair (x_i, x_{i + D/2}) by the angle of its position: `heads` (B, T, N, D), tables (T, D/2)."""
     first, second = heads.chunk(2, dim=-1)
     cosines, sines = cosines[:, None], sines[:, None]
-    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
-    return turned.type_as(heads)
+    rotated = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    return rotated.type_as(heads)
 
 
 def rotary_tables(config: ModelSection) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (context, D/2) of position * theta^(-2i / D), in fp32."""
+    """Return cosines and sines (context, D/2) of position * theta^(-2i / D), in fp32."""
     half = config.width // config.heads // 2
     frequencies = config.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
     angles = torch.outer(torch.arange(config.context, dtype=torch.float64), frequencies)
     return angles.cos().float(), angles.sin().float()
-
-
-def _list_matrix_shapes(config: ModelSection) -> list[tuple[int, int]]:
-    """The matrices of `forward`, in the order of the shape table, neighbours that share an input taken together."""
-    width, hidden = config.width, config.hidden
-    projected = width + 2 * (width // config.heads) * (config.kv_heads or config.heads)
-    layer = [(projected, width), (width, width), (2 * hidden, width), (width, hidden), (1, width), (1, width)]
-    output = [] if config.tied else [(config.vocabulary, width)]
-    return [(config.vocabulary, width), *layer * config.layers, (1, width), *output]
-
-
-COMPILERS: Final = ("g++", "clang++")
-
-
-def has_compiler() -> bool:
-    """One that torch would find: CXX, or a usual name."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), *COMPILERS) if name)
-
-
-class CompiledLlama(Llama):
-    """On a processor; its weights are fp32, as `Llama`'s."""
-
-    causal: Tensor
-
-    def __init__(self, config: ModelSection) -> None:
-        super().__init__(config)
-        future = torch.full((config.context, config.context), -math.inf).triu(1)
-        self.register_buffer("causal", future, persistent=False)
-        self.compile(dynamic=False)
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(tokens, targets)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Written out: of torch's fused attention, the backward pass in bf16 is the slowest part of a step.
-
-        softmax(s) v = exp(s - max s) v / sum exp(s - max s): divided are D values a token, not as many as it looks at.
-        """
-        heads, length, depth = query.shape[1:]
-        key, value = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (key, value))
-        scores = (query / math.sqrt(depth) @ key.transpose(-1, -2)).float() + self.causal[:length, :length]
-        powers = torch.exp(scores - scores.detach().amax(dim=-1, keepdim=True))
-        mixed = (powers.to(value.dtype) @ value).float() / powers.sum(dim=-1, keepdim=True)
-        return mixed.to(value.dtype)

@@ -2,12 +2,11 @@
 
 On an accelerator that is its own memory; on a processor, what the trainer's process keeps for itself, beside what it
 shares with the daemon. A parameter takes its weight, gradient, moments and what each update and message need
-besides; a sequence takes the activations of Korthikanti et al. (arXiv 2205.05198, section 4),
-    context * width * layers * (34 + 5 * heads * context / width) bytes in 16 bits; twice that in 32
-and half as much again for the gated layer and the backward pass. The constants are measured, rounded up.
+besides; a sequence takes the activations that the model family names in 16 bits, twice that in 32, and half as much
+again for the gated layer and the backward pass. The constants are measured, rounded up.
 """
 
-from node.model.shapes import shape_table
+from node.model.families import model_family, shape_table
 from protocol.errors import DeviceError
 from protocol.manifest import Manifest
 
@@ -27,9 +26,9 @@ def fixed_bytes(manifest: Manifest, device: str) -> int:
 def sequence_bytes(manifest: Manifest, device: str) -> int:
     """For each sequence of a microbatch."""
     model = manifest.model
-    layer = model.context * model.width * (34 + 5 * model.heads * model.context / model.width)
+    activations = model_family(model).activation_bytes(model)
     logits = 2 * 4 * model.context * model.vocabulary
-    return int(ACTIVATION_FACTOR * (model.layers * layer * BYTES_PER_ACTIVATION[device] / 2 + logits))
+    return int(ACTIVATION_FACTOR * (activations * BYTES_PER_ACTIVATION[device] / 2 + logits))
 
 
 def max_microbatch(manifest: Manifest, free_bytes: float, device: str) -> int:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from node.data import open_source
-from node.model.llama import has_compiler
+from node.model import has_compiler
 from node.run_dir import write_atomically
 from node.simulation import plot, report
 from node.simulation.adversary import LIE_KINDS, Adversaries, LieKind

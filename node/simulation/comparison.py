@@ -50,7 +50,7 @@ class _SharedModel:
         for reader in self._readers:
             accumulate_gradient(self.model, reader.next_batch(self._sequences), self._train.microbatch)
             on_step()
-        gradient = self.model.flat.grad
+        gradient = self.model.flat_gradient
         assert gradient is not None
         gradient /= len(self._readers)
         self._optimizer.step(number)
@@ -70,7 +70,7 @@ def train_data_parallel(
         group.step(step, on_step)
         if recorder.is_due((step + 1) / config.steps):
             tokens = config.target_tokens * (step + 1) // config.steps
-            recorder.record(tokens, seconds * (step + 1), sent * (step + 1), group.model.flat.detach)
+            recorder.record(tokens, seconds * (step + 1), sent * (step + 1), lambda: group.model.flat)
     return SimulationResult(
         validation_loss=recorder.curve[-1].loss,
         bits_per_parameter_step=8.0 * FLOAT_BYTES,
@@ -94,7 +94,7 @@ def train_locally(
         group = _SharedModel(config, corpus, [slot])
         for step in range(config.steps):
             group.step(step, on_step)
-        losses.append(evaluator.loss(group.model.flat.detach()))
+        losses.append(evaluator.loss(group.model.flat))
     loss, seconds = statistics.fmean(losses), config.steps / min(config.speeds)
     return SimulationResult(
         validation_loss=loss,

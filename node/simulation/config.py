@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from node.model import CompiledLlama, Llama, initial_weights
+from node.model import LanguageModel, build_compiled_model, build_model, initial_weights
 from node.simulation.adversary import Adversaries
 from protocol.errors import UsageError
 from protocol.manifest import DataSection, Manifest, MethodSection, ModelSection, RoundSection, RunSection, TrainSection
@@ -32,9 +32,9 @@ class SimulationConfig:
     initial: Tensor | None = None  # the weights that training starts from; None: those of the seed
     compiled: bool = False  # bf16 products, and compiled: worth its start in long runs
 
-    def build_model(self) -> Llama:
+    def build_model(self) -> LanguageModel:
         """One that trains or is examined; its weights are zero yet."""
-        return CompiledLlama(self.manifest.model) if self.compiled else Llama(self.manifest.model)
+        return build_compiled_model(self.manifest.model) if self.compiled else build_model(self.manifest.model)
 
     def start_weights(self) -> Tensor:
         """Flat fp32."""

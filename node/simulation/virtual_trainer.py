@@ -9,7 +9,7 @@ from node.daemon.contributions import SettledContribution
 from node.data import BatchReader, Corpus
 from node.ipc.channel import ContributionHeader, ContributionOutcome
 from node.ipc.shared_memory import SharedLayout, SharedMemory
-from node.model import Llama
+from node.model import LanguageModel
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from node.trainer.schedule import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait
 from node.trainer.state import TrainerState
@@ -26,7 +26,7 @@ class VirtualTrainer:
 
     def __init__(
         self,
-        model: Llama,
+        model: LanguageModel,
         manifest: Manifest,
         planner: RoundPlanner,
         corpus: Corpus,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from node.from_manifest import learning_rate_scale
-from node.model import Llama
+from node.model import LanguageModel
 from node.trainer.device import autocast_context
 from optim.inner.base import InnerStep, InnerUpdateRule
 from protocol.manifest import TrainSection
@@ -23,11 +23,11 @@ class InnerOptimizer:
     """`vectors`: the optimizer's state, flat fp32 on the model's device; it belongs to the trainer's. `began`: local
     steps that the run was old when this trainer joined it; `moments_began`: those that its first moments came from."""
 
-    def __init__(self, model: Llama, train: TrainSection, inner: InnerUpdateRule) -> None:
+    def __init__(self, model: LanguageModel, train: TrainSection, inner: InnerUpdateRule) -> None:
         self._train = train
         self._inner = inner
-        self._parameter = model.flat
-        self._weights = model.flat.detach()
+        self._model = model
+        self._weights = model.flat
         self._layout = model.shapes.layout
         self.age_at_join = self.moments_age_at_join = 0
         sizes = {name: inner.vector_numel(name, self._weights.numel()) for name in inner.vectors}
@@ -38,11 +38,11 @@ class InnerOptimizer:
         return self._inner.lookahead_weights(self._weights, self.vectors, self._step_inputs(step))
 
     def step(self, step: int) -> bool:
-        """Apply the gradient in `flat.grad` as inner step `step`; False, and nothing changes, when it is not finite.
+        """Apply the model's gradient as inner step `step`; False, and nothing changes, when it is not finite.
 
         `step` counts the steps applied before, from 0: the moments' bias is corrected by it.
         """
-        gradient = self._parameter.grad
+        gradient = self._model.flat_gradient
         if gradient is None:
             raise ValueError("there is no gradient; run backward first")
         norm = float(torch.linalg.vector_norm(gradient))
@@ -54,7 +54,7 @@ class InnerOptimizer:
         return True
 
     def clear_gradient(self) -> None:
-        self._parameter.grad = None
+        self._model.clear_gradient()
 
     def _step_inputs(self, count: int) -> InnerStep:
         train = self._train
@@ -63,8 +63,10 @@ class InnerOptimizer:
         return InnerStep(age, rate, train.beta1, train.beta2, train.weight_decay, layout.matrix_spans, layout.spans)
 
 
-def accumulate_gradient(model: Llama, windows: Tensor, microbatch: int, at_weights: Tensor | None = None) -> float:
-    """Adds the gradient of the mean loss over `windows` (sequences, context + 1) to `model.flat.grad`, a few at a time.
+def accumulate_gradient(
+    model: LanguageModel, windows: Tensor, microbatch: int, at_weights: Tensor | None = None
+) -> float:
+    """Adds the gradient of the mean loss over `windows` (sequences, context + 1) to the model's, a few at a time.
 
     `place`: weights at which it is taken instead of the model's, which are left as they were. Returns that loss, in
     nats a token.
@@ -73,6 +75,7 @@ def accumulate_gradient(model: Llama, windows: Tensor, microbatch: int, at_weigh
         with _loaded_weights(model, at_weights):
             return accumulate_gradient(model, windows, microbatch)
     device = model.flat.device
+    model.attach_gradient()
     total = torch.zeros((), device=device)
     for piece in torch.split(windows.to(device), microbatch):
         with autocast_context(device):
@@ -83,7 +86,7 @@ def accumulate_gradient(model: Llama, windows: Tensor, microbatch: int, at_weigh
 
 
 @torch.no_grad()
-def validation_loss(model: Llama, flat: Tensor, batches: Iterable[Tensor]) -> tuple[float, int]:
+def validation_loss(model: LanguageModel, flat: Tensor, batches: Iterable[Tensor]) -> tuple[float, int]:
     """Mean loss in nats a token of the weights `flat`, and the tokens it was taken over; `model` is left as it was."""
     device = model.flat.device
     total, tokens = 0.0, 0
@@ -98,9 +101,9 @@ def validation_loss(model: Llama, flat: Tensor, batches: Iterable[Tensor]) -> tu
 
 
 @contextmanager
-def _loaded_weights(model: Llama, flat: Tensor) -> Iterator[None]:
+def _loaded_weights(model: LanguageModel, flat: Tensor) -> Iterator[None]:
     """The model has these weights while inside, and its own again afterwards."""
-    own = model.flat.detach().clone()
+    own = model.flat.clone()
     model.load_flat(flat)
     try:
         yield

@@ -37,7 +37,7 @@ from node.ipc.channel import (
     TrainerWarning,
 )
 from node.ipc.shared_memory import SharedMemory
-from node.model import Llama
+from node.model import build_model
 from node.model.memory_estimate import fit_microbatch
 from node.trainer.device import choose_device, device_name, is_out_of_memory, limit_memory
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient, validation_loss
@@ -95,7 +95,7 @@ class Trainer:
         self._meter = usage_meter_for(self._device) if config.options.pause_when_busy else None
         self._pause_policy = PausePolicy(self._meter.pause_share, self._meter.resume_share) if self._meter else None
         self._measured_at = -math.inf
-        self._model = Llama(manifest.model, self._device)
+        self._model = build_model(manifest.model, self._device)
         self._optimizer = InnerOptimizer(self._model, manifest.train, program.method.inner)
         if self._device.type == "cuda":
             self._pin_shared_memory()

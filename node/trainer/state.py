@@ -20,7 +20,7 @@ from torch import Tensor
 
 from node.ipc.channel import Activity, ContributionHeader, ContributionOutcome
 from node.ipc.shared_memory import REFERENCE, RESIDUAL, SharedMemory, locally_trained_names
-from node.model import Llama
+from node.model import LanguageModel
 from node.trainer.inner_step import InnerOptimizer
 from optim.codecs.base import Payload
 from optim.exchange import ContributionEncoder
@@ -123,7 +123,7 @@ class TrainerState:
 
     def __init__(
         self,
-        model: Llama,
+        model: LanguageModel,
         optimizer: InnerOptimizer,
         program: RoundPlanner,
         sender: ContributionEncoder,
@@ -333,7 +333,7 @@ class TrainerState:
 
     def _copy_live(self) -> Tensor:
         """The carried vectors as they are, copied; until the next call."""
-        vectors = {WEIGHTS: self._model.flat.detach(), **self._optimizer.vectors}
+        vectors = {WEIGHTS: self._model.flat, **self._optimizer.vectors}
         for name, room in self._by_name(self._staging, self._trained_names).items():
             room.copy_(vectors[name])
         return self._staging
@@ -347,7 +347,7 @@ class TrainerState:
 
     def _snapshot_vectors(self) -> dict[str, Tensor]:
         return {
-            WEIGHTS: self._model.flat.detach(),
+            WEIGHTS: self._model.flat,
             **self._optimizer.vectors,
             RESIDUAL: self.residual,
             REFERENCE: self.reference,

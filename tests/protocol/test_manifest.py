@@ -67,6 +67,8 @@ def test_run_id_ignores_layout_defaults_and_bootstrap_and_nothing_else() -> None
     assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4  # few\nvocabulary = 256"), "").run_id == plain
     assert parse_manifest(GOOD.replace(b'"demo"', b'"demo"\nbootstrap = ["/dns/a/tcp/1/p2p/x"]'), "").run_id == plain
     assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 5"), "").run_id != plain
+    assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4\nkind = 'llama'"), "").run_id == plain
+    assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4\nkind = 'other'"), "").run_id != plain
     assert parse_manifest(GOOD.replace(b"block = 256", b"block = 128"), "").run_id != plain
 
 

@@ -7,7 +7,7 @@ import torch
 from node.checkpoints.checkpoint import Checkpoint, save
 from node.data import open_source, validation_batches
 from node.local.report import VALIDATION_TOKENS, evaluate_model, validation_losses
-from node.model import Llama, initial_weights, shape_table
+from node.model import build_model, initial_weights, shape_table
 from protocol.errors import CheckpointError
 from protocol.manifest import Manifest, load_manifest
 
@@ -49,7 +49,7 @@ def saved(folder: Path, manifest: Manifest, anchor: torch.Tensor, round_number: 
 def test_losses_against_one_token_at_a_time(manifest: Manifest) -> None:
     flat = initial_weights(manifest.model, 0)
     (loss,) = validation_losses(manifest, ROOT, flat)
-    model = Llama(manifest.model)
+    model = build_model(manifest.model)
     model.load_flat(flat)
     total, count = 0.0, 0
     with torch.no_grad():

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from node.checkpoints.checkpoint import Checkpoint, save
-from node.model import Llama, shape_table
+from node.model import build_model, shape_table
 from node.model.export import byte_tokenizer_json, export
 from protocol.errors import CheckpointError, MissingFileError, StorageError, UsageError
 from protocol.manifest import Manifest
@@ -50,7 +50,7 @@ def node_folder(folder: Path, run: Manifest) -> torch.Tensor:
 )
 def test_transformers_computes_the_same_logits(tmp_path: Path, model: dict[str, object]) -> None:
     run = manifest(model)
-    ours = Llama(run.model)
+    ours = build_model(run.model)
     ours.load_flat(node_folder(tmp_path / "node", run))
     export(tmp_path / "node", tmp_path / "out")
     theirs, report = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from node.checkpoints.checkpoint import Checkpoint, save
-from node.model import Llama, initial_weights, shape_table
+from node.model import initial_weights, shape_table
 from node.model.generate import ByteTextCodec, generate, sample_token, sample_tokens
+from node.model.llama import Llama
 from protocol.errors import CheckpointError, DataError, MissingFileError, UsageError
 from protocol.manifest import Manifest
 

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from node.model import Llama, initial_weights, shape_table
-from node.model.initialization import STANDARD_DEVIATION
-from node.model.llama import NORM_EPSILON, apply_rotary, rms_norm, rotary_tables
+from node.model import initial_weights, shape_table
+from node.model.llama import NORM_EPSILON, STANDARD_DEVIATION, Llama, RMSNorm, apply_rotary, rotary_tables
 from protocol.manifest import ModelSection
 
 torch.set_num_threads(1)
@@ -148,7 +147,9 @@ def test_rotation_depends_on_the_distance_alone() -> None:
 
 def test_normalise_gives_unit_mean_square() -> None:
     rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 9
-    assert torch.allclose(rms_norm(rows, torch.ones(1, 64)).square().mean(-1), torch.ones(5), atol=1e-4)
+    norm = RMSNorm(64)
+    torch.nn.init.ones_(norm.weight)
+    assert torch.allclose(norm(rows).square().mean(-1), torch.ones(5), atol=1e-4)
 
 
 def test_no_position_sees_a_later_one() -> None:
@@ -160,13 +161,11 @@ def test_no_position_sees_a_later_one() -> None:
     assert not torch.allclose(before[7:], after[7:])
 
 
-def test_load_and_store_are_inverse_and_copy() -> None:
-    model, out = Llama(SMALL), torch.empty(shape_table(SMALL).numel)
-    flat = initial_weights(SMALL, 5)
+def test_load_copies_all_weights() -> None:
+    model, flat = Llama(SMALL), initial_weights(SMALL, 5)
     model.load_flat(flat)
     flat.zero_()
-    model.store_flat(out)
-    assert torch.equal(out, initial_weights(SMALL, 5))
+    assert torch.equal(model.flat, initial_weights(SMALL, 5))
 
 
 @pytest.mark.parametrize("changes", SHAPES)
@@ -174,9 +173,9 @@ def test_gradient_reaches_every_parameter(changes: dict[str, object]) -> None:
     config = SMALL.model_copy(update=changes)
     model, tokens = ready(config), tokens_of(config, 3, batch=16)
     model(tokens[:, :-1], tokens[:, 1:]).backward()
-    assert [name for name, _ in model.named_parameters()] == ["flat"]
-    assert model.flat.grad is not None
-    for name, gradient in model.shapes.views(model.flat.grad).items():
+    assert [name for name, _ in model.named_parameters()] == list(model.shapes.names)
+    assert model.flat_gradient is not None
+    for name, gradient in model.shapes.views(model.flat_gradient).items():
         assert gradient.abs().sum() > 0, name
 
 
@@ -186,13 +185,13 @@ def test_gradients_add_up_over_microbatches() -> None:
     whole(tokens[:, :-1], tokens[:, 1:]).backward()
     for part in torch.split(tokens, 2):
         (parts(part[:, :-1], part[:, 1:]) / 2).backward()
-    assert whole.flat.grad is not None and parts.flat.grad is not None
-    assert torch.allclose(whole.flat.grad, parts.flat.grad, atol=1e-6)
+    assert whole.flat_gradient is not None and parts.flat_gradient is not None
+    assert torch.allclose(whole.flat_gradient, parts.flat_gradient, atol=1e-6)
 
 
 def test_learns_a_sequence_by_heart() -> None:
     model, tokens = ready(SMALL), tokens_of(SMALL, 8, batch=2)
-    optimizer = torch.optim.AdamW([model.flat], lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for _ in range(80):
         optimizer.zero_grad()
         loss = model(tokens[:, :-1], tokens[:, 1:])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from node.ipc.channel import ContributionOutcome
 from node.ipc.shared_memory import SharedLayout, SharedMemory
-from node.model import Llama, initial_weights, shape_table
+from node.model import build_model, initial_weights, shape_table
 from node.trainer.inner_step import InnerOptimizer
 from node.trainer.schedule import is_contribution_due, may_apply_anchor, must_wait
 from node.trainer.state import TrainerState
@@ -38,7 +38,7 @@ class StateHarness:
         self.arena = arena or SharedMemory.create(SharedLayout.of(self.program))
         if self._owns:
             self.share(0, initial_weights(MODEL, 0))
-        self.model = Llama(MODEL, device)
+        self.model = build_model(MODEL, device)
         self.optimizer = InnerOptimizer(self.model, TRAIN, self.program.method.inner)
         if device != "cpu":
             self.arena.pin()

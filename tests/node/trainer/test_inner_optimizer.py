@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from node.from_manifest import learning_rate_scale
-from node.model import Llama, initial_weights
+from node.model import LanguageModel, build_model, initial_weights
 from node.trainer.inner_step import InnerOptimizer
 from optim.compose import INNER_RULES
 from optim.inner.adamw import AdamW
@@ -16,20 +16,20 @@ MODEL = ModelSection(vocabulary=32, width=16, layers=2, heads=4, hidden=24, cont
 TRAIN = TrainSection(batch_tokens=24, learning_rate=1e-2, clip=0.5)
 
 
-def prepared(train: TrainSection = TRAIN, inner: InnerUpdateRule | None = None) -> tuple[Llama, InnerOptimizer]:
-    model = Llama(MODEL)
+def prepared(train: TrainSection = TRAIN, inner: InnerUpdateRule | None = None) -> tuple[LanguageModel, InnerOptimizer]:
+    model = build_model(MODEL)
     model.load_flat(initial_weights(MODEL, 0))
     return model, InnerOptimizer(model, train, inner or AdamW())
 
 
-def set_gradient(model: Llama, seed: int, scale: float = 1.0) -> None:
+def set_gradient(model: LanguageModel, seed: int, scale: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(seed)
-    model.flat.grad = torch.randn(model.flat.shape, generator=generator) * scale
+    model.attach_gradient().copy_(torch.randn(model.flat.shape, generator=generator) * scale)
 
 
 def test_steps_equal_torch_over_separate_parameters() -> None:
     model, optimizer = prepared()
-    parameters = {name: view.clone().requires_grad_() for name, view in model.shapes.views(model.flat.detach()).items()}
+    parameters = {name: view.clone().requires_grad_() for name, view in model.shapes.views(model.flat).items()}
     reference = torch.optim.AdamW(
         [
             {"params": [p for p in parameters.values() if p.ndim == 2], "weight_decay": TRAIN.weight_decay},
@@ -40,13 +40,13 @@ def test_steps_equal_torch_over_separate_parameters() -> None:
     )
     for step in range(5):
         set_gradient(model, step)
-        assert model.flat.grad is not None
-        for name, gradient in model.shapes.views(model.flat.grad.clone()).items():
+        assert model.flat_gradient is not None
+        for name, gradient in model.shapes.views(model.flat_gradient.clone()).items():
             parameters[name].grad = gradient
         torch.nn.utils.clip_grad_norm_(parameters.values(), TRAIN.clip)
         reference.step()
         assert optimizer.step(step)
-    for name, view in model.shapes.views(model.flat.detach()).items():
+    for name, view in model.shapes.views(model.flat).items():
         torch.testing.assert_close(view, parameters[name].detach(), atol=1e-6, rtol=1e-5)
 
 
@@ -56,7 +56,7 @@ def test_moments_carried_over_go_on_to_the_bit() -> None:
     for step in range(3):
         set_gradient(model, step)
         optimizer.step(step)
-    other.load_flat(model.flat.detach())
+    other.load_flat(model.flat)
     for name, vector in optimizer.vectors.items():
         second.vectors[name].copy_(vector)
     for each, stepped in ((model, optimizer), (other, second)):
@@ -68,12 +68,12 @@ def test_moments_carried_over_go_on_to_the_bit() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     model, optimizer = prepared()
-    before = model.flat.detach().clone()
+    before = model.flat.clone()
     set_gradient(model, 0)
-    assert model.flat.grad is not None
-    model.flat.grad[5] = bad
+    assert model.flat_gradient is not None
+    model.flat_gradient[5] = bad
     assert not optimizer.step(0)
-    assert torch.equal(model.flat.detach(), before)
+    assert torch.equal(model.flat, before)
     assert not optimizer.vectors[FIRST_MOMENT].any()
 
 
@@ -112,7 +112,9 @@ def test_the_inner_part_gets_the_rate_of_the_step_and_a_clipped_gradient() -> No
         assert float(gradient.norm()) == pytest.approx(0.5, rel=1e-5)
     set_gradient(model, 1, scale=1e-6)
     optimizer.step(0)
-    assert model.flat.grad is not None and torch.equal(inner.steps[-1][1], model.flat.grad), "a small one is left alone"
+    assert model.flat_gradient is not None and torch.equal(inner.steps[-1][1], model.flat_gradient), (
+        "a small one is left alone"
+    )
 
 
 @pytest.mark.parametrize("kind", INNER_RULES)
@@ -128,7 +130,7 @@ def test_every_inner_part_keeps_its_vectors_on_the_models_device(kind: str) -> N
         optimizer.clear_gradient()
     for name, vector in optimizer.vectors.items():
         assert vector.numel() == inner.vector_numel(name, model.flat.numel()) and vector.device == model.flat.device
-    assert torch.isfinite(model.flat).all() and model.flat.grad is None
+    assert torch.isfinite(model.flat).all() and model.flat_gradient is None
 
 
 def test_a_newcomer_warms_up_to_the_rate_that_the_others_have() -> None:

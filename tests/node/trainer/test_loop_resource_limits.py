@@ -22,6 +22,7 @@ from node.ipc.channel import (
     TrainerChannel,
     TrainerProgress,
 )
+from node.model import LanguageModel
 from node.model.memory_estimate import fit_microbatch, fixed_bytes, sequence_bytes
 from node.trainer import loop, pause_when_busy
 from node.trainer.inner_step import accumulate_gradient
@@ -138,12 +139,14 @@ async def test_where_memory_runs_out_in_a_pass_smaller_ones_follow(
 ) -> None:
     asked = []
 
-    def scarce(model: object, windows: torch.Tensor, microbatch: int, place: object = None) -> float:
+    def scarce(
+        model: LanguageModel, windows: torch.Tensor, microbatch: int, place: torch.Tensor | None = None
+    ) -> float:
         asked.append(microbatch)
         if microbatch > 1:
-            model.flat.grad = torch.full_like(model.flat, 1e9)  # type: ignore[attr-defined]  # what a half pass left
+            model.attach_gradient().fill_(1e9)  # what a half pass left
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-        return accumulate_gradient(model, windows, microbatch, place)  # type: ignore[arg-type]
+        return accumulate_gradient(model, windows, microbatch, place)
 
     monkeypatch.setattr(loop, "accumulate_gradient", scarce)
     one = await start(inner_steps=5, ahead=0)

@@ -1,0 +1,49 @@
+"""The families of models by `model.kind`, and the functions through which all other code meets them."""
+
+import os
+import shutil
+from typing import Final
+
+import torch
+
+from node.model.interface import LanguageModel, ModelFamily
+from node.model.llama import LlamaFamily
+from node.model.shapes import ShapeTable
+from protocol.errors import ManifestError
+from protocol.manifest import ModelSection
+
+FAMILIES: Final[dict[str, ModelFamily]] = {family.kind: family for family in (LlamaFamily(),)}
+COMPILERS: Final = ("g++", "clang++")
+
+
+def model_family(config: ModelSection) -> ModelFamily:
+    """Return the family that the manifest names; raises ManifestError when there is none of that name."""
+    try:
+        return FAMILIES[config.kind]
+    except KeyError:
+        known = ", ".join(sorted(FAMILIES))
+        raise ManifestError(f"model.kind: no kind of model is called {config.kind!r}; known kinds: {known}") from None
+
+
+def shape_table(config: ModelSection) -> ShapeTable:
+    """Return names, shapes and order of the model's parameters, without building it."""
+    return ShapeTable.from_blocks(model_family(config).blocks(config))
+
+
+def build_model(config: ModelSection, device: torch.device | str = "cpu") -> LanguageModel:
+    """Build the model on `device`, with all weights zero: `load_flat` gives it values."""
+    return model_family(config).build(config, device)
+
+
+def build_compiled_model(config: ModelSection) -> LanguageModel:
+    """Build the model for long runs on a CPU: compiled, with matrix products in bf16.
+
+    On a CPU with bf16 matrix units a step of a small model takes a third of the time. Losses differ by rounding, as on
+    accelerators, which train in bf16 too. Compiling takes some seconds, once for all models of one shape.
+    """
+    return model_family(config).build_compiled(config)
+
+
+def has_compiler() -> bool:
+    """Return whether torch would find a C++ compiler: CXX, or a common name."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), *COMPILERS) if name)
