@@ -72,7 +72,7 @@ class Peer:
         )
         self.transport = Transport.create(folder / "key", folder)
         self._blobs = BlobService(self._store, caller)
-        fetcher = Downloader(self._store, self.transport.bulk, self._failed, random.Random(words.rank))
+        fetcher = Downloader(self._store, self.transport.bulk, random.Random(words.rank))
         self._wishes = Downloads(fetcher, lambda: self._others)
         self._others: list[PeerId] = []
         self._decided: asyncio.Future[SignedMessage[Commit]]

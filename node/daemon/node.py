@@ -50,7 +50,7 @@ from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import ContributionLimits
 from protocol.identity import Identity, PeerId
 from protocol.membership.clock import SwarmClock
-from protocol.membership.directory import PeerDirectory
+from protocol.membership.directory import DirectoryOptions, PeerDirectory
 from protocol.membership.peer_table import MAX_TEXT_CHARACTERS, FieldValue, MembershipEvent, PeerLeft
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2 import Signed
@@ -152,15 +152,17 @@ class Node:
         self._clock = SwarmClock()
         self._contacts = (*settings.peers, *manifest.run.bootstrap)
         self.directory = PeerDirectory(
+            DirectoryOptions(
+                run_id=manifest.run_id,
+                heartbeat=manifest.membership.heartbeat,
+                expiry=manifest.membership.expiry,
+                bootstrap=self._contacts,
+                addresses_file=self._folder.peers,
+            ),
             self._identity,
-            manifest.run_id,
             self.transport,
             self._clock,
-            manifest.membership.heartbeat,
-            manifest.membership.expiry,
             self._rng,
-            self._contacts,
-            self._folder.peers,
         )
         self._members = SwarmView(
             self.directory, self.replica.chain, bool(self._contacts), self._rng, lambda: self._progress()
@@ -173,7 +175,7 @@ class Node:
             self.status_reporter.record_recovered,
         )
         self.blobs = BlobService(self.store, caller, CallerLimits.at_rate(settings.upload))
-        self._fetcher = Downloader(self.store, self.transport.bulk, self._lied, self._rng)
+        self._fetcher = Downloader(self.store, self.transport.bulk, self._rng)
         self._wishes = Downloads(
             self._fetcher,
             self._members.other_trainers,
@@ -294,22 +296,15 @@ class Node:
             direct=settings.direct,
             relays=choose_relays(settings.listen, self._contacts, find_own_ip()),
         )
-        self.rendezvous = Rendezvous(
-            self._identity,
-            self._settings.run_id,
-            self.transport,
-            self._clock,
-            self.directory.known_addresses,
-            self.directory.add_contact,
-            self._rng,
-        )
+        self.rendezvous = Rendezvous(self._identity, self.transport, self._clock, self.directory, self._rng)
         self.metrics.read_other_refusals_from(
             lambda: (
                 self.directory.refusals,
                 self.blobs.refusals,
                 rounds.refusals,
                 self.transport.refusals,
-                {"dht": self.rendezvous.refused_count},
+                self.rendezvous.refusals,
+                self._fetcher.refusals,
             )
         )
         self.directory.publish(
@@ -319,7 +314,7 @@ class Node:
             direct_port=self.transport.direct_port,
         )
         self._members.announce_head(self.replica.chain.head, self.replica.blob.digest)
-        self.directory.subscribe(self._membership_changed)
+        self.directory.subscribe(self)
 
     async def finish(self) -> None:
         """Stop the trainer and save; the network stays. May be repeated, and goes on when a caller is cancelled."""
@@ -395,15 +390,11 @@ class Node:
     def _take(self, peer: PeerId, statements: Iterable[Signed]) -> None:
         self.driver.take(peer, statements)
 
-    def _membership_changed(self, event: MembershipEvent) -> None:
+    def on_membership_event(self, event: MembershipEvent) -> None:
         if isinstance(event, PeerLeft):
             self._post.drop_peer(event.peer)
         self.driver.members_changed()
         self.participant.wake.set()
-
-    def _lied(self, peer: str, reason: str) -> None:
-        self.metrics.record_refusal("wrong blob")
-        logger.warning("%s served a wrong blob: %s", peer, reason)
 
     def _first_status(self) -> NodeStatus:
         manifest = self._settings.manifest

@@ -30,7 +30,7 @@ class SwarmView:
         self._progress = progress
         self._left_peers: dict[PeerId, None] = {}  # the longest gone first
         self._has_met_trainer = False  # whether another trainer was ever seen
-        directory.subscribe(self._on_membership_event)
+        directory.subscribe(self)
 
     def other_records(self) -> dict[PeerId, PeerRecord]:
         """Of all live peers but ourselves, in random order: nobody is asked first by everybody."""
@@ -105,7 +105,7 @@ class SwarmView:
             **self._progress(),
         )  # fmt: skip
 
-    def _on_membership_event(self, event: MembershipEvent) -> None:
+    def on_membership_event(self, event: MembershipEvent) -> None:
         if isinstance(event, PeerJoined):
             self._left_peers.pop(event.peer, None)
             self._has_met_trainer = self._has_met_trainer or event.record.role == "trainer"

@@ -21,7 +21,7 @@ from protocol.consensus.messages import MAX_PARTS, ContributionLimits
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
 from protocol.membership.clock import SwarmClock
-from protocol.membership.directory import PeerDirectory
+from protocol.membership.directory import DirectoryOptions, PeerDirectory
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2_grpc import add_RunsServicer_to_server
 from protocol.transport.connection_supervisor import ConnectionLimits
@@ -71,7 +71,7 @@ class ObserverNode:
 
     def refusal_counts(self) -> tuple[Mapping[str, int], ...]:
         window = self.handle
-        return window.directory.refusals, window.transport.refusals, {"dht": self.rendezvous.refused_count}
+        return window.directory.refusals, window.transport.refusals, self.rendezvous.refusals
 
 
 @contextlib.asynccontextmanager
@@ -83,9 +83,18 @@ async def open_observer_node(settings: NodeOptions, run_dir: RunDir, version: st
     limits = ConnectionLimits(upload=settings.upload, download=settings.download)
     transport = Transport.create(run_dir.key, run_dir.path, limits)
     directory = PeerDirectory(
-        identity, manifest.run_id, transport, clock, manifest.membership.heartbeat, manifest.membership.expiry, rng,
-        contacts, run_dir.peers,
-    )  # fmt: skip
+        DirectoryOptions(
+            run_id=manifest.run_id,
+            heartbeat=manifest.membership.heartbeat,
+            expiry=manifest.membership.expiry,
+            bootstrap=contacts,
+            addresses_file=run_dir.peers,
+        ),
+        identity,
+        transport,
+        clock,
+        rng,
+    )
     runs = RunsService(manifest, DialBackResponder(transport.remote_addresses), directory.record_refusal)
     try:
         await transport.open(
@@ -94,9 +103,7 @@ async def open_observer_node(settings: NodeOptions, run_dir: RunDir, version: st
             relays=choose_relays(settings.listen, contacts, find_own_ip()),
         )
         directory.publish(role="observer", name=settings.name, version=version)
-        rendezvous = Rendezvous(
-            identity, manifest.run_id, transport, clock, directory.known_addresses, directory.add_contact, rng
-        )
+        rendezvous = Rendezvous(identity, transport, clock, directory, rng)
         yield ObserverNode(NodeHandle(manifest, identity, directory, transport, is_trainer=False), rendezvous)
     finally:
         await transport.stop()

@@ -61,7 +61,7 @@ class SwarmWatcher:
         self._newest_validation = 0
         self._news_bucket = TokenBuckets(NEWS_BURST, NEWS_PER_SECOND)
         self._nobody_seen_since: float | None = None
-        node.directory.subscribe(self._on_membership_event)
+        node.directory.subscribe(self)
 
     async def run(self) -> None:
         """Until cancelled. Raises StorageError where the journal cannot be written."""
@@ -181,7 +181,7 @@ class SwarmWatcher:
         peers = [peer_values(state, peer) for name, peer in state.peers.items() if name in names]
         self._event_log.broadcast("now", {**summary(state, now), "moved": peers})
 
-    def _on_membership_event(self, event: peer_table.MembershipEvent) -> None:
+    def on_membership_event(self, event: peer_table.MembershipEvent) -> None:
         if isinstance(event, peer_table.PeerLeft):
             self._leave_reasons[event.peer] = event.reason
         elif isinstance(event, peer_table.PeerJoined):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import grpc
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
-from protocol.blobs.scheduler import DownloadScheduler, PieceRequest, RequestFailure
+from protocol.blobs.scheduler import DownloadScheduler, InFlightLimit, PieceRequest, RequestFailure
 from protocol.blobs.wire_format import FETCH_METHOD, decompress_piece, parse_chunk
 from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError
 from protocol.identity import PeerId
@@ -56,12 +56,11 @@ class ChannelPool(Protocol):
 
 
 class BlobClient:
-    """The two calls, each with a deadline."""
+    """The two calls, each with a deadline. While little comes in, it asks for compressed pieces."""
 
-    def __init__(self, channels: ChannelPool, stall: float, wants_compression: Callable[[], bool]) -> None:
-        """`is_thrifty`: whether what comes is to be squeezed: work for both ends, and fewer bytes."""
+    def __init__(self, channels: ChannelPool, stall: float, in_flight_limit: InFlightLimit) -> None:
         self.bytes_received = 0
-        self._wants_compression = wants_compression
+        self._in_flight_limit = in_flight_limit
         self._channels = channels
         self._stall = stall
         self._timeouts: dict[PeerId, dict[asyncio.Timeout, float]] = {}  # of the calls that run, to their ends
@@ -99,7 +98,7 @@ class BlobClient:
         """The piece; squeezed, where it has fewer bytes."""
         data, received = bytearray(blob.piece_length(call.piece)), 0
         request = FetchRequest(digest=blob.digest, offset=call.piece * PIECE_BYTES, length=len(data))
-        request.squeezed = self._wants_compression()
+        request.squeezed = self._in_flight_limit.is_slow
         stream = _open_stream(lease.channel, request, call.seconds)
         try:
             async with self._call_deadline(call):

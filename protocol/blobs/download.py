@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from protocol.blobs.blob import DIGEST_BYTES, MAX_BLOB_BYTES, Blob, digest_of
 from protocol.blobs.client import (
@@ -44,9 +45,7 @@ SCAN_SECONDS = 20e-6  # of a pause after each look, for each download: one look 
 MAX_LISTED_FAILURES = 8
 
 FindSources = Callable[[], Sequence[PeerId]]
-OnFault = Callable[[PeerId, str], None]
 Receive = Callable[[DownloadScheduler, PieceRequest], Awaitable[None]]
-WakeUp = Callable[[], None]
 
 
 class SchedulerRun:
@@ -66,9 +65,12 @@ class SchedulerRun:
         if call is None:
             return False
         task = asyncio.ensure_future(self._receive(self.scheduler, call))
-        task.add_done_callback(lambda _: self._request_ended.set())
+        task.add_done_callback(self._on_request_ended)
         self.running[task] = call
         return True
+
+    def _on_request_ended(self, _: asyncio.Task[None]) -> None:
+        self._request_ended.set()
 
     async def wait_for_ended(self) -> list[asyncio.Task[None]]:
         """Waits until a call has ended."""
@@ -87,28 +89,17 @@ class SchedulerRun:
 class Download:
     """One blob being fetched, for all who wait for it."""
 
-    def __init__(
-        self,
-        blob: Blob,
-        priority: int,
-        store: BlobStore,
-        client: BlobClient,
-        sources: SourceSet,
-        on_fault: OnFault,
-        wake_up: WakeUp,
-    ) -> None:
-        """`stir`: have calls begun soon."""
+    def __init__(self, blob: Blob, priority: int, sources: SourceSet, downloader: "Downloader") -> None:
         self.priority = priority
         self.waiters: list[FindSources] = []
         self.is_ending = False
         self._absent = asyncio.Event()  # while all sources have
         self._next_refresh_at = 0.0
         self.blob = blob
-        self._store = store
-        self._client = client
+        self._store = downloader.store
+        self._client = downloader.client
         self._sources = sources
-        self._on_fault = on_fault
-        self._wake_up = wake_up
+        self._downloader = downloader
         self.scheduler_run: SchedulerRun | None = None
         self.task = asyncio.create_task(self._run(), name=f"fetch {blob.name[:12]}")
 
@@ -125,7 +116,7 @@ class Download:
         self.waiters.append(sources)
         self._next_refresh_at = 0.0
         self._absent.clear()
-        self._wake_up()
+        self._downloader.wake_up()
 
     def refresh_sources(self, now: float) -> None:
         """For new sources, once a tick."""
@@ -208,13 +199,13 @@ class Download:
         self.scheduler_run = errand = SchedulerRun(scheduler, receive)
         try:
             while not scheduler.is_done:
-                self._wake_up()
+                self._downloader.wake_up()
                 for task in await errand.wait_for_ended():
                     self._settle_request(errand, task)
         finally:
             self.scheduler_run = None
             await cancel_and_wait(errand.running)
-            self._wake_up()
+            self._downloader.wake_up()
 
     def _settle_request(self, run: SchedulerRun, task: asyncio.Task[None]) -> None:
         plan, call, now = run.scheduler, run.running.pop(task), time.monotonic()
@@ -233,33 +224,29 @@ class Download:
         logger.info("blob %s piece %d from %s: %s", self.blob.name[:12], call.piece, call.peer, failed.reason)
         self._update_absent()
         if failed.failure is RequestFailure.LIED:
-            self._on_fault(call.peer, failed.reason)
+            self._downloader.record_lie(call.peer, failed.reason)
 
 
 class Downloader:
-    """Gets blobs into the store.
-
-    `carrier` gives channels to peers; `on_fault` hears of every source that lied, with the reason in words.
-    """
+    """Gets blobs into the store, over channels to peers. `refusals` counts the sources' lies."""
 
     def __init__(
         self,
         store: BlobStore,
         channels: ChannelPool,
-        on_fault: OnFault,
         rng: random.Random,
         policy: DownloadPolicy | None = None,
         max_requests: int = 32,
     ) -> None:
-        self._store = store
-        self._on_fault = on_fault
+        self.store = store
         self._rng = rng
         self._policy = policy or DownloadPolicy()
         self._channels = channels
         self._max_requests = max_requests
-        self._client = BlobClient(channels, self._policy.stall_seconds, lambda: self._in_flight_limit.is_slow)
         self._in_flight_limit = InFlightLimit()
+        self.client = BlobClient(channels, self._policy.stall_seconds, self._in_flight_limit)
         self._downloads: dict[Blob, Download] = {}
+        self.refusals: Counter[str] = Counter()
         self._inflow = InflowStats()  # while anything is fetched,
         self._ticker: asyncio.Task[None] | None = None  # and calls are begun
         self._wake_event = asyncio.Event()  # a call has ended, or there is something new
@@ -267,7 +254,12 @@ class Downloader:
     @property
     def bytes_received(self) -> int:
         """Bytes of pieces and lists that came, used or not."""
-        return self._client.bytes_received
+        return self.client.bytes_received
+
+    def record_lie(self, peer: PeerId, reason: str) -> None:
+        """Count and log a source that served something else than it was asked for."""
+        self.refusals["wrong blob"] += 1
+        logger.warning("%s served a wrong blob: %s", peer, reason)
 
     async def fetch(
         self, blob: Blob, sources: FindSources, deadline: float, priority: int = 0, *, wait_if_absent: bool = True
@@ -296,9 +288,9 @@ class Downloader:
                 await self._leave(download, sources)
 
     def _is_here(self, blob: Blob) -> bool:
-        if not self._store.has(blob.digest):
+        if not self.store.has(blob.digest):
             return False
-        if self._store.blob(blob.digest) != blob:
+        if self.store.blob(blob.digest) != blob:
             raise MalformedError("a blob of that digest has another size")
         return True
 
@@ -309,17 +301,17 @@ class Downloader:
             if not self._downloads:
                 self._inflow = InflowStats()
             ledger = SourceSet(self._policy, self._rng, self._channels.parallelism, self._inflow)
-            download = Download(blob, priority, self._store, self._client, ledger, self._on_fault, self._wake_up)
+            download = Download(blob, priority, ledger, self)
             self._downloads[blob] = download
-            download.task.add_done_callback(lambda _: self._on_download_ended(blob))
+            download.task.add_done_callback(partial(self._on_download_ended, blob))
         download.add_waiter(sources)
         return download
 
-    def _on_download_ended(self, blob: Blob) -> None:
+    def _on_download_ended(self, blob: Blob, _: asyncio.Task[None]) -> None:
         del self._downloads[blob]
-        self._wake_up()
+        self.wake_up()
 
-    def _wake_up(self) -> None:
+    def wake_up(self) -> None:
         """Have calls begun soon."""
         self._wake_event.set()
         if self._ticker is None and self._downloads:

@@ -135,7 +135,8 @@ class SourceSet:
         """Those that may be asked, best first."""
         able = [peer for peer in self.present if not self.by_peer[peer].banned and self.by_peer[peer].retry_at <= now]
         assumed = self.best_speed / 2
-        return sorted(able, key=lambda peer: (-(self.by_peer[peer].speed or assumed), self.by_peer[peer].tie_breaker))
+        stats = {peer: self.by_peer[peer] for peer in able}
+        return sorted(able, key=lambda peer: (-(stats[peer].speed or assumed), stats[peer].tie_breaker))
 
     @property
     def best_speed(self) -> float:

@@ -116,7 +116,8 @@ class RoundKnowledge:
         }
 
     def _drop_oldest(self, digests: Iterable[Digest]) -> None:
-        oldest = min(digests, key=lambda digest: self.proposals[digest].body.view)
+        proposals = self.proposals
+        oldest = min(digests, key=lambda digest: proposals[digest].body.view)
         del self.proposals[oldest], self.acknowledgements[oldest]
         self.certificates.pop(oldest, None)
 

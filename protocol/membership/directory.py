@@ -12,7 +12,8 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -74,39 +75,52 @@ class GossipTransport(Protocol):
     def channel(self, peer: PeerId) -> grpc.aio.Channel: ...
 
 
+class MembershipListener(Protocol):
+    def on_membership_event(self, event: MembershipEvent) -> None:
+        """Take note that another peer joined, left or changed its record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectoryOptions:
+    """Settings of a run's peer directory; times in seconds. `addresses_file` keeps addresses over a restart."""
+
+    run_id: RunId
+    heartbeat: float
+    expiry: float
+    bootstrap: Sequence[str] = ()
+    addresses_file: Path | None = None
+
+
 class PeerDirectory(MembershipServicer):
-    """`heartbeat`, `expiry`: seconds. `addresses_file`: where peers' addresses outlive a restart."""
+    """The live peers of one run, kept up to date by gossip. A node has one; each of its replicas looks into it."""
 
     def __init__(
         self,
+        options: DirectoryOptions,
         identity: Identity,
-        run_id: RunId,
         transport: GossipTransport,
         clock: SwarmClock,
-        heartbeat: float,
-        expiry: float,
         rng: random.Random,
-        bootstrap: Sequence[str] = (),
-        addresses_file: Path | None = None,
     ) -> None:
+        run_id, heartbeat, expiry = options.run_id, options.heartbeat, options.expiry
         self.peer_id = identity.peer_id
+        self.run_id = run_id
         self.refusals: Counter[str] = Counter()  # by kind of fault
-        self._run_id = run_id
         self._transport = transport
         self._clock = clock
         self._heartbeat = heartbeat
         self._rng = rng
         self._timeout = max(MIN_TIMEOUT_SECONDS, 2 * heartbeat)
         self._table = PeerTable(run_id, expiry)
-        self._contacts = Contacts(bootstrap, rng)
+        self._contacts = Contacts(options.bootstrap, rng)
         self._call_buckets = TokenBuckets(CALL_BURST, MAX_CALLS_PER_HEARTBEAT / heartbeat)
         self._own = OwnRecord(identity, run_id, clock, expiry)
         self._reported_sequences: dict[PeerId, int] = {}
         self._failures: Counter[PeerId] = Counter()
         self._exchanges: dict[PeerId, asyncio.Task[None]] = {}
         self._repeat_exchanges: set[PeerId] = set()
-        self._subscribers: list[Callable[[MembershipEvent], None]] = []
-        self._address_file = AddressFile(addresses_file, time.monotonic())
+        self._listeners: list[MembershipListener] = []
+        self._address_file = AddressFile(options.addresses_file, time.monotonic())
         for peer, addresses in self._address_file.load().items():
             self.add_contact(peer, addresses)
         self._own.renew(self._table)
@@ -125,9 +139,9 @@ class PeerDirectory(MembershipServicer):
         """The peers that are there, ourselves among them."""
         return self._table.live(self._clock.now())
 
-    def subscribe(self, callback: Callable[[MembershipEvent], None]) -> None:
-        """The callback hears of every other peer that joins, leaves or changes its record."""
-        self._subscribers.append(callback)
+    def subscribe(self, listener: MembershipListener) -> None:
+        """Report every other peer that joins, leaves or changes its record."""
+        self._listeners.append(listener)
 
     def add_contact(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """A peer that may be in the run; it is asked when there is need."""
@@ -146,7 +160,7 @@ class PeerDirectory(MembershipServicer):
             return
         logger.warning("%s counts as gone until it speaks again: %s", peer, reason)
         self._table.suspect(peer)
-        self._notify_subscribers()
+        self._notify_listeners()
 
     async def run(self) -> None:
         """Gossip until cancelled."""
@@ -183,7 +197,7 @@ class PeerDirectory(MembershipServicer):
         logger.warning("a call of %s was refused: %s", peer, fault)
 
     def _answer_gossip(self, peer: PeerId, request: GossipRequest) -> GossipReply:
-        if request.run.hex() != self._run_id:
+        if request.run.hex() != self.run_id:
             raise StaleError(f"{peer} gossips about another run")
         if not self._call_buckets.try_take(peer, time.monotonic()):
             raise LimitError(f"{peer} gossips more than {MAX_CALLS_PER_HEARTBEAT} times a heartbeat")
@@ -202,7 +216,7 @@ class PeerDirectory(MembershipServicer):
         await self._refresh_addresses()
         self._own.renew(self._table)
         self._expire_records()
-        self._notify_subscribers()
+        self._notify_listeners()
         others = self._other_live_peers()
         for peer in self._rng.sample(others, min(GOSSIP_FANOUT, len(others))):
             self._start_exchange(peer)
@@ -284,7 +298,7 @@ class PeerDirectory(MembershipServicer):
         """The peers of whom the other side wants our record."""
         sent = self._clock.local()
         request = GossipRequest(
-            run=bytes.fromhex(self._run_id),
+            run=bytes.fromhex(self.run_id),
             time=sent,
             known=self._table.known_sequences(),
             records=self._table.records_of(pushed_peers),
@@ -318,7 +332,7 @@ class PeerDirectory(MembershipServicer):
         self.refusals.update(fault.metric_label for fault in faults)
         if faults:
             logger.warning("%d records from %s were refused; the first: %s", len(faults), sender, faults[0])
-        self._notify_subscribers()
+        self._notify_listeners()
 
     def _merge_record(self, signed: Signed) -> PeerFault | None:
         try:
@@ -337,7 +351,7 @@ class PeerDirectory(MembershipServicer):
         if signed.peer == self.peer_id or self._other_live_peers():
             return
         try:
-            record = open_signed(signed, self._run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
+            record = open_signed(signed, self.run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
             check_addresses(signed.peer, record.addresses)
         except PeerFault as fault:
             logger.info("an untimely record was of no use either: %s", fault)
@@ -354,8 +368,8 @@ class PeerDirectory(MembershipServicer):
         if not record.leaving:
             self._transport.introduce(peer, tuple(record.addresses), record.direct_port)
 
-    def _notify_subscribers(self) -> None:
-        """Tell the subscribers what has changed since the last time."""
+    def _notify_listeners(self) -> None:
+        """Report what has changed since the last time."""
         live = {peer: record for peer, record in self.live().items() if peer != self.peer_id}
         events: list[MembershipEvent] = [
             PeerLeft(peer, self._table.reason_left(peer)) for peer in self._reported_sequences.keys() - live.keys()
@@ -369,8 +383,8 @@ class PeerDirectory(MembershipServicer):
         for event in events:
             if not isinstance(event, PeerUpdated):
                 logger.info("%s", _describe_event(event))
-            for callback in self._subscribers:
-                callback(event)
+            for listener in self._listeners:
+                listener.on_membership_event(event)
 
     async def _stop_exchanges(self) -> None:
         tasks = list(self._exchanges.values())

@@ -37,25 +37,35 @@ class RendezvousTransport(dht.DhtTransport, Protocol):
     async def addresses(self) -> tuple[str, ...]: ...
 
 
+class KnownPeers(Protocol):
+    """The peers of a run, as far as they are known; a PeerDirectory."""
+
+    @property
+    def run_id(self) -> RunId: ...
+
+    def known_addresses(self) -> Mapping[PeerId, Sequence[str]]:
+        """Return the peers that may be asked, with their addresses."""
+
+    def add_contact(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        """Take note of a peer that the DHT names."""
+
+
 class Rendezvous:
-    """`neighbours`: peers that may be asked, with addresses. `found` is told of every peer that the DHT names."""
+    """Announces this node and looks for peers of one run in the DHT."""
 
     def __init__(
         self,
         identity: Identity,
-        run_id: RunId,
         transport: RendezvousTransport,
         clock: SwarmClock,
-        known_addresses: Callable[[], Mapping[PeerId, Sequence[str]]],
-        on_peer_found: Callable[[PeerId, Sequence[str]], None],
+        peers: KnownPeers,
         rng: random.Random,
     ) -> None:
         self._identity = identity
-        self._run_id = run_id
+        self._run_id = run_id = peers.run_id
+        self._peers = peers
         self._transport = transport
         self._clock = clock
-        self._known_addresses = known_addresses
-        self._on_peer_found = on_peer_found
         self._rng = rng
         self._topic = run_topic(run_id)
         self._dht = DhtNode(transport, clock, (self._topic, PUBLIC_RUNS_TOPIC))
@@ -67,9 +77,9 @@ class Rendezvous:
         transport.on_restart(self._on_restart)
 
     @property
-    def refused_count(self) -> int:
-        """Values that were forged, of another run or malformed, and requests that were too large."""
-        return self._dht.refused_count + self._invalid_count
+    def refusals(self) -> Mapping[str, int]:
+        """Return the number of values that were refused: forged, of another run or malformed, or too large."""
+        return {"dht": self._dht.refused_count + self._invalid_count}
 
     def advertise_run(self, make_announcement: MakeAnnouncement, extra_peers: Mapping[PeerId, Sequence[str]]) -> None:
         """From now on announce the run itself as well, also at peers of other runs: `doors`, with their addresses."""
@@ -112,7 +122,7 @@ class Rendezvous:
             logger.warning("the DHT is out of reach for now: %s", errors.describe_error(error))
 
     async def _ping_some(self) -> None:
-        neighbours = list(self._known_addresses().items())
+        neighbours = list(self._peers.known_addresses().items())
         chosen = self._rng.sample(neighbours, min(PINGED_PEERS, len(neighbours)))
         await asyncio.gather(*(self._dht.ping_peer(peer, addresses) for peer, addresses in chosen))
 
@@ -132,4 +142,4 @@ class Rendezvous:
             logger.warning("an announcement in the DHT was refused: %s", fault)
             return
         if peer != self._identity.peer_id:
-            self._on_peer_found(peer, tuple(record.addresses))
+            self._peers.add_contact(peer, tuple(record.addresses))

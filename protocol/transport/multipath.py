@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -252,12 +253,12 @@ class BulkTransport:
             return least
         lane = PooledConnection()
         idle = SPARE_IDLE_SECONDS if connections.active else IDLE_SECONDS
-        lane.channel = RpcChannel(peer, lambda peer: self._dial_direct(peer, connections, lane), self._supervisor, idle)
+        lane.channel = RpcChannel(peer, partial(self._dial_direct, connections, lane), self._supervisor, idle)
         connections.active.append(lane)
         self._open_connections.add(lane)
         return lane
 
-    async def _dial_direct(self, peer: PeerId, connections: PeerConnections, pooled: PooledConnection) -> TlsConnection:
+    async def _dial_direct(self, connections: PeerConnections, pooled: PooledConnection, peer: PeerId) -> TlsConnection:
         if not connections.endpoint:
             raise UnreachableError("it takes no direct connections any more")
         connection, _ = await self._dialer.dial(peer, Endpoint((connections.last_host,), connections.endpoint.port))

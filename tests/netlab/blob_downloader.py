@@ -28,7 +28,7 @@ async def download(folder: Path, host: str, seconds: float, address: str, blob: 
     transport = await Transport.start(folder / "key", folder, [], listen=[f"/ip4/{host}/tcp/0"])
     peer = address.rpartition("/")[2]
     transport.introduce(peer, [address], port)
-    fetcher = Downloader(store, transport.bulk, lambda *_: None, random.Random(0))
+    fetcher = Downloader(store, transport.bulk, random.Random(0))
     began, whole = time.monotonic(), True
     try:
         await fetcher.fetch(blob, lambda: [peer], seconds)

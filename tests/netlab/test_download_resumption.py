@@ -38,7 +38,7 @@ class Download:
     async def attempt(self, seconds: float, stop_at: int | None = None) -> bool:
         """Whether it arrived; given up after so many seconds, or bytes."""
         store = BlobStore(self.folder, 2 * SIZE)
-        fetcher = Downloader(store, self._transport.bulk, lambda *_: None, random.Random(0))
+        fetcher = Downloader(store, self._transport.bulk, random.Random(0))
         fetch = asyncio.create_task(fetcher.fetch(self._blob, lambda: [self._peer], seconds))
         while not fetch.done() and (stop_at is None or fetcher.bytes_received < stop_at):
             await asyncio.sleep(0.01)

@@ -10,6 +10,7 @@ import pytest
 from node.daemon import swarm_view
 from node.daemon.swarm_view import SwarmView
 from protocol.consensus.chain import Chain, ChainHead, genesis_head
+from protocol.membership.directory import MembershipListener
 from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
 from tests.node.small_run import RUN_ID, grown, replica_in, store_in
@@ -26,8 +27,8 @@ class FakeDirectory:
     def live(self) -> dict[str, PeerRecord]:
         return self.records
 
-    def subscribe(self, callback: Callable[[MembershipEvent], None]) -> None:
-        self.tell = callback
+    def subscribe(self, listener: MembershipListener) -> None:
+        self.tell = listener.on_membership_event
 
     def publish(self, **fields: object) -> None:
         self.published = fields
@@ -139,7 +140,7 @@ def test_alone_is_who_knows_of_others_and_sees_none() -> None:
     assert not first.is_isolated(), "whoever begins a run waits for nobody"
     assert members_of(directory).is_isolated(), "whoever was sent to somebody does"
     directory.records["a"] = PeerRecord(role="trainer")
-    first._on_membership_event(PeerJoined("a", directory.records["a"]))
+    first.on_membership_event(PeerJoined("a", directory.records["a"]))
     assert not first.is_isolated()
     del directory.records["a"]
     assert first.is_isolated()

@@ -21,6 +21,7 @@ from node.dashboard.swarm_watcher import (
 )
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
+from protocol.membership.directory import MembershipListener
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
 from tests.node.dashboard.example_events import OPENED, committed
@@ -38,8 +39,8 @@ class FakeDirectory:
     def live(self) -> dict[str, PeerRecord]:
         return self.records
 
-    def subscribe(self, callback: Callable[[MembershipEvent], None]) -> None:
-        self.callbacks.append(callback)
+    def subscribe(self, listener: MembershipListener) -> None:
+        self.callbacks.append(listener.on_membership_event)
 
 
 @dataclass

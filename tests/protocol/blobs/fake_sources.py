@@ -24,6 +24,16 @@ SMALL = random.Random(2).randbytes(5000)
 ROOM = 1 << 30
 
 
+class RecordingDownloader(Downloader):
+    def __init__(self, faults: list[tuple[str, str]], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._faults = faults
+
+    def record_lie(self, peer: str, reason: str) -> None:
+        super().record_lie(peer, reason)
+        self._faults.append((peer, reason))
+
+
 class ScriptedSource(BlobsServicer):
     """A source of `data` that tampers with what it sends, or stops sending."""
 
@@ -93,7 +103,7 @@ class SourcePool:
 
     def new_fetcher(self, pace: DownloadPolicy = SHORT_TIMEOUTS, seed: int = 0) -> Downloader:
         carrier, rng = DirectChannels(self.channel), random.Random(seed)
-        return Downloader(self.store, carrier, lambda *fault: self.faults.append(fault), rng, pace)
+        return RecordingDownloader(self.faults, self.store, carrier, rng, pace)
 
     async def fetch(self, blob: Blob = BLOB, deadline: float = 30.0) -> None:
         await self.fetcher.fetch(blob, self.sources, deadline)

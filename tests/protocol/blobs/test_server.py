@@ -275,7 +275,7 @@ async def main(folder, size):
     blob = store.put_file(folder / "source")
     service = BlobService(store, lambda context: "fetcher")
     async with serve_locally(folder / "socket", lambda server: register_blob_service(service, server)) as channel:
-        fetcher = Downloader(target, DirectChannels(lambda peer: channel), lambda *fault: None, random.Random(0))
+        fetcher = Downloader(target, DirectChannels(lambda peer: channel), random.Random(0))
         before = peak()
         await fetcher.fetch(blob, lambda: ["a", "b", "c", "d"], 60.0)
         fetched = peak()
@@ -307,7 +307,7 @@ async def test_over_the_real_transport(start_transport: StartTransport, tmp_path
     source = await start_transport("source", [lambda server: register_blob_service(service, server)])
     taker = await start_transport("taker")
     taker.introduce(source.peer_id, await source.addresses())
-    fetcher = Downloader(here, taker.bulk, lambda *fault: None, random.Random(0))
+    fetcher = Downloader(here, taker.bulk, random.Random(0))
     await fetcher.fetch(BLOB, lambda: [source.peer_id], 30.0)
     assert here.read(BLOB.digest) == DATA
     assert service.bytes_served == {taker.peer_id: len(DATA) + len(piece_hashes(DATA))}

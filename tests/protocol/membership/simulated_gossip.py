@@ -11,7 +11,8 @@ import grpc
 from protocol.errors import TransportError
 from protocol.identity import Identity
 from protocol.membership.clock import SwarmClock
-from protocol.membership.directory import PeerDirectory
+from protocol.membership.directory import DirectoryOptions, PeerDirectory
+from protocol.membership.peer_table import MembershipEvent
 from protocol.murmur_pb2 import GossipReply, GossipRequest
 
 RUN = "ab" * 32
@@ -101,6 +102,13 @@ class FakeTransport:
         return FakeChannel(self.network, self.peer, peer if peer in self.introduced else "nowhere")
 
 
+class EventRecorder(list[MembershipEvent]):
+    """Keeps the events of a directory."""
+
+    def on_membership_event(self, event: MembershipEvent) -> None:
+        self.append(event)
+
+
 class GossipSwarm:
     def __init__(self) -> None:
         self.network = FakeNetwork()
@@ -113,8 +121,8 @@ class GossipSwarm:
         identity = identity or Identity.create()
         node = FakeTransport(self.network, identity.peer_id)
         clock = SwarmClock(lambda: time.time() + skew)
-        settings = {"heartbeat": HEARTBEAT, "expiry": 1.5, "rng": random.Random(len(self.nodes)), **options}
-        directory = PeerDirectory(identity, run, node, clock, **settings)
+        settings = DirectoryOptions(**{"run_id": run, "heartbeat": HEARTBEAT, "expiry": 1.5, **options})
+        directory = PeerDirectory(settings, identity, node, clock, random.Random(len(self.nodes)))
         self.network.dead.discard(directory.peer_id)
         self.network.directories[directory.peer_id] = directory
         self.nodes[directory.peer_id] = node

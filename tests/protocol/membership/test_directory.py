@@ -15,14 +15,15 @@ from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.membership.clock import SwarmClock
 from protocol.membership.contacts import load_addresses
-from protocol.membership.directory import MAX_RECORDS, PeerDirectory
-from protocol.membership.peer_table import KIND, MembershipEvent, PeerJoined, PeerLeft, PeerUpdated
+from protocol.membership.directory import MAX_RECORDS, DirectoryOptions, PeerDirectory
+from protocol.membership.peer_table import KIND, PeerJoined, PeerLeft, PeerUpdated
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
 from protocol.signing import sign
 from protocol.transport.transport import Transport
 from tests.protocol.membership.simulated_gossip import (
     HEARTBEAT,
     RUN,
+    EventRecorder,
     FakeContext,
     GossipSwarm,
     address_of,
@@ -67,8 +68,8 @@ async def test_a_dead_peer_is_gone_for_all_and_another_kept(swarm: GossipSwarm) 
 
 async def test_a_silent_peer_expires_where_nobody_calls_it(swarm: GossipSwarm) -> None:
     one, other = start_chain(swarm, 2)
-    events: list[MembershipEvent] = []
-    one.subscribe(events.append)
+    events = EventRecorder()
+    one.subscribe(events)
     await until(lambda: all_see([one, other], [one, other]))
     swarm.tasks[other.peer_id].cancel()  # it answers, but its clockwork has stopped: its record grows old
     await until(lambda: PeerLeft(other.peer_id, "expired") in events)
@@ -76,8 +77,8 @@ async def test_a_silent_peer_expires_where_nobody_calls_it(swarm: GossipSwarm) -
 
 async def test_a_leaving_peer_goes_at_once(swarm: GossipSwarm) -> None:
     peers = start_chain(swarm, 4, expiry=60.0)
-    events: list[MembershipEvent] = []
-    peers[0].subscribe(events.append)
+    events = EventRecorder()
+    peers[0].subscribe(events)
     await until(lambda: all_see(peers, peers))
     swarm.tasks[peers[3].peer_id].cancel()
     await asyncio.wait_for(peers[3].leave(), 2.5)
@@ -94,8 +95,8 @@ async def test_leaving_takes_two_seconds_though_nobody_listens(swarm: GossipSwar
 
 async def test_two_failures_make_a_suspect_and_its_next_word_clears_it(swarm: GossipSwarm) -> None:
     peers = start_chain(swarm, 3, expiry=60.0)
-    events: list[MembershipEvent] = []
-    peers[0].subscribe(events.append)
+    events = EventRecorder()
+    peers[0].subscribe(events)
     await until(lambda: all_see(peers, peers))
     swarm.network.dead.add(peers[2].peer_id)
     swarm.tasks[peers[2].peer_id].cancel()
@@ -196,8 +197,8 @@ async def test_a_peer_that_slept_is_answered_at_once(swarm: GossipSwarm) -> None
 
 async def test_subscribers_hear_of_everything_once(swarm: GossipSwarm) -> None:
     one = swarm.add()
-    events: list[MembershipEvent] = []
-    one.subscribe(events.append)
+    events = EventRecorder()
+    one.subscribe(events)
     other = swarm.add(bootstrap=[address_of(one)])
     await until(lambda: len(events) > 3)
     joined = [event for event in events if isinstance(event, PeerJoined)]
@@ -321,7 +322,8 @@ async def test_five_peers_over_real_transports(
             transport = await start_transport(str(number), [servers.append])
             identity = Identity.load_or_create(tmp_path / str(number) / "key")
             bootstrap = await transports[-1].addresses() if transports else ()
-            peer = PeerDirectory(identity, RUN, transport, SwarmClock(), 0.2, 3.0, random.Random(number), bootstrap[:4])
+            options = DirectoryOptions(run_id=RUN, heartbeat=0.2, expiry=3.0, bootstrap=bootstrap[:4])
+            peer = PeerDirectory(options, identity, transport, SwarmClock(), random.Random(number))
             peer.register(servers[0])
             transports.append(transport)
             peers.append(peer)

@@ -18,7 +18,7 @@ from protocol.identity import Identity
 from protocol.membership.clock import SwarmClock
 from protocol.membership.dht import DhtNode
 from protocol.membership.dht_storage import EXPIRATION_OFFSET_SECONDS, KIND, LIFETIME_SECONDS, Announcement, run_topic
-from protocol.membership.directory import PeerDirectory
+from protocol.membership.directory import DirectoryOptions, PeerDirectory
 from protocol.membership.rendezvous import Rendezvous
 from protocol.membership.run_registry import PUBLIC_RUNS_TOPIC, make_run_announcement, parse_public_run
 from protocol.murmur_pb2 import PeerRecord, PublicRun
@@ -45,12 +45,15 @@ class RendezvousPeer:
         self.identity = identity
         self.found: dict[str, tuple[str, ...]] = {}
         self.clock = SwarmClock(lambda: time.time() + skew)
-        self.rendezvous = Rendezvous(
-            identity, RUN, transport, self.clock, lambda: seeds, self._record_found, random.Random(transport.peer_id)
-        )
+        self.run_id = RUN
+        self._seeds = seeds
+        self.rendezvous = Rendezvous(identity, transport, self.clock, self, random.Random(transport.peer_id))
         self.task = asyncio.create_task(self.rendezvous.run())
 
-    def _record_found(self, peer: str, addresses: Sequence[str]) -> None:
+    def known_addresses(self) -> Mapping[str, Sequence[str]]:
+        return self._seeds
+
+    def add_contact(self, peer: str, addresses: Sequence[str]) -> None:
         self.found[peer] = tuple(addresses)
 
     async def stop(self) -> None:
@@ -84,7 +87,7 @@ async def test_two_peers_that_share_only_a_seed_find_each_other(join: Join) -> N
     one, other = await join("one", seed), await join("other", seed)
     await until(lambda: other.identity.peer_id in one.found and one.identity.peer_id in other.found)
     assert one.found[other.identity.peer_id] == await other.transport.addresses()
-    assert seed.rendezvous.refused_count == one.rendezvous.refused_count == other.rendezvous.refused_count == 0
+    assert seed.rendezvous.refusals == one.rendezvous.refusals == other.rendezvous.refusals == {"dht": 0}
 
 
 @pytest.mark.parametrize("skew", [-7200.0, 7200.0])
@@ -116,7 +119,7 @@ async def test_strangers_cannot_fill_the_dht_nor_speak_for_others(join: Join, ca
     for value, subkey in ((forged.SerializeToString(), victim.peer_id), (b"junk", "junk"), (b"junk", None)):
         assert await store(value, EXPIRATION_OFFSET_SECONDS + now + LIFETIME_SECONDS, subkey) == [False]
     assert await store(b"junk", EXPIRATION_OFFSET_SECONDS + now, None, run_topic("cd" * 32).key) == [False]
-    assert seed.rendezvous.refused_count == 4
+    assert seed.rendezvous.refusals == {"dht": 4}
     assert await store(
         honest.SerializeToString(), EXPIRATION_OFFSET_SECONDS + now + LIFETIME_SECONDS + 30, liar.identity.peer_id
     ) == [True]
@@ -139,10 +142,7 @@ async def test_dead_seeds_delay_nothing_for_ever(join: Join, caplog: pytest.LogC
     seed, missing = await join("seed"), Identity.create().peer_id
     seeds = {seed.identity.peer_id: await seed.transport.addresses()}
     one = await join("one")
-    one.rendezvous._known_addresses = lambda: {  # nobody listens on the first
-        missing: (f"/ip4/127.0.0.1/tcp/9/p2p/{missing}",),
-        **seeds,
-    }
+    one._seeds = {missing: (f"/ip4/127.0.0.1/tcp/9/p2p/{missing}",), **seeds}  # nobody listens on the first
     await until(lambda: one.identity.peer_id in seed.found)
     await until(lambda: f"no DHT answer from {missing}" in caplog.text)
 
@@ -158,6 +158,15 @@ async def test_it_stops_in_time_while_p2pd_is_frozen(join: Join) -> None:
         os.kill(one.transport._p2pd.pid, signal.SIGCONT)
 
 
+class SeededDirectory(PeerDirectory):
+    """Names only the seeds to the rendezvous."""
+
+    seeds: Mapping[str, tuple[str, ...]] = {}
+
+    def known_addresses(self) -> Mapping[str, tuple[str, ...]]:
+        return self.seeds
+
+
 async def test_directories_meet_through_the_dht_alone(start_transport: Start, join: Join, tmp_path: Path) -> None:
     """The seed knows nothing of gossip. What the DHT then forgets stays known."""
     seed = await join("seed")
@@ -169,11 +178,11 @@ async def test_directories_meet_through_the_dht_alone(start_transport: Start, jo
         servers: list[grpc.aio.Server] = []
         transport = await start_transport(name, [servers.append])
         identity, clock = Identity.load_or_create(tmp_path / name / "key"), SwarmClock()
-        directory = PeerDirectory(identity, RUN, transport, clock, 0.2, 3.0, random.Random(name))
+        options = DirectoryOptions(run_id=RUN, heartbeat=0.2, expiry=3.0)
+        directory = SeededDirectory(options, identity, transport, clock, random.Random(name))
+        directory.seeds = known
         directory.register(servers[0])
-        rendezvous = Rendezvous(
-            identity, RUN, transport, clock, lambda: known, directory.add_contact, random.Random(name)
-        )
+        rendezvous = Rendezvous(identity, transport, clock, directory, random.Random(name))
         directories.append(directory)
         gossip.append(asyncio.create_task(directory.run()))
         lookups.append(asyncio.create_task(rendezvous.run()))

@@ -75,7 +75,7 @@ class BlobTransferSetup:
             "source", [lambda server: register_blob_service(self.service, server)], direct=0
         )
         self.client = await self._start("taker")
-        self.fetcher = Downloader(self.here, self.client.bulk, lambda *fault: None, random.Random(0))
+        self.fetcher = Downloader(self.here, self.client.bulk, random.Random(0))
         await introduce_peers(self.client, self.source)
 
     async def fetch(self, deadline: float = 30.0) -> None:
