@@ -1,4 +1,4 @@
-"""Training text: where tokens come from, in which order a peer reads them, and what is held out."""
+"""Training text: sources of tokens, the reading order of each peer, and the held-out part."""
 
 from node.data.batches import BatchReader, validation_batches
 from node.data.corpus import Corpus

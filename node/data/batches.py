@@ -1,7 +1,7 @@
-"""What a peer reads, in its own order, and what everybody is measured on.
+"""Training batches in the order of one peer, and the validation batches of all peers.
 
-A peer's order is drawn from (run seed, peer id): two peers read differently, one peer reads the same again from the
-same position. The validation windows are the same for all.
+The run's seed and the peer id determine the order: two peers read different windows, and one peer reads the same
+windows again from the same position. The validation windows are the same for all peers.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ VALIDATION_SEQUENCES = 16
 
 
 class BatchReader:
-    """The endless row of one peer's batches; `position` goes into the snapshot."""
+    """The endless sequence of one peer's batches. The trainer keeps `position` in its snapshot."""
 
     def __init__(self, corpus: Corpus, context: int, seed: int, peer_id: str, position: int = 0) -> None:
         self._vocabulary_size = corpus.vocabulary_size
@@ -25,14 +25,14 @@ class BatchReader:
 
     @property
     def position(self) -> int:
-        """Where the next batch starts, to be given to another Batches after a restart."""
+        """Return the start of the next batch, from which another reader can continue."""
         return self._windows.position
 
     def next_batch(self, sequences: int) -> Tensor:
-        """Tokens (sequences, context + 1), int64."""
+        """Read the next batch of tokens: (sequences, context + 1), int64."""
         windows = self._windows.take(sequences)
         if windows.max() >= self._vocabulary_size:
-            # In a shard that someone damaged; on an accelerator it would kill the process without a word.
+            # The shard is damaged. On an accelerator such an id would kill the process without a message.
             raise DataError(
                 f"token id {windows.max()} in the text, above {self._vocabulary_size - 1}; tokenize it again"
             )
@@ -40,12 +40,15 @@ class BatchReader:
 
 
 def order_key(seed: int, peer_id: str) -> int:
-    """128 bits."""
+    """Return the 128-bit key of the order in which this peer reads."""
     return int.from_bytes(hashlib.sha256(f"murmur order 1 {seed} {peer_id}".encode()).digest()[:16], "big")
 
 
 def validation_batches(corpus: Corpus, context: int, max_tokens: int) -> list[Tensor]:
-    """Windows spread evenly over the held-out text, at most `max_tokens` targets: int64 (<= 16, context + 1) each."""
+    """Return windows spread evenly over the held-out text.
+
+    They have at most `max_tokens` targets together; each batch is int64 (<= 16, context + 1).
+    """
     held = corpus.validation
     count = min((len(held) - 1) // context, max(1, max_tokens // context))
     if count < 1:

@@ -1,6 +1,6 @@
-"""What every source of text becomes: something to train on, a fixed held-out part, and the number of token ids.
+"""The common form of every source of text: training text, a fixed held-out part and the number of token ids.
 
-A window is `context + 1` tokens: the inputs and, one further on, the targets.
+A window is `context + 1` tokens: the inputs, and the targets shifted by one.
 """
 
 import hashlib
@@ -17,25 +17,25 @@ Shard = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class WindowStream(Protocol):
-    """A peer's endless order of windows; the same position is followed by the same windows, on every machine."""
+    """One peer's endless sequence of windows. From one position it is the same on every machine."""
 
     @property
     def position(self) -> int:
-        """Where the next window starts; its meaning is the source's own."""
+        """Return the position of the next window, in units of the source."""
 
     def take(self, count: int) -> TokenIds:
-        """The next windows, shape (count, context + 1)."""
+        """Read the next windows, shape (count, context + 1)."""
 
 
 class TrainingText(Protocol):
     """Text to train on."""
 
     def windows(self, context: int, key: int, position: int) -> WindowStream:
-        """The order that `key` (128 bits) stands for, from `position` on; 0 is its beginning."""
+        """Open the sequence of windows of a 128-bit `key` at `position`; 0 is its start."""
 
 
 class TokenArray:
-    """Tokens at random access: shards (each 1-D, in memory or memory-mapped) read as one long row."""
+    """Tokens with random access: 1-D shards, in memory or memory-mapped, read as one sequence."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self._shards = [shard for shard in shards if len(shard)]
@@ -45,7 +45,7 @@ class TokenArray:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, start: int, length: int) -> TokenIds:
-        """`length` tokens from `start` on; the caller stays inside."""
+        """Read `length` tokens from `start` on; the caller keeps within the bounds."""
         out = np.empty(length, dtype=np.int64)
         filled, index = 0, int(np.searchsorted(self._ends, start, side="right"))
         while filled < length:
@@ -57,7 +57,7 @@ class TokenArray:
         return out
 
     def slice(self, start: int, stop: int) -> "TokenArray":
-        """The tokens from `start` to `stop`, not copied."""
+        """Return the tokens from `start` to `stop` without copying them."""
         starts = [int(end) - len(shard) for end, shard in zip(self._ends, self._shards, strict=True)]
         return TokenArray(
             [
@@ -67,15 +67,16 @@ class TokenArray:
         )
 
     def windows(self, context: int, key: int, position: int) -> "RandomWindows":
+        """Open the windows of `key`; raises DataError if the text is shorter than one."""
         if len(self) <= context:
             raise DataError(f"the training text has {len(self)} tokens, a window {context + 1}; give more text")
         return RandomWindows(self, context, key, position)
 
 
 class RandomWindows:
-    """Window i starts at a place drawn from Philox (Salmon et al., SC 2011) at counter i: any position in no time.
+    """Windows at random offsets. Philox (Salmon et al., SC 2011) at counter i draws the offset of window i.
 
-    Position counts windows.
+    So every position is reached at once. Position counts windows.
     """
 
     def __init__(self, tokens: TokenArray, context: int, key: int, position: int) -> None:
@@ -86,10 +87,12 @@ class RandomWindows:
 
     @property
     def position(self) -> int:
+        """Return the number of windows read so far."""
         return self._position
 
     def take(self, count: int) -> TokenIds:
-        # One step of the counter gives four words; the first of each is used, so windows do not depend on the batch.
+        """Read the next windows, shape (count, context + 1)."""
+        # One counter step gives four words. Only the first is used, so windows do not depend on the batch size.
         stream = np.random.Philox(key=self._key, counter=self._position)
         words = np.asarray(stream.random_raw(4 * count), dtype=np.uint64)[::4]
         starts = words % np.uint64(len(self._tokens) - self._length + 1)
@@ -99,14 +102,14 @@ class RandomWindows:
 
 @dataclass(frozen=True)
 class Corpus:
-    """`vocabulary` is the number of token ids that may occur."""
+    """A source of text, opened. Token ids are below `vocabulary_size`."""
 
     training: TrainingText
     validation: TokenArray
     vocabulary_size: int
 
     def require_vocabulary(self, limit: int) -> None:
-        """Raises DataError when the model knows fewer token ids than the text may hold."""
+        """Raise DataError if the model has fewer token ids than the text may contain."""
         if self.vocabulary_size > limit:
             raise DataError(
                 f"the text has {self.vocabulary_size} token ids, the model only {limit}; "
@@ -115,5 +118,8 @@ class Corpus:
 
 
 def is_held_out(name: bytes, validation_share: float) -> bool:
-    """Whether a file or document is kept for validation: by its own name alone, so all peers agree on each one."""
+    """Return whether a file or document is kept for validation.
+
+    Only its own name decides, so all peers agree on each one.
+    """
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") < validation_share * 2**64

@@ -1,11 +1,11 @@
 """A Hugging Face data set, streamed through `datasets` (the `hf` extra).
 
-Examples are shuffled by the peer's key (shards, and a buffer of SHUFFLE_BUFFER examples), encoded and read as one
-long row. A position is (epoch, example, token of that example) in one integer, so a restart skips to the example and
-goes on at the very token. Skipping takes time in proportion to the examples of the epoch.
+The stream shuffles examples by the peer's key (shards, and a buffer of SHUFFLE_BUFFER examples), encodes them and
+reads them as one long sequence. A position is (epoch, example, token of that example) in one integer, so a restart
+skips to the example and continues at the exact token. Skipping takes time in proportion to the examples skipped.
 
-An example is held out by the hash of its text; the first of them, in the order of the data set, are the validation
-text. This is the one source that reads from the network by itself, unless the data set is a local folder.
+The hash of its text decides whether an example is held out. The first held-out examples, in the order of the data set,
+are the validation text. This is the only source that reads from the network, unless the data set is a local folder.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,34 +22,36 @@ from protocol.manifest import DataSection
 
 SHUFFLE_BUFFER = 1000
 VALIDATION_TOKENS = 2**17
-VALIDATION_EXAMPLES = 50_000  # looked at, at most
+VALIDATION_EXAMPLES = 50_000  # searched for held-out text
 _POSITION_RADIX = 2**32  # positions: example below 2**32 of an epoch, token below 2**32 of an example
 
 
 def open_huggingface(config: DataSection, base: Path, tokenizer: TextTokenizer) -> Corpus:
-    """`config.path` is a folder below `base` if there is one, else the name of a data set on the hub."""
+    """Open the folder `config.path` below `base` if it exists, else the data set of that name on the hub."""
     stream = ExampleStream(_load_data_set(config, base), config, tokenizer)
     return Corpus(stream, stream.validation(), tokenizer.size)
 
 
 @dataclass(frozen=True)
 class ExampleStream:
-    """The examples of a data set; `examples` is an IterableDataset."""
+    """The examples of a data set, an IterableDataset."""
 
     examples: Any
     config: DataSection
     tokenizer: TextTokenizer
 
     def windows(self, context: int, key: int, position: int) -> "StreamWindows":
+        """Open the windows of `key` at `position`."""
         return StreamWindows(self, context, key, position)
 
     def documents(self, key: int, epoch: int, first: int) -> Iterator[Shard]:
-        """Tokens of each example of an epoch from the `first` on; none for one that is held out."""
+        """Yield the tokens of each example of an epoch from `first` on, none for a held-out one."""
         order = self.examples.shuffle(seed=(key + epoch) % 2**32, buffer_size=SHUFFLE_BUFFER).skip(first)
         for text in self._texts(order):
             yield self._encode(text) if not self._is_held_out(text) else np.empty(0, dtype=np.uint8)
 
     def validation(self) -> TokenArray:
+        """Collect the tokens of the first held-out examples."""
         shards: list[Shard] = []
         for text in self._texts(self.examples.take(VALIDATION_EXAMPLES)):
             if self._is_held_out(text):
@@ -74,7 +76,7 @@ class ExampleStream:
 
 
 class StreamWindows:
-    """Windows cut one after the other from the row of documents; the last token of one is the first of the next."""
+    """Consecutive windows of the sequence of documents. The last token of one is the first of the next."""
 
     def __init__(self, stream: ExampleStream, context: int, key: int, position: int) -> None:
         self._stream = stream
@@ -86,12 +88,15 @@ class StreamWindows:
 
     @property
     def position(self) -> int:
+        """Return epoch, example and token of the next window as one integer."""
         return (self._epoch * _POSITION_RADIX + self._example) * _POSITION_RADIX + self._token
 
     def take(self, count: int) -> TokenIds:
-        row = self._read_tokens(count * self._context + 1)
-        self._token -= 1  # the last one is only a target so far
-        return np.stack([row[start : start + self._context + 1] for start in range(0, len(row) - 1, self._context)])
+        """Read the next windows, shape (count, context + 1)."""
+        tokens = self._read_tokens(count * self._context + 1)
+        self._token -= 1  # so far the last token was only a target
+        starts = range(0, len(tokens) - 1, self._context)
+        return np.stack([tokens[start : start + self._context + 1] for start in starts])
 
     def _read_tokens(self, length: int) -> TokenIds:
         out, filled = np.empty(length, dtype=np.int64), 0
@@ -136,10 +141,10 @@ def _load_data_set(config: DataSection, base: Path) -> Any:
     try:
         return load_dataset(str(folder) if folder.exists() else config.path, split=config.split, streaming=True)
     except FileNotFoundError as error:
-        raise MissingFileError(f"no data set {config.path!r}: {_first_line(error)}; mend data.path") from error
+        raise MissingFileError(f"no data set {config.path!r}: {_first_line(error)}; fix data.path") from error
     except (OSError, ValueError) as error:
         raise DataError(
-            f"cannot open the data set {config.path!r}: {_first_line(error)}; mend data.path or split"
+            f"cannot open the data set {config.path!r}: {_first_line(error)}; fix data.path or data.split"
         ) from error
 
 

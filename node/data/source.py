@@ -1,4 +1,4 @@
-"""From the manifest's [data] table to a corpus."""
+"""Open the source of text that the manifest's [data] table names."""
 
 from pathlib import Path
 
@@ -12,14 +12,21 @@ from protocol.manifest import DataSection
 
 
 def open_source(config: DataSection, base: Path) -> Corpus:
-    """Paths are relative to `base`, the manifest's folder. Raises DataError or MissingFileError, one line each."""
+    """Open the source of text of a run.
+
+    Args:
+        base: the manifest's folder, to which paths are relative.
+
+    Raises:
+        DataError, MissingFileError: with a message of one line.
+    """
     if config.source == "tokens":
         if not config.path:
             raise DataError("data.path is empty; set it to a folder that `murmur tokenize` wrote")
         return open_tokens(base / config.path, config.validation_share)
-    vocabulary = open_tokenizer(config.tokenizer, base)
+    tokenizer = open_tokenizer(config.tokenizer, base)
     if config.source == "python-stdlib":
-        return open_stdlib(vocabulary, config.validation_share)
+        return open_stdlib(tokenizer, config.validation_share)
     if config.source == "text":
-        return open_text(config.path, base, vocabulary, config.validation_share)
-    return open_huggingface(config, base, vocabulary)
+        return open_text(config.path, base, tokenizer, config.validation_share)
+    return open_huggingface(config, base, tokenizer)

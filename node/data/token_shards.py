@@ -1,9 +1,9 @@
 """Tokenized text on disk: memory-mapped shards of uint16 or uint32 (little endian) and a JSON header.
 
     header.json   {"format": "murmur tokens 1", "dtype", "vocabulary", "tokenizer", "shards": [{"name", "tokens"}]}
-    00000.bin     the token ids of all files, one after the other, cut every SHARD_TOKENS
+    00000.bin     the token ids of all files in sequence, split every SHARD_TOKENS
 
-The end of the row is held out. The folder is written under another name and renamed when it is whole.
+The end of the sequence is held out. The folder is written under another name and renamed when it is complete.
 """
 
 import hashlib
@@ -27,6 +27,8 @@ BLOCK_BYTES = 2**20
 
 
 class ShardEntry(BaseModel):
+    """One shard in the header."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Annotated[str, StringConstraints(pattern=r"^[0-9]{5}\.bin$")]
@@ -34,7 +36,7 @@ class ShardEntry(BaseModel):
 
 
 class ShardsHeader(BaseModel):
-    """What header.json says; `tokenizer` is the SHA-256 of the tokenizer file."""
+    """The content of header.json. `tokenizer` is the SHA-256 of the tokenizer file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,27 +48,27 @@ class ShardsHeader(BaseModel):
 
 
 def open_tokens(folder: Path, validation_share: float) -> Corpus:
-    """A folder that `tokenize_files` wrote. Raises MissingFileError or DataError."""
+    """Open a folder that `tokenize_files` wrote; raises MissingFileError or DataError."""
     header = _read_header(folder / HEADER_FILE)
-    row = TokenArray([_map_shard(folder / entry.name, header.dtype, entry.tokens) for entry in header.shards])
-    if len(row) < 2:
+    tokens = TokenArray([_map_shard(folder / entry.name, header.dtype, entry.tokens) for entry in header.shards])
+    if len(tokens) < 2:
         raise DataError(f"{folder} holds no tokens; run `murmur tokenize` on files with text")
-    cut = len(row) - max(1, int(len(row) * validation_share))
-    return Corpus(row.slice(0, cut), row.slice(cut, len(row)), header.vocabulary)
+    cut = len(tokens) - max(1, int(len(tokens) * validation_share))
+    return Corpus(tokens.slice(0, cut), tokens.slice(cut, len(tokens)), header.vocabulary)
 
 
 def tokenize_files(tokenizer: Path, files: Sequence[Path], out: Path) -> ShardsHeader:
     """Encode UTF-8 files in the given order into the new folder `out`."""
     if out.exists():
         raise UsageError(f"{out} exists already; name a new folder")
-    vocabulary = FileTokenizer(tokenizer)
+    encoder = FileTokenizer(tokenizer)
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        shards = _write_shards(_encode_files(files, vocabulary), partial)
+        shards = _write_shards(_encode_files(files, encoder), partial)
         digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-        kind: Literal["uint16", "uint32"] = "uint16" if token_dtype(vocabulary.size) is np.uint16 else "uint32"
-        header = ShardsHeader(dtype=kind, vocabulary=vocabulary.size, tokenizer=digest, shards=tuple(shards))
+        kind: Literal["uint16", "uint32"] = "uint16" if token_dtype(encoder.size) is np.uint16 else "uint32"
+        header = ShardsHeader(dtype=kind, vocabulary=encoder.size, tokenizer=digest, shards=tuple(shards))
         (partial / HEADER_FILE).write_text(header.model_dump_json(indent=1) + "\n")
         partial.rename(out)
     except OSError as error:
@@ -105,7 +107,7 @@ def _encode_files(files: Sequence[Path], tokenizer: FileTokenizer) -> Iterator[S
 
 
 def _read_blocks(path: Path) -> Iterator[str]:
-    """The text of a file in pieces that end with a line, so that a file need not fit into memory."""
+    """Yield the text of a file in blocks of whole lines, so that it need not fit into memory."""
     offset = 0
     try:
         with path.open("rb") as file:
@@ -131,11 +133,11 @@ def _write_shards(pieces: Iterator[Shard], folder: Path) -> list[ShardEntry]:
 
 
 def _split_at_shards(pieces: Iterator[Shard]) -> Iterator[tuple[int, Shard]]:
-    """The same tokens, in pieces that end where a shard does, each with the number of its shard."""
+    """Split pieces where a shard ends, and yield each with the number of its shard."""
     written = 0
     for piece in pieces:
         while len(piece):
-            number, inside = divmod(written, SHARD_TOKENS)
-            head, piece = piece[: SHARD_TOKENS - inside], piece[SHARD_TOKENS - inside :]
+            number, used = divmod(written, SHARD_TOKENS)
+            head, piece = piece[: SHARD_TOKENS - used], piece[SHARD_TOKENS - used :]
             written += len(head)
             yield number, head

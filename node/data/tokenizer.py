@@ -1,4 +1,4 @@
-"""From text to token ids: bytes, or a Hugging Face tokenizer file (the `data` extra)."""
+"""Tokenizers: the bytes of a text, or a Hugging Face tokenizer file (the `data` extra)."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,28 +13,29 @@ END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class TextTokenizer(Protocol):
-    """`size` is the number of token ids; `end` closes a document: one token id, or none."""
+    """Encoder of a run. It has `size` token ids; `end` closes a document with one token or none."""
 
     size: int
     end: Shard
 
     def encode(self, text: str) -> Shard:
-        """The token ids, in the narrowest unsigned type that holds every id."""
+        """Return the token ids in the narrowest unsigned type that holds every id."""
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of the text in UTF-8; nothing marks the end of a document."""
+    """The bytes of the text in UTF-8 as ids 0 to 255. No token marks the end of a document."""
 
     def __init__(self) -> None:
         self.size = BYTE_VALUES
         self.end: Shard = np.empty(0, dtype=np.uint8)
 
     def encode(self, text: str) -> Shard:
+        """Return the bytes of `text`."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
 
 class FileTokenizer:
-    """A tokenizer.json; its end-of-text token, if it has one of the usual names, closes each document."""
+    """A tokenizer.json. Its end-of-text token, if it has one of the usual names, closes each document."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = load_tokenizer_file(path)
@@ -43,6 +44,7 @@ class FileTokenizer:
         self.end: Shard = self._array([ids[name] for name in END_OF_TEXT_TOKENS if name in ids][:1])
 
     def encode(self, text: str) -> Shard:
+        """Return the token ids of `text`, without special tokens."""
         return self._array(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _array(self, ids: list[int]) -> Shard:
@@ -50,7 +52,7 @@ class FileTokenizer:
 
 
 def load_tokenizer_file(path: Path) -> Any:
-    """The library's Tokenizer. Raises MissingFileError or DataError."""
+    """Load a Tokenizer of the library; raises MissingFileError or DataError."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -60,16 +62,17 @@ def load_tokenizer_file(path: Path) -> Any:
     if not path.is_file():
         raise MissingFileError(f"no tokenizer file {path}; put a tokenizer.json there, or name another")
     try:
-        # The library raises bare Exception on a file it cannot read; its text goes into ours.
+        # The library raises a bare Exception for a file that it cannot read.
         return Tokenizer.from_file(str(path))
     except Exception as error:
-        raise DataError(f"{path} is no tokenizer.json ({error}); name one of Hugging Face's") from error
+        raise DataError(f"{path} is not a tokenizer.json ({error}); name one in Hugging Face's format") from error
 
 
 def token_dtype(size: int) -> type[np.uint16] | type[np.uint32]:
+    """Return the narrower type that holds all ids below `size`."""
     return np.uint16 if size <= 2**16 else np.uint32
 
 
 def open_tokenizer(tokenizer_file: str, base: Path) -> TextTokenizer:
-    """`tokenizer` as in the manifest: a path relative to `base`, or empty for bytes."""
+    """Open the manifest's tokenizer: a path relative to `base`, or an empty text for bytes."""
     return FileTokenizer(base / tokenizer_file) if tokenizer_file else ByteTokenizer()

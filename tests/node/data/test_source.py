@@ -170,12 +170,12 @@ def rename_shard(folder: Path, name: str) -> None:
         ({"source": "text", "path": "none*.txt"}, MissingFileError, "no file matches"),
         ({"source": "text"}, DataError, "data.path is empty"),
         ({"source": "text", "path": "latin.txt"}, DataError, r"latin.txt is not UTF-8 \(byte 3\)"),
-        ({"source": "text", "path": "empty.txt"}, DataError, "empty.txt and what goes with it are empty"),
+        ({"source": "text", "path": "empty.txt"}, DataError, "empty.txt and the other files are empty"),
         ({"source": "text", "path": "*.txt", "tokenizer": "none.json"}, MissingFileError, "no tokenizer file"),
-        ({"source": "text", "path": "*.txt", "tokenizer": "latin.txt"}, DataError, "is no tokenizer.json"),
+        ({"source": "text", "path": "*.txt", "tokenizer": "latin.txt"}, DataError, "is not a tokenizer.json"),
         ({"source": "tokens"}, DataError, "data.path is empty"),
         ({"source": "hf"}, DataError, "data.path is empty"),
-        ({"source": "hf", "path": "void"}, MurmurError, "mend data.path"),
+        ({"source": "hf", "path": "void"}, MurmurError, "fix data.path"),
     ],
 )
 def test_bad_input_gets_one_line(tmp_path: Path, values: dict[str, str], kind: type[MurmurError], text: str) -> None:
@@ -236,7 +236,7 @@ def test_streamed_columns_and_splits_are_checked(examples: Path) -> None:
         open_source(hub(column="body"), examples)
     with pytest.raises(DataError, match="no text in 'other'"):
         open_source(hub(column="other"), examples)
-    with pytest.raises(MurmurError, match="mend data.path"):
+    with pytest.raises(MurmurError, match="fix data.path"):
         open_source(hub(split="dev"), examples)
 
 

@@ -120,7 +120,7 @@ def test_a_run_with_its_own_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match=r"no tokenizer file .*words\.json; put"):
         generate(folder, "bird")
     (folder / "words.json").write_text("{}")
-    with pytest.raises(DataError, match=r"words\.json is no tokenizer\.json \(.*\); name one"):
+    with pytest.raises(DataError, match=r"words\.json is not a tokenizer\.json \(.*\); name one"):
         generate(folder, "bird")
     own.save(str(folder / "words.json"))
     text = "".join(generate(folder, "bird", 30))
