@@ -315,7 +315,7 @@ def _merge_pending(waiting: ApplyAnchor | None, command: ApplyAnchor) -> ApplyAn
     """A fate is told once: where its anchor was not taken yet, it goes with the next one."""
     if waiting is None or command.outcome != "none":
         return command
-    return command.model_copy(update={"fate": waiting.outcome})
+    return command.model_copy(update={"outcome": waiting.outcome})
 
 
 def _open_corpus(manifest: Manifest, base: Path) -> Corpus:
