@@ -53,7 +53,7 @@ from node.simulation.config import SimulationConfig
 from node.simulation.measurement import CurvePoint, Evaluator, SimulationResult
 from node.simulation.virtual_network import BYTES_PER_MEGABIT
 from optim.compose import compose
-from optim.options import Scalar
+from optim.options import OptionValue
 from optim.recipes import RECIPES
 from protocol.manifest import Manifest, load_manifest
 
@@ -67,7 +67,7 @@ FACTORS: Final = (0.5, 1.0, 2.0)
 WARM_STEPS = STEPS // 2
 LENGTHS: Final = {"scratch": STEPS, "warm": STEPS - WARM_STEPS, "grid": STEPS // 5}  # the recipe's steps
 CLEARLY = 0.99  # of the loss: less may be chance, or the shorter run's
-Tables = Mapping[str, Mapping[str, Scalar]]
+Tables = Mapping[str, Mapping[str, OptionValue]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Row:
     tables: Tables
 
 
-def _row(name: str, recipe: str = "", **tables: Mapping[str, Scalar]) -> Row:
+def _row(name: str, recipe: str = "", **tables: Mapping[str, OptionValue]) -> Row:
     return Row(name, recipe or name, tables)
 
 
@@ -107,11 +107,12 @@ def thousandth(steps: int = STEPS) -> list[Row]:
     `frugal 1`: a message in each step, first of few values and in the end of eight times as many, and a residual that
     is kept the longer the less the weights move.
     """
-    course: Mapping[str, Scalar] = {"k": f"6 => 47 over {steps}", "chunk": 16_384}
-    memory = {"decay": f"0.965 -> 0.9965 over {steps}"}
+    growing: OptionValue = {"start": 6, "end": 47, "rounds": steps, "curve": "exponential"}
+    memory: OptionValue = {"start": 0.965, "end": 0.9965, "rounds": steps}
+    codec = {"k": growing, "chunk": 16_384}
     often = {"inner_steps": 5, "ahead": 5}
     return [
-        _row("frugal 1", "frugal", schedule={"inner_steps": 1, "ahead": 1}, codec=course, feedback=memory),
+        _row("frugal 1", "frugal", schedule={"inner_steps": 1, "ahead": 1}, codec=codec, feedback={"decay": memory}),
         _row("frugal 5", "frugal", schedule=often, codec={"k": 33}, feedback={"decay": 0.9}),
         _row("sparse 10", "sparseloco", schedule={"inner_steps": 10}),
         _row("senders 10", "sparseloco-senders", schedule={"inner_steps": 10}),

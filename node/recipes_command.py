@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -21,7 +20,8 @@ from node.paths import demo_manifest
 from optim.compose import COMPONENTS, compose
 from optim.errors import OptimError
 from optim.method import SMALL_SLOTS, Method
-from optim.ramps import ramp
+from optim.option_schedules import as_toml
+from optim.options import OptionValue, Scalar
 from optim.recipes import RECIPES
 from optim.round_plan import RoundPlanner
 from protocol.errors import UsageError
@@ -60,7 +60,7 @@ def describe_recipe(recipe: str) -> dict[str, Any]:
     return {
         "name": method.name,
         "paper": method.paper,
-        **{part: str(_written_value(method, part, "kind")) for part in COMPONENTS},
+        **{part: _written_value(method, part, "kind") for part in COMPONENTS},
         "bits_per_parameter_sync": bits,
         "bits_per_parameter_step": bits / steps,
         "memory_per_parameter": FLOAT_BYTES * count_vectors(method),
@@ -100,7 +100,7 @@ def list_needs(method: Method) -> list[str]:
 
 
 def list_options(method: Method, part: str) -> Mapping[str, Any]:
-    """Every option of that part as this method has it; one that changes over the rounds as its course."""
+    """Every option of that part as this method has it; one that changes over the rounds as its schedule."""
     return {
         name: _written_value(method, part, name) for one in part_variants(method, part) for name in _option_names(one)
     }
@@ -125,12 +125,13 @@ def format_recipe(row: Mapping[str, Any]) -> list[str]:
         *(f"needs: {need} ({_explain_need(need)})" for need in row["needs"]),
     ]
     for part in COMPONENTS:
-        shown += ["", f"{part} = {row[part]}"]
+        shown += ["", f"{part} = {_format_value(row[part])}"]
         for built in part_variants(method, part):
             usual = type(built)()
             for option in _option_names(built):
                 value, default = row["options"][part][option], getattr(usual, option)
-                shown.append(f"    {option} = {value}" + ("" if value == default else f"   (default {default})"))
+                note = "" if value == default else f"   (default {default})"
+                shown.append(f"    {option} = {_format_value(value)}{note}")
             shown += [f"    {line}".rstrip() for line in formula_lines(built)]
     return shown
 
@@ -161,12 +162,19 @@ def build_table(rows: list[dict[str, Any]]) -> Table:
 
 def _format_cells(row: dict[str, Any]) -> tuple[str, ...]:
     unusual = {part: "" if row[part] == kind else row[part] for part, kind in DEFAULT_PARTS.items()}
-    codec = re.sub(r" until \d+ then ", " then ", row["codec"])
-    message = " ".join(filter(None, (unusual["signal"], codec, "+ residual" if row["feedback"] == "error" else "")))
+    residual = "+ residual" if row["feedback"] == "error" else ""
+    message = " ".join(filter(None, (unusual["signal"], _format_kinds(row["codec"]), residual)))
     besides = ", ".join(filter(None, (unusual["inner"], unusual["adoption"])))
     figures = (f"{row['bits_per_parameter_step']:.3g}", str(row["memory_per_parameter"]))
     parts = (row["topology"], unusual["aggregate"], row["update"], besides)
     return (row["name"], message, *parts, *figures, ", ".join(row["needs"]), row["paper"])
+
+
+def _format_kinds(kind: OptionValue) -> str:
+    """Return the kind, or the kinds of its phases: "int8 then topk"."""
+    if isinstance(kind, Scalar):
+        return str(kind)
+    return " then ".join(str(phase["value"] if isinstance(phase, Mapping) else phase) for phase in kind)
 
 
 def _explain_need(need: str) -> str:
@@ -177,11 +185,15 @@ def _option_names(part: object) -> list[str]:
     return [field.name for field in dataclasses.fields(part)]  # type: ignore[arg-type]
 
 
-def _written_value(method: Method, part: str, name: str) -> Any:
-    """An option's, or the kind's, course over the rounds, or its value."""
-    course = RECIPES[method.name].tables[part].get(name)
-    if isinstance(course, str) and ramp(course):
-        return course
-    return next(
-        getattr(one, name) for one in part_variants(method, part) if name == "kind" or name in _option_names(one)
-    )
+def _written_value(method: Method, part: str, name: str) -> OptionValue:
+    """Return an option of the part, or its kind: the schedule of one that changes over the rounds, else the value."""
+    schedule = RECIPES[method.name].tables[part].get(name)
+    if schedule is not None and not isinstance(schedule, Scalar):
+        return schedule
+    variants = part_variants(method, part)
+    value: Scalar = next(getattr(one, name) for one in variants if name == "kind" or name in _option_names(one))
+    return value
+
+
+def _format_value(value: OptionValue) -> str:
+    return str(value) if isinstance(value, Scalar) else as_toml(value)

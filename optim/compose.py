@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from optim.aggregation.edit_penalty import EditPenalty
 from optim.aggregation.mean import AggregationRule, Mean, SenderMean
 from optim.aggregation.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
-from optim.budget import budget
+from optim.bit_budget import BitBudget, read_bit_budget
 from optim.codecs.base import SAMPLE_SIZE, Codec
 from optim.codecs.dct_topk import DctTopK
 from optim.codecs.e3m0 import BlockE3M0
@@ -36,7 +36,8 @@ from optim.inner.gradient_accumulation import GradientAccumulator, LookaheadAccu
 from optim.inner.growing_batch import GrowingBatch
 from optim.merge_policy import Interpolate, MergePolicy, RebaseOnAnchor
 from optim.method import Method
-from optim.options import Scalar
+from optim.option_schedules import OptionSchedule, read_option
+from optim.options import OptionValue, Scalar
 from optim.outer import (
     Adam,
     DelayedNesterov,
@@ -52,7 +53,6 @@ from optim.outer import (
     StalenessPenalised,
     consensus_factor,
 )
-from optim.ramps import is_endless, ramp
 from optim.recipes import RECIPES, OptionTable, OptionTables, Recipe
 from optim.signals import (
     Gradient,
@@ -80,7 +80,7 @@ def check_compatibility(method: Method, round_number: int) -> None:
         warm = update.warm_rounds
         raise UnknownOption(
             f"in update.warm_rounds = {warm} squares of gradients are learned, of which signs tell nothing; "
-            f"set codec.kind = 'none until {warm} then sign'"
+            f'set codec.kind = [{{ value = "none", rounds = {warm} }}, "sign"]'
         )
     if method.feedback.keeps_error and not method.codec.is_contractive:
         raise UnknownOption(
@@ -116,6 +116,7 @@ def _check_consensus(update: object, size: int) -> None:
 
 
 Component = TypeVar("Component")
+ReadOptions = Mapping[str, Scalar | OptionSchedule]  # of one component
 
 _INNER_RULES: Final[tuple[type[InnerUpdateRule], ...]] = (
     *(AdamW, QuasiHyperbolic, AccumulatingAdamW, GrowingBatch, GradientAccumulator, LookaheadAccumulator),
@@ -182,14 +183,14 @@ def compose(recipe: str, overrides: OptionTables = NO_OVERRIDES) -> Method:
         if part not in COMPONENTS:
             raise UnknownOption(f"a method has no part {part!r}; {_suggest_name(part, COMPONENTS)}")
     row = RECIPES[recipe]
-    tables = _apply_bit_budget({part: _merge_tables(row.tables[part], overrides.get(part, {})) for part in COMPONENTS})
-    knots = tuple(sorted({0, *_breakpoints_of(tables)}))
-    for number in _rounds_to_check(knots):
-        _build_method(row, tables, number)  # every fault is found now
-    if len(knots) == 1:
-        return _build_method(row, tables, 0)
-    in_round = functools.lru_cache(maxsize=MAX_CACHED_METHODS)(functools.partial(_build_method, row, tables))
-    return dataclasses.replace(in_round(0), breakpoints=knots, build_for_round=in_round)
+    options = _read_tables({part: _merge_tables(row.tables[part], overrides.get(part, {})) for part in COMPONENTS})
+    breakpoints = tuple(sorted({0, *_breakpoints_of(options)}))
+    for number in _rounds_to_check(breakpoints):
+        _build_method(row, options, number)  # every fault is found now
+    if len(breakpoints) == 1:
+        return _build_method(row, options, 0)
+    in_round = functools.lru_cache(maxsize=MAX_CACHED_METHODS)(functools.partial(_build_method, row, options))
+    return dataclasses.replace(in_round(0), breakpoints=breakpoints, build_for_round=in_round)
 
 
 MAX_CACHED_METHODS = 64
@@ -197,30 +198,47 @@ MAX_CHECKED_ROUNDS = 4096
 
 
 def _rounds_to_check(breakpoints: tuple[int, ...]) -> Iterable[int]:
-    """Options that bound one another may collide between the turns of their courses: all rounds, if not too many."""
+    """Return all rounds, if not too many: options that bound each other may collide between two breakpoints."""
     return (*breakpoints, *range(breakpoints[-1])) if breakpoints[-1] < MAX_CHECKED_ROUNDS else breakpoints
 
 
-def _build_method(recipe: Recipe, tables: OptionTables, round_number: int) -> Method:
-    parts = {part: _build_component(part, REGISTRY[part], tables[part], round_number) for part in COMPONENTS}
+def _build_method(recipe: Recipe, options: Mapping[str, ReadOptions], round_number: int) -> Method:
+    parts = {part: _build_component(part, REGISTRY[part], options[part], round_number) for part in COMPONENTS}
     method = Method(name=recipe.name, paper=recipe.paper, **parts)
     check_compatibility(method, round_number)
     return method
 
 
-def _apply_bit_budget(tables: OptionTables) -> OptionTables:
-    """With a course for schedule.inner_steps where a budget stands there."""
-    schedule, codec = tables["schedule"], tables["codec"]
-    granted = budget(schedule.get("inner_steps", 0))
-    if granted is None:
-        return tables
-    if any(ramp(value) for value in codec.values()):
+def _read_tables(tables: OptionTables) -> Mapping[str, ReadOptions]:
+    """Read every option's schedule; a bit budget becomes the schedule that it pays for."""
+    budget = read_bit_budget(tables["schedule"].get("inner_steps", 0))
+    if budget is None:
+        return {component: _read_table(component, table) for component, table in tables.items()}
+    unspent = {**tables, "schedule": {**tables["schedule"], "inner_steps": 1}}
+    options = {component: _read_table(component, table) for component, table in unspent.items()}
+    return {**options, "schedule": {**options["schedule"], "inner_steps": _spend(budget, options)}}
+
+
+def _read_table(component: str, table: OptionTable) -> ReadOptions:
+    return {option: _read_option(component, option, value) for option, value in table.items()}
+
+
+def _read_option(component: str, option: str, value: OptionValue) -> Scalar | OptionSchedule:
+    if component in SCHEDULABLE and (option != "kind" or component == "codec"):
+        return read_option(f"{component}.{option}", value)
+    if not isinstance(value, Scalar):
+        raise UnknownOption(f"{component}.{option} = {value!r} must not change over the rounds; write a plain value")
+    return value
+
+
+def _spend(budget: BitBudget, options: Mapping[str, ReadOptions]) -> int | OptionSchedule:
+    if any(isinstance(value, OptionSchedule) for value in options["codec"].values()):
         raise UnknownOption("schedule.inner_steps: a budget takes a codec that does not change over the rounds")
-    built = _build_component("codec", CODECS, codec, 0)
-    bits = built.bits_per_parameter(SAMPLE_SIZE) * _build_component("signal", SIGNALS, tables["signal"], 0).vector_count
-    fragments = schedule.get("fragments", 1)
-    course = granted.course(bits, fragments if isinstance(fragments, int) else 1)
-    return {**tables, "schedule": {**schedule, "inner_steps": course}}
+    codec = _build_component("codec", CODECS, options["codec"], 0)
+    vectors = _build_component("signal", SIGNALS, options["signal"], 0).vector_count
+    fragments = options["schedule"].get("fragments", 1)
+    bits = codec.bits_per_parameter(SAMPLE_SIZE) * vectors
+    return budget.inner_steps(bits, fragments if isinstance(fragments, int) else 1)
 
 
 def _merge_tables(default: OptionTable, override: OptionTable) -> OptionTable:
@@ -230,17 +248,15 @@ def _merge_tables(default: OptionTable, override: OptionTable) -> OptionTable:
     return {**default, **override}
 
 
-def _breakpoints_of(tables: OptionTables) -> Iterator[int]:
-    for part, table in tables.items():
-        for option, value in table.items():
-            if course := ramp(value):
-                if part not in SCHEDULABLE or (option == "kind" and part != "codec"):
-                    raise UnknownOption(f"{part}.{option} = {value!r} must not change over the rounds")
-                yield from course.knots
+def _breakpoints_of(options: Mapping[str, ReadOptions]) -> Iterator[int]:
+    for table in options.values():
+        for value in table.values():
+            if isinstance(value, OptionSchedule):
+                yield from value.breakpoints
 
 
 def _build_component(
-    component: str, kinds: Mapping[str, type[Component]], table: OptionTable, round_number: int
+    component: str, kinds: Mapping[str, type[Component]], table: ReadOptions, round_number: int
 ) -> Component:
     options = {option: _value_in_round(value, round_number) for option, value in table.items()}
     kind = options.pop("kind")
@@ -263,24 +279,20 @@ def _option_names(kind: type[Any]) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
 
 
-def _kinds_ever_used(kind: Scalar) -> set[str]:
-    """A codec's options may belong to the kind before a turn, or to the one after it."""
-    course = ramp(kind)
-    return course.words if course else {str(kind)}
+def _kinds_ever_used(kind: Scalar | OptionSchedule) -> set[str]:
+    """Return every kind: an option may belong to the kind before a change, or to the one after it."""
+    return {str(one) for one in kind.constants} if isinstance(kind, OptionSchedule) else {str(kind)}
 
 
-def _value_in_round(value: Scalar, round_number: int) -> Scalar:
-    course = ramp(value)
-    return course.at(round_number) if course else value
+def _value_in_round(value: Scalar | OptionSchedule, round_number: int) -> Scalar:
+    return value.at_round(round_number) if isinstance(value, OptionSchedule) else value
 
 
 def _describe_error(component: str, error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
     place = ".".join((component, *map(str, fault["loc"])))
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    given = fault["input"]
-    hint = f'; write "{given.strip()} over ROUNDS"' if component in SCHEDULABLE and is_endless(given) else ""
-    return f"{place} = {given!r}: {message}{hint}" if fault["loc"] else f"{component}: {message}"
+    return f"{place} = {fault['input']!r}: {message}" if fault["loc"] else f"{component}: {message}"
 
 
 def _suggest_name(name: str, known: Any) -> str:

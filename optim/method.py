@@ -33,7 +33,7 @@ class Method:
     aggregate: AggregationRule
     update: OuterOptimizer
     adoption: MergePolicy
-    breakpoints: tuple[int, ...] = (0,)  # rounds between which every option only rises, only falls, or rests
+    breakpoints: tuple[int, ...] = (0,)  # rounds; between two of them every option only rises, only falls, or stays
     build_for_round: Callable[[int], "Method"] | None = field(default=None, compare=False, repr=False)
 
     def at_round(self, round_number: int) -> "Method":

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from optim.options import Scalar
+from optim.options import OptionValue, Scalar
 
-OptionTable = Mapping[str, Scalar]
+OptionTable = Mapping[str, OptionValue]
 OptionTables = Mapping[str, OptionTable]
 
 
@@ -78,13 +78,21 @@ SPARSE_TOPK: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
 )
 
 
-def _every_steps(inner_steps: int | str, **options: Scalar) -> OptionTable:
+def _every_steps(inner_steps: OptionValue, **options: OptionValue) -> OptionTable:
     return {"kind": "every-steps", "inner_steps": inner_steps, **options}
 
 
-def _overlapped(inner_steps: int | str) -> OptionTable:
+def _overlapped(inner_steps: OptionValue) -> OptionTable:
     """The result of a round is taken when the next one's message is due: a whole round late."""
     return _every_steps(inner_steps, ahead=inner_steps, delay=inner_steps)
+
+
+def _constant(value: Scalar, rounds: int) -> Mapping[str, Scalar]:
+    return {"value": value, "rounds": rounds}
+
+
+def _curve(start: float, end: float, rounds: int, curve: str = "linear") -> Mapping[str, Scalar]:
+    return {"start": start, "end": end, "rounds": rounds, "curve": curve}
 
 
 def _make_recipe(name: str, paper: str, common: OptionTables = DEFAULT_TABLES, **tables: OptionTable) -> Recipe:
@@ -152,11 +160,11 @@ WARM_STARTED: Final = (
         "diloco-warm",
         "arXiv 2311.08105 with synchronous first rounds",
         INT8,
-        schedule=_every_steps("1 until 50 then 10 => 60 over 30"),
+        schedule=_every_steps([_constant(1, rounds=50), _curve(10, 60, rounds=30, curve="exponential")]),
         update={
             "kind": "nesterov",
-            "learning_rate": "1.0 until 50 then 0.7",
-            "momentum": "0.0 until 50 then 0.5 -> 0.9 over 30",
+            "learning_rate": [_constant(1.0, rounds=50), 0.7],
+            "momentum": [_constant(0.0, rounds=50), _curve(0.5, 0.9, rounds=30)],
             "shorten": True,
         },
     ),
@@ -164,8 +172,11 @@ WARM_STARTED: Final = (
         "sparseloco-warm",
         "arXiv 2508.15706 with synchronous, dense first rounds",
         SPARSE_TOPK,
-        schedule=_every_steps("1 until 50 then 10 => 30 over 30"),
-        codec={"kind": "int8 until 50 then topk", "k": "256 until 50 then 256 => 64 over 30"},
+        schedule=_every_steps([_constant(1, rounds=50), _curve(10, 30, rounds=30, curve="exponential")]),
+        codec={
+            "kind": [_constant("int8", rounds=50), "topk"],
+            "k": [_constant(256, rounds=50), _curve(256, 64, rounds=30, curve="exponential")],
+        },
     ),
 )
 OVERLAPPED: Final = (
@@ -188,8 +199,13 @@ OVERLAPPED: Final = (
     _make_recipe(
         "dilocox",
         "arXiv 2506.21263",
-        schedule=_overlapped("124 => 62 over 40"),
-        codec={"kind": "low-rank", "rank": "32 => 16 over 40", "values": "int4", "energy": 0.95},
+        schedule=_overlapped(_curve(124, 62, rounds=40, curve="exponential")),
+        codec={
+            "kind": "low-rank",
+            "rank": _curve(32, 16, rounds=40, curve="exponential"),
+            "values": "int4",
+            "energy": 0.95,
+        },
         feedback={"kind": "error"},
         topology={"kind": "gather"},
     ),
@@ -213,7 +229,7 @@ EVERY_STEP: Final = (
         "backup-workers",
         "arXiv 2004.14696",
         EVERY_GRADIENT,
-        schedule=_every_steps(1, quorum="0.5 -> 1.0 over 500"),
+        schedule=_every_steps(1, quorum=_curve(0.5, 1.0, rounds=500)),
         codec={"kind": "none"},
         aggregate={**EQUAL_WEIGHTS, "staleness": 10.0},
         update={"kind": "adam"},
@@ -230,7 +246,7 @@ EVERY_STEP: Final = (
         "arXiv 2102.02888",
         EVERY_GRADIENT,
         signal={"kind": "momentum", "beta": 0.9},
-        codec={"kind": "none until 100 then sign"},
+        codec={"kind": [_constant("none", rounds=100), "sign"]},
         feedback={"kind": "error"},
         topology={"kind": "gather"},
         update={"kind": "frozen-adam", "warm_rounds": 100, "floor": 0.01},

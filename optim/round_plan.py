@@ -117,10 +117,10 @@ class RoundPlanner:
         return range(settled, settled + math.lcm(self.method.schedule.fragments, self.method.signal.period))
 
     def representative_rounds(self) -> Iterator[int]:
-        """Rounds among which every size is at its greatest: each fragment, or period, at each turn of a course."""
+        """Yield rounds that include the greatest of every size: each fragment, or period, at each breakpoint."""
         cycle = len(self.cycle)
-        for knot in self.method.breakpoints:
-            yield from range(max(0, knot - cycle + 1), knot + cycle)
+        for number in self.method.breakpoints:
+            yield from range(max(0, number - cycle + 1), number + cycle)
 
     @cached_property
     def max_parts(self) -> int:

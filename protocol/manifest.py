@@ -7,29 +7,62 @@ bootstrap addresses (they are hints, and may change while the run lives) and wit
 import difflib
 import hashlib
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from protocol.errors import ManifestError, MissingFileError
 
 Scalar = bool | int | float | str
+ScalarTable = dict[str, Scalar]
+OptionValue = Scalar | ScalarTable | tuple[Scalar | ScalarTable, ...]
 RunId = str  # 64 hexadecimal digits
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 500  # on one line: the time to parse a dotted key grows with the square of its parts
 MAX_SHOWN_CHARACTERS = 80
 DEFAULT_MODEL_KIND = "llama"
+MAX_PHASES = 64
+MAX_OPTION_KEYS = 8
 
 
 class Section(BaseModel):
     """Base of every table: unknown keys are refused, values never change, and no type is guessed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _check_option(value: object) -> OptionValue:
+    """Check the shape of an option, not its meaning: a plain value, a table of these, or a list of both."""
+    if not isinstance(value, list | tuple):
+        return _check_table_or_scalar(value)
+    if not 2 <= len(value) <= MAX_PHASES:
+        raise ValueError(f"a list has 2 to {MAX_PHASES} phases")
+    return tuple(_check_table_or_scalar(phase) for phase in value)
+
+
+def _check_table_or_scalar(value: object) -> Scalar | ScalarTable:
+    if not isinstance(value, dict):
+        return _check_scalar(value)
+    if len(value) > MAX_OPTION_KEYS:
+        raise ValueError(f"the table of an option has at most {MAX_OPTION_KEYS} keys")
+    return {str(key): _check_scalar(scalar) for key, scalar in value.items()}
+
+
+def _check_scalar(value: object) -> Scalar:
+    if not isinstance(value, Scalar):
+        raise ValueError("write a plain value, a table of plain values, or a list of phases")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("Input should be a finite number")
+    return value
+
+
+OptionTable = dict[str, Annotated[OptionValue, BeforeValidator(_check_option)]]
 
 
 class RunSection(Section):
@@ -94,18 +127,18 @@ class MethodSection(Section):
     """A recipe by name; each table overrides one of its parts."""
 
     recipe: str
-    inner: dict[str, Scalar] = {}
-    signal: dict[str, Scalar] = {}
-    schedule: dict[str, Scalar] = {}
-    codec: dict[str, Scalar] = {}
-    feedback: dict[str, Scalar] = {}
-    topology: dict[str, Scalar] = {}
-    aggregate: dict[str, Scalar] = {}
-    update: dict[str, Scalar] = {}
-    adoption: dict[str, Scalar] = {}
+    inner: OptionTable = {}
+    signal: OptionTable = {}
+    schedule: OptionTable = {}
+    codec: OptionTable = {}
+    feedback: OptionTable = {}
+    topology: OptionTable = {}
+    aggregate: OptionTable = {}
+    update: OptionTable = {}
+    adoption: OptionTable = {}
 
-    def overrides(self) -> dict[str, dict[str, Scalar]]:
-        tables: dict[str, dict[str, Scalar]] = self.model_dump(exclude={"recipe"})
+    def overrides(self) -> dict[str, OptionTable]:
+        tables: dict[str, OptionTable] = self.model_dump(exclude={"recipe"})
         return {part: table for part, table in tables.items() if table}
 
 

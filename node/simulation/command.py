@@ -23,13 +23,13 @@ from node.simulation.virtual_network import BYTES_PER_MEGABIT
 from optim.compose import compose
 from optim.errors import OptimError
 from optim.method import Method
-from optim.options import Scalar
+from optim.options import OptionValue
+from optim.recipes import OptionTable, OptionTables
 from protocol.errors import UsageError
 from protocol.manifest import Manifest, load_manifest
 
 DEFAULT_STEPS = 200
 PLOT_POINTS = 20
-Overrides = dict[str, dict[str, Scalar]]
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ def build_config(options: SimulationOptions) -> SimulationConfig:
     )
 
 
-def compose_methods(recipes: Sequence[str], manifest: Manifest, overrides: Overrides) -> Mapping[str, Method]:
+def compose_methods(recipes: Sequence[str], manifest: Manifest, overrides: OptionTables) -> Mapping[str, Method]:
     """Each recipe with its own defaults and the options of `--set`; the manifest's recipe, with the manifest's too."""
     methods = {}
     for name in recipes:
         if name in (DATA_PARALLEL, LOCAL):
             continue  # always there
-        tables: Overrides = manifest.method.overrides() if name == manifest.method.recipe else {}
+        tables = dict[str, OptionTable](manifest.method.overrides() if name == manifest.method.recipe else {})
         for part, options in overrides.items():
             tables[part] = {**tables.get(part, {}), **options}
         try:
@@ -120,24 +120,26 @@ def compose_methods(recipes: Sequence[str], manifest: Manifest, overrides: Overr
     return methods
 
 
-def parse_overrides(texts: Sequence[str]) -> Overrides:
-    """From `part.option=value`, the value as in a manifest; text needs no quotes."""
-    found: Overrides = {}
+def parse_overrides(texts: Sequence[str]) -> OptionTables:
+    """Return tables of options from texts `part.option=value`, each value as in a manifest; text needs no quotes."""
+    found: dict[str, dict[str, OptionValue]] = {}
     for option in texts:
         place, equals, text = option.partition("=")
         part, dot, name = place.partition(".")
         if not (equals and dot and part and name and text):
             raise UsageError(f"--set {option!r}: write it as part.option=value, such as codec.k=128")
-        found.setdefault(part, {})[name] = _parse_scalar(text)
+        found.setdefault(part, {})[name] = _parse_value(option, text)
     return found
 
 
-def _parse_scalar(text: str) -> Scalar:
+def _parse_value(option: str, text: str) -> OptionValue:
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value: OptionValue = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if text.lstrip().startswith(("{", "[")):
+            raise UsageError(f"--set {option!r}: not a TOML value: {error}") from error
         return text
-    return value if isinstance(value, bool | int | float | str) else text
+    return value if isinstance(value, bool | int | float | str | dict | list) else text
 
 
 def _parse_numbers(text: str, option: str) -> list[float]:

@@ -67,7 +67,12 @@ def test_another_method_may_be_laid_over_the_model() -> None:
         ("diloco", "[method.schedule]\nfragments = 7", "method: schedule.fragments = 7: the model has 6 blocks"),
         ("local-adam", "[method.schedule]\nfragments = 2", "method: signal 'inner-state' is sent whole"),
         ("data-parallel", '[method.inner]\nkind = "adamw"', "method: .*inner 'adamw' does not keep"),
-        ("diloco", '[method.update]\nmomentum = "0 -> 2 over 9"', "method: update.momentum = 2"),
+        ("diloco", "[method.update]\nmomentum = { start = 0, end = 2, rounds = 9 }", "method: update.momentum = 2"),
+        (
+            "diloco",
+            '[method.update]\nmomentum = "0 -> 2 over 9"',
+            "method: update.momentum = '0 -> 2 over 9': a value that changes over the rounds is a table; write { start",
+        ),
     ],
 )
 def test_a_method_that_cannot_be_is_a_fault_of_the_manifest_in_one_line(recipe: str, tables: str, reason: str) -> None:
@@ -78,7 +83,7 @@ def test_a_method_that_cannot_be_is_a_fault_of_the_manifest_in_one_line(recipe: 
 
 def test_each_round_has_its_own_settings() -> None:
     tables = (
-        '[method.schedule]\nquorum = "1.0 until 2 then 0.5"\nfragments = 2\npattern = "contiguous"\n'
+        '[method.schedule]\nquorum = [{ value = 1.0, rounds = 2 }, 0.5]\nfragments = 2\npattern = "contiguous"\n'
         '[method.codec]\nkind = "topk"\nchunk = 512'
     )
     manifest = manifest_of(tables=tables)

@@ -1,6 +1,6 @@
 """One model's layout, and peers that hold a method's shared state, for tests of whole methods."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from optim.exchange import Aggregator, ContributionEncoder
 from optim.kernels.vectors import ArrayVector, Vector
 from optim.layout import Layout
 from optim.method import AGGREGATION_STATE, Method
-from optim.options import Scalar
+from optim.options import OptionValue, Scalar
 from optim.round_plan import RoundPlanner
 
 PART_COUNT = 3
@@ -20,7 +20,18 @@ LAYOUT = Layout(
     (0, *(1 + layer for layer in range(LAYERS) for _ in LAYER), 1 + LAYERS),
 )
 NUMEL = LAYOUT.numel  # 9000
-Tables = dict[str, dict[str, Scalar]]
+Tables = dict[str, Mapping[str, OptionValue]]
+
+
+def constant(value: Scalar, rounds: int) -> dict[str, Scalar]:
+    """Return a phase that does not change."""
+    return {"value": value, "rounds": rounds}
+
+
+def curve(start: float, end: float, rounds: int, form: str = "linear") -> dict[str, Scalar]:
+    return {"start": start, "end": end, "rounds": rounds, "curve": form}
+
+
 LOSSLESS: Tables = {"codec": {"kind": "none"}}
 NO_PROGRESS: Tables = {"adoption": {"unsent": 0.0}}  # for signals of which what is left is none
 

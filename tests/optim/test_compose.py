@@ -13,7 +13,7 @@ from optim.options import Scalar
 from optim.outer import Nesterov, Sgd
 from optim.recipes import RECIPES
 from optim.topologies import Butterfly, Gather
-from tests.optim.fake_peers import NO_PROGRESS, Tables
+from tests.optim.fake_peers import NO_PROGRESS, Tables, constant, curve
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -85,7 +85,9 @@ def test_every_update_goes_with_the_signals_it_names_and_no_other(kind: str) -> 
 
 
 def test_an_option_may_change_over_the_rounds() -> None:
-    method = compose("sparseloco", {"codec": {"kind": "int8 until 9 then topk", "k": "256 => 64 over 20"}})
+    method = compose(
+        "sparseloco", {"codec": {"kind": [constant("int8", 9), "topk"], "k": curve(256, 64, 20, "exponential")}}
+    )
     assert method.breakpoints == (0, 8, 9, 20)
     assert method.at_round(8).codec == BlockInt8(), "an option of the other kind is left out"
     assert method.at_round(20).codec == ChunkTopK(k=64)
@@ -94,20 +96,22 @@ def test_an_option_may_change_over_the_rounds() -> None:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ({"signal": {"kind": "pseudo-gradient until 5 then gradient"}}, "signal.kind = .* must not change"),
-        ({"topology": {"kind": "gather until 5 then butterfly"}}, "topology.kind = .* must not change"),
-        ({"update": {"kind": "sgd until 5 then nesterov"}}, "update.kind = .* must not change"),
-        ({"adoption": {"kind": "mix", "alpha": "0 -> 1 over 5"}}, "adoption.alpha = .* must not change"),
-        ({"update": {"momentum": "0.5 -> 1.5 over 5"}}, "update.momentum = 1.5: should be less than 1"),
-        ({"codec": {"kind": "int8 until 5 then in4"}}, "did you mean 'int4'"),
-        ({"schedule": {"inner_steps": "1 until 50 then 1.5"}}, "schedule.inner_steps = 1.5"),
-        ({"schedule": {"inner_steps": "10 -> 30"}}, 'schedule.inner_steps = .*; write "10 -> 30 over ROUNDS"'),
-        ({"update": {"momentum": " 0.5=>0.9"}}, 'valid number; write "0.5=>0.9 over ROUNDS"'),
+        ({"signal": {"kind": [constant("pseudo-gradient", 5), "gradient"]}}, "signal.kind = .* must not change"),
+        ({"topology": {"kind": [constant("gather", 5), "butterfly"]}}, "topology.kind = .* must not change"),
+        ({"update": {"kind": [constant("sgd", 5), "nesterov"]}}, "update.kind = .* must not change"),
+        ({"adoption": {"kind": "mix", "alpha": curve(0, 1, 5)}}, "adoption.alpha = .* must not change"),
+        ({"update": {"momentum": curve(0.5, 1.5, 5)}}, "update.momentum = 1.5: should be less than 1"),
+        ({"codec": {"kind": [constant("int8", 5), "in4"]}}, "did you mean 'int4'"),
+        ({"schedule": {"inner_steps": [constant(1, 50), 1.5]}}, "schedule.inner_steps = 1.5"),
+        ({"schedule": {"inner_steps": {"start": 10, "end": 30}}}, "schedule.inner_steps: rounds is missing; write {"),
+        ({"update": {"momentum": curve(0, 0.9, 5, "exponential")}}, "update.momentum: an exponential curve takes"),
+        ({"schedule": {"inner_steps": "10 -> 30"}}, "schedule.inner_steps = '10 -> 30': .* is a table; write { start"),
+        ({"update": {"momentum": " 0.5=>0.9"}}, "update.momentum = ' 0.5=>0.9': .* is a table; write { start"),
         ({"adoption": {"kind": "mix", "alpha": "0 -> 1"}}, "adoption.alpha = '0 -> 1': should be a valid number$"),
     ],
     ids=str,
 )
-def test_a_course_that_cannot_be_is_found_before_the_run(overrides: Tables, text: str) -> None:
+def test_a_schedule_that_cannot_be_is_found_before_the_run(overrides: Tables, text: str) -> None:
     with pytest.raises(UnknownOption, match=text) as caught:
         compose("diloco", overrides)
     assert "\n" not in str(caught.value)
@@ -165,14 +169,14 @@ def test_bad_options_get_one_line_that_says_what_is_allowed(
     assert "\n" not in str(caught.value)
 
 
-def test_a_fault_between_the_turns_of_two_courses_is_found_before_the_run() -> None:
+def test_a_fault_between_the_breakpoints_of_two_schedules_is_found_before_the_run() -> None:
     with pytest.raises(UnknownOption, match="delay must not be above ahead"):
-        compose("diloco", {"schedule": {"ahead": "30 -> 0 over 10", "delay": "30 ~> 0 over 10"}})
-    compose("diloco", {"schedule": {"ahead": "30 -> 0 over 10", "delay": "15 -> 0 over 10"}})
+        compose("diloco", {"schedule": {"ahead": curve(30, 0, 10), "delay": curve(30, 0, 10, "cosine")}})
+    compose("diloco", {"schedule": {"ahead": curve(30, 0, 10), "delay": curve(15, 0, 10)}})
 
 
 def test_an_option_of_neither_kind_is_refused_and_one_of_either_is_taken() -> None:
     with pytest.raises(UnknownOption, match="has no option 'kk'"):
-        compose("sparseloco", {"codec": {"kind": "int8 until 5 then topk", "kk": 3}})
-    method = compose("sparseloco", {"codec": {"kind": "int8 until 5 then topk", "k": 32, "block": 512}})
+        compose("sparseloco", {"codec": {"kind": [constant("int8", 5), "topk"], "kk": 3}})
+    method = compose("sparseloco", {"codec": {"kind": [constant("int8", 5), "topk"], "k": 32, "block": 512}})
     assert (method.codec.kind, method.at_round(5).codec.kind) == ("int8", "topk")

@@ -3,6 +3,7 @@ import pytest
 from optim.compose import compose
 from optim.errors import UnknownOption
 from optim.recipes import RECIPES, OptionTables
+from tests.optim.fake_peers import constant
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -17,8 +18,8 @@ REFUSED: list[tuple[str, OptionTables, str]] = [
     ("gossip-adam", {"update": {"kind": "sgd"}}, "'sgd' makes no step of signal 'weights'"),
     ("one-bit-adam", {"signal": {"beta": 0.8}}, "update.beta1 = 0.9 are one momentum"),
     ("one-bit-adam", {"update": {"kind": "adam"}}, "'adam' makes no step of signal 'momentum'"),
-    ("one-bit-adam", {"codec": {"kind": "sign"}}, "set codec.kind = 'none until 100 then sign'"),
-    ("one-bit-adam", {"update": {"warm_rounds": 200}}, "set codec.kind = 'none until 200 then sign'"),
+    ("one-bit-adam", {"codec": {"kind": "sign"}}, 'set codec.kind = [{ value = "none", rounds = 100 }, "sign"]'),
+    ("one-bit-adam", {"update": {"warm_rounds": 200}}, 'set codec.kind = [{ value = "none", rounds = 200 }, "sign"]'),
     ("diloco", {"topology": {"kind": "groups"}}, "set update.kind to gossip"),
     ("noloco-weights", {"update": {"beta": 1.9}}, "lower update.beta"),
     ("des-loc", {"adoption": {"unsent": 0.5}}, "what is left of signal 'inner-state' is no progress"),
@@ -35,5 +36,5 @@ def test_what_does_not_is_refused_in_one_line(recipe: str, changes: OptionTables
 
 def test_what_only_a_later_round_would_do_is_refused_before_the_run() -> None:
     with pytest.raises(UnknownOption, match="do not come together"):
-        compose("noloco", {"update": {"alpha": "0.5 until 100 then 0.9"}})
-    compose("noloco", {"update": {"alpha": "0.5 until 100 then 0.6"}})
+        compose("noloco", {"update": {"alpha": [constant(0.5, 100), 0.9]}})
+    compose("noloco", {"update": {"alpha": [constant(0.5, 100), 0.6]}})

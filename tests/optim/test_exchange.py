@@ -15,6 +15,7 @@ from tests.optim.fake_peers import (
     PART_COUNT,
     FakePeer,
     Tables,
+    curve,
     decode_contribution,
     make_planner,
     random_values,
@@ -217,7 +218,7 @@ def test_negative_control_in_the_order_of_arrival_the_bits_differ() -> None:
 
 
 def test_a_momentum_that_grows_changes_the_update_alike_on_two_replicas() -> None:
-    growing, constant = ({"update": {"momentum": momentum}} | LOSSLESS for momentum in ("0.0 -> 0.9 over 4", 0.0))
+    growing, constant = ({"update": {"momentum": momentum}} | LOSSLESS for momentum in (curve(0.0, 0.9, 4), 0.0))
     ends = []
     for tables in (growing, growing, constant):
         replica = FakePeer(make_planner("diloco", tables))

@@ -11,17 +11,18 @@ from optim.inner.base import WEIGHTS
 from optim.method import AGGREGATION_STATE, REFERENCE_WEIGHT
 from optim.outer import Nesterov
 from optim.recipes import RECIPES
+from tests.optim.fake_peers import constant, curve
 
 
-def test_without_a_course_every_round_has_the_same_method() -> None:
+def test_without_a_schedule_every_round_has_the_same_method() -> None:
     method = compose("diloco")
     assert method.at_round(0) is method and method.at_round(10**6) is method and method.breakpoints == (0,)
 
 
-def test_with_a_course_each_round_has_its_own() -> None:
+def test_with_a_schedule_each_round_has_its_own() -> None:
     method = compose(
         "diloco",
-        {"codec": {"kind": "none until 3 then sign"}, "update": {"momentum": "0.0 -> 0.8 over 4"}},
+        {"codec": {"kind": [constant("none", 3), "sign"]}, "update": {"momentum": curve(0.0, 0.8, 4)}},
     )
     assert method.breakpoints == (0, 2, 3, 4)
     assert [type(method.at_round(number).codec) for number in (0, 2, 3, 9)] == [Uncompressed] * 2 + [BlockSign] * 2

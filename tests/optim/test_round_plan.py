@@ -29,6 +29,8 @@ from tests.optim.fake_peers import (
     PART_COUNT,
     Tables,
     as_vector,
+    constant,
+    curve,
     make_planner,
     random_values,
     sent_mask,
@@ -117,14 +119,14 @@ def test_no_message_is_longer_than_the_longest(recipe: str) -> None:
 
 @st.composite
 def changing(draw: st.DrawFn) -> Tables:
-    """Two courses of the codec at once, over a message in fragments."""
-    turn, rounds = draw(st.integers(0, 12)), draw(st.integers(1, 12))
+    """Two schedules of the codec at once, over a message in fragments."""
+    turn, rounds = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     first, last = draw(st.integers(8, 400)), draw(st.integers(8, 400))
     other = draw(st.sampled_from([kind for kind in CODECS if kind != "topk" and CODECS[kind].is_contractive]))
     kinds = [other, "topk"] if draw(st.booleans()) else ["topk", other]
     return {
         "schedule": {"inner_steps": 30, "fragments": draw(st.integers(1, 4))},
-        "codec": {"kind": f"{kinds[0]} until {turn} then {kinds[1]}", "k": f"{first} -> {last} over {rounds}"},
+        "codec": {"kind": [constant(kinds[0], turn), kinds[1]], "k": curve(first, last, rounds)},
         "topology": {"kind": "gather"},
     }
 
@@ -137,18 +139,18 @@ def test_whatever_changes_the_longest_message_is_known_at_the_start(tables: Tabl
     assert longest <= program.max_contribution_bytes
 
 
-def test_negative_control_the_rounds_from_each_knot_on_do_not_tell() -> None:
-    """k grows until the kind changes: the longest fragment has its largest k a few rounds before that knot."""
+def test_negative_control_the_rounds_from_each_breakpoint_on_do_not_tell() -> None:
+    """k grows until the kind changes: the longest fragment has its largest k a few rounds before that breakpoint."""
     tables: Tables = {
         "schedule": {"inner_steps": 30, "fragments": 4, "pattern": "contiguous"},
-        "codec": {"kind": "topk until 11 then sign", "k": "8 -> 4000 over 20"},
+        "codec": {"kind": [constant("topk", 11), "sign"], "k": curve(8, 4000, 20)},
         "topology": {"kind": "gather"},
     }
     program = make_planner("diloco", tables)
     longest = max(sum(program.plan(number).max_sizes) for number in range(40))
-    from_knots_on = {knot + more for knot in program.method.breakpoints for more in program.cycle}
+    from_each_on = {number + more for number in program.method.breakpoints for more in program.cycle}
     assert (
-        max(sum(program.plan(number).max_sizes) for number in from_knots_on) < longest == program.max_contribution_bytes
+        max(sum(program.plan(number).max_sizes) for number in from_each_on) < longest == program.max_contribution_bytes
     )
 
 
@@ -162,7 +164,7 @@ def test_steps_before_a_round_are_those_of_all_rounds_before(recipe: str) -> Non
 
 
 def test_a_period_that_grows_is_counted_round_by_round() -> None:
-    program = make_planner("averaging", {"schedule": {"inner_steps": "10 -> 30 over 4"}})
+    program = make_planner("averaging", {"schedule": {"inner_steps": curve(10, 30, 4)}})
     assert [program.steps_before(number) for number in (6, 1, 5, 0)] == [130, 10, 100, 0]
     assert program.plan(9).steps == 30
 
@@ -187,7 +189,7 @@ def test_what_does_not_mean_the_same_does_not_join() -> None:
         False,
         True,
     ]
-    growing = make_planner("sparseloco", {"codec": {"k": "64 until 2 then 128"}})
+    growing = make_planner("sparseloco", {"codec": {"k": [constant(64, 2), 128]}})
     assert growing.plan(0).is_compatible_with(growing.plan(1)) and not growing.plan(1).is_compatible_with(
         growing.plan(2)
     )
@@ -270,8 +272,8 @@ def test_two_vectors_in_a_message_reach_the_update_together() -> None:
             {"signal": {"kind": "inner-state"}, "inner": {"kind": "gathering"}},
             "'first_moment', which inner 'gathering'",
         ),
-        ({"schedule": {"fragments": "1 until 5 then 2"}}, "must not change over the rounds"),
-        ({"schedule": {"fragments": 2, "pattern": "strided until 3 then contiguous"}}, "must not change"),
+        ({"schedule": {"fragments": [constant(1, 5), 2]}}, "must not change over the rounds"),
+        ({"schedule": {"fragments": 2, "pattern": [constant("strided", 3), "contiguous"]}}, "must not change"),
     ],
     ids=str,
 )
@@ -307,7 +309,7 @@ def test_more_blocks_than_can_be_remembered_are_refused() -> None:
 
 def test_what_is_remembered_does_not_change_over_the_rounds() -> None:
     with pytest.raises(UnknownOption, match="must not change"):
-        make_planner("edit", {"aggregate": {"statistics": "round until 5 then running"}})
+        make_planner("edit", {"aggregate": {"statistics": [constant("round", 5), "running"]}})
 
 
 def step_in_slabs_and_at_once(update: OuterOptimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

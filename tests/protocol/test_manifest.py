@@ -61,6 +61,29 @@ def test_toml_round_trip_is_the_same_run() -> None:
     assert again.run_id == manifest.run_id
 
 
+CHANGING = b"""
+block = { rounds = 66, start = 24, end = 140, curve = "exponential" }
+kind = [{ value = "none", rounds = 50 }, { value = "int8", rounds = 5 }, "topk"]
+k = [{ start = 1, end = 9, rounds = 2 }, { start = 9.0, end = 2, rounds = 3 }]
+"""
+
+
+def test_options_that_change_survive_a_round_trip_and_have_one_run_id() -> None:
+    manifest = parse_manifest(GOOD.replace(b"block = 256", CHANGING), "run.toml")
+    assert manifest.method.overrides()["codec"] == {
+        "block": {"rounds": 66, "start": 24, "end": 140, "curve": "exponential"},
+        "kind": ({"value": "none", "rounds": 50}, {"value": "int8", "rounds": 5}, "topk"),
+        "k": ({"start": 1, "end": 9, "rounds": 2}, {"start": 9.0, "end": 2, "rounds": 3}),
+    }
+    again = parse_manifest(manifest.to_toml().encode(), "again")
+    assert again == manifest and again.run_id == manifest.run_id
+    ordered = CHANGING.replace(b"rounds = 66, start = 24", b"start = 24, rounds = 66")
+    assert parse_manifest(GOOD.replace(b"block = 256", ordered), "").run_id == manifest.run_id
+    for old, new in ((b"start = 24", b"start = 24.0"), (b"start = 24", b"start = 25"), (b'"none"', b'"sign"')):
+        other = CHANGING.replace(old, new)
+        assert parse_manifest(GOOD.replace(b"block = 256", other), "").run_id != manifest.run_id
+
+
 def test_run_id_ignores_layout_defaults_and_bootstrap_and_nothing_else() -> None:
     plain = parse_manifest(GOOD, "").run_id
     assert re.fullmatch("[0-9a-f]{64}", plain)
@@ -93,6 +116,15 @@ def test_run_id_ignores_layout_defaults_and_bootstrap_and_nothing_else() -> None
         (b"3e-3", b"inf", "train.learning_rate (line 17): Input should be a finite number"),
         (b"3e-3", b"-1.0", "train.learning_rate (line 17): Input should be greater than 0"),
         (b"block = 256", b"block = [1]", "method.codec.block"),
+        (b"block = 256", b"block = [[1], 2]", "method.codec.block (line 23): write a plain value, a table of plain"),
+        (b"block = 256", b"block = [1, nan]", "method.codec.block (line 23): Input should be a finite number"),
+        (b"block = 256", b"block = { start = { end = 1 } }", "method.codec.block (line 23): write a plain value"),
+        (b"block = 256", b"block = [" + b"1," * 65 + b"]", "method.codec.block (line 23): a list has 2 to 64 phases"),
+        (
+            b"block = 256",
+            b"block = { " + b", ".join(b"key%d = 1" % number for number in range(9)) + b" }",
+            "method.codec.block (line 23): the table of an option has at most 8 keys",
+        ),
         (b"[method.codec]", b"[method.kodec]", "unknown key method.kodec (line 22); did you mean codec?"),
         (b"[run]", b"[run", "not valid TOML: "),
         (b"[run]", b"\xff", "not valid TOML: "),

@@ -18,6 +18,16 @@ def test_what_was_sealed_is_opened() -> None:
     assert signed.manifest == MANIFEST and signed.organiser == ORGANISER.peer_id
 
 
+def test_options_that_change_over_the_rounds_are_signed_too() -> None:
+    decay = {"start": 0.5, "end": 0.9, "rounds": 20}
+    method = MANIFEST.method.model_copy(update={"feedback": {"decay": decay}, "codec": {"k": (decay, 3)}})
+    changing = MANIFEST.model_copy(update={"method": method})
+    text = sign_manifest(changing, ORGANISER)
+    assert open_signed_manifest(text, "here").manifest == changing
+    with pytest.raises(OrganiserError):
+        open_signed_manifest(text.replace(b"rounds = 20", b"rounds = 21"), "here")
+
+
 def test_the_signed_text_is_a_manifest_for_any_parser() -> None:
     assert parse_manifest(sign_manifest(MANIFEST, ORGANISER), "here") == MANIFEST
 

@@ -21,7 +21,7 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead, extend_head, genesis_head
 from protocol.consensus.messages import Commit
 from tests.node.small_run import PEERS, PROGRAM, RUN_ID, TERMS, commit_of, program_of
-from tests.optim.fake_peers import Tables
+from tests.optim.fake_peers import Tables, constant
 
 ME = PEERS[1].peer_id
 NOWHERE = ChainHead(9, bytes(32), 0)  # of a chain that nobody else knows
@@ -93,11 +93,11 @@ def test_a_jump_to_another_round_of_its_fragment_keeps_it_on_its_way() -> None:
 @pytest.mark.parametrize(
     ("tables", "kept"),
     [
-        ({"codec": {"k": "64 until 1 then 32"}}, False),
+        ({"codec": {"k": [constant(64, 1), 32]}}, False),
         ({"codec": {"kind": "subset"}}, False),
         ({"codec": {"kind": "subset", "shared": False}}, True),
         ({"signal": {"kind": "weights"}, "update": {"kind": "replace"}}, False),
-        ({"feedback": {"decay": "0.5 until 1 then 0.9"}}, True),
+        ({"feedback": {"decay": [constant(0.5, 1), 0.9]}}, True),
     ],
     ids=str,
 )

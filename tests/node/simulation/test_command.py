@@ -79,11 +79,16 @@ def test_the_manifests_own_options_go_with_its_own_recipe() -> None:
 
 
 def test_options_are_read_as_in_a_manifest() -> None:
-    options = ("codec.k=128", "codec.kind=topk", "aggregate.clip=true", 'update.kind="sgd"', "update.rate=1e-2")
+    options = (
+        "codec.k=128", "codec.kind=topk", "aggregate.clip=true", 'update.kind="sgd"', "update.rate=1e-2",
+        "feedback.decay={ start = 0.5, end = 0.9, rounds = 20 }", "schedule.inner_steps=[{ value = 1, rounds = 5 }, 9]",
+    )  # fmt: skip
     assert parse_overrides(options) == {
         "codec": {"k": 128, "kind": "topk"},
         "aggregate": {"clip": True},
         "update": {"kind": "sgd", "rate": 0.01},
+        "feedback": {"decay": {"start": 0.5, "end": 0.9, "rounds": 20}},
+        "schedule": {"inner_steps": [{"value": 1, "rounds": 5}, 9]},
     }
 
 
@@ -104,6 +109,11 @@ def test_options_are_read_as_in_a_manifest() -> None:
             "--plot: there is no folder no/where; make it",
         ),
         (lambda: parse_overrides(["codec=3"]), "--set 'codec=3': write it as part.option=value"),
+        (lambda: parse_overrides(["codec.k={ start = 8"]), "--set 'codec.k={ start = 8': not a TOML value: "),
+        (
+            lambda: simulate(replace(WISH, overrides=("codec.k=[1]",))),
+            "codec.k: a list has 2 to 64 phases; write [{ val",
+        ),
         (lambda: simulate(replace(WISH, recipes=("dilco",))), "no recipe is called 'dilco'; did you mean 'diloco'?"),
         (lambda: simulate(replace(WISH, overrides=("codec.q=3",))), "has no option 'q'"),
         (lambda: show_recipes("dilco", False), "did you mean 'diloco'?"),
@@ -152,7 +162,7 @@ def test_one_recipe_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fates" in row["needs"]
 
 
-OPTION = r"    \w+ = [-=>.\w ]+(   \(default .*\))?"
+OPTION = r"    \w+ = [-=.\w\[\]{}, \"]+(   \(default .*\))?"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -165,12 +175,17 @@ def test_every_part_of_a_recipe_says_what_it_does(recipe: str, capsys: pytest.Ca
         assert said, f"only options: {part}"
 
 
-def test_what_changes_over_the_rounds_is_shown_as_its_course(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_changes_over_the_rounds_is_shown_as_its_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     show_recipes("sparseloco-warm", False)
     text = capsys.readouterr().out
-    assert "codec = int8 until 50 then topk" in text
-    assert "k = 256 until 50 then 256 => 64 over 30   (default 64)" in text
+    assert 'codec = [{ value = "int8", rounds = 50 }, "topk"]' in text
+    curve = '{ start = 256, end = 64, rounds = 30, curve = "exponential" }'
+    assert f"    k = [{{ value = 256, rounds = 50 }}, {curve}]   (default 64)" in text
     assert "    block = 256\n" in text and "    bits = 2\n" in text, "the options of both kinds"
     assert "round(x / scale)" in text and "The k largest of each chunk" in text, "and what both do"
-    assert describe_recipe("sparseloco-warm")["codec"] == "int8 until 50 then topk"
-    assert describe_recipe("dilocox")["options"]["schedule"]["inner_steps"] == "124 => 62 over 40"
+    assert describe_recipe("sparseloco-warm")["codec"] == [{"value": "int8", "rounds": 50}, "topk"]
+    assert describe_recipe("dilocox")["options"]["schedule"]["inner_steps"] == {
+        "start": 124, "end": 62, "rounds": 40, "curve": "exponential",
+    }  # fmt: skip
+    show_recipes(None, False)
+    assert re.search(r"sparseloco-warm +int8 then topk \+ residual", capsys.readouterr().out)
