@@ -13,17 +13,41 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from benchmarks.merge.random_vectors import random_vector, relative_error
 from benchmarks.merge.worker import OrderChannel, peer_parser
 from node.checkpoints.vote_log import VoteLog
+from node.daemon.contributions import ContributionTracker, StoredContribution
 from node.daemon.downloads import Downloads
-from node.daemon.effects import Effects, Hooks
+from node.daemon.effects import Effects
+from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.outer_state import OuterState, ReplicatedState, RoundCompute
 from node.daemon.peer_rpc import Outbox, deliver
+from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.services import InboundQuota, RoundsService
+from node.daemon.state_effects import StateEffects
+from node.ipc.channel import ContributionHeader
+from node.loop.events import (
+    AdvanceState,
+    ApplyCommit,
+    CommitApplied,
+    CommitComputed,
+    ContributionReady,
+    HeadPublished,
+    PrecomputeCommit,
+    PublishHead,
+    Started,
+    SwarmChanged,
+    TrainerStarted,
+)
+from node.loop.options import LoopOptions, RoundOptions
+from node.loop.round_loop import RoundLoop
+from node.loop.round_session import RoundSession
+from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from node.monitoring.status_reporter import StatusReporter
 from node.process_memory import enable_frequent_gc, use_one_malloc_arena
 from node.workers import Workers, start_workers
 from optim.compose import compose
@@ -35,14 +59,16 @@ from protocol.blobs.download import Downloader
 from protocol.blobs.server import BlobService, register_blob_service
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
 from protocol.consensus.chain import Chain
-from protocol.consensus.events import MembershipChanged
-from protocol.consensus.messages import Commit, Contribution, ContributionLimits, SignedMessage
+from protocol.consensus.events import Rejected
+from protocol.consensus.messages import ContributionLimits
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import AllGather, Butterfly
+from protocol.errors import PeerFault
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RoundSection
 from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
+from protocol.signing import sign
 from protocol.transport.transport import Transport, caller
 
 RUN_ID = hashlib.sha256(b"a merge").hexdigest()
@@ -75,41 +101,44 @@ class Peer:
         fetcher = Downloader(self._store, self.transport.bulk, random.Random(words.rank))
         self._wishes = Downloads(fetcher, lambda: self._others)
         self._others: list[PeerId] = []
-        self._decided: asyncio.Future[SignedMessage[Commit]]
-        self._naming: asyncio.Task[None]
-        self._driver = self._made_driver(VoteLog(folder / "vow.json", RUN_ID, self._terms))
+        self.inbox = Inbox()
+        self._contributions = ContributionTracker(self.program)
+        self._state = MergeState(self.inbox, self._replica, self._wishes)
+        self._build_loop(VoteLog(folder / "vow.json", RUN_ID, self._terms))
 
-    def _made_driver(self, vows: VoteLog) -> Effects:
-        post = Outbox(
-            lambda peer, statements, seconds: deliver(RUN_ID, self.transport, peer, statements, seconds),
-            lambda peer, statements: self._ignore(self._driver.take(peer, statements)),
-            self._failed,
-            self._broken,
-            self._failed,
-        )
-        hooks = Hooks(
-            send=post.send,
-            work=self._work,
-            members=lambda: MembershipChanged(frozenset([self.identity.peer_id, *self._others])),
-            trains=lambda peer: peer in self._others,
-            refused=lambda peer, faults: self._failed(peer, str(faults[0])),
-            skipped=lambda peer, reason: self._failed(peer or "", reason),
-            set_back=self._failed,
-            foreseen=lambda commit: self._replica.speculate(commit, commit.contributions),
-            decided=lambda commit: self._decided.set_result(commit),
-            hurry=lambda: None,
-            broken=self._broken,
-        )
-        return Effects(
-            self.identity, self._settings, self._terms, self._store, self._workshop, self._wishes, vows, hooks,
+    def _build_loop(self, vote_log: VoteLog) -> None:
+        identity, status = self.identity, cast(StatusReporter, LoggedStatus())
+        options = RoundOptions(identity.peer_id, self._settings, self._terms)
+        session = RoundSession(
+            options,
+            lambda kind, body: sign(identity, kind, RUN_ID, body),
             Pacing(self._settings(0).grace, lambda number: 1, 1),
-        )  # fmt: skip
+            vote_log.load(),
+        )
+        self.loop = RoundLoop(LoopOptions(options), self._replica.chain, b"", self._contributions, session)
+        self._receiver = MessageReceiver(RUN_ID, self._terms, self.inbox, status)
+        outbox = Outbox(
+            lambda peer, messages, seconds: deliver(RUN_ID, self.transport, peer, messages, seconds),
+            self._receiver.receive,
+            log_failure,
+            self.inbox.fail,
+            log_failure,
+        )
+        tools = RoundTools(
+            store=self._store,
+            downloads=self._wishes,
+            compute=self._workshop,
+            run_in_thread=self._work,
+            vote_log=vote_log,
+        )
+        round_effects = RoundEffects(self.inbox, status, tools)
+        state_effects = cast(StateEffects, self._state)
+        self.effects = Effects(self.loop, self.inbox, self._receiver, outbox, round_effects, state_effects)
 
     async def open(self, conversation: OrderChannel) -> None:
         deliveries = InboundQuota(self._terms.parts, RoundSection().leader_timeout)
-        rounds = RoundsService(
-            RUN_ID, self._driver, self._replica, deliveries, lambda peer, fault: self._failed(peer, str(fault))
-        )
+        refused = LoggedStatus().record_refusal
+        rounds = RoundsService(RUN_ID, self.loop, self._receiver, self._replica, deliveries, refused)
         services = [
             lambda server: register_blob_service(self._blobs, server),
             lambda server: add_RoundsServicer_to_server(rounds, server),
@@ -128,21 +157,19 @@ class Peer:
         self._residual.zero_()
         self._replica.state = self._begun()
         self._store.retain(set())  # a state that comes out the same as in the turn before would not be written
-        self._decided = asyncio.get_running_loop().create_future()
-        chain = self._replica.chain
-        self._driver.begin(chain.round, chain.digest, [self.identity.peer_id, *self._others])
+        head = PeerState(self._replica.chain.head)
+        self.inbox.post(SwarmChanged(SwarmSnapshot(dict.fromkeys([self.identity.peer_id, *self._others], head))))
+        self._state.begin_turn()
 
     async def go(self) -> int:
         """How many took part."""
         parts = await self._work(self._encode)
-        head = self._replica.chain.head
-        self._driver.offer(Contribution(head.round, head.digest, self._words.recipe, SHAPES, 1, 1, 0.0, parts))
+        sizes = tuple(blob.size for blob in parts)
+        header = ContributionHeader(round=self._replica.chain.round, sizes=sizes, tokens=1, steps=1, loss=0.0)
+        self._contributions.submit(StoredContribution(header, parts))
+        self.inbox.post(ContributionReady())
         async with asyncio.timeout(ROUND_SECONDS):
-            commit = await self._decided
-            await self._wishes.download_from_anyone(ROUND_SECONDS, *commit.body.blobs)
-            state = await self._replica.compute_next(commit, commit.body.contributions)
-        self._naming = asyncio.create_task(self._replica.advance(commit, state))  # a trainer has begun at it
-        return len(commit.body.contributions)
+            return await self._state.computed
 
     async def download(self) -> int:
         """Forget the state and get it from the others, check it and read it; its size."""
@@ -154,7 +181,7 @@ class Peer:
 
     async def settle(self) -> None:
         """The new state is named, and stored for newcomers."""
-        await self._naming
+        await self._state.named.wait()
 
     def check(self) -> float:
         return relative_error(self._weights - self._replica.state.anchor, self._words.peers)
@@ -172,15 +199,66 @@ class Peer:
         topology = (Butterfly if plan.method.topology.reduces_parts else AllGather)(RUN_ID, len(plan.part_spans))
         return RoundSettings(topology, timing.grace, timing.leader_timeout, ROUND_SECONDS)
 
-    def _failed(self, peer: str, reason: str) -> None:
-        """What matters is said again; who is left out in the end is not among the members."""
-        sys.stderr.write(f"{peer}: {reason}\n")
 
-    def _broken(self, error: BaseException) -> None:
-        raise SystemExit("a merge broke") from error
+class MergeState:
+    """In the place of StateEffects: no trainer, no checkpoint, and the next round begins when the turn does."""
 
-    def _ignore(self, answers: object) -> None:
-        """Nobody is late here."""
+    def __init__(self, inbox: Inbox, replica: ReplicatedState, downloads: Downloads) -> None:
+        self._inbox = inbox
+        self._replica = replica
+        self._downloads = downloads
+        self._next: OuterState | None = None
+        self._has_begun = False
+        self.computed: asyncio.Future[int]  # how many contributions the new state has
+        self.named = asyncio.Event()
+
+    def begin_turn(self) -> None:
+        self.computed = asyncio.get_running_loop().create_future()
+        self.named.clear()
+        self._inbox.post(HeadPublished() if self._has_begun else Started())
+        self._has_begun = True
+
+    async def start_trainer(self) -> None:
+        self._inbox.post(TrainerStarted())
+
+    def precompute(self, action: PrecomputeCommit) -> None:
+        self._replica.speculate(action.commit, action.contributions)
+
+    async def apply_commit(self, action: ApplyCommit) -> None:
+        await self._downloads.download_from_anyone(ROUND_SECONDS, *action.commit.body.blobs)
+        self._next = await self._replica.compute_next(action.commit, action.contributions)
+        self.computed.set_result(len(action.contributions))
+        self._inbox.post(CommitComputed(action.contributions))
+
+    async def advance_state(self, action: AdvanceState) -> None:
+        assert self._next is not None
+        await self._replica.advance(action.commit, self._next)  # a trainer has begun at it
+        self._inbox.post(CommitApplied(self._replica.blob.digest))
+
+    async def publish_head(self, action: PublishHead) -> None:
+        self.named.set()
+
+    async def request_early_submit(self) -> None:
+        """There is no trainer to ask."""
+
+    def report(self, action: object) -> None:
+        if isinstance(action, Rejected):
+            log_failure(action.peer or "", action.reason)
+
+
+class LoggedStatus:
+    """In the place of StatusReporter."""
+
+    def record_refusal(self, peer: PeerId, *faults: PeerFault) -> None:
+        log_failure(peer, str(faults[0]))
+
+    def record_recovered(self, kind: str, line: str) -> None:
+        log_failure(kind, line)
+
+
+def log_failure(subject: str, reason: str) -> None:
+    """What matters is said again; a peer that is left out in the end is missing from the members."""
+    sys.stderr.write(f"{subject}: {reason}\n")
 
 
 def overrides(words: argparse.Namespace) -> dict[str, dict[str, str]]:

@@ -4,58 +4,19 @@ It asks a peer that is ahead for the commits after its own round. Where they con
 the same blobs, the same arithmetic, the same digests. Otherwise the state itself is fetched, from all who hold it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from node.daemon.peer_rpc import ChannelTo, request_chain
+from node.loop.catch_up import SyncPlan, is_worth_taking, plan_replay
 from protocol.blobs.blob import Blob, check_digest
-from protocol.consensus.chain import Chain, ChainHead, prefers_theirs
+from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.message_kinds import parse
 from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
-from protocol.errors import MalformedError, PeerFault, StaleError
+from protocol.errors import MalformedError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.murmur_pb2 import ChainReply, PeerRecord
+from protocol.murmur_pb2 import ChainReply
 from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND
 
 MAX_COMMITS = 64
-SYNC_AFTER_SECONDS = 1.5  # seconds that the next commit may take to come by itself before we ask for it
-SYNC_NOW_GAP = 2  # rounds behind, from which on we ask at once
-
-
-@dataclass(frozen=True)
-class SyncPlan:
-    """How to get from our head to another: by these commits, or by taking over a state.
-
-    `commits` follow one another. When `state` is None they continue our chain; otherwise they lead to `head`, or are
-    the first of more, and tell what became of our message.
-    """
-
-    head: ChainHead
-    commits: tuple[SignedMessage[Commit], ...]
-    state: Blob | None
-
-
-def find_preferred_heads(own: ChainHead, records: Mapping[PeerId, PeerRecord]) -> dict[ChainHead, list[PeerId]]:
-    """Who stands on a head that is to be preferred to ours, by head."""
-    found: dict[ChainHead, list[PeerId]] = {}
-    for peer, record in records.items():
-        if len(record.digest) == len(own.digest):
-            head = ChainHead(record.round, record.digest, record.chain_tokens)
-            if head.digest != own.digest and prefers_theirs(own, head):
-                found.setdefault(head, []).append(peer)
-    return found
-
-
-def best_head(heads: Mapping[ChainHead, list[PeerId]]) -> tuple[ChainHead, list[PeerId]]:
-    head = max(heads, key=lambda candidate: (candidate.tokens, candidate.digest))
-    return head, heads[head]
-
-
-def should_sync(own: ChainHead, theirs: ChainHead, waited: float) -> bool:
-    """Whether to go to a head that is to be preferred, known of for `waited` seconds: what may be the commit of the
-    round we are in comes by itself. A head that is not above ours is on another chain, and comes to us never."""
-    return not 0 < theirs.round - own.round < SYNC_NOW_GAP or waited >= SYNC_AFTER_SECONDS
 
 
 class ChainSyncClient:
@@ -81,9 +42,10 @@ class ChainSyncClient:
         mine = self._chain.head
         reply = await request_chain(self._run_id, self._channel, peer, mine.round)
         head, commits = _parse_head(reply), _parse_commits(reply, self._run_id, self._limits)
-        if replay and commits and extends_chain(self._chain, commits):
-            return SyncPlan(self._chain.head_after(commits), commits, None)
-        if head.digest != mine.digest and not prefers_theirs(mine, head):
+        replayed = plan_replay(self._chain, commits) if replay else None
+        if replayed is not None:
+            return replayed
+        if not is_worth_taking(mine, head):
             raise StaleError(f"{peer} stands at round {head.round}, from which nothing is to be had")
         if history_since < mine.round:
             longer = await request_chain(self._run_id, self._channel, peer, history_since)
@@ -97,14 +59,6 @@ class ChainSyncClient:
         if state.size != self._state_bytes:
             raise MalformedError(f"{peer} offers a state of {state.size} bytes, {self._state_bytes} are expected")
         return state
-
-
-def extends_chain(chain: Chain, commits: tuple[SignedMessage[Commit], ...]) -> bool:
-    try:
-        chain.head_after(commits)
-    except PeerFault:
-        return False
-    return True
 
 
 def _require_linked(commits: tuple[SignedMessage[Commit], ...], head: ChainHead) -> tuple[SignedMessage[Commit], ...]:

@@ -27,6 +27,7 @@ from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.contributions import ContributionFile, ContributionTracker, LastSent, StoredContribution, store_parts
 from node.daemon.outer_state import OuterState, ReplicatedState
 from node.ipc.shared_memory import REFERENCE, RESIDUAL, SharedMemory, locally_trained_names
+from node.loop.catch_up import RETAINED_ROUNDS
 from node.model import ShapeTable
 from node.monitoring.status import RecoveredErrorKind
 from node.run_dir import RunDir
@@ -149,7 +150,6 @@ def subtract_sent_progress(
         vectors[name].zero_()
 
 
-RETAINED_ROUNDS = 4  # whose blobs a peer that lags may still fetch, where there is room
 MAX_RETAINED_STATES = 6  # with those that somebody is still fetching
 
 

@@ -87,11 +87,11 @@ class Downloads:
         self,
         portion: PartBlob,
         deadline: float,
-        owner_message: Callable[[], Signed | None] = lambda: None,
+        owner_message: Signed | None = None,
         priority: int = 0,
     ) -> None:
-        """The blob is in the store when this returns; errors and `turn` are those of Fetcher.fetch. `offer`: its
-        owner's."""
+        """The blob is in the store when this returns; errors and `priority` are those of Downloader.fetch.
+        `owner_message`: by which its owner names it."""
         with self._relay_request(portion, deadline, owner_message):
             await self._downloader.fetch(portion.blob, lambda: self._current_sources(portion), deadline, priority)
 
@@ -140,7 +140,7 @@ class Downloads:
 
     @contextmanager
     def _relay_request(
-        self, portion: PartBlob, seconds: float, owner_message: Callable[[], Signed | None]
+        self, portion: PartBlob, seconds: float, owner_message: Signed | None
     ) -> Iterator[None]:
         """While inside, somebody is asked to carry what we cannot fetch ourselves."""
         blob, wish = portion.blob, self._requests.get(portion)
@@ -148,7 +148,7 @@ class Downloads:
             yield
             return
         asking = asyncio.create_task(
-            self._request_relays(blob, wish, owner_message(), seconds), name=f"carry {blob.name[:12]}"
+            self._request_relays(blob, wish, owner_message, seconds), name=f"carry {blob.name[:12]}"
         )
         try:
             yield

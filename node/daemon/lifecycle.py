@@ -93,7 +93,7 @@ class Daemon:
     async def _take_part(self, node: Node) -> None:
         loops = [node.directory.run(), node.rendezvous.run(), self._publish(node), trim_periodically()]
         background = [asyncio.create_task(_forever(loop)) for loop in loops]
-        main = asyncio.create_task(self._main(node), name="participant")
+        main = asyncio.create_task(self._main(node), name="round loop")
         stopped = asyncio.create_task(self._stop.wait())
         failed: list[asyncio.Task[None]] = []
         try:
@@ -108,7 +108,7 @@ class Daemon:
 
     async def _main(self, node: Node) -> None:
         """Take part until the target; a trainer that fails for good ends it with its reason."""
-        part = asyncio.create_task(node.participant.run())
+        part = asyncio.create_task(node.effects.run())
         failure = asyncio.create_task(node.trainer_failure())
         try:
             await asyncio.wait({part, failure}, return_when=asyncio.FIRST_COMPLETED)

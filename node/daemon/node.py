@@ -4,8 +4,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Iterable
 from importlib.metadata import version
+
+from google.protobuf.message import Message
 
 from node.checkpoints.checkpoint import Checkpoint, load_newest
 from node.checkpoints.vote_log import VoteLog
@@ -14,14 +15,22 @@ from node.daemon.chain_sync import ChainSyncClient
 from node.daemon.checkpointer import Checkpointer, restore_contributions, restore_trainer_snapshot
 from node.daemon.contributions import ContributionFile
 from node.daemon.downloads import BlobRelays, Downloads
-from node.daemon.effects import Effects, Hooks
+from node.daemon.effects import Effects
+from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.outer_state import OuterState, ReplicatedState, RoundCompute, state_bytes
 from node.daemon.peer_rpc import Outbox, deliver, request_relay
-from node.daemon.round_loop import RoundLoop
+from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.services import InboundQuota, RoundsService, RunsService
+from node.daemon.state_effects import StateEffects, StateTools
 from node.daemon.swarm_view import SwarmView
 from node.daemon.trainer_link import TrainerLink
-from node.from_manifest import build_pacing, build_program, learning_rate_decay, round_settings_by_number
+from node.from_manifest import (
+    build_pacing,
+    build_program,
+    learning_rate_decay,
+    round_settings_by_number,
+    topology_class,
+)
 from node.ipc.channel import (
     AnchorApplied,
     ContributionHeader,
@@ -33,6 +42,10 @@ from node.ipc.channel import (
 )
 from node.ipc.shared_memory import SharedLayout, SharedMemory
 from node.ipc.trainer_process import TrainerProcess
+from node.loop.events import ContributionReady, SwarmChanged
+from node.loop.options import LoopOptions, RoundOptions
+from node.loop.round_loop import RoundLoop
+from node.loop.round_session import RoundSession
 from node.model import initial_weights, shape_table
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import COMPUTE_ACTIVITIES, NodeStatus, sum_seconds
@@ -48,7 +61,7 @@ from protocol.blobs.server import BlobService, CallerLimits, register_blob_servi
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import ContributionLimits
-from protocol.identity import Identity, PeerId
+from protocol.identity import Identity
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import DirectoryOptions, PeerDirectory
 from protocol.membership.peer_table import MAX_TEXT_CHARACTERS, FieldValue, MembershipEvent, PeerLeft
@@ -59,6 +72,7 @@ from protocol.murmur_pb2_grpc import (
     add_RoundsServicer_to_server,
     add_RunsServicer_to_server,
 )
+from protocol.signing import sign
 from protocol.transport.connection_supervisor import ConnectionLimits
 from protocol.transport.nat import DialBackResponder, choose_relays, find_own_ip
 from protocol.transport.transport import Transport, caller
@@ -98,7 +112,8 @@ class Node:
         self._folder = folder
         self._identity = identity
         self._workers = workers
-        self._background = BackgroundTasks(lambda error: self.participant.broken(error))
+        self.inbox = Inbox()
+        self._background = BackgroundTasks(self.inbox.fail)
         self._finishing: asyncio.Task[None] | None = None
         self.peer_id = identity.peer_id
         self._shapes = shape_table(manifest.model)
@@ -165,13 +180,14 @@ class Node:
             self._rng,
         )
         self._members = SwarmView(
-            self.directory, self.replica.chain, bool(self._contacts), self._rng, lambda: self._progress()
+            self.directory, bool(self._contacts), self._rng, lambda: self._progress()
         )
+        self._receiver = MessageReceiver(manifest.run_id, self._terms, self.inbox, self.status_reporter)
         self._post = Outbox(
             lambda peer, statements, seconds: deliver(manifest.run_id, self.transport, peer, statements, seconds),
-            lambda peer, statements: self._take(peer, statements),
+            self._receiver.receive,
             self.directory.suspect,
-            lambda error: self.participant.broken(error),
+            self.inbox.fail,
             self.status_reporter.record_recovered,
         )
         self.blobs = BlobService(self.store, caller, CallerLimits.at_rate(settings.upload))
@@ -205,8 +221,8 @@ class Node:
         manifest, work = self._settings.manifest, self._workers.compute
         process = TrainerProcess(self.shared_memory, self._trainer_config())
         self._pacing = build_pacing(manifest, self._program)
+        self.loop = self._build_loop(method)
         self.trainer = TrainerLink(
-            self.peer_id,
             process,
             self.shared_memory,
             self.store,
@@ -227,52 +243,64 @@ class Node:
             asyncio.to_thread,
             self.trainer.wait_until_applied,
             self.blobs.recently_requested,
-            lambda: [*self.blob_relay.relayed_digests(), *self.driver.left_out],
+            lambda: [*self.blob_relay.relayed_digests(), *self.loop.session.left_out],
             self.status_reporter.record_recovered,
             self._room // 2,
         )
         self.status_reporter.set_head(self.replica.chain.head, self.replica.blob.digest)
-        driver_settings = round_settings_by_number(manifest, self._program)
-        hooks = Hooks(
-            send=self._post.send,
-            work=work,
-            members=self._members.round_members,
-            trains=self._members.is_trainer,
-            refused=lambda peer, faults: self.status_reporter.record_refusal(peer, *faults),
-            skipped=self.status_reporter.record_rejected,
-            set_back=self.status_reporter.record_recovered,
-            foreseen=lambda commit: self.participant.foreseen(commit),
-            decided=lambda commit: self.participant.decided(commit),
-            hurry=self._hurry,
-            broken=lambda error: self.participant.broken(error),
+        self._build_effects(method)
+
+    def _build_loop(self, method: Method) -> RoundLoop:
+        manifest, identity = self._settings.manifest, self._identity
+        self._vote_log = VoteLog(self._folder.vote_log, manifest.run_id, self._terms)
+        options = RoundOptions(self.peer_id, round_settings_by_number(manifest, self._program), self._terms)
+
+        def sign_message(kind: str, body: Message) -> Signed:
+            return sign(identity, kind, manifest.run_id, body)
+
+        return RoundLoop(
+            LoopOptions(
+                options,
+                target_rounds=manifest.target.rounds,
+                target_tokens=manifest.target.tokens,
+                min_peers=manifest.run.min_peers,
+                expiry=manifest.membership.expiry,
+                has_contacts=bool(self._contacts),
+                compares_states=topology_class(method).has_shared_state,
+            ),
+            self.replica.chain,
+            self.replica.blob.digest,
+            self._offers,
+            RoundSession(options, sign_message, self._pacing, self._vote_log.load()),
         )
-        self.driver = Effects(
-            self._identity,
-            driver_settings,
-            self._terms,
-            self.store,
-            self._workshop,
-            self._wishes,
-            VoteLog(self._folder.vote_log, self._settings.run_id, self._terms),
-            hooks,
-            self._pacing,
+
+    def _build_effects(self, method: Method) -> None:
+        manifest, expected = self._settings.manifest, state_bytes(self._shapes.numel, method)
+        round_tools = RoundTools(
+            store=self.store,
+            downloads=self._wishes,
+            compute=self._workshop,
+            run_in_thread=self._workers.compute,
+            vote_log=self._vote_log,
         )
-        expected = state_bytes(self._shapes.numel, method)
-        chain = self.replica.chain
-        self.participant = RoundLoop(
-            manifest=manifest,
+        state_tools = StateTools(
             method=method,
-            terms=self._terms,
-            members=self._members,
-            driver=self.driver,
-            wishes=self._wishes,
-            scout=ChainSyncClient(manifest.run_id, self._terms, chain, self.transport.channel, expected),
+            replicated=self.replica,
             trainer=self.trainer,
-            keeper=self.checkpointer,
-            standing=self.status_reporter,
-            replica=self.replica,
-            share=lambda commit: driver_settings(commit.round).topology.contributions_for(commit, self.peer_id),
-            pacing=self._pacing,
+            checkpointer=self.checkpointer,
+            downloads=self._wishes,
+            sync_client=ChainSyncClient(
+                manifest.run_id, self._terms, self.replica.chain, self.transport.channel, expected
+            ),
+            swarm_view=self._members,
+        )
+        self.effects = Effects(
+            self.loop,
+            self.inbox,
+            self._receiver,
+            self._post,
+            RoundEffects(self.inbox, self.status_reporter, round_tools),
+            StateEffects(self.inbox, self.status_reporter, state_tools),
         )
 
     async def open(self) -> None:
@@ -280,7 +308,7 @@ class Node:
         settings = self._settings
         deliveries = InboundQuota(self._terms.parts, settings.manifest.round.leader_timeout)
         rounds = RoundsService(
-            settings.run_id, self.driver, self.replica, deliveries, self.status_reporter.record_refusal
+            settings.run_id, self.loop, self._receiver, self.replica, deliveries, self.status_reporter.record_refusal
         )
         dial_back = DialBackResponder(self.transport.remote_addresses)
         runs = RunsService(settings.manifest, dial_back, self.status_reporter.record_refusal)
@@ -315,6 +343,7 @@ class Node:
         )
         self._members.announce_head(self.replica.chain.head, self.replica.blob.digest)
         self.directory.subscribe(self)
+        self.inbox.post(SwarmChanged(self._members.snapshot()))
 
     async def finish(self) -> None:
         """Stop the trainer and save; the network stays. May be repeated, and goes on when a caller is cancelled."""
@@ -323,7 +352,7 @@ class Node:
         await asyncio.shield(self._finishing)
 
     async def _finish(self) -> None:
-        self.driver.close()
+        self.effects.stop()
         await self.trainer.stop(self.replica.chain.round)
         await self.checkpointer.save_now(self.replica, self._offers)
         await self._post.stop()
@@ -377,24 +406,16 @@ class Node:
             case Ready():
                 self.directory.publish(device=message.device[:MAX_TEXT_CHARACTERS], resting=False)
             case ContributionHeader():
-                self.participant.offer()
+                self.inbox.post(ContributionReady())
             case PauseChanged():
                 self.directory.publish(urgent=True, resting=bool(message.reason))
             case AnchorApplied() if self._members.is_our_turn_to_evaluate(message.round):
                 self._background.spawn(self.trainer.request_evaluation())
 
-    def _hurry(self) -> None:
-        self.status_reporter.record_early_submit()
-        self._background.spawn(self.trainer.request_early_submit())
-
-    def _take(self, peer: PeerId, statements: Iterable[Signed]) -> None:
-        self.driver.take(peer, statements)
-
     def on_membership_event(self, event: MembershipEvent) -> None:
         if isinstance(event, PeerLeft):
             self._post.drop_peer(event.peer)
-        self.driver.members_changed()
-        self.participant.wake.set()
+        self.inbox.post(SwarmChanged(self._members.snapshot()))
 
     def _first_status(self) -> NodeStatus:
         manifest = self._settings.manifest

@@ -142,7 +142,7 @@ class Outbox:
     def __init__(
         self,
         deliver: Deliver,
-        on_reply: Callable[[PeerId, Iterable[Signed]], None],
+        on_reply: Callable[[PeerId, Iterable[Signed]], object],
         on_unreachable: Callable[[PeerId, str], None],
         on_fault: Callable[[BaseException], None],
         record_recovered: Callable[[RecoveredErrorKind, str], None],

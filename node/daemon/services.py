@@ -23,9 +23,10 @@ from typing import Any, NoReturn
 
 import grpc
 
-from node.daemon.effects import Effects
+from node.daemon.inbox import MessageReceiver
 from node.daemon.outer_state import ReplicatedState
 from node.daemon.peer_rpc import MAX_BATCH_BYTES
+from node.loop.round_loop import RoundLoop
 from protocol.consensus.messages import MAX_CONTRIBUTIONS
 from protocol.consensus.state import RETRANSMITS_PER_TIMEOUT
 from protocol.errors import LimitError, PeerFault, StaleError, TransportError, UnreachableError
@@ -90,11 +91,12 @@ class RoundsService(RoundsServicer):
     reason, as whoever is flooded must not flood its log."""
 
     def __init__(
-        self, run_id: RunId, driver: Effects, replica: ReplicatedState, quota: InboundQuota,
-        record_refusal: Callable[[PeerId, PeerFault], None],
+        self, run_id: RunId, loop: RoundLoop, receiver: MessageReceiver, replica: ReplicatedState,
+        quota: InboundQuota, record_refusal: Callable[[PeerId, PeerFault], None],
     ) -> None:  # fmt: skip
         self._run_id = run_id
-        self._driver = driver
+        self._loop = loop
+        self._receiver = receiver
         self._replica = replica
         self._record_refusal = record_refusal
         self._quota = quota
@@ -105,11 +107,11 @@ class RoundsService(RoundsServicer):
         peer = await self._admit(request, context, len(request.statements))
         try:
             sizes = [signed.ByteSize() for signed in request.statements]
-            self._quota.charge(peer, sizes, self._driver.knows(peer), time.monotonic())
+            self._quota.charge(peer, sizes, self._loop.is_known(peer), time.monotonic())
         except LimitError as fault:
             self._record_flood(fault)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(fault))
-        return DeliverReply(statements=self._driver.take(peer, request.statements))
+        return DeliverReply(statements=self._receiver.receive(peer, request.statements))
 
     async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
         await self._admit(request, context, 0)

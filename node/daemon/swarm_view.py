@@ -3,9 +3,9 @@
 import random
 from collections.abc import Callable, Mapping
 
-from node.daemon.chain_sync import find_preferred_heads
-from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.events import MembershipChanged
+from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from protocol.blobs.blob import DIGEST_BYTES
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Digest
 from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
@@ -20,11 +20,10 @@ class SwarmView:
     """`has_contacts`: whether somebody was named whom we can ask for the run. `progress`: of our own work."""
 
     def __init__(
-        self, directory: PeerDirectory, chain: Chain, has_contacts: bool, rng: random.Random,
+        self, directory: PeerDirectory, has_contacts: bool, rng: random.Random,
         progress: Callable[[], Mapping[str, FieldValue]] = dict,
     ) -> None:  # fmt: skip
         self._directory = directory
-        self._chain = chain
         self.has_contacts = has_contacts
         self._rng = rng
         self._progress = progress
@@ -73,16 +72,12 @@ class SwarmView:
         record = self._directory.live().get(peer)
         return record is not None and record.role == "trainer"
 
-    def round_members(self) -> MembershipChanged:
-        """Who takes part in the round that follows our head: those who stand there, and those about to arrive."""
-        last = self._chain.commits_since(max(0, self._chain.round - 1)) or ()
-        near = {self._chain.digest, *(commit.body.base for commit in last)}
-        live = self._directory.live()
-        peers = {peer for peer, record in live.items() if record.role == "trainer" and record.digest in near}
-        resting = frozenset(peer for peer in peers if live[peer].resting)
-        passed = frozenset(peer for there in find_preferred_heads(self._chain.head, live).values() for peer in there)
-        return MembershipChanged(
-            frozenset(peers | {self._directory.peer_id}), frozenset(self._left_peers), resting, passed
+    def snapshot(self) -> SwarmSnapshot:
+        """Return what is known now of all live peers, in random order: not all peers ask the same one first."""
+        live = list(self._directory.live().items())
+        self._rng.shuffle(live)
+        return SwarmSnapshot(
+            {peer: peer_state(record) for peer, record in live}, frozenset(self._left_peers)
         )
 
     def is_our_turn_to_evaluate(self, round_number: int) -> bool:
@@ -90,14 +85,6 @@ class SwarmView:
         live = self._directory.live()
         trainers = sorted(peer for peer in self.trainers() if not live[peer].resting)
         return bool(trainers) and trainers[round_number % len(trainers)] == self._directory.peer_id
-
-    def state_holders(self, head: ChainHead, own_state: Digest) -> list[PeerId]:
-        """Who stands at `head` with the state that most of them have, of those that are not ours."""
-        by_state: dict[Digest, list[PeerId]] = {}
-        for peer, record in self.other_records().items():
-            if record.digest == head.digest and record.state_digest not in (b"", own_state):
-                by_state.setdefault(record.state_digest, []).append(peer)
-        return min(by_state.items(), key=lambda entry: (-len(entry[1]), entry[0]), default=(b"", []))[1]
 
     def announce_head(self, head: ChainHead, state: Digest) -> None:
         self._directory.publish(
@@ -113,3 +100,14 @@ class SwarmView:
             self._left_peers[event.peer] = None
             if len(self._left_peers) > MAX_LEFT_PEERS:
                 del self._left_peers[next(iter(self._left_peers))]
+
+
+def peer_state(record: PeerRecord) -> PeerState:
+    """Return what a checked record says of its peer."""
+    has_head = len(record.digest) == DIGEST_BYTES
+    return PeerState(
+        ChainHead(record.round, record.digest, record.chain_tokens) if has_head else None,
+        record.state_digest,
+        is_trainer=record.role == "trainer",
+        is_resting=record.resting,
+    )

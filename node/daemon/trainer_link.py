@@ -26,7 +26,6 @@ from node.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
     ContributionHeader,
-    ContributionOutcome,
     Evaluate,
     Evaluated,
     FromTrainer,
@@ -41,9 +40,6 @@ from node.ipc.shared_memory import SharedMemory
 from node.ipc.trainer_process import TrainerProcess
 from node.monitoring.status import RecoveredErrorKind
 from protocol.blobs.store import BlobStore
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.messages import Commit
-from protocol.identity import PeerId
 
 APPLY_ANCHOR_SECONDS = 60.0
 LAST_APPLY_ANCHOR_SECONDS = 5.0
@@ -55,7 +51,6 @@ class TrainerLink:
 
     def __init__(
         self,
-        peer_id: PeerId,
         process: TrainerProcess,
         shared_memory: SharedMemory,
         store: BlobStore,
@@ -66,7 +61,6 @@ class TrainerLink:
         steps_for_round: Callable[[int], int],
         record_recovered: Callable[[RecoveredErrorKind, str], None],
     ) -> None:
-        self._peer_id = peer_id
         self._process = process
         self._shared_memory = shared_memory
         self._store = store
@@ -129,17 +123,11 @@ class TrainerLink:
             self._running = False
             self._changed.notify_all()
 
-    def on_commits(self, commits: Sequence[Commit], number: int) -> ContributionOutcome:
-        """What these commits, in order, mean for the message that is on its way, and that we stand before `number`."""
-        return self.contributions.on_commits(self._peer_id, commits, number)
-
-    def on_fork(self, commits: Sequence[Commit], number: int, left: ChainHead) -> ForkOutcome:
-        """The same where we took over the state before `number`. `commits`: what is known of that chain."""
-        verdict = self.contributions.on_fork(self._peer_id, commits, number, left)
+    def record_fork(self, verdict: ForkOutcome) -> None:
+        """Note that another chain judges our earlier contributions otherwise than the one that we left."""
         if verdict.revised:
             self._revision_pending = True
             self._revision_sent = False
-        return verdict
 
     async def apply_anchor(self, round_number: int, shared: Sequence[Tensor]) -> None:
         """Hand the trainer a new anchor, and the fate of its message if that is decided."""

@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from node.daemon.chain_sync import best_head, find_preferred_heads
 from node.daemon.peer_rpc import ChannelTo, request_chain
+from node.daemon.swarm_view import peer_state
 from node.dashboard.events import ChainForked, CommittedContribution, LoggedEvent, RoundCommitted, RoundsMissing
 from node.dashboard.state import RunState
+from node.loop.catch_up import best_head
+from node.loop.swarm_snapshot import SwarmSnapshot
 from protocol.consensus.chain import MAX_KEPT_COMMITS, ChainHead, extend_head, genesis_head
 from protocol.consensus.message_kinds import parse
 from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
@@ -63,7 +65,8 @@ class ChainFollower:
         """The best head that is vouched for, if it is better than what is known; and who of those can be asked."""
         self._failed_at = {peer: since for peer, since in self._failed_at.items() if 0 <= now - since < AVOID_SECONDS}
         needed = 1 if len(trainers) < 3 else 2
-        standing = find_preferred_heads(self.known_head(state), trainers)
+        snapshot = SwarmSnapshot({peer: peer_state(record) for peer, record in trainers.items()})
+        standing = snapshot.preferred_heads(self.known_head(state))
         vouched = [(head, peers) for head, peers in standing.items() if len(peers) >= needed]
         heads = {head: sorted(set(peers) - set(self._failed_at)) for head, peers in vouched}
         asked = {head: peers for head, peers in heads.items() if peers}

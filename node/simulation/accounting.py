@@ -32,6 +32,7 @@ class Accounting:
     busy_seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     steps: int = 0
     state_syncs: int = 0
+    replays: int = 0
     logic_seconds: float = 0.0
 
     def record_contribution(self, peer: PeerId, header: ContributionHeader, parts: tuple[Blob, ...]) -> None:

@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.daemon.outer_state import OuterState
 from node.data import Corpus
 from node.from_manifest import build_program, learning_rate_decay, round_settings_by_number, topology_class
+from node.loop.events import SwarmChanged
 from node.model import shape_table
 from node.simulation.accounting import Accounting
 from node.simulation.adversary import LyingEncoder
@@ -82,8 +83,7 @@ class VirtualSwarm:
         peers = [self._new_peer(slot) for slot in range(self.config.peers)]
         self.gossip.start_with({peer.peer_id: peer.chain.head for peer in peers})
         for peer in peers:
-            peer.trainer = self.new_trainer(peer)
-            peer.begin_round()
+            peer.start()
         patience = self._max_stall_seconds()
         if (
             not self.clock.run(lambda: self._is_done or self.clock.now > self._decided_at + patience)
@@ -160,7 +160,7 @@ class VirtualSwarm:
         alive = {peer.slot: peer for peer in self.live_peers}
         for slot in range(self.config.peers):
             if slot not in alive:
-                self._new_peer(slot)
+                self.clock.schedule(self.gossip.delay, self._new_peer(slot).start)
         wanted = int(self.config.churn * self.config.peers + self.random.random())
         for victim in self.random.sample(sorted(alive), min(wanted, (len(alive) - 1) // 2)):
             self.clock.schedule(self.random.random() * seconds, alive[victim].die)
@@ -175,7 +175,7 @@ class VirtualSwarm:
 
     def _refresh_all(self) -> None:
         for peer in self.live_peers:
-            peer.refresh()
+            peer.post(SwarmChanged(self.gossip.snapshot))
 
 
 def simulated_identity(slot: int, incarnation: int = 1) -> Identity:

@@ -4,12 +4,11 @@ What a peer publishes reaches the others after the time of a few hops; a peer th
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
+from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.simulation.virtual_network import VirtualClock
-from protocol.consensus.chain import ChainHead, prefers_theirs
-from protocol.consensus.messages import Digest
+from protocol.consensus.chain import ChainHead
 from protocol.identity import PeerId
 
 SECONDS_PER_HOP = 0.02  # beside the latency
@@ -24,36 +23,18 @@ class VirtualGossip:
         self._clock = clock
         self._expiry = expiry
         self._on_change = on_change
-        self._delay = (latency + SECONDS_PER_HOP) * max(1, math.ceil(math.log2(max(2, peers))))
+        self.delay = (latency + SECONDS_PER_HOP) * max(1, math.ceil(math.log2(max(2, peers))))
         self._published: dict[PeerId, ChainHead | None] = {}
         self._heads: dict[PeerId, ChainHead] = {}
-        self._peers_by_head: dict[Digest, frozenset[PeerId]] = {}
-        self._unions: dict[frozenset[Digest], frozenset[PeerId]] = {}  # asked for by all, the same for all
-
-    @property
-    def peers(self) -> frozenset[PeerId]:
-        return frozenset(self._heads)
-
-    def peers_at(self, digests: Iterable[Digest]) -> frozenset[PeerId]:
-        asked = frozenset(digests)
-        if asked not in self._unions:
-            self._unions[asked] = frozenset().union(*(self._peers_by_head.get(digest, ()) for digest in asked))
-        return self._unions[asked]
-
-    def best_head(self, own: ChainHead) -> ChainHead | None:
-        """The head to be preferred above all, where one is to be preferred to `mine`."""
-        best = own
-        for head in {self._heads[min(group)] for group in self._peers_by_head.values()}:
-            best = head if prefers_theirs(best, head) else best
-        return None if best == own else best
+        self.snapshot = SwarmSnapshot({})  # shared by all peers
 
     def start_with(self, heads: dict[PeerId, ChainHead]) -> None:
         """All these know one another from the start."""
         self._heads.update(heads)
-        self._rebuild_index()
+        self._take_snapshot()
 
     def publish(self, peer: PeerId, head: ChainHead) -> None:
-        self._publish_after(peer, head, self._delay)
+        self._publish_after(peer, head, self.delay)
 
     def remove(self, peer: PeerId) -> None:
         self._publish_after(peer, None, self._expiry)
@@ -77,12 +58,8 @@ class VirtualGossip:
                 self._heads.pop(peer, None)
             else:
                 self._heads[peer] = head
-        self._rebuild_index()
+        self._take_snapshot()
         self._on_change()
 
-    def _rebuild_index(self) -> None:
-        groups: dict[Digest, set[PeerId]] = defaultdict(set)
-        for peer, head in self._heads.items():
-            groups[head.digest].add(peer)
-        self._peers_by_head = {digest: frozenset(group) for digest, group in groups.items()}
-        self._unions.clear()
+    def _take_snapshot(self) -> None:
+        self.snapshot = SwarmSnapshot({peer: PeerState(head) for peer, head in self._heads.items()})

@@ -14,15 +14,15 @@ async def tables(tmp_path: Path) -> AsyncIterator[list[LoopbackNetwork]]:
     yield made
     for table in made:
         for seat in table.peers.values():
-            seat.driver.close()
-            assert not seat.broken, f"{seat.broken}"
+            seat.stop()
+            assert not seat.inbox.faults, f"{seat.inbox.faults}"
     await asyncio.sleep(0.02)
     fetchers = [seat.fetcher for table in made for seat in table.peers.values()]
     assert not any(fetcher.under_way for fetcher in fetchers), "a fetch outlived its round"
 
 
 @pytest.fixture
-def table(tables: list[LoopbackNetwork], tmp_path: Path) -> LoopbackNetwork:
+async def table(tables: list[LoopbackNetwork], tmp_path: Path) -> LoopbackNetwork:
     tables.append(LoopbackNetwork(tmp_path, 3, "gather"))
     return tables[0]
 

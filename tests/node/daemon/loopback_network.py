@@ -1,4 +1,4 @@
-"""Peers whose round drivers hear each other at once, with real stores and arithmetic."""
+"""Peers whose round loops hear each other at once, with real stores and arithmetic, and without a state to apply."""
 
 import asyncio
 from collections.abc import Iterable
@@ -6,25 +6,46 @@ from pathlib import Path
 from typing import Any, cast
 
 from node.checkpoints.vote_log import VoteLog
+from node.daemon.contributions import ContributionTracker, StoredContribution
 from node.daemon.downloads import Downloads
-from node.daemon.effects import Effects, Hooks
+from node.daemon.effects import Effects
+from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.outer_state import RoundCompute
+from node.daemon.round_effects import RoundEffects, RoundTools
+from node.ipc.channel import ContributionHeader
+from node.loop.events import (
+    ApplyCommit,
+    ContributionReady,
+    LoopEvent,
+    PrecomputeCommit,
+    ReportRecovered,
+    Started,
+    SwarmChanged,
+    TimePassed,
+    TrainerStarted,
+)
+from node.loop.options import LoopOptions, RoundOptions
+from node.loop.round_loop import RoundLoop
+from node.loop.round_session import RoundSession
+from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import ChainHead, genesis_head
-from protocol.consensus.events import MembershipChanged
-from protocol.consensus.messages import Commit, SignedMessage
+from protocol.consensus.chain import Chain, genesis_head
+from protocol.consensus.events import Fetch, Rejected
+from protocol.consensus.machine import RoundMachine
+from protocol.consensus.messages import Commit, PartBlob, SignedMessage
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import make_topology
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
+from protocol.signing import sign
 from tests.node.small_run import (
     PEERS,
+    PROGRAM,
     RUN_ID,
     CopyingFetcher,
     at_once,
-    contribution_of,
     method_of,
     payload,
     program_of,
@@ -37,7 +58,7 @@ HEAD = genesis_head(RUN_ID)
 
 
 class LoopbackNetwork:
-    """Peers whose drivers hear each other at once, but for those that are deaf."""
+    """Peers that hear each other at once, but for those that are unreachable."""
 
     def __init__(self, folder: Path, count: int, exchange: str, parts: int = 3) -> None:
         self.program = program_of(method_of(exchange), parts)
@@ -53,17 +74,18 @@ class LoopbackNetwork:
         stores = {peer: seat.store for peer, seat in self.peers.items()}
         for seat in self.peers.values():
             seat.fetcher.stores = stores
+            seat.members_changed()
 
     def __getitem__(self, index: int) -> "LoopbackPeer":
         return self.peers[PEERS[index].peer_id]
 
-    def begin(self, head: ChainHead = HEAD) -> None:
-        for seat in self.peers.values():
-            seat.driver.begin(head.round, head.digest, self.peers)
+    def begin(self) -> None:
+        for peer in self.peers.values():
+            peer.begin()
 
-    def offer(self, *indices: int, head: ChainHead = HEAD) -> None:
+    def offer(self, *indices: int) -> None:
         for index in indices:
-            self[index].offer(head)
+            self[index].offer()
 
     def send(self, sender: PeerId, peers: Iterable[PeerId], signed: Signed) -> None:
         for peer in peers:
@@ -71,14 +93,67 @@ class LoopbackNetwork:
                 asyncio.get_running_loop().call_soon(self._deliver, sender, peer, signed)
 
     def _deliver(self, sender: PeerId, peer: PeerId, signed: Signed) -> None:
-        answers = self.peers[peer].driver.take(sender, [signed])
+        answers = self.peers[peer].receiver.receive(sender, [signed])
         if answers:
-            self.peers[sender].driver.take(peer, answers)
+            self.peers[sender].receiver.receive(peer, answers)
 
     async def wait_until_decided(self, *indices: int) -> set[bytes]:
         seats = [self[index] for index in indices]
         await until(lambda: all(seat.decided for seat in seats))
         return {seat.decided[-1].body.content_digest for seat in seats}
+
+
+class RecordingInbox(Inbox):
+    """Keeps all faults."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: list[BaseException] = []
+
+    def fail(self, error: BaseException) -> None:
+        self.faults.append(error)
+
+
+class FakeStatus:
+    def __init__(self) -> None:
+        self.refused: list[PeerFault] = []
+        self.refused_calls: list[int] = []
+        self.setbacks: list[tuple[str, str]] = []
+
+    def record_refusal(self, peer: PeerId, *faults: PeerFault) -> None:
+        self.refused.extend(faults)
+        self.refused_calls.append(len(faults))
+
+    def record_recovered(self, kind: str, line: str) -> None:
+        self.setbacks.append((kind, line))
+
+
+class FakeStateEffects:
+    """Notes what would be done, and applies no commit."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self.foreseen: list[Commit] = []
+        self.decided: list[SignedMessage[Commit]] = []
+        self.skipped: list[tuple[PeerId | None, str]] = []
+        self.early_submits = 0
+
+    def report(self, action: object) -> None:
+        assert not isinstance(action, ReportRecovered), action
+        if isinstance(action, Rejected):
+            self.skipped.append((action.peer, action.reason))
+
+    def precompute(self, action: PrecomputeCommit) -> None:
+        self.foreseen.append(action.commit)
+
+    async def request_early_submit(self) -> None:
+        self.early_submits += 1
+
+    async def start_trainer(self) -> None:
+        self._inbox.post(TrainerStarted())
+
+    async def apply_commit(self, action: ApplyCommit) -> None:
+        self.decided.append(action.commit)
 
 
 class LoopbackPeer:
@@ -88,35 +163,89 @@ class LoopbackPeer:
         self.index = index
         self.store = store_in(folder / str(index))
         self.fetcher = CopyingFetcher(self.store, {})
-        self.wishes = Downloads(cast(Any, self.fetcher), lambda: network.peers)
-        self.workshop = RoundCompute(network.program, self.store, lambda step: 1.0)
         self.resting: set[PeerId] = set()
         self.sent: list[Signed] = []
-        self.foreseen: list[Commit] = []
-        self.decided: list[SignedMessage[Commit]] = []
-        self.hurried: list[float] = []
-        self.refused: list[PeerFault] = []
-        self.skipped: list[tuple[PeerId | None, str]] = []
-        self.setbacks: list[tuple[str, str]] = []
-        self.broken: list[BaseException] = []
-        hooks = Hooks(
-            send=self.send,
-            work=at_once,
-            members=lambda: MembershipChanged(frozenset(network.peers), resting=frozenset(self.resting)),
-            trains=lambda peer: peer in network.peers,
-            refused=lambda _, faults: self.refused.extend(faults),
-            skipped=lambda peer, reason: self.skipped.append((peer, reason)),
-            set_back=lambda reason, line: self.setbacks.append((reason, line)),
-            foreseen=self.foreseen.append,
-            decided=self.decided.append,
-            hurry=lambda: self.hurried.append(network.settings.grace),
-            broken=self.broken.append,
+        self.inbox = RecordingInbox()
+        self.status = FakeStatus()
+        self.state = FakeStateEffects(self.inbox)
+        self.receiver = MessageReceiver(RUN_ID, network.terms, self.inbox, cast(Any, self.status))
+        vote_log = VoteLog(folder / f"vow-{index}.json", RUN_ID, network.terms)
+        self.loop = self._build_loop(vote_log)
+        self.round_effects = self._build_round_effects(vote_log)
+        self.effects = Effects(
+            self.loop, self.inbox, self.receiver, cast(Any, self), self.round_effects, cast(Any, self.state)
         )
-        self.driver = Effects(
-            self.identity, lambda _: network.settings, network.terms, self.store, self.workshop, self.wishes,
-            VoteLog(folder / f"vow-{index}.json", RUN_ID, network.terms), hooks,
+        self._has_begun = False
+
+    def _build_loop(self, vote_log: VoteLog) -> RoundLoop:
+        network, identity = self.network, self.identity
+        options = RoundOptions(identity.peer_id, lambda _: network.settings, network.terms)
+        session = RoundSession(
+            options,
+            lambda kind, body: sign(identity, kind, RUN_ID, body),
             Pacing(network.settings.grace, lambda _: 10, 1),
-        )  # fmt: skip
+            vote_log.load(),
+        )
+        self.contributions = ContributionTracker(PROGRAM)
+        return RoundLoop(LoopOptions(options), Chain.from_genesis(RUN_ID), b"", self.contributions, session)
+
+    def _build_round_effects(self, vote_log: VoteLog) -> RoundEffects:
+        tools = RoundTools(
+            store=self.store,
+            downloads=Downloads(cast(Any, self.fetcher), lambda: self.network.peers),
+            compute=RoundCompute(self.network.program, self.store, lambda step: 1.0),
+            run_in_thread=at_once,
+            vote_log=vote_log,
+        )
+        return RoundEffects(self.inbox, cast(Any, self.status), tools)
+
+    @property
+    def session(self) -> RoundSession:
+        return self.loop.session
+
+    @property
+    def machine(self) -> RoundMachine:
+        assert self.session.machine is not None
+        return self.session.machine
+
+    @property
+    def setbacks(self) -> list[tuple[str, str]]:
+        return self.status.setbacks
+
+    @property
+    def broken(self) -> list[BaseException]:
+        return self.inbox.faults
+
+    @property
+    def decided(self) -> list[SignedMessage[Commit]]:
+        return self.state.decided
+
+    def members_changed(self, peers: Iterable[PeerId] | None = None) -> None:
+        """Tell the loop of its peers: all of the network, unless others are named."""
+        named = self.network.peers if peers is None else peers
+        states = {peer: PeerState(self.loop.chain.head, is_resting=peer in self.resting) for peer in named}
+        self.inbox.post(SwarmChanged(SwarmSnapshot(states)))
+
+    def begin(self, peers: Iterable[PeerId] | None = None) -> None:
+        """Open the round after the head of the chain, for the first time or again."""
+        self.members_changed(peers)
+        events: list[LoopEvent] = [TimePassed()] if self._has_begun else [Started(), TrainerStarted()]
+        for event in events:
+            self.inbox.post(event)
+        self._has_begun = True
+
+    def close(self) -> None:
+        """Give the open round up."""
+        self.session.close()
+        self.round_effects.close_round()
+        self.effects._set_timer()
+
+    def stop(self) -> None:
+        self.effects.stop()
+
+    def fetch(self, part_blob: PartBlob, *sources: PeerId, is_reduced: bool = False) -> None:
+        """Order a blob as the round machine does."""
+        self.round_effects.fetch(self.session._fetch(Fetch(part_blob, sources, is_reduced)))
 
     def send(self, peers: Iterable[PeerId], signed: Signed) -> None:
         self.sent.append(signed)
@@ -126,5 +255,10 @@ class LoopbackPeer:
         sizes = [stop - start for start, stop in self.network.bounds]
         return [self.store.put(payload(100 * seed + 10 * self.index + part, size)) for part, size in enumerate(sizes)]
 
-    def offer(self, head: ChainHead = HEAD, parts: list[Blob] | None = None) -> None:
-        self.driver.offer(contribution_of(head, parts or self.parts()))
+    def offer(self, parts: list[Blob] | None = None) -> None:
+        """Submit a contribution of the round at hand."""
+        parts = parts or self.parts()
+        sizes = tuple(blob.size for blob in parts)
+        header = ContributionHeader(round=self.loop.chain.round, sizes=sizes, tokens=100, steps=5, loss=3.0)
+        self.contributions.submit(StoredContribution(header, tuple(parts)))
+        self.inbox.post(ContributionReady())

@@ -1,25 +1,29 @@
 """A peer's loop with plain stand-ins around a real replica."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from node.daemon.chain_sync import SyncPlan
-from node.daemon.contributions import ContributionTracker, ForkOutcome, SettledContribution
+from node.daemon.contributions import ContributionTracker, ForkOutcome, SettledContribution, StoredContribution
 from node.daemon.downloads import Downloads
-from node.daemon.outer_state import ReplicatedState
-from node.daemon.round_loop import RoundLoop
+from node.daemon.effects import Effects
+from node.daemon.inbox import Inbox
+from node.daemon.outer_state import ReplicatedState, SignedContributions
+from node.daemon.state_effects import StateEffects, StateTools
 from node.from_manifest import round_settings_by_number
+from node.loop.catch_up import SyncPlan
+from node.loop.events import LoopAction, SwarmChanged, TimePassed
+from node.loop.options import LoopOptions, RoundOptions
+from node.loop.round_loop import RoundLoop
+from node.loop.round_session import RoundSession
+from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Commit, Contribution, SignedMessage
-from protocol.consensus.pacing import Pacing
 from protocol.consensus.topology import AppliedContributions
-from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
-from protocol.murmur_pb2 import PeerRecord
 from tests.node.small_run import (
     MANIFEST,
     METHOD,
@@ -41,45 +45,49 @@ SETTINGS = round_settings_by_number(MANIFEST, PROGRAM)
 FRIEND, LIAR = PEERS[2].peer_id, PEERS[3].peer_id
 
 
-class FakeDriver:
+class FakeSession:
+    """In the place of RoundSession: a round ends when the test says so."""
+
     def __init__(self) -> None:
         self.is_open = False
         self.number = -1
+        self.decided: SignedMessage[Commit] | None = None
         self.begun: list[int] = []
         self.offered: list[Contribution] = []
 
-    def begin(self, number: int, base: bytes, live: Iterable[PeerId]) -> None:
+    def open(self, head: ChainHead, *_: object) -> None:
         self.is_open = True
-        self.number = number
-        self.begun.append(number)
+        self.number = head.round
+        self.begun.append(head.round)
 
     def close(self) -> None:
         self.is_open = False
 
-    def check(self, commit: Commit) -> None:
-        if not SETTINGS(commit.round).topology.accepts_commit(commit):
-            raise MalformedError("another shape")
+    def submit(self, contribution: StoredContribution, head: ChainHead, now: float) -> None:
+        self.offered.append(contribution.to_contribution(head, TERMS))
 
-    def offer(self, contribution: Contribution, steps: int | None) -> None:
-        self.offered.append(contribution)
+    def contributions_for(self, commit: Commit) -> SignedContributions:
+        return commit.contributions
+
+    def advance(self, now: float) -> list[LoopAction]:
+        return []
+
+    def next_deadline(self, now: float) -> float | None:
+        return None
+
+    def update_membership(self, membership: object) -> None:
+        """Nobody asks."""
+
+    def tick(self) -> None:
+        """Nothing waits for it."""
+
+    def describe_pace(self, round_number: int) -> str:
+        return ""
 
 
 class FakeSwarmView:
-    has_contacts = False
-
     def __init__(self) -> None:
-        self.others: dict[PeerId, PeerRecord] = {}
         self.heads: list[ChainHead] = []
-
-    def other_records(self) -> dict[PeerId, PeerRecord]:
-        return dict(self.others)
-
-    def trainers(self) -> list[PeerId]:
-        return [ME, *self.others]
-
-    def state_holders(self, head: ChainHead, other_than: bytes) -> list[PeerId]:
-        found = ((peer, record) for peer, record in self.others.items() if record.digest == head.digest)
-        return [peer for peer, record in found if record.state_digest not in (b"", other_than)]
 
     def announce_head(self, head: ChainHead, state: bytes) -> None:
         self.heads.append(head)
@@ -91,20 +99,12 @@ class FakeTrainerLink:
     submit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     started: list[int] = field(default_factory=list)
     adopted: list[int] = field(default_factory=list)
-    fates: list[str] = field(default_factory=list)
 
     async def start(self, round_number: int, anchor: object) -> None:
         self.started.append(round_number)
 
-    def on_commits(self, commits: Iterable[Commit], number: int) -> str:
-        self.fates.extend(self.contributions.on_commit(ME, commit) for commit in commits)
-        self.contributions.on_round(number)
-        return self.fates[-1] if self.fates else "none"
-
-    def on_fork(self, commits: Sequence[Commit], number: int, left: ChainHead) -> ForkOutcome:
-        verdict = self.contributions.on_fork(ME, commits, number, left)
-        self.fates.append(verdict.outcome)
-        return verdict
+    def record_fork(self, verdict: ForkOutcome) -> None:
+        """Nobody asks."""
 
     async def apply_anchor(self, round_number: int, anchor: object) -> None:
         self.adopted.append(round_number)
@@ -197,30 +197,51 @@ class FakeStatusReporter:
 
 
 class RoundLoopSetup:
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, has_contacts: bool) -> None:
         self.folder = folder
         self.store = store_in(folder / "mine")
         self.fetcher = CopyingFetcher(self.store, {})
         self.replica = replica_in(self.store)
-        self.driver = FakeDriver()
+        self.others: dict[PeerId, PeerState] = {}
+        self.session = FakeSession()
         self.members = FakeSwarmView()
         self.trainer = FakeTrainerLink()
         self.keeper = FakeCheckpointer()
         self.standing = FakeStatusReporter()
         self.scout = FakeChainSync(self.replica)
-        parts: dict[str, Any] = {
-            "members": self.members, "driver": self.driver, "scout": self.scout, "trainer": self.trainer,
-            "keeper": self.keeper, "standing": self.standing,
-            "wishes": Downloads(cast(Any, self.fetcher), lambda: self.fetcher.stores),
+        self.inbox = Inbox()
+        fakes: dict[str, Any] = {
+            "swarm_view": self.members, "sync_client": self.scout, "trainer": self.trainer,
+            "checkpointer": self.keeper,
+            "downloads": Downloads(cast(Any, self.fetcher), lambda: self.fetcher.stores),
         }  # fmt: skip
-        self.participant = RoundLoop(
-            manifest=manifest, method=METHOD, terms=TERMS, replica=self.replica,
-            share=lambda commit: commit.contributions, pacing=Pacing(1.0, lambda number: 1, 1), **parts,
-        )  # fmt: skip
+        tools = StateTools(method=METHOD, replicated=self.replica, **fakes)
+        self.state_effects = StateEffects(self.inbox, cast(Any, self.standing), tools)
+        self.loop = self._build_loop(manifest, has_contacts)
+        nothing: Any = None
+        self.effects = Effects(self.loop, self.inbox, nothing, nothing, nothing, self.state_effects)
         self.running: asyncio.Task[None] | None = None
 
+    def _build_loop(self, manifest: Manifest, has_contacts: bool) -> RoundLoop:
+        options = LoopOptions(
+            RoundOptions(ME, SETTINGS, TERMS),
+            target_rounds=manifest.target.rounds,
+            target_tokens=manifest.target.tokens,
+            min_peers=manifest.run.min_peers,
+            expiry=manifest.membership.expiry,
+            has_contacts=has_contacts,
+        )
+        state, session = self.replica.blob.digest, cast(RoundSession, self.session)
+        return RoundLoop(options, self.replica.chain, state, self.trainer.contributions, session)
+
     def run(self) -> None:
-        self.running = asyncio.create_task(self.participant.run())
+        self.tell_members()
+        self.running = asyncio.create_task(self.effects.run())
+
+    def tell_members(self) -> None:
+        """Tell the loop of the swarm, whether or not there is news."""
+        own = PeerState(self.replica.chain.head, self.replica.blob.digest)
+        self.inbox.post(SwarmChanged(SwarmSnapshot({ME: own, **self.others})))
 
     async def done(self) -> None:
         assert self.running is not None
@@ -243,18 +264,21 @@ class RoundLoopSetup:
         return replica
 
     def show(self, name: PeerId, head: ChainHead, state: bytes = b"") -> None:
-        self.members.others[name] = PeerRecord(
-            role="trainer", round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state
-        )
+        self.others[name] = PeerState(head, state)
+        self.tell_members()
 
     async def decide(self, seed: int = 1) -> SignedMessage[Commit]:
         """The open round ends with one contribution of somebody."""
-        await until(lambda: self.driver.is_open)
+        await until(lambda: self.session.is_open)
         commit = commit_of(self.replica.chain.head, {2: self.store.put(payload(seed))})
-        self.driver.is_open = False
-        self.participant.decided(commit)
+        self.end_round(commit)
         await self.until_round(commit.body.round + 1)
         return commit
+
+    def end_round(self, commit: SignedMessage[Commit]) -> None:
+        self.session.is_open = False
+        self.session.decided = commit
+        self.inbox.post(TimePassed())
 
 
 class RoundLoopFactory:
@@ -262,6 +286,6 @@ class RoundLoopFactory:
         self.folder = folder
         self.made = list[RoundLoopSetup]()
 
-    def __call__(self, target: str = "", min_peers: int = 1) -> RoundLoopSetup:
-        self.made.append(RoundLoopSetup(self.folder, manifest_of(target, min_peers)))
+    def __call__(self, target: str = "", min_peers: int = 1, has_contacts: bool = False) -> RoundLoopSetup:
+        self.made.append(RoundLoopSetup(self.folder, manifest_of(target, min_peers), has_contacts))
         return self.made[-1]

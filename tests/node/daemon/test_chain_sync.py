@@ -7,7 +7,10 @@ from typing import Any
 import grpc
 import pytest
 
-from node.daemon.chain_sync import MAX_COMMITS, ChainSyncClient, SyncPlan, best_head, find_preferred_heads
+from node.daemon.chain_sync import MAX_COMMITS, ChainSyncClient
+from node.daemon.swarm_view import peer_state
+from node.loop.catch_up import SyncPlan, best_head
+from node.loop.swarm_snapshot import SwarmSnapshot
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.errors import ForgedError, LimitError, MalformedError, PeerFault, StaleError, UnreachableError
@@ -169,6 +172,6 @@ def test_ahead_is_who_has_a_preferred_chain() -> None:
         "lower digest": PeerRecord(round=3, digest=bytes([4]) * 32, chain_tokens=300),
         "none": PeerRecord(round=9, chain_tokens=999),
     }
-    found = find_preferred_heads(mine, records)
+    found = SwarmSnapshot({peer: peer_state(record) for peer, record in records.items()}).preferred_heads(mine)
     assert {tuple(peers) for peers in found.values()} == {("more", "more too"), ("most",), ("lower digest",)}
     assert best_head(found) == (ChainHead(4, bytes([8]) * 32, 400), ["most"])

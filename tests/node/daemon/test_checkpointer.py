@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from node.checkpoints import checkpoint
-from node.daemon.checkpointer import MAX_RETAINED_STATES, RETAINED_ROUNDS
+from node.daemon.checkpointer import MAX_RETAINED_STATES
 from node.daemon.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
 from node.ipc.channel import ContributionHeader
+from node.loop.catch_up import RETAINED_ROUNDS
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead
 from protocol.errors import StorageError
@@ -48,7 +49,7 @@ async def test_prune_keeps_the_last_rounds_and_states_and_the_offer(world: Check
 
 async def test_rounds_for_which_there_is_no_room_go_first(tmp_path: Path) -> None:
     """The last one stays in any case."""
-    for rounds in (0, 1, 2, RETAINED_ROUNDS):
+    for rounds in (0, 1, 2):
         world, messages = CheckpointerSetup(tmp_path / str(rounds), room=rounds * len(payload(0))), list[bytes]()
         for _ in range(RETAINED_ROUNDS):
             (commit,) = await grown(world.replica, world.store, 1)

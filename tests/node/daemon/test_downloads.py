@@ -178,7 +178,7 @@ class RelayedDownloads:
     async def get(self, data: bytes, seconds: float = 5.0, sources: str = "a") -> None:
         blob = self.stores["a"].put(data)
         self.wishes.request(PartBlob(blob, 0), list(sources))
-        await self.wishes.download(PartBlob(blob, 0), seconds, lambda: OFFER)
+        await self.wishes.download(PartBlob(blob, 0), seconds, OFFER)
         assert self.mine.read(blob.digest) == data
 
 

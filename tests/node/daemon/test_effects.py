@@ -1,4 +1,4 @@
-"""The driver around the round machine: real stores and arithmetic, statements that arrive at once."""
+"""Rounds with real stores and arithmetic, and messages that arrive at once."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from node.daemon import effects
+from node.daemon import inbox, round_effects
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead
-from protocol.consensus.events import Fetch, MembershipChanged
+from protocol.consensus.events import MembershipChanged
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages import PartBlob
 from protocol.errors import StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
-from tests.node.daemon.loopback_network import HEAD, LoopbackNetwork
+from tests.node.daemon.loopback_network import LoopbackNetwork
 from tests.node.small_run import (
     PEERS,
     CopyingFetcher,
@@ -40,7 +40,7 @@ async def test_all_decide_the_same_and_can_apply_it(
     commit = table[0].decided[0].body
     assert len(commit.contributions) == 4
     assert all(table[0].store.has(blob.digest) for blob in commit.blobs)
-    assert not table[0].driver.is_open and len(table[0].decided) == 1
+    assert not table[0].session.is_open and len(table[0].decided) == 1
 
 
 async def test_what_is_decided_was_foreseen_by_all_who_had_all_of_it(table: LoopbackNetwork) -> None:
@@ -49,8 +49,8 @@ async def test_what_is_decided_was_foreseen_by_all_who_had_all_of_it(table: Loop
     table.offer(0, 1)
     await table.wait_until_decided(0, 1, 2)
     for seat in table.peers.values():
-        assert seat.foreseen[-1].content_digest == seat.decided[0].body.content_digest
-        assert all(seat.store.has(blob.digest) for blob in seat.foreseen[0].blobs)
+        assert seat.state.foreseen[-1].content_digest == seat.decided[0].body.content_digest
+        assert all(seat.store.has(blob.digest) for blob in seat.state.foreseen[0].blobs)
 
 
 async def test_what_is_summed_here_comes_before_the_sums_of_others_and_part_after_part(
@@ -88,7 +88,7 @@ async def test_whose_message_is_left_out_is_told_so_before_the_round_is_closed(t
     table[2].offer(parts=[table[2].store.put(b"\0" * len(payload(0)))])  # does not decode
     table.offer(0, 1)
     await table.wait_until_decided(0, 1, 2)
-    assert all((PEERS[2].peer_id, "left out") in seat.skipped for seat in table.peers.values())
+    assert all((PEERS[2].peer_id, "left out") in seat.state.skipped for seat in table.peers.values())
 
 
 async def test_a_blob_that_is_late_is_counted_and_asked_for_again(
@@ -105,7 +105,7 @@ async def test_a_blob_that_is_late_is_counted_and_asked_for_again(
         await fetch(self, blob, sources, deadline)
 
     monkeypatch.setattr(CopyingFetcher, "fetch", late)
-    monkeypatch.setattr(effects, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(round_effects, "RETRY_SECONDS", 0.01)
     table.begin()
     table.offer(0, 1, 2)
     await table.wait_until_decided(0, 1, 2)
@@ -136,8 +136,7 @@ async def test_a_twin_of_another_size_keeps_nobody_from_what_it_names(table: Loo
     table[2].offer(parts=[Blob(blob.digest, blob.size - 1)])
     await until(lambda: len(table[0].fetcher.asked) == 1)
     table[1].offer(parts=[blob])
-    machine = table[0].driver._machine
-    assert machine is not None
+    machine = table[0].machine
     await until(lambda: PartBlob(blob, 0) in machine._knowledge.held_parts)
     table.offer(0)
     await table.wait_until_decided(0, 1)
@@ -171,16 +170,16 @@ async def test_who_comes_late_is_told_the_decision(table: LoopbackNetwork) -> No
 async def test_a_decision_too_large_for_an_answer_goes_by_post(
     table: LoopbackNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effects, "MAX_DECISION_REPLY_BYTES", 100)
+    monkeypatch.setattr(inbox, "MAX_DECISION_REPLY_BYTES", 100)
     answers: list[list[Signed]] = []
-    driver = table[0].driver
-    take = driver.take
+    receiver = table[0].receiver
+    receive = receiver.receive
 
     def noted(sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
-        answers.append(take(sender, envelopes))
+        answers.append(receive(sender, envelopes))
         return answers[-1]
 
-    monkeypatch.setattr(driver, "take", noted)
+    monkeypatch.setattr(receiver, "receive", noted)
     table.unreachable = {PEERS[2].peer_id}
     table.begin()
     table.offer(0, 1)
@@ -192,42 +191,42 @@ async def test_a_decision_too_large_for_an_answer_goes_by_post(
 
 
 async def test_only_the_oldest_decision_is_answered(table: LoopbackNetwork) -> None:
-    driver = table[0].driver
+    peer = table[0]
     for number, kind in ((3, "three"), (4, "four")):
-        driver._attendance.record_decision(number, (Signed(kind=kind),), (), 0.0)
+        peer.session._buffer.record_decision(number, (Signed(kind=kind),), (), 0.0)
     heads = [ChainHead(number, bytes(32), 0) for number in (4, 3)]
     asked = [stated(PEERS[1], contribution_of(head, table[1].parts())).signed for head in heads]
-    assert kinds(driver.take(PEERS[1].peer_id, asked)) == ["three"]
+    assert kinds(peer.receiver.receive(PEERS[1].peer_id, asked)) == ["three"]
 
 
 async def test_the_end_of_a_round_ends_its_fetches_and_its_timer(table: LoopbackNetwork) -> None:
     table.begin()
-    driver, wanted = table[0].driver, Blob.of(b"nobody has it")
-    driver._carry_out(Fetch(PartBlob(wanted, 0), (PEERS[1].peer_id,)))
+    peer, wanted = table[0], Blob.of(b"nobody has it")
+    peer.fetch(PartBlob(wanted, 0), PEERS[1].peer_id)
     await until(lambda: table[0].fetcher.under_way == 1)
-    assert driver._timer is not None
-    driver.close()
+    assert peer.effects._timer is not None
+    peer.close()
     await until(lambda: table[0].fetcher.under_way == 0)
-    assert driver._timer is None and not driver._background and not driver.is_open
-    driver.begin(0, HEAD.digest, table.peers)
-    driver._carry_out(Fetch(PartBlob(wanted, 0), (PEERS[1].peer_id,)))
+    assert peer.effects._timer is None and not peer.round_effects._tasks and not peer.session.is_open
+    peer.begin()
+    peer.fetch(PartBlob(wanted, 0), PEERS[1].peer_id)
     await until(lambda: table[0].fetcher.under_way == 1)  # a wish that died with its round is a new wish
 
 
 async def test_a_fetch_that_is_cancelled_before_it_began_is_wanted_again(table: LoopbackNetwork) -> None:
     table.begin()
-    driver, wanted = table[0].driver, Blob.of(b"nobody has it")
-    driver._carry_out(Fetch(PartBlob(wanted, 0), (PEERS[1].peer_id,)))
-    driver.close()
-    driver.begin(0, HEAD.digest, table.peers)
-    driver._carry_out(Fetch(PartBlob(wanted, 0), (PEERS[1].peer_id,)))
+    peer, wanted = table[0], Blob.of(b"nobody has it")
+    peer.fetch(PartBlob(wanted, 0), PEERS[1].peer_id)
+    peer.close()
+    peer.begin()
+    peer.fetch(PartBlob(wanted, 0), PEERS[1].peer_id)
     await until(lambda: table[0].fetcher.under_way == 1)
 
 
 async def test_a_blob_that_is_damaged_on_our_disk_is_fetched_again(
     table: LoopbackNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effects, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(round_effects, "RETRY_SECONDS", 0.01)
     blob = table[1].parts()[0]
     table.begin()
     table[0].store.put(table[1].store.read(blob.digest))
@@ -263,7 +262,7 @@ async def test_a_fault_of_our_own_is_told(
 
     monkeypatch.setattr(table[0].fetcher, "fetch", broken)
     table.begin()
-    table[0].driver._carry_out(Fetch(PartBlob(Blob.of(b"x"), 0), (PEERS[1].peer_id,)))
+    table[0].fetch(PartBlob(Blob.of(b"x"), 0), PEERS[1].peer_id)
     await until(lambda: bool(table[0].broken))
     assert isinstance(table[0].broken.pop(), KeyError) and "broke" in caplog.text
 
@@ -271,7 +270,7 @@ async def test_a_fault_of_our_own_is_told(
 async def test_what_an_action_causes_waits_until_all_actions_are_carried_out(table: LoopbackNetwork) -> None:
     """A peer found unreachable while we send changes the members in the midst of it."""
     seat, depth, deepest = table[0], 0, 0
-    handle, send = seat.driver._handle, seat.driver._hooks.send
+    handle, send = seat.effects.handle, seat.send
 
     def counted(event: Any) -> None:
         nonlocal depth, deepest
@@ -282,10 +281,10 @@ async def test_what_an_action_causes_waits_until_all_actions_are_carried_out(tab
 
     def unreachable(peers: Iterable[PeerId], signed: Signed) -> None:
         send(peers, signed)
-        seat.driver.members_changed()
+        seat.members_changed()
 
-    seat.driver._handle = counted  # type: ignore[method-assign]
-    seat.driver._hooks.send = unreachable
+    seat.effects.handle = counted  # type: ignore[method-assign]
+    seat.send = unreachable  # type: ignore[method-assign]
     table.begin()
     table.offer(0, 1, 2)
     assert len(await table.wait_until_decided(0, 1, 2)) == 1
@@ -296,41 +295,42 @@ async def test_a_round_hears_of_its_members_when_they_change(
     table: LoopbackNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[MembershipChanged] = []
-    handle = RoundMachine.handle
+    handle_all = RoundMachine.handle_all
 
-    def noted(self: RoundMachine, event: Any, now: float) -> Any:
-        heard.extend([event] if isinstance(event, MembershipChanged) else [])
-        return handle(self, event, now)
+    def noted(self: RoundMachine, events: Sequence[Any], now: float) -> Any:
+        heard.extend(event for event in events if isinstance(event, MembershipChanged))
+        return handle_all(self, events, now)
 
-    monkeypatch.setattr(RoundMachine, "handle", noted)
-    driver = table[0].driver
-    driver.begin(0, HEAD.digest, table.peers)
+    monkeypatch.setattr(RoundMachine, "handle_all", noted)
+    peer = table[0]
+    peer.begin()
     for resting in ((), (), (PEERS[1].peer_id,), (PEERS[1].peer_id,), ()):
         table[0].resting = {*resting}
-        driver.members_changed()
+        peer.members_changed()
     assert [len(live.resting) for live in heard] == [0, 1, 0]
-    driver.close()
-    driver.begin(0, HEAD.digest, table.peers)
+    peer.close()
+    peer.begin()
     assert len(heard) == 4, "another machine knows nobody yet"
 
 
 async def test_votes_are_remembered_from_round_to_round_and_over_a_close(table: LoopbackNetwork) -> None:
     table.begin()
-    driver = table[0].driver
-    driver.close()
-    driver.begin(0, HEAD.digest, [])
-    assert driver._machine is not None and driver._machine.last_seen.keys() == table.peers.keys()
+    peer = table[0]
+    peer.close()
+    peer.begin([])
+    assert peer.machine.last_seen.keys() == table.peers.keys()
 
 
 async def test_decisions_of_another_chain_are_forgotten(table: LoopbackNetwork) -> None:
-    driver = table[0].driver
+    peer = table[0]
     for number in (3, 4, 5):
-        driver._attendance.record_decision(number, (Signed(kind=str(number)),), (), 0.0)
-    driver.begin(4, bytes(32), table.peers)
+        peer.session._buffer.record_decision(number, (Signed(kind=str(number)),), (), 0.0)
+    peer.loop.chain.switch_to(ChainHead(4, bytes(32), 0))
+    peer.begin()
     late = [
         stated(PEERS[1], contribution_of(ChainHead(number, bytes(32), 0), table[1].parts())) for number in (3, 4, 5)
     ]
-    assert [driver._attendance.is_late(statement) for statement in late] == [True, False, False]
+    assert [peer.session._buffer.is_late(statement) for statement in late] == [True, False, False]
 
 
 async def test_a_blob_is_checked_as_what_it_was_ordered_as(tables: list[LoopbackNetwork], tmp_path: Path) -> None:
@@ -341,9 +341,9 @@ async def test_a_blob_is_checked_as_what_it_was_ordered_as(tables: list[Loopback
     sizes = [stop - start for start, stop in table.bounds]
     assert sizes[0] != sizes[2], "otherwise the first part's check would do for this one"
     blob = table[1].store.put(payload(90, sizes[2]))
-    driver, machine = table[0].driver, table[0].driver._machine
-    assert machine is not None and not driver._heard
-    driver._carry_out(Fetch(PartBlob(blob, 2), (PEERS[1].peer_id,), is_reduced=True))
+    peer, machine = table[0], table[0].machine
+    assert not peer.session._messages
+    peer.fetch(PartBlob(blob, 2), PEERS[1].peer_id, is_reduced=True)
     await until(lambda: PartBlob(blob, 2) in machine._knowledge.held_parts)
     assert not table[0].setbacks
 
@@ -353,6 +353,6 @@ async def test_a_blob_of_another_part_is_not_held(tables: list[LoopbackNetwork],
     tables.append(table)
     table.begin()
     first = table[1].store.put(payload(90, table.bounds[0][1] - table.bounds[0][0]))
-    table[0].driver._carry_out(Fetch(PartBlob(first, 2), (PEERS[1].peer_id,), is_reduced=True))
+    table[0].fetch(PartBlob(first, 2), PEERS[1].peer_id, is_reduced=True)
     await until(lambda: bool(table[0].setbacks))
     assert "does not decode" in table[0].setbacks[0][1]

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from node.checkpoints.vote_log import VoteLog
-from node.daemon import effects
+from node.loop import round_session
+from node.loop.events import LoopAction
 from protocol.blobs.store import BlobStore
-from protocol.consensus.events import Action, VoteRecord
+from protocol.consensus.events import VoteRecord
 from protocol.errors import StorageError
 from tests.node.daemon.loopback_network import HEAD, LoopbackNetwork
 from tests.node.small_run import (
@@ -40,10 +41,10 @@ async def test_nothing_that_a_vow_covers_leaves_before_it_is_on_disk(
     table.begin()
     table.offer(0, 1, 2)
     seats = table.peers.values()
-    await until(lambda: any(seat.driver._vowing for seat in seats))
-    leader = next(seat for seat in seats if seat.driver._vowing)
+    await until(lambda: any(seat.session.is_persisting for seat in seats))
+    leader = next(seat for seat in seats if seat.session.is_persisting)
     assert kinds(leader.sent) == ["contribution"], "the roster is written down, but not sent"
-    assert leader.driver.is_open
+    assert leader.session.is_open
     released.set()
     await table.wait_until_decided(0, 1, 2)
     assert "roster" in kinds(leader.sent)
@@ -75,7 +76,7 @@ async def test_a_driver_that_starts_again_goes_on_after_its_vow(tables: list[Loo
     VoteLog(tmp_path / "vow-0.json", RUN_ID, terms_of(1)).save(vow)
     tables.append(LoopbackNetwork(tmp_path, 2, "gather"))
     tables[0].begin()
-    machines = [tables[0][index].driver._machine for index in range(2)]
+    machines = [tables[0][index].machine for index in range(2)]
     assert [machine.view for machine in machines if machine] == [5, 0]
     assert [machine.has_voter(absent) for machine in machines if machine] == [True, False]
 
@@ -106,16 +107,16 @@ async def test_a_fault_while_a_vow_is_written_is_told(table: LoopbackNetwork, mo
 
 
 async def test_a_fault_in_what_waited_for_a_vow_is_told(table: LoopbackNetwork, released: threading.Event) -> None:
-    def broken(action: Action) -> None:
-        driver._carry_out = carry_out  # type: ignore[method-assign]
+    def broken(action: LoopAction) -> None:
+        effects._run = run  # type: ignore[method-assign]
         raise KeyError("a bug")
 
     table.begin()
     table.offer(0, 1, 2)
     seats = table.peers.values()
-    await until(lambda: any(seat.driver._vowing for seat in seats))
-    driver = next(seat.driver for seat in seats if seat.driver._vowing)
-    carry_out, driver._carry_out = driver._carry_out, broken  # type: ignore[method-assign]
+    await until(lambda: any(seat.session.is_persisting for seat in seats))
+    effects = next(seat.effects for seat in seats if seat.session.is_persisting)
+    run, effects._run = effects._run, broken  # type: ignore[method-assign]
     released.set()
     await _until_broken(table)
 
@@ -131,11 +132,11 @@ async def test_a_round_that_is_opened_again_goes_on_after_its_vow(table: Loopbac
     """Whoever could not follow a longer chain comes back to the same round, in which it may have voted."""
     table.begin()
     table.offer(0, 1)
-    joined = table[1].driver
-    await until(lambda: joined._vow is not None)
+    joined = table[1]
+    await until(lambda: joined.session._vote is not None)
     joined.close()
-    joined.begin(HEAD.round, HEAD.digest, table.peers)
-    assert joined._machine is not None and joined._machine.view == 1
+    joined.begin()
+    assert joined.machine.view == 1
 
 
 async def test_what_waits_for_a_slow_disk_is_bounded(
@@ -144,9 +145,9 @@ async def test_what_waits_for_a_slow_disk_is_bounded(
     table.begin()
     table.offer(0, 1, 2)
     seats = table.peers.values()
-    await until(lambda: any(seat.driver._vowing for seat in seats))
-    monkeypatch.setattr(effects, "MAX_PENDING_ACTIONS", 0)
-    await until(lambda: any((None, "slow disk") in seat.skipped for seat in seats))
-    monkeypatch.setattr(effects, "MAX_PENDING_ACTIONS", 4096)
+    await until(lambda: any(seat.session.is_persisting for seat in seats))
+    monkeypatch.setattr(round_session, "MAX_PENDING_ACTIONS", 0)
+    await until(lambda: any((None, "slow disk") in seat.state.skipped for seat in seats))
+    monkeypatch.setattr(round_session, "MAX_PENDING_ACTIONS", 4096)
     released.set()
     assert len(await table.wait_until_decided(0, 1, 2)) == 1

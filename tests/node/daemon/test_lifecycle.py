@@ -32,10 +32,11 @@ class Node:
     def __init__(self, trainer: Any) -> None:
         self.directory = SimpleNamespace(run=for_ever, leave=at_once)
         self.rendezvous = SimpleNamespace(run=for_ever)
-        self.participant = SimpleNamespace(run=for_ever)
+        self.effects = SimpleNamespace(run=for_ever)
         self.trainer_failure = trainer
         self.finish = at_once
-        self.standing = StatusReporter(NodeStatus(peer_id="p", run="demo", run_id="0", step=300), Metrics(), dict)
+        status = NodeStatus(peer_id="p", run="demo", run_id="0", step=300)
+        self.status_reporter = StatusReporter(status, Metrics(), dict)
 
     def publish_progress(self) -> None:
         pass

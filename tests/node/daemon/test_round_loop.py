@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from node.daemon import chain_sync, round_loop
-from node.daemon.chain_sync import SyncPlan
+from node.daemon import state_effects
 from node.daemon.contributions import StoredContribution
 from node.ipc.channel import ContributionHeader
+from node.loop import catch_up, round_loop
+from node.loop.catch_up import SyncPlan
+from node.loop.events import ContributionReady, PrecomputeCommit
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead, extend_head
 from protocol.errors import GoneError, MalformedError, UnreachableError
@@ -31,8 +33,8 @@ from tests.node.small_run import (
 @pytest.fixture
 async def worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RoundLoopFactory]:
     monkeypatch.setattr(round_loop, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(chain_sync, "SYNC_AFTER_SECONDS", 0.05)
-    monkeypatch.setattr(round_loop, "MIN_STATE_SECONDS", 5.0)
+    monkeypatch.setattr(catch_up, "SYNC_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(state_effects, "MIN_STATE_SECONDS", 5.0)
     make = RoundLoopFactory(tmp_path)
     yield make
     for world in make.made:
@@ -47,7 +49,7 @@ async def test_rounds_until_the_target_of_rounds(worlds: RoundLoopFactory) -> No
     await world.decide(1)
     await world.decide(2)
     await world.done()
-    assert world.driver.begun == [0, 1] and not world.driver.is_open
+    assert world.session.begun == [0, 1] and not world.session.is_open
     assert world.trainer.adopted == [1, 2] and world.keeper.kept == [1, 2]
     assert [head.round for head in world.members.heads] == [1, 2]
 
@@ -73,12 +75,12 @@ async def test_a_round_that_was_foreseen_is_computed_once(
     world = worlds("rounds = 1")
     computed = states_computed_by(world.replica, monkeypatch)
     world.run()
-    await until(lambda: world.driver.is_open)
+    await until(lambda: world.session.is_open)
     commit = commit_of(world.replica.chain.head, {1: world.store.put(payload(1))})
-    world.participant.foreseen(commit.body)
+    world.state_effects.precompute(PrecomputeCommit(commit.body, commit.body.contributions))
     await until(lambda: bool(computed))
     assert world.replica.chain.round == 0 and not world.trainer.adopted, "it is not decided yet"
-    world.participant.decided(commit)
+    world.end_round(commit)
     await world.done()
     assert world.trainer.adopted == [1] and computed == [world.replica.state]
 
@@ -87,7 +89,7 @@ async def test_the_target_of_tokens(worlds: RoundLoopFactory) -> None:
     world = worlds("tokens = 150")
     world.run()
     for seed in range(2):
-        assert not world.participant.is_target_reached
+        assert not world.loop.is_target_reached
         await world.decide(seed)
     await world.done()
     assert world.replica.chain.tokens == 200
@@ -98,22 +100,21 @@ async def test_round_0_begins_with_all(worlds: RoundLoopFactory) -> None:
     world.run()
     await until(lambda: "waiting for peers" in world.standing.phases)
     await asyncio.sleep(0.05)
-    assert not world.driver.is_open and world.trainer.started == [0]
+    assert not world.session.is_open and world.trainer.started == [0]
     world.show(FRIEND, world.replica.chain.head)
-    await until(lambda: world.driver.is_open)
+    await until(lambda: world.session.is_open)
 
 
 async def test_a_run_that_has_begun_waits_only_a_while(worlds: RoundLoopFactory) -> None:
     world = worlds(min_peers=3)
     await grown(world.replica, world.store, 1)
     world.run()
-    await until(lambda: world.driver.is_open)
-    assert world.driver.begun == [1]
+    await until(lambda: world.session.is_open)
+    assert world.session.begun == [1]
 
 
 async def test_a_newcomer_looks_for_the_run_before_it_trains(worlds: RoundLoopFactory) -> None:
-    world = worlds()
-    world.members.has_contacts = True
+    world = worlds(has_contacts=True)
     world.run()
     await asyncio.sleep(0.05)
     assert world.trainer.started == []
@@ -125,13 +126,13 @@ async def test_the_message_is_offered_to_the_open_round_and_to_no_other(worlds: 
     world = worlds()
     message = ContributionHeader(round=0, sizes=(1,), tokens=10, steps=1, loss=1.0)
     world.trainer.contributions.submit(StoredContribution(message, (world.store.put(payload(5)),)))
-    world.participant.offer()
-    assert world.driver.offered == []
+    world.inbox.post(ContributionReady())
+    assert world.session.offered == []
     world.run()
     await world.decide()
-    await until(lambda: len(world.driver.offered) == 2)
-    assert [(offer.round, offer.tokens) for offer in world.driver.offered] == [(0, 10), (1, 10)]
-    assert world.driver.offered[1].base == world.replica.chain.digest
+    await until(lambda: len(world.session.offered) == 2)
+    assert [(offer.round, offer.tokens) for offer in world.session.offered] == [(0, 10), (1, 10)]
+    assert world.session.offered[1].base == world.replica.chain.digest
 
 
 async def test_a_small_gap_is_replayed(worlds: RoundLoopFactory) -> None:
@@ -168,7 +169,7 @@ async def test_that_our_state_differs_is_told_once_however_often_its_better_is_a
     world.run()
     await until(lambda: world.scout.asked.count((FRIEND, False)) + world.scout.asked.count((LIAR, False)) == 2)
     for _ in range(20):  # both are put aside: each turn of the loop looks for somebody
-        world.participant.wake.set()
+        world.tell_members()
         await asyncio.sleep(0)
     assert world.standing.recovered_errors.count("state differs") == len(world.standing.failures) == 1
     assert world.standing.phases[-1] == "catching up"
@@ -209,14 +210,15 @@ async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(
 async def test_one_round_behind_it_waits_a_little_for_the_commit_to_come_by_itself(
     worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain_sync, "SYNC_AFTER_SECONDS", 30.0)
+    monkeypatch.setattr(catch_up, "SYNC_AFTER_SECONDS", 30.0)
     world = worlds()
     world.run()
-    await until(lambda: world.driver.is_open)
+    await until(lambda: world.session.is_open)
     await world.peer(FRIEND, 1)
     await asyncio.sleep(0.05)
-    assert world.scout.asked == [] and world.driver.is_open
-    monkeypatch.setattr(chain_sync, "SYNC_AFTER_SECONDS", 0.01)
+    assert world.scout.asked == [] and world.session.is_open
+    monkeypatch.setattr(catch_up, "SYNC_AFTER_SECONDS", 0.01)
+    world.tell_members()
     await world.until_round(1)
 
 
@@ -233,11 +235,11 @@ async def test_another_chain_is_gone_to_although_our_own_rounds_never_pause(
     worlds: RoundLoopFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One with more tokens in fewer rounds: whoever waits for its next commit waits in vain."""
-    monkeypatch.setattr(chain_sync, "SYNC_AFTER_SECONDS", 30.0)
+    monkeypatch.setattr(catch_up, "SYNC_AFTER_SECONDS", 30.0)
     world = worlds()
     await grown(world.replica, world.store, 3, peer=1)
     world.run()
-    await until(lambda: world.driver.is_open)
+    await until(lambda: world.session.is_open)
     theirs = await world.peer(FRIEND, 2, seed=2)
     head = theirs.chain.head
     theirs.chain.switch_to(ChainHead(head.round, head.digest, world.replica.chain.tokens + 1))
@@ -251,16 +253,16 @@ async def test_a_liar_is_avoided_though_it_shows_a_new_head_each_time(
 ) -> None:
     async def opened(avoid_seconds: float) -> tuple[int, int]:
         """How often the liar was asked, and how many rounds were decided meanwhile."""
-        monkeypatch.setattr(round_loop, "AVOID_SECONDS", avoid_seconds)
+        monkeypatch.setattr(catch_up, "AVOID_SECONDS", avoid_seconds)
         world = worlds()
         world.scout.faults[LIAR] = MalformedError("a lie")
         world.run()
-        await until(lambda: world.driver.is_open)
+        await until(lambda: world.session.is_open)
         for number in range(100, 110):
             world.show(LIAR, ChainHead(number, bytes([number]) * 32, 10**9))
-            world.participant.wake.set()
+            world.tell_members()
             await asyncio.sleep(0.03)
-            if world.driver.is_open:
+            if world.session.is_open:
                 await world.decide(number)
         return len(world.scout.asked), world.replica.chain.round
 
@@ -274,7 +276,7 @@ async def test_a_liar_does_not_hide_who_stands_honestly_beside_it(worlds: RoundL
     world = worlds()
     theirs = await world.peer(FRIEND, 6)
     world.show(LIAR, theirs.chain.head)
-    world.members.others = {LIAR: world.members.others[LIAR], FRIEND: world.members.others[FRIEND]}
+    world.others = {LIAR: world.others[LIAR], FRIEND: world.others[FRIEND]}
     world.scout.faults[LIAR] = UnreachableError("no answer")
     world.run()
     await world.until_round(6)
@@ -305,8 +307,8 @@ async def test_a_state_that_nobody_has_costs_bounded_time(worlds: RoundLoopFacto
     await world.peer(LIAR, 6)
     del world.fetcher.stores[LIAR]
     world.run()
-    await until(lambda: world.driver.is_open)
-    assert world.replica.chain.round == 0 and len(world.scout.asked) == round_loop.MAX_VANISHED_STATES
+    await until(lambda: world.session.is_open)
+    assert world.replica.chain.round == 0 and len(world.scout.asked) == catch_up.MAX_VANISHED_STATES
 
 
 async def test_who_is_the_odd_one_out_fetches_the_state_of_the_others(worlds: RoundLoopFactory) -> None:
@@ -328,11 +330,10 @@ async def test_a_decided_round_that_cannot_be_applied_is_tried_again(
 ) -> None:
     world = worlds()
     world.run()
-    await until(lambda: world.driver.is_open)
+    await until(lambda: world.session.is_open)
     commit = commit_of(world.replica.chain.head, {2: world.store.put(b"does not decode")})
-    world.driver.is_open = False
-    world.participant.decided(commit)
-    await until(lambda: len(world.driver.begun) == 2)
+    world.end_round(commit)
+    await until(lambda: len(world.session.begun) == 2)
     assert world.replica.chain.round == 0 and "does not decode" in world.standing.failures[0]
     assert world.standing.recovered_errors == ["not applied"]
     await world.decide()
@@ -341,7 +342,7 @@ async def test_a_decided_round_that_cannot_be_applied_is_tried_again(
 async def test_a_fault_in_the_background_ends_the_run(worlds: RoundLoopFactory) -> None:
     world = worlds()
     world.run()
-    await until(lambda: world.driver.is_open)
-    world.participant.broken(KeyError("a bug"))
+    await until(lambda: world.session.is_open)
+    world.inbox.fail(KeyError("a bug"))
     with pytest.raises(KeyError):
         await world.done()

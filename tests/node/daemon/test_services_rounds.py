@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -23,7 +23,9 @@ CALLER = PEERS[2].peer_id
 THEM = PEERS[3].peer_id
 
 
-class FakeDriver:
+class FakeLoop:
+    """In the place of the loop and of what checks its messages."""
+
     def __init__(self) -> None:
         self.known = True
         self.taken: list[tuple[PeerId, int]] = []
@@ -33,17 +35,17 @@ class FakeDriver:
     def refuse(self, peer: PeerId, fault: PeerFault) -> None:
         self.refused.append((peer, fault.metric_label))
 
-    def knows(self, peer: PeerId) -> bool:
+    def is_known(self, peer: PeerId) -> bool:
         return self.known
 
-    def take(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
+    def receive(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
         self.taken.append((sender, len(list(envelopes))))
         return self.answers
 
 
 class RoundsServiceSetup:
     def __init__(
-        self, channel: grpc.aio.Channel, replica: ReplicatedState, driver: FakeDriver, service: RoundsService
+        self, channel: grpc.aio.Channel, replica: ReplicatedState, driver: FakeLoop, service: RoundsService
     ) -> None:
         self.channel = channel
         self.replica = replica
@@ -61,9 +63,10 @@ class RoundsServiceSetup:
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RoundsServiceSetup]:
     monkeypatch.setattr(services, "caller", lambda context: CALLER)
     store = store_in(tmp_path / "blobs")
-    replica, driver = replica_in(store), FakeDriver()
+    replica, driver = replica_in(store), FakeLoop()
     await grown(replica, store, 3)
-    service = RoundsService(RUN_ID, cast(Any, driver), replica, InboundQuota(1, 5.0), driver.refuse)
+    fake: Any = driver
+    service = RoundsService(RUN_ID, fake, fake, replica, InboundQuota(1, 5.0), driver.refuse)
     async with serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(service, server)) as channel:
         yield RoundsServiceSetup(channel, replica, driver, service)
 

@@ -10,6 +10,7 @@ import pytest
 from node.daemon import swarm_view
 from node.daemon.swarm_view import SwarmView
 from protocol.consensus.chain import Chain, ChainHead, genesis_head
+from protocol.consensus.events import MembershipChanged
 from protocol.membership.directory import MembershipListener
 from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
@@ -34,8 +35,12 @@ class FakeDirectory:
         self.published = fields
 
 
-def members_of(directory: FakeDirectory, chain: Chain | None = None) -> SwarmView:
-    return SwarmView(cast(Any, directory), chain or Chain.from_genesis(RUN_ID), True, random.Random(0))
+def members_of(directory: FakeDirectory) -> SwarmView:
+    return SwarmView(cast(Any, directory), True, random.Random(0))
+
+
+def membership(view: SwarmView, chain: Chain | None = None) -> MembershipChanged:
+    return view.snapshot().membership("me", chain or Chain.from_genesis(RUN_ID))
 
 
 def test_records_are_of_the_others_in_random_order() -> None:
@@ -64,7 +69,7 @@ async def test_at_this_round_are_those_who_stand_here_or_are_about_to_arrive(tmp
     for peer, digest in {"here": replica.chain.digest, "near": before, "far": genesis_head(RUN_ID).digest}.items():
         directory.records[peer] = PeerRecord(role="trainer", digest=digest)
     directory.records["watches"] = PeerRecord(role="observer", digest=replica.chain.digest)
-    assert members_of(directory, replica.chain).round_members().peers == {"me", "here", "near"}
+    assert membership(members_of(directory), replica.chain).peers == {"me", "here", "near"}
 
 
 def test_who_said_good_bye_has_departed_until_it_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,21 +78,21 @@ def test_who_said_good_bye_has_departed_until_it_joins_again(monkeypatch: pytest
     members = members_of(directory)
     directory.tell(PeerLeft("a", "left"))
     directory.tell(PeerLeft("b", "expired"))
-    assert members.round_members().departed == {"a"}
+    assert membership(members).departed == {"a"}
     directory.tell(PeerJoined("a", PeerRecord()))
-    assert members.round_members().departed == frozenset()
+    assert membership(members).departed == frozenset()
     for peer in "cde":
         directory.tell(PeerLeft(peer, "left"))
-    assert members.round_members().departed == {"d", "e"}
+    assert membership(members).departed == {"d", "e"}
 
 
 def test_who_rests_is_at_this_round_and_known_to_rest() -> None:
     directory = FakeDirectory()
     directory.records["a"] = PeerRecord(role="trainer", digest=genesis_head(RUN_ID).digest, resting=True)
     directory.records["far"] = PeerRecord(role="trainer", digest=bytes(32), resting=True)
-    live = members_of(directory).round_members()
+    live = membership(members_of(directory))
     assert live.peers == {"a", "me"} and live.resting == {"a"}
-    assert not any(members_of(FakeDirectory()).round_members().resting)
+    assert not any(membership(members_of(FakeDirectory())).resting)
 
 
 def test_who_rests_has_no_turn_in_measuring() -> None:
@@ -113,10 +118,11 @@ def test_holders_are_those_of_the_state_that_most_have() -> None:
         directory.records[peer] = PeerRecord(role="trainer", digest=head.digest, state_digest=state)
     directory.records["elsewhere"] = PeerRecord(role="trainer", digest=bytes([1]) * 32, state_digest=wrong)
     members = members_of(directory)
-    assert sorted(members.state_holders(head, mine)) == ["a", "b"]
+    assert sorted(members.snapshot().state_holders("me", head, mine)) == ["a", "b"]
     del directory.records["b"]
-    assert members.state_holders(head, mine) == ["c"]  # of equally many, the lower digest, as in the vote
-    assert members.state_holders(ChainHead(4, bytes([7]) * 32, 0), mine) == []
+    # If equally many have each, the lower digest counts, as in the vote.
+    assert members.snapshot().state_holders("me", head, mine) == ["c"]
+    assert members.snapshot().state_holders("me", ChainHead(4, bytes([7]) * 32, 0), mine) == []
 
 
 def test_the_head_is_announced_at_once() -> None:
@@ -129,14 +135,14 @@ def test_the_head_is_announced_at_once() -> None:
 
 def test_our_own_progress_goes_out_with_a_new_head() -> None:
     directory = FakeDirectory()
-    members = SwarmView(cast(Any, directory), Chain.from_genesis(RUN_ID), True, random.Random(0), lambda: {"step": 40})
+    members = SwarmView(cast(Any, directory), True, random.Random(0), lambda: {"step": 40})
     members.announce_head(ChainHead(3, bytes(32), 7), bytes([1]) * 32)
     assert directory.published["step"] == 40 and directory.published["round"] == 3
 
 
 def test_alone_is_who_knows_of_others_and_sees_none() -> None:
     directory = FakeDirectory()
-    first = SwarmView(cast(Any, directory), Chain.from_genesis(RUN_ID), False, random.Random(0))
+    first = SwarmView(cast(Any, directory), False, random.Random(0))
     assert not first.is_isolated(), "whoever begins a run waits for nobody"
     assert members_of(directory).is_isolated(), "whoever was sent to somebody does"
     directory.records["a"] = PeerRecord(role="trainer")

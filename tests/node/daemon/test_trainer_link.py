@@ -84,7 +84,7 @@ class TrainerLinkSetup:
         self.work: Callable[..., Awaitable[Any]] = at_once
         process: Any = self.process
         self.link = TrainerLink(
-            ME, process, self.arena, self.store, self.offers, self.sent, lambda *call: self.work(*call),
+            process, self.arena, self.store, self.offers, self.sent, lambda *call: self.work(*call),
             self.heard.append, lambda number: 5, lambda reason, line: self.setbacks.append(reason),
         )  # fmt: skip
 
@@ -110,7 +110,7 @@ class TrainerLinkSetup:
         if included and offer:
             messages[1] = offer.parts
         commit = commit_of(ChainHead(number, bytes(32), 0), messages)
-        fate = self.link.on_commits([commit.body], number + 1)
+        fate = self.offers.on_commits(ME, [commit.body], number + 1)
         await self.link.apply_anchor(number + 1, [torch.full((NUMEL,), number + 1.0)])
         return fate
 
@@ -163,7 +163,7 @@ async def test_a_trainer_that_died_before_adopt_hears_of_its_fate_and_repeats_no
     assert world.offers.pending is None, "a decided message was offered again"
     await world.say(AnchorApplied(round=1))
     await world.message(1, b"second")
-    assert world.offers.pending is not None and world.offers.pending.message.round == 1
+    assert world.offers.pending is not None and world.offers.pending.header.round == 1
     await world.decide(1, included=False)
     assert world.process.adopts[-1] == (2, "none"), "the fate of the first message passed for that of the second"
 
@@ -204,8 +204,8 @@ async def test_a_message_that_its_next_round_cannot_take_is_given_back(world: Tr
     await world.begin()
     await world.say(ready(0))
     await world.message(0)
-    assert world.link.on_commits([], MAX_AGE_ROUNDS) == "none" and world.offers.pending is not None
-    assert world.link.on_commits([], MAX_AGE_ROUNDS + 1) == "excluded" and world.offers.pending is None
+    assert world.offers.on_commits(ME, [], MAX_AGE_ROUNDS) == "none" and world.offers.pending is not None
+    assert world.offers.on_commits(ME, [], MAX_AGE_ROUNDS + 1) == "excluded" and world.offers.pending is None
     await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)])
     assert world.process.adopts == [(MAX_AGE_ROUNDS + 1, "excluded")]
 
@@ -279,11 +279,13 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     await world.say(ready(0))
     await world.message(0)
     first = world.offers.pending
-    assert first is not None and world.link.on_commits([], MAX_AGE_ROUNDS + 1) == "excluded"
+    assert first is not None and world.offers.on_commits(ME, [], MAX_AGE_ROUNDS + 1) == "excluded"
     await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)])
     await world.say(AnchorApplied(round=MAX_AGE_ROUNDS + 1))
     taken = commit_of(ChainHead(0, bytes(32), 0), {1: first.parts}).body
-    assert world.link.on_fork([taken], 1, ChainHead(MAX_AGE_ROUNDS + 1, b"ours".ljust(32), 0)).retracts_restored
+    verdict = world.offers.on_fork(ME, [taken], 1, ChainHead(MAX_AGE_ROUNDS + 1, b"ours".ljust(32), 0))
+    world.link.record_fork(verdict)
+    assert verdict.retracts_restored
     await world.message(MAX_AGE_ROUNDS + 1, b"on its way already")
     assert world.offers.pending is None, "it was offered"
     assert world.setbacks == ["given back"]
@@ -299,7 +301,7 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     assert world.offers.pending is not None
     world.process.crash_count = 1
     await world.say(ready(1, outstanding=1))
-    told = adopt.model_copy(update={"round": 1, "fate": "none"})
+    told = adopt.model_copy(update={"round": 1, "outcome": "none"})
     assert world.process.heard[-1] == told, "a life that may not have heard of it"
 
 

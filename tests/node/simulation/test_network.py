@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from node.loop.catch_up import best_head
 from node.simulation.virtual_gossip import VirtualGossip
 from node.simulation.virtual_network import LinkDirection, VirtualClock, VirtualNetwork
 from protocol.consensus.chain import ChainHead
@@ -128,11 +129,12 @@ def test_news_reaches_all_after_a_while_and_the_dead_are_missed_after_the_expiry
     directory.publish("a", head(1, 100))
     directory.publish("b", head(1, 100))
     directory.remove("b")
-    assert directory.peers_at([head(1, 100).digest]) == frozenset()
+    digests = frozenset([head(1, 100).digest])
+    assert directory.snapshot.trainers_at(digests) == frozenset()
     clock.run(lambda: len(told) == 1)
-    assert directory.peers_at([head(1, 100).digest]) == {"a", "b"}
-    assert directory.best_head(head(0, 0)) == head(1, 100)
-    assert directory.best_head(head(1, 100)) is None
+    assert directory.snapshot.trainers_at(digests) == {"a", "b"}
+    assert best_head(directory.snapshot.preferred_heads(head(0, 0)))[0] == head(1, 100)
+    assert not directory.snapshot.preferred_heads(head(1, 100))
     clock.run(lambda: len(told) == 2)
-    assert directory.peers == {"a"}
+    assert directory.snapshot.peers.keys() == {"a"}
     assert clock.now == 6.0

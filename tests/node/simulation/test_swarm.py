@@ -161,8 +161,8 @@ def unaccounted(swarm: VirtualSwarm) -> int:
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
 @pytest.mark.parametrize("seed", range(3))
 def test_under_churn_the_survivors_agree_and_nothing_is_lost(recipe: str, seed: int) -> None:
-    swarm, _ = run_to_target(make_config(6, 12, seed=seed, churn=0.2), make_method(recipe, 3))
-    assert swarm.accounting.state_syncs > 0
+    swarm, _ = run_to_target(make_config(6, 24, seed=seed, churn=0.2), make_method(recipe, 3))
+    assert swarm.accounting.state_syncs > 0 and swarm.accounting.replays > 0
     assert len({(peer.chain.head, peer.applied_state[1].digest) for peer in swarm.live_peers}) == 1
     ends = {"included": {1}, "given back": {0}, "under way": {0}, "died": {0, 1}}
     for entry in swarm.accounting.contributions.values():

@@ -1,0 +1,107 @@
+"""Hand events to the round loop one by one, and check the messages of other peers before they become events."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from node.daemon.peer_rpc import Outbox
+from node.loop.events import Answer, LoopEvent, MessagesReceived
+from node.monitoring.status_reporter import StatusReporter
+from protocol.consensus.message_kinds import parse
+from protocol.consensus.messages import ContributionLimits
+from protocol.errors import PeerFault
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.murmur_pb2 import Signed
+
+logger = logging.getLogger(__name__)
+
+MAX_DECISION_REPLY_BYTES = 768 * 1024  # of one reply; what is more goes through the outbox
+
+
+class EventHandler(Protocol):
+    def handle(self, event: LoopEvent) -> None: ...
+
+
+class Inbox:
+    """Queue events for one handler, and handle them at once unless one is being handled.
+
+    An event that comes about while another one is handled (a peer is found unreachable while a message is sent to it)
+    waits until all that follows from that one is done.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[LoopEvent] = deque()
+        self._handler: EventHandler | None = None
+        self._is_draining = False
+        self._fault: BaseException | None = None
+        self._ended = asyncio.Event()
+
+    def attach(self, handler: EventHandler) -> None:
+        self._handler = handler
+
+    def post(self, event: LoopEvent) -> None:
+        self._events.append(event)
+        if self._is_draining or self._handler is None:
+            return
+        self._is_draining = True
+        try:
+            while self._events:
+                self._handler.handle(self._events.popleft())
+        except Exception as error:
+            logger.exception("the round loop broke")
+            self.fail(error)
+        finally:
+            self._is_draining = False
+            self._events.clear()
+
+    def fail(self, error: BaseException) -> None:
+        """Note a fault in our own code: the node ends with the first one."""
+        self._fault = self._fault or error
+        self._ended.set()
+
+    def end(self) -> None:
+        """Note that the run is over."""
+        self._ended.set()
+
+    async def wait_until_ended(self) -> None:
+        """Return when the run is over; raise the first fault once there is one."""
+        await self._ended.wait()
+        if self._fault is not None:
+            raise self._fault
+
+
+class MessageReceiver:
+    def __init__(self, run_id: RunId, limits: ContributionLimits, inbox: Inbox, status: StatusReporter) -> None:
+        self._run_id = run_id
+        self._limits = limits
+        self._inbox = inbox
+        self._status = status
+        self._reply: list[Signed] = []
+
+    def receive(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
+        """Take messages that `sender` delivered, and return what it seems to lack.
+
+        The sender need not have signed all of them.
+        """
+        messages, faults = [], list[PeerFault]()
+        for signed in envelopes:
+            try:
+                messages.append(parse(signed, self._run_id, self._limits))
+            except PeerFault as fault:
+                faults.append(fault)
+        if faults:
+            self._status.record_refusal(sender, *faults)
+        self._inbox.post(MessagesReceived(sender, tuple(messages)))
+        reply, self._reply = self._reply, []
+        return reply
+
+    def answer(self, answer: Answer, outbox: Outbox) -> None:
+        """Reply in one piece if that is small enough; otherwise through the outbox."""
+        if sum(signed.ByteSize() for signed in answer.messages) <= MAX_DECISION_REPLY_BYTES:
+            self._reply += answer.messages
+            return
+        for signed in answer.messages:
+            outbox.send([answer.peer], signed)

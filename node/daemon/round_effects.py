@@ -1,0 +1,100 @@
+"""Carry out what an open round asks for: download, check and reduce blobs, and persist votes."""
+
+import asyncio
+from dataclasses import dataclass
+
+from node.checkpoints.vote_log import VoteLog
+from node.daemon.downloads import Downloads
+from node.daemon.inbox import Inbox
+from node.daemon.outer_state import RoundCompute
+from node.loop.events import BlobFetched, FetchBlob, ReducePart, SumReady, VotePersisted
+from node.monitoring.status_reporter import StatusReporter
+from node.workers import BackgroundTasks, RunInThread
+from protocol.blobs.store import BlobStore
+from protocol.consensus.events import PartReduced, VoteRecord
+from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
+
+RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTools:
+    """The parts of a node that a round needs."""
+
+    store: BlobStore
+    downloads: Downloads
+    compute: RoundCompute
+    run_in_thread: RunInThread
+    vote_log: VoteLog
+
+
+class RoundEffects:
+    def __init__(self, inbox: Inbox, status: StatusReporter, tools: RoundTools) -> None:
+        self._inbox = inbox
+        self._status = status
+        self._tools = tools
+        self._tasks = BackgroundTasks(inbox.fail)
+        self._vote_tasks = BackgroundTasks(inbox.fail)  # outlive the round: two threads must not write at once
+
+    def fetch(self, action: FetchBlob) -> None:
+        if self._tools.downloads.request(action.part_blob, action.sources):
+            self._tasks.spawn(self._fetch(action))
+
+    def reduce(self, action: ReducePart) -> None:
+        self._tasks.spawn(self._reduce(action))
+
+    def persist(self, vote: VoteRecord) -> None:
+        self._vote_tasks.spawn(self._persist(vote))
+
+    def close_round(self) -> None:
+        self._tools.downloads.cancel_all()
+        self._tasks.cancel_all()
+
+    async def _persist(self, vote: VoteRecord) -> None:
+        """If the vote cannot be persisted, send nothing more (safety): the node ends."""
+        try:
+            await asyncio.to_thread(self._write_vote, vote)
+        except StorageError as error:
+            self._inbox.fail(error)  # a person has to act on it
+            return
+        self._inbox.post(VotePersisted())
+
+    def _write_vote(self, vote: VoteRecord) -> None:
+        for blob in vote.required_blobs:
+            self._tools.store.persist(blob.digest)
+        self._tools.vote_log.save(vote)
+
+    async def _fetch(self, action: FetchBlob) -> None:
+        """Try until the blob is here and good, or the round closes (which cancels this)."""
+        name, number, downloads = action.part_blob.blob.name[:12], action.round, self._tools.downloads
+        try:
+            while not await self._has_arrived(action):
+                self._status.record_recovered("blob late", f"round {number} still wants blob {name}")
+                await asyncio.sleep(RETRY_SECONDS)
+        except (PeerFault, StorageError) as error:
+            line = f"round {number} goes on here without blob {name}: {error}"
+            self._status.record_recovered("blob missing", line)
+            downloads.cancel(action.part_blob)
+            return
+        downloads.cancel(action.part_blob)
+        self._inbox.post(BlobFetched(action.opening, action.part_blob))
+
+    async def _has_arrived(self, action: FetchBlob) -> bool:
+        tools, (blob, part) = self._tools, action.part_blob
+        try:
+            await tools.downloads.download(action.part_blob, action.seconds, action.owner_message, action.priority)
+            await tools.run_in_thread(tools.compute.check_part, blob, action.round, part)
+        except (UnreachableError, MissingFileError):  # or it was damaged on our disk, and is removed
+            return False
+        return True
+
+    async def _reduce(self, action: ReducePart) -> None:
+        tools, order = self._tools, action.order
+        bodies = [contribution.body for contribution in order.contributions]
+        try:
+            blob = await tools.run_in_thread(tools.compute.reduce_part, action.round, order.part, bodies)
+        except (PeerFault, MissingFileError, StorageError) as error:
+            line = f"part {order.part} of round {action.round} cannot be reduced here: {error}"
+            self._status.record_recovered("not reduced", line)
+            return
+        self._inbox.post(SumReady(action.opening, PartReduced(order.part, order.request_id, blob)))

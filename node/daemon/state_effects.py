@@ -1,0 +1,193 @@
+"""Carry out what changes our state: apply commits, take states over, keep trainer, disk and other peers in step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from node.daemon.chain_sync import ChainSyncClient
+from node.daemon.checkpointer import Checkpointer
+from node.daemon.downloads import Downloads
+from node.daemon.inbox import Inbox
+from node.daemon.outer_state import OuterState, ReplicatedState, SignedContributions
+from node.daemon.swarm_view import SwarmView
+from node.daemon.trainer_link import TrainerLink
+from node.ipc.channel import ContributionOutcome
+from node.loop.events import (
+    AdoptState,
+    AdvanceState,
+    ApplyCommit,
+    ApplyFailed,
+    CommitApplied,
+    CommitComputed,
+    FindPath,
+    HeadPublished,
+    PathFound,
+    PrecomputeCommit,
+    PublishHead,
+    ReportCatchUp,
+    ReportMissed,
+    ReportPace,
+    ReportPhase,
+    ReportRecovered,
+    StateInstalled,
+    SyncFailed,
+    TakeState,
+    TrainerStarted,
+)
+from node.monitoring.status_reporter import StatusReporter
+from optim.method import Method
+from protocol.consensus.events import Rejected
+from protocol.consensus.messages import Commit
+from protocol.consensus.topology import AppliedContributions
+from protocol.errors import GoneError, MissingFileError, PeerFault, UnreachableError
+
+MIN_STATE_SECONDS = 15.0  # to download a state, and a second more for each MIN_BYTES_PER_SECOND
+MIN_BYTES_PER_SECOND = 1_000_000
+RECOVERABLE = (UnreachableError, PeerFault, MissingFileError)
+Report = ReportPhase | ReportRecovered | ReportMissed | ReportPace | ReportCatchUp | Rejected
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTools:
+    """The parts of a node that follow its state."""
+
+    method: Method
+    replicated: ReplicatedState
+    trainer: TrainerLink
+    checkpointer: Checkpointer
+    downloads: Downloads
+    sync_client: ChainSyncClient
+    swarm_view: SwarmView
+
+
+class StateEffects:
+    """Each method carries out one action and posts the event that answers it."""
+
+    def __init__(self, inbox: Inbox, status: StatusReporter, tools: StateTools) -> None:
+        self._inbox = inbox
+        self._status = status
+        self._tools = tools
+        self._computed: OuterState | None = None
+
+    def report(self, action: Report) -> None:
+        status = self._status
+        match action:
+            case ReportPhase(phase, reason):
+                status.set_phase(phase, reason)
+            case ReportRecovered(kind, line):
+                status.record_recovered(kind, line)
+            case ReportMissed(reason):
+                status.set_miss_reason(reason)
+            case ReportPace(words):
+                status.set_pace(words)
+            case ReportCatchUp(kind, rounds):
+                status.record_catch_up(kind, rounds)
+            case Rejected(peer, reason):
+                status.record_rejected(peer, reason)
+
+    def precompute(self, action: PrecomputeCommit) -> None:
+        self._tools.replicated.speculate(action.commit, action.contributions)
+
+    async def request_early_submit(self) -> None:
+        self._status.record_early_submit()
+        await self._tools.trainer.request_early_submit()
+
+    async def start_trainer(self) -> None:
+        await self._tools.trainer.start(self._tools.replicated.chain.round, self._shared_vectors())
+        self._inbox.post(TrainerStarted())
+
+    async def apply_commit(self, action: ApplyCommit) -> None:
+        try:
+            contributions = await self._obtain(action)
+            self._computed = await self._tools.replicated.compute_next(action.commit, contributions)
+        except RECOVERABLE as error:
+            self._inbox.post(ApplyFailed(str(error)))
+        else:
+            self._inbox.post(CommitComputed(contributions))
+
+    async def advance_state(self, action: AdvanceState) -> None:
+        """Hand the state to the trainer before naming it, which takes long and holds up nobody."""
+        state, self._computed = self._computed, None
+        assert state is not None
+        tools, number = self._tools, action.commit.body.round + 1
+        await tools.trainer.apply_anchor(number, state.shared_vectors(tools.method))
+        await tools.replicated.advance(action.commit, state)
+        self._inbox.post(CommitApplied(tools.replicated.blob.digest))
+
+    async def publish_head(self, action: PublishHead) -> None:
+        tools = self._tools
+        await tools.checkpointer.wait_until_announceable(tools.replicated)
+        step_scale = tools.replicated.step_scale(action.commit, action.contributions)
+        self._status.record_applied(AppliedContributions.of(action.contributions), step_scale)
+        self._announce([action.commit], action.outcome)
+        await self._save([action.commit])
+        self._inbox.post(HeadPublished())
+
+    async def find_path(self, action: FindPath) -> None:
+        try:
+            plan = await self._tools.sync_client.plan_sync(action.peer, action.replay, action.history_since)
+        except RECOVERABLE as error:
+            self._inbox.post(SyncFailed(str(error), isinstance(error, GoneError)))
+        else:
+            self._inbox.post(PathFound(plan))
+
+    async def take_state(self, action: TakeState) -> None:
+        tools, plan = self._tools, action.plan
+        seconds = MIN_STATE_SECONDS + action.state.size / MIN_BYTES_PER_SECOND
+        try:
+            await tools.downloads.download_from_holders(action.state, seconds, action.holders)
+            await tools.replicated.install_state(plan.head, action.state, plan.commits)
+        except RECOVERABLE as error:
+            self._inbox.post(SyncFailed(str(error), isinstance(error, GoneError)))
+        else:
+            self._inbox.post(StateInstalled(tools.replicated.blob.digest))
+
+    def begin_adoption(self, action: AdoptState) -> None:
+        """Report at once what became of our contributions; from now on the trainer's next one is judged by it."""
+        self._tools.trainer.record_fork(action.verdict)
+        self._status.reset_validation(self._tools.replicated.chain.head)
+        self._status.record_catch_up("skipped", action.skipped)
+        self._status.record_revised(action.verdict.revised)
+
+    async def adopt_state(self, action: AdoptState) -> None:
+        """Announce the state only once it is on disk: a kill would take back all rounds that were skipped."""
+        tools = self._tools
+        await tools.trainer.apply_anchor(tools.replicated.chain.round, self._shared_vectors())
+        await self._save(action.commits)
+        await tools.checkpointer.wait_until_saved()
+        self._announce(action.commits, action.verdict.outcome)
+        self._inbox.post(HeadPublished())
+
+    def _shared_vectors(self) -> list[Tensor]:
+        return self._tools.replicated.state.shared_vectors(self._tools.method)
+
+    async def _obtain(self, action: ApplyCommit) -> SignedContributions:
+        """Return the contributions to apply, with their blobs in the store."""
+        commit, downloads = action.commit.body, self._tools.downloads
+        if not action.may_lose:
+            await downloads.download_from_anyone(action.seconds, *commit.blobs)
+            return action.contributions
+        obtained = []
+        for entry in action.contributions:
+            try:
+                await downloads.download_from_anyone(action.seconds, entry.body.parts[0])
+                obtained.append(entry)
+            except (UnreachableError, MissingFileError) as error:  # it may have died with its owner, our partner
+                line = f"round {commit.round} is applied here without {entry.sender}: {error}"
+                self._status.record_recovered("partner lost", line)
+        return tuple(obtained)
+
+    def _announce(self, commits: Sequence[Commit], outcome: ContributionOutcome) -> None:
+        """Report the new head to people and peers."""
+        replicated = self._tools.replicated
+        self._status.record_rounds(replicated.chain.head, replicated.blob.digest, commits, outcome)
+        self._tools.swarm_view.announce_head(replicated.chain.head, replicated.blob.digest)
+
+    async def _save(self, commits: Sequence[Commit]) -> None:
+        """Keep what others may ask for, and begin to write a checkpoint."""
+        tools, contributions = self._tools, self._tools.trainer.contributions
+        await tools.checkpointer.retain_state(tools.replicated.blob)
+        async with tools.trainer.submit_lock:
+            tools.checkpointer.prune_blobs(contributions, commits)
+        await tools.checkpointer.save_in_background(tools.replicated, contributions)

@@ -1,0 +1,1 @@
+"""Decide what a peer does for a run, as a pure loop: events in, actions out."""

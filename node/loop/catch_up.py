@@ -1,0 +1,192 @@
+"""Decide when a peer leaves its round to follow others, whom it follows, and how. PURE.
+
+A peer that is ahead is asked for the commits after our head. Where they continue our chain they are replayed;
+otherwise, or where that fails or would take long, the state itself is taken over.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from node.loop.swarm_snapshot import SwarmSnapshot
+from protocol.blobs.blob import Blob
+from protocol.consensus.chain import Chain, ChainHead, prefers_theirs
+from protocol.consensus.messages import Commit, Digest, SignedMessage
+from protocol.errors import PeerFault
+from protocol.identity import PeerId
+
+SYNC_AFTER_SECONDS = 1.5  # for the next commit to come by itself
+SYNC_NOW_GAP = 2  # rounds behind, from which on we ask at once
+RETAINED_ROUNDS = 4  # whose blobs a peer that lags may still fetch, where there is room
+MAX_VANISHED_STATES = 5  # in a row: states that nobody had any more by the time we fetched them
+AVOID_SECONDS = 60.0  # not to follow a peer that could not show us the path to its head
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """How to get from our head to another: by these commits, or by taking over a state.
+
+    `commits` follow one another. When `state` is None they continue our chain; otherwise they lead to `head`, or are
+    the first of more, and say what became of our contributions.
+    """
+
+    head: ChainHead
+    commits: tuple[SignedMessage[Commit], ...]
+    state: Blob | None
+
+    @property
+    def log(self) -> tuple[SignedMessage[Commit], ...]:
+        """Return the commits that the chain keeps after the state is installed: those that lead to its head."""
+        return self.commits if self.commits and self.commits[-1].body.round == self.head.round - 1 else ()
+
+
+@dataclass(frozen=True)
+class SyncTarget:
+    """Where to go. `peers` are there; `replay`: by its commits, if they continue our chain."""
+
+    head: ChainHead
+    peers: tuple[PeerId, ...]
+    replay: bool
+
+
+def best_head(heads: Mapping[ChainHead, list[PeerId]]) -> tuple[ChainHead, list[PeerId]]:
+    """Return the most preferred head, and the peers on it."""
+    head = max(heads, key=lambda candidate: (candidate.tokens, candidate.digest))
+    return head, heads[head]
+
+
+def should_sync(own: ChainHead, theirs: ChainHead, waited: float) -> bool:
+    """Return whether to go to a preferred head that we have known for `waited` seconds.
+
+    What may be the commit of the round we are in comes by itself. A head that is not above ours is on another chain,
+    and never does.
+    """
+    return not 0 < theirs.round - own.round < SYNC_NOW_GAP or waited >= SYNC_AFTER_SECONDS
+
+
+def plan_replay(chain: Chain, commits: tuple[SignedMessage[Commit], ...]) -> SyncPlan | None:
+    """Return the plan that replays these commits; None unless they continue our chain."""
+    try:
+        return SyncPlan(chain.head_after(commits), commits, None) if commits else None
+    except PeerFault:
+        return None
+
+
+def is_worth_taking(own: ChainHead, theirs: ChainHead) -> bool:
+    """Return whether to take over a state: that of a preferred head, or another one of our own head."""
+    return theirs.digest == own.digest or prefers_theirs(own, theirs)
+
+
+def plan_path(own: Chain, theirs: Chain, state: Blob, replay: bool, history_since: int) -> SyncPlan | None:
+    """Return how to get to the head of a chain that we see whole, as virtual peers do; None: it is not ahead.
+
+    Args:
+        state: the outer state of that head.
+        history_since: the first round that may have taken one of our contributions.
+    """
+    replayed = plan_replay(own, theirs.commits_since(own.round) or ()) if replay else None
+    if replayed is not None:
+        return replayed
+    if not is_worth_taking(own.head, theirs.head):
+        return None
+    commits = theirs.commits_since(history_since) or theirs.commits_since(own.round) or ()
+    return SyncPlan(theirs.head, commits, state)
+
+
+@dataclass
+class Sync:
+    """A change to another head that is under way. `left`: the head from which it began."""
+
+    target: SyncTarget
+    left: ChainHead
+    plan: SyncPlan | None = None
+    to_replay: list[SignedMessage[Commit]] = field(default_factory=list)
+
+
+class CatchUp:
+    """Remembers since when others are ahead, which peers have misled us, and what has failed.
+
+    Args:
+        compares_states: whether all peers on one head must have the same state.
+    """
+
+    def __init__(self, peer_id: PeerId, chain: Chain, compares_states: bool) -> None:
+        self._peer_id = peer_id
+        self._chain = chain
+        self._compares_states = compares_states
+        self._snapshot = SwarmSnapshot({})
+        self._avoided_until: dict[PeerId, float] = {}
+        self._ahead_since: float | None = None
+        self._replay_failed = False
+        self._vanished = 0
+        self._reported_state: Digest | None = None
+
+    def set_snapshot(self, snapshot: SwarmSnapshot) -> None:
+        self._snapshot = snapshot
+
+    def is_due(self, state: Digest, now: float) -> bool:
+        """Return whether others are ahead and their commit does not come by itself, or our state is wrong."""
+        if self.is_state_wrong(state):
+            return True
+        heads = self.heads(now)
+        if not heads:
+            self._ahead_since = None
+            return False
+        self._ahead_since = now if self._ahead_since is None else self._ahead_since
+        return should_sync(self._chain.head, best_head(heads)[0], now - self._ahead_since)
+
+    def next_deadline(self, now: float) -> float | None:
+        """Return when `is_due` may change without news."""
+        times = list(self._avoided_until.values())
+        if self._ahead_since is not None:
+            times.append(self._ahead_since + SYNC_AFTER_SECONDS)
+        return min((time for time in times if time > now), default=None)
+
+    def is_state_wrong(self, state: Digest) -> bool:
+        return self._compares_states and self._snapshot.is_outvoted(self._peer_id, self._chain.head, state)
+
+    def heads(self, now: float) -> dict[ChainHead, list[PeerId]]:
+        """Return the heads that we could go to, and the peers that we could follow there."""
+        self._avoided_until = {peer: until for peer, until in self._avoided_until.items() if until > now}
+        heads = self._snapshot.preferred_heads(self._chain.head)
+        followed = {head: self._not_avoided(peers) for head, peers in heads.items()}
+        return {head: peers for head, peers in followed.items() if peers}
+
+    def _not_avoided(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        return [peer for peer in peers if peer not in self._avoided_until and peer != self._peer_id]
+
+    def target(self, state: Digest, now: float) -> SyncTarget | None:
+        """Return where to go; None while nobody can be asked."""
+        own, heads = self._chain.head, self.heads(now)
+        if self.is_state_wrong(state):
+            holders = self._not_avoided(self._snapshot.state_holders(self._peer_id, own, state))
+            return SyncTarget(own, tuple(holders), replay=False) if holders else None
+        if not heads:
+            return None
+        head, peers = best_head(heads)
+        # The blobs of long ago are gone, and one state costs no more than many rounds.
+        replay = not self._replay_failed and head.round - own.round <= RETAINED_ROUNDS
+        return SyncTarget(head, tuple(peers), replay)
+
+    def is_news(self, state: Digest) -> bool:
+        """Return whether a wrong state is to be reported: each of our states once, however often it is replaced."""
+        is_news = self._reported_state != state
+        self._reported_state = state
+        return is_news
+
+    def succeeded(self) -> None:
+        self._replay_failed = False
+        self._vanished = 0
+
+    def moved(self) -> None:
+        """Count anew how long others are ahead: we have a new head."""
+        self._ahead_since = None
+
+    def failed(self, target: SyncTarget, has_vanished: bool, now: float) -> bool:
+        """Note a failure. Return whether to ask again at once: the peers went on meanwhile."""
+        self._vanished = self._vanished + 1 if has_vanished and not target.replay else 0
+        if 0 < self._vanished < MAX_VANISHED_STATES:
+            return True
+        self._replay_failed = target.replay
+        if not target.replay:
+            self._avoided_until[target.peers[0]] = now + AVOID_SECONDS
+        return False

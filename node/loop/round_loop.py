@@ -1,0 +1,392 @@
+"""Decide what a peer does for a run: join, run one round after the other, catch up, stop at the target. PURE.
+
+Newcomers, peers that were away and peers on the lesser of two chains all take the same path: a peer that sees a
+preferred chain goes there; otherwise it opens the next round and applies what the round decides. A contribution is
+submitted until a round takes it. Events go in, actions come out; the daemon, the simulator and the tests' simulation
+each carry the actions out in their own way.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from node.daemon.contributions import ContributionTracker
+from node.daemon.outer_state import SignedContributions
+from node.ipc.channel import ContributionOutcome
+from node.loop.catch_up import CatchUp, Sync, SyncPlan
+from node.loop.events import (
+    AdoptState,
+    AdvanceState,
+    ApplyCommit,
+    ApplyFailed,
+    BlobFetched,
+    CommitApplied,
+    CommitComputed,
+    ContributionReady,
+    FindPath,
+    HeadPublished,
+    LoopAction,
+    LoopEvent,
+    MessagesReceived,
+    PathFound,
+    PublishHead,
+    ReportCatchUp,
+    ReportMissed,
+    ReportPace,
+    ReportPhase,
+    ReportRecovered,
+    Started,
+    StartTrainer,
+    StateInstalled,
+    Stopped,
+    SumReady,
+    SwarmChanged,
+    SyncFailed,
+    TakeState,
+    TargetReached,
+    TimePassed,
+    TrainerStarted,
+    VotePersisted,
+)
+from node.loop.options import LoopOptions
+from node.loop.round_session import RoundSession
+from node.loop.swarm_snapshot import SwarmSnapshot
+from node.monitoring.status import Phase
+from node.units import format_bytes
+from protocol.consensus.chain import Chain
+from protocol.consensus.events import BlobAvailable
+from protocol.consensus.messages import Commit, Digest, SignedMessage
+from protocol.identity import PeerId
+
+POLL_SECONDS = 0.5  # after a failure, unless there is news before
+Stage = Literal["created", "joining", "starting", "assembling", "running", "done"]
+
+
+@dataclass
+class _Applying:
+    """A commit on its way into our state."""
+
+    commit: SignedMessage[Commit]
+    contributions: SignedContributions = ()
+    outcome: ContributionOutcome = "none"
+
+
+class RoundLoop:
+    """Handles events one by one. Chain and contributions are changed here, and read by all others.
+
+    Args:
+        state: the digest of our outer state.
+    """
+
+    def __init__(
+        self, options: LoopOptions, chain: Chain, state: Digest, contributions: ContributionTracker,
+        session: RoundSession,
+    ) -> None:  # fmt: skip
+        self.chain = chain
+        self.state = state
+        self.contributions = contributions
+        self.session = session
+        self._options = options
+        self._peer_id = options.round.peer_id
+        self._catch_up = CatchUp(self._peer_id, chain, options.compares_states)
+        self._snapshot = SwarmSnapshot({})
+        self._stage: Stage = "created"
+        self._applying: _Applying | None = None
+        self._syncing: Sync | None = None
+        self._idle_until = 0.0
+        self._look_at = 0.0  # when to look again whether to catch up
+        self._patience_ends: float | None = None
+        self._phase: tuple[Phase, str] | None = None
+        self._actions: list[LoopAction] = []
+
+    @property
+    def is_done(self) -> bool:
+        return self._stage == "done"
+
+    @property
+    def is_target_reached(self) -> bool:
+        rounds, tokens = self._options.target_rounds, self._options.target_tokens
+        head = self.chain.head
+        return (rounds is not None and head.round >= rounds) or (tokens is not None and head.tokens >= tokens)
+
+    def is_known(self, peer: PeerId) -> bool:
+        """Return whether what a peer says may count.
+
+        That includes a peer of which the swarm view has just lost sight, as long as it has a vote.
+        """
+        return peer in self._snapshot.trainers or self.session.has_voter(peer)
+
+    def handle(self, event: LoopEvent, now: float) -> list[LoopAction]:
+        return self.handle_all((event,), now)
+
+    def handle_all(self, events: Iterable[LoopEvent], now: float) -> list[LoopAction]:
+        """Handle several events at once; the round machine takes theirs together, which is cheaper."""
+        for event in events:
+            self._take(event, now)
+        self._actions += self.session.advance(now)
+        while self._proceed(now):
+            self._actions += self.session.advance(now)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def next_deadline(self, now: float) -> float | None:
+        """Return when TimePassed is wanted."""
+        times = [self.session.next_deadline(now)]
+        if self._is_free and self._stage not in ("created", "starting", "done"):
+            waits = [self._idle_until, self._patience_ends, self._catch_up.next_deadline(now)]
+            times += [time for time in waits if time is not None and time > now]
+        return min((time for time in times if time is not None), default=None)
+
+    @property
+    def _is_free(self) -> bool:
+        """Return whether nothing is under way but the open round."""
+        return self._applying is None and self._syncing is None
+
+    def _take(self, event: LoopEvent, now: float) -> None:
+        match event:
+            case MessagesReceived(sender, messages):
+                self.session.receive(sender, messages, self._snapshot.trainers, now)
+            case BlobFetched(opening, part_blob):
+                self.session.feed(BlobAvailable(part_blob), opening)
+            case SumReady(opening, result):
+                self.session.feed(result, opening)
+            case VotePersisted():
+                self.session.vote_persisted()
+            case ContributionReady():
+                self._submit(now)
+            case SwarmChanged(snapshot):
+                self._update_swarm(snapshot)
+            case TimePassed():
+                self.session.tick()
+            case Started() if self._stage == "created":
+                self._stage = "joining"
+            case TrainerStarted() if self._stage == "starting":
+                self._stage = "assembling"
+                self._patience_ends = now + self._options.expiry
+            case Stopped():
+                self._stop()
+            case _ if self._stage != "done":
+                self._take_result(event, now)
+
+    def _take_result(self, event: LoopEvent, now: float) -> None:
+        match event:
+            case CommitComputed():
+                self._advance(event.contributions)
+            case CommitApplied(state):
+                self._publish(state)
+            case ApplyFailed(reason):
+                self._apply_failed(reason, now)
+            case PathFound(plan):
+                self._follow(plan, now)
+            case StateInstalled(state):
+                self._adopt(state)
+            case SyncFailed(reason, has_vanished):
+                self._sync_failed(reason, has_vanished, now)
+            case HeadPublished():
+                self._published(now)
+
+    # What follows from all that is known.
+
+    def _proceed(self, now: float) -> bool:
+        """Take the next step, if there is one. Return whether there was."""
+        if not self._is_free or now < self._idle_until:
+            return False
+        match self._stage:
+            case "joining":
+                return self._join(now)
+            case "assembling":
+                return self._assemble(now)
+            case "running":
+                return self._run(now)
+        return False
+
+    def _join(self, now: float) -> bool:
+        """Let a newcomer that knows somebody ask first: what it would train alone is of little use."""
+        self._report_phase("joining", "looking for the peers of the run")
+        is_alone = not self._snapshot.peers.keys() - {self._peer_id}
+        if self.chain.round == 0 and self._options.has_contacts and is_alone:
+            return False
+        if self._catch_up.heads(now):
+            return self._begin_sync(now)
+        self._stage = "starting"
+        self._actions.append(StartTrainer())
+        return True
+
+    def _assemble(self, now: float) -> bool:
+        """Wait until enough peers are there; a run that has begun waits only a while for those it had."""
+        needed, present = self._options.min_peers, len(self._snapshot.trainers)
+        is_patient = self.chain.round == 0 or self._patience_ends is None or now < self._patience_ends
+        if present < needed and is_patient:
+            self._report_phase(
+                "waiting for peers", f"{present} of {needed} peers are here; the run begins with {needed}"
+            )
+            return bool(self._catch_up.heads(now)) and self._begin_sync(now)
+        self._stage = "running"
+        self._patience_ends = None
+        return True
+
+    def _run(self, now: float) -> bool:
+        if self.is_target_reached:
+            self._report_phase("training", "the target is reached")
+            self._stop()
+            self._actions.append(TargetReached())
+            return True
+        if self.session.decided is not None:
+            commit, self.session.decided = self.session.decided, None
+            self._apply(commit, now)
+            return True
+        if now >= self._look_at and self._catch_up.is_due(self.state, now):
+            self.session.close()
+            return self._begin_sync(now)
+        if now >= self._look_at:
+            self._look_at = self._catch_up.next_deadline(now) or float("inf")
+        if self.session.is_open:
+            return False
+        self._open_round(now)
+        return True
+
+    def _stop(self) -> None:
+        self._stage = "done"
+        self._applying = self._syncing = None
+        self.session.close()
+
+    # The open round.
+
+    def _open_round(self, now: float) -> None:
+        self._report_phase("training")
+        membership = self._snapshot.membership(self._peer_id, self.chain)
+        self.session.open(self.chain.head, membership, self._snapshot.trainers, now)
+        self._submit(now)
+
+    def _submit(self, now: float) -> None:
+        """Give our contribution, if there is one, to the open round."""
+        pending = self.contributions.pending
+        if pending is not None and self.session.is_open and self.session.number == self.chain.round:
+            self._report_phase("exchanging")
+            self.session.submit(pending, self.chain.head, now)
+
+    def _update_swarm(self, snapshot: SwarmSnapshot) -> None:
+        self._snapshot = snapshot
+        self._catch_up.set_snapshot(snapshot)
+        self._idle_until = self._look_at = 0.0
+        if self.session.is_open:
+            self.session.update_membership(self._snapshot.membership(self._peer_id, self.chain))
+
+    # A decided round: obtain what it takes, compute, hand the state to the trainer, publish.
+
+    def _apply(self, commit: SignedMessage[Commit], now: float) -> None:
+        body = commit.body
+        self._applying = _Applying(commit)
+        settings = self._options.round.settings(body.round)
+        if settings.topology.accepts_commit(body):
+            contributions, may_lose = self.session.contributions_for(body), settings.topology.may_skip_lost
+            self._actions.append(ApplyCommit(commit, contributions, may_lose, settings.exchange_timeout))
+        else:
+            self._apply_failed(f"a commit that round {body.round} of this run cannot have", now)
+
+    def _advance(self, contributions: SignedContributions) -> None:
+        if (applying := self._applying) is None:
+            return
+        body = applying.commit.body
+        applying.contributions = contributions
+        applying.outcome = self.contributions.on_commits(self._peer_id, [body], body.round + 1)
+        self._actions.append(AdvanceState(applying.commit, applying.outcome))
+
+    def _publish(self, state: Digest) -> None:
+        self._set_state(state)
+        if (applying := self._applying) is not None:
+            self._actions.append(PublishHead(applying.commit.body, applying.contributions, applying.outcome))
+
+    def _set_state(self, state: Digest) -> None:
+        self.state = state
+        self._actions.append(ReportPace(self.session.describe_pace(self.chain.round)))
+        self._look_at = 0.0
+        self._catch_up.moved()
+
+    def _published(self, now: float) -> None:
+        """Go on with the next commit to replay, or with the next round."""
+        replayed, self._applying = self._applying is not None, None
+        if (syncing := self._syncing) is None:
+            return
+        if replayed:
+            self._actions.append(ReportCatchUp("replayed", 1))
+        if syncing.to_replay:
+            self._apply(syncing.to_replay.pop(0), now)
+        else:
+            self._syncing = None
+            self._catch_up.succeeded()
+
+    def _apply_failed(self, reason: str, now: float) -> None:
+        applying, self._applying = self._applying, None
+        if self._syncing is not None:
+            return self._sync_failed(reason, False, now)
+        if applying is not None:
+            line = f"round {applying.commit.body.round} is decided but cannot be applied here: {reason}"
+            self._actions += [ReportRecovered("not applied", line), ReportMissed(reason)]
+            self._idle_until = now + POLL_SECONDS
+
+    # Catching up: find the path, then replay commits or take a state over.
+
+    def _begin_sync(self, now: float) -> bool:
+        """Return whether there is somebody to ask; otherwise wait for news."""
+        if self._catch_up.is_state_wrong(self.state):
+            self._report_wrong_state()
+        else:
+            self._report_phase("catching up", "others are ahead")
+        target = self._catch_up.target(self.state, now)
+        if target is None:
+            self._idle_until = now + POLL_SECONDS
+            return False
+        self._syncing = Sync(target, self.chain.head)
+        since = self.contributions.history_needed_since(self.chain.round)
+        self._actions.append(FindPath(target.peers[0], target.replay, since))
+        return True
+
+    def _report_wrong_state(self) -> None:
+        self._report_phase("catching up", "our state differs from the others'; fetching theirs")
+        if self._catch_up.is_news(self.state):
+            line = f"ours is another than the others' after round {self.chain.round}"
+            self._actions.append(ReportRecovered("state differs", line))
+            self._actions.append(ReportMissed("our state differed from the others'"))
+
+    def _follow(self, plan: SyncPlan, now: float) -> None:
+        if (syncing := self._syncing) is None:
+            return
+        syncing.plan = plan
+        if plan.state is None:
+            count = len(plan.commits)
+            self._report_phase("catching up", f"replaying {count} rounds from round {self.chain.round} on")
+            syncing.to_replay = list(plan.commits)
+            self._apply(syncing.to_replay.pop(0), now)
+        else:
+            size = format_bytes(plan.state.size)
+            self._report_phase("catching up", f"fetching the state of round {plan.head.round} ({size})")
+            self._actions.append(TakeState(plan, plan.state, syncing.target.peers))
+
+    def _adopt(self, state: Digest) -> None:
+        """Judge our contributions anew: the state of another chain, or of a later round, is installed."""
+        syncing = self._syncing
+        if syncing is None or syncing.plan is None:
+            return
+        left, number = syncing.left, syncing.plan.head.round
+        commits = [commit.body for commit in syncing.plan.commits]
+        verdict = self.contributions.on_fork(self._peer_id, commits, number, left)
+        self._set_state(state)
+        fresh = tuple(commit for commit in commits if commit.round >= left.round)
+        self._actions.append(AdoptState(fresh, verdict, max(0, number - left.round)))
+
+    def _sync_failed(self, reason: str, has_vanished: bool, now: float) -> None:
+        syncing, self._syncing = self._syncing, None
+        if syncing is None:
+            return
+        target = syncing.target
+        line = f"cannot follow {target.peers[0]} to round {target.head.round}: {reason}"
+        self._actions.append(ReportRecovered("way lost", line))
+        self._look_at = 0.0
+        if not self._catch_up.failed(target, has_vanished, now):
+            self._idle_until = now + POLL_SECONDS
+
+    def _report_phase(self, phase: Phase, reason: str = "") -> None:
+        if (phase, reason) != self._phase:
+            self._phase = phase, reason
+            self._actions.append(ReportPhase(phase, reason))

@@ -1,0 +1,280 @@
+"""Run the round machine of the open round, and deal with messages of the rounds around it. PURE.
+
+Early messages wait for their round; late ones are answered with what was decided. Whatever the machine wants to say
+after a vote waits until that vote is on disk.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from node.daemon.contributions import StoredContribution
+from node.loop.events import (
+    Answer,
+    CloseRound,
+    FetchBlob,
+    LoopAction,
+    PrecomputeCommit,
+    ReducePart,
+)
+from node.loop.options import RoundOptions
+from protocol.blobs.blob import Blob
+from protocol.consensus.chain import ChainHead
+from protocol.consensus.events import (
+    Action,
+    Event,
+    Fetch,
+    Finish,
+    LocalContribution,
+    MembershipChanged,
+    MessageReceived,
+    Reduce,
+    Rejected,
+    RequestEarlySubmit,
+    Send,
+    Speculate,
+    Tick,
+    VoteRecord,
+)
+from protocol.consensus.machine import RoundMachine, Signer
+from protocol.consensus.message_buffer import MessageBuffer, MessageKey, message_key
+from protocol.consensus.message_kinds import ReducedPart, named_blobs
+from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
+from protocol.consensus.pacing import Pacing
+from protocol.identity import PeerId
+from protocol.murmur_pb2 import Signed
+
+MAX_PENDING_ACTIONS = 4096  # behind a vote; messages beyond that are dropped, as they are retransmitted anyway
+
+
+class RoundSession:
+    """Drives one round machine after the other; `decided` is set when the open round ends with a commit.
+
+    Args:
+        last_vote: the last vote of this peer, whenever that was.
+        known_voters: peers that count as alive when the first round opens, beside those that are.
+    """
+
+    def __init__(
+        self, options: RoundOptions, signer: Signer, pacing: Pacing, last_vote: VoteRecord | None,
+        known_voters: Collection[PeerId] = (),
+    ) -> None:  # fmt: skip
+        self._options = options
+        self._signer = signer
+        self._pacing = pacing
+        self._vote = last_vote
+        self._known_voters = frozenset(known_voters) | (last_vote.members if last_vote else frozenset())
+        self._machine: RoundMachine | None = None
+        self._number = -1
+        self._opening = 0
+        self._membership: MembershipChanged | None = None
+        self._last_seen: Mapping[PeerId, float] | None = None
+        self._buffer = MessageBuffer(options.settings(0).leader_timeout)
+        self._messages: dict[MessageKey, SignedMessage[Any]] = {}  # of the open round
+        self._events: list[Event] = []  # for the machine
+        self._pending: deque[Action] = deque()
+        self._is_persisting = False
+        self._actions: list[LoopAction] = []
+        self.decided: SignedMessage[Commit] | None = None
+        self.left_out: frozenset[Digest] = frozenset()  # blobs of the last round that may be asked for in the next
+
+    @property
+    def machine(self) -> RoundMachine | None:
+        return self._machine
+
+    @property
+    def number(self) -> int:
+        """The round that is open, or was last."""
+        return self._number
+
+    @property
+    def is_open(self) -> bool:
+        return self._machine is not None
+
+    @property
+    def is_persisting(self) -> bool:
+        """Return whether a vote is being written."""
+        return self._is_persisting
+
+    @property
+    def pending_actions(self) -> Iterable[Action]:
+        """Return what waits for a vote to be on disk."""
+        return self._pending
+
+    def has_voter(self, peer: PeerId) -> bool:
+        return self._machine is not None and self._machine.has_voter(peer)
+
+    def open(self, head: ChainHead, membership: MembershipChanged, trainers: Iterable[PeerId], now: float) -> None:
+        """Open the round after `head`.
+
+        Args:
+            trainers: every live trainer of the run, whatever its round.
+        """
+        last_seen = self._last_seen
+        if last_seen is None:
+            last_seen = dict.fromkeys([*self._known_voters, *trainers], now)
+        self._number = head.round
+        self._opening += 1
+        self._machine = RoundMachine(
+            self._options.settings(head.round), self._options.peer_id, head.round, head.digest, self._signer, now,
+            last_seen, self._vote, self._pacing.early_submit_policy,
+        )  # fmt: skip
+        self._pacing.open_round(head.round, now)
+        self._membership = None
+        self.update_membership(membership)
+        for message in self._buffer.open_round(head.round):
+            self._receive(message)
+
+    def close(self) -> None:
+        """Give the open round up."""
+        self._end()
+        self._buffer.clear()
+
+    def update_membership(self, membership: MembershipChanged) -> None:
+        """Records are renewed far more often than one of them says something new."""
+        if self.is_open and membership != self._membership:
+            self._membership = membership
+            self._events.append(membership)
+
+    def submit(self, contribution: StoredContribution, head: ChainHead, now: float) -> None:
+        """Submit our own contribution, whose blobs are in the store, to the open round."""
+        header = contribution.header
+        self._pacing.record_submit(header.steps if header.round == head.round else None, now)
+        self._events.append(LocalContribution(contribution.to_contribution(head, self._options.limits)))
+
+    def receive(
+        self, sender: PeerId, messages: Iterable[SignedMessage[Any]], trainers: Collection[PeerId], now: float
+    ) -> None:
+        """Take messages that `sender` delivered. Only live trainers have early ones buffered."""
+        late: set[int] = set()
+        for message in messages:
+            if self._buffer.is_late(message):
+                late.add(message.body.round)
+            elif message.body.round == self._number + 1 and message.sender in trainers:
+                self._buffer.buffer_early(message)
+            self._receive(message)
+        if late:
+            # Only the oldest round: the sender has to apply that one before the others are of use.
+            answer = self._buffer.answer_late(min(late), sender, now)
+            self._actions += [Answer(sender, answer)] if answer else []
+
+    def _receive(self, message: SignedMessage[Any]) -> None:
+        if self._machine is None or message.body.round != self._number:
+            return
+        if self._machine.has_voter(message.sender):
+            self._messages[message_key(message)] = message
+        self._events.append(MessageReceived(message))
+
+    def feed(self, event: Event, opening: int | None = None) -> None:
+        """Hand an event to the machine, unless it answers an action of an earlier opening."""
+        if self.is_open and opening in (None, self._opening):
+            self._events.append(event)
+
+    def tick(self) -> None:
+        self.feed(Tick())
+
+    def vote_persisted(self) -> None:
+        self._is_persisting = False
+
+    def next_deadline(self, now: float) -> float | None:
+        return self._machine.next_deadline(now) if self._machine is not None else None
+
+    def advance(self, now: float) -> list[LoopAction]:
+        """Hand all new events to the machine together; return what follows."""
+        events, self._events = self._events, []
+        machine = self._machine
+        if machine is not None and events:
+            for action in machine.handle_all(events, now):
+                if len(self._pending) >= MAX_PENDING_ACTIONS and isinstance(action, Send):
+                    self._actions.append(Rejected(None, "slow disk"))
+                else:
+                    self._pending.append(action)
+        while self._pending and not self._is_persisting:
+            self._release(self._pending.popleft(), now)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _release(self, action: Action, now: float) -> None:
+        match action:
+            case VoteRecord():
+                self._persist(action)
+            case Speculate(commit):
+                self._precompute(commit)
+            case Fetch():
+                self._actions.append(self._fetch(action))
+            case Reduce():
+                self._actions.append(ReducePart(self._opening, self._number, action))
+            case Finish(commit):
+                self._finish(commit, now)
+            case RequestEarlySubmit():
+                self._pacing.record_early_request(now)
+                self._actions.append(action)
+            case Send() | Rejected():
+                self._actions.append(action)
+
+    def _persist(self, vote: VoteRecord) -> None:
+        self._vote = vote
+        self._is_persisting = True
+        self._actions.append(vote)
+        if vote.lock:
+            self._precompute(vote.lock.body)
+
+    def _precompute(self, commit: Commit) -> None:
+        self._actions.append(PrecomputeCommit(commit, self.contributions_for(commit)))
+
+    def describe_pace(self, round_number: int) -> str:
+        """Say for people how many of the planned steps this peer makes; empty when it makes all."""
+        return self._pacing.describe(round_number)
+
+    def contributions_for(self, commit: Commit) -> tuple[SignedMessage[Contribution], ...]:
+        """Return the contributions of a commit that this peer applies."""
+        return self._options.settings(commit.round).topology.contributions_for(commit, self._options.peer_id)
+
+    def _finish(self, commit: SignedMessage[Commit], now: float) -> None:
+        assert self._machine is not None
+        self._pacing.close_round(self._machine.arrival_times, commit.body.roster_peers)
+        self.left_out = self._machine.left_out_blobs
+        informed = self._machine.last_seen if commit.sender == self._options.peer_id else ()
+        self._buffer.record_decision(self._number, self._machine.signed_decision, informed, now)
+        self._end()
+        self.decided = commit
+
+    def _end(self) -> None:
+        if self._machine is None:
+            return
+        self._last_seen = self._machine.last_seen
+        self._machine = None
+        self._events.clear()
+        self._pending.clear()
+        self._messages.clear()
+        self._actions.append(CloseRound())
+
+    def _fetch(self, order: Fetch) -> FetchBlob:
+        return FetchBlob(
+            opening=self._opening,
+            round=self._number,
+            part_blob=order.part_blob,
+            sources=order.sources,
+            priority=self._priority_of(order),
+            seconds=self._options.settings(self._number).exchange_timeout,
+            owner_message=self._owner_message(order.part_blob.blob),
+        )
+
+    def _priority_of(self, order: Fetch) -> int:
+        """Fetch what others wait for, the parts that we reduce, before the sums of others, and part after part.
+
+        So sums can be computed and fetched while the contributions to the next ones are on their way. The sums of
+        others come in the order that follows ours, all around, so that not all peers ask the same one first.
+        """
+        part = order.part_blob.part
+        if not order.is_reduced:
+            return part
+        own = self._machine.parts_to_reduce if self._machine else ()
+        parts = self._options.settings(self._number).topology.parts
+        return self._options.limits.parts + (part - min(own, default=0)) % parts
+
+    def _owner_message(self, blob: Blob) -> Signed | None:
+        """Return the message by which its owner names a blob."""
+        named = (entry for message in self._messages.values() for entry in named_blobs(message))
+        owners = (entry.message for entry in named if entry.blob == blob)
+        return next((owner.signed for owner in owners if isinstance(owner.body, Contribution | ReducedPart)), None)

@@ -1,0 +1,99 @@
+"""Hold what is known about the peers of a run at one moment, with the indices that the round loop reads. PURE."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from protocol.consensus.chain import Chain, ChainHead, is_state_outvoted, prefers_theirs
+from protocol.consensus.events import MembershipChanged
+from protocol.consensus.messages import Digest
+from protocol.identity import PeerId
+
+
+@dataclass(frozen=True)
+class PeerState:
+    """What a live peer says about itself.
+
+    Args:
+        head: the head of its chain; None before it has announced one.
+        state: the digest of its outer state; empty when it has announced none.
+    """
+
+    head: ChainHead | None
+    state: Digest = b""
+    is_trainer: bool = True
+    is_resting: bool = False
+
+
+@dataclass(frozen=True)
+class SwarmSnapshot:
+    """All live peers, this one included, and the peers that have left.
+
+    The order of `peers` is the order in which they are asked, so a daemon shuffles it. Virtual peers of one process
+    share a snapshot, and with it the indices.
+    """
+
+    peers: Mapping[PeerId, PeerState]
+    departed: frozenset[PeerId] = frozenset()
+    _trainers_at: dict[frozenset[Digest], frozenset[PeerId]] = field(default_factory=dict, compare=False)
+    _preferred: dict[ChainHead, dict[ChainHead, list[PeerId]]] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def trainers(self) -> frozenset[PeerId]:
+        return frozenset(peer for peer, state in self.peers.items() if state.is_trainer)
+
+    @cached_property
+    def resting(self) -> frozenset[PeerId]:
+        return frozenset(peer for peer in self.trainers if self.peers[peer].is_resting)
+
+    @cached_property
+    def _peers_by_head(self) -> dict[ChainHead, list[PeerId]]:
+        found: defaultdict[ChainHead, list[PeerId]] = defaultdict(list)
+        for peer, state in self.peers.items():
+            if state.head is not None:
+                found[state.head].append(peer)
+        return dict(found)
+
+    def trainers_at(self, digests: frozenset[Digest]) -> frozenset[PeerId]:
+        """Return the trainers whose chains end with one of these digests."""
+        if digests not in self._trainers_at:
+            at = (peers for head, peers in self._peers_by_head.items() if head.digest in digests)
+            self._trainers_at[digests] = frozenset().union(*at) & self.trainers
+        return self._trainers_at[digests]
+
+    def preferred_heads(self, own: ChainHead) -> Mapping[ChainHead, list[PeerId]]:
+        """Return the heads that are preferred to our own, with the peers on each."""
+        if own not in self._preferred:
+            heads = self._peers_by_head.items()
+            better = {head: peers for head, peers in heads if head.digest != own.digest and prefers_theirs(own, head)}
+            self._preferred[own] = better
+        return self._preferred[own]
+
+    def membership(self, peer_id: PeerId, chain: Chain) -> MembershipChanged:
+        """Return the peers that take part in the round after our head: those on it, and those about to arrive."""
+        last = chain.commits_since(max(0, chain.round - 1)) or ()
+        peers = self.trainers_at(frozenset([chain.digest, *(commit.body.base for commit in last)]))
+        ahead = self.preferred_heads(chain.head)
+        return MembershipChanged(
+            peers if peer_id in peers else peers | {peer_id},
+            self.departed,
+            self.resting & peers,
+            frozenset(peer for there in ahead.values() for peer in there),
+        )
+
+    def is_outvoted(self, peer_id: PeerId, head: ChainHead, state: Digest) -> bool:
+        """Return whether most of the other peers on this head have another state than `state`."""
+        at_head = [peers for known, peers in self._peers_by_head.items() if known.digest == head.digest]
+        voters = [peer for peers in at_head for peer in peers if peer != peer_id and self.peers[peer].state]
+        votes = {peer: (head.digest, self.peers[peer].state) for peer in voters}
+        return bool(votes) and is_state_outvoted(head.digest, state, votes)
+
+    def state_holders(self, peer_id: PeerId, head: ChainHead, own_state: Digest) -> list[PeerId]:
+        """Return the other peers on this head with the state that most of them have, if it differs from our own."""
+        by_state: defaultdict[Digest, list[PeerId]] = defaultdict(list)
+        for peer, state in self.peers.items():
+            is_there = peer != peer_id and state.head is not None and state.head.digest == head.digest
+            if is_there and state.state not in (b"", own_state):
+                by_state[state.state].append(peer)
+        return min(by_state.items(), key=lambda entry: (-len(entry[1]), entry[0]), default=(b"", []))[1]
