@@ -1,10 +1,10 @@
-"""Tunnels: a local Unix connection of gRPC's, carried on as one libp2p stream, and the reverse.
+"""Tunnels that carry gRPC's local Unix connections over libp2p streams, and the supervisor of all connections.
 
-Two coroutines move the bytes of a tunnel, each waiting until its receiver took what it has sent: no buffer grows. The
-clock that ends a stuck tunnel is kept outside them, because a receiver that has frozen blocks a write for ever.
-p2pd knows no half-open stream, so when one direction ends, the other may end by itself for a moment and is then cut.
-All tunnels of a node share its limits of bytes a second (`protocol.transport.rate_limit`), which are kept here, where
-the bytes of every path pass.
+Two coroutines move the bytes of a tunnel, and each waits until its receiver has taken the bytes it sent, so no buffer
+grows. The timeouts of a stuck tunnel are checked outside them, because a frozen receiver blocks a write for ever. p2pd
+has no half-open streams, so when one direction ends, the other gets a moment to end by itself and is then cut. All
+tunnels of a node share its rate limits (`protocol.transport.rate_limit`), which live in the supervisor because the
+bytes of every path pass here.
 """
 
 import asyncio
@@ -28,17 +28,15 @@ logger = logging.getLogger(__name__)
 class ConnectionLimits:
     """Times in seconds, counts in tunnels, rates in payload bytes a second over all tunnels."""
 
-    dial: float = 10.0  # until a connection and a stream stand
+    dial: float = 10.0  # until a connection and a stream are open
     stall: float = 30.0  # in which a receiver must take at least one byte
     idle: float = 300.0  # without a byte in either direction
-    rpc_idle: float = 1200.0  # without a call; who opened the line closes it sooner
+    rpc_idle: float = 1200.0  # without a call, for accepted direct connections; the dialling side closes them sooner
     linger: float = 2.0  # for the other direction, once one has ended
-    check_interval: float = 1.0  # between two looks at the clock
-    max_incoming_per_peer: int = 40  # a peer's calls, and the lanes of what it fetches
-    max_streams_per_peer: int = (
-        4  # of these by libp2p: for what is small, for bulk, and for either the one it had before
-    )
-    max_unknown_streams: int = 64  # streams of all whom we do not know yet
+    check_interval: float = 1.0  # between two checks of the timeouts
+    max_incoming_per_peer: int = 40  # a peer's calls and its bulk connections
+    max_streams_per_peer: int = 4  # libp2p streams: one for small calls, one for bulk, and the predecessor of each
+    max_unknown_streams: int = 64  # streams of all unknown peers together
     max_incoming: int = 512
     upload: float = math.inf
     download: float = math.inf
@@ -54,7 +52,10 @@ class ByteCount:
 
 @dataclass
 class TrafficCounter:
-    """Bytes through tunnels, in total and by peer; the peers longest silent are forgotten, never their bytes."""
+    """Bytes through all connections, in total and by peer.
+
+    At most `max_peers` peers are kept; forgetting the one longest silent does not change the total.
+    """
 
     total: ByteCount = field(default_factory=ByteCount)
     by_peer: OrderedDict[PeerId, ByteCount] = field(default_factory=OrderedDict)
@@ -77,7 +78,7 @@ class TrafficCounter:
 
 
 class BytePump:
-    """Moves bytes from one socket to another, and tells a watcher how far it got."""
+    """Moves bytes from one socket to another and reports each chunk through `record_bytes`."""
 
     def __init__(
         self,
@@ -91,15 +92,15 @@ class BytePump:
         self._record_bytes = record_bytes
         self._limiter = limiter
         self._flow = Flow()
-        self.bytes_read = 0  # bytes read from the source
+        self.bytes_read = 0
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that the receiver has not taken."""
+        """Return the number of bytes that the receiver has not taken."""
         return self._sink.transport.get_write_buffer_size()
 
     async def run(self) -> None:
-        """Until the source ends; ConnectionError when either side is cut."""
+        """Copy until the source ends; raise ConnectionError if either side is cut."""
         while data := await self._source.read(self._limiter.grant_bytes if self._limiter else BUFFER_BYTES):
             self.bytes_read += len(data)
             if self._limiter:
@@ -112,7 +113,7 @@ class BytePump:
 
 
 class TransferProgress:
-    """PURE: when bytes last moved through a direction, and since when they wait."""
+    """Tracks when bytes last moved in one direction, and since when bytes wait; the caller passes the time."""
 
     def __init__(self, now: float) -> None:
         self._passed = 0
@@ -120,7 +121,7 @@ class TransferProgress:
         self.last_progress_at = now
 
     def observe(self, passed: int, waiting: int, now: float) -> None:
-        """`passed`: bytes that the receiver took so far. The clock of a wait starts when something begins to wait."""
+        """Record the bytes that the receiver took so far and those that wait; a wait begins with its first byte."""
         if passed != self._passed or (waiting and not self._waiting):
             self.last_progress_at = now
         self._passed = passed
@@ -131,7 +132,7 @@ class TransferProgress:
 
 
 class RateLimiters(NamedTuple):
-    """None: no limit."""
+    """Rate limiters of a node; `None` means no limit."""
 
     upload: RateLimiter | None = None
     download: RateLimiter | None = None
@@ -141,23 +142,23 @@ UNLIMITED = RateLimiters()
 
 
 class CutReason(NamedTuple):
-    """Why a tunnel or a line must end."""
+    """Why a connection must end."""
 
-    is_stalled: bool  # its receiver takes nothing; else nobody needs it any more
+    is_stalled: bool  # the receiver takes nothing; otherwise the connection is idle
     text: str
 
 
 def cut_reason_for(
     stalled_seconds: float, silent_seconds: float, max_stalled: float, max_silent: float
 ) -> CutReason | None:
-    """PURE. Seconds: in which nothing was taken of what waits, in which nothing moved, and what is allowed of each."""
+    """Return why a connection must end, from its stalled and silent seconds and the allowed maximum of each."""
     if stalled_seconds > max_stalled:
         return CutReason(True, f"nothing was taken for {stalled_seconds:.0f} s")
     return CutReason(False, f"idle for {silent_seconds:.0f} s") if silent_seconds > max_silent else None
 
 
 class Tunnel:
-    """`near` is gRPC's connection, `far` is p2pd's stream."""
+    """One gRPC connection (`near`) carried over one p2pd stream (`far`)."""
 
     def __init__(
         self,
@@ -179,12 +180,12 @@ class Tunnel:
         self._progress = tuple(TransferProgress(now) for _ in self._pumps)
 
     async def run(self) -> None:
-        """Until both directions have ended, or `cut`."""
-        pumps = {asyncio.create_task(direction.run()) for direction in self._pumps}
+        """Move bytes until both directions have ended, or until `cut`."""
+        pumps = {asyncio.create_task(pump.run()) for pump in self._pumps}
         try:
-            ended, going = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            if going and not any(pump.exception() for pump in ended):
-                await asyncio.wait(going, timeout=self._limits.linger)
+            done, pending = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            if pending and not any(pump.exception() for pump in done):
+                await asyncio.wait(pending, timeout=self._limits.linger)
             await self._flush()
         finally:
             self.cut()
@@ -201,7 +202,7 @@ class Tunnel:
             logger.debug("the last bytes of a tunnel with %s were lost: %s", self.peer, describe_error(error))
 
     def cut(self) -> None:
-        """Ends `run` at once, whatever is under way."""
+        """End `run` at once, dropping bytes in flight."""
         for writer in self._writers:
             writer.transport.abort()
 
@@ -210,11 +211,11 @@ class Tunnel:
         return max(progress.last_progress_at for progress in self._progress)
 
     def find_cut_reason(self, now: float) -> CutReason | None:
-        """If it must end."""
-        for direction, progress in zip(self._pumps, self._progress, strict=True):
-            progress.observe(direction.bytes_read - direction.unsent_bytes, direction.unsent_bytes, now)
-        waited = max(progress.stalled_for(now) for progress in self._progress)
-        return cut_reason_for(waited, now - self.last_progress_at, self._limits.stall, self._limits.idle)
+        """Return why this tunnel must end, or None."""
+        for pump, progress in zip(self._pumps, self._progress, strict=True):
+            progress.observe(pump.bytes_read - pump.unsent_bytes, pump.unsent_bytes, now)
+        stalled = max(progress.stalled_for(now) for progress in self._progress)
+        return cut_reason_for(stalled, now - self.last_progress_at, self._limits.stall, self._limits.idle)
 
 
 async def _cancel_pumps(pumps: set[asyncio.Task[None]]) -> None:
@@ -228,7 +229,7 @@ async def _cancel_pumps(pumps: set[asyncio.Task[None]]) -> None:
 
 
 class SupervisedConnection(Protocol):
-    """What the clock looks at: a tunnel, or a line."""
+    """A connection that the supervisor can time out: a tunnel or a framed direct connection."""
 
     peer: PeerId
 
@@ -240,19 +241,21 @@ class SupervisedConnection(Protocol):
 
 
 class ConnectionSupervisor:
-    """All tunnels and lines of a node, and the clock over them. `refusals`: streams that were not taken, or cut, by
-    reason."""
+    """All tunnels and direct connections of a node, and the check of their timeouts.
+
+    `refusals` counts refused and cut streams by reason.
+    """
 
     def __init__(self, limits: ConnectionLimits, traffic: TrafficCounter) -> None:
         self.limits = limits
         self.traffic = traffic
-        self.is_known: Callable[[PeerId], bool] = lambda peer: True  # who is no stranger
+        self.is_known: Callable[[PeerId], bool] = lambda peer: True  # unknown peers share a smaller quota
         self.limiters = RateLimiters(
             *(RateLimiter(rate) if rate < math.inf else None for rate in (limits.upload, limits.download))
         )
-        for way, rate in (("upload", limits.upload), ("download", limits.download)):
+        for direction, rate in (("upload", limits.upload), ("download", limits.download)):
             if rate < math.inf:
-                logger.info("%s of all connections together: at most %.0f kB a second", way, rate / 1000)
+                logger.info("limiting the %s of all connections together to %.0f kB/s", direction, rate / 1000)
         self._flows: WeakValueDictionary[tuple[PeerId, str], Flow] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
         self._incoming: set[SupervisedConnection] = set()
@@ -265,14 +268,14 @@ class ConnectionSupervisor:
         return len(self._incoming) + len(self._outgoing)
 
     def flow_of(self, peer: PeerId, use: str) -> Flow:
-        """One for all that hold it, so that a limited rate is shared by peers and not by their connections."""
+        """Return the flow shared by all its holders, so that a limited rate is divided by peer, not by connection."""
         flow = self._flows.get((peer, use))
         if flow is None:
             flow = self._flows[peer, use] = Flow()
         return flow
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Run it until `stop`."""
+        """Run a coroutine in a task that `stop` cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -284,11 +287,11 @@ class ConnectionSupervisor:
         await self.supervise_incoming(Tunnel(peer, near, far, self.traffic, self.limits, self.limiters))
 
     async def supervise_outgoing(self, connection: SupervisedConnection) -> None:
-        """Under the clock for as long as it lasts."""
+        """Run an outgoing connection under the timeouts until it ends."""
         await self._supervise(connection, self._outgoing)
 
     async def supervise_incoming(self, connection: SupervisedConnection) -> None:
-        """The same, for what a peer has opened."""
+        """Run an incoming connection under the timeouts until it ends."""
         await self._supervise(connection, self._incoming)
 
     async def _supervise(self, connection: SupervisedConnection, group: set[SupervisedConnection]) -> None:
@@ -299,8 +302,10 @@ class ConnectionSupervisor:
             group.discard(connection)
 
     def try_admit_stream(self, peer: PeerId) -> bool:
-        """The same as `admits`, for a stream of libp2p's. Behind each gRPC keeps a megabyte of every call that has not
-        come whole yet, so it takes fewer of them."""
+        """Decide as `try_admit` does, with a lower limit for libp2p streams.
+
+        Behind each stream gRPC keeps up to a megabyte for every call that is not complete yet.
+        """
         streams = [tunnel for tunnel in self._incoming if isinstance(tunnel, Tunnel)]
         if sum(tunnel.peer == peer for tunnel in streams) >= self.limits.max_streams_per_peer:
             return self._refuse(peer, self.limits.max_streams_per_peer)
@@ -311,7 +316,7 @@ class ConnectionSupervisor:
         return self.try_admit(peer)
 
     def try_admit(self, peer: PeerId) -> bool:
-        """Whether `peer` may open one more; where all places are taken, the tunnel that moved least lately yields."""
+        """Return whether `peer` may open one more connection; if all slots are taken, cut the least active one."""
         if sum(tunnel.peer == peer for tunnel in self._incoming) >= self.limits.max_incoming_per_peer:
             return self._refuse(peer, self.limits.max_incoming_per_peer)
         self._warned_peers.discard(peer)
@@ -320,21 +325,21 @@ class ConnectionSupervisor:
 
     def _refuse(self, peer: PeerId, open_count: int) -> bool:
         self.refusals["too many streams"] += 1
-        if peer not in self._warned_peers:  # one line for a flood, not one a stream
+        if peer not in self._warned_peers:  # log once per flood, not once per stream
             self._warned_peers.add(peer)
             logger.warning("refusing %s: it holds %d tunnels", peer, open_count)
         return False
 
     def _evict_least_active(self, group: Collection[SupervisedConnection], limit: int) -> None:
         if len(group) >= limit:
-            yielding = min(group, key=lambda tunnel: tunnel.last_progress_at)
+            victim = min(group, key=lambda tunnel: tunnel.last_progress_at)
             self.refusals["stream gave way"] += 1
-            logger.warning("all %d tunnels are taken: cutting that of %s", limit, yielding.peer)
-            self._incoming.discard(yielding)
-            yielding.cut()
+            logger.warning("all %d connections are in use: cutting the one with %s", limit, victim.peer)
+            self._incoming.discard(victim)
+            victim.cut()
 
     def cut_peer(self, peer: PeerId) -> None:
-        """End all tunnels with a peer."""
+        """Cut all connections with a peer."""
         for tunnel in self._incoming | self._outgoing:
             if tunnel.peer == peer:
                 tunnel.cut()
@@ -346,10 +351,10 @@ class ConnectionSupervisor:
 
     def _cut_timed_out(self, now: float) -> None:
         for tunnel in self._incoming | self._outgoing:
-            if fault := tunnel.find_cut_reason(now):
-                if fault.is_stalled:
+            if reason := tunnel.find_cut_reason(now):
+                if reason.is_stalled:
                     self.refusals["stream stalled"] += 1
-                logger.info("cutting a tunnel with %s: %s", tunnel.peer, fault.text)
+                logger.info("cutting a connection with %s: %s", tunnel.peer, reason.text)
                 tunnel.cut()
         self._warned_peers &= {tunnel.peer for tunnel in self._incoming}
 
@@ -358,6 +363,6 @@ class ConnectionSupervisor:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        for gate in self.limiters:
-            if gate:
-                gate.close()
+        for limiter in self.limiters:
+            if limiter:
+                limiter.close()

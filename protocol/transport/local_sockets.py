@@ -1,12 +1,13 @@
-"""The private folder of a node's Unix sockets.
+"""The private folder of a node's Unix sockets, and retries while a port is taken.
 
-A Unix socket's path may have 107 bytes, fewer than many a node's own folder, so the sockets live in a short temporary
-folder that only its owner may enter. The node's folder holds a link to it: after a SIGKILL the next start finds the
-old one by that link and removes it. Who uses it holds a lock on it, which the kernel drops with the process.
+The path of a Unix socket is limited to 107 bytes, less than the path of many a node's folder, so the sockets live in a
+short temporary folder that only its owner may enter. The node's folder holds a link to it: after a SIGKILL the next
+start follows that link and removes the old sockets. The running node holds a lock on the temporary folder, which the
+kernel releases with the process.
 
-A port of ours that another program has for a moment: an outgoing connection of its own, or a process that is dying.
-
-It is tried for some seconds more: others know us by it.
+Another program may hold a node's port for a moment: as the source port of an outgoing connection, or because it is a
+process that is still exiting. The node retries for some seconds instead of choosing another port, because other peers
+know it by this one.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ MAX_ROOT_BYTES = 40  # leaves 60 of a socket's 107 bytes for the folder's and th
 
 
 class SocketFolder:
-    """`path` has mode 0700 and is gone after `remove`."""
+    """A node's socket folder, owned by its transport: `path` has mode 0700 and is gone after `remove`."""
 
     def __init__(self, path: Path, link: Path, lock: int) -> None:
         self.path = path
@@ -39,7 +40,12 @@ class SocketFolder:
 
     @classmethod
     def create(cls, node_folder: Path) -> Self:
-        """AlreadyRunningError: a living process uses this node folder. StorageError: no folder can be made."""
+        """Create the folder, removing one left by a dead process.
+
+        Raises:
+            AlreadyRunningError: A running process uses this node folder.
+            StorageError: The folder cannot be created.
+        """
         link = node_folder / LINK_NAME
         try:
             node_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,7 +54,7 @@ class SocketFolder:
         except FileExistsError as error:
             raise _in_use_error(link) from error
         except OSError as error:
-            message = f"cannot make the socket folder of {node_folder}: {error.strerror}; free or open that place"
+            message = f"cannot create the socket folder of {node_folder}: {error.strerror}; free or open that path"
             raise StorageError(message) from error
         return cls(path, link, lock)
 
@@ -59,14 +65,14 @@ class SocketFolder:
 
 
 def _create_linked_folder(link: Path) -> tuple[Path, int]:
-    """A new folder, and our lock on it. FileExistsError: another process was faster. Leaves nothing where it fails."""
+    """Create a temporary folder and lock it; leave nothing on failure (FileExistsError: another process won)."""
     path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_temporary_root()))
-    with ExitStack() as undoing:
-        undoing.callback(shutil.rmtree, path, ignore_errors=True)
+    with ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, path, ignore_errors=True)
         lock = _lock_folder(path)
-        undoing.callback(os.close, lock)
+        cleanup.callback(os.close, lock)
         link.symlink_to(path)
-        undoing.pop_all()
+        cleanup.pop_all()
     return path, lock
 
 
@@ -76,7 +82,7 @@ def _temporary_root() -> str:
 
 
 def _lock_folder(path: Path) -> int:
-    """BlockingIOError where another process holds it."""
+    """Lock a folder and return its descriptor; raise BlockingIOError if another process holds the lock."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,13 +93,13 @@ def _lock_folder(path: Path) -> int:
 
 
 def _in_use_error(link: Path) -> AlreadyRunningError:
-    return AlreadyRunningError(f"a running node uses {link.parent}; stop it, or name another folder")
+    return AlreadyRunningError(f"a running node uses {link.parent}; stop it or choose another folder")
 
 
 def _remove_stale(link: Path) -> None:
     if not link.is_symlink():
         if link.exists():
-            raise StorageError(f"{link} is no link, as in a copy of a run's folder; remove it, it holds nothing of use")
+            raise StorageError(f"{link} is not a link, as in a copy of a run's folder; remove it, it is not needed")
         return
     target = link.readlink()
     try:
@@ -113,20 +119,20 @@ def _remove_stale(link: Path) -> None:
 PORT_RETRY_SECONDS = 10.0
 PORT_RETRY_INTERVAL_SECONDS = 0.25
 
-Claimed = TypeVar("Claimed")
+Bound = TypeVar("Bound")
 
 
-async def retry_while_port_taken(claim: Callable[[], Awaitable[Claimed]]) -> Claimed:
-    """What `claim` returns. While it raises PortTakenError it is called again, until PATIENCE seconds have passed."""
+async def retry_while_port_taken(bind: Callable[[], Awaitable[Bound]]) -> Bound:
+    """Return the result of `bind`, calling it again for PORT_RETRY_SECONDS while it raises PortTakenError."""
     loop = asyncio.get_running_loop()
-    until, said = loop.time() + PORT_RETRY_SECONDS, False
+    deadline, warned = loop.time() + PORT_RETRY_SECONDS, False
     while True:
         try:
-            return await claim()
+            return await bind()
         except PortTakenError as error:
-            if loop.time() >= until:
+            if loop.time() >= deadline:
                 raise
-            if not said:
-                logger.warning("%s; it is tried again for %g s", error, PORT_RETRY_SECONDS)
-            said = True
+            if not warned:
+                logger.warning("%s; trying again for %g s", error, PORT_RETRY_SECONDS)
+            warned = True
         await asyncio.sleep(PORT_RETRY_INTERVAL_SECONDS)

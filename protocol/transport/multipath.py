@@ -1,8 +1,8 @@
-"""Bulk to and from peers: over several direct connections where there is a direct path, else over libp2p.
+"""Bulk transfers with peers: over several direct connections where a direct path works, else over libp2p.
 
-A call takes a lease on a channel and gives it back; meanwhile it says what it received and whether it broke. What is
-decided from that stands in `paths` (which path) and `lanes` (how many connections); here are the connections.
-Nothing waits for a direct path: it is proved beside the calls that go by libp2p, and calls move over when it stands.
+A call leases a channel and returns it; meanwhile it reports the bytes it received and whether the connection broke.
+`multipath_policy` decides from these reports which path to use and how many connections; this module owns the
+connections. Nothing waits for a direct path: it is probed while calls go by libp2p, and later calls move over to it.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ from protocol.transport.tls.rpc import IDLE_SECONDS, SPARE_IDLE_SECONDS, RpcChan
 
 logger = logging.getLogger(__name__)
 
-OBSERVE_INTERVAL_SECONDS = 0.1  # seconds between two looks at the lanes
-CALLS_PER_CONNECTION = 2  # so that a lane is never without work
-MAX_ENDPOINTS = 8192  # that are remembered
-MAX_PEERS = 256  # peers to whom bulk went lately
+OBSERVE_INTERVAL_SECONDS = 0.1  # between two measurements of the connections
+CALLS_PER_CONNECTION = 2  # so that a connection is never without work
+MAX_ENDPOINTS = 8192  # endpoints that are remembered
+MAX_PEERS = 256  # peers with recent bulk transfers
 
 
 @dataclass(eq=False)
 class PooledConnection:
-    """One connection of its own."""
+    """One direct connection and the number of calls on it."""
 
     channel: RpcChannel = field(init=False)
     calls: int = 0
-    tcp_socket: socket.socket | None = None  # once it stands
+    tcp_socket: socket.socket | None = None  # once it is connected
     tcp_stats: TcpReceiveStats = field(default_factory=TcpReceiveStats)
 
     def count_new_losses(self) -> int:
-        """How many packets show, since the last look, that the link loses some."""
+        """Return how many packets arrived since the last call that indicate losses on the link."""
         before, self.tcp_stats = (
             self.tcp_stats,
             read_tcp_receive_stats(self.tcp_socket) if self.tcp_socket else TcpReceiveStats(),
@@ -54,15 +54,18 @@ class PooledConnection:
 
 @dataclass(eq=False)
 class PeerConnections:
-    """All that bulk knows of a peer. `host`: at which it answered last."""
+    """The direct connections with one peer and the measurements that steer them.
+
+    `last_host` is the host at which the peer answered last.
+    """
 
     endpoint: Endpoint | None = None
     last_host: str = ""
     path_selector: PathSelector = field(default_factory=PathSelector)
     count_controller: ConnectionCountController = field(default_factory=ConnectionCountController)
     active: list[PooledConnection] = field(default_factory=list)
-    draining: set[PooledConnection] = field(default_factory=set)  # calls still run on them
-    lost_packets: int = 0  # packets so far that show that the link loses some
+    draining: set[PooledConnection] = field(default_factory=set)  # no new calls; closed after the last one
+    lost_packets: int = 0  # received packets so far that indicate losses on the link
     is_probing: bool = False
 
     @property
@@ -71,20 +74,20 @@ class PeerConnections:
 
     @property
     def busy_connections(self) -> int:
-        """Lanes that carry a call."""
-        return len(self.draining) + sum(lane.calls > 0 for lane in self.active)
+        """Return the number of connections that carry a call."""
+        return len(self.draining) + sum(connection.calls > 0 for connection in self.active)
 
     def observe(self, now: float, peer_bytes: int, total_bytes: int) -> None:
-        """Bytes so far from this peer and from all."""
-        self.lost_packets += sum(lane.count_new_losses() for lane in self.active)
-        queued = 2 * sum(lane.tcp_stats.is_queued for lane in self.active) > len(self.active)
+        """Update the connection count from the bytes received so far from this peer and from all peers."""
+        self.lost_packets += sum(connection.count_new_losses() for connection in self.active)
+        queued = 2 * sum(connection.tcp_stats.is_queued for connection in self.active) > len(self.active)
         self.count_controller.observe(
             now, self.busy_connections, TransferTotals(peer_bytes, total_bytes, self.lost_packets, queued)
         )
 
 
 class BulkLease:
-    """A channel for one call; enter it for as long as the call runs."""
+    """A channel leased for one call; enter it for the duration of the call."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class BulkLease:
         self._bulk.bytes_received[self._path] += size
 
     def report_broken(self, reason: str) -> None:
-        """The call failed, and the connection may be why."""
+        """Report that the call failed, possibly because of the connection."""
         self._is_broken = True
         if self._path is BulkPath.DIRECT and self._peer_connections.path_selector.is_direct_verified:
             self._bulk.abandon_direct(self._peer_connections, reason)
@@ -128,7 +131,7 @@ class BulkLease:
 
 
 class BulkTransport:
-    """`usual` gives the channel by libp2p."""
+    """Leases channels for bulk calls to all peers of a node; `libp2p_channel` returns the fallback."""
 
     def __init__(
         self, dialer: TlsDialer, supervisor: ConnectionSupervisor, libp2p_channel: Callable[[PeerId], grpc.aio.Channel]
@@ -143,7 +146,7 @@ class BulkTransport:
         supervisor.spawn(self._observe_loop())
 
     def set_endpoint(self, peer: PeerId, endpoint: Endpoint | None) -> None:
-        """Where `peer` takes direct connections now, if it does."""
+        """Set where `peer` takes direct connections now; `None` means nowhere."""
         if endpoint is None:
             self._endpoints.pop(peer, None)
         else:
@@ -151,9 +154,9 @@ class BulkTransport:
             self._endpoints.move_to_end(peer)
             if len(self._endpoints) > MAX_ENDPOINTS:
                 self._endpoints.popitem(last=False)
-        link = self._peers.get(peer)
-        if link and link.endpoint != endpoint:
-            self._change_endpoint(link, endpoint)
+        connections = self._peers.get(peer)
+        if connections and connections.endpoint != endpoint:
+            self._change_endpoint(connections, endpoint)
 
     def _change_endpoint(self, connections: PeerConnections, endpoint: Endpoint | None) -> None:
         connections.endpoint = endpoint
@@ -161,31 +164,31 @@ class BulkTransport:
         self._drain(connections, 0)
 
     def lease_channel(self, peer: PeerId) -> BulkLease:
-        """For one call to `peer`, by the path and the lane that serve it best now."""
-        now, link = _now(), self._connections_of(peer)
-        if link.endpoint and not link.is_probing and link.path_selector.should_probe(now):
-            link.is_probing = True
-            self._supervisor.spawn(self._probe_direct(peer, link, link.endpoint))
-        path = link.path_selector.next_path(now)
+        """Return a lease for one call to `peer`, on the path and connection that serve it best now."""
+        now, connections = _now(), self._connections_of(peer)
+        if connections.endpoint and not connections.is_probing and connections.path_selector.should_probe(now):
+            connections.is_probing = True
+            self._supervisor.spawn(self._probe_direct(peer, connections, connections.endpoint))
+        path = connections.path_selector.next_path(now)
         if path is BulkPath.LIBP2P:
-            return BulkLease(self, link, path, self._libp2p_channel(peer), None)
-        lane = self._pick_connection(peer, link)
-        return BulkLease(self, link, path, lane.channel, lane)
+            return BulkLease(self, connections, path, self._libp2p_channel(peer), None)
+        pooled = self._pick_connection(peer, connections)
+        return BulkLease(self, connections, path, pooled.channel, pooled)
 
     def fallback_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
-        """A lane for one call that is no bulk and tells nothing of a path; None where no direct path is proved."""
-        link = self._peers.get(peer)
-        if link is None or not link.endpoint or not link.path_selector.is_direct_verified:
+        """Lend a connection for one call that does not count as bulk, or None if no direct path is verified."""
+        connections = self._peers.get(peer)
+        if connections is None or not connections.endpoint or not connections.path_selector.is_direct_verified:
             return nullcontext()
-        return self._borrow(link, self._pick_connection(peer, link))
+        return self._borrow(connections, self._pick_connection(peer, connections))
 
     def idle_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
-        """The same, but on a connection that is open and without work."""
-        link = self._peers.get(peer)
-        if link is None or link.path_selector.best_path is not BulkPath.DIRECT:
+        """Lend a connection that is open and idle for one call that does not count as bulk, or None."""
+        connections = self._peers.get(peer)
+        if connections is None or connections.path_selector.best_path is not BulkPath.DIRECT:
             return nullcontext()
-        free = next((lane for lane in link.active if not lane.calls and lane.channel.is_open), None)
-        return self._borrow(link, free) if free else nullcontext()
+        free = next((pooled for pooled in connections.active if not pooled.calls and pooled.channel.is_open), None)
+        return self._borrow(connections, free) if free else nullcontext()
 
     @contextmanager
     def _borrow(self, connections: PeerConnections, connection: PooledConnection) -> Iterator[RpcChannel]:
@@ -196,67 +199,70 @@ class BulkTransport:
             self.release_connection(connections, connection)
 
     def parallelism(self, peer: PeerId) -> int:
-        """How many calls to `peer` may well run at once."""
-        link = self._peers.get(peer)
-        if link is None or link.path_selector.best_path is BulkPath.LIBP2P:
+        """Return how many calls to `peer` should run at once."""
+        connections = self._peers.get(peer)
+        if connections is None or connections.path_selector.best_path is BulkPath.LIBP2P:
             return CALLS_PER_CONNECTION
-        # What began by libp2p takes no lane's place.
+        # Calls that began over libp2p do not occupy a direct connection.
         return (
-            CALLS_PER_CONNECTION * link.count_controller.connections + link.path_selector.goodput[BulkPath.LIBP2P].calls
+            CALLS_PER_CONNECTION * connections.count_controller.connections
+            + connections.path_selector.goodput[BulkPath.LIBP2P].calls
         )
 
     def describe_paths(self) -> dict[PeerId, str]:
-        """How bulk goes to each peer that lately had some, in words."""
-        return {peer: _describe_path(link) for peer, link in self._peers.items()}
+        """Return a text for each peer with recent bulk transfers that names the path and the connection count."""
+        return {peer: _describe_path(connections) for peer, connections in self._peers.items()}
 
     def forget(self, peer: PeerId) -> None:
-        """Its place and its lanes, whatever runs on them."""
+        """Forget a peer's endpoint and drain its connections."""
         self._endpoints.pop(peer, None)
-        if link := self._peers.pop(peer, None):
-            link.endpoint = None
-            self._drain(link, 0)
+        if connections := self._peers.pop(peer, None):
+            connections.endpoint = None
+            self._drain(connections, 0)
 
     async def close(self) -> None:
-        lanes, self._open_connections = self._open_connections, set()
-        for lane in lanes:
-            await lane.channel.close()
+        open_connections, self._open_connections = self._open_connections, set()
+        for pooled in open_connections:
+            await pooled.channel.close()
 
     def abandon_direct(self, connections: PeerConnections, reason: str) -> None:
-        """Calls that begin from now on go by libp2p."""
+        """Send calls that begin from now on over libp2p."""
         logger.info("a direct connection to %s broke (%s); libp2p for now", connections.last_host, reason)
         connections.path_selector.record_failure(_now())
         self._drain(connections, 0)
 
     def release_connection(self, connections: PeerConnections, connection: PooledConnection) -> None:
-        """A call on it has ended."""
+        """Record the end of a call on a connection, and close it if it was draining."""
         connection.calls -= 1
         if connection in connections.draining:
             self._close_if_unused(connections, connection)
 
     def _connections_of(self, peer: PeerId) -> PeerConnections:
-        link = self._peers.get(peer)
-        if link is None:
-            link = self._peers[peer] = PeerConnections(self._endpoints.get(peer))
+        connections = self._peers.get(peer)
+        if connections is None:
+            connections = self._peers[peer] = PeerConnections(self._endpoints.get(peer))
             self._evict_unused_peers()
         self._peers.move_to_end(peer)
-        return link
+        return connections
 
     def _evict_unused_peers(self) -> None:
-        unused = [peer for peer, link in self._peers.items() if not link.running_calls]
+        unused = [peer for peer, connections in self._peers.items() if not connections.running_calls]
         for peer in unused[: max(0, len(self._peers) - MAX_PEERS)]:
             self._drain(self._peers.pop(peer), 0)
 
     def _pick_connection(self, peer: PeerId, connections: PeerConnections) -> PooledConnection:
-        """The least busy; one more is opened where all are busy and there may be more."""
-        least = min(connections.active, key=lambda lane: lane.calls, default=None)
-        if least and (least.calls == 0 or len(connections.active) >= connections.count_controller.connections):
-            return least
-        lane = PooledConnection()
+        """Return the least busy connection; open one more if all are busy and the limit allows it."""
+        least_busy = min(connections.active, key=lambda pooled: pooled.calls, default=None)
+        if least_busy and (
+            least_busy.calls == 0 or len(connections.active) >= connections.count_controller.connections
+        ):
+            return least_busy
+        pooled = PooledConnection()
         idle = SPARE_IDLE_SECONDS if connections.active else IDLE_SECONDS
-        lane.channel = RpcChannel(peer, partial(self._dial_direct, connections, lane), self._supervisor, idle)
-        connections.active.append(lane)
-        self._open_connections.add(lane)
-        return lane
+        pooled.channel = RpcChannel(peer, partial(self._dial_direct, connections, pooled), self._supervisor, idle)
+        connections.active.append(pooled)
+        self._open_connections.add(pooled)
+        return pooled
 
     async def _dial_direct(self, connections: PeerConnections, pooled: PooledConnection, peer: PeerId) -> TlsConnection:
         if not connections.endpoint:
@@ -284,16 +290,16 @@ class BulkTransport:
         while True:
             await asyncio.sleep(OBSERVE_INTERVAL_SECONDS)
             total = self._supervisor.traffic.total.received
-            for peer, link in self._peers.items():
-                if link.active or link.draining:
-                    link.observe(_now(), self._supervisor.traffic.count_of(peer).received, total)
-                    self._drain(link, link.count_controller.connections)
+            for peer, connections in self._peers.items():
+                if connections.active or connections.draining:
+                    connections.observe(_now(), self._supervisor.traffic.count_of(peer).received, total)
+                    self._drain(connections, connections.count_controller.connections)
 
     def _drain(self, connections: PeerConnections, keep: int) -> None:
         while len(connections.active) > keep:
-            lane = connections.active.pop()
-            connections.draining.add(lane)
-            self._close_if_unused(connections, lane)
+            pooled = connections.active.pop()
+            connections.draining.add(pooled)
+            self._close_if_unused(connections, pooled)
 
     def _close_if_unused(self, connections: PeerConnections, connection: PooledConnection) -> None:
         if connection.calls == 0 and connection in self._open_connections:

@@ -1,30 +1,31 @@
-"""PURE: by which of two paths bulk goes to a peer; clock in seconds, rates in bytes a second.
+"""Which path bulk transfers to a peer take, and over how many connections. No I/O; the caller passes the time.
 
-libp2p reaches everybody and is what there is until a direct connection has been made. From then on the direct path is
-taken: it costs a third of the processor time and may use several connections. Measurement may overrule that: a path
-that carries twice as much as the other is taken, and the other is tried again with a single call now and then, which
-shares the link with what else runs and so is measured too low; hence twice. A direct path that fails is left at once,
-and proved anew before it is used again, after a pause that doubles with each failure that follows.
+Clock in seconds, rates in bytes a second.
 
-PURE: how many connections to one peer a bulk transfer uses: as many as measurement says help.
+Path. libp2p reaches every peer and is used until a direct connection has succeeded. From then on bulk takes the direct
+path, which costs a third of the CPU time and allows several connections. Measurements can overrule this: a path that
+is twice as fast as the other is used instead. From time to time a single call tries the other path again. That call
+shares the link with all running transfers, so it measures too low; therefore the factor is 2. A direct path that fails
+is left at once and must be verified again before it is used, after a delay that doubles with each further failure.
 
-One TCP connection that halves its window at each loss carries about MSS / (RTT * sqrt(2 p / 3)), however wide the link
-(Mathis et al. 1997), so n connections carry n times as much; where the link itself is full, they carry nothing more.
-So the number is found by climbing: measure for a second, take more, measure again, stay if that carried clearly more
-and go back if not; later and later try again, by turns half as many and more. More is four times as many, and not
-twice: on a link with losses a second's rate is off by a third by chance, and too few lanes cost more than too many.
-Where packets get lost on the way, theory says already that one connection is too few: all are taken at once. Where
-they queue, the link is full, and more connections would only take from others: no more are tried.
-What another peer's transfer lost is no gain: the sum over all peers must have grown too. Clock in seconds.
+Connections. One TCP connection that halves its window at each loss carries about MSS / (RTT * sqrt(2 p / 3)), however
+wide the link (Mathis et al. 1997), so n connections carry n times as much; once the link itself is full, they carry
+nothing more. The controller finds the number by hill climbing: measure for a second, open more, measure again, keep
+them if they carried clearly more, and go back if not. It tries again at growing intervals, alternately with half as
+many and with more. "More" means four times as many rather than twice: on a lossy link the rate of one second is off by
+a third by chance, and too few connections cost more than too many. Where packets are lost on the way, theory already
+says that one connection is too few, so the controller opens all at once. Where packets queue, the link is full and
+more connections would only take bandwidth from others, so it opens no more. Bandwidth that another peer's transfer
+lost is not a gain: the sum over all peers must have grown too.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-TRIAL_INTERVAL_SECONDS = 120.0  # between two calls by the path that is not taken
-MIN_RETRY_DELAY_SECONDS = 15.0  # after a failure; doubles up to
+TRIAL_INTERVAL_SECONDS = 120.0  # between two trial calls on the other path
+MIN_RETRY_DELAY_SECONDS = 15.0  # after the first failure; doubles up to the maximum
 MAX_RETRY_DELAY_SECONDS = 600.0
-SWITCH_RATIO = 2.0  # times as fast: only then does the other path replace the direct one
+SWITCH_RATIO = 2.0  # libp2p must be this many times as fast to replace the direct path
 MIN_SAMPLE_BYTES = 1 << 20
 MIN_SAMPLE_SECONDS = 0.5
 SMOOTHING = 0.3
@@ -37,7 +38,7 @@ class BulkPath(StrEnum):
 
 @dataclass
 class Goodput:
-    """What a path carries while at least one call uses it, exponentially averaged."""
+    """The exponentially averaged rate of a path while at least one call uses it."""
 
     rate: float | None = None
     calls: int = 0
@@ -66,7 +67,7 @@ class Goodput:
 
 @dataclass
 class PathSelector:
-    """The paths to one peer."""
+    """The choice between the two paths to one peer."""
 
     goodput: dict[BulkPath, Goodput] = field(default_factory=lambda: {path: Goodput() for path in BulkPath})
     is_direct_verified: bool = False
@@ -75,41 +76,44 @@ class PathSelector:
     _next_trial_at: float = float("-inf")
 
     def should_probe(self, now: float) -> bool:
-        """Whether it is time to try to make a direct connection."""
+        """Return whether it is time to try a direct connection."""
         return not self.is_direct_verified and now >= self._next_probe_at
 
     def record_probe_success(self, now: float) -> None:
-        """A direct connection was made."""
+        """Record that a direct connection succeeded."""
         self.is_direct_verified = True
         self._next_trial_at = now + TRIAL_INTERVAL_SECONDS
 
     def record_failure(self, now: float) -> None:
-        """A direct connection could not be made, or failed a call."""
+        """Record that a direct connection could not be made, or failed a call."""
         self._next_probe_at = now + self._retry_delay
         self._retry_delay = min(2 * self._retry_delay, MAX_RETRY_DELAY_SECONDS)
         self.is_direct_verified = False
 
     def reset_direct(self) -> None:
-        """The peer is elsewhere now. After a failure the pause stays: nobody has us knock at many doors in a row."""
+        """Discard the verification because the peer's endpoint changed.
+
+        The delay after a failure stays, so that nobody can make us dial many endpoints in a row.
+        """
         self.is_direct_verified = False
         self.goodput[BulkPath.DIRECT].rate = None
 
     def record_delivery(self) -> None:
-        """A call over the direct path succeeded."""
+        """Record that a call over the direct path succeeded."""
         self._retry_delay = MIN_RETRY_DELAY_SECONDS
 
     @property
     def best_path(self) -> BulkPath:
-        """The path that is taken."""
+        """Return the path that measurements favour now."""
         if not self.is_direct_verified:
             return BulkPath.LIBP2P
-        usual, direct = self.goodput[BulkPath.LIBP2P].rate, self.goodput[BulkPath.DIRECT].rate
-        if usual is not None and direct is not None and usual > SWITCH_RATIO * direct:
+        libp2p, direct = self.goodput[BulkPath.LIBP2P].rate, self.goodput[BulkPath.DIRECT].rate
+        if libp2p is not None and direct is not None and libp2p > SWITCH_RATIO * direct:
             return BulkPath.LIBP2P
         return BulkPath.DIRECT
 
     def next_path(self, now: float) -> BulkPath:
-        """For a call that begins now: the best, or now and then the other."""
+        """Return the path for a call that begins now: the best one, or from time to time the other as a trial."""
         if not self.is_direct_verified or now < self._next_trial_at:
             return self.best_path
         self._next_trial_at = now + TRIAL_INTERVAL_SECONDS
@@ -118,23 +122,24 @@ class PathSelector:
 
 MAX_CONNECTIONS = 32
 GROWTH_FACTOR = 4
-SETTLE_SECONDS = 1.0  # after a change: handshakes and slow starts
+SETTLE_SECONDS = 1.0  # after a change, for handshakes and slow starts
 EPOCH_SECONDS = 1.0
-FIRST_EPOCH_SECONDS = 0.3  # of measurement before the first trial, where packets get lost
-LOSSY_PACKETS = 8  # packets within that time: more than a stray one
-GAIN_EXPONENT = (
-    0.55  # n times as many lanes are worth while if they carry n to this power: 2 carry 1.5, 4 2.1, 32 6.7 times
-)
-MIN_KEPT_RATE = 0.9  # of the speed must be left with fewer
-MIN_HOLD_SECONDS = 3.0  # seconds until another number is tried, for losses come by chance; doubles up to
+FIRST_EPOCH_SECONDS = 0.3  # length of the first epoch where packets are lost
+LOSSY_PACKETS = 8  # loss indications in one epoch; fewer may be chance
+# n times as many connections are worth keeping if they carry n to this power: 2 carry 1.5, 4 2.1, 32 6.7 times as much.
+GAIN_EXPONENT = 0.55
+MIN_KEPT_RATE = 0.9  # fraction of the rate that must remain with fewer connections
+MIN_HOLD_SECONDS = 3.0  # until the next trial, because losses vary by chance; doubles up to the maximum
 MAX_HOLD_SECONDS = 300.0
-MIN_HOLD_BEFORE_SHRINK_SECONDS = 20.0  # that trial costs speed where it fails
+MIN_HOLD_BEFORE_SHRINK_SECONDS = 20.0  # a failed trial with fewer connections costs speed
 
 
 @dataclass(frozen=True)
 class TransferTotals:
-    """So far: bytes from this peer and from all; packets from this peer that tell of losses on the way. `queued`:
-    whether packets from this peer wait somewhere now."""
+    """Totals so far of bytes and of packets that indicate losses.
+
+    `is_queued` says whether packets from this peer wait in a queue now.
+    """
 
     peer_bytes: int
     total_bytes: int
@@ -144,7 +149,7 @@ class TransferTotals:
 
 @dataclass(frozen=True)
 class Trial:
-    """The width before, and what it carried, in bytes a second."""
+    """A running trial: the previous connection count and the rates it carried, in bytes a second."""
 
     connections: int
     peer_rate: float
@@ -152,29 +157,32 @@ class Trial:
 
 
 class ConnectionCountController:
-    """`width`: the number of connections to use now."""
+    """Decides how many connections to one peer to use now (`connections`)."""
 
     def __init__(self) -> None:
         self.connections = 1
         self._trial: Trial | None = None
-        self._tries_fewer = False  # which way the next trial goes
+        self._tries_fewer = False  # direction of the next trial
         self._hold = MIN_HOLD_SECONDS
         self._hold_until = float("-inf")
         self._epoch_start: tuple[float, TransferTotals] | None = None
         self._settled_at = float("-inf")
 
     def observe(self, now: float, busy: int, totals: TransferTotals) -> None:
-        """Called some times a second; `busy`: how many carry a call. Changes `width` when an epoch is over."""
-        # With too little to do what is measured says nothing of the link, nor while lanes that were given up empty.
+        """Take a measurement, several times a second, and change `connections` when an epoch is over.
+
+        `busy` is the number of connections that carry a call.
+        """
+        # With too little work, or while surplus connections drain, the rate says nothing about the link.
         if busy == 0 or not self.connections <= 2 * busy <= 2 * self.connections:
             self._epoch_start = None
         elif self._epoch_start is None:
             if now >= self._settled_at:
                 self._epoch_start = now, totals
         elif now - self._epoch_start[0] >= self._epoch_seconds(totals.lost_packets - self._epoch_start[1].lost_packets):
-            began, before = self._epoch_start
-            seconds, lossy = now - began, totals.lost_packets - before.lost_packets >= LOSSY_PACKETS
-            more = (
+            started, before = self._epoch_start
+            seconds, lossy = now - started, totals.lost_packets - before.lost_packets >= LOSSY_PACKETS
+            growth = (
                 1
                 if totals.is_queued
                 else MAX_CONNECTIONS
@@ -184,18 +192,18 @@ class ConnectionCountController:
             self._evaluate(
                 (totals.peer_bytes - before.peer_bytes) / seconds,
                 (totals.total_bytes - before.total_bytes) / seconds,
-                more,
+                growth,
                 now,
             )
             self._epoch_start = (now, totals) if now >= self._settled_at else None
 
     def _epoch_seconds(self, lost_packets: int) -> float:
-        """Seconds; of the first width of all nothing more than a rough figure is needed."""
+        """Return the length of an epoch; a first single connection on a lossy link needs only a rough figure."""
         is_first = self._trial is None and self.connections == 1
         return FIRST_EPOCH_SECONDS if is_first and lost_packets >= LOSSY_PACKETS else EPOCH_SECONDS
 
     def _evaluate(self, peer_rate: float, total_rate: float, growth: int, now: float) -> None:
-        """`more`: times as many connections that are worth a trial."""
+        """Judge the running trial at the end of an epoch, and start the next with `growth` times the connections."""
         trial, self._trial = self._trial, None
         if trial is None:
             if now >= self._hold_until:
@@ -212,7 +220,7 @@ class ConnectionCountController:
             self._start_trial(peer_rate, total_rate, growth, now)
 
     def _hold_and_turn(self, now: float) -> None:
-        """This way there is nothing more to gain; the other is tried later."""
+        """Pause the trials and reverse the direction of the next one, as this direction gains nothing more."""
         self._tries_fewer = not self._tries_fewer
         self._hold_until = now + max(
             self._hold, MIN_HOLD_BEFORE_SHRINK_SECONDS if self._tries_fewer and self.connections > 1 else 0.0
@@ -221,18 +229,18 @@ class ConnectionCountController:
     def _is_better(self, trial: Trial, peer_rate: float, total_rate: float) -> bool:
         if self.connections < trial.connections:
             return peer_rate >= MIN_KEPT_RATE * trial.peer_rate
-        # What the peer's other takers lost is not seen here: at its full link more lanes take from them, but not in
-        # proportion. Of what our other peers lost half may be chance.
+        # This check cannot see what the peer's other receivers lose: on the peer's full link, more connections take
+        # from them, but less than in proportion. Half of our other peers' loss may be chance.
         enough = (self.connections / trial.connections) ** GAIN_EXPONENT * trial.peer_rate
         return peer_rate >= enough and total_rate - trial.total_rate >= (peer_rate - trial.peer_rate) / 2
 
     def _start_trial(self, peer_rate: float, total_rate: float, growth: int, now: float) -> None:
         self._tries_fewer = self.connections == MAX_CONNECTIONS or (self._tries_fewer and self.connections > 1)
-        width = self.connections // 2 if self._tries_fewer else min(growth * self.connections, MAX_CONNECTIONS)
-        if width == self.connections:
+        connections = self.connections // 2 if self._tries_fewer else min(growth * self.connections, MAX_CONNECTIONS)
+        if connections == self.connections:
             return self._hold_and_turn(now)
         self._trial = Trial(self.connections, peer_rate, total_rate)
-        self._set_connections(width, now)
+        self._set_connections(connections, now)
 
     def _set_connections(self, connections: int, now: float) -> None:
         self.connections = connections

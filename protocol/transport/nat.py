@@ -1,14 +1,13 @@
-"""Whether others can call this machine, and who may carry their calls to it where they cannot.
+"""NAT traversal: whether other peers can reach this machine, relays where they cannot, and dial-back probes.
 
-Behind a home router a peer opens connections but receives none. It keeps a place at a relay that it can call (libp2p's
-circuit relay v2), and tells the relay's address as a way to itself: whoever calls there is connected through it, end
-to end encrypted. Peers that are hidden both meet in no other way.
+A peer behind a home router opens connections but receives none. It reserves a slot at a relay that it can reach
+(libp2p's circuit relay v2) and publishes the relay's address as its own; callers of that address are connected through
+the relay, encrypted end to end. Two peers that are both behind NAT have no other way to connect.
 
-Whether a peer can be reached from here: knock at the ports that it names, at the host that its call comes from.
-
-Nobody can have others knocked at by this. The host is not the caller's to say but what its connection shows; a caller
-behind a relay is not tried. What is told is only whether a libp2p peer greets there, so that nothing is learnt of
-other services, and each caller is served once a minute, all callers together a few times.
+A dial-back probe finds out whether the caller is reachable: it dials the ports that the caller names, at the host that
+its call comes from. Nobody can abuse it to scan other machines: the host is taken from the connection and not from the
+request, and a caller behind a relay is not probed. The reply says only whether a libp2p peer answers, so it reveals
+nothing about other services. Each caller is served once a minute, and all callers together only a few times.
 """
 
 import asyncio
@@ -29,15 +28,15 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_public_address(address: str) -> bool:
-    """Whether a multiaddress is a machine's own, and its IP address one that the whole internet can reach."""
+    """Return whether a multiaddress is direct and its IP address is reachable from the whole internet."""
     host = None if CIRCUIT_MARKER in address else _ip_of(address)
     return host is not None and host.is_global
 
 
 def choose_relays(listen_addresses: Sequence[str], known_addresses: Sequence[str], own_ip: str) -> tuple[str, ...]:
-    """Of the peers that we can ask, those that may relay to us: none where we are reachable without, or want not to be.
+    """Return the peers that may relay to us; none if we are reachable directly or listen on loopback only.
 
-    `listen`, `contacts`: multiaddresses. `outward`: our IP address towards the internet.
+    All addresses are multiaddresses; `own_ip` is our IP address towards the internet.
     """
     hosts = [
         ipaddress.ip_address(own_ip) if host.is_unspecified else host for host in map(_ip_of, listen_addresses) if host
@@ -48,22 +47,22 @@ def choose_relays(listen_addresses: Sequence[str], known_addresses: Sequence[str
 
 
 def is_relay_only(addresses: Sequence[str]) -> bool:
-    """Whether a peer with these multiaddresses can be called only through a relay."""
+    """Return whether a peer with these multiaddresses can be reached only through a relay."""
     return any(CIRCUIT_MARKER in address for address in addresses) and not any(map(is_public_address, addresses))
 
 
 def relays_of(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Whom a peer with these multiaddresses has asked to relay to it, each once: ids as it wrote them, unchecked."""
-    ways = [
+    """Return the distinct relays in a peer's multiaddresses, as ids that are not validated yet."""
+    relays = [
         address.partition(CIRCUIT_MARKER)[0].rpartition("/p2p/")[2]
         for address in addresses
         if CIRCUIT_MARKER in address
     ]
-    return tuple(dict.fromkeys(way for way in ways if way))[:MAX_RELAYS]
+    return tuple(dict.fromkeys(relay for relay in relays if relay))[:MAX_RELAYS]
 
 
 def find_own_ip() -> str:
-    """The address that this machine has towards the internet; connecting a datagram socket sends nothing."""
+    """Return this machine's address towards the internet; connecting a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -73,7 +72,7 @@ def find_own_ip() -> str:
 
 
 def _ip_of(address: str) -> IpAddress | None:
-    """Of a multiaddress such as /ip4/192.0.2.1/tcp/4001; None where it begins with a name."""
+    """Return the IP address in a multiaddress such as /ip4/192.0.2.1/tcp/4001, or None if it begins with a name."""
     kind, _, rest = address.lstrip("/").partition("/")
     try:
         return ipaddress.ip_address(rest.partition("/")[0]) if kind in ("ip4", "ip6") else None
@@ -85,29 +84,29 @@ logger = logging.getLogger(__name__)
 
 MAX_PORTS = 2
 PROBE_SECONDS = 5.0
-CALL_PERIOD_SECONDS = 60.0  # seconds between two calls of one peer
-MAX_CALLS_PER_PERIOD = 20  # calls of all peers together
-LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"  # what a libp2p listener says first
+CALL_PERIOD_SECONDS = 60.0  # between two calls of one peer
+MAX_CALLS_PER_PERIOD = 20  # of all peers together
+LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"  # the first bytes that a libp2p listener sends
 RemoteAddresses = Callable[[PeerId], Awaitable[Sequence[str]]]
 ProbePort = Callable[[str, int], Awaitable[bool]]
 
 
 async def is_libp2p_listening(host: str, port: int) -> bool:
-    """Whether a libp2p peer listens there; says nothing itself."""
+    """Return whether a libp2p peer listens there, without sending anything."""
     writer: asyncio.StreamWriter | None = None
     with suppress(OSError, EOFError, TimeoutError):
         async with asyncio.timeout(PROBE_SECONDS):
             reader, writer = await asyncio.open_connection(host, port)
-            said = await reader.readexactly(len(LIBP2P_GREETING))
+            greeting = await reader.readexactly(len(LIBP2P_GREETING))
         writer.transport.abort()
-        return said == LIBP2P_GREETING
+        return greeting == LIBP2P_GREETING
     if writer is not None:
         writer.transport.abort()
     return False
 
 
 def find_direct_host(addresses: Sequence[str]) -> tuple[str, str] | None:
-    """The first address that no relay stands behind, and the host in it."""
+    """Return the first address without a relay, and the host in it."""
     for address in addresses:
         _, _, rest = address.partition("/")
         kind, _, tail = rest.partition("/")
@@ -119,25 +118,33 @@ def find_direct_host(addresses: Sequence[str]) -> tuple[str, str] | None:
 
 
 class DialBackResponder:
-    """`seen`: the far ends of the connections with a peer."""
+    """Answers dial-back requests; `remote_addresses` returns the remote ends of our connections with a peer."""
 
     def __init__(self, remote_addresses: RemoteAddresses, probe_port: ProbePort = is_libp2p_listening) -> None:
         self._remote_addresses = remote_addresses
         self._probe_port = probe_port
-        together = TokenBuckets(MAX_CALLS_PER_PERIOD, MAX_CALLS_PER_PERIOD / CALL_PERIOD_SECONDS)
-        self._call_quota = SharedTokenBuckets(TokenBuckets(1, 1 / CALL_PERIOD_SECONDS), together)
+        overall = TokenBuckets(MAX_CALLS_PER_PERIOD, MAX_CALLS_PER_PERIOD / CALL_PERIOD_SECONDS)
+        self._call_quota = SharedTokenBuckets(TokenBuckets(1, 1 / CALL_PERIOD_SECONDS), overall)
 
     async def probe_ports(self, peer: PeerId, ports: Sequence[int], now: float) -> DialBackReply:
-        """`now` in seconds, monotonic. Raises MalformedError and LimitError."""
+        """Probe a caller's ports at the host that its call comes from.
+
+        `now` is in seconds, monotonic.
+
+        Raises:
+            MalformedError: Too many ports, or an invalid one.
+            LimitError: The caller, or all callers together, asked too often.
+        """
         if len(ports) > MAX_PORTS or not all(0 < port < 65536 for port in ports):
-            raise MalformedError(f"{peer} names {len(ports)} ports, or one that is none; at most {MAX_PORTS}")
-        if lack := self._call_quota.charge(peer, now):
-            much = f"more than once in {CALL_PERIOD_SECONDS:.0f} s" if lack == "caller" else "while too many others do"
-            raise LimitError(f"{peer} asks to be dialled back {much}; try again later")
+            raise MalformedError(f"{peer} names {len(ports)} ports or an invalid one; at most {MAX_PORTS} are allowed")
+        if exhausted := self._call_quota.charge(peer, now):
+            period = f"more than once in {CALL_PERIOD_SECONDS:.0f} s"
+            when = period if exhausted == "caller" else "while too many others do"
+            raise LimitError(f"{peer} asks for a dial-back {when}; try again later")
         found = find_direct_host(await self._remote_addresses(peer))
         if found is None:
             return DialBackReply()
         address, host = found
         answers = await asyncio.gather(*(self._probe_port(host, port) for port in ports))
-        logger.info("dialled %s back at %s: %d of %d ports answer", peer, host, sum(answers), len(ports))
-        return DialBackReply(seen=address, open=[port for port, heard in zip(ports, answers, strict=True) if heard])
+        logger.info("dialled back %s at %s: %d of %d ports answer", peer, host, sum(answers), len(ports))
+        return DialBackReply(seen=address, open=[port for port, is_open in zip(ports, answers, strict=True) if is_open])

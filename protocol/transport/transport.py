@@ -1,8 +1,8 @@
-"""gRPC between peers over libp2p streams, and bulk over direct connections too: what a node sees of the network.
+"""The network side of a node: gRPC over libp2p streams, and bulk transfers over direct connections too.
 
-A channel to a peer is made at once and dials on demand, so nothing waits for a peer that is not there. Flow control is
-gRPC's inside a connection and the sockets' around it; the deadline of each call is the caller's, and enforced by gRPC
-whatever the other side does.
+Creating a channel to a peer returns at once; the channel dials on demand, so nothing waits for an absent peer. gRPC
+does flow control inside a connection, and the sockets do it around the connection. The caller sets the deadline of each
+call, and gRPC enforces it whatever the other side does.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ __all__ = ["UNKNOWN_CALLER", "Transport", "caller"]
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/murmur/grpc/1"
-MAX_PEERS = 8192  # whose addresses are remembered
-MAX_ADDRESSES = 8  # of one peer
+MAX_PEERS = 8192  # peers whose addresses are remembered
+MAX_ADDRESSES = 8  # addresses per peer
 STOP_SECONDS = 10.0
-MAX_OUTBOUND_BRIDGES = 128  # of which each holds a socket; beyond, those without a connection are closed
-FAILING_CALL_SECONDS = 1.0  # for calls that are failing already to say so
+MAX_OUTBOUND_BRIDGES = 128  # each holds a socket; above this, bridges without a connection are closed
+FAILING_CALL_SECONDS = 1.0  # grace for calls that are already failing to return their error
 
 COMMON_OPTIONS = {
     "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
     "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
     "grpc.max_metadata_size": 16 * 1024,
-    # A peer that vanished is found by pings. An upload may queue ahead of one: minutes on a slow link.
+    # Pings detect a peer that vanished. On a slow link an upload may queue ahead of a ping for minutes.
     "grpc.keepalive_time_ms": 30_000,
     "grpc.keepalive_timeout_ms": 60_000,
 }
@@ -51,12 +51,12 @@ CHANNEL_OPTIONS = COMMON_OPTIONS | {
     "grpc.use_local_subchannel_pool": 1,
     "grpc.client_idle_timeout_ms": 60_000,
     "grpc.initial_reconnect_backoff_ms": 250,
-    "grpc.min_reconnect_backoff_ms": 15_000,  # also how long one attempt may take: longer than our own dial
+    "grpc.min_reconnect_backoff_ms": 15_000,  # also the limit of one attempt, so it must exceed our own dial timeout
     "grpc.max_reconnect_backoff_ms": 5_000,
     "grpc.enable_http_proxy": 0,
 }
 SERVER_OPTIONS = COMMON_OPTIONS | {
-    # Calls of one connection; with the tunnels of one peer, a cap by caller: each may be kept waiting with a megabyte.
+    # Calls per connection. Times the streams per peer, this caps calls by caller: each may hold up to a megabyte.
     "grpc.max_concurrent_streams": 16,
     "grpc.max_connection_idle_ms": 120_000,
     "grpc.http2.min_ping_interval_without_data_ms": 10_000,
@@ -64,16 +64,16 @@ SERVER_OPTIONS = COMMON_OPTIONS | {
 }
 
 AddServicer = Callable[[Any], None]  # adds a servicer to a server
-ChannelUse = Literal["words", "bulk"]
+ChannelUse = Literal["small", "bulk"]
 
 
 class Transport:
-    """The network side of a node. Made by `create`, used after `open`; everything it made is gone after `stop`."""
+    """The network side of a node: created by `create`, usable after `open`, and fully released by `stop`."""
 
     def __init__(self, identity: Identity, identity_path: Path, folder: SocketFolder, limits: ConnectionLimits) -> None:
         self.peer_id: PeerId = identity.peer_id
         self.traffic = TrafficCounter()
-        self.listener: TlsListener | None = None  # for direct connections, where they are taken
+        self.listener: TlsListener | None = None  # accepts direct connections; `None` if this node takes none
         self._identity = identity
         self._identity_path = identity_path
         self._sockets = folder
@@ -92,9 +92,12 @@ class Transport:
 
     @classmethod
     def create(cls, identity_path: Path, folder: Path, limits: ConnectionLimits | None = None) -> Self:
-        """Not on the network yet; channels made now dial later. `folder` is the node's, used by one process at a time.
+        """Create a transport that is not on the network yet; channels made before `open` dial later.
 
-        Raises IdentityError, AlreadyRunningError or StorageError.
+        Only one process at a time may use the node's `folder`.
+
+        Raises:
+            IdentityError, AlreadyRunningError, StorageError: The key or the folder cannot be used.
         """
         identity = Identity.load_or_create(identity_path)
         self = cls(identity, identity_path, SocketFolder.create(folder), limits or ConnectionLimits())
@@ -106,7 +109,7 @@ class Transport:
 
     @classmethod
     async def start(cls, identity_path: Path, folder: Path, services: Sequence[AddServicer], **options: Any) -> Self:
-        """`create` and `open` in one, for those whose services need no transport."""
+        """Create and open a transport whose services do not need the transport themselves."""
         self = cls.create(identity_path, folder, options.pop("limits", None))
         await self.open(services, **options)
         return self
@@ -119,10 +122,13 @@ class Transport:
         relays: Sequence[str] = (),
         direct: int | None = None,
     ) -> None:
-        """Serve and be reachable; dials nobody. `services` add their servicers to gRPC's server.
+        """Serve calls and become reachable, without dialling anyone.
 
-        `direct`: the port for direct connections, on the hosts of `listen`; 0 is a free one, None takes none.
-        Each call that a servicer receives carries its caller: see `caller`. Raises TransportError.
+        `services` add their servicers to a gRPC server; a servicer learns its caller from `caller`. `direct` is the
+        port for direct connections on the hosts of `listen`: 0 picks a free port, `None` disables them.
+
+        Raises:
+            TransportError: p2pd or a listener cannot be started.
         """
         options = P2pdOptions(self._identity_path, tuple(listen), tuple(announce), tuple(relays))
         try:
@@ -132,35 +138,35 @@ class Transport:
             raise
 
     async def _open(self, options: P2pdOptions, services: Sequence[AddServicer], direct: int | None) -> None:
-        server_path, entrance_path = self._folder / "server.sock", self._folder / "in.sock"
+        server_path, inbound_path = self._folder / "server.sock", self._folder / "in.sock"
         server = grpc.aio.server(options=list(SERVER_OPTIONS.items()))
         for service in services:
             service(server)
         server.add_insecure_port(f"unix:{server_path}")
         self._stack.push_async_callback(server.stop, grace=0.5)
         await server.start()
-        entrance = InboundBridge(entrance_path, server_path, self._supervisor)
-        await entrance.open()
-        self._stack.callback(entrance.close)
+        inbound = InboundBridge(inbound_path, server_path, self._supervisor)
+        await inbound.open()
+        self._stack.callback(inbound.close)
         if direct is not None:
             await self._open_listener(services, _hosts_of(options.listen), direct)
-        self._started_p2pd = await P2pd.start(options, self._folder, {PROTOCOL: entrance_path})
+        self._started_p2pd = await P2pd.start(options, self._folder, {PROTOCOL: inbound_path})
         self._stack.push_async_callback(self._started_p2pd.stop)
 
     async def _open_listener(self, services: Sequence[AddServicer], hosts: Sequence[str], port: int) -> None:
-        desk = RpcServer(self._supervisor)
+        server = RpcServer(self._supervisor)
         for service in services:
-            service(desk)
-        self.listener = door = TlsListener(self._identity, desk.serve_peer, self._direct_limits)
-        self._stack.push_async_callback(door.close)
+            service(server)
+        self.listener = listener = TlsListener(self._identity, server.serve_peer, self._direct_limits)
+        self._stack.push_async_callback(listener.close)
 
-        async def claim() -> None:
-            door.listen(hosts, port)
+        async def bind() -> None:
+            listener.listen(hosts, port)
 
-        await retry_while_port_taken(claim)
+        await retry_while_port_taken(bind)
 
     async def stop(self) -> None:
-        """Within STOP_SECONDS; a second call does nothing."""
+        """Release everything within STOP_SECONDS; a second call does nothing."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self._stack.aclose()
@@ -175,7 +181,7 @@ class Transport:
 
     @property
     def p2p(self) -> Any:
-        """hivemind's P2P on our p2pd; another one after each restart of p2pd (see `on_restart`)."""
+        """Return hivemind's P2P on our p2pd; each restart of p2pd replaces it (see `on_restart`)."""
         return self._p2pd.p2p
 
     @property
@@ -183,7 +189,7 @@ class Transport:
         return self._p2pd.pid
 
     def on_restart(self, callback: Callable[[], None]) -> None:
-        """Called when p2pd has died and lives again; `p2p` is new, and known addresses are dialled on demand."""
+        """Call `callback` after each restart of p2pd; `p2p` is new then, and known peers are redialled on demand."""
         self._p2pd.on_restart(callback)
 
     @property
@@ -200,41 +206,49 @@ class Transport:
 
     @property
     def direct_port(self) -> int:
-        """At which direct connections are taken; 0: none are."""
+        """Return the port for direct connections, or 0 if this node takes none."""
         return self.listener.port if self.listener else 0
 
     @property
     def direct_refusals(self) -> Mapping[str, int]:
-        """Direct connections that were not taken, by reason."""
+        """Return the number of refused direct connections by reason."""
         return self.listener.refusals if self.listener else {}
 
     @property
     def refusals(self) -> Mapping[str, int]:
-        """Streams that were not taken, or cut, by reason."""
+        """Return the number of refused or cut streams by reason."""
         return self._supervisor.refusals
 
     async def addresses(self) -> tuple[str, ...]:
-        """Where others can reach us: multiaddresses with /p2p/. TransportError while p2pd is being restarted."""
+        """Return the multiaddresses, ending in /p2p/<peer id>, at which others reach us.
+
+        Raises:
+            TransportError: p2pd is being restarted.
+        """
         _, addresses = await self._p2pd.client.identify()
         return tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
 
     async def remote_addresses(self, peer: PeerId) -> tuple[str, ...]:
-        """Where a peer that we are connected with seems to be: what a network between us shows of it."""
+        """Return the remote ends of our connections with a peer, as seen through any NAT in between."""
         return await self._p2pd.client.remote_addresses(peer)
 
     def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None:
-        """Remember how `peer` is reached, instead of what was known; dials nothing. MalformedError: an address is none.
-        Who is heard of may have come back: what failed a moment ago is tried again by the next call.
+        """Replace the known addresses of `peer` without dialling it.
 
-        Addresses are multiaddresses that end in /p2p/<peer id>; at their hosts it takes direct connections, if at all.
+        `addresses` are multiaddresses that end in /p2p/<peer id>; the peer takes direct connections at `direct_port`
+        of their hosts, or none if it is 0. News of a peer may mean that it is back, so channels that failed a moment
+        ago are closed and the next call dials again.
+
+        Raises:
+            MalformedError: An address is invalid, or belongs to another peer.
         """
         if len(addresses) > MAX_ADDRESSES:
             raise MalformedError(f"{peer} has more than {MAX_ADDRESSES} addresses")
         split = [split_address(address) for address in addresses]
         if any(owner != peer for owner, _ in split):
             raise MalformedError(f"an address of {peer} belongs to another peer")
-        ways = self._addresses[peer] = tuple(way for _, way in split)
-        self.bulk.set_endpoint(peer, Endpoint(_hosts_of(ways), direct_port) if direct_port else None)
+        routes = self._addresses[peer] = tuple(route for _, route in split)
+        self.bulk.set_endpoint(peer, Endpoint(_hosts_of(routes), direct_port) if direct_port else None)
         self._addresses.move_to_end(peer)
         if len(self._addresses) > MAX_PEERS:
             self._addresses.popitem(last=False)
@@ -243,49 +257,56 @@ class Transport:
                 self._supervisor.spawn(self._outbound_bridges.pop(key).close(FAILING_CALL_SECONDS))
 
     def forget(self, peer: PeerId) -> None:
-        """Drop its addresses and cut everything between us; it may come again. Its channel is closed."""
+        """Forget a peer's addresses, cut all connections with it and close its channels; it may be introduced again."""
         self._addresses.pop(peer, None)
         self._supervisor.cut_peer(peer)
         self.bulk.forget(peer)
-        exits = [self._outbound_bridges.pop(key) for key in list(self._outbound_bridges) if key[0] == peer]
-        self._supervisor.spawn(self._disconnect(peer, exits))
+        bridges = [self._outbound_bridges.pop(key) for key in list(self._outbound_bridges) if key[0] == peer]
+        self._supervisor.spawn(self._disconnect(peer, bridges))
 
     async def _disconnect(self, peer: PeerId, bridges: Sequence[OutboundBridge]) -> None:
-        for way_out in bridges:
-            await way_out.close()
+        for bridge in bridges:
+            await bridge.close()
         try:
             await self._p2pd.client.disconnect(peer)
         except (UnreachableError, TransportError) as error:
             logger.info("cannot disconnect from %s: %s", peer, error)
 
     async def connect(self, address: str, timeout: float) -> PeerId:
-        """Dial within `deadline` seconds, and remember the address. UnreachableError names the address and why."""
+        """Dial within `timeout` seconds and remember the address; UnreachableError names the address and the reason."""
         try:
-            peer, way = split_address(address)
-            await self._p2pd.client.connect(peer, (way,), timeout)
+            peer, route = split_address(address)
+            await self._p2pd.client.connect(peer, (route,), timeout)
         except MurmurError as error:
             raise UnreachableError(f"cannot reach {address}: {error}") from error
-        if way not in self._addresses.get(peer, ()):
+        if route not in self._addresses.get(peer, ()):
             known = [f"{other}/p2p/{peer}" for other in self._addresses.get(peer, ())]
             self.introduce(peer, [address, *known][:MAX_ADDRESSES])
         return peer
 
     def channel(self, peer: PeerId) -> grpc.aio.Channel:
-        """The one channel for small calls, until `forget`. They fail as UNAVAILABLE where `peer` cannot be reached."""
-        return self._channel(peer, "words")
+        """Return the channel for small calls, valid until `forget`.
+
+        Calls fail as UNAVAILABLE if the peer cannot be reached.
+        """
+        return self._channel(peer, "small")
 
     def idle_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
-        """A direct connection for one small call, where one is open and without work: by the channel its bytes would
-        go through two more processes."""
+        """Lend an open, idle direct connection for one small call, or None.
+
+        A direct connection saves the two extra processes that a libp2p channel's bytes pass through.
+        """
         return self.bulk.idle_channel(peer)
 
     def fallback_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
-        """A direct connection for one small call, where such a path stands: for when the channel fails. It may queue
-        behind bulk."""
+        """Lend a direct connection for one small call that failed by libp2p, or None if there is no direct path.
+
+        The call may queue behind bulk transfers.
+        """
         return self.bulk.fallback_channel(peer)
 
     def bulk_channel(self, peer: PeerId) -> grpc.aio.Channel:
-        """The libp2p side of `bulk`: in a tunnel of their own, calls that move much queue before no small one."""
+        """Return the libp2p channel for bulk calls; its own tunnel keeps them from queueing ahead of small calls."""
         return self._channel(peer, "bulk")
 
     def _channel(self, peer: PeerId, use: ChannelUse) -> grpc.aio.Channel:
@@ -297,7 +318,10 @@ class Transport:
         return self._outbound_bridges[peer, use].channel
 
     def _close_unused_bridges(self) -> None:
-        """Of the older half: nobody else closes those of peers that never answered, or left before they were called."""
+        """Close the unconnected bridges in the older half.
+
+        Nothing else closes the bridges of peers that never answered, or that left before they were called.
+        """
         for key in list(self._outbound_bridges)[: MAX_OUTBOUND_BRIDGES // 2]:
             if not self._outbound_bridges[key].is_connected:
                 self._supervisor.spawn(self._outbound_bridges.pop(key).close(FAILING_CALL_SECONDS))
@@ -308,17 +332,17 @@ class Transport:
         return OutboundBridge(peer, path, dial, self._supervisor, list(CHANNEL_OPTIONS.items()))
 
     async def _dial(self, peer: PeerId) -> Stream:
-        control, addresses = self._p2pd.client, self._addresses.get(peer)
+        client, addresses = self._p2pd.client, self._addresses.get(peer)
         if addresses:
-            await control.connect(peer, addresses, self._limits.dial)
-        return await control.open_stream(peer, PROTOCOL, self._limits.dial)
+            await client.connect(peer, addresses, self._limits.dial)
+        return await client.open_stream(peer, PROTOCOL, self._limits.dial)
 
     async def _close_bridges(self) -> None:
         while self._outbound_bridges:
-            _, way_out = self._outbound_bridges.popitem()
-            await way_out.close()
+            _, bridge = self._outbound_bridges.popitem()
+            await bridge.close()
 
 
 def _hosts_of(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Of multiaddresses that begin with a host, each once; a circuit's host is the relay's."""
-    return tuple(dict.fromkeys(way.split("/")[2] for way in addresses if CIRCUIT_MARKER not in way))
+    """Return the distinct hosts of multiaddresses, without circuit addresses, whose host is the relay's."""
+    return tuple(dict.fromkeys(route.split("/")[2] for route in addresses if CIRCUIT_MARKER not in route))

@@ -44,7 +44,7 @@ async def test_a_port_that_is_let_go_is_waited_for(
     port = held.getsockname()[1]
     asking = asyncio.create_task(reuse_last_port(resumed(tmp_path, port), LISTEN))
     async with asyncio.timeout(30):
-        while "which was ours; it is tried again" not in caplog.text:
+        while "which was ours; trying again" not in caplog.text:
             await asyncio.sleep(0.02)
     held.close()
     assert await asyncio.wait_for(asking, 30) == (f"/ip4/127.0.0.1/tcp/{port}", LISTEN[1])

@@ -1,7 +1,7 @@
-"""What we ask p2pd over its control socket: who am I, connect, disconnect, open a stream, hand over incoming streams.
+"""Requests to p2pd over its control socket: identify, connect, disconnect, open streams, accept streams.
 
-The messages are hivemind's `p2pd_pb2`, each behind its length as a varint. hivemind's own client has no deadlines, and
-a request given up leaves its socket half open for ever; here each request is bounded and closes what it opened.
+The messages are hivemind's `p2pd_pb2`, each preceded by its length as a varint. hivemind's own client has no deadlines,
+and a cancelled request leaves its socket half open for ever; here each request has a deadline and closes its socket.
 """
 
 import asyncio
@@ -20,41 +20,42 @@ from hivemind.utils.multiaddr import Multiaddr
 from protocol.errors import MalformedError, TransportError, UnreachableError
 from protocol.identity import PeerId, public_key
 
-BUFFER_BYTES = 256 * 1024  # what a reader holds at most is twice this
-REPLY_SECONDS = 10.0  # p2pd answers what needs no network at once
-MAX_ERROR_CHARACTERS = 300  # characters
-OWN_ADDRESS_ERROR = (
-    "dial to self attempted"  # of no use beside others: behind routers, peers often have an address in common
-)
+BUFFER_BYTES = 256 * 1024  # a reader holds at most twice this
+REPLY_SECONDS = 10.0  # p2pd answers requests that need no network at once
+MAX_ERROR_CHARACTERS = 300
+OWN_ADDRESS_ERROR = "dial to self attempted"  # omitted next to other errors: peers behind routers often share addresses
 KNOWN_ERRORS: Final = MappingProxyType(
     {"dial backoff": "nothing answered there a moment ago", OWN_ADDRESS_ERROR: "its address is one of ours"}
 )
 MAX_ADDRESS_LENGTH = 512
-P2P_CODE = b"\xa5\x03"  # of a multiaddress's /p2p/ part
+P2P_CODE = b"\xa5\x03"  # multicodec of the /p2p/ part of a multiaddress
 HOST_PROTOCOLS = ("ip4", "ip6", "dns", "dns4", "dns6")
 
 
 class Stream(NamedTuple):
-    """Two directions of bytes."""
+    """A bidirectional byte stream."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
 
 class P2pdClient:
-    """p2pd at the other end of a Unix socket. TransportError: it does not answer. UnreachableError: it says no."""
+    """Client of the p2pd at a Unix socket.
+
+    Raises TransportError if p2pd does not answer, and UnreachableError if it refuses.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
-        """Our peer id and our addresses, without /p2p/."""
+        """Return our peer id and our addresses, without /p2p/."""
         answer = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), REPLY_SECONDS)
         addresses = tuple(str(Multiaddr(address)) for address in answer.identify.addrs)
         return base58.b58encode(answer.identify.id).decode(), addresses
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], timeout: float) -> None:
-        """Returns at once where a connection exists; `deadline` in seconds from now."""
+        """Connect to a peer within `timeout` seconds; return at once if a connection exists."""
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.CONNECT,
             connect=p2pd_pb2.ConnectRequest(
@@ -73,13 +74,13 @@ class P2pdClient:
         await self._request(request, REPLY_SECONDS)
 
     async def remote_addresses(self, peer: PeerId) -> tuple[str, ...]:
-        """The other ends of the connections that we have with a peer now, as they look from here."""
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
-        answer, wanted = await self._request(request, REPLY_SECONDS), base58.b58decode(peer)
-        return tuple(str(Multiaddr(way)) for found in answer.peers if found.id == wanted for way in found.addrs)
+        """Return the remote ends of our present connections with a peer, as they look from here."""
+        answer = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), REPLY_SECONDS)
+        raw_id = base58.b58decode(peer)
+        return tuple(str(Multiaddr(raw)) for found in answer.peers if found.id == raw_id for raw in found.addrs)
 
     async def register_stream_handler(self, protocol: str, listener: Path) -> None:
-        """From now on p2pd connects to `listener` for each incoming stream; see `accept`."""
+        """Ask p2pd to connect to `listener` for each incoming stream; see `read_stream_peer`."""
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_HANDLER,
             streamHandler=p2pd_pb2.StreamHandlerRequest(
@@ -104,7 +105,7 @@ class P2pdClient:
         return answer
 
     async def _connect_and_request(self, request: Any, timeout: float) -> tuple[Stream, Any]:
-        """The answer, and the socket on which it came; every other outcome closes the socket."""
+        """Return the answer and its open socket; on failure close the socket."""
         answer = p2pd_pb2.Response()
         stream: Stream | None = None
         try:
@@ -120,13 +121,13 @@ class P2pdClient:
             if isinstance(error, TimeoutError):
                 raise UnreachableError(f"no answer within {timeout:g} s") from error
             if isinstance(error, OSError | EOFError):
-                raise TransportError("p2pd does not answer; it is being started again") from error
+                raise TransportError("p2pd does not answer; it is being restarted") from error
             raise
         return stream, answer
 
 
 async def read_stream_peer(stream: Stream) -> PeerId:
-    """Read who opened a stream that p2pd hands over. MalformedError: a peer without an Ed25519 key."""
+    """Read the peer that opened a stream from p2pd; raise MalformedError if it has no Ed25519 key."""
     information = p2pd_pb2.StreamInfo()
     async with asyncio.timeout(REPLY_SECONDS):
         await read_pbmsg_safe(stream.reader, information)
@@ -136,7 +137,7 @@ async def read_stream_peer(stream: Stream) -> PeerId:
 
 
 def summarize_error(message: str) -> str:
-    """What p2pd says, in one line; of dials that failed only what came of each."""
+    """Shorten p2pd's error to one line; of failed dials keep only the distinct reasons."""
     line = " ".join(message.split())
     if "all dials failed" not in line:
         return line[:MAX_ERROR_CHARACTERS]
@@ -147,9 +148,12 @@ def summarize_error(message: str) -> str:
 
 
 def _encode_address(address: str) -> bytes:
-    """For p2pd. hivemind writes a peer id in the middle of an address as a CID, which p2pd's Go cannot read."""
-    way, *relays = address.split("/p2p/")
-    encoded: bytes = Multiaddr(way).to_bytes()
+    """Encode an address for p2pd.
+
+    hivemind encodes a peer id in the middle of an address as a CID, which p2pd's Go cannot read.
+    """
+    route, *relays = address.split("/p2p/")
+    encoded: bytes = Multiaddr(route).to_bytes()
     for relay in relays:
         peer, _, rest = relay.partition("/")
         identity = base58.b58decode(peer)
@@ -159,14 +163,16 @@ def _encode_address(address: str) -> bytes:
 
 
 def split_address(address: str) -> tuple[PeerId, str]:
-    """Peer id and the way to it, of a multiaddress that ends in /p2p/<peer id>. MalformedError for anything else."""
-    way, separator, peer = address.rpartition("/p2p/")
+    """Split a multiaddress that ends in /p2p/<peer id> into the peer id and the part before it.
+
+    Raises:
+        MalformedError: The address is invalid, or p2pd could not encode it.
+    """
+    route, separator, peer = address.rpartition("/p2p/")
     if not separator or len(address) > MAX_ADDRESS_LENGTH:
         raise MalformedError(f"{address[:100]!r} is not a peer's address: it must end in /p2p/<peer id>")
     public_key(peer)
     with suppress(ValueError, LookupError):
-        if Multiaddr(way).protocols()[0].name in HOST_PROTOCOLS and _encode_address(
-            way
-        ):  # what cannot be encoded is refused here
-            return peer, way
-    raise MalformedError(f"{address[:100]!r} does not begin with a way to a host, like /ip4/192.0.2.1/tcp/4001")
+        if Multiaddr(route).protocols()[0].name in HOST_PROTOCOLS and _encode_address(route):
+            return peer, route
+    raise MalformedError(f"{address[:100]!r} does not begin with a host and port, like /ip4/192.0.2.1/tcp/4001")

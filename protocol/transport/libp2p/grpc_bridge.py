@@ -1,8 +1,9 @@
-"""Where gRPC meets the tunnels: one entrance for all callers, and exits to the peers that we call.
+"""Bridges between gRPC and the tunnels: one inbound bridge for all callers, and an outbound bridge per called peer.
 
-gRPC's server listens on a Unix socket in a private folder. The entrance connects to it once for each incoming stream
-whose peer is proved, from a socket bound to the abstract name `\\0murmur/<peer id>/<random>`: gRPC shows that name to
-the servicer as its peer, so the caller's authenticated identity arrives with no more ado. The folder keeps others out.
+gRPC's server listens on a Unix socket in a private folder. For each incoming stream whose peer is authenticated, the
+inbound bridge connects to it once, from a socket bound to the abstract name `\\0murmur/<peer id>/<random>`. gRPC shows
+that name to the servicer as its peer, so the servicer learns the caller's authenticated identity. The permissions of
+the folder keep other users out.
 """
 
 import asyncio
@@ -23,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 SOCKET_NAMESPACE = "murmur"
 Dial = Callable[[PeerId], Awaitable[Stream]]
-UNKNOWN_CALLER = "somebody unknown"  # stands for a caller without an identity, in logs
+UNKNOWN_CALLER = "somebody unknown"  # a caller without an identity, in logs
 
 
 def caller(context: grpc.aio.ServicerContext) -> PeerId:
-    """The authenticated peer id of an incoming call. MalformedError: it did not come through the entrance."""
+    """Return the authenticated peer id of an incoming call, or raise MalformedError if it has none."""
     scheme, _, name = str(context.peer()).partition(":")
     parts = name.split("/")
     if scheme != "unix-abstract" or len(parts) != 3 or parts[0] != SOCKET_NAMESPACE:
@@ -37,7 +38,7 @@ def caller(context: grpc.aio.ServicerContext) -> PeerId:
 
 
 class InboundBridge:
-    """Listens on `path`, to which p2pd connects for each incoming stream; `server` is gRPC's socket."""
+    """Listens on `path`, to which p2pd connects for each incoming stream; `server` is the path of gRPC's socket."""
 
     def __init__(self, path: Path, server: Path, supervisor: ConnectionSupervisor) -> None:
         self._path = path
@@ -58,7 +59,7 @@ class InboundBridge:
             peer = await read_stream_peer(far)
         except MalformedError as error:
             self._supervisor.refusals["malformed stream"] += 1
-            logger.warning("refusing a stream: %s", error)
+            logger.warning("refusing an incoming stream: %s", error)
         except (OSError, EOFError) as error:
             self._supervisor.refusals["stream lost"] += 1
             logger.warning("an incoming stream was lost: %s", describe_error(error))
@@ -68,12 +69,12 @@ class InboundBridge:
             far.writer.transport.abort()
 
     async def _bridge_stream(self, peer: PeerId, far: Stream) -> None:
-        """Carry a stream of a peer who has proved its identity, as long as it lasts."""
+        """Carry a stream of an authenticated peer until it ends."""
         try:
             near = await self._connect_to_server(peer)
         except OSError as error:
             self._supervisor.refusals["stream not taken"] += 1
-            logger.warning("gRPC's server does not take a stream of %s: %s", peer, error)
+            logger.warning("gRPC's server refuses a stream of %s: %s", peer, error)
             return
         try:
             if self._supervisor.try_admit_stream(peer):
@@ -85,7 +86,7 @@ class InboundBridge:
         near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             near.setblocking(False)
-            # Random: abstract names are the whole machine's, and other nodes on it know the same peers.
+            # A random suffix, because all nodes on a machine share its abstract names and know the same peers.
             near.bind(f"\0{SOCKET_NAMESPACE}/{peer}/{secrets.token_hex(8)}")
             await asyncio.get_running_loop().sock_connect(near, str(self._server))
             return Stream(*await asyncio.open_unix_connection(sock=near, limit=BUFFER_BYTES))
@@ -95,7 +96,7 @@ class InboundBridge:
 
 
 class OutboundBridge:
-    """A Unix socket whose every connection is carried to one peer, and gRPC's channel to it."""
+    """A Unix socket whose connections are each tunnelled to one peer, and gRPC's channel to that socket."""
 
     def __init__(
         self, peer: PeerId, path: Path, dial: Dial, supervisor: ConnectionSupervisor, options: list[tuple[str, int]]
@@ -104,10 +105,10 @@ class OutboundBridge:
         self._path = path
         self._dial = dial
         self._supervisor = supervisor
-        self._last_error = ""  # that was told last: gRPC tries again and again
+        self._last_error = ""  # logged last; gRPC retries again and again
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(str(path))
-        listening.listen(4)  # gRPC may connect before the loop comes round to accept
+        listening.listen(4)  # gRPC may connect before the event loop accepts
         self._opening = asyncio.ensure_future(
             asyncio.start_unix_server(self._on_connection, sock=listening, limit=BUFFER_BYTES)
         )
@@ -115,12 +116,12 @@ class OutboundBridge:
 
     @property
     def has_failed(self) -> bool:
-        """Whether gRPC pauses after attempts that failed: seconds, in which calls fail unasked."""
+        """Return whether gRPC backs off after failed attempts; for some seconds all calls fail at once."""
         return self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
     @property
     def is_connected(self) -> bool:
-        """Or about to be."""
+        """Return whether a connection exists or is being established."""
         state = self.channel.get_state()
         return state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.CONNECTING)
 
@@ -138,13 +139,13 @@ class OutboundBridge:
             near.writer.transport.abort()
 
     def _log_unreachable(self, reason: str) -> None:
-        """Once, until it has been reached."""
+        """Log a failure at INFO once, and at DEBUG until the peer has been reached again."""
         level = logging.DEBUG if self._last_error else logging.INFO
         self._last_error = reason
         logger.log(level, "cannot reach %s: %s", self._peer, reason)
 
     async def close(self, grace: float | None = None) -> None:
-        """Calls that are open end as cancelled, but for what ends within `grace` seconds."""
+        """Cancel the open calls that do not end within `grace` seconds, and remove the socket."""
         (await self._opening).close()
         self._path.unlink(missing_ok=True)
         await self.channel.close(grace)

@@ -1,8 +1,8 @@
-"""p2pd (hivemind's libp2p daemon) as a supervised child.
+"""p2pd, hivemind's libp2p daemon, as a supervised child process.
 
-We start it ourselves instead of letting hivemind do so: it must die with us even by SIGKILL, start without seeds
-(dead ones would keep it from starting), neither open ports in a router nor relay much for strangers, and be
-started again when it dies. hivemind's `P2P` is attached to the running process afterwards.
+We start p2pd ourselves instead of letting hivemind do so, for these reasons: it must die with us even on SIGKILL; it
+must start without seeds, because a dead seed would prevent its start; it must neither open router ports nor relay much
+for strangers; and it must be restarted when it dies. hivemind's `P2P` is attached to the running process afterwards.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ from protocol.transport.libp2p.client import P2pdClient
 from protocol.transport.local_sockets import retry_while_port_taken
 
 logger = logging.getLogger(__name__)
-use_hivemind_log_handler("nowhere")  # its records go where ours go
+use_hivemind_log_handler("nowhere")  # its records propagate to our handlers
 
 BINARY = Path(hivemind.hivemind_cli.__file__).with_name("p2pd")
 START_SECONDS = 15.0
 STOP_SECONDS = 3.0
-MIN_RESTART_DELAY_SECONDS = 0.1  # seconds before a restart; doubles up to
+MIN_RESTART_DELAY_SECONDS = 0.1  # doubles with each restart up to the maximum
 MAX_RESTART_DELAY_SECONDS = 30.0
-STABLE_SECONDS = 60.0  # after this long alive, the next death counts as the first
+STABLE_SECONDS = 60.0  # after this uptime the next death counts as the first
 
-# It would call from the port on which it listens. Two that call each other at the same moment, as all do who learn of a
-# decision together on a long line, then have one connection instead of two, in which both want to be the caller: it
-# fails, and for seconds neither tries again (go-libp2p, issue 2925).
+# By default p2pd dials from the port on which it listens. Two peers that dial each other at the same moment, as all do
+# when they learn of a decision together over a long link, would then share one connection in which both want to be the
+# dialler. It fails, and for seconds neither tries again (go-libp2p, issue 2925).
 ENVIRONMENT: Final = {"GOLOG_LOG_LEVEL": "error", "LIBP2P_TCP_REUSEPORT": "false"}
 
-# Runs between fork and p2pd, in its own interpreter: code of ours between fork and exec could deadlock on a lock that
-# a gRPC thread held. PR_SET_PDEATHSIG is 1. The check catches a parent that died before the call.
+# Runs between fork and p2pd in its own interpreter, because our code between fork and exec could deadlock on a lock
+# that a gRPC thread held. PR_SET_PDEATHSIG is 1. The check catches a parent that died before the call.
 LAUNCHER = """
 import ctypes, os, signal, sys
 if ctypes.CDLL(None).prctl(1, int(signal.SIGKILL)) or os.getppid() != int(sys.argv[1]):
@@ -55,16 +55,16 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True)
 class P2pdOptions:
-    """How p2pd is reached. Addresses are multiaddresses; port 0 is chosen once and kept over restarts."""
+    """Addresses of p2pd as multiaddresses; a port 0 is chosen once and kept over restarts."""
 
     identity_path: Path
     listen: tuple[str, ...]
     announce: tuple[str, ...] = ()
-    relays: tuple[str, ...] = ()  # who may relay to us, where nobody can call us
+    relays: tuple[str, ...] = ()  # peers that may relay to us if nobody can reach us directly
 
 
 class P2pd:
-    """The living p2pd. `p2p` and `control` change at a restart.
+    """The running p2pd; `p2p` and `client` serve the current process and change at a restart.
 
     The thread that calls `start` must live on: the kernel ties p2pd to the thread that started it.
     """
@@ -85,10 +85,13 @@ class P2pd:
 
     @classmethod
     async def start(cls, options: P2pdOptions, folder: Path, streams: Mapping[str, Path]) -> Self:
-        """`streams`: where p2pd shall connect to for incoming streams, by protocol name.
+        """Start p2pd in a private folder with a short path.
 
-        `folder` is private and its path short. PortTakenError: after some seconds
-        its port is still another's. TransportError: p2pd cannot be started, and its last words.
+        `streams` maps protocol names to the Unix sockets to which p2pd connects for incoming streams.
+
+        Raises:
+            PortTakenError: The port is still taken after some seconds.
+            TransportError: p2pd cannot be started; the message includes its last output.
         """
         self = cls(options, folder, streams)
         try:
@@ -105,11 +108,11 @@ class P2pd:
         return self._process.pid
 
     def on_restart(self, callback: Callable[[], None]) -> None:
-        """Called after each restart, when `p2p` is the new one."""
+        """Call `callback` after each restart, once `p2p` is the new one."""
         self._callbacks.append(callback)
 
     async def stop(self) -> None:
-        """Bounded by a few seconds; leaves no process."""
+        """Stop p2pd within a few seconds, killing it if necessary."""
         if self._supervisor:
             self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
@@ -119,16 +122,16 @@ class P2pd:
         delay, loop = MIN_RESTART_DELAY_SECONDS, asyncio.get_running_loop()
         while True:
             assert self._process
-            began = loop.time()
+            started = loop.time()
             code = await self._process.wait()
-            delay = MIN_RESTART_DELAY_SECONDS if loop.time() - began > STABLE_SECONDS else delay
-            logger.warning("p2pd ended with code %s; it is started again", code)
+            delay = MIN_RESTART_DELAY_SECONDS if loop.time() - started > STABLE_SECONDS else delay
+            logger.warning("p2pd exited with code %s; restarting it", code)
             await self._stop_process()
             while not await self._try_relaunch(delay):
                 delay = min(2 * delay, MAX_RESTART_DELAY_SECONDS)
             delay = min(2 * delay, MAX_RESTART_DELAY_SECONDS)
             for callback in self._callbacks:
-                asyncio.get_running_loop().call_soon(callback)  # its failure must not end this loop
+                asyncio.get_running_loop().call_soon(callback)  # not called here: its failure must not end this loop
 
     async def _try_relaunch(self, delay: float) -> bool:
         await asyncio.sleep(delay)
@@ -136,12 +139,12 @@ class P2pd:
             await self._launch_or_clean_up()
         except TransportError as error:
             logger.warning("%s; next attempt in %.1f s", error, min(2 * delay, MAX_RESTART_DELAY_SECONDS))
-            self._listen = self._options.listen  # the port that was ours may be another's by now
+            self._listen = self._options.listen  # another program may have taken our chosen port
             return False
         return True
 
     async def _launch_or_clean_up(self) -> None:
-        """Or nothing is left of the attempt."""
+        """Launch p2pd, or leave nothing of a failed attempt."""
         try:
             await self._launch()
         except TransportError:
@@ -149,28 +152,28 @@ class P2pd:
             raise
 
     async def _launch(self) -> None:
-        (self._folder / "p2pd.sock").unlink(missing_ok=True)  # a killed p2pd leaves it
+        (self._folder / "p2pd.sock").unlink(missing_ok=True)  # left by a killed p2pd
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self._spawn()
                 await self._attach()
         except TimeoutError as error:
             raise TransportError(
-                f"p2pd is not up after {START_SECONDS:g} s; close programs that keep the machine busy, and try again"
+                f"p2pd is not ready after {START_SECONDS:g} s; close programs that keep the machine busy and try again"
             ) from error
         except OSError as error:
-            raise TransportError(f"p2pd cannot be started: {error}; install hivemind again") from error
+            raise TransportError(f"p2pd cannot be started: {error}; reinstall hivemind") from error
         except (EOFError, P2PDaemonError, UnreachableError) as error:
             listen = ", ".join(self._listen)
             if "address already in use" in str(error):
-                raise PortTakenError(f"another program has {listen}; give another --listen") from error
+                raise PortTakenError(f"another program uses {listen}; choose another --listen") from error
             raise TransportError(
-                f"p2pd ended: {error}; give another --listen than {listen}, or restore the key"
+                f"p2pd exited: {error}; choose another --listen than {listen}, or restore the key"
             ) from error
 
     async def _spawn(self) -> None:
         launcher = (sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()))
-        # Its own process group: a Ctrl-C in the terminal is for us, and we still need p2pd to say goodbye.
+        # A process group of its own: Ctrl-C in the terminal is for us, and we still need p2pd to say goodbye.
         self._process = await asyncio.create_subprocess_exec(
             *launcher,
             *command_line(self._options, self._listen, self._folder),
@@ -190,7 +193,7 @@ class P2pd:
         self._listen = with_bound_ports(self._listen, addresses)
         for protocol, listener in self._streams.items():
             await self.client.register_stream_handler(protocol, listener)
-        # hivemind puts a socket of its own into /tmp, unless told a better place.
+        # By default hivemind puts a socket of its own into /tmp.
         attached: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._folder}/"})
         self.p2p = await attached.replicate(Multiaddr(f"/unix{self._folder}/p2pd.sock"))
 
@@ -208,23 +211,23 @@ class P2pd:
                 with suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-        if self._output_task:  # its end is also when asyncio lets go of the process
+        if self._output_task:  # asyncio releases the process only when this task ends
             await asyncio.wait({self._output_task}, timeout=STOP_SECONDS)
             self._output_task.cancel()
 
 
 def command_line(options: P2pdOptions, listen: tuple[str, ...], folder: Path) -> list[str]:
-    """p2pd's command line. Whatever has a default that reaches out or lets in is set."""
+    """Return p2pd's command line; it overrides each default that would contact or admit strangers."""
     flags = {
         "id": options.identity_path.absolute(),
         "listen": f"/unix{folder}/p2pd.sock",
         "hostAddrs": ",".join(listen),
-        "b": 0,  # no seeds: one that is dead would end p2pd
-        "dhtServer": 1,  # finds addresses of peers that hivemind's DHT names by id only
+        "b": 0,  # no seeds: a dead one would end p2pd
+        "dhtServer": 1,  # finds addresses of peers that hivemind's DHT names only by id
         "natPortMap": 0,
         "autonat": 0,
         "autoRelay": int(bool(options.relays)),
-        # Dials circuits. Whatever is said here, p2pd also carries those of others, each for two minutes and 128 KiB.
+        # Enables dialling through relays. p2pd also relays for others regardless, each for two minutes and 128 KiB.
         "relay": 1,
         "relayService": 0,
         "relayDiscovery": 0,
@@ -241,26 +244,26 @@ def command_line(options: P2pdOptions, listen: tuple[str, ...], folder: Path) ->
 
 
 def with_bound_ports(listen: tuple[str, ...], addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """`listen` with each port 0 replaced by the one that was given, so that a restart keeps our addresses true."""
+    """Replace each port 0 in `listen` by the bound port, so that a restart keeps our addresses valid."""
     pattern = re.compile(r"/(ip[46])/[^/]+/(tcp|udp)/([0-9]+)")
     ports = {match[1] + match[2]: match[3] for match in map(pattern.match, addresses) if match}
 
-    def kept(address: str) -> str:
+    def bind(address: str) -> str:
         match = pattern.match(address)
         if not match or match[3] != "0":
             return address
         return address[: match.start(3)] + ports.get(match[1] + match[2], "0") + address[match.end(3) :]
 
-    return tuple(map(kept, listen))
+    return tuple(map(bind, listen))
 
 
 async def _read_output(output: asyncio.StreamReader, ready: asyncio.Future[None]) -> None:
-    """p2pd blocks when nobody reads; its last line is the reason where it ends before it is ready."""
-    last = "it said nothing"
+    """Read p2pd's output, because it blocks otherwise; report the last line if it exits before it is ready."""
+    last = "no output"
     while True:
         try:
             line = await output.readline()
-        except ValueError:  # longer than the reader's limit, which it has dropped
+        except ValueError:  # a line longer than the reader's limit, which the reader has dropped
             continue
         if not line:
             break

@@ -1,1 +1,1 @@
-"""Reach peers by direct TLS 1.3: listener, handshake, framed connections and RPC."""
+"""Direct TLS 1.3 connections between peers: listener, handshake, framed connections and RPC."""

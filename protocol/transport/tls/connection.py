@@ -1,17 +1,17 @@
-"""A direct connection's bytes: what comes is decrypted into the memory that waits for it, and wakes us seldom.
+"""The bytes of a direct TLS connection, decrypted into the reader's buffer with few wake-ups, and its TCP statistics.
 
-A limited link delivers a few kilobytes at a time, and an event loop that wakes for each of them spends more on waking
-than on all else. Who waits for much says so to the kernel (SO_RCVLOWAT): it keeps quiet until there is as much as
-lately came in a twentieth of a second, or all that is missing. TCP goes on meanwhile: it acknowledges and widens its
-window as if we read. Of the last TLS record a part may have come before, so its bytes are waited for one by one.
+A limited link delivers a few kilobytes at a time, and an event loop that wakes for each of them spends most of its time
+waking. A reader that waits for many bytes therefore tells the kernel so (SO_RCVLOWAT). The kernel stays quiet until it
+holds as much as recently arrived in a twentieth of a second, or everything that is missing. TCP continues meanwhile: it
+acknowledges and widens its window as if we read. A part of the last TLS record may have arrived before, so the last
+bytes are awaited one by one.
 
-asyncio keeps 256 KiB for each connection with TLS. One that has ended must not be part of a cycle, or that stays until
-the collector comes by: links that lose packets open and close dozens of connections a minute.
+asyncio keeps 256 KiB per TLS connection. A connection that has ended must not be part of a reference cycle, or that
+memory stays until the garbage collector runs, and lossy links open and close dozens of connections a minute.
 
-What the kernel knows of the packets that come in over a connection: Linux's struct tcp_info, read at the receiver.
-
-A packet that arrives after a gap says that one before it was lost (or overtaken). Whether a full queue or a bad link
-lost it shows in the round trip: behind a queue it takes much longer than the shortest one seen.
+`TcpReceiveStats` holds figures of the kernel about arriving packets: Linux's struct tcp_info, read at the receiver. A
+packet that arrives after a gap shows that one before it was lost (or overtaken). The round trip shows whether a full
+queue or a bad link lost it: behind a queue it is much longer than the shortest one seen.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, Final
 
-READ_AHEAD_BYTES = 64 * 1024  # that come while nobody waits; then the sender is paused
-MAX_TLS_RECORD_BYTES = 16 * 1024 + 512  # of TLS: what may lie in its buffers, not yet decrypted
-WAKEUP_SECONDS = 0.05  # in which what comes wakes nobody
+READ_AHEAD_BYTES = 64 * 1024  # received while no reader waits; then the sender is paused
+MAX_TLS_RECORD_BYTES = 16 * 1024 + 512  # may be in the buffers of TLS, not yet decrypted
+WAKEUP_SECONDS = 0.05  # bytes that arrive within this time cause one wake-up
 MEASURE_SECONDS = 0.1
-SILENT_SECONDS = 0.5  # then the next byte counts again
-YIELD_BYTES = 1024 * 1024  # written in one go, at most
+SILENT_SECONDS = 0.5  # after this silence the next byte wakes the reader
+YIELD_BYTES = 1024 * 1024  # written without yielding, at most
 MAX_WAKEUP_BYTES = 256 * 1024  # the kernel must have room for twice that
-HAS_LOW_WATERMARK: Final = sys.platform == "linux"  # elsewhere, what lies there wakes nobody once less is waited for
+HAS_LOW_WATERMARK: Final = sys.platform == "linux"  # elsewhere, lowering the mark does not wake for bytes already there
 
 
 class WakeupThreshold:
-    """PURE: how many bytes need not wake anybody, from how fast they come."""
+    """Computes from the arrival rate how many bytes may arrive before a wake-up; the caller passes the time."""
 
     def __init__(self, now: float) -> None:
         self.bytes = 1
@@ -53,21 +53,21 @@ class WakeupThreshold:
             self._window_bytes = 0
 
     def reset_if_silent(self, now: float) -> None:
-        """Called now and then: what came fast may come slowly, or not at all."""
+        """Reset to one byte after a silence, because a fast sender may become slow or stop."""
         if now - self._last_received_at >= SILENT_SECONDS:
             self.bytes = 1
 
 
 class TlsConnection(asyncio.BufferedProtocol):
-    """Both directions. One task at a time may read."""
+    """Both directions of a direct connection, owned by its listener or dialler; one task at a time may read."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._read_ahead = bytearray(READ_AHEAD_BYTES)
-        self._read_ahead_start = self._read_ahead_end = 0  # of what lies in it
-        self._unfilled = memoryview(b"")  # what is still to be filled
+        self._read_ahead_start = self._read_ahead_end = 0  # range of unread bytes
+        self._unfilled = memoryview(b"")  # part of the reader's buffer that is not filled yet
         self._waiter: asyncio.Future[None] | None = None
-        self.filled_bytes = 0  # bytes that the last `fill` brought, also where it was cancelled or failed
+        self.filled_bytes = 0  # bytes that the last `fill` received, even if it was cancelled or failed
         self._wakeup_threshold = WakeupThreshold(self._loop.time())
         self._low_watermark = 1
         self._transport: asyncio.Transport | None = None  # while it is connected
@@ -75,19 +75,19 @@ class TlsConnection(asyncio.BufferedProtocol):
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._closed = self._loop.create_future()
-        self._written_since_yield = 0  # since the event loop could say anything
+        self._written_since_yield = 0
 
-    # What a reader and a writer see.
+    # Called by the reader and the writer.
 
     async def fill(self, view: memoryview) -> None:
-        """All of it. EOFError, OSError: the connection has ended before."""
+        """Fill the whole view; raise EOFError or OSError if the connection ends before."""
         self.filled_bytes = 0
         self._unfilled = view
         self._take_read_ahead()
         try:
             while self._unfilled:
                 if self._end_reason:
-                    raise copy(self._end_reason)  # its traceback names us
+                    raise copy(self._end_reason)  # a copy, because its traceback would refer to this object
                 self._waiter = self._loop.create_future()
                 self._set_low_watermark()
                 await self._waiter
@@ -96,21 +96,21 @@ class TlsConnection(asyncio.BufferedProtocol):
             self._unfilled = memoryview(b"")
 
     async def read(self, size: int) -> bytes:
-        """So many bytes; errors as of `fill`."""
+        """Read exactly `size` bytes; raise as `fill` does."""
         data = bytearray(size)
         await self.fill(memoryview(data))
         return bytes(data)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Nothing, where it has ended: `drain` says so."""
+        """Write without waiting; after the connection has ended this does nothing, and `drain` reports it."""
         if self._transport:
             self._transport.write(data)
         self._written_since_yield += len(data)
 
     async def drain(self) -> None:
-        """Until there is room for more. ConnectionError: it has ended."""
-        # So that it can be told to those who only write: where the other end has reset the connection, TLS does not
-        # know that it is closing, and swallows whatever is written.
+        """Wait until there is room for more; raise ConnectionError if the connection has ended."""
+        # Yielding lets the event loop notice a reset by the other end: TLS does not know then that it is closing and
+        # swallows all writes, so a task that only writes would never learn of it.
         if self._is_closing or self._written_since_yield >= YIELD_BYTES:
             self._written_since_yield = 0
             await asyncio.sleep(0)
@@ -135,23 +135,23 @@ class TlsConnection(asyncio.BufferedProtocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes written that the kernel has not taken yet."""
+        """Return the number of written bytes that the kernel has not taken yet."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     @property
     def socket(self) -> socket.socket:
-        """ConnectionError: it has ended."""
+        """Return the socket; raise ConnectionError if the connection has ended."""
         connection: socket.socket = self._extra_info("socket")
         return connection
 
     @property
     def ssl_object(self) -> ssl.SSLObject:
-        """ConnectionError: it has ended."""
+        """Return the TLS object; raise ConnectionError if the connection has ended."""
         tls: ssl.SSLObject = self._extra_info("ssl_object")
         return tls
 
     def peer_certificate(self) -> bytes:
-        """The other end's, in DER."""
+        """Return the other end's certificate in DER."""
         certificate = self.ssl_object.getpeercert(binary_form=True)
         assert certificate is not None
         return certificate
@@ -162,12 +162,12 @@ class TlsConnection(asyncio.BufferedProtocol):
         return self._transport.get_extra_info(name)
 
     def check_silence(self) -> None:
-        """To be called about once a second: where nothing has come for long, the next byte is heard."""
+        """Lower the wake-up threshold after a silence; called about once a second."""
         self._wakeup_threshold.reset_if_silent(self._loop.time())
         if self._waiter:
             self._set_low_watermark()
 
-    # What the event loop calls.
+    # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -210,7 +210,7 @@ class TlsConnection(asyncio.BufferedProtocol):
         self.filled_bytes += size
 
     def _take_read_ahead(self) -> None:
-        """What came before anybody waited for it."""
+        """Copy the bytes that arrived before the reader asked for them."""
         size = min(len(self._unfilled), self._read_ahead_end - self._read_ahead_start)
         self._unfilled[:size] = memoryview(self._read_ahead)[self._read_ahead_start : self._read_ahead_start + size]
         self._read_ahead_start += size
@@ -222,7 +222,7 @@ class TlsConnection(asyncio.BufferedProtocol):
 
     def _mark_ended(self, reason: Exception) -> None:
         if self._end_reason is None:
-            self._end_reason = copy(reason)  # the traceback of asyncio's own names its TLS, which names us
+            self._end_reason = copy(reason)  # a copy, because asyncio's traceback refers through its TLS to this object
         self._wake()
 
     def _wake(self) -> None:
@@ -230,27 +230,30 @@ class TlsConnection(asyncio.BufferedProtocol):
             self._waiter.set_result(None)
 
     def _set_low_watermark(self) -> None:
-        """Have the kernel wake us for no less than is worth while."""
-        least = (
+        """Let the kernel wake us only for a worthwhile number of bytes."""
+        watermark = (
             max(1, min(self._wakeup_threshold.bytes, len(self._unfilled) - MAX_TLS_RECORD_BYTES))
             if HAS_LOW_WATERMARK
             else 1
         )
-        if least != self._low_watermark:
-            self._low_watermark = least
+        if watermark != self._low_watermark:
+            self._low_watermark = watermark
             with suppress(OSError):  # closed by now
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, watermark)
 
 
-# Offsets of 32-bit numbers; an older kernel gives a shorter struct.
+# Offsets of 32-bit numbers; an older kernel returns a shorter struct.
 ROUND_TRIP_OFFSET, MIN_ROUND_TRIP_OFFSET, OUT_OF_ORDER_OFFSET = 92, 148, 224
 TCP_INFO_BYTES = OUT_OF_ORDER_OFFSET + 4
-QUEUED_RATIO = 1.5  # times the shortest round trip: packets wait somewhere
+QUEUED_RATIO = 1.5  # a round trip this many times the shortest means that packets wait in a queue
 
 
 @dataclass(frozen=True)
 class TcpReceiveStats:
-    """`round_trip` now and at the `shortest`, in the same unit; `disordered`: packets so far that came after a gap."""
+    """Kernel figures of a receiving connection.
+
+    Both round trips are in the same unit; `out_of_order_packets` counts the packets so far that came after a gap.
+    """
 
     round_trip: int = 0
     min_round_trip: int = 0
@@ -258,12 +261,12 @@ class TcpReceiveStats:
 
     @property
     def is_queued(self) -> bool:
-        """Whether packets wait somewhere on their way: then the link there is full."""
+        """Return whether packets wait in a queue on their way, which means that the link there is full."""
         return self.round_trip > QUEUED_RATIO * self.min_round_trip
 
 
 def read_tcp_receive_stats(connection: socket.socket) -> TcpReceiveStats:
-    """Zeros where the kernel does not say, or the connection is closed."""
+    """Read the statistics; all are zero if the kernel does not provide them or the connection is closed."""
     if connection.fileno() < 0:
         return TcpReceiveStats()
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
@@ -271,14 +274,14 @@ def read_tcp_receive_stats(connection: socket.socket) -> TcpReceiveStats:
         return TcpReceiveStats()
     return TcpReceiveStats(
         *(
-            struct.unpack_from("=I", info, at)[0]
-            for at in (ROUND_TRIP_OFFSET, MIN_ROUND_TRIP_OFFSET, OUT_OF_ORDER_OFFSET)
+            struct.unpack_from("=I", info, offset)[0]
+            for offset in (ROUND_TRIP_OFFSET, MIN_ROUND_TRIP_OFFSET, OUT_OF_ORDER_OFFSET)
         )
     )
 
 
 def count_link_losses(before: TcpReceiveStats, after: TcpReceiveStats) -> int:
-    """How many packets show, between two looks, that a bad link loses some, and not a queue that is full."""
-    if after.is_queued or after.round_trip == 0:  # not known yet
+    """Return how many packets between two readings indicate losses on a bad link rather than in a full queue."""
+    if after.is_queued or after.round_trip == 0:  # 0: not measured yet
         return 0
     return max(0, after.out_of_order_packets - before.out_of_order_packets)

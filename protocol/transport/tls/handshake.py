@@ -1,15 +1,15 @@
-"""Who is at either end of a direct TLS connection: both ends are named by their Ed25519 keys, and no third is asked.
+"""Mutual authentication of a direct TLS connection: both ends prove their Ed25519 keys, without a third party.
 
     server -> client   TLS 1.3, with a certificate whose key is the server's own; then 32 random bytes, the nonce
     client -> server   its peer id, and its signature over "murmur/1", the nonce, the certificate's hash, both peer ids
 
-Why this is sound. TLS proves that the server holds the key of its certificate, and the client goes no further unless
-that is the key inside the peer id it dialled: a man in the middle holds another key, so he gets neither a proof nor a
-byte. The proof names the one server that it is for, so a server cannot pass it on to another; it names the nonce of
-this connection, which reached the client through the server's TLS alone, so it is worth nothing a second time; and
-whoever lacks the client's key cannot make one. What is signed begins like no record, no TLS or libp2p transcript and no
-certificate, so a signature made for one is nothing to the other. TLS keys are fresh in each connection and tickets
-are off, so a key that is stolen later opens no old recording.
+Why this is sound. TLS proves that the server holds the key of its certificate, and the client continues only if that
+is the key inside the peer id it dialled: a man in the middle holds another key, so it gets neither a proof nor any
+data. The proof names the server that it is meant for, so a server cannot pass it on to another. It contains the nonce
+of this connection, which reached the client only through the server's TLS, so it cannot be replayed. Without the
+client's key nobody can make one. The signed bytes begin unlike any record, TLS or libp2p transcript or certificate, so
+a signature made for one purpose is invalid for another. TLS keys are fresh in each connection and session tickets are
+off, so a key that is stolen later decrypts no recorded connection.
 """
 
 import datetime
@@ -36,7 +36,7 @@ VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
 
 class ServerHandshake:
-    """What a listener shows and asks for: `context` for TLS, and the check of a caller's proof."""
+    """The listener's side: `context` for TLS, and the check of a caller's proof."""
 
     def __init__(self, identity: Identity) -> None:
         self._peer_id = identity.peer_id
@@ -48,19 +48,22 @@ class ServerHandshake:
         _load_certificate(self.context, identity, certificate)
 
     def verify_proof(self, proof: bytes, nonce: bytes) -> PeerId:
-        """Who made the proof for this nonce. Raises MalformedError or ForgedError."""
+        """Return the peer that made the proof for this nonce; raise MalformedError or ForgedError."""
         if len(proof) != PROOF_BYTES:
             raise MalformedError(f"a proof has {PROOF_BYTES} bytes, not {len(proof)}")
         name, signature = proof[:PEER_ID_LENGTH], proof[PEER_ID_LENGTH:]
         if not name.isascii():
-            raise MalformedError("a proof names no peer")
+            raise MalformedError("a proof does not name a peer")
         peer = name.decode("ascii")
         verify(peer, _signed_bytes(nonce, self._certificate_der, self._peer_id, peer), signature)
         return peer
 
 
 def make_client_context() -> ssl.SSLContext:
-    """For dialling; the certificate is checked by `check_certificate` and not by TLS, which knows only authorities."""
+    """Return the context for dialling.
+
+    `check_certificate` checks the certificate instead of TLS, which would only accept certificate authorities.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -69,23 +72,23 @@ def make_client_context() -> ssl.SSLContext:
 
 
 def check_certificate(server: PeerId, certificate: bytes | None) -> None:
-    """ForgedError unless the certificate (DER) of a finished TLS handshake is that of the peer which was dialled."""
+    """Raise ForgedError unless the certificate (DER) of a finished TLS handshake belongs to the dialled peer."""
     try:
         key = x509.load_der_x509_certificate(certificate or b"").public_key()
     except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
-        raise ForgedError(f"whoever answered for {server} shows no certificate of a peer") from error
+        raise ForgedError(f"the host that answered for {server} has no peer certificate") from error
     if not isinstance(key, Ed25519PublicKey) or key.public_bytes_raw() != public_key(server).public_bytes_raw():
-        raise ForgedError(f"whoever answered for {server} has another key")
+        raise ForgedError(f"the host that answered for {server} has another key")
 
 
 def make_proof(identity: Identity, server: PeerId, certificate: bytes, nonce: bytes) -> bytes:
-    """What a client sends to a server whose certificate it has checked: PROOF_BYTES."""
+    """Return the PROOF_BYTES that a client sends to a server whose certificate it has checked."""
     signature = identity.sign(_signed_bytes(nonce, certificate, server, identity.peer_id))
     return identity.peer_id.encode("ascii") + signature
 
 
 def _signed_bytes(nonce: bytes, certificate: bytes, server: PeerId, client: PeerId) -> bytes:
-    # Every part has one length, so no two ways to cut it give the same bytes.
+    # Every part has a fixed length, so the concatenation is unambiguous.
     return b"".join((DOMAIN, nonce, hashlib.sha256(certificate).digest(), server.encode(), client.encode()))
 
 
@@ -104,7 +107,7 @@ def _make_certificate(identity: Identity) -> x509.Certificate:
 
 
 def _load_certificate(context: ssl.SSLContext, identity: Identity, certificate: x509.Certificate) -> None:
-    """OpenSSL reads keys from files only; this one has no name and no place on a disk."""
+    """Load key and certificate from a nameless file in memory, because OpenSSL reads keys only from files."""
     key = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     descriptor = os.memfd_create("murmur-certificate", os.MFD_CLOEXEC)
     with open(descriptor, "wb") as file:

@@ -1,9 +1,9 @@
-"""Direct TLS connections between peers that can reach each other: the door that listens, and how one is dialled.
+"""Listener and dialler of direct TLS connections between peers that can reach each other.
 
-Who is who stands in `proof`. A stream of either end is as good as one of p2pd's: authenticated, encrypted, carried by
-the same tunnels with the same limits. A connection that has not said who it is costs little and not for long: its
-handshake has a deadline and exact sizes, one host has few of them open at a time, and where all places are taken the
-oldest yields its own, so that somebody who opens many and says nothing shuts nobody out.
+`handshake` authenticates both ends. A connection is then equal to a stream of p2pd: authenticated, encrypted, and under
+the same limits. An unauthenticated connection costs little and not for long: its handshake has a deadline and fixed
+sizes, one host may have few of them open at a time, and when all slots are taken the oldest is evicted, so that an
+attacker who opens many connections and sends nothing shuts nobody out.
 """
 
 import asyncio
@@ -36,31 +36,34 @@ logger = logging.getLogger(__name__)
 
 ACCEPTED = b"\x01"
 BACKLOG = 64
-ACCEPT_RETRY_SECONDS = 0.2  # before the next attempt to accept, where the machine has no socket left
-KEEPALIVE_SECONDS = 30  # sooner than a home router forgets a connection
+ACCEPT_RETRY_SECONDS = 0.2  # before the next attempt to accept when the machine has no socket left
+KEEPALIVE_SECONDS = 30  # shorter than the NAT timeout of a home router
 ServePeer = Callable[[PeerId, TlsConnection, bytes], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class TlsLimits:
-    """Of connections that have not proved who they are. `stall`: see TunnelLimits."""
+    """Limits of connections that are not authenticated yet; for `stall` see ConnectionLimits."""
 
-    handshake: float = 5.0  # seconds for all of it, on either side
+    handshake: float = 5.0  # seconds for the whole handshake, on either side
     max_unauthenticated: int = 128
-    max_unauthenticated_per_host: int = 48  # all lanes of a peer at once, and some of a neighbour's
+    max_unauthenticated_per_host: int = 48  # all connections of a peer at once, and some of a neighbour's
     stall: float = 30.0
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a peer listens for direct connections: any of `hosts` (names or addresses), all at one port."""
+    """Where a peer listens for direct connections: any of `hosts` (names or addresses), all on one port."""
 
     hosts: tuple[str, ...]
     port: int
 
 
 class TlsListener:
-    """Listens; `welcome` carries a stream whose peer has proved who it is, and first sends it the bytes given."""
+    """Accepts direct connections and authenticates them.
+
+    `serve_peer` serves an authenticated connection; it first sends the bytes passed to it.
+    """
 
     def __init__(self, identity: Identity, serve_peer: ServePeer, limits: TlsLimits | None = None) -> None:
         self.refusals: Counter[str] = Counter()
@@ -70,35 +73,37 @@ class TlsListener:
         self._limits = limits or TlsLimits()
         self._sockets: list[socket.socket] = []
         self._accept_tasks: set[asyncio.Task[None]] = set()
-        self._unauthenticated: dict[asyncio.Task[None], str] = {}  # to their hosts; the oldest first
+        self._unauthenticated: dict[asyncio.Task[None], str] = {}  # host group by task, oldest first
         self._authenticated: set[asyncio.Task[None]] = set()
 
     def listen(self, hosts: Sequence[str], port: int) -> None:
-        """Listen at `port` (0: a free one) of each of these addresses, or of none.
+        """Listen on `port` (0: a free one) of all these addresses, or on none of them.
 
-        PortTakenError: somebody has it. TransportError: it cannot be had at all.
+        Raises:
+            PortTakenError: Another program uses the port.
+            TransportError: The port cannot be bound.
         """
-        found: list[socket.socket] = []
+        opened: list[socket.socket] = []
         for host in hosts:
             try:
-                found.append(_open_listening_socket(host, found[0].getsockname()[1] if found else port))
+                opened.append(_open_listening_socket(host, opened[0].getsockname()[1] if opened else port))
             except OSError as error:
-                for listening in found:
+                for listening in opened:
                     listening.close()
                 kind = PortTakenError if error.errno == errno.EADDRINUSE else TransportError
                 raise kind(
                     f"cannot listen for direct connections on {host} port {port}: {error.strerror}; "
                     "choose another --direct, or `--direct off`"
                 ) from error
-        for listening in found:
+        for listening in opened:
             self.port = listening.getsockname()[1]
             self._sockets.append(listening)
             self._accept_tasks.add(
-                asyncio.create_task(self._accept_loop(listening), name=f"direct door at {self.port}")
+                asyncio.create_task(self._accept_loop(listening), name=f"direct listener at {self.port}")
             )
 
     async def close(self) -> None:
-        """Ends what is under way, too."""
+        """Stop listening and end all connections."""
         tasks = [*self._accept_tasks, *self._unauthenticated, *self._authenticated]
         for task in tasks:
             task.cancel()
@@ -113,15 +118,15 @@ class TlsListener:
             try:
                 connection, address = await loop.sock_accept(listening)
             except OSError as error:
-                self._refuse("not accepted", "somebody", error)
+                self._refuse("not accepted", "an unknown host", error)
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
             self._start_handshake(connection, str(address[0]))
 
     def _start_handshake(self, connection: socket.socket, host: str) -> None:
-        neighbourhood = _host_group(host)
-        if list(self._unauthenticated.values()).count(neighbourhood) >= self._limits.max_unauthenticated_per_host:
+        group = _host_group(host)
+        if list(self._unauthenticated.values()).count(group) >= self._limits.max_unauthenticated_per_host:
             self._refuse("too many from one host", host, None)
             return connection.close()
         if len(self._unauthenticated) >= self._limits.max_unauthenticated:
@@ -129,13 +134,13 @@ class TlsListener:
             self._refuse("gave way", self._unauthenticated.pop(oldest), None)
             oldest.cancel()
         task = asyncio.create_task(self._handle_connection(connection, host))
-        self._unauthenticated[task] = neighbourhood
+        self._unauthenticated[task] = group
         task.add_done_callback(functools.partial(self._on_connection_done, connection))
 
     def _on_connection_done(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._unauthenticated.pop(task, None)
         self._authenticated.discard(task)
-        connection.close()  # asyncio has it by now, unless the task was cancelled before it began
+        connection.close()  # asyncio owns it by now, unless the task was cancelled before it began
 
     async def _handle_connection(self, accepted: socket.socket, host: str) -> None:
         connection: TlsConnection | None = None
@@ -158,7 +163,7 @@ class TlsListener:
     async def _start_tls(self, accepted: socket.socket) -> TlsConnection:
         accepted.setblocking(False)
         _configure_socket(accepted, self._limits.stall)
-        # From here on the descriptor is asyncio's, which closes it with the transport, however that ends.
+        # From here on asyncio owns the descriptor and closes it with the transport, however that ends.
         owned, loop = socket.socket(fileno=accepted.detach()), asyncio.get_running_loop()
         _, connection = await loop.connect_accepted_socket(TlsConnection, owned, ssl=self._handshake.context)
         return connection
@@ -170,12 +175,12 @@ class TlsListener:
 
     def _refuse(self, reason: str, host: str, error: Exception | None) -> None:
         self.refusals[reason] += 1
-        more = describe_error(error) if error else "no more is known"
-        logger.info("refusing a direct connection from %s: %s: %s", host, reason, more)
+        detail = describe_error(error) if error else "no further details"
+        logger.info("refusing a direct connection from %s: %s: %s", host, reason, detail)
 
 
 class TlsDialer:
-    """Opens direct connections."""
+    """Opens direct connections and authenticates both ends."""
 
     def __init__(self, identity: Identity, limits: TlsLimits | None = None, resolver: Resolver | None = None) -> None:
         self._identity = identity
@@ -184,13 +189,13 @@ class TlsDialer:
         self._context = make_client_context()
 
     async def dial(self, peer: PeerId, endpoint: Endpoint) -> tuple[TlsConnection, str]:
-        """A connection to `peer`, and the host of the place at which it answered first. UnreachableError: none."""
+        """Dial all hosts of a peer at once, and return the first connection and its host; raise UnreachableError."""
         attempts = {asyncio.create_task(self._dial_host(peer, host, endpoint.port)): host for host in endpoint.hosts}
-        reasons = ["it names no host"] if not attempts else []
-        waiting = set(attempts)
+        reasons = ["the peer names no host"] if not attempts else []
+        pending = set(attempts)
         try:
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in done:
                     try:
                         return attempt.result(), attempts.pop(attempt)
@@ -209,14 +214,14 @@ class TlsDialer:
         except BaseException as error:
             if connection:
                 connection.abort()
-            # A name that is none is a UnicodeError.
+            # An invalid name raises a UnicodeError.
             if isinstance(error, OSError | EOFError | UnicodeError | PeerFault):
                 raise UnreachableError(f"{host} port {port}: {_refusal_reason(error)}") from error
             raise
         return connection
 
     async def _connect_to_any(self, addresses: Sequence[str], port: int) -> TlsConnection:
-        """With the first that answers."""
+        """Connect to the first address that answers."""
         *others, last = addresses
         for address in others:
             with suppress(OSError):
@@ -224,7 +229,7 @@ class TlsDialer:
         return await self._connect_to(last, port)
 
     async def _connect_to(self, address: str, port: int) -> TlsConnection:
-        # Without a server name: what TLS would make of it is not asked for, and the wire would show it.
+        # Without a server name: we do not need what TLS would do with it, and it would be visible on the wire.
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
             TlsConnection, address, port, ssl=self._context, server_hostname=""
@@ -238,11 +243,11 @@ class TlsDialer:
         nonce = await connection.read(NONCE_BYTES)
         connection.write(make_proof(self._identity, peer, certificate, nonce))
         if await connection.read(len(ACCEPTED)) != ACCEPTED:
-            raise ForgedError("it answers in another protocol")
+            raise ForgedError("it speaks another protocol")
 
 
 async def _cancel_attempts(attempts: dict[asyncio.Task[TlsConnection], str]) -> None:
-    """Of attempts whose outcome is no longer wanted, none may be left half open."""
+    """Cancel the attempts whose outcome is no longer needed, and abort those that connected meanwhile."""
     for attempt in attempts:
         attempt.cancel()
     if attempts:
@@ -253,7 +258,7 @@ async def _cancel_attempts(attempts: dict[asyncio.Task[TlsConnection], str]) -> 
 
 
 def _refusal_reason(error: BaseException) -> str:
-    """A few fixed words: they are counted."""
+    """Return one of a few fixed texts, because refusals are counted by reason."""
     if isinstance(error, TimeoutError):
         return "too slow"
     if isinstance(error, ForgedError):
@@ -282,8 +287,11 @@ def _open_listening_socket(host: str, port: int) -> socket.socket:
 
 
 def _configure_socket(connection: socket.socket, stall: float) -> None:
-    """The kernel cuts a connection whose other end takes nothing, however little waits; later than a tunnel would. An
-    idle one is kept alive, in routers on its way too, and cut after as long where nobody answers to that."""
+    """Configure the kernel's timeouts of a connection.
+
+    The kernel cuts a connection whose other end takes nothing, however little waits; the supervisor does so sooner.
+    Keepalives keep an idle connection open in routers on its path, and cut it after as long without an answer.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2 * stall * 1000))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
@@ -292,6 +300,6 @@ def _configure_socket(connection: socket.socket, stall: float) -> None:
 
 
 def _host_group(host: str) -> str:
-    """Whom one person may be: an IPv4 address, or the 64 bits of an IPv6 one that a provider hands out."""
+    """Return the hosts that one person may control: an IPv4 address, or the /64 network of an IPv6 address."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))

@@ -1,7 +1,7 @@
-"""Names of hosts, looked up in threads of their own.
+"""Host name lookups in threads of their own.
 
-A lookup cannot be ended: under a name server that says nothing its thread stays for half a minute. Others choose the
-names, so these threads must not be those in which anything else is done, and there are few of them.
+A lookup cannot be cancelled: if a name server does not answer, its thread stays for half a minute. Other peers choose
+the names, so these threads must not serve anything else, and there are only a few of them.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from typing import Any
 from protocol.errors import UnreachableError
 
 MAX_LOOKUPS = 2
-MAX_QUEUED_LOOKUPS = 64  # all lanes to a peer, and some others'
+MAX_QUEUED_LOOKUPS = 64  # all connections to a peer, and some to others
 
-Lookup = Callable[..., Sequence[Any]]  # as socket.getaddrinfo
+Lookup = Callable[..., Sequence[Any]]  # like socket.getaddrinfo
 
 
 class Resolver:
-    """`addresses` waits as long as its caller does: an end is for him to set."""
+    """Resolves host names; the caller sets the timeout."""
 
     def __init__(self, lookup: Lookup = socket.getaddrinfo) -> None:
         self._lookup = lookup
@@ -29,8 +29,12 @@ class Resolver:
         self._queued = 0
 
     async def resolve(self, host: str, port: int) -> list[str]:
-        """Of a name, or of an address, which is its own. OSError, UnicodeError: it is none; UnreachableError: too many
-        wait for theirs."""
+        """Return the addresses of a host name; an IP address resolves to itself.
+
+        Raises:
+            OSError, UnicodeError: The name does not exist or is invalid.
+            UnreachableError: Too many lookups wait already.
+        """
         if _is_address(host):
             return [host]
         if self._queued >= MAX_QUEUED_LOOKUPS:
@@ -44,16 +48,16 @@ class Resolver:
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     def _start_lookup(self, host: str, port: int) -> "asyncio.Future[Sequence[Any]]":
-        """Its place is free again when the thread has ended, however long its caller has been gone."""
+        """Start a lookup whose slot is freed when its thread ends, even if its caller is gone by then."""
         future: Future[Sequence[Any]] = Future()
         future.set_running_or_notify_cancel()
-        found = asyncio.wrap_future(future)
-        found.add_done_callback(self._on_lookup_done)
-        # A daemon: the process must not wait for it at its end.
+        result = asyncio.wrap_future(future)
+        result.add_done_callback(self._on_lookup_done)
+        # A daemon thread, because the process must not wait for it at exit.
         threading.Thread(
             target=self._run_lookup, args=(host, port, future), name="lookup of a name", daemon=True
         ).start()
-        return found
+        return result
 
     def _run_lookup(self, host: str, port: int, future: "Future[Sequence[Any]]") -> None:
         try:
@@ -61,9 +65,9 @@ class Resolver:
         except (OSError, UnicodeError) as error:
             future.set_exception(error)
 
-    def _on_lookup_done(self, found: "asyncio.Future[Sequence[Any]]") -> None:
+    def _on_lookup_done(self, result: "asyncio.Future[Sequence[Any]]") -> None:
         self._free_threads.release()
-        _ = found.cancelled() or found.exception()  # its caller may be gone
+        _ = result.cancelled() or result.exception()  # retrieve it, because its caller may be gone
 
 
 def _is_address(host: str) -> bool:

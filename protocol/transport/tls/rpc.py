@@ -1,15 +1,15 @@
-"""A direct connection as a line: the services of gRPC, call after call, without gRPC.
+"""RPC over a direct connection without gRPC's transport, with gRPC's stubs and servicers.
 
-gRPC wants a socket of its own beside the connection's, and frames every byte on both: that takes twice the processor
-time of a line, which is all that a fast link leaves to save. Stubs and servicers are those of gRPC.
+gRPC would need a socket of its own next to the connection's and would frame every byte on both. That takes twice the
+CPU time of a direct connection, and on a fast link CPU time is the only thing to save.
 
     frame = length of the body (4 bytes, big-endian), kind (1 byte), body
-    CALL   the method's name, a zero byte, the request     from who dialled
-    REPLY  a message of the answer                         from the other end
-    END    gRPC's number of a status (1 byte), a reason    the same
+    CALL   the method's name, a zero byte, the request           from the dialler
+    REPLY  a message of the answer                               from the other end
+    END    the number of a gRPC status code (1 byte), a reason   from the other end
 
-Calls may be sent one after the other without waiting, and are answered in that order. What comes for a call that was
-given up is skipped; where that is much, the line is cut. Rates, counts and the clock over it are those of the tunnels.
+Calls may be sent one after the other without waiting and are answered in that order. Frames of a cancelled call are
+skipped; if there are too many, the connection is cut. Rate limits, byte counts and timeouts are those of the tunnels.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ FRAME_HEADER: Final = struct.Struct(">IB")
 CALL, REPLY, END = 1, 2, 3
 MAX_MESSAGE_BYTES = 1024 * 1024 + 64 * 1024
 MAX_DISCARDED_BYTES = 2 * MAX_MESSAGE_BYTES
-IDLE_SECONDS = 900.0  # without a call: a line by which the next round goes
-SPARE_IDLE_SECONDS = 60.0  # one beside it
+IDLE_SECONDS = 900.0  # without a call; long enough that the next round finds the connection open
+SPARE_IDLE_SECONDS = 60.0  # the same for an additional connection to the peer
 STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 Dial = Callable[[PeerId], Awaitable[TlsConnection]]
@@ -45,10 +45,11 @@ Deserialize = Callable[[bytes | bytearray], Any]
 
 
 class FramedConnection:
-    """Frames over one connection, and what `Tunnels` wants to know of it. `is_ours`: we have opened it.
+    """Frames over one TLS connection, and the interface that `ConnectionSupervisor` needs.
 
-    Of a limited rate all lines that a peer has opened get one share, however many: they are its choice. What we ask of
-    it goes by ours, which have another one, and does not wait for what it fetches of us.
+    `is_outgoing` is true if we dialled. All connections that a peer dialled share one flow of a limited rate, because
+    the peer chooses their number. Our calls go over connections that we dialled; these have another flow, so they do
+    not wait for the peer's own downloads from us.
     """
 
     def __init__(
@@ -66,18 +67,18 @@ class FramedConnection:
         self._idle_seconds = idle_seconds
         self._traffic = supervisor.traffic
         self._upload, self._download = supervisor.limiters
-        whose = "ours" if is_outgoing else "theirs"
-        self._flows = supervisor.flow_of(peer, f"up, {whose}"), supervisor.flow_of(peer, f"down, {whose}")
+        side = "ours" if is_outgoing else "theirs"
+        self._flows = supervisor.flow_of(peer, f"up, {side}"), supervisor.flow_of(peer, f"down, {side}")
         self._send_lock = asyncio.Lock()
         self._sent = 0
         self._header = bytearray(FRAME_HEADER.size)
-        self._body = bytearray()  # of the frame that is coming
-        self._frame_received = 0  # bytes of it
+        self._body = bytearray()  # of the incoming frame
+        self._frame_received = 0  # bytes of that frame, including its header
         self._progress = TransferProgress(asyncio.get_running_loop().time())
         self.last_progress_at = self._progress.last_progress_at
 
     async def run(self) -> None:
-        """Until it is closed, by either end."""
+        """Wait until either end closes the connection."""
         try:
             await self._connection.wait_closed()
         finally:
@@ -91,7 +92,7 @@ class FramedConnection:
         return self._connection.has_ended
 
     def find_cut_reason(self, now: float) -> CutReason | None:
-        """If it must end."""
+        """Return why this connection must end, or None."""
         self._connection.check_silence()
         pending = self._connection.unsent_bytes
         self._progress.observe(self._sent - pending, pending, now)
@@ -101,7 +102,10 @@ class FramedConnection:
         )
 
     async def send(self, kind: int, body: bytes) -> None:
-        """ConnectionError: it is cut. Who is cancelled in the middle of a frame cuts it."""
+        """Send a frame; raise ConnectionError if the connection is cut.
+
+        Cancellation in the middle of a frame cuts the connection.
+        """
         frame = memoryview(b"".join((FRAME_HEADER.pack(len(body), kind), body)))
         step = self._upload.grant_bytes if self._upload else len(frame)
         async with self._send_lock:
@@ -123,8 +127,12 @@ class FramedConnection:
         await self._connection.drain()
 
     async def receive(self) -> tuple[int, bytearray]:
-        """The next frame; who comes after one that was cancelled goes on where that was. EOFError, OSError: it has
-        ended. LimitError: it is too long."""
+        """Return the next frame; after a cancelled call, continue where that one stopped.
+
+        Raises:
+            EOFError, OSError: The connection has ended.
+            LimitError: The frame is too long.
+        """
         await self._fill(self._header, 0)
         length, kind = FRAME_HEADER.unpack(self._header)
         if length > MAX_MESSAGE_BYTES:
@@ -136,7 +144,7 @@ class FramedConnection:
         return kind, body
 
     async def _fill(self, data: bytearray, offset: int) -> None:
-        """All of it that has not come yet; `before`: bytes of the frame ahead of it."""
+        """Receive the missing bytes of `data`, which begins `offset` bytes into the frame."""
         step = self._download.grant_bytes if self._download else BUFFER_BYTES
         while (start := self._frame_received - offset) < len(data):
             try:
@@ -154,19 +162,19 @@ class FramedConnection:
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call that was sent. `come` once those before it are answered, or cannot be any more."""
+    """A call that was sent; `is_next` is set once the calls before it are answered or never will be."""
 
     connection: FramedConnection
     queue: "deque[PendingCall]"
     is_next: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def receive(self) -> tuple[int, bytearray]:
-        """The next frame of the answer; with the last one it is the next call's turn."""
+        """Return the next frame of the answer; the last one lets the next call proceed."""
         await self.is_next.wait()
         try:
             kind, body = await self.connection.receive()
             if kind != REPLY and (kind != END or not body):
-                raise MalformedError(f"a frame of kind {kind} and {len(body)} bytes where an answer is expected")
+                raise MalformedError(f"a frame of kind {kind} and {len(body)} bytes arrived instead of an answer")
         except (OSError, EOFError, PeerFault):
             self.connection.cut()
             while self.queue:
@@ -182,16 +190,17 @@ class PendingCall:
             self.queue[0].is_next.set()
 
     def enqueue(self) -> None:
-        """Behind those that were sent before."""
+        """Append this call behind those that were sent before."""
         self.queue.append(self)
         self._wake_first()
 
 
 class RpcChannel:
-    """Dials when there is something to call, and again when the line is gone. For a stub it is gRPC's channel.
+    """The client's end of a direct connection; stubs use it like a gRPC channel.
 
-    A line is closed after `idle` seconds without a call. TCP begins on a new connection without knowing how much the
-    link carries, and where several begin at once, one may stay slow for seconds; one that rested knows.
+    It dials for the first call, and again when the connection is gone. A connection is closed after `idle_seconds`
+    without a call. Keeping it that long pays, because TCP starts a new connection without knowing the link's capacity,
+    and where several start at once, one may stay slow for seconds.
     """
 
     def __init__(
@@ -203,7 +212,7 @@ class RpcChannel:
         self._idle_seconds = idle_seconds
         self._send_lock = asyncio.Lock()  # calls are answered in the order in which they were sent
         self._connection: FramedConnection | None = None
-        self._pending_calls: deque[PendingCall] = deque()  # of that line
+        self._pending_calls: deque[PendingCall] = deque()  # of the current connection
 
     def unary_unary(
         self, name: str, request_serializer: Callable[[Any], bytes], response_deserializer: Deserialize,
@@ -234,7 +243,7 @@ class RpcChannel:
 
     @property
     def is_open(self) -> bool:
-        """Nothing need be dialled."""
+        """Return whether a call needs no dialling."""
         return self._open_connection is not None
 
     @property
@@ -243,11 +252,11 @@ class RpcChannel:
 
     async def send_call(self, body: bytes) -> PendingCall:
         async with self._send_lock:
-            line = self._open_connection or await self._connect()
-            await line.send(CALL, body)
-            turn = PendingCall(line, self._pending_calls)
-            turn.enqueue()
-            return turn
+            connection = self._open_connection or await self._connect()
+            await connection.send(CALL, body)
+            call = PendingCall(connection, self._pending_calls)
+            call.enqueue()
+            return call
 
     async def _connect(self) -> FramedConnection:
         connection = await self._dial(self._peer)
@@ -259,7 +268,7 @@ class RpcChannel:
         return self._connection
 
     async def _supervise(self, connection: FramedConnection) -> None:
-        """Until it ends; its memory goes with it."""
+        """Supervise the connection until it ends, then drop the reference to free its memory."""
         try:
             await self._supervisor.supervise_outgoing(connection)
         finally:
@@ -267,13 +276,13 @@ class RpcChannel:
                 self._connection = None
 
     def discard_reply(self, call: PendingCall) -> None:
-        """Nobody waits for its answer any more."""
+        """Skip the answer to a call that was given up."""
         if not call.connection.has_ended:
             self._supervisor.spawn(_discard_reply(call))
 
 
 class ReplyStream:
-    """The answer to one call. AioRpcError: as gRPC says it."""
+    """The answer to one call; fails with AioRpcError as gRPC's calls do."""
 
     def __init__(self, channel: RpcChannel, body: bytes, deserialize: Deserialize, seconds: float) -> None:
         self._channel = channel
@@ -293,7 +302,7 @@ class ReplyStream:
         return reply
 
     async def read(self) -> Any:
-        """A message, or EOF."""
+        """Return the next message, or EOF."""
         if self._ended:
             return grpc.aio.EOF
         try:
@@ -306,7 +315,7 @@ class ReplyStream:
             raise _rpc_error(grpc.StatusCode.UNAVAILABLE, describe_error(error)) from error
 
     def _parse(self, frame: bytearray) -> Any:
-        """None where it does not parse, as gRPC has it."""
+        """Parse a message; return None if it does not parse, as gRPC does."""
         try:
             return self._deserialize(frame)
         except DecodeError:
@@ -343,7 +352,9 @@ async def _discard_reply(call: PendingCall) -> None:
             kind, body = await call.receive()
             skipped += FRAME_HEADER.size + len(body)
             if skipped > MAX_DISCARDED_BYTES:
-                logger.info("cutting a line to %s: what nobody waits for any more does not end", call.connection.peer)
+                logger.info(
+                    "cutting a direct connection to %s: too long an answer to a cancelled call", call.connection.peer
+                )
                 call.connection.cut()
 
 

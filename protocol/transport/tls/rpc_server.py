@@ -1,6 +1,6 @@
-"""Where calls that come by lines (see `line`) are answered, by the same servicers as gRPC's.
+"""Server side of direct connections (see `rpc`), with the same servicers as gRPC's server.
 
-One call of a line is answered at a time; what follows waits in the caller's socket.
+It answers the calls of a connection one at a time; further calls wait in the caller's socket.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from protocol.transport.tls.rpc import CALL, END, REPLY, FramedConnection
 
 logger = logging.getLogger(__name__)
 
-MAX_REASON_CHARACTERS = 300  # characters
+MAX_REASON_CHARACTERS = 300
 
 
 class CallAbortedError(Exception):
-    """A servicer has ended a call."""
+    """Raised when a servicer aborts a call."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -32,14 +32,14 @@ class CallAbortedError(Exception):
 
 
 class RpcContext:
-    """What servicers use of gRPC's."""
+    """The part of gRPC's servicer context that our servicers use."""
 
     def __init__(self, connection: FramedConnection, handler: Any) -> None:
         self._connection = connection
         self._handler = handler
 
     def peer(self) -> str:
-        """As gRPC names a caller that came in by the entrance."""
+        """Return the caller in the form that gRPC shows for a caller of the inbound bridge."""
         return f"unix-abstract:{SOCKET_NAMESPACE}/{self._connection.peer}/line"
 
     async def write(self, reply: Any) -> None:
@@ -50,44 +50,46 @@ class RpcContext:
 
 
 class RpcServer:
-    """For the generated code it is a server to which servicers are added."""
+    """Answers calls of direct connections; gRPC's generated code adds servicers to it as to a gRPC server."""
 
     def __init__(self, supervisor: ConnectionSupervisor) -> None:
         self._supervisor = supervisor
         self._handlers: dict[bytes, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """The same as the registered ones."""
+        """Ignore them: they duplicate the registered handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         self._handlers |= {f"/{service}/{name}".encode(): handler for name, handler in handlers.items()}
 
     async def serve_peer(self, peer: PeerId, connection: TlsConnection, greeting: bytes) -> None:
-        """Answer the calls of a peer who has proved its identity, as long as it stays; `greeting` is sent first."""
+        """Send `greeting`, then answer the calls of an authenticated peer until the connection ends."""
         if not self._supervisor.try_admit(peer):
             return
         connection.write(greeting)
-        line = FramedConnection(peer, connection, self._supervisor, self._supervisor.limits.rpc_idle, is_outgoing=False)
-        answering = asyncio.create_task(self._serve_calls(line))
+        framed = FramedConnection(
+            peer, connection, self._supervisor, self._supervisor.limits.rpc_idle, is_outgoing=False
+        )
+        serving = asyncio.create_task(self._serve_calls(framed))
         try:
-            await self._supervisor.supervise_incoming(line)
+            await self._supervisor.supervise_incoming(framed)
         finally:
-            answering.cancel()
-            await asyncio.wait([answering])
-            line.cut()
+            serving.cancel()
+            await asyncio.wait([serving])
+            framed.cut()
 
     async def _serve_calls(self, connection: FramedConnection) -> None:
         try:
             while True:
                 kind, body = await connection.receive()
                 if kind != CALL:
-                    raise LimitError(f"a frame of kind {kind} where a call is expected")
+                    raise LimitError(f"a frame of kind {kind} arrived instead of a call")
                 await self._serve_call(connection, body)
         except PeerFault as fault:
             self._supervisor.refusals[fault.metric_label] += 1
-            logger.warning("cutting a line of %s: %s", connection.peer, fault)
+            logger.warning("cutting a direct connection of %s: %s", connection.peer, fault)
         except (OSError, EOFError) as error:
-            logger.debug("a line of %s has ended: %s", connection.peer, error)
+            logger.debug("a direct connection of %s has ended: %s", connection.peer, error)
         finally:
             connection.cut()
 
@@ -98,10 +100,10 @@ class RpcServer:
             await self._run_handler(connection, name, request)
         except CallAbortedError as refusal:
             code, reason = refusal.code, str(refusal)
-        except Exception:  # a fault of a servicer ends its call, as gRPC has it, and nothing else
+        except Exception:  # as in gRPC, a fault of a servicer ends only its call
             if connection.has_ended:
                 return
-            logger.exception("a call of %s broke", connection.peer)
+            logger.exception("a call from %s failed", connection.peer)
             code = grpc.StatusCode.UNKNOWN
         await connection.send(END, bytes([code.value[0]]) + reason[:MAX_REASON_CHARACTERS].encode())
 
@@ -112,7 +114,7 @@ class RpcServer:
         context = RpcContext(connection, handler)
         try:
             message = handler.request_deserializer(request)
-        except Exception as error:  # protobuf's own kind
+        except Exception as error:  # protobuf raises exceptions of its own
             raise CallAbortedError(grpc.StatusCode.INVALID_ARGUMENT, "the request does not parse") from error
         if not handler.response_streaming:
             await context.write(await handler.unary_unary(message, context))

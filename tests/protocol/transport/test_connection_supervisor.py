@@ -107,7 +107,7 @@ async def test_a_frozen_receiver_is_cut_by_the_clock_and_others_go_on(
         working[0].writer.write(b"x")
         assert await working[1].reader.readexactly(1) == b"x"
         await asyncio.sleep(QUICK.stall / 20)
-    assert "cutting a tunnel with frozen: nothing was taken" in caplog.text
+    assert "cutting a connection with frozen: nothing was taken" in caplog.text
     assert tunnels.refusals == {"stream stalled": 1}
     assert "with working" not in caplog.text
     await asyncio.wait({writing}, timeout=5)
@@ -173,7 +173,7 @@ async def test_an_idle_tunnel_is_cut(tunnels: ConnectionSupervisor, caplog: pyte
     caplog.set_level("INFO")
     ends = await opened(tunnels, "silent")
     await until_empty(tunnels)
-    assert "cutting a tunnel with silent: idle" in caplog.text
+    assert "cutting a connection with silent: idle" in caplog.text
     assert not tunnels.refusals, "nothing of it was refused"
     close(*ends)
 
@@ -198,7 +198,7 @@ async def test_places_are_counted_by_peer(caplog: pytest.LogCaptureFixture) -> N
     assert tunnels.try_admit("honest")
     ends += await opened(tunnels, "honest")
     assert tunnels.try_admit("newcomer"), "a cap for all must not shut the honest out"
-    assert "all 3 tunnels are taken: cutting that of greedy" in caplog.text
+    assert "all 3 connections are in use: cutting the one with greedy" in caplog.text
     assert tunnels.refusals == {"too many streams": 2, "stream gave way": 1}, "every one is counted"
     close(*ends)
     await tunnels.stop()

@@ -62,7 +62,7 @@ def test_a_link_to_nothing_or_to_a_folder_of_others_does_no_harm(tmp_path: Path)
 
 def test_no_place_for_it_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot make the socket folder of .*Not a directory; free or open"):
+    with pytest.raises(StorageError, match="cannot create the socket folder of .*Not a directory; free or open"):
         SocketFolder.create(tmp_path / "file" / "node")
 
 
@@ -76,7 +76,7 @@ def test_a_copied_folder_is_told_from_one_in_use(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(tempfile, "tempdir", str(root))
     (tmp_path / "sockets").mkdir()
     before = left_behind(root)
-    with pytest.raises(StorageError, match="sockets is no link, .*; remove it"):
+    with pytest.raises(StorageError, match="sockets is not a link, .*; remove it"):
         SocketFolder.create(tmp_path)
     assert left_behind(root) == before
     (tmp_path / "sockets").rmdir()

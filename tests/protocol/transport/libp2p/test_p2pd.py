@@ -89,7 +89,7 @@ async def test_its_death_is_noticed_and_mended(
     assert daemon.pid != before
     assert daemon.p2p is not first
     assert await daemon.client.identify() == addresses, "others know us by these"
-    assert "p2pd ended with code" in caplog.text
+    assert "p2pd exited with code" in caplog.text
     await daemon.stop()
     folder.remove()
 
@@ -106,11 +106,11 @@ async def test_a_port_that_is_let_go_is_taken(
         listen = (f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}",)
         starting = asyncio.create_task(P2pd.start(P2pdOptions(tmp_path / "key", listen), folder.path, {}))
         async with asyncio.timeout(30):
-            while "it is tried again" not in caplog.text:
+            while "trying again for" not in caplog.text:
                 await asyncio.sleep(0.05)
     daemon = await asyncio.wait_for(starting, 60)
     assert (await daemon.client.identify())[1] == listen
-    assert caplog.text.count("it is tried again") == 1
+    assert caplog.text.count("trying again for") == 1
     await daemon.stop()
     folder.remove()
 
@@ -123,7 +123,7 @@ async def test_a_taken_port_and_a_missing_binary_are_one_line(tmp_path: Path, mo
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         listen = (f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",)
-        with pytest.raises(TransportError, match=f"another program has {listen[0]}; give another --listen") as refused:
+        with pytest.raises(TransportError, match=f"another program uses {listen[0]}; choose another --listen") as refused:
             await P2pd.start(P2pdOptions(tmp_path / "key", listen), folder.path, {})
         assert "\n" not in str(refused.value)
     monkeypatch.setattr(p2pd, "BINARY", tmp_path / "missing")
