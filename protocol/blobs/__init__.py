@@ -1,1 +1,1 @@
-"""Everything big: named by its hash, fetched from many, checked before use."""
+"""Content-addressed blobs: named by their hash, fetched from several peers, and checked before use."""

@@ -1,11 +1,11 @@
-"""What a blob is: bytes named by their hash, cut into pieces that can each be checked alone.
+"""The format of a blob: bytes named by their hash and cut into pieces that can be checked one by one.
 
     pieces = the bytes in runs of 1 MiB (the last one may be shorter)
     digest = BLAKE3(BLAKE3(piece 0) + BLAKE3(piece 1) + ... + size as 8 bytes, big-endian)
 
-Who knows digest and size can check the list of piece hashes, and with it every piece, before using a byte. Every
-byte of a run is hashed by each peer that sends or gets it, and BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020)
-takes a quarter of SHA-256's time where the processor knows SHA-256, and an eighth elsewhere.
+With digest and size a peer can check the list of piece hashes, and with it every piece, before using a byte. Each peer
+that sends or receives a byte of a run hashes it, and BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020) takes a
+quarter of SHA-256's time on CPUs with SHA-256 instructions, and an eighth on others.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from protocol.murmur_pb2 import BlobRef
 PIECE_BYTES = 1 << 20
 CHUNK_BYTES = 1 << 18
 DIGEST_BYTES = 32
-# The hashes of the largest blob fill half a mebibyte: they fit into one message.
+# The hashes of the largest blob take half a mebibyte, so they fit into one message.
 MAX_BLOB_BYTES = 1 << 34
 Bytes = bytes | bytearray | memoryview
 
@@ -39,7 +39,7 @@ class Blob:
 
     @classmethod
     def of(cls, *data: Bytes) -> Self:
-        """Of all of them, one after the other."""
+        """Name the concatenation of all `data`."""
         return cls.from_hashes(piece_hashes(*data), total_size(data))
 
     @classmethod
@@ -59,14 +59,14 @@ class Blob:
 
     @property
     def pieces(self) -> int:
-        """How many pieces there are."""
+        """Return the number of pieces."""
         return -(-self.size // PIECE_BYTES)
 
     def piece_length(self, piece: int) -> int:
         return min(PIECE_BYTES, self.size - piece * PIECE_BYTES)
 
     def check_hashes(self, hashes: bytes) -> None:
-        """Raises LimitError where there are too many, MalformedError where they are not this blob's."""
+        """Raise LimitError if there are too many hashes, and MalformedError if they are not this blob's."""
         if len(hashes) > self.pieces * DIGEST_BYTES:
             raise LimitError("more piece hashes than the blob has pieces")
         if digest_of(hashes, self.size) != self.digest:
@@ -91,14 +91,14 @@ def total_size(data: Iterable[Bytes]) -> int:
 
 
 def piece_hashes(*data: Bytes) -> bytes:
-    """The 32-byte hashes of all pieces of `data`, taken one after the other; nothing is copied."""
-    digests, hashed, room = [], blake3(), PIECE_BYTES
+    """Return the 32-byte hashes of all pieces of the concatenated `data`, without copying it."""
+    digests, hasher, room = [], blake3(), PIECE_BYTES
     for view in (memoryview(part).cast("B") for part in data):
         while view:
-            hashed.update(view[:room])
+            hasher.update(view[:room])
             taken = min(room, len(view))
             view, room = view[taken:], room - taken
             if not room:
-                digests.append(hashed.digest())
-                hashed, room = blake3(), PIECE_BYTES
-    return b"".join([*digests, hashed.digest()] if room < PIECE_BYTES else digests)
+                digests.append(hasher.digest())
+                hasher, room = blake3(), PIECE_BYTES
+    return b"".join([*digests, hasher.digest()] if room < PIECE_BYTES else digests)

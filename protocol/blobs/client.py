@@ -1,4 +1,4 @@
-"""The two calls by which a blob comes, each with deadlines, and what may go wrong with them."""
+"""The two RPCs that transfer a blob, with deadlines, and the translation of their errors."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,16 +18,16 @@ from protocol.replies import require_reply
 
 _FAILURE_BY_STATUS = {
     grpc.StatusCode.NOT_FOUND: RequestFailure.ABSENT,
-    # The size we were told may be wrong: no reason to blame the source.
+    # The size that we were given may be wrong, so the source is not to blame.
     grpc.StatusCode.OUT_OF_RANGE: RequestFailure.ABSENT,
     grpc.StatusCode.RESOURCE_EXHAUSTED: RequestFailure.BUSY,
     grpc.StatusCode.DEADLINE_EXCEEDED: RequestFailure.SLOW,
 }
-RESCHEDULE_SHARE = 0.05  # of the seconds in which nothing may come: by so much a deadline may lie too early
+RESCHEDULE_SHARE = 0.05  # a deadline may be this share of the stall timeout too early, to save reschedules
 
 
 class RequestFailedError(Exception):
-    """A call that did not deliver, and why."""
+    """Raised when a request did not deliver; says why."""
 
     def __init__(self, failure: RequestFailure, reason: str) -> None:
         super().__init__(reason)
@@ -36,37 +36,40 @@ class RequestFailedError(Exception):
 
 
 class UnattributedMismatchError(Exception):
-    """A blob of one piece came out wrong: either its source or whoever told its size lied."""
+    """Raised when a one-piece blob does not match: either the source lied, or the peer that named its size."""
 
 
 class ChannelLease(Protocol):
-    """A channel for one call, and what its lender is to hear of the call."""
+    """A channel for one call, with reports about the call to its lender."""
 
     @property
-    def channel(self) -> object: ...  # of gRPC's kind
+    def channel(self) -> object: ...  # a gRPC channel
     def record_received(self, size: int) -> None: ...
     def report_broken(self, reason: str) -> None: ...
 
 
 class ChannelPool(Protocol):
-    """What a fetch needs of the network: channels for its calls, and how many at once are of use to a peer's link."""
+    """The network of a downloader: channels for its calls, and how many parallel calls a peer's link can use."""
 
     def lease_channel(self, peer: PeerId) -> AbstractContextManager[ChannelLease]: ...
     def parallelism(self, peer: PeerId) -> int: ...
 
 
 class BlobClient:
-    """The two calls, each with a deadline. While little comes in, it asks for compressed pieces."""
+    """Performs the two RPCs, each with a deadline, and counts the received bytes.
+
+    It requests compressed pieces (fewer bytes, more CPU) while the link is slow.
+    """
 
     def __init__(self, channels: ChannelPool, stall: float, in_flight_limit: InFlightLimit) -> None:
         self.bytes_received = 0
         self._in_flight_limit = in_flight_limit
         self._channels = channels
         self._stall = stall
-        self._timeouts: dict[PeerId, dict[asyncio.Timeout, float]] = {}  # of the calls that run, to their ends
+        self._timeouts: dict[PeerId, dict[asyncio.Timeout, float]] = {}  # of running calls, with their final deadlines
 
     async def fetch_hashes(self, blob: Blob, piece_request: PieceRequest) -> PiecesReply:
-        """Unchecked."""
+        """Fetch the piece hashes; they are not checked yet."""
         with self._lease_channel(piece_request) as lease:
             request = PiecesRequest(digest=blob.digest)
             reply: PiecesReply = require_reply(
@@ -83,7 +86,7 @@ class BlobClient:
         piece_request: PieceRequest,
         store_piece: Callable[[bytearray], object],
     ) -> None:
-        """`keep` checks the piece and writes it, in a thread; the piece takes up memory until it has."""
+        """Fetch a piece and pass it to `store_piece` in a thread, which checks and writes it."""
         length = blob.piece_length(piece_request.piece)
         with self._lease_channel(piece_request) as lease:
             data = await self._stream_piece(blob, scheduler, piece_request, lease)
@@ -93,26 +96,26 @@ class BlobClient:
             await asyncio.to_thread(store_piece, data)
 
     async def _stream_piece(
-        self, blob: Blob, plan: DownloadScheduler, call: PieceRequest, lease: ChannelLease
+        self, blob: Blob, scheduler: DownloadScheduler, request: PieceRequest, lease: ChannelLease
     ) -> bytearray:
-        """The piece; squeezed, where it has fewer bytes."""
-        data, received = bytearray(blob.piece_length(call.piece)), 0
-        request = FetchRequest(digest=blob.digest, offset=call.piece * PIECE_BYTES, length=len(data))
-        request.squeezed = self._in_flight_limit.is_slow
-        stream = _open_stream(lease.channel, request, call.seconds)
+        """Return the bytes of a piece; if there are fewer than its length, they are compressed."""
+        data, received = bytearray(blob.piece_length(request.piece)), 0
+        message = FetchRequest(digest=blob.digest, offset=request.piece * PIECE_BYTES, length=len(data))
+        message.squeezed = self._in_flight_limit.is_slow
+        stream = _open_stream(lease.channel, message, request.seconds)
         try:
-            async with self._call_deadline(call):
+            async with self._call_deadline(request):
                 async for chunk in stream:
                     if not received and 0 < require_reply(chunk).squeezed < len(data):
                         data = bytearray(chunk.squeezed)
-                    came = len(chunk.data)
+                    arrived = len(chunk.data)
                     received = _append_bytes(data, received, chunk.data)
-                    # Empty chunks are no progress.
-                    if came:
-                        self._extend_timeouts(call.peer)
-                        self.bytes_received += came
-                        lease.record_received(came)
-                        plan.record_received(call, came)
+                    # Empty chunks do not count as progress.
+                    if arrived:
+                        self._extend_timeouts(request.peer)
+                        self.bytes_received += arrived
+                        lease.record_received(arrived)
+                        scheduler.record_received(request, arrived)
         finally:
             stream.cancel()
         if received != len(data):
@@ -121,26 +124,29 @@ class BlobClient:
 
     @asynccontextmanager
     async def _call_deadline(self, call: PieceRequest) -> AsyncIterator[None]:
-        """TimeoutError at the end of its time, or where nothing comes from its peer. On one connection calls come one
-        after the other, however they were begun: what comes for another call of the peer is a sign of life."""
-        clock, limits = asyncio.get_running_loop().time, self._timeouts.setdefault(call.peer, {})
+        """Raise TimeoutError at the end of the call's time, or if its peer sends nothing for the stall timeout.
+
+        One connection carries the calls of a peer one after the other, in any order, so bytes for another call of the
+        same peer count as a sign of life.
+        """
+        clock, timeouts = asyncio.get_running_loop().time, self._timeouts.setdefault(call.peer, {})
         end = clock() + call.seconds
-        async with asyncio.timeout_at(min(end, clock() + self._stall)) as limit:
-            limits[limit] = end
+        async with asyncio.timeout_at(min(end, clock() + self._stall)) as timeout:
+            timeouts[timeout] = end
             try:
                 yield
             finally:
-                del limits[limit]
-                if not limits:
+                del timeouts[timeout]
+                if not timeouts:
                     self._timeouts.pop(call.peer, None)
 
     def _extend_timeouts(self, peer: PeerId) -> None:
-        """Deadlines are moved on seldom: a fast link brings a thousand chunks in a second."""
-        silent = asyncio.get_running_loop().time() + self._stall
-        for limit, end in self._timeouts[peer].items():
-            later = min(end, silent)
-            if not limit.expired() and later - (limit.when() or 0.0) > self._stall * RESCHEDULE_SHARE:
-                limit.reschedule(later)
+        """Extend the peer's deadlines, but not at each chunk: a fast link delivers a thousand chunks a second."""
+        stall_deadline = asyncio.get_running_loop().time() + self._stall
+        for timeout, end in self._timeouts[peer].items():
+            deadline = min(end, stall_deadline)
+            if not timeout.expired() and deadline - (timeout.when() or 0.0) > self._stall * RESCHEDULE_SHARE:
+                timeout.reschedule(deadline)
 
     @contextmanager
     def _lease_channel(self, call: PieceRequest) -> Iterator[ChannelLease]:
@@ -156,7 +162,7 @@ class BlobClient:
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Turns what may go wrong with a source into a CallFailedError; a fault of our own disk passes."""
+    """Turn the errors that a source can cause into RequestFailedError; errors of our own disk pass."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -171,17 +177,17 @@ def translate_errors() -> Iterator[None]:
 
 
 def _open_stream(channel: Any, request: FetchRequest, seconds: float) -> Any:
-    """The stub's call, but for who reads the chunks."""
+    """Call Fetch as the stub does, but with our own parser of chunks."""
     call = channel.unary_stream(
         FETCH_METHOD, request_serializer=FetchRequest.SerializeToString, response_deserializer=parse_chunk
     )
     return call(request, timeout=seconds)
 
 
-def _append_bytes(data: bytearray, received: int, came: Bytes) -> int:
-    """Behind the bytes received so far; how many there are then."""
-    stop = received + len(came)
-    if len(came) > CHUNK_BYTES or stop > len(data):
+def _append_bytes(data: bytearray, received: int, arrived: Bytes) -> int:
+    """Write bytes behind those received so far, and return the new count."""
+    stop = received + len(arrived)
+    if len(arrived) > CHUNK_BYTES or stop > len(data):
         raise LimitError("more bytes than were asked for")
-    data[received:stop] = came
+    data[received:stop] = arrived
     return stop

@@ -1,8 +1,9 @@
-"""Fetching a blob from whoever holds it, several sources at once.
+"""Downloads of blobs from several sources at once.
 
-The piece hashes come first and are checked against the digest; then every piece is checked against its hash before it
-is written. A blob of one piece needs no list: its digest follows from the piece. What was written survives a cut, a
-cancel and a restart. At any time at most `max_calls` pieces are in memory, whatever the blobs' sizes.
+The piece hashes are fetched first and checked against the digest; then every piece is checked against its hash before
+it is written. A blob of one piece needs no list, because its digest follows from the piece. Written pieces survive a
+lost connection, a cancelled download and a restart. At most `max_requests` pieces are in memory at any time, whatever
+the sizes of the blobs.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.1  # seconds between two looks at late calls, pauses that are over and new sources
-SCAN_SECONDS = 20e-6  # of a pause after each look, for each download: one look over thousands takes milliseconds
+TICK_SECONDS = 0.1  # between two checks for late requests, expired delays and new sources
+SCAN_SECONDS = 20e-6  # pause per download after each check, because checking thousands takes milliseconds
 MAX_LISTED_FAILURES = 8
 
 FindSources = Callable[[], Sequence[PeerId]]
@@ -49,31 +50,34 @@ Receive = Callable[[DownloadScheduler, PieceRequest], Awaitable[None]]
 
 
 class SchedulerRun:
-    """A plan that is being carried out."""
+    """Runs the requests of one scheduler, owned by its download."""
 
     def __init__(self, scheduler: DownloadScheduler, receive: Receive) -> None:
         self.scheduler = scheduler
         self.running: dict[asyncio.Task[None], PieceRequest] = {}
         self._receive = receive
-        self._request_ended = asyncio.Event()  # a call has, or more than one
+        self._request_ended = asyncio.Event()  # at least one request has ended
         self._abort_error: BaseException | None = None
 
     def start_request(self, awaited_elsewhere: Mapping[PeerId, int], now: float, *, idle_only: bool) -> bool:
-        """A call, if one makes sense. `elsewhere`: bytes that other errands await of each source; `idle_only`: ask
-        only who has nothing to do for us."""
-        call = self.scheduler.next_request(now, awaited_elsewhere, idle_only=idle_only)
-        if call is None:
+        """Start one request if that makes sense, and return whether it did.
+
+        `awaited_elsewhere` is the number of bytes by source that other downloads await; with `idle_only`, only sources
+        that owe us nothing are used.
+        """
+        request = self.scheduler.next_request(now, awaited_elsewhere, idle_only=idle_only)
+        if request is None:
             return False
-        task = asyncio.ensure_future(self._receive(self.scheduler, call))
+        task = asyncio.ensure_future(self._receive(self.scheduler, request))
         task.add_done_callback(self._on_request_ended)
-        self.running[task] = call
+        self.running[task] = request
         return True
 
     def _on_request_ended(self, _: asyncio.Task[None]) -> None:
         self._request_ended.set()
 
     async def wait_for_ended(self) -> list[asyncio.Task[None]]:
-        """Waits until a call has ended."""
+        """Wait until at least one request has ended, and return the ended ones."""
         await self._request_ended.wait()
         self._request_ended.clear()
         if self._abort_error:
@@ -81,19 +85,19 @@ class SchedulerRun:
         return [task for task in self.running if task.done()]
 
     def abort(self, error: BaseException) -> None:
-        """Nobody begins calls any more."""
+        """Fail the run, because no requests are started any more."""
         self._abort_error = error
         self._request_ended.set()
 
 
 class Download:
-    """One blob being fetched, for all who wait for it."""
+    """The download of one blob, shared by all callers that wait for it."""
 
     def __init__(self, blob: Blob, priority: int, sources: SourceSet, downloader: "Downloader") -> None:
         self.priority = priority
         self.waiters: list[FindSources] = []
         self.is_ending = False
-        self._absent = asyncio.Event()  # while all sources have
+        self._absent = asyncio.Event()  # set while all sources deny having the blob
         self._next_refresh_at = 0.0
         self.blob = blob
         self._store = downloader.store
@@ -104,22 +108,22 @@ class Download:
         self.task = asyncio.create_task(self._run(), name=f"fetch {blob.name[:12]}")
 
     def describe_failures(self) -> str:
-        """Who was asked, and what came of it."""
-        troubles = self._sources.last_failures()
-        if not troubles:
+        """Return a text that lists the sources tried and their failures."""
+        failures = self._sources.last_failures()
+        if not failures:
             return "no source is known"
-        named = "; ".join(f"{peer}: {trouble}" for peer, trouble in list(troubles.items())[:MAX_LISTED_FAILURES])
-        return f"{len(troubles)} sources tried: {named}{'; ...' if len(troubles) > MAX_LISTED_FAILURES else ''}"
+        listed = "; ".join(f"{peer}: {failure}" for peer, failure in list(failures.items())[:MAX_LISTED_FAILURES])
+        return f"{len(failures)} sources tried: {listed}{'; ...' if len(failures) > MAX_LISTED_FAILURES else ''}"
 
     def add_waiter(self, sources: FindSources) -> None:
-        """One more waits for it, and names sources that may have what the others do not."""
+        """Add a waiter with its sources, which may have a blob that the other waiters' sources do not have."""
         self.waiters.append(sources)
         self._next_refresh_at = 0.0
         self._absent.clear()
         self._downloader.wake_up()
 
     def refresh_sources(self, now: float) -> None:
-        """For new sources, once a tick."""
+        """Ask the waiters for their sources, once a tick."""
         if now >= self._next_refresh_at:
             self._next_refresh_at = now + TICK_SECONDS
             self._sources.update_present(peer for sources in self.waiters for peer in sources())
@@ -132,12 +136,12 @@ class Download:
             self._absent.clear()
 
     async def wait_unless_absent(self) -> None:
-        """Wait for it. GoneError: nobody has it."""
-        denied = asyncio.create_task(self._absent.wait())
+        """Wait for the blob; raise GoneError if no source has it."""
+        absent = asyncio.create_task(self._absent.wait())
         try:
-            await asyncio.wait([self.task, denied], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([self.task, absent], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            denied.cancel()
+            absent.cancel()
         if not self.task.done():
             raise GoneError(f"blob {self.blob.name} is not there any more: {self.describe_failures()}")
         await self.task
@@ -151,7 +155,7 @@ class Download:
                     DownloadScheduler({0: self.blob.size}, self._sources), self._receive_whole
                 )
             except UnattributedMismatchError:
-                logger.info("blob %s: one piece that does not match; asking for its hash", self.blob.name)
+                logger.info("blob %s: its only piece does not match; fetching its hash", self.blob.name)
         partial = self._store.open_partial(self.blob, await self._fetch_hashes())
         try:
             await asyncio.to_thread(partial.verify_existing)
@@ -169,8 +173,8 @@ class Download:
         known = self._store.partial_hashes(self.blob)
         found = [] if known is None else [known]
 
-        async def receive(plan: DownloadScheduler, call: PieceRequest) -> None:
-            reply = await self._client.fetch_hashes(self.blob, call)
+        async def receive(_scheduler: DownloadScheduler, request: PieceRequest) -> None:
+            reply = await self._client.fetch_hashes(self.blob, request)
             _check_size(self.blob, reply)
             with translate_errors():
                 self.blob.check_hashes(reply.pieces)
@@ -181,54 +185,56 @@ class Download:
         return found[0]
 
     async def _receive_whole(self, scheduler: DownloadScheduler, request: PieceRequest) -> None:
-        def keep(data: bytearray) -> None:
+        def store(data: bytearray) -> None:
             if Blob.of(memoryview(data)) != self.blob:
                 raise UnattributedMismatchError
             self._store.put_in_memory(memoryview(data))
 
-        await self._client.fetch_piece(self.blob, scheduler, request, keep)
+        await self._client.fetch_piece(self.blob, scheduler, request, store)
 
     def _receive_into(self, partial: Partial) -> Receive:
-        async def receive(plan: DownloadScheduler, call: PieceRequest) -> None:
-            await self._client.fetch_piece(self.blob, plan, call, lambda data: partial.write(call.piece, data))
+        async def receive(scheduler: DownloadScheduler, request: PieceRequest) -> None:
+            await self._client.fetch_piece(
+                self.blob, scheduler, request, lambda data: partial.write(request.piece, data)
+            )
 
         return receive
 
     async def _run_scheduler(self, scheduler: DownloadScheduler, receive: Receive) -> None:
-        """Carry out a plan to its end."""
-        self.scheduler_run = errand = SchedulerRun(scheduler, receive)
+        """Run a scheduler until all its pieces have arrived."""
+        self.scheduler_run = run = SchedulerRun(scheduler, receive)
         try:
             while not scheduler.is_done:
                 self._downloader.wake_up()
-                for task in await errand.wait_for_ended():
-                    self._settle_request(errand, task)
+                for task in await run.wait_for_ended():
+                    self._settle_request(run, task)
         finally:
             self.scheduler_run = None
-            await cancel_and_wait(errand.running)
+            await cancel_and_wait(run.running)
             self._downloader.wake_up()
 
     def _settle_request(self, run: SchedulerRun, task: asyncio.Task[None]) -> None:
-        plan, call, now = run.scheduler, run.running.pop(task), time.monotonic()
-        if not plan.is_running(call):
-            # Another source was faster; how this call ended no longer matters, but must be looked at.
+        scheduler, request, now = run.scheduler, run.running.pop(task), time.monotonic()
+        if not scheduler.is_running(request):
+            # Another source was faster, so this outcome does not matter; retrieve it to avoid asyncio's warning.
             _ = task.cancelled() or task.exception()
             return
-        failed = _failure_from(task)
-        if failed is None:
-            others = plan.record_success(call, now)
+        failure = _failure_from(task)
+        if failure is None:
+            others = scheduler.record_success(request, now)
             self._update_absent()
-            for other in [other for other, its_call in run.running.items() if its_call in others]:
+            for other in [other for other, its_request in run.running.items() if its_request in others]:
                 other.cancel()
             return
-        plan.record_failure(call, failed.failure, failed.reason, now)
-        logger.info("blob %s piece %d from %s: %s", self.blob.name[:12], call.piece, call.peer, failed.reason)
+        scheduler.record_failure(request, failure.failure, failure.reason, now)
+        logger.info("blob %s piece %d from %s: %s", self.blob.name[:12], request.piece, request.peer, failure.reason)
         self._update_absent()
-        if failed.failure is RequestFailure.LIED:
-            self._downloader.record_lie(call.peer, failed.reason)
+        if failure.failure is RequestFailure.LIED:
+            self._downloader.record_lie(request.peer, failure.reason)
 
 
 class Downloader:
-    """Gets blobs into the store, over channels to peers. `refusals` counts the sources' lies."""
+    """Fetches blobs into the store over channels to peers; `refusals` counts the sources that lied."""
 
     def __init__(
         self,
@@ -247,30 +253,34 @@ class Downloader:
         self.client = BlobClient(channels, self._policy.stall_seconds, self._in_flight_limit)
         self._downloads: dict[Blob, Download] = {}
         self.refusals: Counter[str] = Counter()
-        self._inflow = InflowStats()  # while anything is fetched,
-        self._ticker: asyncio.Task[None] | None = None  # and calls are begun
-        self._wake_event = asyncio.Event()  # a call has ended, or there is something new
+        self._inflow = InflowStats()  # since the first of the present downloads began
+        self._ticker: asyncio.Task[None] | None = None  # starts requests while anything is fetched
+        self._wake_event = asyncio.Event()  # a request has ended, or there is new work
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of pieces and lists that came, used or not."""
+        """Return the bytes of pieces and hash lists received, whether used or not."""
         return self.client.bytes_received
 
     def record_lie(self, peer: PeerId, reason: str) -> None:
-        """Count and log a source that served something else than it was asked for."""
+        """Count and log a source that served wrong bytes."""
         self.refusals["wrong blob"] += 1
         logger.warning("%s served a wrong blob: %s", peer, reason)
 
     async def fetch(
         self, blob: Blob, sources: FindSources, deadline: float, priority: int = 0, *, wait_if_absent: bool = True
     ) -> None:
-        """Returns when the blob is in the store.
+        """Return when the blob is in the store.
 
-        `sources` is asked again and again for the peers (other than ourselves) that may have it; `deadline` is in
-        seconds from now. Of blobs of about the same size those of a lower `turn` are asked for first. `patient`: it may
-        not be anywhere yet; otherwise GoneError, once all have said that they do not have it. Raises UnreachableError
-        when the deadline has passed, StorageError where the disk is full, and MalformedError where the blob's size is
-        proved to be another.
+        `sources` is asked repeatedly for the peers (other than us) that may have the blob; `deadline` is in seconds
+        from now. Among blobs of about the same size, those with a lower `priority` go first. Set `wait_if_absent` for a
+        blob that may not exist anywhere yet.
+
+        Raises:
+            UnreachableError: The deadline has passed.
+            GoneError: `wait_if_absent` is false and all sources deny having the blob.
+            StorageError: The disk is full.
+            MalformedError: The blob is proved to have another size.
         """
         if self._is_here(blob):
             return
@@ -280,9 +290,9 @@ class Downloader:
                 download = await self._join(blob, sources, priority)
                 await (asyncio.shield(download.task) if wait_if_absent else download.wait_unless_absent())
         except TimeoutError as error:
-            trouble = download.describe_failures() if download else "an earlier fetch is still ending"
-            logger.warning("blob %s not fetched within %g s: %s", blob.name, deadline, trouble)
-            raise UnreachableError(f"blob {blob.name} not fetched within {deadline:g} s: {trouble}") from error
+            reason = download.describe_failures() if download else "an earlier fetch is still ending"
+            logger.warning("blob %s not fetched within %g s: %s", blob.name, deadline, reason)
+            raise UnreachableError(f"blob {blob.name} not fetched within {deadline:g} s: {reason}") from error
         finally:
             if download:
                 await self._leave(download, sources)
@@ -300,8 +310,8 @@ class Downloader:
         if download is None:
             if not self._downloads:
                 self._inflow = InflowStats()
-            ledger = SourceSet(self._policy, self._rng, self._channels.parallelism, self._inflow)
-            download = Download(blob, priority, ledger, self)
+            source_set = SourceSet(self._policy, self._rng, self._channels.parallelism, self._inflow)
+            download = Download(blob, priority, source_set, self)
             self._downloads[blob] = download
             download.task.add_done_callback(partial(self._on_download_ended, blob))
         download.add_waiter(sources)
@@ -312,14 +322,14 @@ class Downloader:
         self.wake_up()
 
     def wake_up(self) -> None:
-        """Have calls begun soon."""
+        """Start requests soon."""
         self._wake_event.set()
         if self._ticker is None and self._downloads:
-            self._ticker = asyncio.create_task(self._tick(), name="ticker of fetches")
+            self._ticker = asyncio.create_task(self._tick(), name="download ticker")
             self._ticker.add_done_callback(self._on_ticker_stopped)
 
     async def _tick(self) -> None:
-        """One look for all, at each tick and soon after something has happened; as long as anything is fetched."""
+        """Start requests for all downloads at each tick and soon after each event, while anything is fetched."""
         while self._downloads:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_SECONDS):
@@ -329,7 +339,7 @@ class Downloader:
             await asyncio.sleep(SCAN_SECONDS * len(self._downloads))
 
     def _on_ticker_stopped(self, ticker: asyncio.Task[None]) -> None:
-        """A fault in our own code, or of who names sources, is told to all who wait."""
+        """Report a fault in our own code, or in a waiter's `sources`, to all waiters."""
         self._ticker = None
         if not ticker.cancelled() and (error := ticker.exception()):
             for download in self._downloads.values():
@@ -337,47 +347,51 @@ class Downloader:
                     download.scheduler_run.abort(error)
 
     def _start_due_requests(self, now: float) -> None:
-        """Has errands begin what calls they may: lists of hashes first, small blobs before large ones (by powers of
-        two, as a round does not wait for a state), among equals whose turn it is, and then what was wanted first."""
-        downloads = sorted(self._downloads.values(), key=lambda each: (each.blob.size.bit_length(), each.priority))
-        errands = []
+        """Start the requests that are due: hash lists first, then small blobs before large ones.
+
+        Sizes are compared by powers of two, so a round does not wait for a state. Blobs of equal size go by priority,
+        then by age.
+        """
+        downloads = sorted(self._downloads.values(), key=lambda item: (item.blob.size.bit_length(), item.priority))
+        runs = []
         for download in downloads:
             download.refresh_sources(now)
             if download.scheduler_run:
-                errands.append(download.scheduler_run)
-        errands.sort(key=lambda errand: not errand.scheduler.is_small)
+                runs.append(download.scheduler_run)
+        runs.sort(key=lambda run: not run.scheduler.is_small)
         awaited = Counter[PeerId]()
-        for errand in errands:
-            awaited.update(errand.scheduler.awaited_bytes(now))
+        for run in runs:
+            awaited.update(run.scheduler.awaited_bytes(now))
         self._in_flight_limit.observe(now, self.bytes_received, not awaited)
         self._inflow.rate = self._in_flight_limit.rate
-        able = [errand for errand in errands if errand.scheduler.can_start_request(now)]
-        if able:
-            self._start_requests(able, awaited, max(errand.scheduler.max_parallelism for errand in errands), now)
+        startable = [run for run in runs if run.scheduler.can_start_request(now)]
+        if startable:
+            self._start_requests(startable, awaited, max(run.scheduler.max_parallelism for run in runs), now)
 
     def _start_requests(
         self, runs: Sequence[SchedulerRun], awaited: Counter[PeerId], parallelism: int, now: float
     ) -> None:
-        """`awaited`: bytes of all errands by source; `places`: calls that the source with the most of them needs.
+        """Start requests of the given runs within the limit of bytes in flight.
 
-        Who owes nothing is asked for a piece even where no more may be awaited, up to twice as much: slow sources must
-        not take up all of that, or little comes, and it stays so little.
+        `awaited` holds the awaited bytes of all runs by source; `parallelism` is the largest number of requests that a
+        source can use. An idle source gets a request even above the limit, up to twice as much: slow sources must not
+        use up the whole limit, or little arrives and the limit stays low.
         """
         running = sum(
             len(download.scheduler_run.running) for download in self._downloads.values() if download.scheduler_run
         )
         window = self._in_flight_limit.max_bytes(parallelism)
-        for errand in runs:
-            own = errand.scheduler.awaited_bytes(now)
+        for run in runs:
+            own = run.scheduler.awaited_bytes(now)
             awaited.subtract(own)
             while running < self._max_requests and (size := awaited.total() + sum(own.values())) < 2 * window:
-                if not errand.start_request(awaited, now, idle_only=size >= window):
+                if not run.start_request(awaited, now, idle_only=size >= window):
                     break
-                running, own = running + 1, errand.scheduler.awaited_bytes(now)
+                running, own = running + 1, run.scheduler.awaited_bytes(now)
             awaited.update(own)
 
     async def _leave(self, download: Download, sources: FindSources) -> None:
-        """The last one to leave ends the download, and waits until its file is closed."""
+        """Remove a waiter; the last one ends the download and waits until its file is closed."""
         download.waiters.remove(sources)
         if not download.waiters and not download.task.done():
             download.is_ending = True
@@ -385,7 +399,7 @@ class Downloader:
 
 
 def _failure_from(task: asyncio.Task[None]) -> RequestFailedError | None:
-    # A call ends as cancelled, too, when its channel is closed under it.
+    # A request also ends as cancelled when its channel is closed.
     if task.cancelled():
         return RequestFailedError(RequestFailure.LOST, "the channel was closed")
     error = task.exception()
@@ -395,7 +409,7 @@ def _failure_from(task: asyncio.Task[None]) -> RequestFailedError | None:
 
 
 def _check_size(blob: Blob, reply: PiecesReply) -> None:
-    """A list that yields the digest with another size proves that we were told a wrong size: the source is honest."""
+    """Raise if the hashes match the digest with another size: then our size is wrong, and the source is honest."""
     if reply.size == blob.size or reply.size > MAX_BLOB_BYTES:
         return
     if digest_of(reply.pieces, reply.size) == blob.digest:

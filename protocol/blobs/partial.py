@@ -1,5 +1,8 @@
-"""Blobs on their way, piece by piece: large ones on disk, where a fetch can be taken up after a restart, small ones in
-memory where there is room for them."""
+"""Blobs that are being fetched, piece by piece.
+
+Large ones are kept on disk, where a download can resume after a restart; small ones are kept in memory while there is
+room.
+"""
 
 import os
 import threading
@@ -15,7 +18,7 @@ from protocol.errors import MalformedError
 
 
 class PartialStore(Protocol):
-    """Whose blobs they become."""
+    """The store that a finished blob becomes part of."""
 
     def complete_partial(self, blob: Blob) -> None: ...
     def complete_in_memory(self, blob: Blob, hashes: bytes, data: memoryview) -> None: ...
@@ -23,7 +26,7 @@ class PartialStore(Protocol):
 
 
 class Partial(ABC):
-    """`missing` holds the pieces that are not there or not yet checked."""
+    """A blob that is being fetched; `missing` holds the pieces that are absent or not checked yet."""
 
     def __init__(self, store: PartialStore, blob: Blob, hashes: bytes) -> None:
         self.blob = blob
@@ -33,19 +36,19 @@ class Partial(ABC):
 
     @abstractmethod
     def verify_existing(self) -> None:
-        """Look at what an earlier fetch left."""
+        """Check the pieces that an earlier download left, and remove them from `missing`."""
 
     @abstractmethod
     def write(self, piece: int, data: bytes | bytearray) -> None:
-        """Check and keep a piece; MalformedError where it is not the one that was asked for."""
+        """Check and keep a piece; raise MalformedError if it is not the requested one."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Make the blob a complete one."""
+        """Hand the complete blob to the store."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop writing; what is there is kept for the next time."""
+        """Stop writing, keeping the existing pieces for a later download."""
 
     def _check(self, piece: int, data: bytes | bytearray) -> None:
         if len(data) != self.blob.piece_length(piece) or hash_of(data) != self._hash_of(piece):
@@ -60,14 +63,14 @@ class Partial(ABC):
 
 
 class MemoryPartial(Partial):
-    """In memory, as one: whoever decodes it more than once, to check it and to use it, need not copy it."""
+    """A partial blob in one contiguous buffer, so that it can be decoded repeatedly without a copy."""
 
     def __init__(self, store: PartialStore, blob: Blob, hashes: bytes) -> None:
         super().__init__(store, blob, hashes)
-        self._data = np.empty(blob.size, np.uint8).data  # no memory until it is written to
+        self._data = np.empty(blob.size, np.uint8).data  # pages are allocated only when written
 
     def verify_existing(self) -> None:
-        """What is here was checked."""
+        """Do nothing, because pieces in memory were checked when they were written."""
 
     def write(self, piece: int, data: bytes | bytearray) -> None:
         self._check(piece, data)
@@ -84,19 +87,19 @@ class MemoryPartial(Partial):
 
 
 class FilePartial(Partial):
-    """On disk."""
+    """A partial blob in a file, with holes for the missing pieces."""
 
     def __init__(self, store: PartialStore, blob: Blob, hashes: bytes, path: Path) -> None:
         super().__init__(store, blob, hashes)
         self._path = path
-        # A thread may still be writing when its task is cancelled: the descriptor must not be closed, and given to
-        # another file, under its hands.
+        # A thread may still be writing when its task is cancelled; the descriptor must not be closed and reused for
+        # another file meanwhile.
         self._lock = threading.Lock()
         with disk_errors(path):
             self._descriptor: int | None = _open_file(path, blob.size)
 
     def verify_existing(self) -> None:
-        """Takes seconds for gigabytes, and ends early when closed."""
+        """Hash the existing pieces, which takes seconds for gigabytes; stop early when closed."""
         for piece in range(self.blob.pieces):
             with self._lock, disk_errors(self._path):
                 if self._descriptor is None:

@@ -1,7 +1,7 @@
-"""PURE: what is held for others, and how much of it at most, in all and for each who asked.
+"""Quota of blobs that we hold for others: a byte limit in total and limits for each requesting peer.
 
-What one peer asked for costs nothing more when another asks for it, too; what does not come is counted like what does.
-All of a round is dropped with the round.
+A blob that several peers ask for is counted once. Blobs count even if they never arrive. A round's reservations are
+released together with the round. No I/O.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class _Reservation:
 
 
 class RelayQuota:
-    """`most`, `most_each`: bytes, of all who ask and of one. `blobs_each`: how many of one, as each costs us work."""
+    """Counts reserved bytes of all peers and of each, and blobs of each, because every blob costs us work."""
 
     def __init__(self, max_bytes: int, max_bytes_per_peer: int, max_blobs_per_peer: int) -> None:
         self._max_bytes = max_bytes
@@ -29,14 +29,13 @@ class RelayQuota:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes."""
-        return sum(load.size for load in self._reservations.values())
+        return sum(reservation.size for reservation in self._reservations.values())
 
     def reserve(self, peer: PeerId, blob: Blob, round_number: int) -> None:
-        """Count a blob of that round. Raises LimitError where it is too much."""
+        """Reserve space for a blob of that round; raise LimitError if it exceeds a quota."""
         if blob.digest in self._reservations:
             return
-        own = [load.size for load in self._reservations.values() if load.peer == peer]
+        own = [reservation.size for reservation in self._reservations.values() if reservation.peer == peer]
         if sum(own) + blob.size > self._max_bytes_per_peer or len(own) >= self._max_blobs_per_peer:
             raise LimitError(f"{peer} has {len(own)} blobs of {sum(own)} bytes carried already")
         if self.reserved_bytes + blob.size > self._max_bytes:
@@ -44,8 +43,12 @@ class RelayQuota:
         self._reservations[blob.digest] = _Reservation(peer, blob.size, round_number)
 
     def release_before(self, round_number: int) -> None:
-        """All of earlier rounds."""
-        self._reservations = {digest: load for digest, load in self._reservations.items() if load.round >= round_number}
+        """Release the reservations of earlier rounds."""
+        self._reservations = {
+            digest: reservation
+            for digest, reservation in self._reservations.items()
+            if reservation.round >= round_number
+        }
 
     def digests(self) -> set[bytes]:
         return set(self._reservations)

@@ -1,9 +1,9 @@
-"""Serving blobs to other peers: piece hashes and ranges of bytes.
+"""Serving blobs to other peers: piece hashes and byte ranges.
 
-A range is sent in chunks of 256 KiB (less where our upload is limited) and one piece is in memory at a time. A piece is
-checked before it goes out: a blob that has rotted on the disk is removed instead of being taken for a lie of ours.
-Who asks for a piece squeezed gets it so where that pays.
-Limits are for each caller, but for the number of calls, which has one for all as well.
+A range is sent in chunks of 256 KiB (smaller if our upload is limited), with one piece in memory at a time. A piece is
+checked before it is sent, so a blob that rotted on our disk is removed instead of being taken for a lie of ours. A
+caller that asks for compression gets it where it pays. Limits apply to each caller; the number of calls is also
+limited for all callers together.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from protocol.murmur_pb2_grpc import BlobsServicer
 logger = logging.getLogger(__name__)
 
 MAX_COUNTED_CALLERS = 1024
-CHUNK_SECONDS = 0.05  # seconds
+CHUNK_SECONDS = 0.05
 MIN_CHUNK_BYTES = 4096
-RECENT_SECONDS = 60.0  # so long after a call a blob counts as being fetched
+RECENT_SECONDS = 60.0  # for this long after a call a blob counts as being fetched
 MAX_RECENT_BLOBS = 256
 
 
 class RangeError(MurmurError):
-    """The blob does not reach so far."""
+    """The range ends behind the end of the blob."""
 
 
-_STATUS: dict[type[Exception], tuple[grpc.StatusCode, str]] = {  # and the word by which it is counted
+_STATUS: dict[type[Exception], tuple[grpc.StatusCode, str]] = {  # status code, and the reason by which it is counted
     MissingFileError: (grpc.StatusCode.NOT_FOUND, "blob not here"),
     RangeError: (grpc.StatusCode.OUT_OF_RANGE, "malformed"),
     MalformedError: (grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
@@ -50,8 +50,10 @@ _STATUS: dict[type[Exception], tuple[grpc.StatusCode, str]] = {  # and the word 
 
 @dataclass(frozen=True)
 class CallerLimits:
-    """What one caller may have going on at once, and the seconds it may take to accept one chunk. `all_calls`: of all
-    callers, each of which holds a piece."""
+    """Limits of one caller's concurrent calls, and the seconds it may take to accept one chunk.
+
+    `all_calls` limits the calls of all callers together, because each holds a piece in memory.
+    """
 
     calls: int = 32
     all_calls: int = 512
@@ -61,23 +63,26 @@ class CallerLimits:
 
     @classmethod
     def at_rate(cls, upload: float) -> Self:
-        """For so many bytes a second: chunks that all who fetch at once get one of before they give us up."""
+        """Choose a chunk size for an upload rate in bytes a second.
+
+        All concurrent callers must get a chunk before they give us up.
+        """
         return cls(chunk_bytes=int(min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, upload * CHUNK_SECONDS))))
 
 
 @dataclass
 class CallerLoad:
-    """What one caller has going on."""
+    """The running calls of one caller."""
 
     calls: int = 0
     bytes_asked: int = 0
 
 
 class BlobService(BlobsServicer):
-    """`caller` tells who makes a call, and raises MalformedError where that is unknown.
+    """Serves the store's blobs; `caller` returns the peer behind a call, or raises MalformedError.
 
-    `bytes_served` counts by peer, for the last 1024 peers served; `total_bytes_served` for all; `refusals` the calls
-    that were not answered, by reason.
+    `bytes_served` counts by peer for the last 1024 peers served, `total_bytes_served` for all; `refusals` counts
+    refused calls by reason.
     """
 
     def __init__(self, store: BlobStore, caller: Callable[[Any], PeerId], limits: CallerLimits | None = None) -> None:
@@ -91,7 +96,7 @@ class BlobService(BlobsServicer):
         self._served_at: OrderedDict[bytes, float] = OrderedDict()
 
     def recently_requested(self) -> set[bytes]:
-        """Digests of the blobs that somebody asked for a moment ago, and may ask for more of."""
+        """Return the digests of blobs that were requested recently and may be requested again."""
         now = time.monotonic()
         return {digest for digest, served in self._served_at.items() if now - served < RECENT_SECONDS}
 
@@ -103,7 +108,7 @@ class BlobService(BlobsServicer):
                 self._count_bytes(peer, len(hashes))
         return PiecesReply(size=blob.size, pieces=hashes)
 
-    # Written with context.write instead of yield: only so can a reader that does not read be given a deadline.
+    # Written with context.write instead of yield, because only then can a slow reader be given a deadline.
     async def Fetch(self, request: FetchRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         async with self._translate_errors(context) as peer:
             blob = self._store.blob(request.digest)
@@ -121,31 +126,31 @@ class BlobService(BlobsServicer):
         while offset < end:
             piece, start = divmod(offset, PIECE_BYTES)
             data = await asyncio.to_thread(self._store.read_piece, blob.digest, piece)
-            wanted = memoryview(data)[start : start + end - offset]
-            packed = await asyncio.to_thread(compress_piece, wanted) if request.squeezed and is_one_piece else None
-            for chunk in _split_chunks(packed or wanted, self._limits.chunk_bytes):
+            requested = memoryview(data)[start : start + end - offset]
+            packed = await asyncio.to_thread(compress_piece, requested) if request.squeezed and is_one_piece else None
+            for chunk in _split_chunks(packed or requested, self._limits.chunk_bytes):
                 yield Chunk(chunk, len(packed or b""))
-            offset += len(wanted)
+            offset += len(requested)
 
     @asynccontextmanager
     async def _translate_errors(self, context: Any) -> AsyncIterator[PeerId]:
-        """Gives the caller's peer id; what is raised inside becomes a status and a log line."""
+        """Yield the caller's peer id, and turn errors raised inside into a status and a log line."""
         peer = "somebody unknown"
         try:
             peer = self._caller(context)
             yield peer
         except tuple(_STATUS) as error:
-            status, word = next(answer for kind, answer in _STATUS.items() if isinstance(error, kind))
-            self.refusals[word] += 1
+            status, label = next(answer for kind, answer in _STATUS.items() if isinstance(error, kind))
+            self.refusals[label] += 1
             reason = str(error) or "the caller does not read"
             logger.info("blob call of %s refused: %s: %s", peer, status.name, reason)
-            # The reason stays here: it names folders.
+            # The reason is not sent, because it names folders.
             await context.abort(status)
 
     @contextmanager
     def _admit(self, peer: PeerId, length: int) -> Iterator[None]:
         if sum(load.calls for load in self._loads.values()) >= self._limits.all_calls:
-            raise LimitError(f"all {self._limits.all_calls} places are taken")
+            raise LimitError(f"all {self._limits.all_calls} slots are in use")
         load = self._loads.get(peer, CallerLoad())
         if load.calls >= self._limits.calls or load.bytes_asked + length > self._limits.bytes_asked:
             raise LimitError(f"at most {self._limits.calls} calls and {self._limits.bytes_asked} bytes at once")
@@ -174,7 +179,7 @@ class BlobService(BlobsServicer):
 
 
 def register_blob_service(service: BlobService, server: Any) -> None:
-    """As the generated code adds it, but for who writes the chunks."""
+    """Register the service as gRPC's generated code does, but with our own serializer of chunks."""
     handlers = {
         "Pieces": grpc.unary_unary_rpc_method_handler(
             service.Pieces, PiecesRequest.FromString, PiecesReply.SerializeToString
@@ -186,11 +191,11 @@ def register_blob_service(service: BlobService, server: Any) -> None:
 
 
 def _split_chunks(data: Bytes, size: int) -> Iterator[memoryview]:
-    return (memoryview(data)[place : place + size] for place in range(0, len(data), size))
+    return (memoryview(data)[start : start + size] for start in range(0, len(data), size))
 
 
 def _check_range(blob: Blob, offset: int, length: int) -> None:
     if length == 0:
-        raise MalformedError("a range has at least one byte")
+        raise MalformedError("a range must have at least one byte")
     if offset + length > blob.size:
         raise RangeError("the blob ends before that range")

@@ -1,6 +1,6 @@
-"""A blob in memory that its owner needs anyway: served from there, never written to disk.
+"""Blobs in memory and blob files: reading, writing and hashing by offset, with clear errors of the disk.
 
-Files that hold blobs: read and written by place, and what goes wrong with the disk in words.
+A blob that its owner keeps in memory anyway is served from there and never written to disk.
 """
 
 import contextlib
@@ -17,20 +17,19 @@ from protocol.errors import MissingFileError, StorageError
 
 @dataclass(frozen=True)
 class InMemoryBlob:
-    """`views`: its bytes, one view after the other; they must not change."""
+    """A blob in memory: the concatenation of `views`, which must not change."""
 
     blob: Blob
     hashes: bytes
     views: tuple[memoryview, ...]
 
     def piece(self, piece: int) -> Bytes:
-        """Not copied where it lies in one view."""
+        """Return a piece, without a copy if it lies within one view."""
         start = piece * PIECE_BYTES
-        found = list(self._slices(start, start + self.blob.piece_length(piece)))
-        return found[0] if len(found) == 1 else b"".join(found)
+        slices = list(self._slices(start, start + self.blob.piece_length(piece)))
+        return slices[0] if len(slices) == 1 else b"".join(slices)
 
     def copy_bytes(self) -> bytearray:
-        """A copy."""
         return bytearray().join(self.views)
 
     def _slices(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -46,19 +45,19 @@ def make_in_memory_blob(blob: Blob, hashes: bytes, data: tuple[Bytes, ...]) -> I
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turns what the disk says about `path` into a StorageError, or into a MissingFileError."""
+    """Turn an OSError about `path` into a StorageError, or into a MissingFileError."""
     try:
         yield
     except FileNotFoundError as error:
-        raise MissingFileError(f"{error.filename or path} is not there; name an existing file") from error
+        raise MissingFileError(f"{error.filename or path} does not exist; name an existing file") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"no space left for {path}; free some on that disk") from error
-        raise StorageError(f"cannot use {path}: {error.strerror}; mend the disk or choose another folder") from error
+        raise StorageError(f"cannot use {path}: {error.strerror}; repair the disk or choose another folder") from error
 
 
 def copy_and_hash(source: IO[bytes], target: IO[bytes], size: int) -> bytes:
-    """Copies at most `size` bytes; returns the piece hashes of what was copied."""
+    """Copy at most `size` bytes and return the piece hashes of the copied bytes."""
     hashes = []
     while size > 0 and (piece := source.read(min(PIECE_BYTES, size))):
         target.write(piece)
@@ -68,7 +67,7 @@ def copy_and_hash(source: IO[bytes], target: IO[bytes], size: int) -> bytes:
 
 
 def read_at(descriptor: int, length: int, offset: int) -> bytearray:
-    """Fewer bytes where the file ends; one call of the system reads at most 2 GiB."""
+    """Read `length` bytes, or fewer if the file ends; one system call reads at most 2 GiB."""
     data = bytearray(length)
     view, done = memoryview(data), 0
     while done < length and (count := os.preadv(descriptor, [view[done:]], offset + done)):
@@ -83,11 +82,11 @@ def hash_piece(descriptor: int, start: int) -> bytes:
 
 
 def has_data(descriptor: int, start: int) -> bool:
-    """Whether anything was written into the piece at `start`: a hole need not be hashed."""
+    """Return whether the piece at `start` contains data; a hole need not be hashed."""
     try:
         return os.lseek(descriptor, start, os.SEEK_DATA) < start + PIECE_BYTES
     except OSError as error:
-        if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+        if error.errno == errno.ENXIO:  # only a hole up to the end
             return False
         raise
 

@@ -1,17 +1,17 @@
-"""Blobs in a folder: what is complete, what is on its way, and no more bytes than allowed.
+"""A folder of complete and partial blobs with a size limit.
 
     <hex digest>          a complete blob
     <hex digest>.part     a blob that is being fetched: full length, with holes where pieces are missing
-    <hex digest>.pieces   the piece hashes of either; a complete one of few pieces needs none, as to make a file takes
-                          longer than to hash those again after a restart
+    <hex digest>.pieces   the piece hashes of either; a complete blob of few pieces has no such file, because creating
+                          a file takes longer than hashing the blob again after a restart
     *.new                 a file that is being written; removed at the next start
 
-Nothing is fsynced: a blob can be fetched again, and is hashed again before it is trusted, but for what this process
-itself hashed and wrote a moment ago: such a file bears a time that any later writer changes. A complete blob appears by
-a rename, so it is never seen half-written. What its owner has in memory for as long as it is wanted can be lent instead
-of written. Small ones that are fetched stay in memory while there is room: they are there to be decoded at once and to
-be passed on for a few rounds, and can be fetched again, but for those that a promise rests on: they are secured. Every
-method may be called from any thread.
+Nothing is fsynced: a blob can be fetched again, and is hashed again before it is trusted. The exception is a blob that
+this process hashed and wrote a moment ago: its file carries a timestamp that any later writer changes. A complete blob
+appears by a rename, so it is never seen half-written. A blob that its owner keeps in memory for as long as it is needed
+can be lent instead of written. Small fetched blobs stay in memory while there is room: they are decoded at once, passed
+on for a few rounds, and can be fetched again. Those that a promise depends on are the exception; `persist` writes them
+to disk. Every method may be called from any thread.
 """
 
 import contextlib
@@ -32,16 +32,19 @@ from protocol.errors import MissingFileError, PeerFault, StorageError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MEMORY_BYTES = 1 << 28  # for all that a node keeps in memory of what it fetches
-MAX_IN_MEMORY_BLOB_BYTES = 8 * PIECE_BYTES  # of one blob in memory: more is worth taking up again after a restart
+DEFAULT_MEMORY_BYTES = 1 << 28  # for all fetched blobs that a node keeps in memory
+MAX_IN_MEMORY_BLOB_BYTES = 8 * PIECE_BYTES  # a larger blob is worth resuming after a restart
 MAX_PIECES_WITHOUT_FILE = 8
-TRUSTED_SECONDS = 60.0  # so long after it was written a blob is taken to be as it was hashed
+TRUSTED_SECONDS = 60.0  # for this long after writing, a blob's file is trusted without hashing it
 _BLOB_FILE_NAME = re.compile(r"([0-9a-f]{64})(\.part|\.pieces)?")
 
 
 class BlobStore:
-    """`max_bytes` bounds the lengths of all complete and partial blobs on disk together, `memory_bytes` those of the
-    fetched ones that stay in memory."""
+    """A node's blobs on disk and in memory.
+
+    `max_bytes` bounds the complete and partial blobs on disk together, `memory_bytes` the fetched blobs that stay in
+    memory.
+    """
 
     def __init__(self, folder: Path, max_bytes: int, memory_bytes: int = 0) -> None:
         self._folder = folder
@@ -49,32 +52,30 @@ class BlobStore:
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
         self._complete: dict[bytes, int] = {}
-        self._hashes: dict[bytes, bytes] = {}  # of complete ones of few pieces
+        self._hashes: dict[bytes, bytes] = {}  # of complete blobs of few pieces
         self._in_memory: dict[bytes, InMemoryBlob] = {}
         self._memory_partials: dict[bytes, MemoryPartial] = {}
-        self._memory_sizes: dict[bytes, int] = {}  # sizes of those in memory that nobody has lent, growing or whole
+        self._memory_sizes: dict[bytes, int] = {}  # of complete and partial blobs in memory that are not lent
         self._partial: dict[bytes, int] = {}
         self._open_partials: set[bytes] = set()
-        self._written_files: dict[
-            bytes, tuple[int, float]
-        ] = {}  # time on the file in nanoseconds, and when it was written
+        self._written_files: dict[bytes, tuple[int, float]] = {}  # file timestamp (ns) and time of writing
         self._bytes_being_written = 0
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._scan()
 
     def __len__(self) -> int:
-        """Complete blobs, lent ones included."""
+        """Return the number of complete blobs, including lent ones."""
         return len(self._complete.keys() | self._in_memory.keys())
 
     @property
     def size(self) -> int:
-        """Bytes on disk: of all blobs, complete and partial, and of those being written."""
+        """Return the bytes on disk of complete and partial blobs and of those being written."""
         with self._lock:
             return self._total_bytes()
 
     def path(self, digest: bytes) -> Path:
-        """Where a complete blob lies, whether or not it is there."""
+        """Return the path of a complete blob, whether or not it exists."""
         check_digest(digest)
         return self._folder / digest.hex()
 
@@ -82,7 +83,7 @@ class BlobStore:
         return digest in self._complete or digest in self._in_memory
 
     def blob(self, digest: bytes) -> Blob:
-        """The name of a complete blob; raises MissingFileError."""
+        """Return the name of a complete blob; raise MissingFileError if it is absent."""
         check_digest(digest)
         if held := self._in_memory.get(digest):
             return held.blob
@@ -92,7 +93,7 @@ class BlobStore:
         return Blob(digest, size)
 
     def put_in_memory(self, data: Bytes) -> Blob:
-        """As `put`, in memory where there is room for it: it must not change."""
+        """Store data that must not change in memory if there is room for it, else on disk."""
         blob, hashes = _hash_data(data)
         with self._lock:
             if not self.has(blob.digest) and self._has_room(blob):
@@ -103,26 +104,26 @@ class BlobStore:
         return blob
 
     def put(self, *data: Bytes) -> Blob:
-        """All of them, one after the other, as one blob."""
+        """Store the concatenation of all `data` on disk as one blob."""
         blob, hashes = _hash_data(*data)
         if not self.has(blob.digest):
             self._write(blob, hashes, *data)
         return blob
 
     def lend(self, *data: Bytes) -> Blob:
-        """As `put`, but nothing is copied: the memory must stay as it is until the blob is discarded."""
+        """Serve data from the caller's memory, which must not change until the blob is discarded."""
         blob, hashes = _hash_data(*data)
         if not self.has(blob.digest):
             self._in_memory[blob.digest] = make_in_memory_blob(blob, hashes, data)
         return blob
 
     def persist(self, digest: bytes) -> None:
-        """Put a blob that is in memory on disk as well: it is there after a kill, too."""
+        """Write a blob that is in memory to disk as well, so that it survives a kill."""
         if digest not in self._complete and (held := self._in_memory.get(digest)):
             self._write(held.blob, held.hashes, *held.views)
 
     def move_to_disk(self, digest: bytes) -> None:
-        """Put a blob that is lent on disk; its memory is free then."""
+        """Write a blob that is in memory to disk and release its memory."""
         self.persist(digest)
         with self._lock:
             self._in_memory.pop(digest, None)
@@ -139,24 +140,24 @@ class BlobStore:
         return blob
 
     def read(self, digest: bytes) -> bytearray:
-        """A whole blob, checked. MissingFileError where it is absent, or was damaged and has been removed."""
+        """Read a whole blob and check it; raise MissingFileError if it is absent or was damaged and removed."""
         if held := self._in_memory.get(digest):
             return held.copy_bytes()
         blob = self.blob(digest)
         with self._open_blob(digest) as descriptor:
             data = read_at(descriptor, blob.size, 0)
-            fresh = self._is_trusted(digest, descriptor)
-        if len(data) != blob.size or not fresh and Blob.of(data) != blob:
+            is_trusted = self._is_trusted(digest, descriptor)
+        if len(data) != blob.size or not is_trusted and Blob.of(data) != blob:
             raise self._discard_damaged(digest)
         return data
 
     def view(self, digest: bytes) -> Bytes:
-        """As `read`, to be looked at only: not copied where it lies in memory as one."""
+        """Return a read-only view of a blob, without a copy if it is contiguous in memory; raise as `read` does."""
         held = self._in_memory.get(digest)
         return held.views[0] if held and len(held.views) == 1 else self.read(digest)
 
     def read_piece(self, digest: bytes, piece: int) -> Bytes:
-        """One piece, checked. Raises MissingFileError as `read` does."""
+        """Read one piece and check it; raise MissingFileError as `read` does."""
         if held := self._in_memory.get(digest):
             return held.piece(piece)
         length = self.blob(digest).piece_length(piece)
@@ -169,7 +170,7 @@ class BlobStore:
         return data
 
     def hashes(self, digest: bytes) -> bytes:
-        """The piece hashes of a complete blob; made anew where their file is lost or damaged."""
+        """Return the piece hashes of a complete blob, recomputing them if their file is lost or damaged."""
         if held := self._in_memory.get(digest):
             return held.hashes
         blob = self.blob(digest)
@@ -177,50 +178,50 @@ class BlobStore:
         if known is not None:
             return known
         with self._open_blob(digest) as descriptor:
-            found = b"".join(hash_piece(descriptor, piece * PIECE_BYTES) for piece in range(blob.pieces))
-        if Blob.from_hashes(found, blob.size) != blob:
+            computed = b"".join(hash_piece(descriptor, piece * PIECE_BYTES) for piece in range(blob.pieces))
+        if Blob.from_hashes(computed, blob.size) != blob:
             raise self._discard_damaged(digest)
-        self._keep_hashes(blob, found)
-        return found
+        self._keep_hashes(blob, computed)
+        return computed
 
     def discard(self, digest: bytes) -> None:
-        """Remove a blob if it is there. A partial blob that is open stays: it is still being fetched."""
+        """Remove a blob if it exists; a partial blob that is being fetched stays."""
         check_digest(digest)
         with self._lock:
             if digest not in self._open_partials:
                 self._complete.pop(digest, None)
-                for known in (self._in_memory, self._memory_sizes, self._memory_partials, self._hashes):
-                    known.pop(digest, None)
+                for index in (self._in_memory, self._memory_sizes, self._memory_partials, self._hashes):
+                    index.pop(digest, None)
                 self._partial.pop(digest, None)
                 self._written_files.pop(digest, None)
                 self._remove(digest, "", ".part", ".pieces")
 
     def retain(self, digests: Collection[bytes]) -> None:
-        """Remove every blob, complete or partial, that is neither named nor being fetched."""
+        """Remove every complete or partial blob that is neither in `digests` nor being fetched."""
         keep = set(digests)
         for digest in [*self._complete, *self._partial, *self._in_memory, *self._memory_partials]:
             if digest not in keep:
                 self.discard(digest)
 
     def partial_hashes(self, blob: Blob) -> bytes | None:
-        """The piece hashes of a fetch that was begun, if there was one."""
-        if growing := self._memory_partials.get(blob.digest):
-            return growing.hashes
+        """Return the piece hashes of a download that was begun, or None."""
+        if partial := self._memory_partials.get(blob.digest):
+            return partial.hashes
         return self._read_hashes(blob) if blob.digest in self._partial else None
 
     def open_partial(self, blob: Blob, hashes: bytes) -> Partial:
-        """Begin or take up a fetch; one at a time for each blob. What lies there counts once `recheck` has read it."""
+        """Begin or resume a download, one at a time per blob; `verify_existing` finds the pieces already there."""
         blob.check_hashes(hashes)
         with self._lock:
             if blob.digest in self._open_partials:
                 raise ValueError(f"blob {blob.name} is being fetched already")
-            growing = self._memory_partial(blob, hashes)
-            if growing is None:
+            partial = self._memory_partial(blob, hashes)
+            if partial is None:
                 self._make_room(blob.size - self._partial.get(blob.digest, 0))
                 self._partial[blob.digest] = blob.size
             self._open_partials.add(blob.digest)
-        if growing is not None:
-            return growing
+        if partial is not None:
+            return partial
         try:
             self._write_hashes(blob, hashes)
             return FilePartial(self, blob, hashes, self._folder / f"{blob.name}.part")
@@ -229,29 +230,29 @@ class BlobStore:
             raise
 
     def close_partial(self, blob: Blob) -> None:
-        """For Partial."""
+        """Release a partial blob; called by Partial."""
         with self._lock:
             self._open_partials.discard(blob.digest)
 
     def complete_in_memory(self, blob: Blob, hashes: bytes, data: memoryview) -> None:
-        """For Partial: every piece is there and checked."""
+        """Adopt a partial blob in memory whose pieces are all checked; called by Partial."""
         with self._lock:
             self._in_memory[blob.digest] = make_in_memory_blob(blob, hashes, (data,))
             self._memory_partials.pop(blob.digest, None)
 
     def _memory_partial(self, blob: Blob, hashes: bytes) -> MemoryPartial | None:
-        """None: it goes to the disk, or lies there already."""
-        known = self._memory_partials.get(blob.digest)
-        if known is None and blob.digest not in self._partial and self._has_room(blob):
-            known = self._memory_partials[blob.digest] = MemoryPartial(self, blob, hashes)
+        """Return the partial blob in memory, or None if it belongs on disk or is there already."""
+        partial = self._memory_partials.get(blob.digest)
+        if partial is None and blob.digest not in self._partial and self._has_room(blob):
+            partial = self._memory_partials[blob.digest] = MemoryPartial(self, blob, hashes)
             self._memory_sizes[blob.digest] = blob.size
-        return known
+        return partial
 
     def _has_room(self, blob: Blob) -> bool:
         return blob.size <= min(MAX_IN_MEMORY_BLOB_BYTES, self._memory_bytes - sum(self._memory_sizes.values()))
 
     def complete_partial(self, blob: Blob) -> None:
-        """For Partial: every piece is there and checked."""
+        """Adopt a partial blob on disk whose pieces are all checked; called by Partial."""
         with disk_errors(self._folder), self._lock:
             self._publish_file(self._folder / f"{blob.name}.part", blob)
             self._partial.pop(blob.digest, None)
@@ -292,7 +293,7 @@ class BlobStore:
 
     @contextlib.contextmanager
     def _new_file(self, size: int) -> Iterator[IO[bytes]]:
-        """A file for `size` bytes that disappears unless it is adopted."""
+        """Create a file for `size` bytes that disappears unless it is committed."""
         with self._lock:
             self._make_room(size)
             self._bytes_being_written += size
@@ -321,16 +322,16 @@ class BlobStore:
                 self._remove(blob.digest, ".part")
 
     def _publish_file(self, path: Path, blob: Blob) -> None:
-        """Under its name, with a time that no writer to come will leave there."""
-        mark = time.time_ns() - 10**9
-        os.utime(path, ns=(mark, mark))
+        """Rename a file to its digest, with a timestamp that no later writer will leave there."""
+        timestamp = time.time_ns() - 10**9
+        os.utime(path, ns=(timestamp, timestamp))
         os.replace(path, self.path(blob.digest))
         self._complete[blob.digest] = blob.size
         self._written_files[blob.digest] = os.stat(self.path(blob.digest)).st_mtime_ns, time.monotonic()
 
     def _is_trusted(self, digest: bytes, descriptor: int) -> bool:
-        mark, written = self._written_files.get(digest, (0, -TRUSTED_SECONDS))
-        return time.monotonic() - written < TRUSTED_SECONDS and os.fstat(descriptor).st_mtime_ns == mark
+        timestamp, written = self._written_files.get(digest, (0, -TRUSTED_SECONDS))
+        return time.monotonic() - written < TRUSTED_SECONDS and os.fstat(descriptor).st_mtime_ns == timestamp
 
     def _keep_hashes(self, blob: Blob, hashes: bytes) -> None:
         if blob.pieces > MAX_PIECES_WITHOUT_FILE:
@@ -373,12 +374,12 @@ class BlobStore:
                 os.close(descriptor)
 
     def _discard_damaged(self, digest: bytes) -> MissingFileError:
-        logger.warning("blob %s in %s is damaged and is removed", digest.hex(), self._folder)
+        logger.warning("removing blob %s in %s: it is damaged", digest.hex(), self._folder)
         self.discard(digest)
         return MissingFileError(f"blob {digest.hex()} in {self._folder} was damaged and is removed; fetch it again")
 
 
 def _hash_data(*data: Bytes) -> tuple[Blob, bytes]:
-    """The name of all of them, one after the other, and the hashes of its pieces."""
+    """Return the name of the concatenated `data` and its piece hashes."""
     hashes = piece_hashes(*data)
     return Blob.from_hashes(hashes, total_size(data)), hashes

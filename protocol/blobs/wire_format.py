@@ -1,18 +1,18 @@
-"""Chunks of a blob on the wire: protobuf's `Chunk`, read and written without a copy of what it carries.
+"""Blob chunks on the wire (protobuf's `Chunk`, without copies), and the compression of pieces.
 
-protobuf copies the bytes of a field twice on each side, and a large merge is made of little else. What it would write
-is written here, and what it has written is read where it lies; anything else that is a `Chunk` is left to it.
+protobuf copies the bytes of a field twice on each side, and a large merge consists of little else. This module writes
+the bytes that protobuf would write, and reads its usual encoding in place; any other valid `Chunk` is left to protobuf.
 
-PURE: a piece of numbers in fewer bytes, for slow lines; what comes out at the other end is the same bit for bit.
+A piece of numbers can be compressed without loss for slow links:
 
-    numbers of 2 or 4 bytes -> all their first bytes, all their second ones, ...; of these, those in which some values
-    are much more frequent than others (sign and exponent) through zstd, the others as they are
+    numbers of 2 or 4 bytes -> a plane of all their first bytes, one of all their second bytes, ...; planes in which
+    some values are much more frequent than others (sign and exponent) go through zstd, the others stay as they are
 
-Of fp16 and fp32 a sixth falls away (weights and gradients: ZipNN, arXiv 2411.05239), of messages that are coded
-already nothing; a look at a sample tells. Squeezed, a piece is
+This saves a sixth of fp16 and fp32 (weights and gradients: ZipNN, arXiv 2411.05239) and nothing of encoded messages;
+looking at a sample decides. A compressed piece is
 
-    width (1 byte), then by place in the number the length of what it became (4 bytes, little-endian), then these;
-    one as long as the place itself is the place as it is.
+    width (1 byte), then for each byte plane the length of its compressed form (4 bytes, little-endian), then these;
+    a form as long as the plane itself is the plane unchanged.
 """
 
 import struct
@@ -30,24 +30,24 @@ from protocol.errors import MalformedError
 
 BLOBS_SERVICE: Final = wire.DESCRIPTOR.services_by_name["Blobs"].full_name
 FETCH_METHOD: Final = f"/{BLOBS_SERVICE}/Fetch"
-DATA_TAG, SQUEEZED_TAG = b"\x0a", b"\x10"  # the fields' tags: 1, by its length, and 2, a varint
-MAX_VARINT_BYTES = 5  # of 32 bits
+DATA_TAG, SQUEEZED_TAG = b"\x0a", b"\x10"  # tags of field 1 (length-delimited) and of field 2 (varint)
+MAX_VARINT_BYTES = 5  # for 32 bits
 
 
 class Chunk(NamedTuple):
-    """`squeezed`: not 0 where all that comes has so many bytes, and is a squeezed piece."""
+    """A chunk of a piece; if `squeezed` is not 0, the piece is compressed and all its chunks have that many bytes."""
 
     data: Bytes
     squeezed: int = 0
 
     def serialize(self) -> bytes:
-        """As `Chunk.SerializeToString` does it."""
+        """Encode as `Chunk.SerializeToString` does."""
         data = (DATA_TAG, _encode_varint(len(self.data)), self.data) if self.data else ()
         return b"".join((*data, *((SQUEEZED_TAG, _encode_varint(self.squeezed)) if self.squeezed else ())))
 
 
 def parse_chunk(raw: bytes | bytearray) -> Chunk:
-    """`raw` lives as long as the chunk, and must not change. DecodeError: it is none."""
+    """Parse a chunk that refers to `raw`, which must not change; raise DecodeError if it is invalid."""
     try:
         return _parse_plain_chunk(raw)
     except (ValueError, IndexError):
@@ -56,9 +56,9 @@ def parse_chunk(raw: bytes | bytearray) -> Chunk:
 
 
 def _parse_plain_chunk(raw: bytes | bytearray) -> Chunk:
-    """ValueError or IndexError: protobuf would not have written it so."""
+    """Parse protobuf's usual encoding; raise ValueError or IndexError for any other."""
     if raw[:1] != DATA_TAG:
-        raise ValueError("another field comes first")
+        raise ValueError("the first field is not the data")
     length, start = _decode_varint(raw, 1)
     end, squeezed = start + length, 0
     if length and raw[end : end + 1] == SQUEEZED_TAG:
@@ -66,101 +66,101 @@ def _parse_plain_chunk(raw: bytes | bytearray) -> Chunk:
     else:
         stop = end
     if not length or stop != len(raw):
-        raise ValueError("more comes, or less")
+        raise ValueError("bytes are missing or left over")
     return Chunk(memoryview(raw)[start:end], squeezed)
 
 
-def _encode_varint(number: int) -> bytes:
-    written = bytearray()
-    while number >= 0x80:
-        written.append(number & 0x7F | 0x80)
-        number >>= 7
-    written.append(number)
-    return bytes(written)
+def _encode_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
 
 
-def _decode_varint(raw: bytes | bytearray, place: int) -> tuple[int, int]:
-    """The number, and where it ends."""
-    number = 0
+def _decode_varint(raw: bytes | bytearray, offset: int) -> tuple[int, int]:
+    """Return the number and the offset of its end."""
+    value = 0
     for shift in range(MAX_VARINT_BYTES):
-        byte = raw[place + shift]
-        number |= (byte & 0x7F) << 7 * shift
+        byte = raw[offset + shift]
+        value |= (byte & 0x7F) << 7 * shift
         if byte < 0x80:
-            if number >> 32:
-                raise ValueError("more than 32 bits")
-            return number, place + shift + 1
-    raise ValueError("a number without an end")
+            if value >> 32:
+                raise ValueError("a varint of more than 32 bits")
+            return value, offset + shift + 1
+    raise ValueError("a varint without an end")
 
 
 HEADERS: Final = {width: struct.Struct(f"<B{width}I") for width in (2, 4)}
 ZSTD_LEVEL = 1
 MIN_COMPRESSED_BYTES = 4096
 SAMPLE_BYTES = 1 << 15
-MAX_RATIO = 0.95  # of the bytes of a piece, or of one place
-WIDE_ADVANTAGE = 0.98  # that the wider numbers must come to: by chance a smaller sample is less even
+MAX_RATIO = 0.95  # compressed bytes of a piece or plane, as a share of the original
+WIDE_ADVANTAGE = 0.98  # required ratio of wide to narrow: smaller samples are less even by chance
 BytePlanes = Sequence[NDArray[np.uint8]]
 
 
 def compress_piece(data: Bytes) -> bytes | None:
-    """None: it does not pay."""
+    """Compress a piece, or return None if that does not pay."""
     if len(data) < MIN_COMPRESSED_BYTES:
         return None
     values = np.frombuffer(data, np.uint8)
     narrow, wide = (
-        [_entropy_share(place) for place in _byte_planes(values[:SAMPLE_BYTES], width)] for width in HEADERS
+        [_entropy_share(plane) for plane in _byte_planes(values[:SAMPLE_BYTES], width)] for width in HEADERS
     )
-    left = wide if fmean(wide) < WIDE_ADVANTAGE * fmean(narrow) else narrow
-    if fmean(left) > MAX_RATIO:
+    ratios = wide if fmean(wide) < WIDE_ADVANTAGE * fmean(narrow) else narrow
+    if fmean(ratios) > MAX_RATIO:
         return None
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
-    places = zip(_byte_planes(values, len(left)), left, strict=True)
-    parts = [_compress_plane(place, compressor) if share < MAX_RATIO else place.tobytes() for place, share in places]
+    planes = zip(_byte_planes(values, len(ratios)), ratios, strict=True)
+    parts = [_compress_plane(plane, compressor) if ratio < MAX_RATIO else plane.tobytes() for plane, ratio in planes]
     if sum(map(len, parts)) > MAX_RATIO * len(data):
         return None
     return b"".join([HEADERS[len(parts)].pack(len(parts), *map(len, parts)), *parts])
 
 
 def decompress_piece(packed: Bytes, size: int) -> bytearray:
-    """The piece, which has `size` bytes. Raises MalformedError; never takes up more than that."""
+    """Return the piece of `size` bytes, using no more memory than that; raise MalformedError if it is invalid."""
     head = HEADERS.get(packed[0]) if packed else None
     if head is None or len(packed) < head.size:
-        raise MalformedError("a squeezed piece has no such head")
+        raise MalformedError("a compressed piece has an invalid header")
     width, *lengths = head.unpack_from(packed)
     if head.size + sum(lengths) != len(packed):
-        raise MalformedError("a squeezed piece is not as long as its head says")
+        raise MalformedError("a compressed piece is not as long as its header says")
     data, start = bytearray(size), head.size
-    for place, length in zip(_byte_planes(np.frombuffer(data, np.uint8), width), lengths, strict=True):
-        place[:] = _decompress_plane(bytes(packed[start : start + length]), place.size)
+    for plane, length in zip(_byte_planes(np.frombuffer(data, np.uint8), width), lengths, strict=True):
+        plane[:] = _decompress_plane(bytes(packed[start : start + length]), plane.size)
         start += length
     return data
 
 
 def _byte_planes(values: NDArray[np.uint8], width: int) -> BytePlanes:
-    return [values[number::width] for number in range(width)]
+    return [values[offset::width] for offset in range(width)]
 
 
 def _entropy_share(plane: NDArray[np.uint8]) -> float:
-    """As a share, where each byte takes -log2(its frequency) bits."""
+    """Return the entropy of the bytes as a share of their size: each byte takes -log2(its frequency) bits."""
     counts = np.bincount(plane, minlength=256)
-    shares = counts[counts > 0] / plane.size
-    return float(-(shares * np.log2(shares)).sum()) / 8
+    frequencies = counts[counts > 0] / plane.size
+    return float(-(frequencies * np.log2(frequencies)).sum()) / 8
 
 
 def _compress_plane(plane: NDArray[np.uint8], compressor: zstandard.ZstdCompressor) -> bytes:
-    plain = plane.tobytes()
-    found = compressor.compress(plain)
-    return found if len(found) < len(plain) else plain
+    raw = plane.tobytes()
+    compressed = compressor.compress(raw)
+    return compressed if len(compressed) < len(raw) else raw
 
 
 def _decompress_plane(part: bytes, size: int) -> NDArray[np.uint8]:
-    """Of one place that has so many bytes."""
+    """Return a plane of `size` bytes."""
     if len(part) == size:
         return np.frombuffer(part, np.uint8)
     try:
-        # The size in the frame is what would be taken up, whatever comes out.
+        # zstd allocates the size in the frame, whatever the actual output is.
         if zstandard.frame_content_size(part) != size:
-            raise MalformedError("a squeezed piece has another size")
-        found = zstandard.ZstdDecompressor(max_window_size=1 << 21).decompress(part, allow_extra_data=False)
+            raise MalformedError("a compressed piece has another size")
+        raw = zstandard.ZstdDecompressor(max_window_size=1 << 21).decompress(part, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise MalformedError("a squeezed piece does not open") from error
-    return np.frombuffer(found, np.uint8)
+        raise MalformedError("a compressed piece cannot be decompressed") from error
+    return np.frombuffer(raw, np.uint8)

@@ -215,7 +215,7 @@ def test_the_limit_holds_for_whole_and_partial_blobs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(errno.ENOSPC, "no space left"), (errno.EDQUOT, "no space left"), (errno.EIO, "mend the disk")],
+    [(errno.ENOSPC, "no space left"), (errno.EDQUOT, "no space left"), (errno.EIO, "repair the disk")],
 )
 def test_a_failing_disk_is_one_line(
     store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, text: str
