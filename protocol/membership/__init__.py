@@ -1,1 +1,1 @@
-"""Who is in the run: signed expiring records, gossip, and a DHT to find the first peer."""
+"""The peers of a run: signed expiring records, gossip, and a DHT to find the first peer."""

@@ -1,11 +1,12 @@
 """Swarm time: the local clock plus the median offset against the clocks of peers.
 
-Clocks of volunteers are wrong by seconds or hours; records that expire need one time that all agree on. Each peer has
-one vote: its clock minus the middle of our sending and receiving (as in NTP). Our own clock votes 0. The median does
-not follow a minority of liars, however far they are off. What a peer tells is its raw clock, never its swarm time:
-offsets that are derived from offsets would drift together.
-Two peers alone meet in the middle of their clocks. For that the called one must hear of the caller's, too, though it
-has no round trip to correct it by; such a vote counts only while there are few others.
+The clocks of volunteers are wrong by seconds or hours, but records that expire need one time that all agree on. Each
+peer has one vote: its clock minus the midpoint of our sending and receiving times (as in NTP). Our own clock votes 0.
+The median does not follow a minority of liars, however far off they are. A peer sends its raw clock, never its swarm
+time, because offsets derived from offsets would drift together.
+
+Two peers alone meet in the middle of their clocks. For that the called peer must also count the caller's clock, though
+it has no round trip to correct it by; such a vote counts only while there are few others.
 """
 
 import statistics
@@ -15,14 +16,14 @@ from collections.abc import Callable
 from protocol.identity import PeerId
 
 MAX_VOTES = 64
-MAX_ROUND_TRIP_SECONDS = 10.0  # seconds; the error of a vote is at most half of it
-PLAUSIBLE_RANGE = (1.7e9, 4.1e9)  # seconds since the epoch: 2023 to 2099; a device without a battery wakes up in 1970
+MAX_ROUND_TRIP_SECONDS = 10.0  # the error of a vote is at most half of it
+PLAUSIBLE_RANGE = (1.7e9, 4.1e9)  # seconds since the epoch: 2023 to 2099; a device without a battery starts in 1970
 FEW_VOTES = 3
-VOTE_LIFETIME_SECONDS = 120.0  # seconds; after it, a step of our own clock is forgotten
+VOTE_LIFETIME_SECONDS = 120.0  # after this time a step of our own clock no longer affects the votes
 
 
 class SwarmClock:
-    """All times in seconds since the epoch."""
+    """The swarm time of a node; all times in seconds since the epoch."""
 
     def __init__(self, local: Callable[[], float] = time.time) -> None:
         self.local = local
@@ -33,7 +34,7 @@ class SwarmClock:
         return self.local() + self.offset
 
     def observe(self, peer: PeerId, theirs: float, sent: float, received: float) -> None:
-        """Count a peer's clock, read between `sent` and `received` of ours; nonsense is not counted."""
+        """Count a peer's clock that was read between `sent` and `received` of ours; ignore implausible values."""
         offset = theirs - (sent + received) / 2
         if not (_is_plausible(theirs) and 0 <= received - sent <= MAX_ROUND_TRIP_SECONDS):
             return
@@ -44,12 +45,12 @@ class SwarmClock:
         self.offset = statistics.median([*own, *(offset for offset, _ in self._votes.values())])
 
     def observe_caller(self, peer: PeerId, theirs: float) -> None:
-        """Count the clock of a peer that calls us, late by the way it took."""
+        """Count the clock of a peer that calls us; it is late by the one-way delay."""
         if len(self._votes) < FEW_VOTES:
             self.observe(peer, theirs, self.local(), self.local())
 
     def _drop_old(self, now: float) -> None:
-        # A vote from the future was cast before our own clock was set back; it says nothing any more.
+        # A vote from the future was counted before our own clock was set back, so it is meaningless now.
         for peer, (_, measured) in list(self._votes.items()):
             if len(self._votes) > MAX_VOTES or not -MAX_ROUND_TRIP_SECONDS <= now - measured <= VOTE_LIFETIME_SECONDS:
                 del self._votes[peer]

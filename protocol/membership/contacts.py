@@ -1,8 +1,8 @@
-"""Whom to try when the live are few: bootstrap peers, and peers that once were here.
+"""Peers to try when few are live: bootstrap peers, and peers that were in the run before. No I/O but the address file.
 
-PURE: the caller passes the time (seconds, monotonic) and the randomness. A peer that the DHT and the table have
-forgotten stays here for an hour. Each is tried again and again with growing, jittered intervals, short ones while
-nobody is there at all; a bootstrap peer for ever.
+The caller passes the time (seconds, monotonic) and the randomness. A peer that the DHT and the table have forgotten
+stays here for an hour, a bootstrap peer for ever. Each is retried at growing, jittered intervals, which are short while
+no peer is live.
 """
 
 import json
@@ -19,19 +19,19 @@ from protocol.signing import peer_id_of
 logger = logging.getLogger(__name__)
 
 MAX_CONTACTS = 1024
-MAX_ADDRESSES = 8  # of one peer
+MAX_ADDRESSES = 8  # per peer
 MAX_FILE_BYTES = 4 * 1024 * 1024
-REMEMBER_SECONDS = 3600.0  # seconds
-MIN_WAIT_SECONDS = 1.0  # seconds
-MAX_WAIT_SECONDS = 60.0  # seconds
-MAX_WAIT_ALONE_SECONDS = 5.0  # seconds
+REMEMBER_SECONDS = 3600.0
+MIN_WAIT_SECONDS = 1.0
+MAX_WAIT_SECONDS = 60.0
+MAX_WAIT_ALONE_SECONDS = 5.0
 SAVE_INTERVAL_SECONDS = 30.0
-FEW_PEERS = 8  # on disk: each one more is worth a write of its own
+FEW_PEERS = 8  # with fewer on disk, each new one is worth an extra write
 
 
 @dataclass(slots=True)
 class Contact:
-    """A peer that may be reached, and when to try it next."""
+    """A peer that may be reachable, and the time of the next attempt."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -46,6 +46,8 @@ class Contact:
 
 
 class Contacts:
+    """The contacts of a directory and their retry times."""
+
     def __init__(self, bootstrap: Iterable[str], rng: random.Random, max_contacts: int = MAX_CONTACTS) -> None:
         self._rng = rng
         self._max_contacts = max_contacts
@@ -58,9 +60,9 @@ class Contacts:
         return len(self._contacts)
 
     def add(self, peer: PeerId, addresses: Sequence[str], now: float) -> None:
-        """Note where a peer can be found; news of a peer do not shorten the wait after a failure."""
+        """Record a peer's addresses; news of a peer do not shorten the wait after a failure."""
         contact = self._contacts.pop(peer, None) or Contact(peer, (), now)
-        # The manifest's own addresses stay: a record may tell of others that are gone when they are needed.
+        # The manifest's addresses stay, because a record may list others that are gone when they are needed.
         known = dict.fromkeys((*self._bootstrap.get(peer, ()), *addresses))
         contact.addresses = tuple(known)[:MAX_ADDRESSES]
         if not contact.is_permanent:
@@ -69,7 +71,7 @@ class Contacts:
         self._prune(now)
 
     def pick_due(self, now: float, live_peers: Container[PeerId], count: int, is_alone: bool = False) -> list[Contact]:
-        """Up to `count` of those who are not present and whose wait is over, at random. `is_alone`: nobody is there."""
+        """Return up to `count` random contacts that are not live and are due; `is_alone` means that no peer is live."""
         self._prune(now)
         waiting = [
             contact
@@ -84,18 +86,18 @@ class Contacts:
             contact.failures, contact.next_attempt = 0, now
 
     def record_failure(self, peer: PeerId, now: float) -> float:
-        """The seconds until it is tried again."""
+        """Return the seconds until the next attempt."""
         contact = self._contacts.get(peer)
         if contact is None:
             return MAX_WAIT_SECONDS
-        # The exponent is bounded too: 2.0 ** failures overflows after a week of trying.
+        # The exponent is bounded, because 2.0 ** failures overflows after a week of attempts.
         wait = min(MIN_WAIT_SECONDS * 2.0 ** min(contact.failures, 16), MAX_WAIT_SECONDS) * self._rng.uniform(0.7, 1.3)
         contact.failures += 1
         contact.last_attempt, contact.next_attempt = now, now + wait
         return wait
 
     def should_warn(self, peer: PeerId) -> bool:
-        """Whether a person should hear of this failure: of who once was here only the first."""
+        """Return whether to log this failure as a warning: always for bootstrap peers, else only the first."""
         contact = self._contacts.get(peer)
         return contact is not None and (contact.is_permanent or contact.failures == 1)
 
@@ -107,13 +109,13 @@ class Contacts:
 
     def _prune(self, now: float) -> None:
         for peer, contact in list(self._contacts.items()):
-            crowded = len(self._contacts) > self._max_contacts
-            if not contact.is_permanent and (crowded or now - contact.last_seen > REMEMBER_SECONDS):
+            is_full = len(self._contacts) > self._max_contacts
+            if not contact.is_permanent and (is_full or now - contact.last_seen > REMEMBER_SECONDS):
                 del self._contacts[peer]
 
 
 class AddressFile:
-    """Where the addresses of peers outlive a restart; without a path they do not. Times: seconds, monotonic."""
+    """Keeps peers' addresses over restarts, or does nothing without a path; times in seconds, monotonic."""
 
     def __init__(self, path: Path | None, now: float) -> None:
         self._path = path
@@ -121,12 +123,14 @@ class AddressFile:
         self._saved: frozenset[PeerId] = frozenset()
 
     def load(self) -> Mapping[PeerId, tuple[str, ...]]:
-        """What an earlier life has left."""
+        """Return the addresses that an earlier process saved."""
         return {} if self._path is None else load_addresses(self._path)
 
     def save_if_due(self, addresses: Mapping[PeerId, Sequence[str]], now: float) -> None:
-        """Save now and then. Whoever knows but a few is killed at any moment and comes back with nobody else to ask:
-        then a new one is saved at once."""
+        """Save from time to time, but a new contact at once while few are saved.
+
+        A node that knows few peers and is killed has nobody else to ask when it comes back.
+        """
         is_new = len(self._saved) < FEW_PEERS and not self._saved.issuperset(addresses)
         if is_new or now - self._saved_at > SAVE_INTERVAL_SECONDS:
             self.save(addresses, now)
@@ -139,18 +143,18 @@ class AddressFile:
 
 
 def save_addresses(path: Path, addresses: Mapping[PeerId, Sequence[str]]) -> None:
-    """Write what `load_addresses` reads, whole or not at all; a disk that refuses is logged."""
+    """Write the addresses for `load_addresses` atomically; only log a failure."""
     text = json.dumps([address for listed in addresses.values() for address in listed], indent=0)
     temporary = path.with_suffix(".new")
     try:
         temporary.write_text(text)
         temporary.replace(path)
     except OSError as error:
-        logger.warning("cannot keep the addresses of peers in %s: %s", path, error)
+        logger.warning("cannot save the addresses of peers in %s: %s", path, error)
 
 
 def load_addresses(path: Path) -> Mapping[PeerId, tuple[str, ...]]:
-    """The addresses of an earlier life, by peer; none where the file is missing or broken, which is logged."""
+    """Return the saved addresses by peer, or none if the file is missing or (logged) unusable."""
     try:
         with path.open("rb") as file:
             listed = json.loads(file.read(MAX_FILE_BYTES))
@@ -160,7 +164,7 @@ def load_addresses(path: Path) -> Mapping[PeerId, tuple[str, ...]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, ManifestError) as error:
-        logger.warning("the addresses in %s cannot be used (%s); peers will be found anew", path, error)
+        logger.warning("cannot use the addresses in %s (%s); peers will be searched for again", path, error)
         return {}
 
 

@@ -1,7 +1,7 @@
-"""A node of a distributed hash table (hivemind's DHTNode, in our own event loop) for a few boards.
+"""A node of a distributed hash table (hivemind's DHTNode in our own event loop) that serves a few topics.
 
-Seeds are greeted later, so dead ones do not stop a start. After p2pd is started again, hivemind's node is bound to a
-dead socket: `close` gives it up, and the next use makes it anew.
+Seeds are pinged after the start, so dead ones do not prevent it. After a restart of p2pd, hivemind's node is bound to a
+dead socket: `close` drops it, and the next use creates another.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from protocol.membership.dht_storage import (
 logger = logging.getLogger(__name__)
 
 REPLICAS = 5
-BEAM_SIZE = 8  # nodes that a search keeps in view
+BEAM_SIZE = 8  # nodes that a search considers at once
 CALL_TIMEOUT_SECONDS = 3.0
 CONNECT_TIMEOUT_SECONDS = 5.0
 STOP_TIMEOUT_SECONDS = 2.0
 
-# What comes out of hivemind where p2pd is dead or refuses, a peer cannot be reached, or answers nonsense.
+# Errors of hivemind when p2pd is dead or refuses, a peer is unreachable, or a peer's answer is invalid.
 DHT_ERRORS = (
     OSError,
     EOFError,
@@ -51,7 +51,7 @@ DHT_ERRORS = (
 
 
 class DhtTransport(Protocol):
-    """What the DHT needs of the transport."""
+    """The part of the transport that the DHT uses."""
 
     @property
     def p2p(self) -> Any: ...
@@ -59,7 +59,7 @@ class DhtTransport(Protocol):
 
 
 class DhtNode:
-    """`boards`: all that is kept for others here. `asks_only`: nothing is, and others do not learn of us."""
+    """Our DHT node; it stores values of `topics` only, and in client mode none, without others learning of us."""
 
     def __init__(
         self, transport: DhtTransport, clock: SwarmClock, topics: Iterable[Topic], client_mode: bool = False
@@ -74,27 +74,27 @@ class DhtNode:
 
     @property
     def refused_count(self) -> int:
-        """Values that were forged, of another run or malformed, and requests that were too large."""
+        """Return the number of invalid values (forged, malformed or of another run) and oversized requests."""
         return self._validator.refused_count + self._limiter.refused_count
 
     async def open(self) -> None:
-        """Where it is not open already."""
+        """Create hivemind's node unless it is open."""
         if self._node is None:
             self._node = await self._create_node()
 
     async def close(self) -> None:
-        """hivemind's shutdown waits for ever where p2pd is dead."""
+        """Shut down within STOP_TIMEOUT_SECONDS, because hivemind's shutdown waits for ever if p2pd is dead."""
         node, self._node = self._node, None
         if node is None:
             return
         try:
             await asyncio.wait_for(node.shutdown(), STOP_TIMEOUT_SECONDS)
         except DHT_ERRORS as error:
-            logger.info("the DHT node did not end in order: %s", describe_error(error))
+            logger.info("the DHT node did not shut down cleanly: %s", describe_error(error))
 
     async def _create_node(self) -> Any:
         p2p = self._transport.p2p
-        # No caches (they would be filled by strangers, too) and no seeds: dead ones must not stop a start.
+        # No caches, which strangers could fill, and no seeds: dead ones must not prevent the start.
         node = await DHTNode.create(
             p2p=p2p,
             node_id=node_id(p2p.peer_id),
@@ -116,7 +116,7 @@ class DhtNode:
         return node
 
     async def ping_peer(self, peer: PeerId, addresses: Sequence[str]) -> bool:
-        """Make a peer known to the DHT node, and learn its clock: before any gossip this is all we know of time."""
+        """Make a peer known to the DHT node and observe its clock, our only source of time before any gossip."""
         node = self._node
         try:
             await self._connect(peer, addresses)
@@ -144,7 +144,7 @@ class DhtNode:
     async def announce_and_lookup(
         self, topic: Topic, announcement: Announcement | None, on_value: Callable[[bytes], None]
     ) -> None:
-        """Tell `found` of every value on the board at the nodes nearest to it and here; pin ours there."""
+        """Call `on_value` with every value of a topic at the nearest nodes and here, and store our announcement."""
         if announcement is not None:
             self._storage.store_subkey(topic.key, announcement.subkey, announcement.value, announcement.dht_expiration)
         nearest = await self._node.find_nearest_nodes(
@@ -153,15 +153,15 @@ class DhtNode:
         await asyncio.gather(
             *(self._query_node(peer, topic, announcement, on_value) for peer in nearest[topic.key].values())
         )
-        held = self._storage.get(topic.key)
-        if held is not None:
-            _report_values(held.value, on_value)
+        stored = self._storage.get(topic.key)
+        if stored is not None:
+            _report_values(stored.value, on_value)
 
     async def _query_node(
         self, peer: PeerID, topic: Topic, announcement: Announcement | None, on_value: Callable[[bytes], None]
     ) -> None:
         protocol, key = self._node.protocol, topic.key
-        # Each answer on its own: in hivemind's joint search one bad node spoils what the others say.
+        # One call per node, because in hivemind's joint search one bad node spoils the answers of the others.
         answer: Mapping[Any, Any] = await protocol.call_find(peer, [key]) or {}
         value, _ = answer.get(key, (None, {}))
         if value is not None and isinstance(value.value, DictionaryDHTValue):

@@ -1,21 +1,23 @@
-"""The keys of the DHT that a node keeps values for, and what may stand under each. PURE.
+"""The topics that our DHT node stores values for, and the checks and limits of their announcements.
 
-A value is signed by whoever it is of, and says itself until when it holds; both bind the place that it is stored at:
-it cannot be kept for longer, or under another's name.
+A value is signed by the peer that it describes and contains its own expiry. Both bind its subkey and expiration time,
+so nobody can keep it for longer or store it under another name. For strangers the node stores signed announcements of
+peers of one run and of public runs, and nothing else.
 
-What our DHT node keeps for strangers: signed announcements of one run's peers and of public runs, and nothing else.
-
-hivemind stores whatever any stranger sends, without limit, until a time that the stranger chose and by the clock of
-this machine. Here:
-- `AnnouncementCheck` lets only values pass that their board takes: a peer of the run signed them for itself, under the
-  run's key, or an organiser for its own run. It says nothing about time: one expired entry would otherwise spoil the
+hivemind itself stores anything that any stranger sends, without limit, until a time that the stranger chose and by this
+machine's clock. The classes here restrict that:
+- `AnnouncementValidator` accepts only values that their topic takes: signed by a peer of the run for itself under the
+  run's key, or by an organiser for its own run. It ignores time, because one expired entry would otherwise spoil the
   whole dictionary that it travels in.
-- `Shelf` holds a bounded number of them until they expire by the swarm's clock. The living are not given up for
-  newcomers.
-- `Neighbourhood` lets a peer have one node id, the hash of its peer id; it cannot choose its place or have many.
-- `Door` refuses oversized requests, because each value costs a signature check.
-hivemind compares expiration times with the local clock, and a volunteer's may be hours off. So all of them are shifted
-into the far future: hivemind drops nothing, its "the latest expiration wins" still holds, and we do the dropping.
+- `BoundedStorage` holds a bounded number of them until they expire by the swarm's clock. Entries that are still valid
+  are not dropped for newcomers.
+- `PeerIdRoutingTable` accepts one node id per peer, the hash of its peer id, so a peer can neither choose its position
+  nor occupy several.
+- `RequestLimiter` refuses oversized requests, because each value costs a signature check.
+
+hivemind compares expiration times with the local clock, which may be hours off at a volunteer's machine. All of them
+are therefore shifted into the far future: hivemind drops nothing, its rule "the latest expiration wins" still holds,
+and this module drops expired entries.
 """
 
 import logging
@@ -45,7 +47,7 @@ EXPIRATION_OFFSET_SECONDS = 1e10  # seconds since the epoch: the year 2286, late
 
 
 class Announcement(NamedTuple):
-    """`place`: the subkey; `expires` in swarm time, seconds since the epoch."""
+    """A value to store under a subkey; `expires` in swarm time, seconds since the epoch."""
 
     subkey: str
     value: bytes
@@ -53,12 +55,12 @@ class Announcement(NamedTuple):
 
     @property
     def dht_expiration(self) -> float:
-        """The time to give hivemind."""
+        """Return the expiration time for hivemind."""
         return EXPIRATION_OFFSET_SECONDS + self.expires
 
 
 def parse_envelope(value: bytes, max_bytes: int, title: str) -> Signed:
-    """Nothing in it is checked yet. Raises MalformedError, which begins with `title`."""
+    """Parse a value without checking it; raise MalformedError, whose text begins with `title`."""
     if len(value) > max_bytes:
         raise MalformedError(f"{title} has {len(value)} bytes")
     try:
@@ -69,7 +71,7 @@ def parse_envelope(value: bytes, max_bytes: int, title: str) -> Signed:
 
 @dataclass(frozen=True)
 class Topic:
-    """`read` gives the notice that a value is, or raises PeerFault."""
+    """A key of the DHT; `parse` turns its values into announcements, or raises PeerFault."""
 
     name: str
     parse: Callable[[bytes], Announcement]
@@ -82,21 +84,21 @@ class Topic:
 logger = logging.getLogger(__name__)
 
 KIND = "rendezvous"
-LIFETIME_SECONDS = 300.0  # seconds
-MAX_ENTRIES = 64  # of one board; a lookup carries all of them, and one that answers is enough: gossip tells of the rest
+LIFETIME_SECONDS = 300.0
+MAX_ENTRIES = 64  # per topic; a lookup returns all, and one peer that answers is enough, as gossip does the rest
 MAX_VALUE_BYTES = 3072
 MAX_REQUEST_BYTES = 2 * MAX_ENTRIES * MAX_VALUE_BYTES
 MAX_REQUEST_KEYS = 16
 
 
 def run_topic(run_id: RunId) -> Topic:
-    """Where the peers of a run announce themselves."""
+    """Return the topic under which the peers of a run announce themselves."""
 
-    def read(value: bytes) -> Announcement:
+    def parse(value: bytes) -> Announcement:
         peer, record = parse_announcement(value, run_id)
         return Announcement(peer, value, record.expires)
 
-    return Topic(run_id, read)
+    return Topic(run_id, parse)
 
 
 def node_id(peer: PeerID) -> DHTID:
@@ -109,7 +111,7 @@ def make_announcement(identity: Identity, run_id: RunId, addresses: tuple[str, .
 
 
 def parse_announcement(value: bytes, run_id: RunId) -> tuple[PeerId, PeerRecord]:
-    """Raises MalformedError or ForgedError unless a peer signed this for itself."""
+    """Return the peer and its record; raise MalformedError or ForgedError unless the peer signed it for itself."""
     signed = parse_envelope(value, MAX_VALUE_BYTES, "an announcement")
     record = open_signed(signed, run_id, KIND, PeerRecord, MAX_VALUE_BYTES)
     check_addresses(signed.peer, record.addresses)
@@ -117,8 +119,10 @@ def parse_announcement(value: bytes, run_id: RunId) -> tuple[PeerId, PeerRecord]
 
 
 class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    """Accepts only values that their topic accepts, under the subkey and expiry that they were signed for."""
+
     def __init__(self, topics: Iterable[Topic]) -> None:
-        self._topics = {board.key.to_bytes(): board for board in topics}
+        self._topics = {topic.key.to_bytes(): topic for topic in topics}
         self.refused_count = 0
 
     def validate(self, record: DHTRecord) -> bool:
@@ -126,32 +130,32 @@ class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
             self._check(record)
         except PeerFault as fault:
             self.refused_count += 1
-            if (
-                self.refused_count & (self.refused_count - 1) == 0
-            ):  # strangers must not fill the log: at 1, 2, 4, 8, ...
-                logger.warning("%d DHT values were refused so far; the last: %s", self.refused_count, fault)
+            # Strangers must not fill the log, so only refusal 1, 2, 4, 8, ... is logged.
+            if self.refused_count & (self.refused_count - 1) == 0:
+                logger.warning("%d DHT values refused so far; the last: %s", self.refused_count, fault)
             return False
         return True
 
     def _check(self, record: DHTRecord) -> None:
-        board = self._topics.get(record.key)
-        if board is None:
-            raise MalformedError("a value under a key that is not the run's")
-        notice = board.parse(record.value)
-        # Bound to what is signed: an old announcement cannot be stored again for ever, or under another's name.
-        if record.subkey != MSGPackSerializer.dumps(notice.subkey) or record.expiration_time != notice.dht_expiration:
+        topic = self._topics.get(record.key)
+        if topic is None:
+            raise MalformedError("a value is stored under an unknown key")
+        announcement = topic.parse(record.value)
+        # Both are bound to the signed values, so an old announcement cannot be stored for ever or under another name.
+        subkey = MSGPackSerializer.dumps(announcement.subkey)
+        if record.subkey != subkey or record.expiration_time != announcement.dht_expiration:
             raise MalformedError(
-                f"an announcement of {notice.subkey} under another name or time than it was signed for"
+                f"an announcement of {announcement.subkey} has another subkey or expiry than it was signed for"
             )
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """Stands in for both of hivemind's storages, which grow with every store and ask the local clock."""
+    """Replaces both of hivemind's storages, which grow with every store and use the local clock."""
 
     def __init__(self, topics: Iterable[Topic], clock: SwarmClock) -> None:
         super().__init__()
         self._clock = clock
-        self._topics: dict[DHTID, dict[str, ValueWithExpiration[bytes]]] = {board.key: {} for board in topics}
+        self._topics: dict[DHTID, dict[str, ValueWithExpiration[bytes]]] = {topic.key: {} for topic in topics}
 
     def store(self, key: DHTID, value: Any, expiration_time: float, subkey: str | None = None) -> bool:
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
@@ -159,11 +163,11 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
         self._drop_expired()
         entries = self._topics.get(key)
-        left = expiration_time - EXPIRATION_OFFSET_SECONDS - self._clock.now()
-        if entries is None or not 0 < left <= LIFETIME_SECONDS + CLOCK_TOLERANCE_SECONDS:
+        remaining = expiration_time - EXPIRATION_OFFSET_SECONDS - self._clock.now()
+        if entries is None or not 0 < remaining <= LIFETIME_SECONDS + CLOCK_TOLERANCE_SECONDS:
             return False
-        held = entries.get(subkey)
-        if held.expiration_time >= expiration_time if held else len(entries) >= MAX_ENTRIES:
+        stored = entries.get(subkey)
+        if stored.expiration_time >= expiration_time if stored else len(entries) >= MAX_ENTRIES:
             return False
         entries[subkey] = ValueWithExpiration(value, expiration_time)
         return True
@@ -174,13 +178,13 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         if not entries:
             return None
         dictionary = DictionaryDHTValue()
-        for place, entry in entries.items():
-            dictionary.store(place, entry.value, entry.expiration_time)
+        for subkey, entry in entries.items():
+            dictionary.store(subkey, entry.value, entry.expiration_time)
         return ValueWithExpiration(dictionary, dictionary.latest_expiration_time)
 
     def items(self) -> Iterator[tuple[DHTID, ValueWithExpiration[DictionaryDHTValue]]]:
-        found = ((key, self.get(key)) for key in self._topics)
-        return iter([(key, value) for key, value in found if value is not None])
+        values = ((key, self.get(key)) for key in self._topics)
+        return iter([(key, value) for key, value in values if value is not None])
 
     def __contains__(self, key: DHTID) -> bool:
         return self.get(key) is not None
@@ -191,26 +195,28 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     def _drop_expired(self) -> None:
         now = self._clock.now()
         for entries in self._topics.values():
-            for place, entry in list(entries.items()):
+            for subkey, entry in list(entries.items()):
                 if (
                     not 0
                     < entry.expiration_time - EXPIRATION_OFFSET_SECONDS - now
                     <= LIFETIME_SECONDS + CLOCK_TOLERANCE_SECONDS
                 ):
-                    del entries[place]
+                    del entries[subkey]
 
 
 class PeerIdRoutingTable(RoutingTable):  # type: ignore[misc]
+    """A routing table in which each peer has exactly one node id, the hash of its peer id."""
+
     def add_or_update_node(self, node: DHTID, peer: PeerID) -> tuple[DHTID, PeerID] | None:
         if node != node_id(peer):
-            logger.debug("%s claims a place in the DHT that is not its own", peer)
+            logger.debug("%s claims a DHT node id that is not its own", peer)
             return None
-        found: tuple[DHTID, PeerID] | None = super().add_or_update_node(node, peer)
-        return found
+        replaced: tuple[DHTID, PeerID] | None = super().add_or_update_node(node, peer)
+        return replaced
 
 
 class RequestLimiter(AuthorizerBase):  # type: ignore[misc]
-    """hivemind asks it before it serves a request."""
+    """Refuses oversized requests; hivemind asks it before it serves a request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,11 +224,11 @@ class RequestLimiter(AuthorizerBase):  # type: ignore[misc]
 
     async def validate_request(self, request: Any) -> bool:
         keys = len(request.keys) if isinstance(request, dht_pb2.StoreRequest | dht_pb2.FindRequest) else 0
-        small = keys <= MAX_REQUEST_KEYS and request.ByteSize() <= MAX_REQUEST_BYTES
-        if not small:
+        is_small = keys <= MAX_REQUEST_KEYS and request.ByteSize() <= MAX_REQUEST_BYTES
+        if not is_small:
             self.refused_count += 1
-            logger.warning("a DHT request with %d keys and %d bytes was refused", keys, request.ByteSize())
-        return small
+            logger.warning("refusing a DHT request with %d keys and %d bytes", keys, request.ByteSize())
+        return is_small
 
     async def sign_request(self, request: Any, service_public_key: Any) -> None:
         pass

@@ -1,10 +1,12 @@
-"""The directory of a run: gossip that keeps everybody's table of records the same.
+"""The directory of a run: gossip that gives all peers the same table of records.
 
-Push-pull anti-entropy: every heartbeat a peer renews its own record and swaps with three random live peers what either
-lacks, so news reach n peers in about log(n) heartbeats. What must be known at once is pushed at once. Peers that do
-not answer never hold up the others: each exchange is a task of its own with its own deadline.
-Whoever is silent until its record expires is gone; whom we fail to reach twice in a row counts as gone until it speaks
-again. While nobody is live, and now and then otherwise (a partition has two live halves), the remembered are tried.
+Push-pull anti-entropy: at every heartbeat a peer renews its own record and exchanges with three random live peers the
+records that either lacks, so news reach n peers in about log(n) heartbeats. Urgent changes are pushed at once. A peer
+that does not answer never delays the others, because each exchange is a task with its own deadline.
+
+A peer that is silent until its record expires is gone. A peer that we cannot reach twice in a row counts as gone until
+it speaks again. While no peer is live, and from time to time otherwise (each half of a partition has live peers), the
+directory tries its remembered contacts.
 """
 
 import asyncio
@@ -57,17 +59,17 @@ logger = logging.getLogger(__name__)
 
 GOSSIP_FANOUT = 3
 URGENT_FANOUT = 16
-MAX_RECORDS = 256  # a message; with the largest records and MAX_PEERS known still below 1 MiB
+MAX_RECORDS = 256  # per message; with the largest records and MAX_PEERS known still below 1 MiB
 FAILURES_UNTIL_SUSPECT = 2
-MIN_TIMEOUT_SECONDS = 2.0  # seconds
+MIN_TIMEOUT_SECONDS = 2.0
 LEAVE_SECONDS = 2.0
-CONTACT_RETRY_PROBABILITY = 0.2  # of heartbeats that try somebody who is not live although others are
+CONTACT_RETRY_PROBABILITY = 0.2  # of a heartbeat that tries a contact although some peers are live
 MAX_CALLS_PER_HEARTBEAT = 8
 CALL_BURST = 32
 
 
 class GossipTransport(Protocol):
-    """What the directory needs of the transport."""
+    """The part of the transport that the directory uses."""
 
     async def addresses(self) -> tuple[str, ...]: ...
     def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None: ...
@@ -77,12 +79,12 @@ class GossipTransport(Protocol):
 
 class MembershipListener(Protocol):
     def on_membership_event(self, event: MembershipEvent) -> None:
-        """Take note that another peer joined, left or changed its record."""
+        """React to another peer that joined, left or changed its record."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DirectoryOptions:
-    """Settings of a run's peer directory; times in seconds. `addresses_file` keeps addresses over a restart."""
+    """Settings of a run's peer directory, in seconds; `addresses_file` keeps peers' addresses over restarts."""
 
     run_id: RunId
     heartbeat: float
@@ -92,7 +94,7 @@ class DirectoryOptions:
 
 
 class PeerDirectory(MembershipServicer):
-    """The live peers of one run, kept up to date by gossip. A node has one; each of its replicas looks into it."""
+    """The live peers of one run, kept current by gossip; a node has one, shared by its replicas."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class PeerDirectory(MembershipServicer):
         run_id, heartbeat, expiry = options.run_id, options.heartbeat, options.expiry
         self.peer_id = identity.peer_id
         self.run_id = run_id
-        self.refusals: Counter[str] = Counter()  # by kind of fault
+        self.refusals: Counter[str] = Counter()  # by metric label
         self._transport = transport
         self._clock = clock
         self._heartbeat = heartbeat
@@ -129,33 +131,33 @@ class PeerDirectory(MembershipServicer):
         add_MembershipServicer_to_server(self, server)
 
     def publish(self, *, urgent: bool = False, **fields: FieldValue) -> None:
-        """Change fields of our own record. Raises MalformedError for what no peer would accept."""
+        """Change fields of our own record; raise MalformedError if peers would refuse them."""
         self._own.update_fields(fields)
         self._own.renew(self._table)
         if urgent:
             self._push_own_record()
 
     def live(self) -> Mapping[PeerId, PeerRecord]:
-        """The peers that are there, ourselves among them."""
+        """Return the live peers, including ourselves."""
         return self._table.live(self._clock.now())
 
     def subscribe(self, listener: MembershipListener) -> None:
-        """Report every other peer that joins, leaves or changes its record."""
+        """Report every other peer that joins, leaves or changes its record to `listener`."""
         self._listeners.append(listener)
 
     def add_contact(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        """A peer that may be in the run; it is asked when there is need."""
+        """Remember a peer that may be in the run; it is tried when needed."""
         if peer != self.peer_id and peer not in self._table.known_sequences():
             self._contacts.add(peer, addresses, time.monotonic())
 
     def known_addresses(self) -> Mapping[PeerId, tuple[str, ...]]:
-        """The live peers and the bootstrap peers, with their addresses."""
+        """Return the live peers and the bootstrap peers with their addresses."""
         live = {peer: tuple(record.addresses) for peer, record in self.live().items()}
-        found = {**self._contacts.bootstrap(), **live}
-        return {peer: addresses for peer, addresses in found.items() if peer != self.peer_id}
+        known = {**self._contacts.bootstrap(), **live}
+        return {peer: addresses for peer, addresses in known.items() if peer != self.peer_id}
 
     def suspect(self, peer: PeerId, reason: str) -> None:
-        """A peer was found unreachable: it is not live until it speaks again."""
+        """Treat an unreachable peer as not live until it speaks again."""
         if peer not in self.live() or peer == self.peer_id:
             return
         logger.warning("%s counts as gone until it speaks again: %s", peer, reason)
@@ -172,7 +174,7 @@ class PeerDirectory(MembershipServicer):
             await self._stop_exchanges()
 
     async def leave(self) -> None:
-        """Tell the live that we go; takes at most four seconds."""
+        """Tell the live peers that we leave; takes at most four seconds."""
         self._address_file.save(self._contacts.addresses(), time.monotonic())
         self._own.update_fields({"leaving": True})
         self._own.renew(self._table)
@@ -192,9 +194,9 @@ class PeerDirectory(MembershipServicer):
             return await _abort_call(context, fault)
 
     def record_refusal(self, peer: PeerId, fault: PeerFault) -> None:
-        """Count and log a call that is not answered."""
+        """Count and log a refused call."""
         self.refusals[fault.metric_label] += 1
-        logger.warning("a call of %s was refused: %s", peer, fault)
+        logger.warning("refusing a call of %s: %s", peer, fault)
 
     def _answer_gossip(self, peer: PeerId, request: GossipRequest) -> GossipReply:
         if request.run.hex() != self.run_id:
@@ -227,7 +229,7 @@ class PeerDirectory(MembershipServicer):
     def _expire_records(self, current_caller: PeerId | None = None) -> None:
         for peer in self._table.expire(self._clock.now()):
             self._failures.pop(peer, None)
-            # To forget cuts the connection: not that of a peer that is back after a long sleep and speaks to us.
+            # Forgetting cuts the connection, so spare a peer that is back after a long sleep and is calling us now.
             if peer not in (self.peer_id, current_caller):
                 self._transport.forget(peer)
 
@@ -236,7 +238,7 @@ class PeerDirectory(MembershipServicer):
             async with asyncio.timeout(self._timeout):
                 addresses = await self._transport.addresses()
         except (TimeoutError, TransportError, UnreachableError) as error:
-            logger.warning("our own addresses cannot be read now (%s); the last ones stay", describe_error(error))
+            logger.warning("cannot read our own addresses now (%s); keeping the last ones", describe_error(error))
             return
         self._own.set_addresses(addresses)
 
@@ -249,8 +251,8 @@ class PeerDirectory(MembershipServicer):
             self._start_exchange(peer, repeat=True)
 
     def _try_contacts(self, count: int) -> None:
-        present = {*self._other_live_peers(), self.peer_id, *self._exchanges}
-        for contact in self._contacts.pick_due(time.monotonic(), present, count, is_alone=not self._other_live_peers()):
+        busy = {*self._other_live_peers(), self.peer_id, *self._exchanges}
+        for contact in self._contacts.pick_due(time.monotonic(), busy, count, is_alone=not self._other_live_peers()):
             try:
                 self._transport.introduce(contact.peer, contact.addresses)
             except MalformedError as error:
@@ -259,7 +261,7 @@ class PeerDirectory(MembershipServicer):
             self._start_exchange(contact.peer)
 
     def _start_exchange(self, peer: PeerId, repeat: bool = False) -> None:
-        """Exchange with a peer; if that is under way, once more afterwards where `again` asks for it."""
+        """Start an exchange with a peer; if one is running and `repeat` is set, run another after it."""
         if peer not in self._exchanges:
             self._exchanges[peer] = asyncio.create_task(self._run_exchange(peer))
         elif repeat:
@@ -288,14 +290,14 @@ class PeerDirectory(MembershipServicer):
             await self._call_gossip(peer, wanted)
 
     def _renew_if_misdated(self) -> bool:
-        misdated = self._own.is_misdated()
-        if misdated:
-            logger.info("our clock is %.1f s from the swarm's; our record is dated anew", -self._clock.offset)
+        is_misdated = self._own.is_misdated()
+        if is_misdated:
+            logger.info("our clock is %.1f s from the swarm's; dating our record again", -self._clock.offset)
             self._own.renew(self._table)
-        return misdated
+        return is_misdated
 
     async def _call_gossip(self, peer: PeerId, pushed_peers: Sequence[PeerId]) -> list[PeerId]:
-        """The peers of whom the other side wants our record."""
+        """Exchange records with a peer, and return the peers whose records it wants from us."""
         sent = self._clock.local()
         request = GossipRequest(
             run=bytes.fromhex(self.run_id),
@@ -312,10 +314,10 @@ class PeerDirectory(MembershipServicer):
     def _record_failure(self, peer: PeerId, error: Exception) -> None:
         reason = _describe_error(error)
         self._failures[peer] += 1
-        live = peer in self.live()
-        if live and _is_unreachable(error) and self._failures[peer] >= FAILURES_UNTIL_SUSPECT:
+        is_live = peer in self.live()
+        if is_live and _is_unreachable(error) and self._failures[peer] >= FAILURES_UNTIL_SUSPECT:
             self.suspect(peer, f"no answer in {self._failures[peer]} attempts: {reason}")
-        elif live:
+        elif is_live:
             logger.info("gossip with %s failed: %s", peer, reason)
         else:
             del self._failures[peer]
@@ -326,12 +328,12 @@ class PeerDirectory(MembershipServicer):
 
     def _merge_records(self, records: Sequence[Signed], sender: PeerId) -> None:
         if len(records) > MAX_RECORDS:
-            raise LimitError(f"{sender} sent {len(records)} records at once, of at most {MAX_RECORDS}")
+            raise LimitError(f"{sender} sent {len(records)} records at once; at most {MAX_RECORDS} are allowed")
         self._expire_records(sender)
         faults = [fault for signed in records if (fault := self._merge_record(signed)) is not None]
         self.refusals.update(fault.metric_label for fault in faults)
         if faults:
-            logger.warning("%d records from %s were refused; the first: %s", len(faults), sender, faults[0])
+            logger.warning("refused %d records from %s; the first: %s", len(faults), sender, faults[0])
         self._notify_listeners()
 
     def _merge_record(self, signed: Signed) -> PeerFault | None:
@@ -347,20 +349,23 @@ class PeerDirectory(MembershipServicer):
         return None
 
     def _learn_from_untimely_record(self, signed: Signed) -> None:
-        """While nobody is live, our own clock may be what is wrong: whose record this is can help to find the time."""
+        """Remember the peer of an expired record while no peer is live.
+
+        The fault may be our own clock, and this peer can help to correct it.
+        """
         if signed.peer == self.peer_id or self._other_live_peers():
             return
         try:
             record = open_signed(signed, self.run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
             check_addresses(signed.peer, record.addresses)
         except PeerFault as fault:
-            logger.info("an untimely record was of no use either: %s", fault)
+            logger.info("cannot use an expired record as a contact either: %s", fault)
         else:
             self._contacts.add(signed.peer, record.addresses, time.monotonic())
 
     def _learn_peer(self, peer: PeerId, record: PeerRecord) -> None:
         if peer == self.peer_id:
-            logger.info("a record of our own key is about from elsewhere or an earlier life; ours overrides it")
+            logger.info("overriding a record of our own key from another machine or an earlier start")
             self._own.renew(self._table)
             return
         self._failures.pop(peer, None)
@@ -369,7 +374,7 @@ class PeerDirectory(MembershipServicer):
             self._transport.introduce(peer, tuple(record.addresses), record.direct_port)
 
     def _notify_listeners(self) -> None:
-        """Report what has changed since the last time."""
+        """Report the changes since the last call to the listeners."""
         live = {peer: record for peer, record in self.live().items() if peer != self.peer_id}
         events: list[MembershipEvent] = [
             PeerLeft(peer, self._table.reason_left(peer)) for peer in self._reported_sequences.keys() - live.keys()
@@ -397,13 +402,13 @@ class PeerDirectory(MembershipServicer):
 def _describe_error(error: Exception) -> str:
     if not isinstance(error, grpc.aio.AioRpcError):
         return str(error)
-    # What gRPC says of these is about sockets of ours.
-    ours = {grpc.StatusCode.UNAVAILABLE: "cannot be reached", grpc.StatusCode.DEADLINE_EXCEEDED: "nothing in time"}
-    return ours.get(error.code()) or str(error.details())
+    # gRPC's own texts for these codes describe our local sockets.
+    texts = {grpc.StatusCode.UNAVAILABLE: "cannot be reached", grpc.StatusCode.DEADLINE_EXCEEDED: "no answer in time"}
+    return texts.get(error.code()) or str(error.details())
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Whether a failure says that the peer is not there; one that refuses us is."""
+    """Return whether a failure means that the peer is absent; a peer that refuses us is present."""
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     return isinstance(error, UnreachableError)

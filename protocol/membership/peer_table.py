@@ -1,11 +1,11 @@
-"""Who is in the run: a table of signed, expiring records, the last writer (by sequence) winning.
+"""The peers of a run: a table of signed, expiring records in which the highest sequence of a peer wins. No I/O.
 
-PURE: the caller passes the swarm time, and does the gossip. Merging is commutative, associative and idempotent, so
-peers that have seen the same records in any order hold the same table (anti-entropy, Demers et al. 1987).
-A sequence is the swarm time in milliseconds, or the previous one plus one: a peer that lost its disk still overrides
-its former self. It is bounded by the clock, so nobody can squat on a sequence that a later record cannot reach.
+The caller passes the swarm time and does the gossip. Merging is commutative, associative and idempotent, so peers that
+have seen the same records in any order hold the same table (anti-entropy, Demers et al. 1987). A sequence is the swarm
+time in milliseconds, or the previous sequence plus one, so a peer that lost its disk still overrides its former
+records. It is bounded by the clock, so nobody can claim a sequence that a later record cannot reach.
 
-What a peer says of itself: the fields, and the dated and signed record made of them.
+`OwnRecord` holds the fields that a peer publishes about itself, and makes dated and signed records of them.
 """
 
 import math
@@ -27,7 +27,7 @@ MAX_ADDRESSES = 8
 MAX_ADDRESS_CHARACTERS = 256
 MAX_TEXT_CHARACTERS = 64
 MAX_PORT = 65535
-CLOCK_TOLERANCE_SECONDS = 60.0  # seconds by which two honest swarm times may differ
+CLOCK_TOLERANCE_SECONDS = 60.0  # by which two honest swarm times may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class _Entry:
 
 
 class PeerTable:
-    """The records of one run. `lifetime`: seconds that a record may at most be valid for."""
+    """The records of one run; `lifetime` is the maximum validity of a record in seconds."""
 
     def __init__(self, run_id: RunId, lifetime: float, max_peers: int = MAX_PEERS) -> None:
         self._run_id = run_id
@@ -76,38 +76,41 @@ class PeerTable:
         return len(self._entries)
 
     def merge(self, signed: Signed, now: float) -> PeerRecord | None:
-        """Take a record in; None if it is not newer than what is here.
+        """Merge a record and return it, or return None if it is not newer than the stored one.
 
-        Raises StaleError (expired), MalformedError (nonsense), ForgedError (not of that peer, or of another run) and
-        LimitError: the table is full of peers that are alive, and those are never given up for a newcomer.
+        Raises:
+            StaleError: The record has expired.
+            MalformedError: The record is invalid.
+            ForgedError: The record is not signed by that peer, or for another run.
+            LimitError: The table is full of live peers; these are never dropped for a newcomer.
         """
         record = read_unverified(signed, KIND, PeerRecord, MAX_RECORD_BYTES)
-        held = self._entries.get(signed.peer)
-        # Cheap refusals come before the signature: a flood must not cost us an Ed25519 check a record.
-        if held is not None and not _is_newer(signed, record, held):
+        stored = self._entries.get(signed.peer)
+        # Cheap checks come before the signature, so that a flood does not cost an Ed25519 verification per record.
+        if stored is not None and not _is_newer(signed, record, stored):
             return None
         check_record(signed.peer, record, now, self._lifetime)
-        if held is None and len(self._entries) >= self._max_peers:
+        if stored is None and len(self._entries) >= self._max_peers:
             self._require_free_slot(now)
         verify_signed(signed, self._run_id)
         self._entries[signed.peer] = _Entry(signed, record)
         return record
 
     def _require_free_slot(self, now: float) -> None:
-        # At most once a second: a flood of newcomers must not cost a sweep each.
+        # At most once a second, so that a flood of newcomers does not cost a sweep each.
         if abs(now - self._last_sweep_at) >= 1:
             self.expire(now)
         if len(self._entries) >= self._max_peers:
             raise LimitError(f"the table is full with {self._max_peers} peers; a newcomer must wait for one to leave")
 
     def live(self, now: float) -> Mapping[PeerId, PeerRecord]:
-        """Those who are there: not expired, not leaving, not suspected."""
+        """Return the live peers: not expired, not leaving, not suspected."""
         return {
             peer: entry.record for peer, entry in self._entries.items() if entry.is_live and entry.record.expires > now
         }
 
     def expire(self, now: float) -> list[PeerId]:
-        """Drop the records whose time is over, or not yet there as our clock was set back; whose they were."""
+        """Drop and return the peers whose records have expired, or lie in the future because our clock was set back."""
         gone = [peer for peer, entry in self._entries.items() if _find_timing_fault(entry.record, now, self._lifetime)]
         for peer in gone:
             del self._entries[peer]
@@ -118,13 +121,13 @@ class PeerTable:
         self._entries.pop(peer, None)
 
     def suspect(self, peer: PeerId) -> None:
-        """Not live until a record with a higher sequence shows that the peer still speaks."""
+        """Treat a peer as not live until a record with a higher sequence arrives."""
         entry = self._entries.get(peer)
         if entry is not None:
             self._entries[peer] = _Entry(entry.signed, entry.record, is_suspected=True)
 
     def reason_left(self, peer: PeerId) -> str:
-        """Why a peer is not live."""
+        """Return why a peer is not live."""
         entry = self._entries.get(peer)
         if entry is None:
             return "expired"
@@ -136,35 +139,39 @@ class PeerTable:
         return {peer: entry.record.sequence for peer, entry in self._entries.items()}
 
     def records_newer_than(self, known: Mapping[PeerId, int]) -> list[Signed]:
-        """The records that somebody who knows these sequences lacks."""
+        """Return the records that a peer with these sequences lacks."""
         return [entry.signed for peer, entry in self._entries.items() if entry.record.sequence > known.get(peer, -1)]
 
     def peers_newer_in(self, known: Mapping[PeerId, int]) -> list[PeerId]:
-        """The peers of whom somebody with these sequences has a newer record."""
+        """Return the peers of which the owner of these sequences has a newer record."""
         return [peer for peer, sequence in known.items() if sequence > self.sequence_of(peer)]
 
     def records_of(self, peers: Iterable[PeerId]) -> list[Signed]:
         return [self._entries[peer].signed for peer in peers if peer in self._entries]
 
     def sequence_of(self, peer: PeerId) -> int:
-        """-1 for a peer that is not here."""
+        """Return a peer's sequence, or -1 if it is not in the table."""
         entry = self._entries.get(peer)
         return -1 if entry is None else entry.record.sequence
 
 
-def _is_newer(signed: Signed, record: PeerRecord, held: _Entry) -> bool:
-    # The body decides between two records that a lying peer gave one sequence: all must keep the same of the two.
-    return (record.sequence, signed.body) > (held.record.sequence, held.signed.body)
+def _is_newer(signed: Signed, record: PeerRecord, stored: _Entry) -> bool:
+    # If a lying peer gave two records one sequence, the body decides, so that all keep the same one.
+    return (record.sequence, signed.body) > (stored.record.sequence, stored.signed.body)
 
 
 def next_sequence(previous: int, now: float) -> int:
-    """Above the previous one, and near the clock; one that a wrong clock once made is given up."""
-    clock = max(1, int(now * 1000))
-    return previous + 1 if clock <= previous <= clock + CLOCK_TOLERANCE_SECONDS * 1000 else clock
+    """Return a sequence above the previous one and near the clock; drop one that a wrong clock made."""
+    clock_sequence = max(1, int(now * 1000))
+    return (
+        previous + 1
+        if clock_sequence <= previous <= clock_sequence + CLOCK_TOLERANCE_SECONDS * 1000
+        else clock_sequence
+    )
 
 
 def check_record(peer: PeerId, record: PeerRecord, now: float, lifetime: float) -> None:
-    """MalformedError unless a peer may say this of itself, StaleError unless it may now."""
+    """Raise MalformedError if a peer may never publish this record, StaleError if it may not publish it now."""
     fault = _find_timing_fault(record, now, lifetime)
     if fault is not None:
         raise StaleError(f"the record of {peer} {fault}")
@@ -173,7 +180,7 @@ def check_record(peer: PeerId, record: PeerRecord, now: float, lifetime: float) 
 
 
 def _find_timing_fault(record: PeerRecord, now: float, lifetime: float) -> str | None:
-    if not now < record.expires <= now + lifetime + CLOCK_TOLERANCE_SECONDS:  # not a number is neither
+    if not now < record.expires <= now + lifetime + CLOCK_TOLERANCE_SECONDS:  # also refuses NaN
         return f"expires in {record.expires - now:.1f} s"
     if not 0 < record.sequence <= (now + CLOCK_TOLERANCE_SECONDS) * 1000:
         return f"has the sequence {record.sequence}, which no clock gives at {now:.0f}"
@@ -181,15 +188,15 @@ def _find_timing_fault(record: PeerRecord, now: float, lifetime: float) -> str |
 
 
 def check_addresses(peer: PeerId, addresses: Iterable[str]) -> None:
-    """MalformedError unless these are few, short addresses of that very peer."""
+    """Raise MalformedError unless these are few, short addresses of this peer."""
     listed = list(addresses)
     if len(listed) > MAX_ADDRESSES:
         raise MalformedError(f"the record of {peer} has {len(listed)} of at most {MAX_ADDRESSES} addresses")
     for address in listed:
-        plain = address.startswith("/") and address.isascii() and address.isprintable() and " " not in address
-        if not plain or len(address) > MAX_ADDRESS_CHARACTERS:
-            raise MalformedError(f"the record of {peer} has an address that is none")
-        # Otherwise one peer could send all others knocking at another's door.
+        is_plain = address.startswith("/") and address.isascii() and address.isprintable() and " " not in address
+        if not is_plain or len(address) > MAX_ADDRESS_CHARACTERS:
+            raise MalformedError(f"the record of {peer} has an invalid address")
+        # Otherwise one peer could make all others dial a third one.
         if peer_id_of(address) != peer:
             raise MalformedError(f"the record of {peer} has the address of another peer")
 
@@ -198,15 +205,15 @@ def _check_fields(peer: PeerId, record: PeerRecord) -> None:
     if record.role not in ROLES:
         raise MalformedError(f"the record of {peer} has an unknown role")
     if max(record.round, record.validation_round) > MAX_ROUND:
-        raise MalformedError(f"the record of {peer} has a round that no run reaches")
+        raise MalformedError(f"the record of {peer} has a round above the maximum")
     if record.chain_tokens > MAX_CHAIN_TOKENS:
-        raise MalformedError(f"the record of {peer} has more tokens than any run")
+        raise MalformedError(f"the record of {peer} has a token count above the maximum")
     for text in (record.device, record.name, record.version):
-        # These are shown on terminals: no control characters.
+        # These texts are shown on terminals, so control characters are refused.
         if len(text) > MAX_TEXT_CHARACTERS or not text.isprintable():
             raise MalformedError(f"the record of {peer} has a text that is too long or not printable")
     if record.direct_port > MAX_PORT:
-        raise MalformedError(f"the record of {peer} has a port that is none")
+        raise MalformedError(f"the record of {peer} has an invalid port")
     if len(record.digest) not in (0, 32) or len(record.state_digest) not in (0, 32):
         raise MalformedError(f"the record of {peer} has a digest of the wrong length")
     amounts = (
@@ -214,16 +221,16 @@ def _check_fields(peer: PeerId, record: PeerRecord) -> None:
         record.validation_loss,
     )  # fmt: skip
     if not math.isfinite(record.loss) or any(not (math.isfinite(amount) and amount >= 0) for amount in amounts):
-        raise MalformedError(f"the record of {peer} has a number that is not finite, or an amount below zero")
+        raise MalformedError(f"the record of {peer} has a number that is not finite, or a negative amount")
 
 
-MAX_CLOCK_DRIFT_SECONDS = 1.0  # seconds; when the swarm time moves by more, the record is dated anew
+MAX_CLOCK_DRIFT_SECONDS = 1.0  # when the swarm time moves by more, the record is dated again
 
 FieldValue = bool | int | float | str | bytes
 
 
 class OwnRecord:
-    """`expiry`: seconds that a record is valid for."""
+    """Our own record in a run; `expiry` is the validity of each signed version in seconds."""
 
     def __init__(self, identity: Identity, run_id: RunId, clock: SwarmClock, expiry: float) -> None:
         self._identity = identity
@@ -235,7 +242,7 @@ class OwnRecord:
         self._signed_offset = clock.offset
 
     def update_fields(self, fields: Mapping[str, FieldValue]) -> None:
-        """All of the fields or none. Raises MalformedError for what no peer would accept."""
+        """Set all of the fields, or none and raise MalformedError if peers would refuse them."""
         draft = PeerRecord()
         draft.CopyFrom(self._fields)
         for name, value in fields.items():
@@ -245,12 +252,12 @@ class OwnRecord:
         self._fields = draft
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Take the first few addresses that peers would accept."""
-        short = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARACTERS]
-        self._fields.addresses[:] = short[:MAX_ADDRESSES]
+        """Use the first few addresses that peers would accept."""
+        accepted = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARACTERS]
+        self._fields.addresses[:] = accepted[:MAX_ADDRESSES]
 
     def is_misdated(self) -> bool:
-        """Whether a wrong clock dated the record: whoever got it has refused it, or soon would."""
+        """Return whether a wrong clock dated the record, so that peers refuse it or soon will."""
         return abs(self._clock.offset - self._signed_offset) > MAX_CLOCK_DRIFT_SECONDS
 
     def renew(self, table: PeerTable) -> None:
@@ -258,7 +265,7 @@ class OwnRecord:
         now, peer = self._clock.now(), self._identity.peer_id
         self._sequence = next_sequence(max(self._sequence, table.sequence_of(peer)), now)
         if self._sequence <= table.sequence_of(peer):
-            table.discard(peer)  # made when our clock was wrong; nobody else took it
+            table.discard(peer)  # made when our clock was wrong; no other peer accepted it
         record = self._with_dates(self._fields, self._sequence, now)
         table.merge(sign(self._identity, KIND, self._run_id, record), now)
         self._signed_offset = self._clock.offset

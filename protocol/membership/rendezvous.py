@@ -1,8 +1,8 @@
-"""Rendezvous: who might be in the run, asked of a distributed hash table.
+"""Rendezvous: finding possible peers of the run through a distributed hash table.
 
-Each peer announces its addresses, signed, under the run's key at the five nodes nearest to it (Kademlia), and reads
-what others announced there. A finding is a hint and no more: gossip with that peer decides. The DHT loses peers, so
-nobody is taken for gone because it forgot them. The organiser of a public run announces that there, too.
+Each peer announces its addresses, signed, under the run's key at the five nodes nearest to it (Kademlia), and reads the
+announcements of others there. A found peer is only a hint; gossip with that peer decides. The DHT loses entries, so no
+peer counts as gone because the DHT forgot it. The organiser of a public run announces the run there, too.
 """
 
 import asyncio
@@ -23,35 +23,35 @@ from protocol.membership.run_registry import PUBLIC_RUNS_TOPIC
 
 logger = logging.getLogger(__name__)
 
-PINGED_PEERS = 3  # neighbours that a round makes sure of
+PINGED_PEERS = 3  # known peers that each lookup pings first
 LOOKUP_TIMEOUT_SECONDS = 30.0
-MIN_PERIOD_SECONDS = 0.25  # seconds between rounds; doubles up to
+MIN_PERIOD_SECONDS = 0.25  # between lookups; doubles up to the maximum
 MAX_PERIOD_SECONDS = 60.0
-MakeAnnouncement = Callable[[float], Awaitable[Announcement]]  # what to announce at a swarm time
+MakeAnnouncement = Callable[[float], Awaitable[Announcement]]  # takes the swarm time
 
 
 class RendezvousTransport(dht.DhtTransport, Protocol):
-    """What the rendezvous needs of the transport."""
+    """The part of the transport that the rendezvous uses."""
 
     def on_restart(self, callback: Callable[[], None]) -> None: ...
     async def addresses(self) -> tuple[str, ...]: ...
 
 
 class KnownPeers(Protocol):
-    """The peers of a run, as far as they are known; a PeerDirectory."""
+    """The known peers of a run: a PeerDirectory."""
 
     @property
     def run_id(self) -> RunId: ...
 
     def known_addresses(self) -> Mapping[PeerId, Sequence[str]]:
-        """Return the peers that may be asked, with their addresses."""
+        """Return the peers that may be pinged, with their addresses."""
 
     def add_contact(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        """Take note of a peer that the DHT names."""
+        """Remember a peer that was found in the DHT."""
 
 
 class Rendezvous:
-    """Announces this node and looks for peers of one run in the DHT."""
+    """Announces this node in the DHT and looks up other peers of the run there."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class Rendezvous:
         self._extra_peers: Mapping[PeerId, Sequence[str]] = {}
         self._has_restarted = False
         self._wake = asyncio.Event()
-        self._invalid_count = 0  # announcements that others hold
+        self._invalid_count = 0  # invalid announcements stored by others
         transport.on_restart(self._on_restart)
 
     @property
     def refusals(self) -> Mapping[str, int]:
-        """Return the number of values that were refused: forged, of another run or malformed, or too large."""
+        """Return the number of invalid values (forged, malformed or of another run) and oversized requests."""
         return {"dht": self._dht.refused_count + self._invalid_count}
 
     def advertise_run(self, make_announcement: MakeAnnouncement, extra_peers: Mapping[PeerId, Sequence[str]]) -> None:
-        """From now on announce the run itself as well, also at peers of other runs: `doors`, with their addresses."""
+        """Announce the run itself from now on, also at `extra_peers`, which are peers of other runs."""
         self._make_run_announcement = make_announcement
         self._extra_peers = extra_peers
         self._wake.set()
@@ -92,7 +92,7 @@ class Rendezvous:
         self._wake.set()
 
     async def run(self) -> None:
-        """Announce and look up until cancelled: often at first, then once a minute; anew after a restart of p2pd."""
+        """Announce and look up until cancelled: often at first and after a restart of p2pd, then once a minute."""
         period = MIN_PERIOD_SECONDS
         try:
             while True:
@@ -115,15 +115,15 @@ class Rendezvous:
                 await self._dht.open()
                 await self._ping_some()
                 own = (await self._transport.addresses())[:MAX_ADDRESSES]
-                notice = make_announcement(self._identity, self._run_id, own, self._clock.now())
-                await self._dht.announce_and_lookup(self._topic, notice, self._on_announcement)
+                announcement = make_announcement(self._identity, self._run_id, own, self._clock.now())
+                await self._dht.announce_and_lookup(self._topic, announcement, self._on_announcement)
                 await self._announce_run()
         except DHT_ERRORS as error:
-            logger.warning("the DHT is out of reach for now: %s", errors.describe_error(error))
+            logger.warning("the DHT is unreachable for now: %s", errors.describe_error(error))
 
     async def _ping_some(self) -> None:
-        neighbours = list(self._peers.known_addresses().items())
-        chosen = self._rng.sample(neighbours, min(PINGED_PEERS, len(neighbours)))
+        known = list(self._peers.known_addresses().items())
+        chosen = self._rng.sample(known, min(PINGED_PEERS, len(known)))
         await asyncio.gather(*(self._dht.ping_peer(peer, addresses) for peer, addresses in chosen))
 
     async def _announce_run(self) -> None:
@@ -131,15 +131,15 @@ class Rendezvous:
             await asyncio.gather(
                 *(self._dht.ping_peer(peer, addresses) for peer, addresses in self._extra_peers.items())
             )
-            notice = await self._make_run_announcement(self._clock.now())
-            await self._dht.announce_and_lookup(PUBLIC_RUNS_TOPIC, notice, lambda value: None)
+            announcement = await self._make_run_announcement(self._clock.now())
+            await self._dht.announce_and_lookup(PUBLIC_RUNS_TOPIC, announcement, lambda value: None)
 
     def _on_announcement(self, value: bytes) -> None:
         try:
             peer, record = parse_announcement(value, self._run_id)
         except errors.PeerFault as fault:
             self._invalid_count += 1
-            logger.warning("an announcement in the DHT was refused: %s", fault)
+            logger.warning("refusing an announcement in the DHT: %s", fault)
             return
         if peer != self._identity.peer_id:
             self._peers.add_contact(peer, tuple(record.addresses))

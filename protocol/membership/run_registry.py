@@ -1,7 +1,7 @@
-"""Runs that anyone may join, as their organisers announce them: small signed notices in the DHT that expire. PURE.
+"""Announcements of public runs in the DHT: small signed records that expire. No I/O.
 
-A notice costs its reader little and can do nothing: its fields are few, short and printable, and its link is of a form
-that `murmur join` takes, where the manifest is checked anew. The organiser signs it, under the run that it is of.
+An announcement costs its reader little and can do nothing: its fields are few, short and printable, and its link has a
+form that `murmur join` takes, where the manifest is checked again. The organiser signs it for the run that it names.
 """
 
 import math
@@ -14,7 +14,7 @@ from protocol.murmur_pb2 import PublicRun
 from protocol.signing import read_unverified, sign, verify_signed
 
 KIND = "run"
-LIFETIME_SECONDS = 300.0  # seconds
+LIFETIME_SECONDS = 300.0
 MAX_VALUE_BYTES = 1024
 MAX_LINK_CHARACTERS = 400
 RUN_BYTES = 32
@@ -23,7 +23,7 @@ LINK_PATTERN = re.compile(r"(https?://|murmur://(?P<run>[0-9a-f]{64})@/)[!-~]+")
 
 
 def make_run_announcement(identity: Identity, run: PublicRun, now: float) -> Announcement:
-    """`run` without its expiry; `now` in swarm time. Raises MalformedError for what no peer would accept."""
+    """Sign a run, given without its expiry, at a swarm time; raise MalformedError if peers would refuse it."""
     dated = PublicRun()
     dated.CopyFrom(run)
     dated.expires = now + LIFETIME_SECONDS
@@ -32,8 +32,8 @@ def make_run_announcement(identity: Identity, run: PublicRun, now: float) -> Ann
 
 
 def parse_public_run(value: bytes) -> tuple[PeerId, PublicRun]:
-    """The organiser and what it says. Raises MalformedError or ForgedError."""
-    signed = parse_envelope(value, MAX_VALUE_BYTES, "the notice of a run")
+    """Return the organiser and its announcement; raise MalformedError or ForgedError."""
+    signed = parse_envelope(value, MAX_VALUE_BYTES, "the announcement of a run")
     run = read_unverified(signed, KIND, PublicRun, MAX_VALUE_BYTES)
     _check(run)
     verify_signed(signed, run.run.hex())
@@ -41,9 +41,9 @@ def parse_public_run(value: bytes) -> tuple[PeerId, PublicRun]:
 
 
 def require_current(run: PublicRun, now: float, tolerance: float) -> None:
-    """StaleError for a notice that is over, or is to last longer than any may."""
+    """Raise StaleError if an announcement has expired, or would last longer than allowed."""
     if not now < run.expires <= now + LIFETIME_SECONDS + tolerance:
-        raise StaleError(f"the notice of the run {run.name} expires in {run.expires - now:.0f} s")
+        raise StaleError(f"the announcement of the run {run.name} expires in {run.expires - now:.0f} s")
 
 
 def parse_run_announcement(value: bytes) -> Announcement:
@@ -53,16 +53,16 @@ def parse_run_announcement(value: bytes) -> Announcement:
 
 def _check(run: PublicRun) -> None:
     if len(run.run) != RUN_BYTES:
-        raise MalformedError("the notice of a run does not say which")
+        raise MalformedError("the announcement of a run has no run id")
     if not NAME_PATTERN.fullmatch(run.name) or not NAME_PATTERN.fullmatch(run.recipe):
-        raise MalformedError("the notice of a run has a name that is none")
-    found = LINK_PATTERN.fullmatch(run.link)
-    if found is None or len(run.link) > MAX_LINK_CHARACTERS:
-        raise MalformedError(f"the notice of the run {run.name} has a link that is none")
-    if found["run"] not in (None, run.run.hex()):
-        raise MalformedError(f"the notice of the run {run.name} has a link to another run")
+        raise MalformedError("the announcement of a run has an invalid name")
+    match = LINK_PATTERN.fullmatch(run.link)
+    if match is None or len(run.link) > MAX_LINK_CHARACTERS:
+        raise MalformedError(f"the announcement of the run {run.name} has an invalid link")
+    if match["run"] not in (None, run.run.hex()):
+        raise MalformedError(f"the announcement of the run {run.name} has a link to another run")
     if not math.isfinite(run.expires):
-        raise MalformedError(f"the notice of the run {run.name} has no time")
+        raise MalformedError(f"the announcement of the run {run.name} has no expiry")
 
 
 PUBLIC_RUNS_TOPIC = Topic("public runs", parse_run_announcement)

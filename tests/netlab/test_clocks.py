@@ -56,7 +56,7 @@ def test_a_clock_that_is_an_hour_ahead(laboratory: Laboratory, tmp_path: Path, s
         told = swarm.poll()
         since = {status.name: status.since for status in told}
         assert since[wrong.name] - since["peer-0"] > HOUR - 60, "its clock is wrong indeed"
-        assert "dated anew" in swarm.log(wrong)
+        assert "dating our record again" in swarm.log(wrong)
 
 
 def set_clock(swarm: LabSwarm, shifted: list[str]) -> LabPeer:

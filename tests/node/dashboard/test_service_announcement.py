@@ -43,7 +43,7 @@ async def test_an_address_on_the_web_is_preferred() -> None:
 
 
 async def test_what_nobody_would_take_is_not_sent() -> None:
-    with pytest.raises(MalformedError, match="a link that is none"):
+    with pytest.raises(MalformedError, match="an invalid link"):
         await build_announcement(
             window(), apply_all(opening_events()), DashboardAddress("h", 1, "https://run.example.org/a b"), 1000.0
         )

@@ -133,7 +133,7 @@ def test_a_broken_file_is_named_and_skipped(tmp_path: Path, text: str, caplog: p
 
 def test_a_disk_that_refuses_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_addresses(tmp_path / "missing" / "addresses.json", {})
-    assert "cannot keep the addresses" in caplog.text
+    assert "cannot save the addresses" in caplog.text
 
 
 def test_of_the_first_peers_each_is_on_disk_at_once_and_later_ones_soon(tmp_path: Path) -> None:
