@@ -123,7 +123,8 @@ async def test_a_taken_port_and_a_missing_binary_are_one_line(tmp_path: Path, mo
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         listen = (f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",)
-        with pytest.raises(TransportError, match=f"another program uses {listen[0]}; choose another --listen") as refused:
+        expected = f"another program uses {listen[0]}; choose another --listen"
+        with pytest.raises(TransportError, match=expected) as refused:
             await P2pd.start(P2pdOptions(tmp_path / "key", listen), folder.path, {})
         assert "\n" not in str(refused.value)
     monkeypatch.setattr(p2pd, "BINARY", tmp_path / "missing")
