@@ -70,19 +70,19 @@ def test_a_standstill_counts_from_the_last_round_or_the_start() -> None:
 class FakePeer:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.running = True
+        self.is_running = True
         self.lives = 1
         self.status: NodeStatus | None = NodeStatus(peer_id=name, run="r", run_id="00")
 
     def addresses(self) -> tuple[str, ...]:
-        return (f"/{self.name}",) if self.running else ()
+        return (f"/{self.name}",) if self.is_running else ()
 
     def kill(self) -> None:
-        self.running = False
+        self.is_running = False
 
     def start(self, peers: Sequence[str]) -> None:
         assert peers and f"/{self.name}" not in peers
-        self.running = True
+        self.is_running = True
         self.lives = self.lives + 1
 
 
@@ -95,7 +95,7 @@ class FakeSwarm:
 
     @property
     def living(self) -> int:
-        return sum(peer.running for peer in self.peers)
+        return sum(peer.is_running for peer in self.peers)
 
 
 def deaths_among(count: int, share: float) -> tuple[FakeSwarm, RunObserver, Deaths]:
@@ -218,23 +218,23 @@ class FakeLabSwarm:
 def test_faults_come_one_after_the_other_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     asleep: list[str] = []
     swarm = FakeLabSwarm(8)
-    monkeypatch.setattr(faults, "pid_of", lambda peer: peer.name)
-    monkeypatch.setattr(faults, "family", lambda name: [FakeProcess(name, asleep)])
+    monkeypatch.setattr(faults, "daemon_pid", lambda peer: peer.name)
+    monkeypatch.setattr(faults, "process_tree", lambda name: [FakeProcess(name, asleep)])
     storm = FaultInjector(cast(Any, swarm), RunObserver(cast(Any, swarm)), seed=3)
     most_dead, struck, killed = 0, set[str](), set[str]()
     for second in range(3000):
         storm.step(float(second))
         away = [*asleep, *swarm.laboratory.cut_off]
         assert sorted(storm.absent) == sorted(away) and len(away) <= 1
-        most_dead = max(most_dead, sum(not peer.running for peer in swarm.lab_peers))
+        most_dead = max(most_dead, sum(not peer.is_running for peer in swarm.lab_peers))
         struck.update(away)
-        killed.update(peer.name for peer in swarm.lab_peers if not peer.running)
+        killed.update(peer.name for peer in swarm.lab_peers if not peer.is_running)
     assert most_dead == faults.MAX_ABSENT
     assert sum(storm.counts.values()) == 2999 // int(faults.PERIOD) and storm.counts.keys() == KINDS
     assert len(struck) == 8, "it may hit everybody"
     assert killed == {f"peer-{index}" for index in range(8 - faults.SPARED)}, "but some live on"
     storm.stop()
-    assert all(peer.running for peer in swarm.lab_peers) and not storm.absent
+    assert all(peer.is_running for peer in swarm.lab_peers) and not storm.absent
     swarm.lab_peers[2].kill()
     with pytest.raises(SystemExit, match="peer-2 ended by itself:\nwhy"):
         storm.step(3000.0)

@@ -27,7 +27,7 @@ DENSE: Mapping[str, Mapping[str, Any]] = {
     "target": {"rounds": ENDLESS},
 }
 LONELY = 25.0  # seconds
-NOT_CARRIED = "from node.daemon import wishes; wishes.CARRIERS = 0; from node.cli import main; main()"
+NOT_CARRIED = "from node.daemon import downloads; downloads.MAX_RELAYS = 0; from node.cli import main; main()"
 
 
 def hidden(status: NodeStatus) -> bool:

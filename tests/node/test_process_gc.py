@@ -12,8 +12,8 @@ from node.process import RARE_GC_THRESHOLD, rare_garbage_collection
 IMPORTS = """
 import gc, sys
 from contextlib import nullcontext
-from node.collector import rare_collections
-with rare_collections() if sys.argv[1] == "rarely" else nullcontext():
+from node.process import rare_garbage_collection
+with rare_garbage_collection() if sys.argv[1] == "rarely" else nullcontext():
     before = sum(generation["collections"] for generation in gc.get_stats())
     import node.daemon.lifecycle
     print(sum(generation["collections"] for generation in gc.get_stats()) - before)

@@ -10,9 +10,9 @@ import pytest
 CYCLES = """
 import sys
 from collections import deque
-from node.daemon.memory import collect_often
+from node.process_memory import enable_frequent_gc
 if sys.argv[1] == "often":
-    collect_often()
+    enable_frequent_gc()
 class Ring:
     alive = most = 0
     def __init__(self):
@@ -30,20 +30,20 @@ print(Ring.most)
 HOLES = """
 import sys
 import psutil
-from node.daemon.memory import give_back
+from node.process_memory import trim
 pairs = [(bytes(50_000), bytes(1_000)) for _ in range(2_000)]  # below what malloc gets apart, and just after it
 held = [small for _, small in pairs]
 del pairs
 if sys.argv[1] == "back":
-    give_back()
+    trim()
 print(psutil.Process().memory_info().rss)
 """
 
 FAILURES = """
 import sys
 import psutil
-from node.daemon.memory import collect_often, give_back
-collect_often()
+from node.process_memory import enable_frequent_gc, trim
+enable_frequent_gc()
 def fail():
     on_the_way = bytearray(b"x") * 1_000_000
     try:
@@ -53,7 +53,7 @@ def fail():
 for _ in range(100):
     fail()
 if sys.argv[1] == "back":
-    give_back()
+    trim()
 print(psutil.Process().memory_info().rss)
 """
 
@@ -61,9 +61,9 @@ ARENAS = """
 import ctypes, sys, threading
 from pathlib import Path
 import node.daemon.lifecycle  # some threads are there
-from node.daemon.memory import share_one_arena
+from node.process_memory import use_one_malloc_arena
 if sys.argv[1] == "one":
-    share_one_arena()
+    use_one_malloc_arena()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
 met = threading.Barrier(8)

@@ -23,7 +23,7 @@ async def test_what_nobody_waits_for_comes_behind_the_trainer_and_the_rest_befor
     assert niceness() == own, "of its thread alone"
 
 
-@pytest.mark.parametrize("kind", ["arithmetic", "aside"])
+@pytest.mark.parametrize("kind", ["compute", "low_priority"])
 async def test_one_thing_comes_after_the_other_and_faults_come_back(kind: str) -> None:
     done: list[int] = []
 

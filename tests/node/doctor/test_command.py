@@ -22,7 +22,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     async def network(*_: object) -> list[Finding]:
         return [Finding("ports", "ok", "open")]
 
-    monkeypatch.setattr(command, "network", network)
+    monkeypatch.setattr(command, "probe_network", network)
 
 
 def written(folder: Path) -> str:
@@ -36,8 +36,8 @@ def test_there_is_some_memory_here() -> None:
 
 def test_a_container_bounds_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     free = machine.free_memory()
-    monkeypatch.setattr(machine, "memory_left", lambda: 7)
-    monkeypatch.setattr(machine, "cores_allowed", lambda: 0.5)
+    monkeypatch.setattr(machine, "cgroup_memory_left", lambda: 7)
+    monkeypatch.setattr(machine, "cgroup_cores", lambda: 0.5)
     monkeypatch.setattr(machine, "choose_device", lambda _: torch.device("cpu"))
     assert machine.free_memory() == 7 < free and "0.5 cores" in machine.check_device().found
 
@@ -62,7 +62,7 @@ def test_what_peers_said_does_not_steer_the_terminal(
     async def network(*_: object) -> list[Finding]:
         return [Finding("ports", "warn", "no\x1b[2Jway")]
 
-    monkeypatch.setattr(command, "network", network)
+    monkeypatch.setattr(command, "probe_network", network)
     doctor(None, tmp_path, (), False, False)
     told = capsys.readouterr().out
     assert "no\ufffd[2Jway" in told and "\x1b[2J" not in told

@@ -115,7 +115,7 @@ async def test_garbage_on_the_channel_is_a_death(bench: ProcessHarness, scripted
 async def test_a_trainer_that_no_longer_moves_is_started_again(
     bench: ProcessHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, watched: bool
 ) -> None:
-    monkeypatch.setattr(trainer_process, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(trainer_process, "WATCHDOG_SECONDS", 0.05)
     monkeypatch.setattr(trainer_process, "MIN_STUCK_SECONDS", 5.0 if watched else 600.0)
     await bench.trainer.start()
     await bench.until(Ready)

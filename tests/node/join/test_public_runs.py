@@ -50,7 +50,7 @@ def test_nobody_to_ask_is_said_in_words() -> None:
 
 def test_the_packaged_list_is_asked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "list.toml").write_text(f"peers = {json.dumps(ADDRESSES[2:])}\n")
-    monkeypatch.setattr(public_runs, "bootstrap_list", lambda: tmp_path / "list.toml")
+    monkeypatch.setattr(public_runs, "bootstrap_file", lambda: tmp_path / "list.toml")
     assert list(peers_to_query([])) == [PEERS[2]]
 
 

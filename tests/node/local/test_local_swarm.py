@@ -51,7 +51,7 @@ class FakeSwarmFolder:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSwarmFolder]:
-    monkeypatch.setattr(node.local.local_swarm, "TICK", 0.05)
+    monkeypatch.setattr(node.local.local_swarm, "TICK_SECONDS", 0.05)
     made = FakeSwarmFolder(tmp_path)
     yield made
     left = [peer.name for peer in made.peers if peer.is_running]
@@ -131,7 +131,7 @@ async def test_second_interrupt_does_not_wait_for_the_deaf(bench: FakeSwarmFolde
 async def test_the_deaf_are_killed_when_their_time_is_up(
     bench: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node.local.local_swarm, "LEAVE_DEADLINE", 0.3)
+    monkeypatch.setattr(node.local.local_swarm, "LEAVE_SECONDS", 0.3)
     swarm = bench.swarm(10_000, ("--deaf",), ())
     await interrupted(swarm, lambda: all(peer.status for peer in bench.peers))
     assert [peer.returncode for peer in bench.peers] == [-signal.SIGKILL, 0]
@@ -140,13 +140,13 @@ async def test_the_deaf_are_killed_when_their_time_is_up(
 async def test_one_that_never_ends_is_not_waited_for_for_ever(
     bench: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node.local.local_swarm, "LAGGARD_DEADLINE", 0.5)
+    monkeypatch.setattr(node.local.local_swarm, "LAGGARD_SECONDS", 0.5)
     with pytest.raises(MurmurError, match="peer-1 did not reach the target"):
         await bench.swarm(300, ("--ends-at", "1"), ()).run()
 
 
 async def test_one_that_never_answers_is_named(bench: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node.local.local_swarm, "START_DEADLINE", 0.3)
+    monkeypatch.setattr(node.local.local_swarm, "START_SECONDS", 0.3)
     display = SwarmDisplay(Console(file=bench.said), plain=True)
     mute = PeerProcess("peer-0", bench.folder / "peer-0", ["sleep", "60"])
     bench.peers.append(mute)

@@ -156,8 +156,8 @@ class FakePeersAndModel:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> FakePeersAndModel:
     made = FakePeersAndModel(target=10)
-    monkeypatch.setattr(node.local.up, "peer_processes", made.processes)
-    monkeypatch.setattr(node.local.up, "examine", made.examine)
+    monkeypatch.setattr(node.local.up, "build_peer_processes", made.processes)
+    monkeypatch.setattr(node.local.up, "evaluate_model", made.examine)
     return made
 
 
@@ -189,7 +189,7 @@ def test_models_that_differ_are_a_failure(
         first, second = agreeing(plan)
         return [first, PeerProcess(second.name, second.folder, [*second._command, "--digest", "other"])]
 
-    monkeypatch.setattr(node.local.up, "peer_processes", one_disagrees)
+    monkeypatch.setattr(node.local.up, "build_peer_processes", one_disagrees)
     assert up(UpOptions(run=TEST_RUN, folder=tmp_path, peers=2)) == 1
     assert "DIFFER" in capsys.readouterr().out
 

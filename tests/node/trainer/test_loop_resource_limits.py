@@ -89,7 +89,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> ScriptedMeter:
     scripted = ScriptedMeter()
-    monkeypatch.setattr(loop, "meter_of", lambda device: scripted)
+    monkeypatch.setattr(loop, "usage_meter_for", lambda device: scripted)
     monkeypatch.setattr(loop, "USAGE_SECONDS", 0.0)
     monkeypatch.setattr(pause_when_busy, "PAUSE_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(pause_when_busy, "RESUME_AFTER_SECONDS", 0.0)

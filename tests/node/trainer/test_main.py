@@ -273,7 +273,7 @@ def test_it_dies_with_its_daemon(tmp_path: Path) -> None:
         "import os, socket, subprocess, sys, time\n"
         "ours, theirs = socket.socketpair()\n"
         "child = subprocess.Popen([sys.executable, '-c',\n"
-        "  'import sys, time; from node.trainer.__main__ import die_with; die_with(int(sys.argv[1])); '\n"
+        "  'import sys, time; from node.trainer.__main__ import die_with_parent; die_with_parent(int(sys.argv[1])); '\n"
         "  'print(1, flush=True); time.sleep(600)', str(os.getpid())])\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"

@@ -7,10 +7,10 @@ from tests.optim.codecs.matrix_kernels import run_on_all_kernels
 # Prints digests of a decoded tile's bits, exact and, as the control, by a plain product in fp32.
 PROGRAM = """
 import hashlib, numpy as np, torch
-from optim.codecs.cosine import inverse, table
+from optim.codecs.dct_topk import dct_table, inverse_dct
 tiles = np.random.default_rng(0).standard_normal((50, 64, 64)).astype(np.float32)
-plain = table(64).T.float() @ torch.from_numpy(tiles) @ table(64).float()
-for result in (inverse(tiles), plain.numpy()):
+plain = dct_table(64).T.float() @ torch.from_numpy(tiles) @ dct_table(64).float()
+for result in (inverse_dct(tiles), plain.numpy()):
     print(hashlib.sha256(result.tobytes()).hexdigest())
 """
 

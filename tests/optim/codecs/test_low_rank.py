@@ -17,10 +17,10 @@ from optim.layout import Layout
 values = torch.from_numpy(np.random.default_rng(0).standard_normal(300 * 500, np.float32))
 codec = LowRank(rank=16, values="fp16").bind(Layout(((300, 500),)), 1)
 payload = codec.encode(values)
-decoded = codec.read(payload, values.numel())
+decoded = codec.decode_vector(payload, values.numel())
 factors = np.random.default_rng(1).standard_normal((300, 16), np.float32), np.ones((16, 500), np.float32) / 3
 plain = torch.from_numpy(factors[0]) @ torch.from_numpy(factors[1])
-for result in (payload, decoded.dense().tobytes(), plain.numpy().tobytes()):
+for result in (payload, decoded.to_dense().tobytes(), plain.numpy().tobytes()):
     print(hashlib.sha256(result).hexdigest())
 """
 
