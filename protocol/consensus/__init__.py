@@ -1,1 +1,1 @@
-"""What a round decides and how: pure, without clock, network or randomness."""
+"""The consensus of a round: pure, without clock, network or randomness."""

@@ -1,10 +1,10 @@
-"""The chain of commits: which rounds were decided, in which order, and which of two chains is to be preferred.
+"""The chain of commits, and the rule by which all peers prefer one of two chains.
 
     digest(0)     = SHA-256("murmur genesis" + run id)
     digest(r + 1) = SHA-256(digest(r) + SHA-256(commit of round r, in canonical form and without its view))
 
-The view is left out because it says who proposed a commit, not what was decided. Of two chains the one with more
-tokens wins; with equally many, the one whose digest is lower.
+The view is left out because it depends on the leader that proposed a commit, not on its content. The chain with more
+tokens wins; if both have the same number, the one with the lower digest.
 """
 
 import hashlib
@@ -22,18 +22,23 @@ MAX_KEPT_COMMITS = 64
 
 @dataclass(frozen=True)
 class ChainHead:
-    """Where a chain stands: rounds decided, the digest after them, and the tokens in them."""
+    """The position of a chain: its number of decided rounds, the digest after them, and their tokens."""
 
     round: int
     digest: Digest
     tokens: int
 
     def to_json(self) -> dict[str, int | str]:
+        """Return the head as it is stored in a checkpoint."""
         return {"round": self.round, "digest": self.digest.hex(), "tokens": self.tokens}
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> Self:
-        """Raises CheckpointError for anything that `to_json` does not give."""
+        """Read a head from a checkpoint.
+
+        Raises:
+            CheckpointError: `to_json` has not written these values.
+        """
         number, digest, tokens = (values.get(key) for key in ("round", "digest", "tokens"))
         if not (_is_count(number) and _is_count(tokens) and isinstance(digest, str) and len(digest) == 64):
             raise CheckpointError("the chain head in the checkpoint is malformed; use an earlier checkpoint")
@@ -48,11 +53,16 @@ def _is_count(value: object) -> bool:
 
 
 def genesis_head(run_id: RunId) -> ChainHead:
+    """Return the head of a run before its first round."""
     return ChainHead(0, hashlib.sha256(b"murmur genesis" + bytes.fromhex(run_id)).digest(), 0)
 
 
 def extend_head(head: ChainHead, commit: Commit) -> ChainHead:
-    """The head once `commit` is applied. StaleError: the commit does not belong on this head."""
+    """Return the head after a commit.
+
+    Raises:
+        StaleError: the commit does not continue this head.
+    """
     if (commit.round, commit.base) != (head.round, head.digest):
         raise StaleError(f"a commit of round {commit.round} does not continue this chain at round {head.round}")
     digest = hashlib.sha256(head.digest + commit.content_digest).digest()
@@ -60,17 +70,21 @@ def extend_head(head: ChainHead, commit: Commit) -> ChainHead:
 
 
 def prefers_theirs(mine: ChainHead, theirs: ChainHead) -> bool:
-    """Whether their chain is to replace ours."""
+    """Return whether another chain is to replace that of this peer."""
     return (theirs.tokens, mine.digest) > (mine.tokens, theirs.digest)
 
 
 def is_state_outvoted(
     chain_digest: Digest, state_digest: Digest, votes: Mapping[PeerId, tuple[Digest, Digest]]
 ) -> bool:
-    """Whether our state is the odd one out among those who stand at the same point of the chain.
+    """Return whether most peers at the same head of the chain hold another state than this peer.
 
-    `votes`: of every live peer but us, (chain digest, state digest). Whoever has fewer votes than some other state
-    is wrong; of equally many, the lowest state digest is right.
+    The state with the most votes is right; of several with equally many, the one with the lowest digest.
+
+    Args:
+        chain_digest: the head of this peer.
+        state_digest: the state of this peer.
+        votes: (chain digest, state digest) of every other live peer.
     """
     counts: dict[Digest, int] = {state_digest: 1}
     for their_chain, their_state in votes.values():
@@ -80,7 +94,7 @@ def is_state_outvoted(
 
 
 class Chain:
-    """The head of our chain and the last commits that led to it, oldest first."""
+    """The chain of one peer: its head and the last commits that led to it, oldest first."""
 
     def __init__(self, head: ChainHead, commits: Sequence[SignedMessage[Commit]] = ()) -> None:
         self.head = head
@@ -88,41 +102,53 @@ class Chain:
 
     @classmethod
     def from_genesis(cls, run_id: RunId) -> Self:
+        """Start the chain of a run."""
         return cls(genesis_head(run_id))
 
     @property
     def round(self) -> int:
+        """Return the number of decided rounds, which is that of the next round."""
         return self.head.round
 
     @property
     def digest(self) -> Digest:
+        """Return the digest of the head."""
         return self.head.digest
 
     @property
     def tokens(self) -> int:
+        """Return the tokens in all decided rounds."""
         return self.head.tokens
 
     def append(self, commit: SignedMessage[Commit]) -> ChainHead:
-        """The new head. StaleError: the commit does not continue this chain."""
+        """Append a commit and return the new head.
+
+        Raises:
+            StaleError: the commit does not continue this chain.
+        """
         self.head = extend_head(self.head, commit.body)
         self._commits.append(commit)
         del self._commits[:-MAX_KEPT_COMMITS]
         return self.head
 
     def switch_to(self, head: ChainHead, commits: Sequence[SignedMessage[Commit]] = ()) -> None:
-        """Go over to another chain, of which only the last commits are known."""
+        """Switch to another chain, of which only the last commits are known."""
         self.head = head
         self._commits = list(commits)[-MAX_KEPT_COMMITS:]
 
     def commits_since(self, number: int) -> tuple[SignedMessage[Commit], ...] | None:
-        """The commits that lead from `number` decided rounds to our head; None where the log does not reach back."""
+        """Return the commits after the first `number` rounds, or None if some of them are no longer kept."""
         missing = self.head.round - number
         if not 0 <= missing <= len(self._commits):
             return None
         return tuple(self._commits[len(self._commits) - missing :])
 
     def head_after(self, commits: Sequence[SignedMessage[Commit]]) -> ChainHead:
-        """The head after these further commits; nothing changes. StaleError where one does not fit."""
+        """Return the head after further commits, without appending them.
+
+        Raises:
+            StaleError: one of them does not continue the chain.
+        """
         head = self.head
         for commit in commits:
             head = extend_head(head, commit.body)

@@ -1,7 +1,7 @@
-"""What goes into the round machine and what comes out of it.
+"""Events of the round machine, and the actions that it returns.
 
-Events tell the machine what happened; actions tell its driver what to do. Both are values: a log of the events with
-their times replays a round exactly.
+Events report to the machine; actions instruct its driver. Both are values, so a log of the events with their times
+replays a round exactly.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,11 @@ from protocol.identity import PeerId
 
 @dataclass(frozen=True)
 class EarlySubmitPolicy:
-    """When Hurry comes out: `reserve` seconds before the others' grace ends, where one of them offered so much."""
+    """The time at which the machine asks for an early contribution.
+
+    It asks `margin_seconds` before the grace of the others ends, provided that one of them has contributed at least
+    `min_full_tokens`.
+    """
 
     margin_seconds: float
     min_full_tokens: int
@@ -23,11 +27,11 @@ class EarlySubmitPolicy:
 
 @dataclass(frozen=True)
 class MembershipChanged:
-    """The peers that are alive and, by their records, at this round and base; with ourselves if we train.
+    """The live peers whose records name this round and base; this peer is among them if it trains.
 
-    `departed`: those known to have said good-bye; they lose their vote at once. `resting`: those of the peers who say
-    that they train no step for now; they vote and hold blobs like all others, but nobody waits for a contribution.
-    `ahead`: those who stand where we should go. They may have decided this round, and so keep their votes in it.
+    `departed`: peers that said goodbye; they lose their vote at once. `resting`: live peers that do not train at the
+    moment; they vote and hold blobs like all others, but no peer waits for their contribution. `ahead`: peers on the
+    chain that this peer should move to. They may have decided this round, and so keep their votes in it.
     """
 
     peers: frozenset[PeerId]
@@ -38,28 +42,28 @@ class MembershipChanged:
 
 @dataclass(frozen=True)
 class LocalContribution:
-    """Our own trainer's message; its blobs are in our store. The machine signs and announces it."""
+    """A contribution of the local trainer, with its blobs in the store; the machine signs and announces it."""
 
     contribution: Contribution
 
 
 @dataclass(frozen=True)
 class MessageReceived:
-    """A checked statement of another peer for this round."""
+    """A checked message of another peer."""
 
     message: SignedMessage[Any]
 
 
 @dataclass(frozen=True)
 class BlobAvailable:
-    """A blob is complete in our store, and well-formed as that part: the answer to Fetch."""
+    """A blob that is complete in the store and valid as that part: the answer to Fetch."""
 
     part_blob: PartBlob
 
 
 @dataclass(frozen=True)
 class PartReduced:
-    """A reduction that was asked for is done, its blob in our store; `part` and `attempt` are those of the Reduce."""
+    """The result of a Reduce with the same `part` and `request_id`; its blob is in the store."""
 
     part: int
     request_id: int
@@ -68,45 +72,46 @@ class PartReduced:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed: see `Round.next_deadline`."""
+    """The passing of time; see `RoundMachine.next_deadline`."""
 
 
 Event = MembershipChanged | LocalContribution | MessageReceived | BlobAvailable | PartReduced | Tick
 
 RejectReason = Literal[
-    "foreign",  # a statement of another round, another base or another kind of exchange
-    "stranger",  # a statement of a peer that is no member of this round
-    "equivocation",  # two different statements where one peer may make one
+    "foreign",  # a message of another round, another base or another kind of exchange
+    "stranger",  # a message of a peer that is not a voter in this round
+    "equivocation",  # two different messages where a peer may send one
     "late",  # a contribution that missed the roster
     "left out",  # a contribution that is not in the commit
     "lost",  # a contribution that died with its owner
     "not the leader",  # a roster of a peer that does not lead that view
-    "stale view",  # a statement of a view that is over
-    "far view",  # a roster of a view so far ahead that nobody can take us there alone
-    "poorer roster",  # of another leader, who knows of fewer contributions than the one that we follow
+    "stale view",  # a message of a view that is over
+    "far view",  # a roster of a view that is too far ahead
+    "poorer roster",  # a roster of another leader, with fewer contributions than the current one
     "leader left",
     "leader silent",
-    "leader moved on",  # to a later view, where something keeps it from leading on in this one
-    "not followed",  # a view of our own that no majority has joined
+    "leader moved on",  # to a later view
+    "not followed",  # a view led by this peer that no majority has joined
     "exchange stalled",
-    "outvoted",  # so many are in a later view that the others decide nothing
+    "outvoted",  # the peers outside later views are not a majority
     "reducer left",
     "reducer silent",
-    "slow disk",  # a message of ours that waited for a vow, with too many others
+    "slow disk",  # a message that waited for a vote to be written, with too many others
 ]
 
 
 @dataclass(frozen=True)
 class VoteRecord:
-    """What binds a peer in the round that continues `base`: it takes no part in a view up to `view` a second time.
+    """The promise of a peer in the round that continues `base`: it joins no view up to `view` a second time.
 
-    An acceptor of Paxos may vote again after a restart only if it remembers how it voted. As an action: nothing that
-    follows may leave this process before the vow is on disk. A peer that comes back (or opens the same round again)
-    hands the last one to the new machine, which begins in the view after it and brings the lock along: so it need not
-    remember what it said in the views before. `lock`: the newest proposal that it acknowledged. `members`: those of
-    whom a majority decides; until they are given up, they count for whoever comes back and sees nobody. `rests_on`: the
-    blobs that the lock is of no use without; they are to be on disk before it, as whoever comes back with the lock may
-    be the only one that still has them.
+    An acceptor of Paxos may vote again after a restart only if it remembers its last vote. As an action: no later
+    action may be carried out before the record is on disk. After a restart (or when the same round is opened again)
+    the new machine takes the last record, begins in the view after it and keeps the lock. So a peer does not have to
+    remember its messages in earlier views.
+
+    `lock`: the newest proposal that the peer acknowledged. `members`: the voters; a restarted peer that sees none of
+    them still counts them until their votes are forgotten. `required_blobs`: the blobs that the locked proposal needs.
+    They must be on disk before the record, because no other peer may have them any more.
     """
 
     round: int
@@ -119,16 +124,18 @@ class VoteRecord:
 
 @dataclass(frozen=True)
 class Send:
+    """Send a message to these peers."""
+
     peers: tuple[PeerId, ...]
     signed: wire.Signed
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """This blob is wanted, unless an earlier process left it in our store; sources in order of preference.
+    """Download a blob, unless an earlier process left it in the store.
 
-    Comes again when the sources change. There may be none, of whom we know. `is_sum`: it is not a contribution's part,
-    but all contributions' together.
+    `sources`: in order of preference; the action is repeated when they change, and there may be none at first.
+    `is_reduced`: the blob is a sum over contributions.
     """
 
     part_blob: PartBlob
@@ -138,9 +145,9 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Sum this part of these contributions in this order; all its blobs are in our store. Answer with Reduced.
+    """Sum one part of these contributions in this order and answer with PartReduced; all blobs are in the store.
 
-    `attempt` is only to be handed back.
+    `request_id`: a number that the answer repeats.
     """
 
     part: int
@@ -150,14 +157,14 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Finish:
-    """The round is decided; whatever the commit names and our store lacks is still to be fetched."""
+    """End the round with this commit; the driver still has to fetch the blobs that the store lacks."""
 
     commit: SignedMessage[Commit]
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """Something was refused, left out or given up: for the log and the counters."""
+    """Report a message, contribution or leader that was rejected, for the log and the counters."""
 
     peer: PeerId | None
     reason: RejectReason
@@ -165,12 +172,12 @@ class Rejected:
 
 @dataclass(frozen=True)
 class RequestEarlySubmit:
-    """The others' patience is about to end, and nothing was offered here yet. Once a round."""
+    """Ask the trainer for its contribution, because the grace of the others is about to end; once per round."""
 
 
 @dataclass(frozen=True)
 class Speculate:
-    """What will most likely be decided, by whichever leader's proposal; all that it takes is here. It binds nobody."""
+    """Compute the state after a commit that will most likely be decided; all its blobs are in the store."""
 
     commit: Commit
 

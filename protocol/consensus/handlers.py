@@ -1,4 +1,4 @@
-"""What a statement of another peer changes in what we know, and why it is refused where it is."""
+"""Handlers of received messages: each one updates the round state, or rejects the message with a reason."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from protocol.consensus.state import Rejection, RoundState
 
 
 def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:
-    """Learns from a checked statement. Whom to blame for what: empty where all is well."""
+    """Learn from a checked message and return what is rejected, with the peers to blame."""
     sender, body = message.sender, message.body
     if body.round != state.number or getattr(body, "base", state.base) != state.base:
         return [(sender, "foreign")]
@@ -24,7 +24,7 @@ def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -
         return []
     view = state.current_view
     if view and sender == view.leader and getattr(body, "view", -1) >= state.view and not isinstance(body, Roster):
-        # A roster is repeated to those whom its leader has not heard: no sign that it is of use to us.
+        # A leader repeats its roster to members that it does not hear, so a roster is not a sign of progress.
         view.leader_last_heard = now
     if view is None and sender == state.leader:
         state.leader_last_heard = now
@@ -59,18 +59,18 @@ def _handle_contribution(state: RoundState, message: SignedMessage[Contribution]
 
 
 def _handle_roster(state: RoundState, message: SignedMessage[Roster], now: float) -> list[Rejection]:
-    followed, sender = state.current_view, message.sender
-    if followed and followed.roster.digest == message.digest:
+    current, sender = state.current_view, message.sender
+    if current and current.roster.digest == message.digest:
         return []
     ballot = state.election.ballot(message.body.view, sender)
     if message.body.part_counts != {state.settings.parts}:
         return [(sender, "foreign")]
-    if ballot.view < state.view or (followed and ballot <= followed.ballot):
+    if ballot.view < state.view or (current and ballot <= current.ballot):
         return [(sender, "stale view")]
     if ballot.view > state.max_reachable_view:
         return [(sender, "far view")]
-    if followed and len(message.body.contributions) < len(followed.contributors):
-        return [(sender, "poorer roster")]  # until our own leader fails, or half of the living have moved on
+    if current and len(message.body.contributions) < len(current.contributors):
+        return [(sender, "poorer roster")]  # until the current leader fails, or half of the live members have moved on
     if not state.may_lead(sender, ballot.view):
         return [(sender, "not the leader")]
     return state.follow_roster(message, now)

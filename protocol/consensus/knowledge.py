@@ -1,8 +1,9 @@
-"""What one peer knows in one round: contributions, who holds which blob, proposals and who acknowledged them.
+"""The knowledge of one peer in one round: contributions, the holders of each blob, proposals and acknowledgements.
 
-It hardly depends on any order, so duplicates and reordering cannot harm it. All of it is bounded by member: one
-contribution, the newest holding and acknowledgement, a few proposals, and of the blobs that it says it holds as many as
-there are. Those who have left may have contributed before, so others name them; but no more than fit on a roster.
+The knowledge hardly depends on the order of messages, so duplicates and reordering cannot harm it. It is bounded for
+each member: one contribution, the newest inventory and acknowledgement, a few proposals, and at most as many held blobs
+as exist. A peer that has left may have contributed before, so rosters may name peers that are not members; but no more
+of them than fit on a roster.
 """
 
 from collections.abc import Iterable, Set
@@ -24,21 +25,21 @@ from protocol.consensus.quorum import VoterSet
 from protocol.identity import PeerId
 
 MAX_PROPOSALS = 256
-MAX_PROPOSALS_PER_PEER = 4  # but for those that somebody else is bound to
+MAX_PROPOSALS_PER_PEER = 4  # without those that another peer acknowledged
 
 
 class RoundKnowledge:
-    """`proofs`: of every proposal, the newest decision that we were told."""
+    """The tables of one peer; `certificates` holds the newest certificate of each proposal."""
 
     def __init__(self, me: PeerId) -> None:
         self.me = me
         self.contributions: dict[PeerId, SignedMessage[Contribution]] = {}
-        self._senders: set[PeerId] = set()  # of these
+        self._senders: set[PeerId] = set()  # of the contributions
         self.held_parts: set[PartBlob] = set()
-        self.held_sizes: dict[Digest, int] = {}  # of the blobs that we hold
-        self.inventories: dict[PeerId, Inventory] = {}  # without their lists
-        self._inventory_sizes: dict[PeerId, int] = {}  # how long these were
-        self.in_later_view: set[PeerId] = set()  # who has left the first view
+        self.held_sizes: dict[Digest, int] = {}  # of the blobs that this peer holds
+        self.inventories: dict[PeerId, Inventory] = {}  # without their lists of blobs
+        self._inventory_sizes: dict[PeerId, int] = {}  # the lengths of these lists
+        self.in_later_view: set[PeerId] = set()  # peers that have left view 0
         self.proposals: dict[Digest, SignedMessage[Commit]] = {}
         self.acknowledgements: dict[Digest, dict[PeerId, SignedMessage[Acknowledgement]]] = {}
         self.certificates: dict[Digest, SignedMessage[CommitCertificate]] = {}
@@ -47,28 +48,36 @@ class RoundKnowledge:
         self._holders: dict[Digest, set[PeerId]] = {}
 
     def add_held_parts(self, part_blobs: Iterable[PartBlob]) -> None:
-        """They are in our store, and well-formed."""
+        """Record parts that are in the store and valid."""
         self.held_parts.update(part_blobs)
-        self.held_sizes.update((portion.blob.digest, portion.blob.size) for portion in part_blobs)
+        self.held_sizes.update((part_blob.blob.digest, part_blob.blob.size) for part_blob in part_blobs)
 
     def learn_contribution(self, message: SignedMessage[Contribution]) -> bool:
-        """False: its sender has already made another one, which stays."""
+        """Record a contribution; return False if the sender has made another one before, which stays."""
         self._senders.add(message.sender)
         return self.contributions.setdefault(message.sender, message).digest == message.digest
 
     def learn_contributions(self, contribution_list: ContributionList, members: Set[PeerId]) -> list[PeerId]:
-        """As others tell them. The senders of those that are not what they have made before."""
+        """Record the contributions in a list of another peer.
+
+        Returns:
+            The senders that have made another contribution before.
+        """
         if contribution_list.by_sender.items() <= self.contributions.items():
             return []
         room = MAX_CONTRIBUTIONS - len(self._senders - members)
         fresh = contribution_list.by_sender.keys() - self._senders - members
-        crowding = set(sorted(fresh)[max(0, room) :])
-        listed = [entry for entry in contribution_list.contributions if entry.sender not in crowding]
+        surplus = set(sorted(fresh)[max(0, room) :])
+        listed = [entry for entry in contribution_list.contributions if entry.sender not in surplus]
         return [entry.sender for entry in listed if not self.learn_contribution(entry)]
 
     def learn_inventory(self, message: SignedMessage[Inventory], max_blobs: int) -> None:
-        """`most`: as many blobs as there are to be held, as far as we know. Whoever said more over time is believed for
-        what it says now."""
+        """Record the blobs that a member holds.
+
+        Args:
+            max_blobs: the number of blobs that exist, as far as this peer knows. If the inventories of a member named
+                more over time, only its newest one counts.
+        """
         sender, body = message.sender, message.body
         if self._is_newer(message):
             self.inventories[sender], self._inventory_sizes[sender] = replace(body, blobs=()), len(body.blobs)
@@ -76,12 +85,12 @@ class RoundKnowledge:
                 self.in_later_view.add(sender)
         if len(body.blobs) > max_blobs:
             return
-        stock = self._held_by_peer.setdefault(sender, set())
-        if len(stock.union(body.blobs)) > max_blobs:
+        held = self._held_by_peer.setdefault(sender, set())
+        if len(held.union(body.blobs)) > max_blobs:
             self._forget_held_blobs(sender)
         for digest in body.blobs:
-            if digest not in stock:
-                stock.add(digest)
+            if digest not in held:
+                held.add(digest)
                 self._holders.setdefault(digest, set()).add(sender)
 
     def _forget_held_blobs(self, peer: PeerId) -> None:
@@ -92,6 +101,7 @@ class RoundKnowledge:
         self._held_by_peer[peer].clear()
 
     def learn_acknowledgement(self, message: SignedMessage[Acknowledgement]) -> None:
+        """Record an acknowledgement, also one that arrives before its proposal."""
         known = self._latest_acknowledgements.get(message.sender)
         if known is None or message.body.view >= known.body.view:
             self._latest_acknowledgements[message.sender] = message
@@ -99,12 +109,13 @@ class RoundKnowledge:
             self.acknowledgements[message.body.proposal].setdefault(message.sender, message)
 
     def learn_proposal(self, message: SignedMessage[Commit]) -> None:
+        """Record a proposal, and drop the oldest one where there are too many."""
         if message.digest in self.proposals:
             return
         own = [digest for digest, known in self.proposals.items() if known.sender == message.sender]
-        loose = [digest for digest in own if not self.has_other_acknowledgers(digest)]
-        if len(loose) >= MAX_PROPOSALS_PER_PEER:
-            self._drop_oldest(loose)
+        droppable = [digest for digest in own if not self.has_other_acknowledgers(digest)]
+        if len(droppable) >= MAX_PROPOSALS_PER_PEER:
+            self._drop_oldest(droppable)
         elif len(self.proposals) >= MAX_PROPOSALS:
             self._drop_oldest(self.proposals)
         self.proposals[message.digest] = message
@@ -122,6 +133,7 @@ class RoundKnowledge:
         self.certificates.pop(oldest, None)
 
     def learn_certificate(self, message: SignedMessage[CommitCertificate], members: Set[PeerId]) -> None:
+        """Record the acknowledgements of members in a certificate."""
         proposal, votes = message.body.proposal, message.body.by_sender
         if proposal not in self.proposals:
             for acknowledgement in votes.values():
@@ -141,30 +153,35 @@ class RoundKnowledge:
         return message.body.roster != NO_ROSTER
 
     def has_blob(self, peer: PeerId, digest: Digest) -> bool:
+        """Return whether a peer is known to hold a blob."""
         return digest in self.held_digests(peer)
 
     def held_digests(self, peer: PeerId) -> Set[Digest]:
-        """What that peer is known to hold."""
+        """Return the digests of the blobs that a peer is known to hold."""
         return self.held_sizes.keys() if peer == self.me else self._held_by_peer.get(peer, frozenset())
 
     def has_all_parts(self, peer: PeerId, part_blobs: Iterable[PartBlob]) -> bool:
-        """Of others we know no more than digests; our own vote is for what we have checked."""
+        """Return whether a peer holds all these parts.
+
+        Only digests are known of other peers. Of this peer only checked parts count, because its vote depends on them.
+        """
         if peer == self.me:
             return self.held_parts.issuperset(part_blobs)
-        stock = self.held_digests(peer)
-        return all(portion.blob.digest in stock for portion in part_blobs)
+        held = self.held_digests(peer)
+        return all(part_blob.blob.digest in held for part_blob in part_blobs)
 
     def has_local_blob(self, blob: Blob) -> bool:
+        """Return whether this peer holds a blob of that digest and size."""
         return self.held_sizes.get(blob.digest) == blob.size
 
     def holders(self, digest: Digest, among: Set[PeerId]) -> list[PeerId]:
-        """But for us, ascending."""
+        """Return the other peers in `among` that hold a blob, in ascending order."""
         return sorted(peer for peer in self._holders.get(digest, ()) if peer in among and peer != self.me)
 
     def is_obtainable(
         self, contribution: SignedMessage[Contribution], parts: Iterable[int], live: frozenset[PeerId]
     ) -> bool:
-        """Whether all these parts can still be had of somebody alive; its owner can always give them out."""
+        """Return whether a live peer can still give out all these parts; the owner always can."""
         if contribution.sender in live or contribution.sender == self.me:
             return True
         blobs = (contribution.body.parts[part] for part in parts)
@@ -173,7 +190,7 @@ class RoundKnowledge:
         )
 
     def obtainable_senders(self, live: frozenset[PeerId]) -> Set[PeerId]:
-        """The senders of contributions of which no part is lost."""
+        """Return the senders of contributions of which no part is lost."""
         if self._senders <= live:
             return self._senders
         absent = [self.contributions[peer] for peer in self._senders - live]
@@ -181,16 +198,16 @@ class RoundKnowledge:
         return self._senders - lost
 
     def acknowledgers(self, digest: Digest) -> set[PeerId]:
-        """Who is known to have acknowledged that proposal."""
-        told = {peer for peer, holding in self.inventories.items() if holding.lock == digest}
-        return told | self.acknowledgements[digest].keys()
+        """Return the peers that are known to have acknowledged a proposal."""
+        locked = {peer for peer, inventory in self.inventories.items() if inventory.lock == digest}
+        return locked | self.acknowledgements[digest].keys()
 
     def has_other_acknowledgers(self, digest: Digest) -> bool:
-        """Whether anybody but its proposer is."""
+        """Return whether a peer other than its proposer acknowledged a proposal."""
         return not self.acknowledgers(digest) <= {self.proposals[digest].sender}
 
     def decided_proposal(self, voter_set: VoterSet) -> SignedMessage[Commit] | None:
-        """The proposal that a majority acknowledged."""
+        """Return the proposal that a majority acknowledged."""
         for digest, proposal in self.proposals.items():
             if voter_set.is_quorum(self.acknowledgements[digest].keys()):
                 return proposal

@@ -1,4 +1,4 @@
-"""The leader of a view: which contributions go in, who reduces, and which commit is proposed.
+"""The leader of a view: it selects the contributions, assigns the reducers and proposes a commit.
 
 The rule that keeps two leaders from committing different things is that of Paxos. A leader proposes only after a
 majority has joined its view: an inventory of its roster is the promise to acknowledge nothing older, and names the

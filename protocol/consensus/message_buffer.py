@@ -1,8 +1,9 @@
-"""Statements of rounds that are not open: early ones wait for theirs, late ones are answered with what was decided.
+"""A buffer for messages of rounds that are not open.
 
-Statements of the next round come from peers that have finished this one. Of each sender the newest of each kind is
-kept, so nobody can crowd out anybody; whose statements may be kept at all is for the caller to say. Late ones come from
-peers that have not heard of a decision: each is told it, and told again if it still asks some time later.
+Early messages come from peers that have already finished the open round; the buffer keeps them until the next round
+opens. It keeps the newest message of each kind for each sender, so no peer can displace the messages of another; the
+caller decides which senders are allowed. Late messages come from peers that have missed a decision: the buffer answers
+each of them with the decision, and again if they still ask some time later.
 """
 
 from collections.abc import Iterable
@@ -14,16 +15,20 @@ from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 
 MAX_KEPT_DECISIONS = 4
-MAX_ANSWERED_PEERS = 4096  # of one decision; whoever was told the longest ago is forgotten first
-MessageKey = tuple[PeerId, str, int]  # sender, kind and part: what a peer may say of these is bounded
+MAX_ANSWERED_PEERS = 4096  # for each decision; the peers answered longest ago are forgotten first
+MessageKey = tuple[PeerId, str, int]  # sender, kind and part, so that each peer has a bounded number of them
 
 
 def message_key(message: SignedMessage[Any]) -> MessageKey:
+    """Return the key under which a newer message replaces an older one."""
     return message.sender, message.signed.kind, getattr(message.body, "part", 0)
 
 
 class MessageBuffer:
-    """`patience`: seconds after which whoever still asks is told the same decision again."""
+    """The messages of other rounds and the last decisions of one peer.
+
+    `repeat_seconds`: the time after which a peer that still asks gets the same decision again.
+    """
 
     def __init__(self, repeat_seconds: float) -> None:
         self._repeat_seconds = repeat_seconds
@@ -32,39 +37,47 @@ class MessageBuffer:
         self._answered_at: dict[int, dict[PeerId, float]] = {}
 
     def buffer_early(self, message: SignedMessage[Any]) -> None:
-        """For the round after the one that is open."""
+        """Keep a message for the round after the open one."""
         self._early[message_key(message)] = message
 
     def open_round(self, number: int) -> list[SignedMessage[Any]]:
-        """A round opens: what came for it early. After a change of chains, later decisions may be of the other one."""
+        """Return the early messages for a round that opens, and forget decisions of this and later rounds.
+
+        After a change of chains, such decisions belong to the other chain.
+        """
         for later in [known for known in self._decisions if known >= number]:
             del self._decisions[later], self._answered_at[later]
         early, self._early = self._early, {}
-        return [statement for statement in early.values() if statement.body.round == number]
+        return [message for message in early.values() if message.body.round == number]
 
     def clear(self) -> None:
+        """Forget the early messages."""
         self._early.clear()
 
     def record_decision(
         self, number: int, decision: tuple[Signed, ...], informed_peers: Iterable[PeerId], now: float
     ) -> None:
-        """`told`: who has just been sent it."""
+        """Remember the decision of a round for late peers.
+
+        Args:
+            informed_peers: peers that have just been sent the decision.
+        """
         self._decisions[number], self._answered_at[number] = decision, dict.fromkeys(informed_peers, now)
         while len(self._decisions) > MAX_KEPT_DECISIONS:
             oldest = min(self._decisions)
             del self._decisions[oldest], self._answered_at[oldest]
 
     def is_late(self, message: SignedMessage[Any]) -> bool:
-        """Whether its sender has not heard that its round is decided."""
+        """Return whether the sender does not know yet that the round of its message is decided."""
         return message.body.round in self._decisions and not isinstance(message.body, Commit | CommitCertificate)
 
     def answer_late(self, number: int, peer: PeerId, now: float) -> tuple[Signed, ...]:
-        """What was decided in that round; nothing to whom it was told a moment ago."""
-        told = self._answered_at[number]
-        if now < told.get(peer, -self._repeat_seconds) + self._repeat_seconds:
+        """Return the decision of a round for a late peer, or nothing if it got it a moment ago."""
+        answered_at = self._answered_at[number]
+        if now < answered_at.get(peer, -self._repeat_seconds) + self._repeat_seconds:
             return ()
-        told.pop(peer, None)
-        told[peer] = now
-        if len(told) > MAX_ANSWERED_PEERS:
-            del told[next(iter(told))]
+        answered_at.pop(peer, None)
+        answered_at[peer] = now
+        if len(answered_at) > MAX_ANSWERED_PEERS:
+            del answered_at[next(iter(answered_at))]
         return self._decisions[number]

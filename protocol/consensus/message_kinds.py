@@ -1,6 +1,6 @@
-"""What members say between the roster and the decision of a round, each body checked in full.
+"""The messages between the roster and the decision of a round, and the table of all kinds of messages.
 
-All kinds of statements about a round, and how to read one.
+Every body is checked in full before any other code sees it.
 """
 
 from collections.abc import Iterator
@@ -38,9 +38,9 @@ MAX_VOTES = 4096
 
 @dataclass(frozen=True)
 class Inventory:
-    """Which blobs a member holds of a roster; NO_ROSTER: it only tells its view.
+    """The blobs of a roster that a member holds; with `NO_ROSTER` it only reports the member's view.
 
-    `lock`: the newest proposal that it acknowledged; empty where there is none.
+    `lock`: the newest proposal that the member acknowledged, or empty.
     """
 
     round: int
@@ -66,7 +66,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """The sender holds all that it takes to apply a proposal, and acknowledges nothing older any more."""
+    """The vote for a proposal: the sender holds everything that it needs, and acknowledges nothing older."""
 
     round: int
     view: int
@@ -83,9 +83,9 @@ class Acknowledgement:
 
 @dataclass(frozen=True)
 class CommitCertificate:
-    """Acknowledgements of one proposal, ascending by sender; those of a majority decide it, whoever passes them on.
+    """Acknowledgements of one proposal, in ascending order of senders; those of a majority decide it.
 
-    Their bodies are all the same, so only senders and signatures stand in it.
+    Their bodies are all the same, so the wire message holds only senders and signatures.
     """
 
     round: int
@@ -111,14 +111,14 @@ class CommitCertificate:
         check_round(body.round, body.proposal)
         check_count(len(body.peers), MAX_VOTES, "acknowledgements")
         if len(body.peers) != len(body.signatures):
-            raise MalformedError(f"a decision of {len(body.peers)} peers and {len(body.signatures)} signatures")
+            raise MalformedError(f"a certificate of {len(body.peers)} peers and {len(body.signatures)} signatures")
         check_ascending(body.peers, "acknowledgements")
         votes = tuple(open_nested(signed) for signed in _acknowledgement_envelopes(body))
         return cls(body.round, body.view, body.proposal, votes)
 
 
 def _acknowledgement_envelopes(body: wire.Decision) -> list[wire.Signed]:
-    """The envelopes of a decision's acknowledgements."""
+    """Return the envelopes of the acknowledgements in a certificate."""
     said = Acknowledgement(body.round, body.view, body.proposal).to_wire().SerializeToString(deterministic=True)
     return [
         wire.Signed(kind="acknowledgement", peer=peer, body=said, signature=signature)
@@ -128,7 +128,7 @@ def _acknowledgement_envelopes(body: wire.Decision) -> list[wire.Signed]:
 
 @dataclass(frozen=True)
 class ReducerAssignment:
-    """Whose contributions the reducers shall sum, and who reduces which part."""
+    """The contributions to sum, by their senders, and the reducer of each part."""
 
     round: int
     view: int
@@ -152,8 +152,8 @@ class ReducerAssignment:
         check_round(body.round, body.roster)
         check_count(len(body.included), MAX_CONTRIBUTIONS, "included peers")
         if not body.included:
-            raise MalformedError("an inclusion that names nobody")
-        check_part_count(len(body.reducers), limits, "an inclusion")
+            raise MalformedError("a reducer assignment without a contribution")
+        check_part_count(len(body.reducers), limits, "a reducer assignment")
         for peer in {*body.included, *body.reducers}:
             public_key(peer)
         check_ascending(body.included, "included peers")
@@ -162,7 +162,7 @@ class ReducerAssignment:
 
 @dataclass(frozen=True)
 class ReducedPart:
-    """One part has been reduced and encoded."""
+    """The announcement of a reduced and encoded part."""
 
     round: int
     view: int
@@ -193,7 +193,7 @@ Body = (
     Contribution | Roster | Inventory | ReducerAssignment | ReducedPart | Commit | Acknowledgement | CommitCertificate
 )
 
-KINDS: dict[str, tuple[type[Message], type[Any]]] = {  # the wire type and ours
+KINDS: dict[str, tuple[type[Message], type[Any]]] = {  # the type on the wire and that of the body
     "contribution": (wire.Contribution, Contribution),
     "roster": (wire.Roster, Roster),
     "holding": (wire.Holding, Inventory),
@@ -207,7 +207,7 @@ _KIND_BY_TYPE = {body: kind for kind, (_, body) in KINDS.items()}
 
 
 class NamedBlob(NamedTuple):
-    """A blob, and the statement that names it."""
+    """A blob, and the message that names it."""
 
     blob: Blob
     message: SignedMessage[Body]
@@ -219,16 +219,20 @@ def kind_of(body: Body) -> str:
 
 
 def parse(signed: wire.Signed, run_id: RunId, limits: ContributionLimits) -> SignedMessage[Body]:
-    """The checked statement in an envelope. Raises MalformedError, ForgedError or LimitError."""
+    """Return the checked message in an envelope.
+
+    Raises:
+        MalformedError, ForgedError, LimitError: the message is malformed, forged or too large.
+    """
     if signed.kind not in KINDS:
-        raise MalformedError("a statement of a kind that no round knows")
-    message, body_type = KINDS[signed.kind]
-    body = open_signed(signed, run_id, signed.kind, message, MAX_MESSAGE_BYTES)
+        raise MalformedError("a message of an unknown kind")
+    wire_type, body_type = KINDS[signed.kind]
+    body = open_signed(signed, run_id, signed.kind, wire_type, MAX_MESSAGE_BYTES)
     return SignedMessage.of(signed, body_type.from_wire(body, limits, lambda nested: parse(nested, run_id, limits)))
 
 
 def named_blobs(message: SignedMessage[Body]) -> Iterator[NamedBlob]:
-    """Those that a statement, or one inside it, names."""
+    """Yield the blobs that a message, or one inside it, names."""
     body = message.body
     match body:
         case Contribution():

@@ -1,10 +1,10 @@
-"""Statements, and those that a round begins and ends with: contributions, rosters, commits.
+"""Signed messages, and those with which a round begins and ends: contributions, rosters, commits.
 
-Each body is checked in full before anything looks at it.
+Every body is checked in full before any other code sees it.
 
-A `Statement` is a signed envelope, its parsed body and its sender. Its digest covers kind, sender and body, so two
-leaders that state the same words still make two different statements. Lists that are sets (contributions by sender,
-blobs by digest, included peers) stand in ascending order and nowhere twice: one content has one encoding.
+A `SignedMessage` is a signed envelope with its parsed body and its sender. Its digest covers kind, sender and body, so
+the same proposal of two leaders makes two different messages. Lists that are sets (contributions by sender, blobs by
+digest, included peers) are in ascending order without duplicates: so each content has one encoding.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from protocol.identity import PeerId, public_key
 from protocol.signing import MAX_ROUND
 
 Digest = bytes  # 32 bytes, SHA-256
-OpenNested = Callable[[wire.Signed], "SignedMessage[Any]"]  # checks a statement inside another, whatever its kind
+OpenNested = Callable[[wire.Signed], "SignedMessage[Any]"]  # checks a message inside another, of any kind
 
 MAX_CONTRIBUTIONS = 1024
 MAX_PARTS = 4096
@@ -30,14 +30,14 @@ MAX_HELD_BLOBS = 65_536
 MAX_TOKENS = 2**48
 MAX_CODEC_CHARACTERS = 64
 MAX_AGE = 8  # rounds
-# A roster of 1024 contributions of 4096 parts would be 180 MB: nobody needs that, and nobody gets it.
+# A roster of 1024 contributions with 4096 parts each would be 180 MB, and no run needs one.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 NO_ROSTER = bytes(32)
 
 
 @dataclass(frozen=True)
 class ContributionLimits:
-    """What every contribution to this run must meet. `parts`: the most there may be; sizes in bytes, of one blob."""
+    """The limits that every contribution to a run must respect; `parts` is the largest number of them."""
 
     codec: str
     shapes: Digest
@@ -46,14 +46,18 @@ class ContributionLimits:
     max_blob_bytes: int
 
     def read_blob(self, reference: wire.BlobRef) -> Blob:
+        """Return a blob from the wire, if its size is within the limits."""
         if not 0 < reference.size <= self.max_blob_bytes:
             raise LimitError(f"a blob of {reference.size} bytes, at most {self.max_blob_bytes} are allowed")
         return Blob.from_wire(reference)
 
 
 class PartBlob(NamedTuple):
-    """A blob as a part of the model, a contribution's or a sum: whoever holds it has checked its size, and its bytes as
-    those of that part. The same bytes may be well-formed as one part and not as another."""
+    """A blob as one part of a contribution or of a sum.
+
+    A peer that holds it has checked its size, and that its bytes are valid as that part; the same bytes may be valid as
+    one part and invalid as another.
+    """
 
     blob: Blob
     part: int
@@ -61,10 +65,10 @@ class PartBlob(NamedTuple):
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a peer offers to one round: one blob for all-gather, one a part for a butterfly.
+    """The compressed update of a peer in one round: one blob for each part.
 
-    `age`: rounds between the one that the message was made for and this one. How many parts a message has may differ
-    from round to round; that it is the right number is for the round to check.
+    `age`: the number of rounds since the one that it was made for. The right number of parts may differ from round to
+    round, so the round machine checks it.
     """
 
     round: int
@@ -79,6 +83,7 @@ class Contribution:
 
     @cached_property
     def part_blobs(self) -> tuple[PartBlob, ...]:
+        """Return the blobs with the numbers of their parts."""
         return enumerate_parts(self.parts)
 
     def to_wire(self) -> wire.Contribution:
@@ -113,17 +118,18 @@ class Contribution:
 
 
 class ContributionList:
-    """What is the same of every list of contributions, worked out once."""
+    """The lookups that rosters and commits share, computed once."""
 
     contributions: tuple["SignedMessage[Contribution]", ...]
 
     @cached_property
     def by_sender(self) -> dict[PeerId, "SignedMessage[Contribution]"]:
+        """Map each sender to its contribution."""
         return {entry.sender: entry for entry in self.contributions}
 
     @cached_property
     def part_counts(self) -> frozenset[int]:
-        """How many parts the contributions have: one number where they agree."""
+        """Return the numbers of parts in the contributions: a single one if they agree."""
         return frozenset(len(entry.body.parts) for entry in self.contributions)
 
 
@@ -153,21 +159,21 @@ class Roster(ContributionList):
 
     @cached_property
     def part_blobs(self) -> frozenset[PartBlob]:
-        """What all contributions consist of."""
-        return frozenset(portion for entry in self.contributions for portion in entry.body.part_blobs)
+        """Return the parts of all contributions."""
+        return frozenset(part_blob for entry in self.contributions for part_blob in entry.body.part_blobs)
 
     @cached_property
     def ambiguous_part_blobs(self) -> frozenset[PartBlob]:
-        """Of these, whose blob stands here as another part as well."""
-        count = Counter(portion.blob.digest for portion in self.part_blobs)
-        return frozenset(portion for portion in self.part_blobs if count[portion.blob.digest] > 1)
+        """Return the parts whose blob is another part as well."""
+        count = Counter(part_blob.blob.digest for part_blob in self.part_blobs)
+        return frozenset(part_blob for part_blob in self.part_blobs if count[part_blob.blob.digest] > 1)
 
 
 @dataclass(frozen=True)
 class Commit(ContributionList):
-    """What the round's update consists of: included contributions in order, and reduced parts (none for all-gather).
+    """The content of a round's update: the included contributions in order, and the reduced parts, if there are any.
 
-    `left_out`: who else stands on the roster, where that tells the groups (see `grouping`).
+    `left_out`: the other peers on the roster, where the topology needs them.
     """
 
     round: int
@@ -200,21 +206,22 @@ class Commit(ContributionList):
 
     @property
     def roster_peers(self) -> frozenset[PeerId]:
-        """Who was there when the roster was made, as far as it tells."""
+        """Return the peers on the roster, as far as the commit names them."""
         return frozenset([*(entry.sender for entry in self.contributions), *self.left_out])
 
     @property
     def tokens(self) -> int:
+        """Return the tokens in all included contributions."""
         return sum(contribution.body.tokens for contribution in self.contributions)
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
-        """What it takes to apply it: the reduced parts, or all included messages whole."""
+        """Return the blobs of the update: the reduced parts, or all included contributions."""
         return self.parts or tuple(contribution.body.parts[0] for contribution in self.contributions)
 
     @cached_property
     def content_digest(self) -> Digest:
-        """Of what is decided, whoever proposed it in whichever view: SHA-256 of the canonical body with view 0."""
+        """Return the SHA-256 of the canonical body with view 0, which is the same for each leader that proposes it."""
         return hashlib.sha256(replace(self, view=0).to_wire().SerializeToString(deterministic=True)).digest()
 
 
@@ -223,7 +230,7 @@ BodyT_co = TypeVar("BodyT_co", covariant=True)
 
 @dataclass(frozen=True)
 class SignedMessage(Generic[BodyT_co]):
-    """A checked statement; `signed` is what is sent on, byte for byte."""
+    """A checked message; `signed` is its envelope, which is forwarded byte for byte."""
 
     signed: wire.Signed = field(compare=False, repr=False)
     body: BodyT_co
@@ -232,6 +239,7 @@ class SignedMessage(Generic[BodyT_co]):
 
     @classmethod
     def of(cls, signed: wire.Signed, body: BodyT_co) -> Self:  # type: ignore[misc]  # the class never changes its body
+        """Wrap a checked body; the digest covers kind, sender and body."""
         content = b"\0".join((signed.kind.encode(), signed.peer.encode(), signed.body))
         return cls(signed, body, signed.peer, hashlib.sha256(content).digest())
 
@@ -239,30 +247,30 @@ class SignedMessage(Generic[BodyT_co]):
 def _open_contributions(
     envelopes: Sequence[wire.Signed], number: int, base: Digest, open_nested: OpenNested
 ) -> tuple[SignedMessage[Contribution], ...]:
-    """The contributions inside a roster or a commit: of the same round, ascending, each sender once."""
+    """Return the contributions inside a roster or commit: of one round, in ascending order of senders."""
     if not envelopes:
         raise MalformedError("a roster or commit without a contribution")
     check_count(len(envelopes), MAX_CONTRIBUTIONS, "contributions")
     check_ascending([signed.peer for signed in envelopes], "contributions")
     if any(signed.kind != "contribution" for signed in envelopes):
-        raise MalformedError("a statement of another kind inside a roster or commit")
-    statements = tuple(open_nested(signed) for signed in envelopes)
-    if any((statement.body.round, statement.body.base) != (number, base) for statement in statements):
+        raise MalformedError("a message of another kind inside a roster or commit")
+    messages = tuple(open_nested(signed) for signed in envelopes)
+    if any((message.body.round, message.body.base) != (number, base) for message in messages):
         raise MalformedError("a contribution of another round inside a roster or commit")
-    return statements
+    return messages
 
 
 def _check_left_out(peers: Sequence[PeerId], contributions: Sequence[SignedMessage[Contribution]]) -> None:
     check_count(len(peers) + len(contributions), MAX_CONTRIBUTIONS, "contributions")
-    check_ascending(peers, "those left out")
+    check_ascending(peers, "peers that are left out")
     for peer in peers:
         public_key(peer)
     if not {entry.sender for entry in contributions}.isdisjoint(peers):
-        raise MalformedError("a commit that includes somebody and leaves him out")
+        raise MalformedError("a commit that includes a peer and leaves it out")
 
 
 def enumerate_parts(parts: Iterable[Blob]) -> tuple[PartBlob, ...]:
-    """Of blobs by part."""
+    """Return blobs with the numbers of their parts."""
     return tuple(PartBlob(blob, part) for part, blob in enumerate(parts))
 
 
@@ -277,28 +285,32 @@ def blobs_of(contributions: Sequence[SignedMessage[Contribution]]) -> list[Blob]
 
 
 def check_sizes(blobs: Iterable[Blob]) -> None:
-    """Who holds what is said by digests: none may stand for two blobs, of which only one can exist."""
+    """Check that no digest comes with two sizes, because inventories name blobs by digest alone."""
     sizes: dict[Digest, int] = {}
     if any(sizes.setdefault(blob.digest, blob.size) != blob.size for blob in blobs):
-        raise MalformedError("a blob that is said to have two sizes")
+        raise MalformedError("a blob with two different sizes")
 
 
 def check_round(number: int, digest: Digest) -> None:
+    """Check a round number, and a digest that comes with it."""
     if number > MAX_ROUND:
         raise MalformedError(f"round {number} is out of range")
     check_digest(digest)
 
 
-def check_part_count(count: int, limits: ContributionLimits, what: str) -> None:
+def check_part_count(count: int, limits: ContributionLimits, name: str) -> None:
+    """Check the number of parts of a contribution or commit."""
     if not 1 <= count <= min(limits.parts, MAX_PARTS):
-        raise MalformedError(f"{what} of {count} parts, where there are at most {limits.parts}")
+        raise MalformedError(f"{name} of {count} parts, where there are at most {limits.parts}")
 
 
-def check_count(count: int, limit: int, what: str) -> None:
+def check_count(count: int, limit: int, name: str) -> None:
+    """Check the length of a list."""
     if count > limit:
-        raise LimitError(f"{count} {what}, at most {limit} are allowed")
+        raise LimitError(f"{count} {name}, at most {limit} are allowed")
 
 
-def check_ascending(values: Sequence[bytes] | Sequence[str], what: str) -> None:
+def check_ascending(values: Sequence[bytes] | Sequence[str], name: str) -> None:
+    """Check that a list is in ascending order without duplicates."""
     if any(first >= second for first, second in zip(values, values[1:], strict=False)):  # type: ignore[operator]
-        raise MalformedError(f"{what} are not in ascending order, or stand twice")
+        raise MalformedError(f"{name} are not in ascending order, or occur twice")

@@ -1,22 +1,25 @@
-"""How many steps a peer makes for a round, so that it neither holds the others nor is left out. PURE.
+"""Pacing: the number of steps that a peer makes for a round, so that it neither delays the others nor is left out.
 
-The plan's full steps are for machines of the run's usual speed. Every round tells a peer how many would have fitted in
-before half of the others were in:
+The full steps of the plan suit machines of the run's usual speed. Each round tells a peer how many steps would have
+fitted in before half of the others had contributed:
 
-    fits = steps made - (own arrival - arrival of the others' median) / seconds of a step
+    fits = steps made - (own arrival - median arrival of the others) / seconds per step
 
-and the share of the full steps that fitted, as the median of the last three rounds, is what it makes of the next. While
-that is above two thirds it makes all of them: machines are noisy, and equal ones shall make equal steps. What is made
-less weighs less, for contributions are weighed by their tokens. Only those who made most of their steps are an example
-to others (`Urgency.whole_tokens`): otherwise two could lower each other's steps for ever; and of these only who was in
-time for the round before, for whoever was too late has trained for longer than this one. Where nobody was an example,
-who was in time makes up to twice as many: otherwise a swarm of which half were slow for a while would go on with their
-few steps, in rounds too short for whoever makes all.
+The peer makes the share of the full steps that fitted, as the median of the last three rounds. While that share is
+above two thirds it makes all of them: machines are noisy, and equal ones should make equal steps. A contribution with
+fewer steps has less weight, because contributions are weighted by their tokens.
 
-A peer that has not offered when the others' patience is about to end is asked for what it has (`Urgency.reserve`). That
-is no noise any more: such a round alone decides the next one's steps. A short peer whose single step takes about as
-long as the grace does not count steps, for it could come so early that the others' grace ends before they are there:
-it is asked as soon as they are. Times are the caller's clock, in seconds.
+Only peers that made most of their steps serve as a reference for others (`EarlySubmitPolicy.min_full_tokens`);
+otherwise two peers could lower each other's steps for ever. Of these only those count that were in time for the round
+before, because a late one has trained for longer than this round. In a round without a reference, a peer that was in
+time makes up to twice as many steps next time. Otherwise a swarm of which half were slow for a while would go on with
+few steps, in rounds too short for peers that make all.
+
+A peer that has not contributed when the grace of the others is about to end is asked for its contribution
+(`EarlySubmitPolicy.margin_seconds`). This is more than noise: such a round alone determines the steps of the next one.
+A slow peer whose single step takes about as long as the grace does not count steps, because it could come so early
+that the grace of the others ends before they have contributed: it is asked as soon as they have. Times are those of
+the caller's clock, in seconds.
 """
 
 import math
@@ -28,19 +31,20 @@ from protocol.consensus.events import EarlySubmitPolicy
 from protocol.identity import PeerId
 
 WINDOW_ROUNDS = 3
-FULL_SHARE = 2 / 3  # of the full steps: a peer that has time for so many makes all
-MAX_LATENESS = 0.1  # of the grace: who is late by less holds nobody
-MIN_MARGIN, MAX_MARGIN = 0.25, 0.5  # of the grace
-COARSE_STEP, COARSE_STEP_OF_PAIR = 0.9, 0.25  # of the grace: whose step takes so long cannot tell its time by steps
+FULL_SHARE = 2 / 3  # share of the full steps; a peer with time for it makes all of them
+MAX_LATENESS = 0.1  # share of the grace; a peer that is late by less delays no other
+MIN_MARGIN, MAX_MARGIN = 0.25, 0.5  # shares of the grace
+COARSE_STEP, COARSE_STEP_OF_PAIR = 0.9, 0.25  # shares of the grace; longer steps are too coarse to count
 SMOOTHING = 0.5
 
 
 class Pacing:
-    """`grace`: how long the others wait for us, at most. `full`: the plan's steps of a round by its number.
+    """The pace of one peer, as a share of the full steps of a round.
 
-    `overlaps`: whether peers train on while that round's messages travel. Then a message's steps were begun before its
-    round, each peer's at a time of its own, and when it comes tells nothing of its speed: such rounds are left out, and
-    a slow peer is only asked for what it has.
+    `grace`: the longest time for which the others wait. `full_steps`: maps a round number to the plan's steps.
+    `overlaps`: tells whether peers go on training while the contributions of a round travel. Then the steps of a
+    contribution began before its round, at a different time for each peer, and its arrival says nothing about the speed
+    of its sender: such rounds are ignored, and a slow peer is only asked for an early contribution.
     """
 
     def __init__(
@@ -52,11 +56,11 @@ class Pacing:
         self._step_tokens = step_tokens
         self._overlaps = overlaps
         self._shares = deque([1.0] * WINDOW_ROUNDS, WINDOW_ROUNDS)
-        self._delays = deque[float](maxlen=WINDOW_ROUNDS)  # from asked to offered
-        self._step_seconds: float | None = None  # of a step
+        self._delays = deque[float](maxlen=WINDOW_ROUNDS)  # from the request to the submission
+        self._step_seconds: float | None = None
         self._totals: tuple[int, float] | None = None
         self._coarse = COARSE_STEP_OF_PAIR
-        self._in_time = dict[int, frozenset[PeerId]]()  # of the last round that we were in, by its number
+        self._in_time = dict[int, frozenset[PeerId]]()  # by round number, of the last round only
         self._reset_round(0, 0.0)
 
     def _reset_round(self, number: int, now: float) -> None:
@@ -67,16 +71,16 @@ class Pacing:
 
     @property
     def step_share(self) -> float:
-        """Of the full steps, what we have time for in a round."""
+        """Return the share of the full steps for which this peer has time in a round."""
         return median(self._shares)
 
     @property
     def is_slow(self) -> bool:
-        """Whether we make fewer than all steps."""
+        """Return whether this peer makes fewer than the full steps."""
         return self.step_share < FULL_SHARE
 
     def steps_for(self, number: int) -> int:
-        """To make for that round."""
+        """Return the number of steps to make for a round."""
         full = self._full_steps(number)
         return max(1, math.floor(self.step_share * full)) if self.is_slow and not self._is_coarse else full
 
@@ -85,21 +89,22 @@ class Pacing:
         return self._step_seconds is not None and self._step_seconds > self._coarse * self._grace
 
     def _min_full_tokens(self, number: int) -> int:
-        """Of a contribution to that round whose sender is no short peer."""
+        """Return the tokens from which a contribution to a round counts as full."""
         return math.ceil(FULL_SHARE * self._full_steps(number) * self._step_tokens)
 
     def _margin_seconds(self) -> float:
-        """Before the others' patience ends, when to ask our trainer for what it has."""
+        """Return how long before the end of the grace the trainer is asked for its contribution."""
         if self.is_slow and self._is_coarse:
             return self._grace
         delay = max(self._delays, default=self._step_seconds or 0.0)
         return min(MAX_MARGIN, max(MIN_MARGIN, 2 * delay / self._grace)) * self._grace if self._grace else 0.0
 
     def early_submit_policy(self, number: int) -> EarlySubmitPolicy:
+        """Return the time at which the round asks for an early contribution."""
         return EarlySubmitPolicy(self._margin_seconds(), self._min_full_tokens(number))
 
     def record_steps(self, step: int, seconds: float) -> None:
-        """Totals of the trainer: inner steps, and the seconds that it computed for them."""
+        """Record the trainer's total inner steps, and the total seconds that it computed for them."""
         before, self._totals = self._totals, (step, seconds)
         if before is None or step <= before[0] or seconds <= before[1]:
             return
@@ -109,14 +114,19 @@ class Pacing:
         )
 
     def open_round(self, number: int, now: float) -> None:
+        """Start a round."""
         self._reset_round(number, now)
 
     def record_early_request(self, now: float) -> None:
-        """Our trainer was asked for what it has."""
+        """Record that the trainer was asked for an early contribution."""
         self._requested_at = now
 
     def record_submit(self, steps: int | None, now: float) -> None:
-        """`steps`: of our message; None: it was made for an earlier round."""
+        """Record the first submission in the open round.
+
+        Args:
+            steps: the steps in the contribution, or None if it was made for an earlier round.
+        """
         if self._submitted is not None:
             return
         self._submitted = now, steps
@@ -124,39 +134,45 @@ class Pacing:
             self._delays.append(now - self._requested_at)
 
     def close_round(self, arrival_times: Mapping[PeerId, float], in_time: Collection[PeerId]) -> None:
-        """The round is over. `arrivals`: when each whole contribution of others came; `in_time`: who was in it."""
-        self._coarse = (
-            COARSE_STEP if len(arrival_times) > 1 else COARSE_STEP_OF_PAIR
-        )  # of a pair, either one starts the grace
-        before, self._in_time = self._in_time.get(self._number - 1), {self._number: frozenset(in_time)}
+        """End the round and derive the steps of the next one.
+
+        Args:
+            arrival_times: the time at which each full contribution of other peers arrived.
+            in_time: the peers on the roster.
+        """
+        # In a pair, the first contribution starts the grace.
+        self._coarse = COARSE_STEP if len(arrival_times) > 1 else COARSE_STEP_OF_PAIR
+        in_time_before, self._in_time = self._in_time.get(self._number - 1), {self._number: frozenset(in_time)}
         if self._overlaps(self._number):
             return
-        examples = sorted(at for peer, at in arrival_times.items() if before is None or peer in before)
-        fits = self._steps_that_fit(examples) if examples else self._steps_without_reference()
-        if fits is None:
+        reference = sorted(
+            arrived_at for peer, arrived_at in arrival_times.items() if in_time_before is None or peer in in_time_before
+        )
+        steps = self._steps_that_fit(reference) if reference else self._steps_without_reference()
+        if steps is None:
             return
-        share = max(0.0, min(1.0, fits / self._full_steps(self._number)))
+        share = max(0.0, min(1.0, steps / self._full_steps(self._number)))
         self._shares.extend([share] * (1 if self._requested_at is None else WINDOW_ROUNDS))
 
     def _steps_that_fit(self, arrival_times: list[float]) -> float | None:
-        """None: the round tells nothing."""
-        others_in = arrival_times[len(arrival_times) // 2]  # with ourselves half are waiting then
+        """Return the steps that would have fitted into the round, or None if it does not tell."""
+        half_arrived_at = arrival_times[len(arrival_times) // 2]  # with this peer, half are waiting then
         if self._step_seconds is None or (self._submitted is None and self._requested_at is None):
             return None
-        at, steps = self._submitted or (0.0, None)
+        submitted_at, steps = self._submitted or (0.0, None)
         if steps is None:
-            return None if self._submitted else (others_in - self._opened) / self._step_seconds
-        late, made = at - others_in, min(steps, self.steps_for(self._number))
-        if not self.is_slow and self._requested_at is None and late < MAX_LATENESS * self._grace:
+            return None if self._submitted else (half_arrived_at - self._opened) / self._step_seconds
+        lateness, made = submitted_at - half_arrived_at, min(steps, self.steps_for(self._number))
+        if not self.is_slow and self._requested_at is None and lateness < MAX_LATENESS * self._grace:
             return float(self._full_steps(self._number))
-        return made - late / self._step_seconds
+        return made - lateness / self._step_seconds
 
     def _steps_without_reference(self) -> float | None:
         _, steps = self._submitted or (0.0, None)
         return 2.0 * steps if steps is not None and self.is_slow and self._requested_at is None else None
 
     def describe(self, number: int) -> str:
-        """For a person; empty where there is nothing to say."""
+        """Return the pace in words for the status, or an empty string for a peer that makes all steps."""
         if not self.is_slow:
             return ""
         full = self._full_steps(number)

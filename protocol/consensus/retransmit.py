@@ -1,4 +1,7 @@
-"""What a peer says again, at every repetition, to those who seem to lack it: lost messages then cost time only."""
+"""Retransmission: the messages that a peer repeats to those that seem to lack them.
+
+So a lost message costs only time.
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -13,7 +16,11 @@ OutgoingMessage = tuple[Collection[PeerId], SignedMessage[Any]]
 
 
 def messages_to_resend(state: RoundState, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
-    """`holding` is our own, of now."""
+    """Return the messages to repeat and their receivers.
+
+    Args:
+        inventory: the current inventory of this peer.
+    """
     view = state.current_view
     if view is None and state.leader == state.me:
         return [(state.others if state.view else state.others & state.knowledge.contributions.keys(), inventory)]
@@ -23,17 +30,17 @@ def messages_to_resend(state: RoundState, inventory: SignedMessage[Inventory]) -
 
 
 def messages_for_next_leader(state: RoundState, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
-    """What the leader of a view needs before it opens: contribution, lock, and that we are in that view."""
+    """Return what the leader of a view needs before it makes a roster: contribution, lock and inventory."""
     leader = [] if state.leader is None or state.leader == state.me else [state.leader]
     own = state.knowledge.contributions.get(state.me)
-    messages: list[OutgoingMessage] = [(leader, statement) for statement in (own, state.lock) if statement is not None]
+    messages: list[OutgoingMessage] = [(leader, message) for message in (own, state.lock) if message is not None]
     return [*messages, (state.others, inventory)] if state.view else messages
 
 
 def _leader_messages(state: RoundState, view: View, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
-    holdings = state.knowledge.inventories
-    joined = {peer for peer in state.others & holdings.keys() if holdings[peer].roster == view.roster.digest}
-    # The holding is the sign of life, to those whom we hear: others are better off with another leader.
+    inventories = state.knowledge.inventories
+    joined = {peer for peer in state.others & inventories.keys() if inventories[peer].roster == view.roster.digest}
+    # The inventory shows that the leader is alive. Members that it does not hear are better off with another leader.
     messages: list[OutgoingMessage] = [(state.others - joined, view.roster), (joined, inventory)]
     proposal = state.proposal()
     if proposal:
@@ -41,8 +48,8 @@ def _leader_messages(state: RoundState, view: View, inventory: SignedMessage[Inv
     else:
         messages += [(joined, view.assignment)] if view.assignment else []
         for part in view.reduced_parts():
-            lacking = {peer for peer in joined if not state.knowledge.has_blob(peer, part.body.blob.digest)}
-            messages.append((lacking - {part.sender}, part))
+            receivers = {peer for peer in joined if not state.knowledge.has_blob(peer, part.body.blob.digest)}
+            messages.append((receivers - {part.sender}, part))
     return messages
 
 

@@ -1,4 +1,4 @@
-"""What one peer knows and is bound by in a round, and what can be told from it; nothing here sends."""
+"""The state of one peer in a round, and the conclusions from it; nothing here sends a message."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -27,27 +27,33 @@ from protocol.consensus.topology import NeededPart, Topology
 from protocol.consensus.view import View
 from protocol.identity import PeerId
 
-# Within one timeout a leader is heard three times, so that one lost message deposes nobody.
+# A leader sends three signs of life in one timeout, so a single lost message does not depose it.
 RETRANSMITS_PER_TIMEOUT = 3
 MAX_TIMEOUT_FACTOR = 8
-JOIN_TIMEOUTS = 2  # patiences for a majority to join a leader's view
-MAX_VIEW_JUMP = 8  # views at once
+JOIN_TIMEOUTS = 2  # leader timeouts for a majority to join the view of a leader
+MAX_VIEW_JUMP = 8  # views
 MAX_VIEW = 2**31
 Rejection = tuple[PeerId, RejectReason]
-MIN_HELD_BLOBS = 256  # blobs of a member that we take its word for, before we know of any
-MAX_OWNERS_ASKED = 4  # who are asked for the same blob
-ROUNDING_ERROR = 1e-9  # of a share times a count
+MIN_HELD_BLOBS = 256  # blobs that a member may claim to hold before any is known
+MAX_OWNERS_ASKED = 4  # for the same blob
+ROUNDING_ERROR = 1e-9  # in a share times a count
 
 
 class MissingPart(NamedTuple):
-    """Of what is needed: those who made it, or some of them where many made the same, and whether it is a sum."""
+    """A part that this peer needs and lacks: some of its authors, and whether it is a sum."""
 
     owners: tuple[PeerId, ...]
     is_reduced: bool
 
 
 class RoundState:
-    """`lock`: the newest proposal that we acknowledged. `view_since`: when we came to this view or its roster."""
+    """The state of one peer in a round; owned by its round machine.
+
+    `lock`: the newest proposal that this peer acknowledged. `view_since`: the time at which it came to this view or its
+    roster. `failed_leaders`: leaders whose views ended undecided. `full_arrival_times`: the time at which each
+    full contribution of others was first known. `leader_last_heard`: the last sign of life of a leader without a
+    roster.
+    """
 
     def __init__(
         self, settings: RoundSettings, me: PeerId, number: int, base: Digest, voter_set: VoterSet, now: float,
@@ -65,20 +71,18 @@ class RoundState:
         self.view_since = now
         self.current_view: View | None = None
         self.leader_role: Leader | None = None
-        self.contributed_at: float | None = None  # when we contributed
-        self._counted_contributions = 0  # contributions
-        self.full_arrival_times: dict[
-            PeerId, float
-        ] = {}  # when those of others came that hold most of the plan's steps
+        self.contributed_at: float | None = None
+        self._counted_contributions = 0
+        self.full_arrival_times: dict[PeerId, float] = {}
         self.early_submit_requested = False
-        self.leader_last_heard = now  # when the leader that owes us a roster last gave a sign of life
-        self.failed_leaders: set[PeerId] = set()  # led a view that came to nothing
+        self.leader_last_heard = now
+        self.failed_leaders: set[PeerId] = set()
         self.lock: SignedMessage[Commit] | None = None
-        self.roster_quorum_since: float | None = None  # as many have contributed as the quorum asks for
-        self.half_contributed_since: float | None = None  # at least half have
+        self.roster_quorum_since: float | None = None  # enough members have contributed to make a roster at once
+        self.half_contributed_since: float | None = None  # at least half of the awaited members have contributed
 
     def restore_vote(self, vote: VoteRecord) -> tuple[int, Digest]:
-        """Go on after the view that an earlier process of ours was last bound in. The view and lock that bind us."""
+        """Continue after the last vote of an earlier process, and return the view and lock that bind this peer."""
         self.view = min(vote.view + 1, MAX_VIEW)
         self.lock = vote.lock
         if vote.lock is None:
@@ -89,35 +93,41 @@ class RoundState:
 
     @property
     def topology(self) -> Topology:
+        """Return the kind of exchange."""
         return self.settings.topology
 
     @property
     def live(self) -> frozenset[PeerId]:
+        """Return the members that are alive."""
         return self.voter_set.live
 
     @property
     def others(self) -> frozenset[PeerId]:
-        """All members but us, also those that vanished a moment ago."""
+        """Return all other members, with those that vanished a moment ago."""
         return self.voter_set.members - {self.me}
 
     @property
     def leader(self) -> PeerId | None:
+        """Return the leader that this peer follows or expects."""
         return self.current_view.leader if self.current_view else self.election.leader(self.view, self._candidates)
 
     @property
     def _candidates(self) -> frozenset[PeerId]:
-        """Whoever led a view to nothing does not get another in this round, while there are others."""
+        """Return the members that may lead: not those whose view failed in this round, while there are others."""
         return self.live - self.failed_leaders or self.live if self.failed_leaders else self.live
 
     def mark_leader_failed(self, leader: PeerId | None) -> None:
-        """The view that it led ends undecided, whoever is to blame."""
+        """Record that the view of a leader ends undecided, for whatever reason."""
         if leader is not None and leader != self.me:
             self.failed_leaders.add(leader)
 
     def may_lead(self, peer: PeerId, view: int) -> bool:
-        """Our own claim does not count: who leads already stays. Whoever failed before leads only where half of the
-        living are: they may know better, and all have to meet. Otherwise one peer could pick one view after the other
-        that its rank gives it, and hold the round for ever."""
+        """Return whether a peer may lead a view.
+
+        The claim of this peer itself does not count, so that a leader stays once it leads. A failed leader leads again
+        only in a view that half of the live members have reached: they may know better, and all have to meet in one
+        view. Otherwise a peer could choose one view after another that its rank gives it, and delay the round for ever.
+        """
         if peer not in self.live or peer == self.me:
             return False
         if (
@@ -126,18 +136,19 @@ class RoundState:
             and view > self.outvoting_view()
         ):
             return False
-        found = {self.election.leader(view, self.live), self.election.leader(view, self._candidates)}
-        if self.me in found:
-            found |= {self.election.leader(view, group - {self.me}) for group in (self.live, self._candidates)}
-        return peer in found
+        leaders = {self.election.leader(view, self.live), self.election.leader(view, self._candidates)}
+        if self.me in leaders:
+            leaders |= {self.election.leader(view, group - {self.me}) for group in (self.live, self._candidates)}
+        return peer in leaders
 
     def update_contribution_timers(self, now: float) -> None:
+        """Note since when half of the awaited members, or enough for a roster, have contributed."""
         self._record_arrivals(now)
-        expected = self.voter_set.awaited
-        given = self.knowledge.obtainable_senders(self.live)
-        present = len(given) if given <= expected else len(given & expected)
-        half = bool(given) and 2 * present >= len(expected)
-        complete = bool(given) and present >= self.settings.roster_quorum * len(expected) - ROUNDING_ERROR
+        awaited = self.voter_set.awaited
+        senders = self.knowledge.obtainable_senders(self.live)
+        count = len(senders) if senders <= awaited else len(senders & awaited)
+        half = bool(senders) and 2 * count >= len(awaited)
+        complete = bool(senders) and count >= self.settings.roster_quorum * len(awaited) - ROUNDING_ERROR
         self.half_contributed_since = (
             (now if self.half_contributed_since is None else self.half_contributed_since) if half else None
         )
@@ -149,14 +160,14 @@ class RoundState:
         known = self.knowledge.contributions
         fresh = len(known) - self._counted_contributions
         if fresh and self._early_submit_policy is not None:
-            least = self._early_submit_policy(self.number).min_full_tokens
+            min_tokens = self._early_submit_policy(self.number).min_full_tokens
             newest = islice(reversed(known.items()), fresh)
-            whole = (peer for peer, one in newest if peer != self.me and one.body.tokens >= least)
-            self.full_arrival_times |= dict.fromkeys(whole, now)
+            senders = (peer for peer, entry in newest if peer != self.me and entry.body.tokens >= min_tokens)
+            self.full_arrival_times |= dict.fromkeys(senders, now)
         self._counted_contributions += fresh
 
     def early_submit_at(self) -> float | None:
-        """When to ask for our own contribution, where it is missing and somebody waits for it."""
+        """Return the time at which to ask for the contribution of this peer, if it is missing and others wait."""
         if (
             self._early_submit_policy is None
             or self.early_submit_requested
@@ -166,27 +177,28 @@ class RoundState:
             return None
         if not self.full_arrival_times:
             return None
-        reserve = self._early_submit_policy(self.number).margin_seconds
-        return max(min(self.full_arrival_times.values()), self.half_contributed_since) + max(
-            0.0, self.settings.grace - reserve
-        )
+        margin = self._early_submit_policy(self.number).margin_seconds
+        grace_begins = max(min(self.full_arrival_times.values()), self.half_contributed_since)
+        return grace_begins + max(0.0, self.settings.grace - margin)
 
     def roster_due_at(self) -> float | None:
-        """Since when (or from when on) a roster is due; None: not in sight."""
+        """Return the time, past or future, at which a roster is due, or `None` if none is in sight."""
         if self.view and self.knowledge.proposals:
-            return self.view_since  # something may have been decided: whoever leads has to find out
+            return self.view_since  # something may have been decided, and the leader has to find out
         if self.roster_quorum_since is not None:
             return self.roster_quorum_since
         return None if self.half_contributed_since is None else self.half_contributed_since + self.settings.grace
 
     def build_roster(self) -> Roster:
-        evidence, obtainable = self.knowledge, self.knowledge.obtainable_senders(self.live)
-        entries = [entry for peer, entry in evidence.contributions.items() if peer in obtainable]
-        entries.sort(key=lambda entry: entry.sender not in self.voter_set.voters)
-        backed = [
-            proposal for digest, proposal in evidence.proposals.items() if evidence.has_other_acknowledgers(digest)
+        """Return a roster of all obtainable contributions, and of those in proposals that may be decided."""
+        knowledge, obtainable = self.knowledge, self.knowledge.obtainable_senders(self.live)
+        entries = [entry for peer, entry in knowledge.contributions.items() if peer in obtainable]
+        voters = self.voter_set.voters
+        entries.sort(key=lambda entry: entry.sender not in voters)
+        acknowledged = [
+            proposal for digest, proposal in knowledge.proposals.items() if knowledge.has_other_acknowledgers(digest)
         ]
-        for proposal in backed if entries else evidence.proposals.values():
+        for proposal in acknowledged if entries else knowledge.proposals.values():
             entries += proposal.body.contributions
         contributions = self._drop_size_conflicts(entries)
         ordered = tuple(contributions[peer] for peer in sorted(contributions))
@@ -195,9 +207,11 @@ class RoundState:
     def _drop_size_conflicts(
         self, entries: Sequence[SignedMessage[Contribution]]
     ) -> dict[PeerId, SignedMessage[Contribution]]:
-        """By sender, the first ones, as many as a roster may list. Without those who name what we hold, or what another
-        one has named before them, with a size that it does not have: it cannot be fetched, and those who hold the blob
-        would seem to hold what they name."""
+        """Return the first contributions by sender, as many as a roster may list, without those of conflicting sizes.
+
+        A contribution may name a blob that this peer holds, or that an earlier one names, with another size. Nobody can
+        fetch such a blob, but the holders of the real one would seem to hold it.
+        """
         sizes, kept = dict(self.knowledge.held_sizes), dict[PeerId, SignedMessage[Contribution]]()
         for entry in entries:
             if entry.sender in kept or len(kept) == MAX_CONTRIBUTIONS:
@@ -209,20 +223,20 @@ class RoundState:
         return kept or {entry.sender: entry for entry in entries[:1]}
 
     def outvoting_view(self) -> int:
-        """The latest view that half of the living have reached, or so many that the others are no majority.
+        """Return the latest view that half of the live members have reached, or as many as leave no majority behind.
 
-        Counted over the members, not the electors: a view that is left too late, or too early, costs time and nothing
-        else, for whoever is forgotten promises nothing any more.
+        The count is over the members, not the voters: to leave a view too late or too early costs only time, and
+        forgotten members make no promises any more.
         """
         half, spare = (len(self.live) + 1) // 2, len(self.live) - len(self.voter_set.members) // 2
-        enough = min(half, spare) if spare > 0 else half
-        moved = self.knowledge.in_later_view & self.live
-        if not moved or len(moved) < enough:
+        needed = min(half, spare) if spare > 0 else half
+        ahead = self.knowledge.in_later_view & self.live
+        if not ahead or len(ahead) < needed:
             return 0
-        return sorted((self.knowledge.inventories[peer].view for peer in moved), reverse=True)[enough - 1]
+        return sorted((self.knowledge.inventories[peer].view for peer in ahead), reverse=True)[needed - 1]
 
     def follow_roster(self, roster: SignedMessage[Roster], now: float) -> list[Rejection]:
-        """Take a roster for that of our view. Who contributed otherwise than it says, or too late for it."""
+        """Follow a roster, and reject contributions that differ from it or are too late for it."""
         ballot = self.election.ballot(roster.body.view, roster.sender)
         if self.current_view and self.current_view.ballot.view < ballot.view:
             self.mark_leader_failed(self.current_view.leader)
@@ -234,12 +248,12 @@ class RoundState:
         self.leader_role = None
         if roster.sender == self.me:
             self.leader_role = new_leader(self.settings, self.election, self.voter_set, self.knowledge, view)
-        twofold = self.knowledge.learn_contributions(roster.body, self.voter_set.voters)
+        equivocating = self.knowledge.learn_contributions(roster.body, self.voter_set.voters)
         late = sorted(self.knowledge.contributions.keys() - set(view.contributors))
-        return [*((peer, "equivocation") for peer in twofold), *((peer, "late") for peer in late)]
+        return [*((peer, "equivocation") for peer in equivocating), *((peer, "late") for peer in late)]
 
     def leader_fault(self, now: float) -> RejectReason | None:
-        """Why not to follow the leader of our view any longer."""
+        """Return the reason to give up the leader of this view, if there is one."""
         view = self.current_view
         if view is None:
             return self._missing_roster_fault(now)
@@ -257,49 +271,49 @@ class RoundState:
             and not self.leader_role.has_quorum()
         ):
             return "not followed"
-        ends_at = view.started_at + self.settings.exchange_seconds + self.settings.leader_timeout
-        return "exchange stalled" if now >= ends_at else None
+        deadline = view.started_at + self.settings.exchange_seconds + self.settings.leader_timeout
+        return "exchange stalled" if now >= deadline else None
 
     def _reported_view_of(self, peer: PeerId) -> int:
-        """Where another peer is, as far as it told us."""
+        """Return the view that another peer last reported."""
         known = self.knowledge.inventories.get(peer) if peer in self.knowledge.in_later_view else None
         return known.view if known else 0
 
     @property
     def max_reachable_view(self) -> int:
-        """To which a leader's roster may take us."""
+        """Return the latest view to which the roster of a leader may move this peer."""
         return min(max(self.view + MAX_VIEW_JUMP, self.outvoting_view()), MAX_VIEW)
 
     def next_view(self) -> int:
-        """When we leave ours: where others have gone already, so that all meet. Nobody can take us far alone."""
+        """Return the view to change to: one that others have reached, so that all meet, but not too far ahead."""
         latest = max((self._reported_view_of(peer) for peer in self.knowledge.in_later_view & self.live), default=0)
         return min(max(self.view + 1, self.outvoting_view(), min(latest, self.view + MAX_VIEW_JUMP)), MAX_VIEW)
 
     def _missing_roster_fault(self, now: float) -> RejectReason | None:
-        """It owes a roster when one is due, and until then a word to whoever contributed."""
-        due, offered = self.roster_due_at(), self.contributed_at
+        """Return a fault if the leader is silent: it owes a roster when one is due, and before that signs of life."""
+        due_at, contributed_at = self.roster_due_at(), self.contributed_at
         if self.leader in (None, self.me):
             return None
-        owing = [] if due is None else [due]
-        owing += [] if offered is None else [max(offered, self.leader_last_heard)]
-        since = max(min(owing, default=now), self.view_since)
-        return "leader silent" if now >= since + self._leader_timeout else None
+        owed = [] if due_at is None else [due_at]
+        owed += [] if contributed_at is None else [max(contributed_at, self.leader_last_heard)]
+        owed_since = max(min(owed, default=now), self.view_since)
+        return "leader silent" if now >= owed_since + self._leader_timeout else None
 
     @property
     def _leader_timeout(self) -> float:
-        """Grows with the views, so that slow links do not depose one leader after the other for ever."""
+        """Return the timeout, which grows with the views, so that slow links do not depose leaders for ever."""
         return self.settings.leader_timeout * min(1 + self.view // 2, MAX_TIMEOUT_FACTOR)
 
     def proposal(self) -> SignedMessage[Commit] | None:
-        """What the leader of our view proposes; should it propose two things, the first one."""
+        """Return the proposal of the leader of this view; if it made two, the first one."""
         if self.current_view is None:
             return None
         author = (self.current_view.leader, self.view)
-        found = (entry for entry in self.knowledge.proposals.values() if (entry.sender, entry.body.view) == author)
-        return next(found, None)
+        proposals = self.knowledge.proposals.values()
+        return next((entry for entry in proposals if (entry.sender, entry.body.view) == author), None)
 
     def is_locked_in_current_view(self) -> bool:
-        """Whether the proposal of this very leader in this very view is the one that we acknowledged."""
+        """Return whether this peer has acknowledged the proposal of this leader in this view."""
         return self.lock is not None and (self.lock.sender, self.lock.body.view) == (self.leader, self.view)
 
     def required_parts(self, proposal: SignedMessage[Commit]) -> Sequence[PartBlob]:
@@ -316,16 +330,17 @@ class RoundState:
         return commit if self.knowledge.has_all_parts(self.me, required) else None
 
     def build_inventory(self) -> Inventory:
-        """What we hold of the roster, or without one of all contributions; and the proposal that binds us."""
+        """Return the held blobs of the roster, or without one of all contributions, and the lock."""
         view, held, lock = self.current_view, self.knowledge.held_parts, self.lock.digest if self.lock else b""
         if view:
             reported = view.reportable_blobs(held, self.parts_to_reduce)
             return Inventory(self.number, self.view, view.roster.digest, tuple(sorted(reported)), lock)
-        offered = {p.blob.digest for p in part_blobs_of([*self.knowledge.contributions.values()]) if p in held}
-        return Inventory(self.number, self.view, NO_ROSTER, tuple(sorted(offered)), lock)
+        contributed = part_blobs_of([*self.knowledge.contributions.values()])
+        blobs = {part_blob.blob.digest for part_blob in contributed if part_blob in held}
+        return Inventory(self.number, self.view, NO_ROSTER, tuple(sorted(blobs)), lock)
 
     def own_acknowledgement(self) -> SignedMessage[Acknowledgement] | None:
-        """Our own, of the proposal that binds us."""
+        """Return the acknowledgement of the proposal that binds this peer."""
         return self.knowledge.acknowledgements.get(self.lock.digest, {}).get(self.me) if self.lock else None
 
     def missing_parts(self) -> dict[PartBlob, MissingPart]:
@@ -354,7 +369,7 @@ class RoundState:
 
     @property
     def max_held_blobs(self) -> int:
-        """How many blobs a member may hold of what we know of."""
+        """Return how many blobs a member can hold, as far as this peer knows."""
         contributed = len(self.knowledge.contributions) * self.settings.parts
         return min(MAX_HELD_BLOBS, max(MIN_HELD_BLOBS, contributed + MAX_ATTEMPTS * self.topology.reduced_part_count))
 
@@ -369,9 +384,11 @@ class RoundState:
 
     @property
     def retransmit_interval(self) -> float:
+        """Return the seconds between two retransmissions."""
         return self.settings.leader_timeout / RETRANSMITS_PER_TIMEOUT
 
     def deadlines(self) -> list[float | None]:
-        half = None if self.half_contributed_since is None else self.half_contributed_since + self.settings.grace
-        leading = self.leader_role.deadlines() if self.leader_role else []
-        return [half, self.early_submit_at(), self.voter_set.next_forget_at(), *leading]
+        """Return the times at which the passing of time alone may change a decision."""
+        grace_ends = None if self.half_contributed_since is None else self.half_contributed_since + self.settings.grace
+        of_leader = self.leader_role.deadlines() if self.leader_role else []
+        return [grace_ends, self.early_submit_at(), self.voter_set.next_forget_at(), *of_leader]

@@ -1,14 +1,14 @@
 """Topologies: how the members of a round exchange their contributions.
 
-A topology answers every question whose answer depends on the kind of exchange: which parts a peer fetches, who reduces
-which part, which contributions a peer applies, what a commit must contain. It is a value without state: all peers that
+A topology answers every question that depends on the kind of exchange: the parts that a peer fetches, the reducer of
+each part, the contributions that a peer applies, the shape of a commit. It is a value without state: all peers that
 follow the same roster, or read the same commit, get the same answers without negotiation.
 
     all-gather   every peer fetches every whole contribution
     butterfly    peer j reduces part j of all contributions; every peer fetches the reduced parts
     groups       every peer fetches the contributions of its own group and keeps a state of its own
 
-Groups are drawn anew each round from the run, the round and the senders on the roster:
+The groups of a round follow from the run, the round and the senders on the roster:
 
     random        the roster in an order shuffled by a shared seed, cut into groups of g     (arXiv 2506.10911)
     ring          neighbours in ascending order, alternately to the left and to the right    (arXiv 2410.11998)
@@ -154,7 +154,7 @@ class GatherTopology(Topology):
         """Return the contributions to propose when the leader waits no longer."""
 
     def left_out(self, view: View, included: Contributions) -> tuple[PeerId, ...]:
-        """Return the peers on the roster that a commit has to name beside those it includes."""
+        """Return the peers on the roster that a commit has to name in addition to those that it includes."""
         return ()
 
 
@@ -294,7 +294,7 @@ class Groups(GatherTopology):
         }
 
     def ready_contributions(self, status: ExchangeStatus) -> Contributions:
-        """Return the contributions that all present members of their group hold, of whom there must be one."""
+        """Return the contributions that all present members of their group hold; there must be at least one."""
         partners, present = self._partners_in(status.view), status.joined & status.present
         return tuple(
             entry for entry in status.contributions if _is_held_by(status, entry, partners[entry.sender] & present)
@@ -365,7 +365,7 @@ def random_groups(seed: bytes, peers: Collection[PeerId], size: int) -> list[Gro
 
 
 def ring_pairs(round_number: int, peers: Collection[PeerId]) -> list[Group]:
-    """Pair neighbours on a ring, alternately with the left and the right one."""
+    """Return pairs of neighbours on a ring, alternately with the left and the right one."""
     order = sorted(peers)
     if round_number % 2 and len(order) % 2 == 0:
         order = order[1:] + order[:1]
@@ -379,7 +379,7 @@ def _pairs(order: Sequence[PeerId]) -> list[Group]:
 
 
 def exponential_pairs(round_number: int, peers: Collection[PeerId]) -> list[Group]:
-    """Pair peers at distance 1, 2, 4, ...; without a peer at that distance, a peer stays alone."""
+    """Return pairs of peers at distance 1, 2, 4, ...; without a peer at that distance, a peer stays alone."""
     order = sorted(peers)
     distance = 1 << round_number % max(1, (len(order) - 1).bit_length())
     positions = (

@@ -1,4 +1,4 @@
-"""One leader's turn in a round, as every member follows it: the roster, who reduces what, and the reduced parts."""
+"""The view of one leader as every member follows it: the roster, the reducers and the reduced parts."""
 
 from collections.abc import Collection, Iterable, Set
 
@@ -7,13 +7,16 @@ from protocol.consensus.messages import Digest, PartBlob, Roster, SignedMessage
 from protocol.consensus.quorum import Ballot
 from protocol.identity import PeerId
 
-# Parts of an attempt whose inclusion has not arrived yet are kept, but not those of any attempt a peer may dream up.
+# Reduced parts may arrive before the assignment that they belong to; parts of later attempts are rejected.
 MAX_ATTEMPTS_AHEAD = 1
 
 
 class View:
-    """`heard`: when its leader last gave a sign of life. Attempt 0 is to sum all that the roster lists, by the reducers
-    that it draws; an inclusion says otherwise. `included_at`: since when every reducer of the newest attempt could sum.
+    """The roster of a leader, and the progress of its exchange as one member knows it; owned by the round state.
+
+    In attempt 0 the reducers that follow from the roster sum all its contributions; each assignment begins another
+    attempt. `included`: the contributions to sum, in roster order. `reducing_since`: the time from which every reducer
+    of the newest attempt could sum. `speculated_attempt`: the newest attempt for which a commit was predicted.
     """
 
     def __init__(
@@ -21,27 +24,29 @@ class View:
     ) -> None:
         self.ballot = ballot
         self.roster = roster
-        self.contributors = tuple(contribution.sender for contribution in roster.body.contributions)
+        self.contributors = tuple(entry.sender for entry in roster.body.contributions)
         self.started_at = now
         self.leader_last_heard = now
         self.reducing_since: float | None = None
-        self.speculated_attempt = -1  # the attempt of which it was told what will most likely be decided
-        self.included = roster.body.contributions  # what is to be summed, in roster order
+        self.speculated_attempt = -1
+        self.included = roster.body.contributions
         self.assignment: SignedMessage[ReducerAssignment] | None = None
         self.announcements: dict[tuple[int, int, PeerId], SignedMessage[ReducedPart]] = {}
         self._initial_reducers = initial_reducers
 
     @property
     def leader(self) -> PeerId:
+        """Return the sender of the roster."""
         return self.roster.sender
 
     @property
     def attempt(self) -> int:
+        """Return the number of the newest assignment, or 0."""
         return self.assignment.body.attempt if self.assignment else 0
 
     @property
     def reducers(self) -> tuple[PeerId, ...]:
-        """By part."""
+        """Return the reducer of each part in the newest attempt."""
         return self.assignment.body.reducers if self.assignment else self._initial_reducers
 
     def parts_reduced_by(self, peer: PeerId) -> list[int]:
@@ -49,7 +54,7 @@ class View:
         return [part for part, reducer in enumerate(self.reducers) if reducer == peer]
 
     def follow_assignment(self, message: SignedMessage[ReducerAssignment], now: float) -> bool:
-        """False: an old one, or one that names peers outside the roster."""
+        """Take over an assignment; return False if it is old or names peers that are not on the roster."""
         body, contributors = message.body, set(self.contributors)
         if body.attempt <= self.attempt or not contributors.issuperset(body.included + body.reducers):
             return False
@@ -58,7 +63,11 @@ class View:
         return True
 
     def learn_reduced_part(self, message: SignedMessage[ReducedPart]) -> bool:
-        """False: of a stranger, of a wrong attempt, or a second word on the same part."""
+        """Record a reduced part.
+
+        Returns:
+            False if the sender is not on the roster, has announced another blob or names a wrong attempt.
+        """
         body = message.body
         ahead = body.attempt - self.attempt
         if message.sender not in self.contributors or not 0 <= ahead <= MAX_ATTEMPTS_AHEAD:
@@ -66,24 +75,31 @@ class View:
         return self.announcements.setdefault((body.attempt, body.part, message.sender), message) == message
 
     def reduced_part(self, number: int) -> SignedMessage[ReducedPart] | None:
-        """What the appointed reducer announced in the newest attempt."""
+        """Return the part that its reducer announced in the newest attempt."""
         return self.announcements.get((self.attempt, number, self.reducers[number]))
 
     def reduced_parts(self) -> list[SignedMessage[ReducedPart]]:
-        """Those that are announced, ascending."""
+        """Return the announced parts of the newest attempt in ascending order."""
         found = (self.reduced_part(number) for number in range(len(self.reducers)))
         return [part for part in found if part is not None]
 
     def reportable_blobs(self, held: Set[PartBlob], parts_to_reduce: Collection[int]) -> Set[Digest]:
-        """Of what a member holds, that of which it reports it: contributions and reduced parts. `own_parts`: which it
-        sums. Of a blob that is to be several parts not before it is held as all that concern it."""
+        """Return the blobs of contributions and reduced parts that a member reports as held.
+
+        The same bytes can be several parts. Such a blob is reported only if the member holds it as all parts that it
+        needs.
+
+        Args:
+            held: the parts that the member holds.
+            parts_to_reduce: the parts that it reduces.
+        """
         roster = self.roster.body
         announced = {PartBlob(part.body.blob, part.body.part) for part in self.announcements.values()}
         lacking = announced - held | {
-            portion for portion in roster.ambiguous_part_blobs - held if portion.part in parts_to_reduce
+            part_blob for part_blob in roster.ambiguous_part_blobs - held if part_blob.part in parts_to_reduce
         }
         return _digests(held & roster.part_blobs | held & announced) - _digests(lacking)
 
 
 def _digests(part_blobs: Iterable[PartBlob]) -> set[Digest]:
-    return {portion.blob.digest for portion in part_blobs}
+    return {part_blob.blob.digest for part_blob in part_blobs}
