@@ -11,7 +11,7 @@ BIN := .venv/bin
 # Where Python is to keep no bytecode, each of the tests' hundreds of processes would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check rehearsal modules processes test-long ordeals seeds links proto image image-check clean
+.PHONY: demo test check warmup modules processes test-long ordeals seeds links proto image image-check clean
 
 demo: .venv/installed
 	$(BIN)/murmur up configs/demo.toml --drill
@@ -24,10 +24,10 @@ check: .venv/installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-rehearsal: .venv/installed-for-tests  # compiles once what each of the tests' processes would
+warmup: .venv/installed-for-tests  # compile the kernels once for all processes of the tests
 	$(BIN)/python -m optim.kernels.warmup
 
-modules: rehearsal
+modules: warmup
 	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab and not seeds"
 
 processes: .venv/installed-for-tests

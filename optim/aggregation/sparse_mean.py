@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from optim.kernels.jit import jit
+from optim.kernels.jit import kernel
 from optim.kernels.parallel import parallel_for, thread_buffer
 from optim.kernels.vectors import Floats, Positions, SparseVector, Vector, wide_slabs
 
@@ -122,7 +122,7 @@ class SenderMeanVector(SparseMean):
         return np.float32(0), self.weights
 
 
-@jit
+@kernel
 def _add_means(
     positions: Positions,
     values: Floats,
@@ -160,7 +160,7 @@ def _add_means(
             block[at] = old[at] + mean * weight
 
 
-@jit
+@kernel
 def divide_where_sent(total: Floats, senders: Floats) -> None:
     """`senders`: the weight of those who sent each value; what nobody sent stays."""
     for place in range(total.size):

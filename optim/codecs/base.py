@@ -157,7 +157,7 @@ class PayloadReader:
         if self.remaining < count * kind.itemsize:
             raise CodecError(f"payload ends {count * kind.itemsize - self.remaining} bytes early")
         values = np.frombuffer(self._payload, kind, count, self._position)
-        values.flags.writeable = False  # whoever sent them: compiled loops know writable arrays as another type
+        values.flags.writeable = False  # numba compiles a kernel again for writable arrays
         self._position += count * kind.itemsize
         return values
 

@@ -25,7 +25,7 @@ from optim.codecs.base import Codec, Payload, PayloadReader, PayloadWriter
 from optim.codecs.bits.packing import Bytes, Integers, Packing, make_packing
 from optim.codecs.floats import MAGNITUDE_LIMIT, max_magnitude_bits
 from optim.errors import CodecError
-from optim.kernels.jit import bits_to_float, float_to_bits, jit
+from optim.kernels.jit import bits_to_float, float_to_bits, kernel, subroutine
 from optim.kernels.parallel import parallel_for, thread_buffer
 from optim.kernels.vectors import SLAB_SIZE, Floats, Vector, slabs
 from optim.options import STRICT
@@ -150,7 +150,7 @@ class BlockVector(Vector):
         return multiples
 
 
-@jit
+@kernel
 def _add_products(multiples: Integers, scales: Floats, block: int, total: Floats) -> None:
     for place in range(-(-total.size // block)):
         row, scale = multiples[place * block : (place + 1) * block], scales[place]
@@ -159,7 +159,7 @@ def _add_products(multiples: Integers, scales: Floats, block: int, total: Floats
             out[i] += np.float32(row[i]) * scale
 
 
-@jit
+@kernel
 def _write_products(multiples: Integers, scales: Floats, block: int, values: Floats) -> None:
     for place in range(-(-values.size // block)):
         row, scale = multiples[place * block : (place + 1) * block], scales[place]
@@ -168,13 +168,13 @@ def _write_products(multiples: Integers, scales: Floats, block: int, values: Flo
             out[i] = np.float32(row[i]) * scale
 
 
-@jit
+@subroutine
 def block_peak(row: Floats) -> np.float32:
-    """max |x|; a NaN or an infinity where there is one. For compiled functions alone, as are the next two."""
+    """Return max |x|, or a NaN or an infinity if the row has one."""
     return bits_to_float(np.uint32(max_magnitude_bits(row)))
 
 
-@jit
+@subroutine
 def round_scale(scale: np.float32, round_up: np.uint32, halves: Halves, place: int) -> np.float32:
     """What a block's scale is once its upper half is written: zero where it is too small, below zero where it is not
     finite or too large."""
@@ -185,7 +185,7 @@ def round_scale(scale: np.float32, round_up: np.uint32, halves: Halves, place: i
     return bits_to_float(np.uint32(np.uint32(halves[place]) << HALF_BITS))
 
 
-@jit
+@subroutine
 def inverse_or_zero(scale: np.float32) -> np.float32:
     """Zero where the scale is."""
     return np.float32(1) / scale if scale > np.float32(0) else np.float32(0)

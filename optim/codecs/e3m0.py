@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from optim.codecs.bits.deterministic_random import block_key, mix_bits, noise_key
 from optim.codecs.bits.packing import Integers
 from optim.codecs.blocks import ROUND_UP, BlockEncoder, Halves, PeakBlockCodec, block_peak, inverse_or_zero, round_scale
-from optim.kernels.jit import MAGNITUDE_MASK, float_to_bits, jit
+from optim.kernels.jit import MAGNITUDE_MASK, float_to_bits, kernel, subroutine
 from optim.kernels.vectors import Floats
 from optim.options import STRICT
 
@@ -51,7 +51,7 @@ class BlockE3M0(PeakBlockCodec):
         _codes_to_multiples(codes)
 
 
-@jit
+@kernel
 def _encode_nearest(block: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
     """As blocks.Coder says, as does the next one. From 0.5 on one more at 1.5, 3, 6 ..., where the mantissa's first bit
     carries into the exponent."""
@@ -72,7 +72,7 @@ def _encode_nearest(block: int, values: Floats, first: int, halves: Halves, code
     return True
 
 
-@jit
+@kernel
 def _encode_stochastic(
     block: int, low: np.uint32, high: np.uint32,
     values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool,
@@ -100,25 +100,25 @@ def _encode_stochastic(
     return True
 
 
-@jit
+@subroutine
 def _make_code(level: np.int32, bits: np.uint32) -> np.int8:
     """With the sign of an fp32 with these `bits`; zero has none."""
     return np.int8(np.uint32(level) | (bits >> SIGN_SHIFT & SIGN_BIT)) if level else np.int8(0)
 
 
-@jit
+@subroutine
 def _subtract_decoded(codes: Integers, scale: np.float32, row: Floats) -> None:
     for i in range(row.size):
         row[i] -= np.float32(_code_to_multiple(codes[i])) * scale
 
 
-@jit
+@kernel
 def _codes_to_multiples(codes: Integers) -> None:
     for i in range(codes.size):
         codes[i] = _code_to_multiple(codes[i])
 
 
-@jit
+@subroutine
 def _code_to_multiple(code: np.int8) -> np.int8:
     magnitude = np.int8((1 << (code & MAX_CODE)) >> 1)
     return np.int8(-magnitude) if code & 8 else magnitude

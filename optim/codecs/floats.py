@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from optim.codecs.base import Codec, Payload, PayloadReader, PayloadWriter
 from optim.codecs.bits.packing import Bytes
 from optim.errors import CodecError
-from optim.kernels.jit import MAGNITUDE_MASK, bits_to_float, float_to_bits, jit
+from optim.kernels.jit import MAGNITUDE_MASK, bits_to_float, float_to_bits, kernel, subroutine
 from optim.kernels.parallel import parallel_for
 from optim.kernels.vectors import Floats, Vector, slabs
 from optim.options import STRICT
@@ -183,18 +183,18 @@ def check_magnitude(bits: int, limit: int = MAGNITUDE_LIMIT_BITS - 1) -> None:
         raise CodecError("a value is not finite or too large")
 
 
-@jit
+@kernel
 def max_magnitude_bits(values: Floats) -> int:
-    """The bits of the largest magnitude; those of infinities and NaN are above all numbers'."""
-    bits, top = values.view(np.uint32), np.uint32(0)
-    for i in range(bits.size):
-        top = max(top, np.uint32(bits[i] & MAGNITUDE_MASK))
+    """Return the bits of the largest magnitude; those of infinities and NaN are above those of all numbers."""
+    top = np.uint32(0)
+    for i in range(values.size):  # no view: in a loop over blocks its reference counts take as long as the loop
+        top = max(top, np.uint32(float_to_bits(values[i]) & MAGNITUDE_MASK))
     return int(top)
 
 
-@jit
+@kernel
 def _copy(values: Floats, out: Floats) -> int:
-    """And what `largest_bits` says."""
+    """And what `max_magnitude_bits` says."""
     bits, room, top = values.view(np.uint32), out.view(np.uint32), np.uint32(0)
     for i in range(bits.size):
         room[i] = bits[i]
@@ -202,9 +202,9 @@ def _copy(values: Floats, out: Floats) -> int:
     return int(top)
 
 
-@jit
+@kernel
 def _to_bfloat16(values: Floats, halves: Halves, subtract: bool) -> int:
-    """And what `largest_bits` says, of the values as they came."""
+    """And what `max_magnitude_bits` says, of the values as they came."""
     bits, top = values.view(np.uint32), np.uint32(0)
     for i in range(bits.size):
         odd = np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1)
@@ -216,7 +216,7 @@ def _to_bfloat16(values: Floats, halves: Halves, subtract: bool) -> int:
     return int(top)
 
 
-@jit
+@kernel
 def _to_float16(values: Floats, factor: np.float32, halves: Halves, unit: np.float32) -> None:
     """Products below 2^16. Those below fp16's normal numbers are rounded where 0.5 has a last bit of 2^-24. What they
     decode to, times the unit, is subtracted, unless that is zero."""
@@ -233,24 +233,24 @@ def _to_float16(values: Floats, factor: np.float32, halves: Halves, unit: np.flo
             values[i] -= _from_float16(half) * unit
 
 
-@jit
+@subroutine
 def _float32_at(codes: Bytes, i: int) -> np.float32:
     low = np.uint32(codes[4 * i]) | np.uint32(codes[4 * i + 1]) << np.uint32(8)
     high = np.uint32(codes[4 * i + 2]) | np.uint32(codes[4 * i + 3]) << np.uint32(8)
     return bits_to_float(np.uint32(low | high << np.uint32(16)))
 
 
-@jit
+@subroutine
 def _half_bits(codes: Bytes, i: int) -> np.uint32:
     return np.uint32(np.uint32(codes[2 * i]) | np.uint32(codes[2 * i + 1]) << np.uint32(8))
 
 
-@jit
+@subroutine
 def _from_bfloat16(bits: np.uint32) -> np.float32:
     return bits_to_float(np.uint32(bits << np.uint32(16)))
 
 
-@jit
+@subroutine
 def _from_float16(bits: np.uint32) -> np.float32:
     magnitude = np.uint32(bits & np.uint32(0x7FFF))
     normal = bits_to_float(np.uint32(np.uint32(magnitude << np.uint32(13)) + FLOAT16_BIAS))
@@ -259,7 +259,7 @@ def _from_float16(bits: np.uint32) -> np.float32:
     return -value if bits > np.uint32(0x7FFF) else value
 
 
-@jit
+@kernel
 def _max_magnitude_float32(codes: Bytes) -> int:
     top = np.uint32(0)
     for i in range(codes.size // 4):
@@ -267,7 +267,7 @@ def _max_magnitude_float32(codes: Bytes) -> int:
     return int(top)
 
 
-@jit
+@kernel
 def _max_magnitude_halves(codes: Bytes) -> int:
     top = np.uint32(0)
     for i in range(codes.size // 2):
@@ -275,37 +275,37 @@ def _max_magnitude_halves(codes: Bytes) -> int:
     return int(top)
 
 
-@jit
+@kernel
 def _write_float32(codes: Bytes, factor: np.float32, out: Floats) -> None:
     for i in range(out.size):
         out[i] = _float32_at(codes, i) * factor
 
 
-@jit
+@kernel
 def _add_float32(codes: Bytes, factor: np.float32, total: Floats) -> None:
     for i in range(total.size):
         total[i] += _float32_at(codes, i) * factor
 
 
-@jit
+@kernel
 def _write_bfloat16(codes: Bytes, factor: np.float32, out: Floats) -> None:
     for i in range(out.size):
         out[i] = _from_bfloat16(_half_bits(codes, i)) * factor
 
 
-@jit
+@kernel
 def _add_bfloat16(codes: Bytes, factor: np.float32, total: Floats) -> None:
     for i in range(total.size):
         total[i] += _from_bfloat16(_half_bits(codes, i)) * factor
 
 
-@jit
+@kernel
 def _write_float16(codes: Bytes, factor: np.float32, out: Floats) -> None:
     for i in range(out.size):
         out[i] = _from_float16(_half_bits(codes, i)) * factor
 
 
-@jit
+@kernel
 def _add_float16(codes: Bytes, factor: np.float32, total: Floats) -> None:
     for i in range(total.size):
         total[i] += _from_float16(_half_bits(codes, i)) * factor

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from optim.codecs.bits.deterministic_random import FRACTION_UNIT, block_key, mix_bits, noise_key
 from optim.codecs.bits.packing import Integers
 from optim.codecs.blocks import ROUND_UP, BlockEncoder, Halves, PeakBlockCodec, block_peak, inverse_or_zero, round_scale
-from optim.kernels.jit import jit
+from optim.kernels.jit import kernel, subroutine
 from optim.kernels.vectors import Floats
 from optim.options import STRICT
 
@@ -57,7 +57,7 @@ class BlockInt4(_BlockIntegers):
         _sign_extend(codes)
 
 
-@jit
+@kernel
 def _encode_nearest(
     block: int, levels: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool
 ) -> bool:
@@ -75,7 +75,7 @@ def _encode_nearest(
     return True
 
 
-@jit
+@kernel
 def _encode_stochastic(
     block: int, levels: int, low: np.uint32, high: np.uint32,
     values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool,
@@ -97,13 +97,13 @@ def _encode_stochastic(
     return True
 
 
-@jit
+@subroutine
 def _subtract_decoded(codes: Integers, scale: np.float32, row: Floats) -> None:
     for i in range(row.size):
         row[i] -= np.float32(codes[i]) * scale
 
 
-@jit
+@kernel
 def _sign_extend(codes: Integers) -> None:
     """Two's complement of the lowest four bits."""
     for i in range(codes.size):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optim.codecs.floats import check_magnitude
-from optim.kernels.jit import MAGNITUDE_MASK, jit
+from optim.kernels.jit import MAGNITUDE_MASK, kernel
 from optim.kernels.parallel import parallel_for
 from optim.kernels.vectors import Floats, wide_slabs
 
@@ -28,7 +28,7 @@ class ResidualUpdate:
 NO_UPDATE = ResidualUpdate(1.0, np.empty(0, np.float32))
 
 
-@jit
+@kernel
 def decay_and_add(total: Floats, decay: np.float32, delta: Floats) -> int:
     """And the bits of the largest magnitude sent; those of infinities and NaN are above all numbers'."""
     bits, top = delta.view(np.uint32), np.uint32(0)

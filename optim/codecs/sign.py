@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.bits.packing import Integers
 from optim.codecs.blocks import ROUND_NEAREST, BlockCodec, BlockEncoder, Halves, round_scale
-from optim.kernels.jit import jit
+from optim.kernels.jit import kernel, subroutine
 from optim.kernels.vectors import Floats
 from optim.options import STRICT
 
@@ -36,7 +36,7 @@ class BlockSign(BlockCodec):
         _codes_to_signs(codes)
 
 
-@jit
+@kernel
 def _encode_signs(block: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
     """As blocks.Coder says."""
     sums = np.empty(block, np.float32)
@@ -53,7 +53,7 @@ def _encode_signs(block: int, values: Floats, first: int, halves: Halves, codes:
     return True
 
 
-@jit
+@subroutine
 def _mean_magnitude(row: Floats, sums: Floats) -> np.float32:
     """Of the magnitudes. The second half is added to the first until one is left, a short block filled up with zeros:
     an order that never depends on the machine."""
@@ -70,7 +70,7 @@ def _mean_magnitude(row: Floats, sums: Floats) -> np.float32:
     return np.float32(sums[0] / np.float32(row.size))
 
 
-@jit
+@kernel
 def _codes_to_signs(codes: Integers) -> None:
     for i in range(codes.size):
         codes[i] = np.int8(1) - (codes[i] << np.int8(1))

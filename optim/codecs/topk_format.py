@@ -23,7 +23,7 @@ from optim.codecs.blocks import ROUND_NEAREST, Halves, round_scale
 from optim.codecs.residual_update import NO_UPDATE, ResidualUpdate, decay_and_add
 from optim.errors import CodecError
 from optim.kernels.buffer_pool import empty, empty_array
-from optim.kernels.jit import bits_to_float, float_to_bits, jit
+from optim.kernels.jit import bits_to_float, float_to_bits, kernel, subroutine
 from optim.kernels.parallel import parallel_for
 from optim.kernels.vectors import SPARSE_SLAB_SIZE, Floats, Positions, SparseVector, slabs
 
@@ -118,7 +118,7 @@ def select_codes(
     return codes, halves
 
 
-@jit
+@kernel
 def _select_rows(decay: np.float32, delta: Floats, chunks: Bits, codes: Codes, halves: Halves, subtract: bool) -> bool:
     """(rows, span) values, (rows, keep) codes and (rows, count) upper halves of levels; values <- decay * values + sent
     before, where anything is `sent`, and minus what the codes say behind, where that is asked for. False if a value is
@@ -161,7 +161,7 @@ def decode_codes(codes: Codes, levels: Floats, layout: TopKLayout) -> SparseVect
     return SparseVector(positions, values, layout.numel)
 
 
-@jit
+@kernel
 def _decode_rows(codes: Codes, levels: Floats, first: int, span: int, positions: Positions, values: Floats) -> None:
     """(rows, keep) codes of chunks from position `first` on."""
     rows, keep = codes.shape
@@ -172,9 +172,9 @@ def _decode_rows(codes: Codes, levels: Floats, first: int, span: int, positions:
             values[row * keep + kept] = _decode_value(code, levels[row])
 
 
-@jit
+@subroutine
 def _decode_value(code: np.uint32, levels: Floats) -> np.float32:
-    """For compiled functions alone. The sign is written where it belongs: a branch could not be foretold."""
+    """Decode one value. The sign is moved as a bit because a branch on it could not be predicted."""
     negative = np.uint32(code >> NEGATIVE_SHIFT & np.uint32(1))
     return bits_to_float(np.uint32(float_to_bits(levels[code & LEVEL_MASK]) | negative << FLOAT_SIGN_SHIFT))
 
@@ -187,7 +187,7 @@ BYTE_SHIFT, BIT_MASK = np.uint64(3), np.uint64(7)  # bits of a bit's place in it
 READ_AHEAD_BYTES = 2  # bytes that can be read behind the last: low bits, at most 13, are taken from three
 
 
-@jit
+@kernel
 def count_low_bits(classes: Symbols, widths: Widths) -> int:
     """Low bits of all gaps."""
     bits = 0
@@ -196,7 +196,7 @@ def count_low_bits(classes: Symbols, widths: Widths) -> int:
     return bits
 
 
-@jit
+@kernel
 def write_bit_planes(codes: Codes, bits: int, distances: Gaps, classes: Symbols, widths: Widths, packed: Bytes) -> None:
     """To the front of `packed`. `bits`: of a code's flags."""
     pending, filled, byte = 0, 0, 0
@@ -220,7 +220,7 @@ def write_bit_planes(codes: Codes, bits: int, distances: Gaps, classes: Symbols,
         packed[byte] = pending << 8 - filled
 
 
-@jit
+@kernel
 def read_bit_planes(
     packed: Bytes, bits: int, classes: Symbols, lowest: Gaps, widths: Widths, span: int, keep: int, codes: Codes
 ) -> int:
@@ -244,9 +244,9 @@ def read_bit_planes(
     return index
 
 
-@jit
+@subroutine
 def _low_bits(packed: Bytes, bit: np.uint64, width: np.uint64) -> np.uint64:
-    """So many bits from that one on. For compiled functions alone."""
+    """Return `width` bits from `bit` on."""
     byte = bit >> BYTE_SHIFT
     window = np.uint64(packed[byte]) << np.uint64(16) | np.uint64(packed[byte + ONE]) << np.uint64(8)
     window |= np.uint64(packed[byte + ONE + ONE])

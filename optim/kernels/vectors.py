@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from optim.kernels.jit import jit
+from optim.kernels.jit import kernel, subroutine
 from optim.kernels.parallel import parallel_for, thread_buffer
 
 Floats = npt.NDArray[np.float32]
@@ -181,14 +181,14 @@ class SparseVector(Vector):
         return norm([self.values])
 
 
-@jit
+@kernel
 def _scatter_add(positions: Positions, values: Floats, start: int, weight: np.float32, total: Floats) -> None:
     """Of those in the span of `total` from `start` on."""
     for place in range(_lower_bound(positions, start), _lower_bound(positions, start + total.size)):
         total[positions[place] - start] += values[place] * weight
 
 
-@jit
+@subroutine
 def _lower_bound(positions: Positions, bound: int) -> int:
     """How many there are, by bisection."""
     low, high = 0, positions.size
@@ -201,7 +201,7 @@ def _lower_bound(positions: Positions, bound: int) -> int:
     return low
 
 
-@jit
+@kernel
 def _add_squares(values: Floats, sums: npt.NDArray[np.float64]) -> None:
     """Of every so many values to the same sum."""
     for first in range(0, values.size, sums.size):

@@ -1,16 +1,11 @@
-"""What a round does with many values, done once with few: loops are compiled before a round waits for them.
+"""Compile and load kernels before a round needs them, by rounds of few values.
 
-    python -m optim.kernels.warmup [everywhere]
+    python -m optim.kernels.warmup
 
-compiles all loops of all recipes and codecs for this machine or, for an image, for every usual level of processors.
+compiles the kernels of all recipes and codecs for this machine.
 """
 
 import dataclasses
-import importlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Final, get_args, get_type_hints
 
@@ -20,8 +15,6 @@ import torch
 from optim.codecs.base import Codec
 from optim.compose import CODECS, compose
 from optim.exchange import Aggregator, ContributionEncoder
-from optim.kernels.code_cache import processor
-from optim.kernels.jit import JIT_FUNCTIONS
 from optim.layout import Layout
 from optim.method import Method
 from optim.recipes import RECIPES
@@ -29,12 +22,10 @@ from optim.round_plan import RoundPlanner
 
 MATRIX_SHAPE: Final = (40, 130)  # more than a block, and not a whole number of them
 MEMBER_WEIGHTS: Final = (1.0, 0.5)
-IMAGE_LEVELS: Final = ("x86-64-v3", "x86-64-v4")
-ALL_LEVELS, FROM_STDIN = "everywhere", "as-told"  # for all levels; what the standard input lists
 
 
 def warm_up(method: Method) -> None:
-    """Rounds of this method, one wherever its options turn, with two members and a model of a matrix a fragment."""
+    """Run a round of this method for each change of its options, with two members and one matrix a fragment."""
     program = RoundPlanner(method, Layout((MATRIX_SHAPE,) * method.schedule.fragments + ((3,),)), 1)
     for number in method.breakpoints:
         _run_round(program, number)
@@ -56,8 +47,8 @@ def _run_round(program: RoundPlanner, number: int) -> None:
         program.apply_outer_step(plan, torch.zeros(program.numel), slots, merged, 1.0, MEMBER_WEIGHTS)
 
 
-def _all_methods() -> Iterator[Method]:
-    """All recipes, and each codec with every choice of words that it offers."""
+def all_methods() -> Iterator[Method]:
+    """Yield all recipes, and each codec with each of its options that is a choice of words."""
     yield from map(compose, RECIPES)
     for name, kind in CODECS.items():
         feedback = {"kind": "error" if kind.is_contractive else "none"}
@@ -73,31 +64,6 @@ def _choices(kind: type[Codec]) -> Iterator[dict[str, str]]:
                 yield {field.name: choice}
 
 
-def _compile_for(level: str, known: str) -> None:
-    """In a process of its own, which runs none of it: this processor may not be of that level."""
-    environment = os.environ | {"NUMBA_CPU_NAME": level}
-    command = [sys.executable, "-m", __spec__.name, FROM_STDIN]
-    subprocess.run(command, input=known, env=environment, check=True, text=True)
-
-
-def _compiled_signatures() -> str:
-    """All loops that were called, with the kinds of arguments."""
-    found = [(loop.function.__module__, loop.function.__name__, loop.signatures) for loop in JIT_FUNCTIONS]
-    return json.dumps(found)
-
-
-def main(arguments: list[str]) -> None:
-    if arguments == [FROM_STDIN]:
-        for module, name, signatures in json.load(sys.stdin):
-            for kinds in signatures:
-                getattr(importlib.import_module(module), name).make(tuple((kind, axes) for kind, axes in kinds))
-        return
-    for method in _all_methods():
-        warm_up(method)
-    for level in IMAGE_LEVELS if arguments == [ALL_LEVELS] else ():
-        if processor().startswith("x86-64") and level != processor():
-            _compile_for(level, _compiled_signatures())
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    for each in all_methods():
+        warm_up(each)

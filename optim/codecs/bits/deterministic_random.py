@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.codecs.base import Binding
-from optim.kernels.jit import jit
+from optim.kernels.jit import subroutine
 from optim.kernels.vectors import Floats
 
 MAX_SAMPLED_VALUES = 1 << 16  # values that a seed is made from
@@ -45,15 +45,15 @@ def noise_key(values: Floats, binding: Binding | None) -> NoiseKey:
     )
 
 
-@jit
+@subroutine
 def block_key(low: np.uint32, high: np.uint32, number: int, half: np.uint32) -> np.uint32:
-    """`half`: the upper half of its scale. For compiled functions alone."""
+    """Return the key of a block from its number and the upper half of its scale."""
     return mix_bits(np.uint32(mix_bits(np.uint32(np.uint32(number) ^ low)) ^ high) + half)
 
 
-@jit
+@subroutine
 def mix_bits(word: np.uint32) -> np.uint32:
-    """Another word, each for each. For compiled functions alone."""
+    """Map words one to one, so that each bit of the input reaches every bit of the result."""
     word = np.uint32(np.uint32(word ^ (word >> FIRST_SHIFT)) * FIRST_FACTOR)
     word = np.uint32(np.uint32(word ^ (word >> SHIFT)) * SECOND_FACTOR)
     return np.uint32(word ^ (word >> SHIFT))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from optim.codecs.bits.rans import TOTAL, Frequencies, Symbols, normalize_counts
 from optim.errors import CodecError
-from optim.kernels.jit import jit
+from optim.kernels.jit import kernel
 
 Gaps = npt.NDArray[np.uint16]
 Indices = npt.NDArray[np.uint32]
@@ -58,7 +58,7 @@ def class_lookup(span: int) -> Symbols:
     return classify_gaps(np.arange(span, dtype=np.uint16))
 
 
-@jit
+@kernel
 def compute_gaps(
     indices: Indices, keep: int, class_of_gap: Symbols, gaps: Gaps, classes: Symbols, counts: Counts
 ) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.codecs.bits.selection import Bits
-from optim.kernels.jit import MAGNITUDE_MASK, jit
+from optim.kernels.jit import MAGNITUDE_MASK, subroutine
 from optim.kernels.vectors import Floats
 
 Doubles = npt.NDArray[np.float64]
@@ -16,7 +16,7 @@ Ranks = npt.NDArray[np.int32]
 MAX_PAIRWISE = 256  # are ranked by comparing each with each, in many lanes of a register
 
 
-@jit
+@subroutine
 def fit_levels(magnitudes: Bits, numbers: Bits, levels: Floats) -> None:
     """Write `levels.size` ascending levels, and of each magnitude (at most 2^16) the number of its level."""
     numbers[:] = 0
@@ -39,7 +39,7 @@ def fit_levels(magnitudes: Bits, numbers: Bits, levels: Floats) -> None:
         levels[number] = mean
 
 
-@jit
+@subroutine
 def _mean(magnitudes: Floats) -> float:
     """In double precision."""
     total = 0.0
@@ -48,7 +48,7 @@ def _mean(magnitudes: Floats) -> float:
     return total / magnitudes.size
 
 
-@jit
+@subroutine
 def rank_descending(magnitudes: Bits, ranks: Ranks) -> None:
     """Write how many come before each, if the largest comes first and of equals the earlier."""
     if magnitudes.size > MAX_PAIRWISE:
@@ -62,7 +62,7 @@ def rank_descending(magnitudes: Bits, ranks: Ranks) -> None:
         _break_ties(magnitudes, ranks)
 
 
-@jit
+@subroutine
 def _count_larger(magnitudes: Ranks, ranks: Ranks) -> None:
     """Of numbers with a sign, as older processors compare only such in one step."""
     for place in range(magnitudes.size):
@@ -72,14 +72,14 @@ def _count_larger(magnitudes: Ranks, ranks: Ranks) -> None:
         ranks[place] = larger
 
 
-@jit
+@subroutine
 def _break_ties(magnitudes: Bits, ranks: Ranks) -> None:
     for place in range(magnitudes.size):
         for other in range(place):
             ranks[place] += np.int32(magnitudes[other] == magnitudes[place])
 
 
-@jit
+@subroutine
 def _radix_rank(magnitudes: Bits, ranks: Ranks) -> None:
     """Sorted by one digit after the other, the lowest first; what is equal in one stays in order."""
     order, after = np.arange(magnitudes.size).astype(np.int32), np.empty(magnitudes.size, np.int32)
@@ -98,7 +98,7 @@ def _radix_rank(magnitudes: Bits, ranks: Ranks) -> None:
         ranks[order[place]] = place
 
 
-@jit
+@subroutine
 def _prefix_sums(magnitudes: Floats, ranks: Ranks) -> Doubles:
     """(size + 1,) of the so many largest."""
     sums = np.zeros(magnitudes.size + 1)
@@ -109,7 +109,7 @@ def _prefix_sums(magnitudes: Floats, ranks: Ranks) -> Doubles:
     return sums
 
 
-@jit
+@subroutine
 def _find_edges(sums: Doubles, edges: npt.NDArray[np.int64]) -> None:
     """The edges of the groups from the largest magnitudes on: halves of halves."""
     groups = edges.size - 1
@@ -121,7 +121,7 @@ def _find_edges(sums: Doubles, edges: npt.NDArray[np.int64]) -> None:
         step //= 2
 
 
-@jit
+@subroutine
 def _find_split(sums: Doubles, first: int, last: int) -> int:
     """Where to cut [first, last) in two, the upper group not empty unless all is.
 

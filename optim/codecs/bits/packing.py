@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.errors import CodecError
-from optim.kernels.jit import jit
+from optim.kernels.jit import kernel
 from optim.kernels.parallel import thread_buffer
 from optim.kernels.vectors import slabs
 
@@ -113,7 +113,7 @@ def make_packing(bits: int, numel: int, block: int) -> Packing:
     return kinds[bits](numel, -(-blocks // 2) * block if bits == 4 else blocks * block)
 
 
-@jit
+@kernel
 def _pack_nibbles(low: Integers, high: Integers, packed: Bytes) -> None:
     for i in range(high.size):
         packed[i] = np.uint8(low[i] & 0x0F | high[i] << 4)
@@ -121,13 +121,13 @@ def _pack_nibbles(low: Integers, high: Integers, packed: Bytes) -> None:
         packed[i] = np.uint8(low[i] & 0x0F)
 
 
-@jit
+@kernel
 def _unpack_nibbles(packed: Bytes, shift: int, codes: Integers) -> None:
     for i in range(codes.size):
         codes[i] = np.int8(packed[i] >> shift & 0x0F)
 
 
-@jit
+@kernel
 def _pack_bits(codes: Integers, packed: Bytes) -> None:
     whole = codes.size // 8
     for i in range(whole):
@@ -141,7 +141,7 @@ def _pack_bits(codes: Integers, packed: Bytes) -> None:
             packed[whole] |= np.uint8(codes[i] << (i - 8 * whole))
 
 
-@jit
+@kernel
 def _unpack_bits(packed: Bytes, codes: Integers) -> None:
     whole = codes.size // 8
     for i in range(whole):

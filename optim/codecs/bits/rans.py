@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.errors import CodecError
-from optim.kernels.jit import jit
+from optim.kernels.jit import kernel
 
 PRECISION = 12
 TOTAL = 1 << PRECISION
@@ -40,7 +40,7 @@ def encode(symbols: Symbols, frequencies: Frequencies, initial_words: Words) -> 
     return lanes, words[first:]
 
 
-@jit
+@kernel
 def _encode_lanes(symbols: Symbols, frequencies: Frequencies, starts: Frequencies, lanes: States, words: Words) -> int:
     """From the last symbol to the first, at most a word each. Where the words, written from the end on, begin."""
     position = words.size
@@ -76,7 +76,7 @@ def decode(count: int, frequencies: Frequencies, lanes: States, words: Words) ->
     return symbols, lanes.astype(np.uint16)
 
 
-@jit
+@kernel
 def _decode_lanes(
     lanes: States, words: Words, symbol_at: Symbols, frequency_at: Frequencies, offset_at: Frequencies, symbols: Symbols
 ) -> int:

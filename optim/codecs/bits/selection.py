@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optim.codecs.floats import max_magnitude_bits
-from optim.kernels.jit import MAGNITUDE_MASK, jit
+from optim.kernels.jit import MAGNITUDE_MASK, subroutine
 
 Bits = npt.NDArray[np.uint32]  # of fp32, or of its magnitude
 
@@ -21,7 +21,7 @@ SIMD_LANES = 32  # what is not a multiple of so many is compared one by one
 SPARE_RATIO = 8  # a floor that one value in so many more than needed reach is as good as the highest
 
 
-@jit
+@subroutine
 def select_largest(chunk: Bits, keep: int, places: Bits, magnitudes: Bits) -> bool:
     """Write the places of the `keep` largest magnitudes, ascending, and those to the front of both arrays, which are as
     long as the chunk. False if a value is not finite."""
@@ -35,7 +35,7 @@ def select_largest(chunk: Bits, keep: int, places: Bits, magnitudes: Bits) -> bo
     return True
 
 
-@jit
+@subroutine
 def _group_count(span: int, keep: int) -> int:
     groups = span
     while groups % 2 == 0 and groups // 2 >= GROUPS_PER_KEPT * keep:
@@ -43,7 +43,7 @@ def _group_count(span: int, keep: int) -> int:
     return groups
 
 
-@jit
+@subroutine
 def _group_maxima(chunk: Bits, groups: int) -> Bits:
     """A group is every groups-th value: the maximum runs along memory, and neighbours fall into different groups."""
     maxima = np.zeros(groups, np.uint32)
@@ -54,7 +54,7 @@ def _group_maxima(chunk: Bits, groups: int) -> Bits:
     return maxima
 
 
-@jit
+@subroutine
 def _count_at_least(magnitudes: Bits, floor: np.uint32) -> int:
     count = np.int32(0)
     for place in range(magnitudes.size):
@@ -62,7 +62,7 @@ def _count_at_least(magnitudes: Bits, floor: np.uint32) -> int:
     return int(count)
 
 
-@jit
+@subroutine
 def _find_threshold(magnitudes: Bits, keep: int, low: np.uint32, top: np.uint32, spare: int) -> np.uint32:
     """From `low` on, which at least `keep` reach, to one that at most `spare` more do; to the highest if none is. `top`
     is the largest."""
@@ -84,7 +84,7 @@ def _find_threshold(magnitudes: Bits, keep: int, low: np.uint32, top: np.uint32,
     return low
 
 
-@jit
+@subroutine
 def _collect_above(chunk: Bits, maxima: Bits, floor: np.uint32, places: Bits, magnitudes: Bits) -> int:
     """Write what reaches the floor to the front of both arrays; how many do. No branches: none could be foretold; and
     places without a sign, as one that may be negative is looked at each time."""
@@ -102,7 +102,7 @@ def _collect_above(chunk: Bits, maxima: Bits, floor: np.uint32, places: Bits, ma
     return int(found)
 
 
-@jit
+@subroutine
 def _keep_largest(keep: int, floor: np.uint32, top: np.uint32, found: int, places: Bits, magnitudes: Bits) -> None:
     """Move the `keep` largest of those `found` to the front."""
     whole = min(-(-found // SIMD_LANES) * SIMD_LANES, magnitudes.size)

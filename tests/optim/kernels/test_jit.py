@@ -1,33 +1,38 @@
-"""Machine code that rounds as its source says."""
+"""Kernels round as their source says, release the interpreter, and are compiled once for later processes."""
 
+import os
 import platform
 import resource
+import subprocess
+import sys
 import threading
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from llvmlite import binding as llvm
 
 from optim.codecs import blocks, floats, int_blocks
 from optim.codecs.base import Codec
 from optim.codecs.floats import Float16
 from optim.codecs.int_blocks import BlockInt8
-from optim.kernels.code_cache import processor, target_machine
-from optim.kernels.compiler import build_module
-from optim.kernels.jit import bits_to_float, float_to_bits, jit
+from optim.kernels import jit
+from optim.kernels.jit import OPTIONS, bits_to_float, cache_directory, float_to_bits, kernel
 
 Floats = npt.NDArray[np.float32]
 
 
-@jit
+@kernel
 def add_product(total: Floats, values: Floats, factor: np.float32) -> None:
     for place in range(total.size):
         total[place] += values[place] * factor
 
 
-def test_a_product_is_rounded_before_it_is_added() -> None:
+def test_product_is_rounded_before_it_is_added() -> None:
     generator = np.random.default_rng(0)
     total, values = generator.standard_normal((2, 10_000)).astype(np.float32)
     factor = np.float32(0.7310586)
@@ -38,16 +43,19 @@ def test_a_product_is_rounded_before_it_is_added() -> None:
     assert not np.array_equal(total, in_one_step)  # the control: a fused step would have been seen
 
 
-FUSED = "vfmadd" if platform.machine() == "x86_64" else "fmadd"
+IS_X86 = platform.machine() == "x86_64"
+FUSED = "vfmadd" if IS_X86 else "fmadd"
 
 
 def assembly(loop: Any, **options: Any) -> str:
-    """Of the last kinds of arguments that it was called with."""
-    text: str = target_machine().emit_assembly(build_module(loop.function, loop.signatures[-1], **options))
-    return text
+    """Compile a kernel again for the arguments that it was last called with, and return its assembly."""
+    again = numba.njit(**OPTIONS, **options)(loop.py_func)
+    again.compile(loop.signatures[-1])
+    (text,) = again.inspect_asm().values()
+    return str(text)
 
 
-@pytest.mark.skipif(processor() == "x86-64-v2", reason="a processor without fused steps")
+@pytest.mark.skipif(IS_X86 and not llvm.get_host_cpu_features().get("fma"), reason="a processor without fused steps")
 @pytest.mark.parametrize(
     ("codec", "loop"),
     [
@@ -63,49 +71,21 @@ def test_codecs_hold_no_fused_step(codec: Codec, loop: Any) -> None:
     assert FUSED in assembly(loop, fastmath={"contract"})  # the control: there is one to be had
 
 
-@jit
-def there_and_back(values: Floats) -> None:
+@kernel
+def flip_signs(values: Floats) -> None:
     for i in range(values.size):
         values[i] = bits_to_float(np.uint32(float_to_bits(values[i]) ^ np.uint32(1 << 31)))
 
 
-def test_bits_of_numbers_are_had_and_made() -> None:
+def test_numbers_are_converted_to_bits_and_back() -> None:
     values = np.array([0.0, 1.5, -(2.0**-149), np.inf], np.float32)
-    there_and_back(values)
+    flip_signs(values)
     assert values.tobytes() == np.array([-0.0, -1.5, 2.0**-149, -np.inf], np.float32).tobytes()
 
 
-@jit
-def kinds_of_numbers(values: Floats, whole: int, truth: bool, real: float, word: np.uint32) -> int:
-    return int(values[0]) + whole + (1 if truth else 0) + int(real) + int(word)
-
-
-def test_numbers_of_all_kinds_go_in_and_a_whole_one_comes_out() -> None:
-    assert kinds_of_numbers(np.array([2], np.float32), 1 << 40, True, -3.5, np.uint32(1 << 31)) == (
-        2 + (1 << 40) + 1 - 3 + (1 << 31)
-    )
-
-
-@jit
-def summed(rows: Floats) -> int:
-    total = np.float32(0)
-    for row in range(rows.shape[0]):
-        for place in range(rows.shape[1]):
-            total += rows[row, place]
-    return int(total)
-
-
-def test_arrays_have_their_values_one_after_the_other() -> None:
-    rows = np.arange(12, dtype=np.float32).reshape(3, 4)
-    assert summed(rows) == 66 and summed(rows[1:]) == 60 and summed(rows[:0]) == 0
-    for scattered in (rows[:, :2], rows.T, np.frombuffer(b"x" * 17, np.uint8)[1:].view(np.float32).reshape(2, 2)):
-        with pytest.raises(ValueError, match="one after the other"):
-            summed(scattered)
-
-
-@jit
+@kernel
 def squares(count: int, size: int) -> int:
-    """With memory of its own, over and over."""
+    """Allocate memory in the kernel again and again."""
     total = 0
     for number in range(count):
         own = np.zeros(size, np.int64)
@@ -114,19 +94,19 @@ def squares(count: int, size: int) -> int:
     return total
 
 
-def test_memory_within_a_loop_is_given_back() -> None:
+def test_memory_of_a_kernel_is_freed() -> None:
     assert squares(1, 1 << 17) == 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert squares(1000, 1 << 17) == sum(number * number for number in range(1000))  # a gigabyte in all
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
 
 
-def test_memory_that_cannot_be_had_is_an_error() -> None:
-    with pytest.raises(MemoryError, match="squares"):
-        squares(1, 1 << 60)
+def test_memory_that_a_kernel_cannot_get_is_an_error() -> None:
+    with pytest.raises(MemoryError):
+        squares(1, 1 << 50)
 
 
-def test_a_loop_leaves_the_interpreter_to_others() -> None:
+def test_kernel_releases_the_interpreter() -> None:
     squares(1, 1 << 17)
     turns, done = 0, threading.Event()
 
@@ -144,8 +124,81 @@ def test_a_loop_leaves_the_interpreter_to_others() -> None:
     assert turns - before > 1000
 
 
-def test_code_needs_nothing_of_the_compilers() -> None:
-    module = build_module(cast(Any, squares).function, (("int64", 0), ("int64", 0)))
-    needed = {function.name for function in module.functions if function.is_declaration}
-    assert {name for name in needed if not name.startswith("llvm.")} <= {"malloc", "free", "memset", "memcpy"}
-    assert not [variable.name for variable in module.global_variables if variable.is_declaration]
+CALL = """
+import numpy
+from optim.kernels.vectors import _add_squares
+sums = numpy.zeros(3)
+_add_squares(numpy.full(3, 2, "f"), sums)
+assert sums.tolist() == [4, 4, 4]
+print(sum(_add_squares.stats.cache_misses.values()))
+"""
+
+
+def compiled_by(cache: Path, home: Path, ready: str = "") -> int:
+    """Call a kernel in a new process, and return how many times it was compiled."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "XDG_CACHE_HOME": str(home)}
+    command = [sys.executable, "-W", "error", "-c", ready + CALL]
+    return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout)
+
+
+def test_kernel_is_compiled_once_for_later_processes(tmp_path: Path) -> None:
+    assert [compiled_by(tmp_path, tmp_path) for _ in range(2)] == [1, 0]
+    assert len(list(tmp_path.rglob("*.nbc"))) == 1
+
+
+def test_kernel_is_compiled_where_no_cache_can_be_written(tmp_path: Path) -> None:
+    closed = tmp_path / "file"
+    closed.write_text("not a directory")
+    nothing = "import pathlib; pathlib.Path.mkdir = lambda *a, **k: (_ for _ in ()).throw(PermissionError())\n"
+    assert [compiled_by(closed, closed, nothing) for _ in range(2)] == [1, 1]
+
+
+def test_processes_that_compile_at_the_same_time_do_not_harm_each_other(tmp_path: Path) -> None:
+    counts = list[int]()
+    threads = [threading.Thread(target=lambda: counts.append(compiled_by(tmp_path, tmp_path))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(counts) == 3 and compiled_by(tmp_path, tmp_path) == 0
+    assert len(list(tmp_path.rglob("*.nbc"))) == 1
+
+
+def test_cache_of_other_sources_is_not_used_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, cache = tmp_path / "package", tmp_path / "cache"
+    package.mkdir()
+    monkeypatch.setattr(jit, "PACKAGE", package)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(cache))
+    (package / "helper.py").write_text("one")
+    first = cache_directory()
+    assert first is not None and cache_directory() == first
+    (package / "helper.py").write_text("two")
+    second = cache_directory()
+    assert second is not None and second != first
+    assert list(cache.iterdir()) == [second.parent]
+
+
+def test_cache_is_in_the_first_place_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, home = tmp_path / "package", tmp_path / "home"
+    package.mkdir()
+    monkeypatch.setattr(jit, "PACKAGE", package)
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    found = cache_directory()
+    assert found is not None and found.parents[1] == package / "__pycache__"
+    found.rmdir()
+    found.parent.rmdir()
+    found.parents[1].rmdir()
+    (package / "__pycache__").write_text("not a directory")
+    found = cache_directory()
+    assert found is not None and found.parents[1] == home / "murmur"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(package / "__pycache__"))
+    assert cache_directory() is None
+
+
+def test_each_kind_of_processor_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    own = cache_directory()
+    monkeypatch.setattr(llvm, "get_host_cpu_name", lambda: "another")
+    other = cache_directory()
+    assert own is not None and other is not None and own != other and own.exists()
