@@ -157,13 +157,13 @@ def test_every_word_is_explained_where_it_is_shown_and_no_other() -> None:
     absences = set(REJECT_TEXTS) | said(r'MissReason\("([a-z ]+)"', "node/monitoring/status_reporter.py")
     assert {"slow", "excluded"} < absences and explained("Rounds without its work") == absences
     counted = {word for _, word in _STATUS.values()} | {kind("").metric_label for kind in PeerFault.__subclasses__()}
-    streams = said(
+    counted_there = said(
         r'refusals\["([a-z ]+)"\]',
         "protocol/transport/connection_supervisor.py",
         "protocol/transport/libp2p/grpc_bridge.py",
+        "protocol/blobs/download.py",
     )
-    ours = said(r'metrics\.record_refusal\("([a-z ]+)"\)', "node/daemon/node.py")
-    assert "stream lost" in streams and "wrong blob" in ours
-    assert explained("Refused") == {*get_args(RejectReason), *counted, *streams, *ours}
+    assert {"stream lost", "wrong blob"} < counted_there
+    assert explained("Refused") == {*get_args(RejectReason), *counted, *counted_there}
     direct = said(r'(?:_refuse\(|return )"([A-Za-z ]+)"', "protocol/transport/tls/listener.py")
     assert "cut" in direct and explained("Direct connections not taken") == direct
