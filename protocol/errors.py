@@ -1,36 +1,36 @@
-"""The tree of errors a person or a peer can cause, and the exit code of each.
+"""The errors that a person or a peer can cause, and the exit code of each.
 
-MurmurError                      1   anything below, unspecified
-├── UsageError                   2   a command was called wrongly
-├── ManifestError                3   unknown or ill-typed key, unreadable manifest, no such recipe
-├── MissingFileError             4   a file or folder that was named does not exist
-├── IdentityError                5   key file unreadable or readable by others
+MurmurError                      1   any of the errors below, unspecified
+├── UsageError                   2   a command was called with wrong arguments
+├── ManifestError                3   unknown or ill-typed key, unreadable manifest, unknown recipe
+├── MissingFileError             4   a named file or folder does not exist
+├── IdentityError                5   the key file is unreadable, or readable by others
 ├── AlreadyRunningError          6   another node uses this folder
 ├── OtherRunError                7   the folder belongs to another run
-├── CheckpointError              8   no usable checkpoint, or one of other shapes
+├── CheckpointError              8   no usable checkpoint, or one with other shapes
 ├── StorageError                 9   no space on disk, or the disk fails
-├── UnreachableError            10   no bootstrap peer answers (only where a command gives up)
-│   └── GoneError                    what a peer named is not there any more
-├── DeviceError                 11   the accelerator asked for is not there
+├── UnreachableError            10   no bootstrap peer answers (only if a command gives up)
+│   └── GoneError                    a blob or peer that another peer named no longer exists
+├── DeviceError                 11   the requested accelerator is not available
 ├── DataError                   12   the training text is missing or malformed
 ├── TransportError              13   p2pd cannot be started or kept alive
-│   └── PortTakenError               a port that was asked for is another program's
-├── OrganiserError              14   a manifest from elsewhere that its organiser has not signed
+│   └── PortTakenError               another program uses a requested port
+├── OrganiserError              14   the organiser's signature of a manifest is missing or wrong
 └── PeerFault                    -   a peer sent something wrong; never leaves the daemon
-    ├── MalformedError               bytes that do not parse, or parse to nonsense
+    ├── MalformedError               bytes that do not parse, or parse to invalid values
     ├── ForgedError                  a signature that does not verify
     ├── StaleError                   expired, replayed or of another run
-    └── LimitError                   more than this identity may send
+    └── LimitError                   more than this peer may send
 """
 
 
 def describe_error(error: BaseException) -> str:
-    """What it says of itself; many of Python's own say nothing."""
+    """Return the text of an error, or its type's name, because many of Python's own errors have no text."""
     return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
 class MurmurError(Exception):
-    """An error whose text is one line that says what to do."""
+    """An error whose text is one line that tells the user what to do."""
 
     exit_code = 1
 
@@ -96,11 +96,11 @@ class OrganiserError(MurmurError):
 
 
 class PeerFault(MurmurError):  # noqa: N818
-    """What a peer did wrong; caught, counted and logged where its bytes enter."""
+    """A peer's violation of the protocol; caught, counted and logged where its bytes arrive."""
 
     @property
     def metric_label(self) -> str:
-        """By which it is counted: malformed, forged, stale, limit."""
+        """Return the label under which it is counted: malformed, forged, stale or limit."""
         return type(self).__name__.removesuffix("Error").lower()
 
 

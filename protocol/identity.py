@@ -1,8 +1,8 @@
-"""The key of a peer: one Ed25519 key is its libp2p identity, and it signs the peer's statements.
+"""The key of a peer: one Ed25519 key that is its libp2p identity and signs the peer's messages.
 
-The file holds libp2p's `PrivateKey` message, which p2pd reads as it is. A peer id is the base58 form of the "identity"
-multihash of libp2p's `PublicKey` message, so it contains the public key and a signature is checked from the id alone.
-Layout of both: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+The file holds libp2p's `PrivateKey` message, which p2pd reads unchanged. A peer id is the base58 form of the "identity"
+multihash of libp2p's `PublicKey` message, so it contains the public key, and a signature can be verified with the id
+alone. Layout of both: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 """
 
 import os
@@ -23,13 +23,13 @@ PEER_ID_LENGTH = 52
 KEY_BYTES = 32
 # Field 1 (key type) is 1 for Ed25519; field 2 is the key: 64 bytes (seed, then public key) or 32.
 PRIVATE_HEADER = bytes.fromhex("08011240")
-# Multihash code 0 ("identity"), 36 bytes long, then the message's own header.
+# Multihash code 0 ("identity"), 36 bytes long, then the header of libp2p's message.
 PUBLIC_HEADER = bytes.fromhex("0024") + bytes.fromhex("08011220")
 PRIVATE_FILE_BYTES = len(PRIVATE_HEADER) + 2 * KEY_BYTES
 
 
 class Identity:
-    """An Ed25519 private key."""
+    """An Ed25519 private key and its peer id."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
@@ -41,7 +41,7 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Self:
-        """The key in the file, made if there is none. IdentityError: it cannot be used, and what to do."""
+        """Load the key from the file, creating it if it does not exist; raise IdentityError if it is unusable."""
         try:
             return cls._load(path)
         except FileNotFoundError:
@@ -68,29 +68,29 @@ class Identity:
         identity = cls.create()
         try:
             _store_exclusively(path, identity.to_bytes())
-        except FileExistsError:  # another process was faster: both are to be the same peer
+        except FileExistsError:  # another process was faster; both must be the same peer
             return cls._load(path)
         except OSError as error:
-            message = f"cannot write the key {path}: {error.strerror}; name a folder you may write to"
+            message = f"cannot write the key {path}: {error.strerror}; name a folder that you may write to"
             raise IdentityError(message) from error
         return identity
 
     def to_bytes(self) -> bytes:
-        """The `PrivateKey` message that the file holds."""
+        """Return the `PrivateKey` message that the file holds."""
         return PRIVATE_HEADER + self._key.private_bytes_raw() + self._key.public_key().public_bytes_raw()
 
     def sign(self, message: bytes) -> bytes:
-        """64 bytes."""
+        """Return the 64-byte signature of a message."""
         return self._key.sign(message)
 
     @property
     def private_key(self) -> Ed25519PrivateKey:
-        """For TLS, which signs by itself and covers what no statement of ours begins with."""
+        """Return the key for TLS, whose signed bytes cannot be confused with those of our messages."""
         return self._key
 
 
 def _store_exclusively(path: Path, content: bytes) -> None:
-    """Whole or not at all, whenever the process dies; never over an existing file."""
+    """Write a file atomically and durably; raise FileExistsError if it exists."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".key-") as file:  # created with mode 0600
         file.write(content)
@@ -110,8 +110,8 @@ def _peer_id(public: bytes) -> PeerId:
 
 @lru_cache(maxsize=4096)
 def public_key(peer_id: PeerId) -> Ed25519PublicKey:
-    """The key inside a peer id. MalformedError: not the id of an Ed25519 key, in its one canonical form."""
-    # The length comes first: decoding takes time quadratic in it, and the text may be a peer's.
+    """Return the key in a peer id; raise MalformedError unless it is the canonical id of an Ed25519 key."""
+    # Check the length first: decoding takes quadratic time, and the text may come from a peer.
     if len(peer_id) != PEER_ID_LENGTH:
         raise MalformedError(f"a peer id has {PEER_ID_LENGTH} characters, not {len(peer_id)}")
     try:
@@ -125,7 +125,7 @@ def public_key(peer_id: PeerId) -> Ed25519PublicKey:
 
 
 def verify(peer_id: PeerId, message: bytes, signature: bytes) -> None:
-    """ForgedError unless the peer signed the message; MalformedError for a peer id that is none."""
+    """Raise ForgedError unless the peer signed the message, and MalformedError for an invalid peer id."""
     try:
         public_key(peer_id).verify(signature, message)
     except InvalidSignature as error:

@@ -1,4 +1,4 @@
-"""The run manifest: one TOML file that says everything about a run, parsed, checked and named by its hash.
+"""The run manifest: one TOML file that describes a whole run, parsed, checked and named by its hash.
 
 The run id is the SHA-256 of the canonical form: sorted JSON of every value, defaults filled in, without the
 bootstrap addresses (they are hints, and may change while the run lives) and without `model.kind` if it is the default.
@@ -24,7 +24,7 @@ OptionValue = Scalar | ScalarTable | tuple[Scalar | ScalarTable, ...]
 RunId = str  # 64 hexadecimal digits
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 MAX_MANIFEST_BYTES = 64 * 1024
-MAX_DOTS_PER_LINE = 500  # on one line: the time to parse a dotted key grows with the square of its parts
+MAX_DOTS_PER_LINE = 500  # because the time to parse a dotted key grows with the square of its parts
 MAX_SHOWN_CHARACTERS = 80
 DEFAULT_MODEL_KIND = "llama"
 MAX_PHASES = 64
@@ -32,7 +32,7 @@ MAX_OPTION_KEYS = 8
 
 
 class Section(BaseModel):
-    """Base of every table: unknown keys are refused, values never change, and no type is guessed."""
+    """Base of every table: it refuses unknown keys, is immutable, and guesses no type."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -66,7 +66,7 @@ OptionTable = dict[str, Annotated[OptionValue, BeforeValidator(_check_option)]]
 
 
 class RunSection(Section):
-    """What the run is called and who may be asked about it."""
+    """The name of the run, its seed, and the peers to ask first."""
 
     name: Name
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -98,7 +98,7 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Where the tokens come from."""
+    """The source of the tokens."""
 
     source: Literal["python-stdlib", "text", "tokens", "hf"]
     path: str = Field(default="", description="glob, shard folder or data set name; relative to the manifest")
@@ -145,14 +145,14 @@ class MethodSection(Section):
 class RoundSection(Section):
     """Deadlines of an outer round, in seconds."""
 
-    grace: float = Field(default=10.0, gt=0, description="wait for the others once half of the live have reported")
+    grace: float = Field(default=10.0, gt=0, description="wait for the others once half of the live peers have reported")
     leader_timeout: float = Field(default=5.0, gt=0, description="silence after which the next leader takes over")
     exchange_timeout: float = Field(default=60.0, gt=0, description="the longest an exchange may take")
     parts: int = Field(default=12, ge=1, le=4096, description="parts of a butterfly")
 
 
 class MembershipSection(Section):
-    """Seconds between gossip exchanges, and until a silent peer counts as gone."""
+    """Gossip interval, and time until a silent peer counts as gone; in seconds."""
 
     heartbeat: float = Field(default=2.0, gt=0)
     expiry: float = Field(default=15.0, gt=0)
@@ -164,7 +164,7 @@ class CheckpointSection(Section):
 
 
 class TargetSection(Section):
-    """When the run is done: whichever comes first of those given."""
+    """The end of the run: the first of the given targets to be reached."""
 
     rounds: int | None = Field(default=None, ge=1)
     tokens: int | None = Field(default=None, ge=1)
@@ -205,7 +205,7 @@ class Manifest(Section):
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Read a manifest from a file; raises MissingFileError or ManifestError, each one line that says what to mend."""
+    """Read a manifest from a file; raise MissingFileError or ManifestError, one line that says what to fix."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_MANIFEST_BYTES + 1)
@@ -215,7 +215,7 @@ def load_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(text: bytes, origin: str) -> Manifest:
-    """`origin` names the text in errors."""
+    """Parse and check a manifest; `origin` names the text in errors."""
     if len(text) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{origin}: a manifest has at most {MAX_MANIFEST_BYTES} bytes; shorten it")
     try:
@@ -239,19 +239,19 @@ def _refuse_date(value: object) -> str:
 
 
 def _describe_fault(error: ValidationError, text: str) -> str:
-    """One line on one fault; an unknown key first, for a key that is missing may be the same one misspelt."""
+    """Describe one fault on one line; unknown keys first, because a missing key may be the same one misspelt."""
     faults = error.errors(include_url=False)
     fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     keys = tuple(str(part) for part in fault["loc"])
-    place, line = _printable(".".join(keys)) or "manifest", _line_of(keys, text)
-    where = f"{place} (line {line})" if line else place
+    key_path, line = _printable(".".join(keys)) or "manifest", _line_of(keys, text)
+    where = f"{key_path} (line {line})" if line else key_path
     if fault["type"] == "extra_forbidden":
         return f"unknown key {where}; {_hint(keys)}"
     if fault["type"] == "missing":
-        return f"{place} is missing; add it"
+        return f"{key_path} is missing; add it"
     message = fault["msg"].removeprefix("Value error, ")
-    given = fault["input"]
-    return f"{where}: {message}" + ("" if isinstance(given, dict) else f", got {_printable(repr(given))}")
+    value = fault["input"]
+    return f"{where}: {message}" + ("" if isinstance(value, dict) else f", got {_printable(repr(value))}")
 
 
 def _hint(keys: tuple[str, ...]) -> str:
@@ -261,7 +261,7 @@ def _hint(keys: tuple[str, ...]) -> str:
 
 
 def _printable(text: str) -> str:
-    """On one line, of a length that a person reads."""
+    """Return a text on one line, shortened for people."""
     shown = text if text.isprintable() else repr(text)
     return shown if len(shown) <= MAX_SHOWN_CHARACTERS else shown[:MAX_SHOWN_CHARACTERS] + "..."
 
@@ -277,7 +277,7 @@ def _known_keys(tables: tuple[str, ...]) -> list[str]:
 
 
 def _line_of(keys: tuple[str, ...], text: str) -> int | None:
-    """The line on which a key (or, failing that, its table) stands; TOML's parser does not tell."""
+    """Return the line of a key or, failing that, of its table, because TOML's parser does not report lines."""
     table, found = "", None
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line)

@@ -1,7 +1,7 @@
-"""Answers that do not parse.
+"""Replies that do not parse.
 
-gRPC's asyncio client hands them over as None, and so do our own lines. Whoever asks a peer passes the answer through
-`parsed` before it looks at it: what a peer sends must not end as a fault of our own code.
+gRPC's asyncio client and our own RPC channel return such a reply as None. Callers of a peer pass every reply through
+`require_reply` before they use it, so that a peer's invalid bytes do not become an error in our own code.
 """
 
 from typing import TypeVar
@@ -12,7 +12,7 @@ Reply = TypeVar("Reply")
 
 
 def require_reply(reply: Reply | None) -> Reply:
-    """MalformedError where what came is no message of its kind."""
+    """Raise MalformedError if the reply did not parse."""
     if reply is None:
         raise MalformedError("an answer that does not parse")
     return reply

@@ -1,4 +1,4 @@
-"""Tasks that are not wanted any more."""
+"""Cancellation of asyncio tasks."""
 
 import asyncio
 from collections.abc import Collection
@@ -6,7 +6,7 @@ from typing import Any
 
 
 async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel them; returns when all have ended, whatever became of them."""
+    """Cancel tasks and wait until all have ended, ignoring their outcomes."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -53,7 +53,7 @@ def test_another_run_under_the_same_seal_is_refused() -> None:
     text = sign_manifest(MANIFEST, ORGANISER)
     other = text.replace(b'name = "small"', b'name = "other"')
     assert parse_manifest(other, "here").run.name == "other"
-    with pytest.raises(OrganiserError, match="not what 12D3KooW.* signed; get it anew"):
+    with pytest.raises(OrganiserError, match="not what 12D3KooW.* signed; get it again"):
         open_signed_manifest(other, "here")
 
 
