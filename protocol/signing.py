@@ -98,8 +98,9 @@ def _check_envelope(signed: murmur_pb2.Signed, kind: str, max_bytes: int) -> Non
     if signed.kind != kind:
         raise MalformedError(f"{signed.peer} sent a message of another kind instead of {kind}")
     if len(signed.body) > max_bytes:
+        size = len(signed.body)
         raise MalformedError(
-            f"a {kind} message of {signed.peer} has {len(signed.body)} bytes; at most {max_bytes} are allowed"
+            f"a {kind} message of {signed.peer} has {size} bytes; at most {max_bytes} bytes are allowed"
         )
     if len(signed.signature) != SIGNATURE_BYTES:
         raise MalformedError(f"a {kind} message of {signed.peer} has a signature of {len(signed.signature)} bytes")
