@@ -145,7 +145,7 @@ class MethodSection(Section):
 class RoundSection(Section):
     """Deadlines of an outer round, in seconds."""
 
-    grace: float = Field(default=10.0, gt=0, description="wait for the others once half of the live peers have reported")
+    grace: float = Field(default=10.0, gt=0, description="wait for others once half of the live peers have reported")
     leader_timeout: float = Field(default=5.0, gt=0, description="silence after which the next leader takes over")
     exchange_timeout: float = Field(default=60.0, gt=0, description="the longest an exchange may take")
     parts: int = Field(default=12, ge=1, le=4096, description="parts of a butterfly")
