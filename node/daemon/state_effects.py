@@ -38,8 +38,7 @@ from node.loop.events import (
 from node.monitoring.status_reporter import StatusReporter
 from optim.method import Method
 from protocol.consensus.events import Rejected
-from protocol.consensus.messages import Commit
-from protocol.consensus.topology import AppliedContributions
+from protocol.consensus.messages import AppliedContributions, Commit
 from protocol.errors import GoneError, MissingFileError, PeerFault, UnreachableError
 
 MIN_STATE_SECONDS = 15.0  # to download a state, and a second more for each MIN_BYTES_PER_SECOND

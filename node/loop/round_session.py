@@ -41,6 +41,7 @@ from protocol.consensus.message_buffer import MessageBuffer, MessageKey, message
 from protocol.consensus.message_kinds import ReducedPart, named_blobs
 from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
 from protocol.consensus.pacing import Pacing
+from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 
@@ -116,9 +117,13 @@ class RoundSession:
         self._number = head.round
         self._opening += 1
         self._machine = RoundMachine(
-            self._options.settings(head.round), self._options.peer_id, head.round, head.digest, self._signer, now,
-            last_seen, self._vote, self._pacing.early_submit_policy,
-        )  # fmt: skip
+            self._options.settings(head.round),
+            self._options.peer_id,
+            RoundStart(head.round, head.digest, last_seen, self._vote),
+            self._signer,
+            now,
+            self._pacing.early_submit_policy,
+        )
         self._pacing.open_round(head.round, now)
         self._membership = None
         self.update_membership(membership)

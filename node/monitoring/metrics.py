@@ -22,7 +22,7 @@ from starlette.routing import Route
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.status import CatchUpKind, NodeStatus, RecoveredErrorKind, RoundOutcome
 from node.units import ALL_INTERFACES, parse_host_port
-from protocol.consensus.topology import AppliedContributions
+from protocol.consensus.messages import AppliedContributions
 
 MAX_CONNECTIONS = 32
 

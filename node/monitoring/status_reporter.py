@@ -26,8 +26,7 @@ from node.monitoring.status import CatchUpKind, NodeStatus, Phase, RecoveredErro
 from node.units import format_bytes, format_plural
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import RejectReason
-from protocol.consensus.messages import Commit, Digest
-from protocol.consensus.topology import AppliedContributions
+from protocol.consensus.messages import AppliedContributions, Commit, Digest
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 

@@ -6,15 +6,14 @@ README of this folder lists the messages and explains why two leaders never comm
 If a leader is dead or silent, is not joined by a majority or makes no progress, the members change to the next view, or
 to the latest one that a member is known to be in. Its leader first repeats any proposal that may have been decided (see
 `leader`). A view change needs no messages of its own: a member in a later view says so by an inventory without a
-roster. Messages are repeated until they are answered, so a lost one costs only time.
-
-The promises of a peer bind it beyond the life of its process (see `VoteRecord`).
+roster. Messages are repeated until they are answered, so a lost one costs only time. The promises of a peer bind it
+beyond the life of its process (see `VoteRecord`).
 
 Without a majority nothing is committed: a minority waits until the votes of vanished members are forgotten
 (`vote_memory`), and then commits a proposal that all of it acknowledge (in groups: a majority of it).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from google.protobuf import message
@@ -51,9 +50,8 @@ from protocol.consensus.message_kinds import (
     kind_of,
 )
 from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Digest, PartBlob, SignedMessage, blobs_of
-from protocol.consensus.quorum import VoterSet
 from protocol.consensus.retransmit import OutgoingMessage, messages_for_next_leader, messages_to_resend
-from protocol.consensus.settings import RoundSettings
+from protocol.consensus.settings import RoundSettings, RoundStart
 from protocol.consensus.state import MAX_VIEW, Rejection, RoundState
 from protocol.consensus.view import View
 from protocol.identity import PeerId
@@ -74,32 +72,25 @@ class RoundMachine:
         self,
         settings: RoundSettings,
         me: PeerId,
-        number: int,
-        base: Digest,
+        start: RoundStart,
         signer: Signer,
         now: float,
-        last_seen: Mapping[PeerId, float] | None = None,
-        last_vote: VoteRecord | None = None,
         early_submit_policy: Callable[[int], EarlySubmitPolicy] | None = None,
     ) -> None:
         """Open a round.
 
         Args:
-            number: the number of the round.
-            base: the digest of the chain that the round continues.
-            last_seen: `last_seen` of the round before; in the first round of a process all live trainers, at `now`.
-            last_vote: the last vote record of this peer, of any round.
             early_submit_policy: maps the round number to the time of a RequestEarlySubmit; `None` means never.
         """
         self.commit: SignedMessage[Commit] | None = None
         self.signed_decision: tuple[wire.Signed, ...] = ()
         self._signer = signer
-        voter_set = VoterSet(settings.vote_memory, settings.leader_timeout, last_seen or {}, now)
-        self._state = RoundState(settings, me, number, base, voter_set, now, early_submit_policy)
+        self._state = RoundState(settings, me, start, now, early_submit_policy)
         self._knowledge = self._state.knowledge
         self._persisted_vote: tuple[int, Digest] = -1, b""  # view and lock
-        if last_vote is not None and (last_vote.round, last_vote.base) == (number, base):
-            self._persisted_vote = self._state.restore_vote(last_vote)
+        vote = start.last_vote
+        if vote is not None and (vote.round, vote.base) == (start.number, start.base):
+            self._persisted_vote = self._state.restore_vote(vote)
             self._knowledge.learn_inventory(self._sign(self._state.build_inventory()), self._state.max_held_blobs)
         self._retransmit_at = now + self._state.retransmit_interval
         self._last_report = NO_ROSTER, 0, 0  # the joined roster, and the numbers of held and announced parts

@@ -284,6 +284,25 @@ def blobs_of(contributions: Sequence[SignedMessage[Contribution]]) -> list[Blob]
     return [blob for entry in contributions for blob in entry.body.parts]
 
 
+@dataclass(frozen=True)
+class AppliedContributions:
+    """The contributions that went into a peer's state, for the log, the counters and the simulation.
+
+    Those may be fewer than a commit names: in groups, other groups apply the rest, and a dead partner's contribution
+    may be lost. `part_count` and `total_bytes`: of all their parts together.
+    """
+
+    peers: tuple[PeerId, ...]
+    part_count: int
+    total_bytes: int
+
+    @classmethod
+    def of(cls, contributions: Sequence[SignedMessage[Contribution]]) -> Self:
+        """Sum up the contributions that were applied."""
+        blobs = blobs_of(contributions)
+        return cls(tuple(entry.sender for entry in contributions), len(blobs), sum(blob.size for blob in blobs))
+
+
 def check_sizes(blobs: Iterable[Blob]) -> None:
     """Check that no digest comes with two sizes, because inventories name blobs by digest alone."""
     sizes: dict[Digest, int] = {}

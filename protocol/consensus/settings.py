@@ -1,8 +1,12 @@
-"""The settings of one round, which follow from the manifest."""
+"""The settings of one round, which follow from the manifest, and its start at one peer."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from protocol.consensus.events import VoteRecord
+from protocol.consensus.messages import Digest
 from protocol.consensus.topology import Topology
+from protocol.identity import PeerId
 from protocol.manifest import RunId
 
 
@@ -37,3 +41,18 @@ class RoundSettings:
     def exchange_seconds(self) -> float:
         """Return the longest time that all exchanges of blobs in a round may take."""
         return self.exchange_timeout * self.topology.exchange_count
+
+
+@dataclass(frozen=True)
+class RoundStart:
+    """The place of a round on the chain, and the memory that a peer brings into it.
+
+    `base`: the digest of the chain that the round continues. `last_seen`: the time at which each peer that may take
+    part was last known to be alive: that of the round before, or in the first round of a process all live trainers.
+    `last_vote`: the last vote record of this peer, of any round.
+    """
+
+    number: int
+    base: Digest
+    last_seen: Mapping[PeerId, float] = field(default_factory=dict)
+    last_vote: VoteRecord | None = None

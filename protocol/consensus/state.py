@@ -22,7 +22,7 @@ from protocol.consensus.messages import (
     part_blobs_of,
 )
 from protocol.consensus.quorum import Election, VoterSet
-from protocol.consensus.settings import RoundSettings
+from protocol.consensus.settings import RoundSettings, RoundStart
 from protocol.consensus.topology import NeededPart, Topology
 from protocol.consensus.view import View
 from protocol.identity import PeerId
@@ -56,16 +56,20 @@ class RoundState:
     """
 
     def __init__(
-        self, settings: RoundSettings, me: PeerId, number: int, base: Digest, voter_set: VoterSet, now: float,
+        self,
+        settings: RoundSettings,
+        me: PeerId,
+        start: RoundStart,
+        now: float,
         early_submit_policy: Callable[[int], EarlySubmitPolicy] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.settings = settings
         self._early_submit_policy = early_submit_policy
         self.me = me
-        self.number = number
-        self.base = base
-        self.election = Election(settings.run_id, number)
-        self.voter_set = voter_set
+        self.number = start.number
+        self.base = start.base
+        self.election = Election(settings.run_id, start.number)
+        self.voter_set = VoterSet(settings.vote_memory, settings.leader_timeout, start.last_seen, now)
         self.knowledge = RoundKnowledge(me)
         self.view = 0
         self.view_since = now

@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.messages import (
@@ -390,22 +390,3 @@ def exponential_pairs(round_number: int, peers: Collection[PeerId]) -> list[Grou
     found = [tuple(order[position] for position in pair if position < len(order)) for pair in positions]
     alone = set(order).difference(*found)
     return sorted([*found, *((peer,) for peer in alone)])
-
-
-@dataclass(frozen=True)
-class AppliedContributions:
-    """The contributions that went into a peer's state, for the log, the counters and the simulation.
-
-    Those may be fewer than a commit names: in groups, other groups apply the rest, and a dead partner's contribution
-    may be lost. `part_count` and `total_bytes`: of all their parts together.
-    """
-
-    peers: tuple[PeerId, ...]
-    part_count: int
-    total_bytes: int
-
-    @classmethod
-    def of(cls, contributions: Sequence[SignedMessage[Contribution]]) -> Self:
-        """Sum up the contributions that were applied."""
-        blobs = blobs_of(contributions)
-        return cls(tuple(entry.sender for entry in contributions), len(blobs), sum(blob.size for blob in blobs))

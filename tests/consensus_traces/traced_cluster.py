@@ -45,6 +45,7 @@ from protocol.consensus.message_kinds import (
 )
 from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Digest, Roster, SignedMessage
 from protocol.consensus.quorum import Election
+from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.network import NAMES, RUN_ID, make_contribution, make_signer
@@ -118,8 +119,9 @@ class TracedCluster(Cluster):
     def _restart(self, peer: PeerId) -> None:
         self.dead.discard(peer)
         seen = dict.fromkeys(self.letters, self.now)
-        settings, signer, vote = self.scenario.settings(), make_signer(peer), self._votes.get(peer)
-        self.machines[peer] = RoundMachine(settings, peer, 0, BASE, signer, self.now, seen, vote)
+        vote = self._votes.get(peer)
+        start = RoundStart(0, BASE, seen, vote)
+        self.machines[peer] = RoundMachine(self.scenario.settings(), peer, start, make_signer(peer), self.now)
         self.stores[peer] = {blob.digest for blob in vote.required_blobs} if vote else set()
         self.set_live(*(name for name in self.letters if name not in self.dead))
 
@@ -151,9 +153,7 @@ class TracedCluster(Cluster):
             self._blob_names[self.reduce_part(name, action).digest] = f"[{sum_of_part}]"
         self._write(f"{self.letters[name]} {self._describe_action(action)}")
         super()._act(name, action)
-        if (
-            isinstance(action, Fetch) and action.part_blob.blob.digest in self.stores[name]
-        ):
+        if isinstance(action, Fetch) and action.part_blob.blob.digest in self.stores[name]:
             # An earlier process left the blob on disk.
             del self.pending_fetches[name, action.part_blob]
             self.feed_event(name, BlobAvailable(action.part_blob))

@@ -9,10 +9,18 @@ from protocol.consensus import messages
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.leader import Leader
 from protocol.consensus.machine import PartSum, RoundMachine
-from protocol.consensus.messages import Commit, Contribution, Digest, PartBlob, SignedMessage, blobs_of
+from protocol.consensus.messages import (
+    AppliedContributions,
+    Commit,
+    Contribution,
+    Digest,
+    PartBlob,
+    SignedMessage,
+    blobs_of,
+)
 from protocol.consensus.quorum import VoterSet
 from protocol.consensus.state import RoundState
-from protocol.consensus.topology import AppliedContributions, Groups, Topology
+from protocol.consensus.topology import Groups, Topology
 from protocol.consensus.view import View
 from protocol.identity import PeerId
 from tests.simulation.peers import Disk, SimulatedPeer

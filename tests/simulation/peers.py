@@ -32,8 +32,8 @@ from protocol.consensus.events import (
 )
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.message_buffer import MessageBuffer
-from protocol.consensus.messages import Commit, Contribution, Digest, PartBlob, SignedMessage
-from protocol.consensus.topology import AppliedContributions
+from protocol.consensus.messages import AppliedContributions, Commit, Contribution, Digest, PartBlob, SignedMessage
+from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from tests.simulation.network import RUN_ID, Network, fake_reduce, make_signer
 from tests.simulation.work_accounting import SavedWork, TrainerWork
@@ -121,9 +121,8 @@ class SimulatedPeer:
         self._tick_at = 0.0
         self.sources.clear()
         self.waiting.clear()
-        self.round = RoundMachine(
-            settings, self.name, head.round, head.digest, make_signer(self.name), now, seen, self.vote
-        )
+        start = RoundStart(head.round, head.digest, seen, self.vote)
+        self.round = RoundMachine(settings, self.name, start, make_signer(self.name), now)
         self.refresh_membership()
         machine = self.round
         self.submit_contribution(machine)

@@ -5,8 +5,16 @@ from collections.abc import Callable, Set
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import genesis_head
 from protocol.consensus.events import Action, Fetch, Finish, Send
-from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage, enumerate_parts, part_blobs_of
-from protocol.consensus.topology import AppliedContributions, Groups
+from protocol.consensus.messages import (
+    AppliedContributions,
+    Commit,
+    Digest,
+    PartBlob,
+    SignedMessage,
+    enumerate_parts,
+    part_blobs_of,
+)
+from protocol.consensus.topology import Groups
 from protocol.identity import PeerId
 from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, fake_reduce
 from tests.simulation.peers import HEARTBEAT, SimulatedPeer

@@ -14,8 +14,7 @@ from node.ipc.channel import ContributionHeader, ContributionOutcome
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead, extend_head
-from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
-from protocol.consensus.topology import AppliedContributions
+from protocol.consensus.messages import AppliedContributions, Commit, Contribution, Digest, SignedMessage
 from protocol.identity import PeerId
 from tests.simulation.network import Scenario
 

@@ -20,8 +20,7 @@ from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.consensus.chain import ChainHead
-from protocol.consensus.messages import Commit, Contribution, SignedMessage
-from protocol.consensus.topology import AppliedContributions
+from protocol.consensus.messages import AppliedContributions, Commit, Contribution, SignedMessage
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from tests.node.small_run import (

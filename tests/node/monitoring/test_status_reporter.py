@@ -11,8 +11,7 @@ from node.monitoring.status import NodeStatus, Phase
 from node.monitoring.status_reporter import StatusReporter
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead
-from protocol.consensus.messages import Commit
-from protocol.consensus.topology import AppliedContributions
+from protocol.consensus.messages import AppliedContributions, Commit
 from protocol.errors import ForgedError, MalformedError
 from tests.node.small_run import PEERS, commit_of
 

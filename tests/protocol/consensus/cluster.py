@@ -22,6 +22,7 @@ from protocol.consensus.events import (
 )
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage
+from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, fake_reduce, make_contribution, make_signer
 
@@ -57,7 +58,9 @@ class Cluster:
         self.names = sorted(members, key=lambda name: name != leader)
 
     def new_machine(self, name: PeerId, seen: dict[PeerId, float] | None = None) -> RoundMachine:
-        return RoundMachine(self.scenario.settings(), name, 0, BASE, make_signer(name), self.now, seen)
+        return RoundMachine(
+            self.scenario.settings(), name, RoundStart(0, BASE, seen or {}), make_signer(name), self.now
+        )
 
     def contribute(self, *names: PeerId) -> None:
         for name in names:

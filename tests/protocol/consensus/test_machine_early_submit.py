@@ -4,6 +4,7 @@ import pytest
 
 from protocol.consensus.events import EarlySubmitPolicy, LocalContribution, RequestEarlySubmit
 from protocol.consensus.machine import RoundMachine
+from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.network import make_contribution, make_signer
@@ -16,8 +17,9 @@ class EarlySubmitCluster(Cluster):
 
     def new_machine(self, name: PeerId, seen: dict[PeerId, float] | None = None) -> RoundMachine:
         settings, urgency = self.scenario.settings(), EarlySubmitPolicy(self.reserve, self.whole)
+        start = RoundStart(0, BASE, seen or {})
         return RoundMachine(
-            settings, name, 0, BASE, make_signer(name), self.now, seen, early_submit_policy=lambda number: urgency
+            settings, name, start, make_signer(name), self.now, early_submit_policy=lambda number: urgency
         )
 
     def asked_early(self) -> list[PeerId]:

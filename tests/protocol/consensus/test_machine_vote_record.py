@@ -6,6 +6,7 @@ from dataclasses import replace
 from protocol.consensus.events import Action, MembershipChanged, Send, VoteRecord
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.message_kinds import Inventory
+from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.network import make_signer
@@ -45,7 +46,7 @@ def restarted(table: Cluster, vow: VoteRecord | None, base: bytes = BASE) -> tup
     """A new machine of the last to lead, and the first holding that it repeats."""
     name = table.names[-1]
     seen = dict.fromkeys(table.names, 0.0)
-    machine = RoundMachine(table.scenario.settings(), name, 0, base, make_signer(name), 0.0, seen, vow)
+    machine = RoundMachine(table.scenario.settings(), name, RoundStart(0, base, seen, vow), make_signer(name), 0.0)
     machine.handle(MembershipChanged(frozenset(table.names)), 0.0)
     return machine, machine._state.build_inventory()
 
@@ -80,7 +81,7 @@ def test_the_others_follow_at_once_whoever_they_need_for_a_majority() -> None:
     vow = VoteRecord(0, BASE, 0, None, frozenset(table.names))
     seen = dict.fromkeys(table.names, table.now)
     settings, signer = table.scenario.settings(), make_signer(back)
-    table.machines[back] = RoundMachine(settings, back, 0, BASE, signer, table.now, seen, vow)
+    table.machines[back] = RoundMachine(settings, back, RoundStart(0, BASE, seen, vow), signer, table.now)
     table.drop = lambda sender, receiver, kind: False
     table.set_live(*table.names[:3])
     table.elapse(0.8)
