@@ -11,14 +11,12 @@ from pydantic.dataclasses import dataclass
 
 from optim.options import STRICT
 
-TopologyKind = Literal["butterfly", "gather", "groups"]
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Butterfly:
     """Everyone sends part j to the peer that reduces part j; everyone fetches the reduced parts. For dense messages."""
 
-    kind: ClassVar[TopologyKind] = "butterfly"
+    kind: ClassVar[str] = "butterfly"
     reduces_parts: ClassVar[bool] = True
 
 
@@ -26,7 +24,7 @@ class Butterfly:
 class Gather:
     """Everyone fetches everyone's whole message. For sparse messages."""
 
-    kind: ClassVar[TopologyKind] = "gather"
+    kind: ClassVar[str] = "gather"
     reduces_parts: ClassVar[bool] = False
 
 
@@ -38,7 +36,7 @@ class Groups:
     (arXiv 2410.11998).
     """
 
-    kind: ClassVar[TopologyKind] = "groups"
+    kind: ClassVar[str] = "groups"
     reduces_parts: ClassVar[bool] = False
 
     size: int = Field(default=2, ge=2, le=64)

@@ -1,6 +1,7 @@
 """From a manifest to its method's program, its rounds and its learning rate."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -12,8 +13,9 @@ from node.from_manifest import (
     round_settings_by_number,
 )
 from node.model import shape_table
+from optim.compose import TOPOLOGIES as OPTIONS
 from optim.recipes import RECIPES
-from protocol.consensus.topology import Butterfly, Groups
+from protocol.consensus.topology import TOPOLOGIES, Butterfly, Groups, make_topology
 from protocol.errors import ManifestError
 from protocol.manifest import Manifest, TrainSection, parse_manifest
 
@@ -95,6 +97,15 @@ def test_each_round_has_its_own_settings() -> None:
         assert found.parts == len(program.plan(number).part_spans) and isinstance(found.topology, Butterfly)
         assert (found.run_id, found.grace) == (manifest.run_id, manifest.round.grace)
     assert program.max_parts == max(settings(number).parts for number in range(2))
+
+
+def test_every_topology_of_a_method_has_an_exchange_with_the_same_options() -> None:
+    assert OPTIONS.keys() == TOPOLOGIES.keys()
+    for kind, options in OPTIONS.items():
+        given = options()
+        topology = make_topology(kind, "run", 1, **asdict(given))
+        assert topology.kind == given.kind == kind
+        assert given.reduces_parts == (topology.reduced_part_count > 0)
 
 
 def test_groups_say_how_large_and_by_which_pattern() -> None:

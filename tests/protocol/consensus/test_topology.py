@@ -2,8 +2,9 @@ import ast
 import hashlib
 import itertools
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -14,6 +15,8 @@ from protocol.consensus.messages import Commit, SignedMessage
 from protocol.consensus.topology import (
     TOPOLOGIES,
     AllGather,
+    Contributions,
+    ExchangeStatus,
     Group,
     Groups,
     Pattern,
@@ -201,3 +204,20 @@ def test_product_asks_the_topology_instead_of_comparing_its_kind() -> None:
 )
 def test_a_comparison_of_kinds_would_be_found(line: str) -> None:
     assert kind_comparisons(line) == [1]
+
+
+@dataclass(frozen=True)
+class FirstTwo(AllGather):
+    """Every peer applies the first two contributions."""
+
+    kind: ClassVar[str] = "first two"
+
+    def ready_contributions(self, status: ExchangeStatus) -> Contributions:
+        return status.contributions[:2]
+
+
+def test_a_new_topology_takes_one_class_and_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOPOLOGIES, FirstTwo.kind, FirstTwo)
+    cluster = Cluster(3, FirstTwo.kind)
+    cluster.contribute(*cluster.names)
+    assert cluster.included_peers() == {tuple(sorted(cluster.names)[:2])}
