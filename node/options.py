@@ -125,6 +125,11 @@ class NodeOptions(MachineOptions):
         return address
 
     @property
+    def contacts(self) -> tuple[str, ...]:
+        """Return the peers that may be asked for the run."""
+        return (*self.peers, *self.manifest.run.bootstrap)
+
+    @property
     def run_id(self) -> str:
         return self.manifest.run_id
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from node.process import LOW_PRIORITY_NICENESS, lower_priority
 
@@ -47,11 +47,16 @@ def _run_in(pool: Executor) -> RunInThread:
 logger = logging.getLogger(__name__)
 
 
-class BackgroundTasks:
-    """`broken` is told of a fault in our own code; what work expects to fail it deals with itself."""
+class FaultSink(Protocol):
+    def fail(self, error: BaseException) -> None:
+        """Take note of a fault in our own code, which ends the node."""
 
-    def __init__(self, on_fault: Callable[[BaseException], None]) -> None:
-        self._on_fault = on_fault
+
+class BackgroundTasks:
+    """Tasks that nobody waits for. Errors that their work expects are handled there; others go to `faults`."""
+
+    def __init__(self, faults: FaultSink) -> None:
+        self._faults = faults
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -63,7 +68,7 @@ class BackgroundTasks:
         task.add_done_callback(self._on_task_done)
 
     def cancel_all(self) -> None:
-        """All of it."""
+        """Cancel all tasks."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
@@ -72,4 +77,4 @@ class BackgroundTasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("something broke in the background", exc_info=error)
-            self._on_fault(error)
+            self._faults.fail(error)

@@ -13,23 +13,24 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
 from benchmarks.merge.random_vectors import random_vector, relative_error
 from benchmarks.merge.worker import OrderChannel, peer_parser
 from node.checkpoints.vote_log import VoteLog
-from node.daemon.contributions import ContributionTracker, StoredContribution
 from node.daemon.downloads import Downloads
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.outer_state import OuterState, ReplicatedState, RoundCompute
-from node.daemon.peer_rpc import Outbox, deliver
+from node.daemon.peer_rpc import Outbox, PeerRpc
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.services import InboundQuota, RoundsService
 from node.daemon.state_effects import StateEffects
 from node.ipc.channel import ContributionHeader
+from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.events import (
     AdvanceState,
     ApplyCommit,
@@ -99,8 +100,8 @@ class Peer:
         self.transport = Transport.create(folder / "key", folder)
         self._blobs = BlobService(self._store, caller)
         fetcher = Downloader(self._store, self.transport.bulk, random.Random(words.rank))
-        self._wishes = Downloads(fetcher, lambda: self._others)
         self._others: list[PeerId] = []
+        self._wishes = Downloads(fetcher, self, PeerRpc(RUN_ID, self.transport), LoggedStatus())
         self.inbox = Inbox()
         self._contributions = ContributionTracker(self.program)
         self._state = MergeState(self.inbox, self._replica, self._wishes)
@@ -117,13 +118,8 @@ class Peer:
         )
         self.loop = RoundLoop(LoopOptions(options), self._replica.chain, b"", self._contributions, session)
         self._receiver = MessageReceiver(RUN_ID, self._terms, self.inbox, status)
-        outbox = Outbox(
-            lambda peer, messages, seconds: deliver(RUN_ID, self.transport, peer, messages, seconds),
-            self._receiver.receive,
-            log_failure,
-            self.inbox.fail,
-            log_failure,
-        )
+        rpc = PeerRpc(RUN_ID, self.transport)
+        outbox = Outbox(rpc, self._receiver, self, self.inbox, status)
         tools = RoundTools(
             store=self._store,
             downloads=self._wishes,
@@ -135,10 +131,24 @@ class Peer:
         state_effects = cast(StateEffects, self._state)
         self.effects = Effects(self.loop, self.inbox, self._receiver, outbox, round_effects, state_effects)
 
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        log_failure(peer, reason)
+
+    def other_trainers(self) -> list[PeerId]:
+        return self._others
+
+    def unreachable_peers(self) -> frozenset[PeerId]:
+        return frozenset()
+
+    def relay_candidates(self, owner: PeerId) -> list[PeerId]:
+        return []
+
     async def open(self, conversation: OrderChannel) -> None:
         deliveries = InboundQuota(self._terms.parts, RoundSection().leader_timeout)
-        refused = LoggedStatus().record_refusal
-        rounds = RoundsService(RUN_ID, self.loop, self._receiver, self._replica, deliveries, refused)
+        served: Any = SimpleNamespace(
+            loop=self.loop, receiver=self._receiver, replicated=self._replica, quota=deliveries
+        )
+        rounds = RoundsService({RUN_ID: served}, LoggedStatus())
         services = [
             lambda server: register_blob_service(self._blobs, server),
             lambda server: add_RoundsServicer_to_server(rounds, server),
@@ -249,11 +259,11 @@ class MergeState:
 class LoggedStatus:
     """In the place of StatusReporter."""
 
-    def record_refusal(self, peer: PeerId, *faults: PeerFault) -> None:
-        log_failure(peer, str(faults[0]))
+    def record_refusal(self, peer: PeerId, first: PeerFault, *_: PeerFault) -> None:
+        log_failure(peer, str(first))
 
-    def record_recovered(self, kind: str, line: str) -> None:
-        log_failure(kind, line)
+    def record_recovered(self, reason: str, line: str) -> None:
+        log_failure(reason, line)
 
 
 def log_failure(subject: str, reason: str) -> None:

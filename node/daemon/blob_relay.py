@@ -8,26 +8,22 @@ brought here, and no more of it than a few messages' worth. With the round it is
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
-import grpc
-
-from node.monitoring.status import RecoveredErrorKind
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.blobs.relay_quota import RelayQuota
 from protocol.blobs.store import BlobStore
+from protocol.consensus.chain import Chain
 from protocol.consensus.message_kinds import Body, named_blobs, parse
 from protocol.consensus.messages import ContributionLimits, SignedMessage
-from protocol.errors import LimitError, MalformedError, PeerFault, StaleError, StorageError, UnreachableError
+from protocol.errors import LimitError, MalformedError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.murmur_pb2 import CarryReply, CarryRequest
-from protocol.murmur_pb2_grpc import CarriersServicer
-from protocol.transport.transport import UNKNOWN_CALLER, caller
+from protocol.murmur_pb2 import Signed
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +35,19 @@ MAX_CALLS_PER_PEER = 16  # of one peer at once, as many as its connection takes;
 MAX_FETCHES_PER_PEER = 8  # so many of them are fetched for at once, the others wait behind these
 
 
-@dataclass
-class RelayContext:
-    """`round`: the one at hand. `is_member`: of the run, and live. `refused`: hears of what is not carried."""
+@dataclass(frozen=True, kw_only=True)
+class RelayOptions:
+    """Limits of a run: bytes that one peer contributes to a round at most, and seconds that a fetch may take."""
 
-    round: Callable[[], int]
-    is_member: Callable[[PeerId], bool]
-    record_refusal: Callable[[PeerId, PeerFault], None]
-    record_recovered: Callable[[RecoveredErrorKind, str], None]
+    run_id: RunId
+    limits: ContributionLimits
+    contribution_bytes: int
+    fetch_seconds: float
+
+
+class MemberView(Protocol):
+    def is_trainer(self, peer: PeerId) -> bool:
+        """Return whether it is a live member of the run."""
 
 
 @dataclass
@@ -57,28 +58,26 @@ class _CallQueue:
     fetch_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_FETCHES_PER_PEER))
 
 
-class BlobRelayService(CarriersServicer):
-    """`message_bytes`: what one peer sends in a round at most; `seconds`: that a fetch may take.
+class BlobRelay:
+    """Fetches blobs of one run's round for peers that cannot reach their owners.
 
-    `bytes_carried` counts what was passed on at somebody's request.
+    `bytes_relayed` counts the bytes that peers had relayed.
     """
 
     def __init__(
         self,
-        run_id: RunId,
-        limits: ContributionLimits,
-        contribution_bytes: int,
-        fetch_seconds: float,
+        options: RelayOptions,
         downloader: Downloader,
         store: BlobStore,
-        context: RelayContext,
+        chain: Chain,
+        members: MemberView,
     ) -> None:
-        self._run_id = run_id
-        self._limits = limits
-        self._fetch_seconds = fetch_seconds
+        limits, contribution_bytes = options.limits, options.contribution_bytes
+        self._options = options
         self._downloader = downloader
         self._store = store
-        self._context = context
+        self._chain = chain
+        self._members = members
         blobs_each = max(MIN_BLOBS_PER_PEER, MAX_CONTRIBUTIONS_PER_PEER * limits.parts)
         self._quota = RelayQuota(
             MAX_CONTRIBUTIONS * contribution_bytes, MAX_CONTRIBUTIONS_PER_PEER * contribution_bytes, blobs_each
@@ -86,53 +85,41 @@ class BlobRelayService(CarriersServicer):
         self._queues: dict[PeerId, _CallQueue] = {}
         self.bytes_relayed = 0
 
-    async def Carry(self, request: CarryRequest, context: Any) -> CarryReply:  # noqa: N802
-        peer = UNKNOWN_CALLER
-        try:
-            peer = caller(context)
-            await self._relay(peer, *self._admit(peer, request))
-        except PeerFault as fault:
-            self._context.record_refusal(peer, fault)
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(fault))
-        except (UnreachableError, StorageError) as error:
-            self._context.record_recovered("not carried", f"for {peer}: {error}")
-            # The reason stays here: it may name folders.
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "it could not be fetched here either")
-        return CarryReply()
+    async def relay(self, peer: PeerId, named_by: Signed, digest: bytes) -> None:
+        """Have the blob in the store when this returns.
 
-    def relayed_digests(self) -> set[bytes]:
-        """Digests of what is carried in the round at hand, and is to stay."""
-        self._quota.release_before(self._context.round())
-        return self._quota.digests()
-
-    def _admit(self, peer: PeerId, request: CarryRequest) -> tuple[Blob, SignedMessage[Body]]:
-        """Raises PeerFault for what is not to be carried."""
-        if request.run.hex() != self._run_id:
-            raise StaleError(f"{peer} asks about another run")
-        # Before its statement costs us much: others may have thousands in them.
-        self._require_member(peer)
-        if request.statement.kind not in NAMING_KINDS:
-            raise MalformedError(f"{peer} has a blob carried that a {request.statement.kind[:20]!r} names")
-        statement, now = parse(request.statement, self._run_id, self._limits), self._context.round()
-        if statement.body.round not in (now, now + 1):  # whoever is a moment ahead is not refused
-            raise StaleError(f"{peer} has something of round {statement.body.round} carried, now is {now}")
-        self._require_member(statement.sender)
-        blob = next((entry.blob for entry in named_blobs(statement) if entry.blob.digest == request.digest), None)
-        if blob is None:
-            raise MalformedError(f"{peer} has a blob carried that {statement.sender} has not named")
-        return blob, statement
-
-    def _require_member(self, peer: PeerId) -> None:
-        if not self._context.is_member(peer):
-            raise StaleError(f"{peer} takes no part in the run")
-
-    async def _relay(self, peer: PeerId, blob: Blob, message: SignedMessage[Body]) -> None:
+        Raises PeerFault if it is not to be relayed, UnreachableError or StorageError if it cannot be had.
+        """
+        blob, message = self._admit(peer, named_by, digest)
         if not self._store.has(blob.digest):
             self._quota.reserve(peer, blob, message.body.round)
             async with self._fetch_slot(peer):
-                await self._downloader.fetch(blob, lambda: (message.sender,), self._fetch_seconds)
+                await self._downloader.fetch(blob, lambda: (message.sender,), self._options.fetch_seconds)
         self.bytes_relayed += blob.size
         logger.debug("carried %s of %s for %s", blob.name[:12], message.sender, peer)
+
+    def held_digests(self) -> set[bytes]:
+        """Return the digests of blobs that are relayed in the open round, and must stay."""
+        self._quota.release_before(self._chain.round)
+        return self._quota.digests()
+
+    def _admit(self, peer: PeerId, named_by: Signed, digest: bytes) -> tuple[Blob, SignedMessage[Body]]:
+        """Check the request before its message costs us much: others may name thousands of blobs."""
+        self._require_member(peer)
+        if named_by.kind not in NAMING_KINDS:
+            raise MalformedError(f"{peer} has a blob carried that a {named_by.kind[:20]!r} names")
+        message, now = parse(named_by, self._options.run_id, self._options.limits), self._chain.round
+        if message.body.round not in (now, now + 1):  # whoever is a moment ahead is not refused
+            raise StaleError(f"{peer} has something of round {message.body.round} carried, now is {now}")
+        self._require_member(message.sender)
+        blob = next((entry.blob for entry in named_blobs(message) if entry.blob.digest == digest), None)
+        if blob is None:
+            raise MalformedError(f"{peer} has a blob carried that {message.sender} has not named")
+        return blob, message
+
+    def _require_member(self, peer: PeerId) -> None:
+        if not self._members.is_trainer(peer):
+            raise StaleError(f"{peer} takes no part in the run")
 
     @asynccontextmanager
     async def _fetch_slot(self, peer: PeerId) -> AsyncIterator[None]:

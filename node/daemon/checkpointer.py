@@ -15,24 +15,23 @@ waits for that, so that a kill at any moment finds on disk the last or the last 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
-from node.daemon.contributions import ContributionFile, ContributionTracker, LastSent, StoredContribution, store_parts
 from node.daemon.outer_state import OuterState, ReplicatedState
 from node.ipc.shared_memory import REFERENCE, RESIDUAL, SharedMemory, locally_trained_names
 from node.loop.catch_up import RETAINED_ROUNDS
+from node.loop.contributions import ContributionFile, ContributionTracker, LastSent, StoredContribution, store_parts
 from node.model import ShapeTable
-from node.monitoring.status import RecoveredErrorKind
-from node.run_dir import RunDir
+from node.monitoring.status import ErrorRecorder
 from node.trainer.state import Counters, Outstanding, SettledOutcome, StepTotals
-from node.workers import RunInThread
 from optim.exchange import nonzero_mask
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
@@ -40,7 +39,7 @@ from protocol.blobs.store import BlobStore
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Commit
 from protocol.errors import CheckpointError, MissingFileError, StorageError
-from protocol.manifest import Manifest
+from protocol.manifest import RunId
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def restore_contributions(
     shared_memory: SharedMemory,
     store: BlobStore,
     contribution_file: ContributionFile,
-    record_recovered: Callable[[RecoveredErrorKind, str], None],
+    errors: ErrorRecorder,
 ) -> ContributionTracker:
     """The message that is on its way: a round may have taken it while we were away, which must not happen twice.
 
@@ -86,7 +85,9 @@ def restore_contributions(
         logger.info("a message was sent after the checkpoint; what it carries is not sent again")
         payloads = _read_payloads(last.contribution, store)
         if not payloads:
-            record_recovered("message gone", "the last message is not on the disk any more: it is not offered again")
+            errors.record_recovered(
+                "message gone", "the last message is not on the disk any more: it is not offered again"
+            )
             offers.pending = None
         _account_for_sent(last, payloads, later == "one", offers, program, shared_memory)
     elif offers.pending is not None:
@@ -153,37 +154,55 @@ def subtract_sent_progress(
 MAX_RETAINED_STATES = 6  # with those that somebody is still fetching
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointerOptions:
+    """What a run's checkpoints hold, and how often they are written.
+
+    `max_blob_bytes` bounds the blobs of past rounds: where many peers exchange dense contributions, fewer rounds are
+    kept, and a peer that lags by more downloads a state.
+    """
+
+    directory: Path
+    run_id: RunId
+    shapes: ShapeTable
+    every_rounds: int
+    keep: int
+    max_blob_bytes: int
+
+
+class AnchorReceiver(Protocol):
+    async def wait_until_applied(self, round_number: int) -> bool:
+        """Return whether the trainer has applied that round's anchor in time."""
+
+
+class BlobDemand(Protocol):
+    """The blobs that must stay although our own rounds do not need them."""
+
+    def requested_digests(self) -> Collection[bytes]:
+        """Return the blobs that other peers are downloading from us."""
+
+    def held_digests(self) -> Collection[bytes]:
+        """Return the blobs that are relayed for others, or may be needed in the next round."""
+
+
 class Checkpointer:
-    """`work` runs a function in a thread that may be busy for long; `adopted(round)` waits for the trainer; `wanted`
-    names the blobs that others are fetching, `carried` those that we hold for them, or may need in the next round.
-    `room`: bytes that the blobs of past rounds may take; where many peers exchange dense messages that is for fewer
-    rounds, and whoever lags by more fetches a state."""
+    """Writes checkpoints in the background, and retains the blobs that others may still ask for."""
 
     def __init__(
         self,
-        run_dir: RunDir,
-        manifest: Manifest,
-        shapes: ShapeTable,
+        options: CheckpointerOptions,
         store: BlobStore,
         shared_memory: SharedMemory,
-        run_in_thread: RunInThread,
-        wait_until_applied: Callable[[int], Awaitable[bool]],
-        blobs_being_fetched: Callable[[], Collection[bytes]],
-        blobs_held_for_others: Callable[[], Collection[bytes]],
-        record_recovered: Callable[[RecoveredErrorKind, str], None],
-        max_blob_bytes: int,
+        trainer: AnchorReceiver,
+        demand: BlobDemand,
+        errors: ErrorRecorder,
     ) -> None:
-        self._run_dir = run_dir
-        self._manifest = manifest
-        self._shapes = shapes
+        self._options = options
         self._store = store
         self._shared_memory = shared_memory
-        self._run_in_thread = run_in_thread
-        self._wait_until_applied = wait_until_applied
-        self._blobs_being_fetched = blobs_being_fetched
-        self._blobs_held_for_others = blobs_held_for_others
-        self._record_recovered = record_recovered
-        self._max_blob_bytes = max_blob_bytes
+        self._trainer = trainer
+        self._demand = demand
+        self._errors = errors
         self._recent_blob_sizes: deque[dict[bytes, int]] = deque(maxlen=RETAINED_ROUNDS)  # the sizes of their blobs
         self._retained_states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
@@ -192,7 +211,7 @@ class Checkpointer:
     async def retain_state(self, state: Blob) -> None:
         """There is a new state, in memory anyway. One before it goes to the disk if a slow peer is in the middle of it
         (which would never arrive otherwise), and else with the memory that it lies in."""
-        wanted = self._blobs_being_fetched()
+        wanted = self._demand.requested_digests()
         older = [digest for digest in self._retained_states if digest in wanted and digest != state.digest][
             : MAX_RETAINED_STATES - 1
         ]
@@ -205,19 +224,19 @@ class Checkpointer:
         self._recent_blob_sizes.extend({blob.digest: blob.size for blob in commit.blobs} for commit in commits)
         while (
             len(self._recent_blob_sizes) > 1
-            and sum(sum(sizes.values()) for sizes in self._recent_blob_sizes) > self._max_blob_bytes
+            and sum(sum(sizes.values()) for sizes in self._recent_blob_sizes) > self._options.max_blob_bytes
         ):
             self._recent_blob_sizes.popleft()
         offered = (part.digest for part in contributions.retained_parts)
         self._store.retain(
-            set().union(*self._recent_blob_sizes, self._retained_states, offered, self._blobs_held_for_others())
+            set().union(*self._recent_blob_sizes, self._retained_states, offered, self._demand.held_digests())
         )
 
     async def _write_state_to_disk(self, digest: bytes) -> None:
         try:
-            await self._run_in_thread(self._store.move_to_disk, digest)
+            await asyncio.to_thread(self._store.move_to_disk, digest)
         except StorageError as error:
-            self._record_recovered("state gone", f"who is fetching an earlier state has to begin anew: {error}")
+            self._errors.record_recovered("state gone", f"who is fetching an earlier state has to begin anew: {error}")
             self._store.discard(digest)
 
     async def save_in_background(self, replicated: ReplicatedState, contributions: ContributionTracker) -> None:
@@ -234,7 +253,7 @@ class Checkpointer:
             await self.wait_until_saved()
 
     def _is_save_due(self, replicated: ReplicatedState) -> bool:
-        return replicated.chain.round % self._manifest.checkpoint.every_rounds == 0
+        return replicated.chain.round % self._options.every_rounds == 0
 
     async def wait_until_saved(self) -> None:
         """The save under way, if there is one, is on disk, or has failed with a line in the log."""
@@ -248,19 +267,19 @@ class Checkpointer:
 
     async def _save_once_applied(self, pending: "_PendingSave") -> None:
         # The trainer's snapshot must know of the fate that the chain's head implies.
-        if await self._wait_until_applied(pending.head.round):
+        if await self._trainer.wait_until_applied(pending.head.round):
             await self._write(pending)
         else:
             self.last_error = f"the trainer has not adopted round {pending.head.round} in time"
-            self._record_recovered("not saved", self.last_error)
+            self._errors.record_recovered("not saved", self.last_error)
 
     async def _write(self, pending: "_PendingSave") -> None:
         try:
-            await self._run_in_thread(self._write_files, pending)
+            await asyncio.to_thread(self._write_files, pending)
             self.last_error = ""
         except StorageError as error:
             self.last_error = str(error)
-            self._record_recovered("not saved", self.last_error)
+            self._errors.record_recovered("not saved", self.last_error)
 
     def _write_files(self, pending: "_PendingSave") -> None:
         copied = self._shared_memory.copy_snapshot()
@@ -268,8 +287,8 @@ class Checkpointer:
         if copied:
             inner[CONTRIBUTION_VECTOR] = torch.frombuffer(bytearray(copied[1]), dtype=torch.uint8)
         taken = Checkpoint(
-            run_id=self._manifest.run_id,
-            shapes=self._shapes.hash(),
+            run_id=self._options.run_id,
+            shapes=self._options.shapes.hash(),
             round=pending.head.round,
             digest=pending.head.digest,
             chain={"head": pending.head.to_json(), "offer": pending.contributions},
@@ -278,7 +297,7 @@ class Checkpointer:
             inner=inner,
             inner_meta=copied[0].meta if copied else {},
         )
-        checkpoint.save(self._run_dir.checkpoints, taken, self._shapes, self._manifest.checkpoint.keep)
+        checkpoint.save(self._options.directory, taken, self._options.shapes, self._options.keep)
 
 
 @dataclass(frozen=True)

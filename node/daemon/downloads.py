@@ -8,11 +8,13 @@ have, one that can be called is asked to fetch it first, and then gives it to us
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
-from node.monitoring.status import RecoveredErrorKind
+from node.monitoring.status import ErrorRecorder
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.consensus.messages import Digest, PartBlob
@@ -28,24 +30,21 @@ MAX_RELAYS = 3  # are asked, one after the other
 MAX_REQUESTS_PER_RELAY = 8  # of one carrier: what is said to it goes by the same connection, and must not wait for them
 
 
-@dataclass(frozen=True)
-class BlobRelays:
-    """`beyond`: peers that are out of our reach for all but small things, while there are some who can carry.
-    `between`: who may carry from that peer to us, best first. `ask(carrier, its owner's offer, digest, seconds)`
-    returns when the carrier has the blob; UnreachableError or PeerFault where it does not get it. `set_back` hears
-    where nobody gets it."""
+class SourceView(Protocol):
+    """The peers that may have a blob; a SwarmView."""
 
-    unreachable: Callable[[], frozenset[PeerId]]
-    candidates: Callable[[PeerId], Sequence[PeerId]]
-    request: Callable[[PeerId, Signed, Digest, float], Awaitable[None]]
-    record_recovered: Callable[[RecoveredErrorKind, str], None]
+    def other_trainers(self) -> Sequence[PeerId]: ...
 
+    def unreachable_peers(self) -> frozenset[PeerId]:
+        """Return the peers that only small messages reach, if there are others who can relay."""
 
-async def _request_no_relay(relay: PeerId, *_: object) -> None:
-    raise UnreachableError(f"{relay} is not to be asked")
+    def relay_candidates(self, owner: PeerId) -> Sequence[PeerId]:
+        """Return the peers that may relay from that peer to us, best first."""
 
 
-NO_RELAYS = BlobRelays(frozenset, lambda owner: (), _request_no_relay, lambda reason, line: None)
+class RelayClient(Protocol):
+    async def request_relay(self, relay: PeerId, message: Signed, digest: Digest, seconds: float) -> None:
+        """Return when the relay has the blob. UnreachableError or PeerFault: it does not get it."""
 
 
 @dataclass
@@ -57,15 +56,20 @@ class _DownloadRequest:
 
 
 class Downloads:
-    """`everyone` is asked for peers that may have a blob besides those named; `clock` in seconds."""
+    """The blobs that one replica wants now. `clock` in seconds."""
 
     def __init__(
-        self, downloader: Downloader, all_sources: Callable[[], Iterable[PeerId]], relays: BlobRelays = NO_RELAYS,
+        self,
+        downloader: Downloader,
+        swarm: SourceView,
+        relays: RelayClient,
+        errors: ErrorRecorder,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._downloader = downloader
-        self._all_sources = all_sources
+        self._swarm = swarm
         self._relays = relays
+        self._errors = errors
         self._clock = clock
         self._requests: dict[PartBlob, _DownloadRequest] = {}
         self._relay_slots: defaultdict[PeerId, asyncio.Semaphore] = defaultdict(
@@ -79,7 +83,7 @@ class Downloads:
         if known is not None:
             known.sources = tuple(sources)
             return False
-        beyond = self._relays.unreachable() if portion.blob.size > MAX_CIRCUIT_BYTES else frozenset[PeerId]()
+        beyond = self._swarm.unreachable_peers() if portion.blob.size > MAX_CIRCUIT_BYTES else frozenset[PeerId]()
         self._requests[portion] = _DownloadRequest(tuple(sources), self._clock(), beyond)
         return True
 
@@ -93,13 +97,13 @@ class Downloads:
         """The blob is in the store when this returns; errors and `priority` are those of Downloader.fetch.
         `owner_message`: by which its owner names it."""
         with self._relay_request(portion, deadline, owner_message):
-            await self._downloader.fetch(portion.blob, lambda: self._current_sources(portion), deadline, priority)
+            await self._downloader.fetch(portion.blob, partial(self._current_sources, portion), deadline, priority)
 
     async def download_from_holders(self, blob: Blob, deadline: float, holders: Sequence[PeerId]) -> None:
         """From those of the holders that live, or else from anyone. GoneError: they do not have it any more."""
 
         def sources() -> tuple[PeerId, ...]:
-            live = tuple(self._all_sources())
+            live = tuple(self._swarm.other_trainers())
             return tuple(peer for peer in holders if peer in live) or live
 
         await self._downloader.fetch(blob, sources, deadline, wait_if_absent=False)
@@ -118,7 +122,7 @@ class Downloads:
         # No TaskGroup: where one of its tasks fails, Python 3.11 leaves a cancel counted in ours for good.
         fetches = [
             asyncio.create_task(
-                self._downloader.fetch(blob, lambda: tuple(self._all_sources()), deadline, turn, wait_if_absent=False),
+                self._downloader.fetch(blob, self._swarm.other_trainers, deadline, turn, wait_if_absent=False),
                 name=f"get {blob.name[:12]}",
             )
             for turn, blob in enumerate(blobs)
@@ -131,17 +135,15 @@ class Downloads:
     def _current_sources(self, portion: PartBlob) -> tuple[PeerId, ...]:
         wish = self._requests.get(portion)
         if wish is None or not wish.sources:
-            return tuple(self._all_sources())
+            return tuple(self._swarm.other_trainers())
         asked = [*wish.sources, *wish.relays]
         if self._clock() - wish.since >= EXTRA_SOURCES_AFTER_SECONDS:
             # Python's hash has a salt of its own in each process: the same few at every look, others for other nodes.
-            asked += sorted(self._all_sources(), key=lambda peer: hash((portion, peer)))[:MAX_EXTRA_SOURCES]
+            asked += sorted(self._swarm.other_trainers(), key=lambda peer: hash((portion, peer)))[:MAX_EXTRA_SOURCES]
         return tuple(peer for peer in dict.fromkeys(asked) if peer not in wish.unreachable)
 
     @contextmanager
-    def _relay_request(
-        self, portion: PartBlob, seconds: float, owner_message: Signed | None
-    ) -> Iterator[None]:
+    def _relay_request(self, portion: PartBlob, seconds: float, owner_message: Signed | None) -> Iterator[None]:
         """While inside, somebody is asked to carry what we cannot fetch ourselves."""
         blob, wish = portion.blob, self._requests.get(portion)
         if wish is None or not wish.sources or not wish.unreachable.issuperset(wish.sources):
@@ -159,18 +161,18 @@ class Downloads:
         self, blob: Blob, request: _DownloadRequest, owner_message: Signed | None, seconds: float
     ) -> None:
         owner, faults = request.sources[0], list[str]()
-        for carrier in self._relays.candidates(owner)[:MAX_RELAYS]:
+        for carrier in self._swarm.relay_candidates(owner)[:MAX_RELAYS]:
             if owner_message is None:
                 break
             try:
                 async with self._relay_slots[carrier]:
-                    await self._relays.request(carrier, owner_message, blob.digest, seconds)
+                    await self._relays.request_relay(carrier, owner_message, blob.digest, seconds)
             except (UnreachableError, PeerFault) as error:
                 faults.append(f"{carrier}: {error}")
             else:
                 return request.relays.append(carrier)
         tried = "; ".join(faults) or "there is nobody to ask"
-        self._relays.record_recovered(
+        self._errors.record_recovered(
             "no carrier", f"of blob {blob.name[:12]} of {owner}, which is asked now ({tried})"
         )
         request.unreachable = frozenset()

@@ -49,7 +49,7 @@ class Effects:
         self._outbox = outbox
         self._round = round_effects
         self._state = state_effects
-        self._tasks = BackgroundTasks(inbox.fail)
+        self._tasks = BackgroundTasks(inbox)
         self._timer: asyncio.TimerHandle | None = None
         inbox.attach(self)
 

@@ -71,12 +71,11 @@ class Daemon:
         async with AsyncExitStack() as stack:
             at_work = stack.enter_context(start_workers())
             loop.set_default_executor(ThreadPoolExecutor(1 + self._settings.thread_count, thread_name_prefix="disk"))
-            node = await Node.build(self._settings, self._folder, at_work, random.Random(os.urandom(16)))
+            node = Node(self._settings, self._folder, random.Random(os.urandom(16)))
             stack.push_async_callback(node.transport.stop)
+            await node.add_replica(self._settings.manifest, self._folder, at_work)
             await node.open()
-            port = await stack.enter_async_context(
-                serve_metrics(self._settings.metrics, node.metrics, node.status_reporter.status)
-            )
+            port = await stack.enter_async_context(serve_metrics(self._settings.metrics, node.metrics, node))
             enable_frequent_gc()
             self._folder.write_node_info(node.peer_id, await node.transport.addresses(), port)
             logger.info("this node is %s in run %s", node.peer_id, self._settings.manifest.run.name)
@@ -107,18 +106,8 @@ class Daemon:
             await task
 
     async def _main(self, node: Node) -> None:
-        """Take part until the target; a trainer that fails for good ends it with its reason."""
-        part = asyncio.create_task(node.effects.run())
-        failure = asyncio.create_task(node.trainer_failure())
-        try:
-            await asyncio.wait({part, failure}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (part, failure):
-                if task.done():
-                    await task
-        finally:
-            await cancel_and_wait((part, failure))
-        await node.finish()
-        node.status_reporter.set_phase("done", "the target is reached")
+        """Take part until the target, and a while longer for the others."""
+        await node.run_replicas()
         await self._linger(node)
 
     async def _linger(self, node: Node) -> None:
@@ -132,15 +121,14 @@ class Daemon:
 
     async def _leave(self, node: Node, why: str) -> None:
         """`why`: what ended the node, for whoever asks after it; empty: it was told to end."""
-        if node.status_reporter.status().phase != "done":
-            node.status_reporter.set_phase("leaving", why)
+        node.set_leaving(why)
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await node.directory.leave()
         except TimeoutError:
             logger.warning("not everyone could be told that we leave")
         await node.finish()
-        self._folder.write_final_status(node.status_reporter.status().model_dump_json())
+        self._folder.write_final_status(node.status().model_dump_json())
 
     async def _publish(self, node: Node) -> None:
         """Keep the changing fields of our record fresh; gossip carries them."""

@@ -13,11 +13,13 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
-from node.monitoring.status import RecoveredErrorKind
+from node.monitoring.status import ErrorRecorder
+from node.workers import FaultSink
 from protocol.errors import LimitError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
@@ -101,6 +103,20 @@ async def request_relay(
     await await_reply(peer, lambda: CarriersStub(channel(peer)).Carry(request, timeout=seconds))
 
 
+class PeerRpc:
+    """The calls of one run, on the channels of the node."""
+
+    def __init__(self, run_id: RunId, channels: PeerChannels) -> None:
+        self._run_id = run_id
+        self._channels = channels
+
+    async def deliver(self, peer: PeerId, messages: Sequence[Signed], seconds: float) -> Iterable[Signed]:
+        return await deliver(self._run_id, self._channels, peer, messages, seconds)
+
+    async def request_relay(self, relay: PeerId, message: Signed, digest: bytes, seconds: float) -> None:
+        await request_relay(self._run_id, self._channels.channel, relay, message, digest, seconds)
+
+
 async def await_reply(peer: PeerId, call: Callable[[], Awaitable[Reply | None]]) -> Reply:
     """What a call of ours to that peer comes to."""
     task = asyncio.current_task()
@@ -130,28 +146,41 @@ MAX_BATCH_BYTES = 768 * 1024  # of statements; one call takes 1 MiB
 CALL_SECONDS = 5.0
 RETRY_DELAYS = (0.1, 0.4, 1.0)
 
-Deliver = Callable[[PeerId, Sequence[Signed], float], Awaitable[Iterable[Signed]]]
+
+class MessageDelivery(Protocol):
+    async def deliver(self, peer: PeerId, messages: Sequence[Signed], seconds: float) -> Iterable[Signed]:
+        """Bring messages to a peer and return its reply. UnreachableError: it did not answer; PeerFault: it refused."""
+
+
+class MessageSink(Protocol):
+    def receive(self, sender: PeerId, messages: Iterable[Signed]) -> object:
+        """Take the messages with which a peer replied."""
+
+
+class SuspicionSink(Protocol):
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        """Take note that a peer cannot be reached."""
 
 
 class Outbox:
-    """`deliver(peer, statements, deadline in seconds)` makes the call: UnreachableError where it does not arrive,
-    PeerFault where it is refused. `unreachable(peer, reason)` hears of peers that were given up, `broken(error)` of a
-    fault in our own code; `set_back` of all that does not arrive.
+    """Sends messages to peers, in batches and in order; each peer has a queue and a worker of its own.
+
+    Replies go to `receiver`, peers that are given up to `directory`.
     """
 
     def __init__(
         self,
-        deliver: Deliver,
-        on_reply: Callable[[PeerId, Iterable[Signed]], object],
-        on_unreachable: Callable[[PeerId, str], None],
-        on_fault: Callable[[BaseException], None],
-        record_recovered: Callable[[RecoveredErrorKind, str], None],
+        rpc: MessageDelivery,
+        receiver: MessageSink,
+        directory: SuspicionSink,
+        faults: FaultSink,
+        errors: ErrorRecorder,
     ) -> None:
-        self._deliver = deliver
-        self._on_reply = on_reply
-        self._on_unreachable = on_unreachable
-        self._on_fault = on_fault
-        self._record_recovered = record_recovered
+        self._rpc = rpc
+        self._receiver = receiver
+        self._directory = directory
+        self._faults = faults
+        self._errors = errors
         self._queues: dict[PeerId, deque[Signed]] = {}
         self._workers: dict[PeerId, asyncio.Task[None]] = {}
 
@@ -159,7 +188,7 @@ class Outbox:
         size = message.ByteSize()
         if size > MAX_BATCH_BYTES:
             line = f"a {message.kind} statement of {size} bytes is not sent: no call takes it"
-            return self._record_recovered("not delivered", line)
+            return self._errors.record_recovered("not delivered", line)
         for peer in peers:
             waiting = self._queues.setdefault(peer, deque())
             if len(waiting) >= MAX_QUEUED:
@@ -185,7 +214,7 @@ class Outbox:
     def _start_worker(self, peer: PeerId, queue: deque[Signed]) -> None:
         worker = asyncio.create_task(self._drain_queue(peer, queue), name=f"post to {peer}")
         self._workers[peer] = worker
-        worker.add_done_callback(lambda ended: self._on_worker_done(peer, ended))
+        worker.add_done_callback(partial(self._on_worker_done, peer))
 
     def _on_worker_done(self, peer: PeerId, worker: asyncio.Task[None]) -> None:
         if self._workers.get(peer) is worker:
@@ -193,7 +222,7 @@ class Outbox:
             self._queues.pop(peer, None)
         if not worker.cancelled() and (error := worker.exception()) is not None:
             logger.error("the post to %s broke", peer, exc_info=error)
-            self._on_fault(error)
+            self._faults.fail(error)
 
     async def _drain_queue(self, peer: PeerId, queue: deque[Signed]) -> None:
         while queue:
@@ -206,12 +235,12 @@ class Outbox:
         fault = ""
         for pause in (*RETRY_DELAYS, None):
             try:
-                self._on_reply(peer, await self._deliver(peer, batch, CALL_SECONDS))
+                self._receiver.receive(peer, await self._rpc.deliver(peer, batch, CALL_SECONDS))
                 return
             except UnreachableError as error:
                 fault = str(error)
             except PeerFault as refusal:
-                self._record_recovered("not accepted", f"{peer} refused {len(batch)} statements: {refusal}")
+                self._errors.record_recovered("not accepted", f"{peer} refused {len(batch)} statements: {refusal}")
                 return
             if pause is not None:
                 await asyncio.sleep(pause)
@@ -220,9 +249,9 @@ class Outbox:
     def _give_up(self, peer: PeerId, reason: str, tried: int = 0) -> None:
         """`tried`: statements that no longer wait, and did not arrive."""
         dropped = tried + len(self._queues.get(peer, ()))
-        self._record_recovered("not delivered", f"gave up {dropped} statements for {peer}: {reason}")
+        self._errors.record_recovered("not delivered", f"gave up {dropped} statements for {peer}: {reason}")
         self.drop_peer(peer)
-        self._on_unreachable(peer, reason)
+        self._directory.suspect(peer, reason)
 
 
 def _take_batch(queue: deque[Signed]) -> list[Signed]:

@@ -33,8 +33,8 @@ class RoundEffects:
         self._inbox = inbox
         self._status = status
         self._tools = tools
-        self._tasks = BackgroundTasks(inbox.fail)
-        self._vote_tasks = BackgroundTasks(inbox.fail)  # outlive the round: two threads must not write at once
+        self._tasks = BackgroundTasks(inbox)
+        self._vote_tasks = BackgroundTasks(inbox)  # outlive the round: two threads must not write at once
 
     def fetch(self, action: FetchBlob) -> None:
         if self._tools.downloads.request(action.part_blob, action.sources):

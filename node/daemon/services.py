@@ -1,38 +1,31 @@
-"""PURE: how much a peer may bring to our rounds; the caller passes the time (seconds, monotonic).
+"""The calls that other peers make to a node: each names a run, and the replica of that run answers.
 
-All that is brought is checked at once, signature by signature, and everything else waits meanwhile: a roster of a
-thousand takes a fifth of a second. So what one peer brings is limited, in bytes, as its signatures fill them.
-
-A member may bring as much as the leader of the largest round there can be, which says its roster or its proposal again
-at every repetition, and far more at once. Of whom the directory does not know yet little is taken, and little of all of
-them together, as anybody has as many names as he likes: enough for what a newcomer says before its record is about.
-What is refused costs no more than a repetition.
-
-The Rounds service of a node.
-
-The Runs service of a node, for those who are about to join: the run's manifest, and whether they can be reached.
-
-The manifest goes to whoever knows the run's id, which is its hash.
+All messages that a peer delivers are checked at once, signature by signature, and everything else waits meanwhile: a
+roster of a thousand takes a fifth of a second. So the bytes of one peer are limited, as its signatures fill them.
+A member may bring as much as the leader of the largest possible round, which repeats its roster or its proposal at
+every retransmission, and far more at once. Unknown peers share a small quota, because creating an identity costs
+nothing: it suffices for what a newcomer sends before its record is known. A refused call costs no more than a
+retransmission.
 """
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
 
-from node.daemon.inbox import MessageReceiver
-from node.daemon.outer_state import ReplicatedState
 from node.daemon.peer_rpc import MAX_BATCH_BYTES
-from node.loop.round_loop import RoundLoop
+from protocol import manifest as run_manifest
 from protocol.consensus.messages import MAX_CONTRIBUTIONS
 from protocol.consensus.state import RETRANSMITS_PER_TIMEOUT
-from protocol.errors import LimitError, PeerFault, StaleError, TransportError, UnreachableError
+from protocol.errors import LimitError, PeerFault, StaleError, StorageError, TransportError, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import Manifest, RunId
+from protocol.manifest import RunId
 from protocol.murmur_pb2 import (
+    CarryReply,
+    CarryRequest,
     ChainReply,
     ChainRequest,
     DeliverReply,
@@ -43,10 +36,13 @@ from protocol.murmur_pb2 import (
     ManifestRequest,
     Signed,
 )
-from protocol.murmur_pb2_grpc import RoundsServicer, RunsServicer
+from protocol.murmur_pb2_grpc import CarriersServicer, RoundsServicer, RunsServicer
 from protocol.transport.nat import DialBackResponder
 from protocol.transport.rate_limit import SharedTokenBuckets, TokenBuckets
 from protocol.transport.transport import UNKNOWN_CALLER, caller
+
+if TYPE_CHECKING:
+    from node.daemon.replica import Replica
 
 CONTRIBUTION_BYTES, PART_BYTES = 320, 48  # of a signed one, rounded up
 MIN_CALL_BYTES = 1024  # that any call counts at least
@@ -86,43 +82,43 @@ FLOOD_LOG_SECONDS = 10.0  # between two lines about calls that are too many
 MAX_REPLY_BYTES = 512 * 1024  # of commits in one answer
 
 
-class RoundsService(RoundsServicer):
-    """`refused` hears of the calls that are not answered, but for those that are too much: `refusals` counts these, by
-    reason, as whoever is flooded must not flood its log."""
+class RefusalRecorder(Protocol):
+    def record_refusal(self, peer: PeerId, fault: PeerFault, /) -> None:
+        """Count and log a call that is not answered."""
 
-    def __init__(
-        self, run_id: RunId, loop: RoundLoop, receiver: MessageReceiver, replica: ReplicatedState,
-        quota: InboundQuota, record_refusal: Callable[[PeerId, PeerFault], None],
-    ) -> None:  # fmt: skip
-        self._run_id = run_id
-        self._loop = loop
-        self._receiver = receiver
-        self._replica = replica
-        self._record_refusal = record_refusal
-        self._quota = quota
+
+class RoundsService(RoundsServicer):
+    """Answers for the replicas of this node, each by the run id of the request.
+
+    `refusals` counts the calls that come too fast, by reason, without a line in the log for each.
+    """
+
+    def __init__(self, replicas: Mapping[RunId, "Replica"], recorder: RefusalRecorder) -> None:
+        self._replicas = replicas
+        self._recorder = recorder
         self.refusals: Counter[str] = Counter()
         self._quiet_until = float("-inf")
 
     async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
-        peer = await self._admit(request, context, len(request.statements))
+        peer, replica = await self._admit(request, context, len(request.statements))
         try:
             sizes = [signed.ByteSize() for signed in request.statements]
-            self._quota.charge(peer, sizes, self._loop.is_known(peer), time.monotonic())
+            replica.quota.charge(peer, sizes, replica.loop.is_known(peer), time.monotonic())
         except LimitError as fault:
             self._record_flood(fault)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(fault))
-        return DeliverReply(statements=self._receiver.receive(peer, request.statements))
+        return DeliverReply(statements=replica.receiver.receive(peer, request.statements))
 
     async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
-        await self._admit(request, context, 0)
-        chain = self._replica.chain
+        _, replica = await self._admit(request, context, 0)
+        chain = replica.replicated.chain
         commits = chain.commits_since(request.after_round) or ()
         return ChainReply(
             commits=_fit_in_reply([commit.signed for commit in commits]),
             round=chain.round,
             digest=chain.digest,
             chain_tokens=chain.tokens,
-            state=self._replica.blob.to_wire(),
+            state=replica.replicated.blob.to_wire(),
         )
 
     def _record_flood(self, fault: LimitError) -> None:
@@ -131,18 +127,55 @@ class RoundsService(RoundsServicer):
             self._quiet_until = time.monotonic() + FLOOD_LOG_SECONDS
             logger.warning("refused what comes too fast: %s", fault)
 
-    async def _admit(self, request: DeliverRequest | ChainRequest, context: Any, message_count: int) -> PeerId:
+    async def _admit(
+        self, request: DeliverRequest | ChainRequest, context: Any, message_count: int
+    ) -> tuple[PeerId, "Replica"]:
         peer = UNKNOWN_CALLER
         try:
             peer = caller(context)
-            if request.run.hex() != self._run_id:
-                raise StaleError(f"{peer} asks about another run")
+            replica = _find_replica(self._replicas, request.run, peer)
             if message_count > MAX_MESSAGES_PER_CALL:
                 raise LimitError(f"{peer} delivers {message_count} statements at once")
         except PeerFault as fault:
-            self._record_refusal(peer, fault)
+            self._recorder.record_refusal(peer, fault)
             return await _abort(context, fault)
-        return peer
+        return peer, replica
+
+
+class CarriersService(CarriersServicer):
+    """Has replicas of this node relay blobs, each by the run id of the request."""
+
+    def __init__(self, replicas: Mapping[RunId, "Replica"], recorder: RefusalRecorder) -> None:
+        self._replicas = replicas
+        self._recorder = recorder
+
+    async def Carry(self, request: CarryRequest, context: Any) -> CarryReply:  # noqa: N802
+        peer = UNKNOWN_CALLER
+        try:
+            peer = caller(context)
+            replica = _find_replica(self._replicas, request.run, peer)
+            await self._relay(replica, peer, request)
+        except PeerFault as fault:
+            self._recorder.record_refusal(peer, fault)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(fault))
+        except (UnreachableError, StorageError):
+            # The reason stays here: it may name folders.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "it could not be fetched here either")
+        return CarryReply()
+
+    async def _relay(self, replica: "Replica", peer: PeerId, request: CarryRequest) -> None:
+        try:
+            await replica.blob_relay.relay(peer, request.statement, request.digest)
+        except (UnreachableError, StorageError) as error:
+            replica.status_reporter.record_recovered("not carried", f"for {peer}: {error}")
+            raise
+
+
+def _find_replica(replicas: Mapping[RunId, "Replica"], run: bytes, peer: PeerId) -> "Replica":
+    replica = replicas.get(run.hex())
+    if replica is None:
+        raise StaleError(f"{peer} asks about another run")
+    return replica
 
 
 async def _abort(context: Any, fault: PeerFault) -> NoReturn:
@@ -165,39 +198,40 @@ INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class RunsService(RunsServicer):
-    """`refused` hears of the calls that are not answered."""
+    """Answers peers that are about to join one of these runs."""
 
     def __init__(
-        self, manifest: Manifest, dial_back: DialBackResponder, record_refusal: Callable[[PeerId, PeerFault], None]
+        self, manifests: Mapping[RunId, run_manifest.Manifest], dial_back: DialBackResponder, recorder: RefusalRecorder
     ) -> None:
-        self._run_id = manifest.run_id
+        self._manifests = manifests
         self._dial_back = dial_back
-        self._record_refusal = record_refusal
-        self._manifest_toml = manifest.to_toml().encode()
+        self._recorder = recorder
 
     async def Manifest(self, request: ManifestRequest, context: Any) -> ManifestReply:  # noqa: N802
-        await self._admit(request.run, context)
-        return ManifestReply(toml=self._manifest_toml)
+        _, manifest = await self._admit(request.run, context)
+        return ManifestReply(toml=manifest.to_toml().encode())
 
     async def DialBack(self, request: DialBackRequest, context: Any) -> DialBackReply:  # noqa: N802
-        peer = await self._admit(request.run, context)
+        peer, _ = await self._admit(request.run, context)
         try:
             return await self._dial_back.probe_ports(peer, request.ports, time.monotonic())
         except PeerFault as fault:
-            self._record_refusal(peer, fault)
+            self._recorder.record_refusal(peer, fault)
             status = grpc.StatusCode.RESOURCE_EXHAUSTED if isinstance(fault, LimitError) else INVALID_ARGUMENT
             await context.abort(status, str(fault))
         except (TransportError, UnreachableError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         raise AssertionError("abort raises")
 
-    async def _admit(self, run: bytes, context: Any) -> PeerId:
+    async def _admit(self, run: bytes, context: Any) -> tuple[PeerId, run_manifest.Manifest]:
         peer = UNKNOWN_CALLER
         try:
             peer = caller(context)
-            if run.hex() != self._run_id:
+            manifest = self._manifests.get(run.hex())
+            if manifest is None:
                 raise StaleError("this node takes part in another run")
         except PeerFault as fault:
-            self._record_refusal(peer, fault)
+            self._recorder.record_refusal(peer, fault)
             await context.abort(INVALID_ARGUMENT, str(fault))
-        return peer
+            raise AssertionError("abort raises") from fault
+        return peer, manifest

@@ -1,15 +1,16 @@
 """The directory as a participant sees it: who trains, who stands where, and who may be asked."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from node.monitoring.status import StatusSource
 from protocol.blobs.blob import DIGEST_BYTES
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Digest
 from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.peer_table import FieldValue, MembershipEvent, PeerJoined, PeerLeft
+from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
 from protocol.transport.nat import is_relay_only, relays_of
 
@@ -17,16 +18,17 @@ MAX_LEFT_PEERS = 4096
 
 
 class SwarmView:
-    """`has_contacts`: whether somebody was named whom we can ask for the run. `progress`: of our own work."""
+    """The node's directory as one replica sees it: everything that a replica asks about peers passes here.
 
-    def __init__(
-        self, directory: PeerDirectory, has_contacts: bool, rng: random.Random,
-        progress: Callable[[], Mapping[str, FieldValue]] = dict,
-    ) -> None:  # fmt: skip
+    A peer record names one head, so the replicas of a node will need one entry each in it; this is the place to choose
+    the entry of our run. `has_contacts`: whether somebody was named whom we can ask for the run.
+    """
+
+    def __init__(self, directory: PeerDirectory, status: StatusSource, has_contacts: bool, rng: random.Random) -> None:
         self._directory = directory
+        self._status = status
         self.has_contacts = has_contacts
         self._rng = rng
-        self._progress = progress
         self._left_peers: dict[PeerId, None] = {}  # the longest gone first
         self._has_met_trainer = False  # whether another trainer was ever seen
         directory.subscribe(self)
@@ -76,9 +78,7 @@ class SwarmView:
         """Return what is known now of all live peers, in random order: not all peers ask the same one first."""
         live = list(self._directory.live().items())
         self._rng.shuffle(live)
-        return SwarmSnapshot(
-            {peer: peer_state(record) for peer, record in live}, frozenset(self._left_peers)
-        )
+        return SwarmSnapshot({peer: peer_state(record) for peer, record in live}, frozenset(self._left_peers))
 
     def is_our_turn_to_evaluate(self, round_number: int) -> bool:
         """Whether it is our turn to measure the anchor of that round: the trainers that do not rest take turns."""
@@ -89,8 +89,17 @@ class SwarmView:
     def announce_head(self, head: ChainHead, state: Digest) -> None:
         self._directory.publish(
             urgent=True, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state,
-            **self._progress(),
+            **self._status.status().record_fields(),
         )  # fmt: skip
+
+    def publish_progress(self) -> None:
+        """Renew what our record says of our work. With each new head that goes out too: so it adds up by rounds."""
+        self._directory.publish(urgent=False, **self._status.status().record_fields())
+
+    def all_have_round(self, number: int) -> bool:
+        """Return whether every live trainer has as many rounds."""
+        trainers = [record for record in self.other_records().values() if record.role == "trainer"]
+        return all(record.round >= number for record in trainers)
 
     def on_membership_event(self, event: MembershipEvent) -> None:
         if isinstance(event, PeerJoined):

@@ -8,20 +8,13 @@ that of the next message. So nothing is sent to a trainer between its death and 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
-from node.daemon.contributions import (
-    ContributionFile,
-    ContributionTracker,
-    ForkOutcome,
-    LastSent,
-    SettledContribution,
-    StoredContribution,
-    store_parts,
-)
 from node.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
@@ -38,38 +31,64 @@ from node.ipc.channel import (
 )
 from node.ipc.shared_memory import SharedMemory
 from node.ipc.trainer_process import TrainerProcess
-from node.monitoring.status import RecoveredErrorKind
+from node.loop.contributions import (
+    ContributionFile,
+    ContributionTracker,
+    ForkOutcome,
+    LastSent,
+    SettledContribution,
+    StoredContribution,
+    store_parts,
+)
+from node.monitoring.status import ErrorRecorder
+from node.workers import RunInThread
 from protocol.blobs.store import BlobStore
 
 APPLY_ANCHOR_SECONDS = 60.0
 LAST_APPLY_ANCHOR_SECONDS = 5.0
 
 
+class TrainerListener(Protocol):
+    def on_trainer_message(self, message: FromTrainer) -> None:
+        """Take note of a message of the trainer; a new contribution is in the tracker by then."""
+
+
+class StepTargets(Protocol):
+    def steps_for(self, number: int) -> int:
+        """Return the inner steps to take for a round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerTools:
+    """The trainer's process, and where its contributions are read and kept."""
+
+    process: TrainerProcess
+    shared_memory: SharedMemory
+    store: BlobStore
+    contribution_file: ContributionFile
+    run_in_thread: RunInThread
+
+
 class TrainerLink:
-    """`heard` is called after every message of the trainer; a new message of its lies in `offers` then.
-    `steps`: how many to make for a round by its number."""
+    """Hands anchors to the trainer of one replica and takes its contributions."""
 
     def __init__(
         self,
-        process: TrainerProcess,
-        shared_memory: SharedMemory,
-        store: BlobStore,
+        tools: TrainerTools,
         contributions: ContributionTracker,
-        contribution_file: ContributionFile,
-        run_in_thread: Callable[..., Awaitable[Any]],
-        on_message: Callable[[FromTrainer], None],
-        steps_for_round: Callable[[int], int],
-        record_recovered: Callable[[RecoveredErrorKind, str], None],
+        step_targets: StepTargets,
+        listener: TrainerListener,
+        errors: ErrorRecorder,
     ) -> None:
-        self._process = process
-        self._shared_memory = shared_memory
-        self._store = store
+        self._process = tools.process
+        self._shared_memory = tools.shared_memory
+        self._store = tools.store
+        self._contribution_file = tools.contribution_file
+        self._run_in_thread = tools.run_in_thread
         self.contributions = contributions
-        self._contribution_file = contribution_file
-        self._run_in_thread = run_in_thread
-        self._on_message = on_message
-        self._steps_for_round = steps_for_round
-        self._record_recovered = record_recovered
+        self._step_targets = step_targets
+        self._listener = listener
+        self._errors = errors
         self._round = 0
         self._started = asyncio.Event()
         self._changed = asyncio.Condition()  # of the two below
@@ -81,7 +100,7 @@ class TrainerLink:
         # Earlier fates have changed: until it has heard of that, it sends too much or too little, which is not offered.
         self._revision_pending = bool(self._revised_outcomes())
         self._revision_sent = False
-        self._listener: asyncio.Task[None] | None = None
+        self._pump: asyncio.Task[None] | None = None
         self.submit_lock = asyncio.Lock()  # held while blobs are put that no offer names yet
 
     @property
@@ -103,22 +122,24 @@ class TrainerLink:
         self._shared_memory.write_anchor(round_number, shared)
         await self._process.start()
         self._running = True
-        self._listener = asyncio.create_task(self._listen(), name="trainer link")
+        self._pump = asyncio.create_task(self._listen(), name="trainer link")
         self._started.set()
 
     async def wait_finished(self) -> None:
         """Ends only with the trainer: raises what made it fail for good."""
         await self._started.wait()
-        assert self._listener is not None
-        await asyncio.shield(self._listener)
+        assert self._pump is not None
+        await asyncio.shield(self._pump)
 
     async def stop(self, round_number: int) -> None:
         """The trainer adopts that round, writes a last snapshot and ends; nothing of it is left."""
         if not await self.wait_until_applied(round_number, LAST_APPLY_ANCHOR_SECONDS):
-            self._record_recovered("not adopted", f"the trainer stops before it has adopted round {round_number}")
+            self._errors.record_recovered(
+                "not adopted", f"the trainer stops before it has adopted round {round_number}"
+            )
         await self._process.stop()
-        if self._listener is not None:
-            await asyncio.wait({self._listener}, timeout=LAST_APPLY_ANCHOR_SECONDS)
+        if self._pump is not None:
+            await asyncio.wait({self._pump}, timeout=LAST_APPLY_ANCHOR_SECONDS)
         async with self._changed:
             self._running = False
             self._changed.notify_all()
@@ -137,7 +158,7 @@ class TrainerLink:
             self._round, APPLY_ANCHOR_SECONDS
         ):  # one that is stuck is started again
             line = f"the trainer has not adopted round {self._round} for {APPLY_ANCHOR_SECONDS:g} s"
-            self._record_recovered("not adopted", line)
+            self._errors.record_recovered("not adopted", line)
         await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
         self._round = self._process.round = round_number
         self.contributions.on_round(round_number)  # a message may have come while the copy was under way
@@ -150,10 +171,13 @@ class TrainerLink:
         """Also true where no trainer runs: its snapshot lies still, and the greeting of the next one tells the rest."""
         try:
             async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(lambda: self._applied_round >= round_number or not self._running)
+                await self._changed.wait_for(partial(self._has_applied, round_number))
         except TimeoutError:
             return False
         return True
+
+    def _has_applied(self, round_number: int) -> bool:
+        return self._applied_round >= round_number or not self._running
 
     async def request_evaluation(self) -> None:
         """Ask for the validation loss of the newest anchor; the answer comes through `heard`."""
@@ -174,7 +198,7 @@ class TrainerLink:
                     await self._on_anchor_applied(message.round)
                 case TrainerProgress() | Evaluated() | PauseChanged() | TrainerWarning():
                     pass
-            self._on_message(message)
+            self._listener.on_trainer_message(message)
 
     async def _on_ready(self, ready: Ready) -> None:
         """A trainer that (re)started may be behind, or wait for a fate that was decided meanwhile."""
@@ -195,7 +219,7 @@ class TrainerLink:
         if fate != "none":
             self._outstanding = None
         self._revision_sent = self._revision_pending
-        steps = self._steps_for_round(self._round)
+        steps = self._step_targets.steps_for(self._round)
         await self._process.send(
             ApplyAnchor(round=self._round, outcome=fate, steps=steps, revised=self._revised_outcomes())
         )
@@ -229,7 +253,7 @@ class TrainerLink:
             past = None if self._revision_pending else tuple(self.contributions.settled)
             offer = await self._run_in_thread(self._store_contribution, header, past)
             if self._revision_pending:
-                self._record_recovered(
+                self._errors.record_recovered(
                     "given back", f"the message of round {header.round} is of the chain that was left"
                 )
                 self.contributions.reject(offer, self._round)

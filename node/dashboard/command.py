@@ -8,16 +8,15 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from node.daemon.lifecycle import locked_run_dir, run_node
 from node.daemon.node import Node
 from node.dashboard.event_log import EventLog, read_events
-from node.dashboard.observer_node import NodeHandle, ObserverNode, node_handle, open_observer_node
+from node.dashboard.observer_node import NodeHandle, node_handle, open_observer_node
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.service import (
     MAX_CONNECTIONS,
@@ -40,29 +39,34 @@ from node.process_memory import enable_frequent_gc, trim_periodically
 from node.run_dir import RunDir
 from node.trainer.device import require_usable_device
 from protocol.errors import DataError
-from protocol.identity import Identity
 from protocol.manifest import load_manifest
 from protocol.membership.rendezvous import Rendezvous
 from protocol.signing import peer_id_of
 from protocol.tasks import cancel_and_wait
 
 
-def observer_status(node: NodeHandle, dashboard: RunningDashboard, metrics: Metrics) -> Callable[[], NodeStatus]:
-    manifest = node.manifest
-    beginning = NodeStatus(
-        peer_id=node.peer_id,
-        run=manifest.run.name,
-        run_id=manifest.run_id,
-        phase="watching",
-        target_rounds=manifest.target.rounds,
-        target_tokens=manifest.target.tokens,
-        page=dashboard.page_url,
-        since=time.time(),
-    )
+class ObserverStatus:
+    """The status of a host that only watches: the run as it sees it."""
 
-    def now() -> NodeStatus:
-        state, transport = dashboard.event_log.state, node.transport
-        last, own = state.rows.last, node.directory.live().get(node.peer_id)
+    def __init__(self, node: NodeHandle, dashboard: RunningDashboard, metrics: Metrics) -> None:
+        manifest = node.manifest
+        self._node = node
+        self._event_log = dashboard.event_log
+        self._metrics = metrics
+        self._beginning = NodeStatus(
+            peer_id=node.peer_id,
+            run=manifest.run.name,
+            run_id=manifest.run_id,
+            phase="watching",
+            target_rounds=manifest.target.rounds,
+            target_tokens=manifest.target.tokens,
+            page=dashboard.page_url,
+            since=time.time(),
+        )
+
+    def status(self) -> NodeStatus:
+        state, transport = self._event_log.state, self._node.transport
+        last, own = state.rows.last, self._node.directory.live().get(self._node.peer_id)
         seen = {
             "round": last.round + 1 if last else 0,
             "chain_tokens": last.tokens if last else 0,
@@ -71,12 +75,10 @@ def observer_status(node: NodeHandle, dashboard: RunningDashboard, metrics: Metr
             "peers": len(state.trainers),
             "bytes_sent": transport.bytes_sent,
             "bytes_received": transport.bytes_received,
-            "refusals": dict(metrics.refusals),
+            "refusals": dict(self._metrics.refusals),
             "addresses": tuple(own.addresses) if own else (),
         }
-        return beginning.model_copy(update=seen)
-
-    return now
+        return self._beginning.model_copy(update=seen)
 
 
 logger = logging.getLogger(__name__)
@@ -120,8 +122,7 @@ async def _host_and_train(settings: NodeOptions, address: DashboardAddress, publ
 
     @asynccontextmanager
     async def beside(node: Node) -> AsyncIterator[None]:
-        identity = Identity.load_or_create(folder.key)
-        window = node_handle(node, identity, settings.manifest)
+        window = node_handle(node)
         async with serve_dashboard(window, folder, address) as shown:
             if public:
                 _announce_run(node.rendezvous, window, shown.event_log, address)
@@ -141,26 +142,24 @@ def _announce_run(
 async def _host_and_observe(settings: NodeOptions, address: DashboardAddress, public: bool) -> None:
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(locked_run_dir(settings))
-        observer = await stack.enter_async_context(open_observer_node(settings, folder, version("murmuration")))
-        window = observer.handle
+        observer = await stack.enter_async_context(open_observer_node(settings, folder))
+        window = node_handle(observer)
         shown = await stack.enter_async_context(serve_dashboard(window, folder, address))
-        metrics = Metrics()
-        metrics.read_other_refusals_from(observer.refusal_counts)
-        status = observer_status(window, shown, metrics)
-        port = await stack.enter_async_context(serve_metrics(settings.metrics, metrics, status))
+        status = ObserverStatus(window, shown, observer.metrics)
+        port = await stack.enter_async_context(serve_metrics(settings.metrics, observer.metrics, status))
         enable_frequent_gc()
         folder.write_node_info(window.peer_id, await window.transport.addresses(), port)
         if public:
             _announce_run(observer.rendezvous, window, shown.event_log, address)
         await _run_until_stopped(observer, shown.watcher_task)
-        folder.write_final_status(status().model_dump_json())
+        folder.write_final_status(status.status().model_dump_json())
 
 
-async def _run_until_stopped(observer: ObserverNode, watcher_task: asyncio.Task[None]) -> None:
+async def _run_until_stopped(observer: Node, watcher_task: asyncio.Task[None]) -> None:
     """Gossip until a signal comes or something ends that never should; then tell the others that we go."""
     stop = asyncio.Event()
     _stop_on_signals(stop)
-    forever = (observer.handle.directory.run(), observer.rendezvous.run(), trim_periodically())
+    forever = (observer.directory.run(), observer.rendezvous.run(), trim_periodically())
     loops = [asyncio.create_task(loop) for loop in forever]
     stopped = asyncio.create_task(stop.wait())
     try:
@@ -171,7 +170,7 @@ async def _run_until_stopped(observer: ObserverNode, watcher_task: asyncio.Task[
         await cancel_and_wait((stopped, *loops))
         with suppress(TimeoutError):  # whoever could not be told will notice
             async with asyncio.timeout(LEAVE_SECONDS):
-                await observer.handle.directory.leave()
+                await observer.directory.leave()
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:

@@ -8,10 +8,10 @@ round machine; the loop passes them on.
 from dataclasses import dataclass
 from typing import Any
 
-from node.daemon.contributions import ForkOutcome
 from node.daemon.outer_state import SignedContributions
 from node.ipc.channel import ContributionOutcome
 from node.loop.catch_up import SyncPlan
+from node.loop.contributions import ForkOutcome
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.monitoring.status import CatchUpKind, Phase, RecoveredErrorKind
 from protocol.blobs.blob import Blob

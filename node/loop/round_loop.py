@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from node.daemon.contributions import ContributionTracker
 from node.daemon.outer_state import SignedContributions
 from node.ipc.channel import ContributionOutcome
 from node.loop.catch_up import CatchUp, Sync, SyncPlan
+from node.loop.contributions import ContributionTracker
 from node.loop.events import (
     AdoptState,
     AdvanceState,

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from node.daemon.contributions import StoredContribution
+from node.loop.contributions import StoredContribution
 from node.loop.events import (
     Answer,
     CloseRound,

@@ -6,7 +6,8 @@ What the status already says is read from it at the moment of the scrape, so the
 
 import collections
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -20,11 +21,23 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from node.monitoring.http_server import open_listener, serve
-from node.monitoring.status import CatchUpKind, NodeStatus, RecoveredErrorKind, RoundOutcome
+from node.monitoring.status import CatchUpKind, NodeStatus, RecoveredErrorKind, RoundOutcome, StatusSource
 from node.units import ALL_INTERFACES, parse_host_port
 from protocol.consensus.messages import AppliedContributions
 
 MAX_CONNECTIONS = 32
+
+
+class RefusalCounter(Protocol):
+    @property
+    def refusals(self) -> Mapping[str, int]: ...
+
+
+class StoreSize(Protocol):
+    @property
+    def size(self) -> int: ...
+
+    def __len__(self) -> int: ...
 
 
 class Metrics(Collector):
@@ -33,7 +46,7 @@ class Metrics(Collector):
     def __init__(self) -> None:
         self.rounds: collections.Counter[str] = collections.Counter()
         self._refusals: collections.Counter[str] = collections.Counter()
-        self._other_refusals: Callable[[], Iterable[Mapping[str, int]]] = tuple
+        self._refusal_counters: list[RefusalCounter] = []
         self.missed_rounds: collections.Counter[str] = collections.Counter()
         self.recovered_errors: collections.Counter[str] = collections.Counter()
         self.applied: collections.Counter[str] = collections.Counter()
@@ -41,14 +54,13 @@ class Metrics(Collector):
         self.revisions: collections.Counter[str] = collections.Counter()
         self.catch_ups: collections.Counter[str] = collections.Counter()
         self.pauses = self.early_submits = 0
-        self.blobs = 0
-        self.blob_bytes = 0
-        self._status: Callable[[], NodeStatus] | None = None
+        self._stores: list[StoreSize] = []
+        self._status: StatusSource | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
-    def read_status_from(self, status: Callable[[], NodeStatus]) -> None:
-        """From now on the status is read at each scrape."""
+    def read_status_from(self, status: StatusSource) -> None:
+        """Read the status at each scrape from now on."""
         self._status = status
 
     def record_round(self, outcome: RoundOutcome) -> None:
@@ -87,13 +99,17 @@ class Metrics(Collector):
         """Something of a peer was refused or stalled; `reason` is a fixed short word such as `forged`."""
         self._refusals[reason] += 1
 
-    def read_other_refusals_from(self, counts: Callable[[], Iterable[Mapping[str, int]]]) -> None:
-        """What the parts that know no daemon have counted themselves, by the same words."""
-        self._other_refusals = counts
+    def add_refusal_counter(self, counter: RefusalCounter) -> None:
+        """Include the refusals that a part has counted itself, by the same words."""
+        self._refusal_counters.append(counter)
+
+    def add_store(self, store: StoreSize) -> None:
+        """Include the blobs of a store."""
+        self._stores.append(store)
 
     @property
     def refusals(self) -> collections.Counter[str]:
-        return sum(map(collections.Counter, self._other_refusals()), self._refusals)
+        return sum((collections.Counter(each.refusals) for each in self._refusal_counters), self._refusals)
 
     def collect(self) -> Iterator[Metric]:
         yield _labelled_counter("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
@@ -118,10 +134,12 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "murmur_hurries", "Times that the others waited for this node", value=self.early_submits
         )
-        yield GaugeMetricFamily("murmur_blobs", "Blobs held", value=self.blobs)
-        yield GaugeMetricFamily("murmur_blob_bytes", "Bytes of blobs held", value=self.blob_bytes)
+        yield GaugeMetricFamily("murmur_blobs", "Blobs held", value=sum(len(store) for store in self._stores))
+        yield GaugeMetricFamily(
+            "murmur_blob_bytes", "Bytes of blobs held", value=sum(store.size for store in self._stores)
+        )
         if self._status is not None:
-            yield from _status_metrics(self._status())
+            yield from _status_metrics(self._status.status())
 
 
 def _labelled_counter(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
@@ -174,7 +192,7 @@ def _bytes_metric(status: NodeStatus) -> CounterMetricFamily:
 
 
 @contextlib.asynccontextmanager
-async def serve_metrics(address: str, metrics: Metrics, status: Callable[[], NodeStatus]) -> AsyncIterator[int]:
+async def serve_metrics(address: str, metrics: Metrics, status: StatusSource) -> AsyncIterator[int]:
     """Serve at HOST:PORT in the running loop; yields the port (a free one for 0). UsageError if it is taken."""
     metrics.read_status_from(status)
     host, port = parse_host_port(address, "--metrics")
@@ -183,16 +201,16 @@ async def serve_metrics(address: str, metrics: Metrics, status: Callable[[], Nod
         yield bound
 
 
-def _build_application(metrics: Metrics, status: Callable[[], NodeStatus], on_all_interfaces: bool) -> Starlette:
+def _build_application(metrics: Metrics, status: StatusSource, on_all_interfaces: bool) -> Starlette:
     async def scrape(request: Request) -> Response:
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encoder(metrics.registry), headers={"content-type": content_type})
 
     async def health(_: Request) -> Response:
-        return PlainTextResponse(f"ok {status().phase}\n")
+        return PlainTextResponse(f"ok {status.status().phase}\n")
 
     async def whole(_: Request) -> Response:
-        return Response(status().model_dump_json(), media_type="application/json")
+        return Response(status.status().model_dump_json(), media_type="application/json")
 
     routes = [Route("/metrics", scrape), Route("/healthz", health), Route("/status", whole)]
     # A page in a browser must not reach us through a name that it makes point to 127.0.0.1.

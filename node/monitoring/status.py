@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from node.units import format_bytes, format_count, format_plural
-from protocol.errors import UnreachableError
+from protocol.errors import PeerFault, UnreachableError
+from protocol.identity import PeerId
 
 # What went wrong and was worked around: each with one line in the log.
 RecoveredErrorKind = Literal[
@@ -42,6 +43,18 @@ Phase = Literal[
 MAX_STATUS_BYTES = 1 << 20
 COMPUTE_ACTIVITIES: Final = ("compute", "evaluate")  # activities: training it, and measuring an anchor
 MAX_ROUNDS_BEHIND = 2  # a contribution counts as current while at most this many rounds have been committed since
+
+
+class ErrorRecorder(Protocol):
+    """Counts and logs errors that nobody has to act on; a StatusReporter."""
+
+    def record_recovered(self, reason: RecoveredErrorKind, line: str) -> None: ...
+
+    def record_refusal(self, peer: PeerId, first: PeerFault, *others: PeerFault) -> None: ...
+
+
+class StatusSource(Protocol):
+    def status(self) -> "NodeStatus": ...
 
 
 def sum_seconds(seconds: Mapping[str, float], *activities: str) -> float:
@@ -174,6 +187,22 @@ class NodeStatus(BaseModel):
     def describe_relayed(self) -> tuple[str, ...]:
         """`carried 2.1 MB for others`, where that was so."""
         return (f"carried {format_bytes(self.bytes_carried)} for others",) if self.bytes_carried else ()
+
+    def record_fields(self) -> dict[str, str | int | float]:
+        """Return what a peer record says of this node's work."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "loss": self.loss or 0.0,
+            "tokens_per_second": self.tokens_per_second,
+            "bytes_sent": self.bytes_sent,
+            "bytes_carried": self.bytes_carried,
+            "validation_loss": self.validation_loss or 0.0,
+            "validation_round": self.validation_round or 0,
+            "compute_seconds": sum_seconds(self.seconds, *COMPUTE_ACTIVITIES),
+            "exchange_seconds": sum_seconds(self.seconds, "encode", "adopt", "snapshot"),
+            "wait_seconds": sum_seconds(self.seconds, "wait"),
+        }
 
     def describe_round(self) -> str:
         return f"round {self.round}" + (f"/{self.target_rounds}" if self.target_rounds else "")

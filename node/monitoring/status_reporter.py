@@ -7,10 +7,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-from node.daemon.contributions import SettledContribution
 from node.ipc.channel import (
     ContributionHeader,
     ContributionOutcome,
@@ -21,6 +20,7 @@ from node.ipc.channel import (
     TrainerProgress,
     TrainerWarning,
 )
+from node.loop.contributions import SettledContribution
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import CatchUpKind, NodeStatus, Phase, RecoveredErrorKind
 from node.units import format_bytes, format_plural
@@ -77,22 +77,28 @@ OUTCOME_TEXTS = {
 }
 
 
-class StatusReporter:
-    """`traffic`: fields of NodeStatus that are read when asked (peers, bytes, trainer deaths)."""
+class LiveFields(Protocol):
+    def status_fields(self) -> Mapping[str, object]:
+        """Return fields of NodeStatus as they are now."""
 
-    def __init__(
-        self, status: NodeStatus, metrics: Metrics, live_fields: Callable[[], dict[str, object]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+
+class StatusReporter:
+    """Knows what one replica does, for the page, `murmur status` and the counters. All reports pass here."""
+
+    def __init__(self, status: NodeStatus, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._status = status.model_copy(update={"since": time.time()})
         self._clock = clock
         self._decided_at: float | None = None  # the newest round, if we took part in it
         self._round_seconds: deque[float] = deque(maxlen=RECENT_ROUND_COUNT)  # seconds of the last rounds
         self._metrics = metrics
-        self._live_fields = live_fields
+        self._sources: list[LiveFields] = []
         self._validation_since_round = 0  # the first round of the chain that we are on whose model the trainer has seen
         self._is_submitted = False  # whether a message of ours waits for its fate
         self._reject_reason: RejectReason | None = None  # what the open round has done to it
+
+    def add_source(self, source: LiveFields) -> None:
+        """Read fields from there whenever the status is asked for."""
+        self._sources.append(source)
 
     def status(self) -> NodeStatus:
         metrics = self._metrics
@@ -102,7 +108,10 @@ class StatusReporter:
             "setbacks": dict(metrics.recovered_errors),
             "refusals": dict(metrics.refusals),
         }
-        status = self._status.model_copy(update=reasons | self._live_fields())
+        fields: dict[str, object] = {**reasons}
+        for source in self._sources:
+            fields.update(source.status_fields())
+        status = self._status.model_copy(update=fields)
         # The trainer tells its speed while it trains, and not that it has none.
         rests = status.paused or status.trainer_trouble
         return status.model_copy(update={"tokens_per_second": 0.0}) if rests else status

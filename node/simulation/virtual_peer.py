@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from node.daemon.contributions import ContributionTracker, StoredContribution
 from node.daemon.outer_state import blobs_to_apply
 from node.from_manifest import build_pacing
 from node.ipc.channel import ContributionOutcome
 from node.loop.catch_up import plan_path
+from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.events import (
     AdoptState,
     AdvanceState,

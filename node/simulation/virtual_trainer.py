@@ -5,10 +5,10 @@ from functools import partial
 
 from torch import Tensor
 
-from node.daemon.contributions import SettledContribution
 from node.data import BatchReader, Corpus
 from node.ipc.channel import ContributionHeader, ContributionOutcome
 from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.loop.contributions import SettledContribution
 from node.model import LanguageModel
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from node.trainer.schedule import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait

@@ -18,7 +18,7 @@ from typing import Any, Self
 import grpc
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
-from protocol.blobs.store import BlobStore
+from protocol.blobs.store_group import BlobReader
 from protocol.blobs.wire_format import BLOBS_SERVICE, Chunk, compress_piece
 from protocol.errors import LimitError, MalformedError, MissingFileError, MurmurError, StorageError
 from protocol.identity import PeerId
@@ -85,7 +85,7 @@ class BlobService(BlobsServicer):
     refused calls by reason.
     """
 
-    def __init__(self, store: BlobStore, caller: Callable[[Any], PeerId], limits: CallerLimits | None = None) -> None:
+    def __init__(self, store: BlobReader, caller: Callable[[Any], PeerId], limits: CallerLimits | None = None) -> None:
         self.bytes_served: OrderedDict[PeerId, int] = OrderedDict()
         self.total_bytes_served = 0
         self.refusals: Counter[str] = Counter()

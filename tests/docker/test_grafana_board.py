@@ -11,6 +11,7 @@ from prometheus_client.core import Metric
 from node.dashboard.server import GAUGES, SwarmCollector
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
+from tests.node.monitoring.fixed_status import FixedStatus
 
 BOARD = json.loads((Path(__file__).parents[2] / "docker" / "grafana" / "board.json").read_text())
 STATUS = NodeStatus(
@@ -32,7 +33,7 @@ GROUP = re.compile(r"\bby \(([^)]*)\)")
 def exported_labels() -> dict[str, set[str]]:
     """The labels of each sample, by its name, of a node and of a host that know all there is to know."""
     metrics = Metrics()
-    metrics.read_status_from(lambda: STATUS)
+    metrics.read_status_from(FixedStatus(STATUS))
     metrics.record_round("included")
     metrics.record_refusal("forged")
     metrics.record_missed("late", 1)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from node.daemon.node import MAX_TOKENS
 from node.daemon.outer_state import RoundCompute
 from node.daemon.peer_rpc import request_chain
+from node.daemon.replica import MAX_TOKENS
 from node.from_manifest import build_program
 from node.model import shape_table
 from protocol.blobs.blob import DIGEST_BYTES

@@ -10,6 +10,7 @@ from node.monitoring.status import NodeStatus
 from node.run_dir import RunDir
 from node.status_command import key_line, status_lines
 from protocol.errors import IdentityError, MissingFileError, StorageError, UnreachableError, UsageError
+from tests.node.monitoring.fixed_status import FixedStatus
 from tests.node.small_run import MANIFEST
 
 LOOPBACK = "127.0.0.1:0"
@@ -25,7 +26,7 @@ def node(folder: Path, port: int) -> Path:
 async def test_a_line_for_each_node_of_a_swarm(tmp_path: Path, unused_tcp_port: int) -> None:
     counted = {"absences": {"slow": 1, "late": 2}, "refusals": {"forged": 1}}
     status = STATUS.model_copy(update=counted)
-    async with serve_metrics(LOOPBACK, Metrics(), lambda: status) as port:
+    async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(status)) as port:
         node(tmp_path / "peer-0", port)
         left = node(tmp_path / "peer-1", unused_tcp_port)
         node(tmp_path / "peer-2", unused_tcp_port)
@@ -44,7 +45,7 @@ async def test_a_line_for_each_node_of_a_swarm(tmp_path: Path, unused_tcp_port: 
 
 async def test_a_port_that_is_anothers_by_now_tells_nothing(tmp_path: Path) -> None:
     another = STATUS.model_copy(update={"peer_id": "q"})
-    async with serve_metrics(LOOPBACK, Metrics(), lambda: another) as port:
+    async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(another)) as port:
         node(tmp_path / "peer-0", port)
         lines = await asyncio.to_thread(status_lines, tmp_path, False)
     assert lines == ["peer-0: does not run; start it with `murmur join`"]

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 
 from node.workers import BackgroundTasks
+from tests.node.daemon.recorded_errors import RecordedFaults
 
 
 async def fail() -> None:
@@ -10,20 +11,20 @@ async def fail() -> None:
 
 
 async def test_what_breaks_is_told_and_what_ends_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
-    faults: list[BaseException] = []
-    background = BackgroundTasks(faults.append)
+    faults = RecordedFaults()
+    background = BackgroundTasks(faults)
     background.spawn(asyncio.sleep(0))
     background.spawn(fail())
     assert len(background) == 2
     while background:
         await asyncio.sleep(0)
-    assert [type(fault) for fault in faults] == [KeyError]
+    assert [type(fault) for fault in faults.faults] == [KeyError]
     assert "a bug" in caplog.text
 
 
 async def test_what_is_cancelled_is_no_fault() -> None:
-    faults: list[BaseException] = []
-    background, begun, undone = BackgroundTasks(faults.append), asyncio.Event(), asyncio.Event()
+    faults = RecordedFaults()
+    background, begun, undone = BackgroundTasks(faults), asyncio.Event(), asyncio.Event()
 
     async def endless() -> None:
         begun.set()
@@ -36,4 +37,4 @@ async def test_what_is_cancelled_is_no_fault() -> None:
     await begun.wait()
     background.cancel_all()
     await undone.wait()
-    assert not background and not faults
+    assert not background and not faults.faults

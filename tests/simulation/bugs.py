@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
 import pytest
 
-from node.daemon.contributions import ContributionTracker, StoredContribution
+from node.loop.contributions import ContributionTracker, StoredContribution
 from protocol.consensus import messages
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.leader import Leader

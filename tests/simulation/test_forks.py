@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from node.daemon.contributions import ContributionTracker, ForkOutcome
+from node.loop.contributions import ContributionTracker, ForkOutcome
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Commit
 from tests.simulation.seeded_run import SeededRun

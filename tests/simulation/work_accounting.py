@@ -1,7 +1,7 @@
 """The work of trainers, in units, and what becomes of it: each is applied once or never, and none gets lost.
 
 A message carries all units that its trainer has made or got back. Where it is on its way is decided by the code of the
-node itself (`node.daemon.contributions`); here its verdicts are compared with what the chains really hold.
+node itself (`node.loop.contributions`); here its verdicts are compared with what the chains really hold.
 """
 
 import itertools
@@ -9,8 +9,8 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
-from node.daemon.contributions import ContributionTracker, LastSent, SettledContribution, StoredContribution
 from node.ipc.channel import ContributionHeader, ContributionOutcome
+from node.loop.contributions import ContributionTracker, LastSent, SettledContribution, StoredContribution
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead, extend_head

@@ -7,14 +7,15 @@ from pathlib import Path
 import torch
 
 from node.checkpoints import checkpoint
-from node.daemon.checkpointer import Checkpointer
-from node.daemon.contributions import ContributionFile, ContributionTracker
+from node.daemon.checkpointer import Checkpointer, CheckpointerOptions
 from node.daemon.outer_state import ReplicatedState
 from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.loop.contributions import ContributionFile, ContributionTracker
 from node.run_dir import RunDir
 from node.trainer.state import Counters, Outstanding, StepTotals
 from protocol.consensus.messages import Commit
-from tests.node.small_run import MANIFEST, PROGRAM, RUN_ID, SHAPES, at_once, replica_in, store_in
+from tests.node.daemon.recorded_errors import RecordedErrors
+from tests.node.small_run import MANIFEST, PROGRAM, RUN_ID, SHAPES, replica_in, store_in
 
 OUTBOX = b"firstsecond"
 
@@ -28,19 +29,30 @@ class CheckpointerSetup:
         self.adopted = asyncio.Event()
         self.adopts = True
         self.waited: list[int] = []
-        self.setbacks: list[str] = []
+        self.errors = RecordedErrors()
         self.wanted: set[bytes] = set()
         self.carried: set[bytes] = set()
-        self.keeper = Checkpointer(
-            self.folder, MANIFEST, SHAPES, self.store, self.arena, at_once, self.has_adopted, lambda: self.wanted,
-            lambda: self.carried, lambda reason, line: self.setbacks.append(reason), room,
-        )  # fmt: skip
+        options = CheckpointerOptions(
+            directory=self.folder.checkpoints,
+            run_id=RUN_ID,
+            shapes=SHAPES,
+            every_rounds=MANIFEST.checkpoint.every_rounds,
+            keep=MANIFEST.checkpoint.keep,
+            max_blob_bytes=room,
+        )
+        self.keeper = Checkpointer(options, self.store, self.arena, self, self, self.errors)
         self.replica: ReplicatedState = replica_in(self.store)
 
-    async def has_adopted(self, round_number: int) -> bool:
+    async def wait_until_applied(self, round_number: int) -> bool:
         self.waited.append(round_number)
         await self.adopted.wait()
         return self.adopts
+
+    def requested_digests(self) -> set[bytes]:
+        return self.wanted
+
+    def held_digests(self) -> set[bytes]:
+        return self.carried
 
     def snapshot(self, outstanding: int | None = None) -> None:
         sizes, work = (5, 6), StepTotals(tokens=100, steps=5, loss=15.0)

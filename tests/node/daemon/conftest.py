@@ -6,6 +6,7 @@ import pytest
 
 from tests.node.daemon.checkpointer_setup import CheckpointerSetup
 from tests.node.daemon.loopback_network import LoopbackNetwork
+from tests.node.small_run import at_once
 
 
 @pytest.fixture
@@ -28,7 +29,8 @@ async def table(tables: list[LoopbackNetwork], tmp_path: Path) -> LoopbackNetwor
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[CheckpointerSetup]:
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[CheckpointerSetup]:
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
     made = CheckpointerSetup(tmp_path)
     yield made
     made.adopted.set()

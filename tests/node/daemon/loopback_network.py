@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from node.checkpoints.vote_log import VoteLog
-from node.daemon.contributions import ContributionTracker, StoredContribution
 from node.daemon.downloads import Downloads
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.outer_state import RoundCompute
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.ipc.channel import ContributionHeader
+from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.events import (
     ApplyCommit,
     ContributionReady,
@@ -40,6 +40,7 @@ from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.signing import sign
+from tests.node.daemon.recorded_errors import FixedSources, RecordedErrors
 from tests.node.small_run import (
     PEERS,
     PROGRAM,
@@ -190,9 +191,10 @@ class LoopbackPeer:
         return RoundLoop(LoopOptions(options), Chain.from_genesis(RUN_ID), b"", self.contributions, session)
 
     def _build_round_effects(self, vote_log: VoteLog) -> RoundEffects:
+        sources = FixedSources(lambda: self.network.peers)
         tools = RoundTools(
             store=self.store,
-            downloads=Downloads(cast(Any, self.fetcher), lambda: self.network.peers),
+            downloads=Downloads(cast(Any, self.fetcher), sources, sources, RecordedErrors()),
             compute=RoundCompute(self.network.program, self.store, lambda step: 1.0),
             run_in_thread=at_once,
             vote_log=vote_log,

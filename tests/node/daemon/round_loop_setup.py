@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from node.daemon.contributions import ContributionTracker, ForkOutcome, SettledContribution, StoredContribution
 from node.daemon.downloads import Downloads
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox
@@ -14,6 +13,7 @@ from node.daemon.outer_state import ReplicatedState, SignedContributions
 from node.daemon.state_effects import StateEffects, StateTools
 from node.from_manifest import round_settings_by_number
 from node.loop.catch_up import SyncPlan
+from node.loop.contributions import ContributionTracker, ForkOutcome, SettledContribution, StoredContribution
 from node.loop.events import LoopAction, SwarmChanged, TimePassed
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.round_loop import RoundLoop
@@ -23,6 +23,7 @@ from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, SignedMessage
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
+from tests.node.daemon.recorded_errors import FixedSources, RecordedErrors
 from tests.node.small_run import (
     MANIFEST,
     METHOD,
@@ -209,10 +210,11 @@ class RoundLoopSetup:
         self.standing = FakeStatusReporter()
         self.scout = FakeChainSync(self.replica)
         self.inbox = Inbox()
+        sources = FixedSources(lambda: self.fetcher.stores)
         fakes: dict[str, Any] = {
             "swarm_view": self.members, "sync_client": self.scout, "trainer": self.trainer,
             "checkpointer": self.keeper,
-            "downloads": Downloads(cast(Any, self.fetcher), lambda: self.fetcher.stores),
+            "downloads": Downloads(cast(Any, self.fetcher), sources, sources, RecordedErrors()),
         }  # fmt: skip
         tools = StateTools(method=METHOD, replicated=self.replica, **fakes)
         self.state_effects = StateEffects(self.inbox, cast(Any, self.standing), tools)

@@ -4,14 +4,16 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
 import pytest
 
-from node.daemon import blob_relay
-from node.daemon.blob_relay import BlobRelayService, RelayContext
+from node.daemon import blob_relay, services
+from node.daemon.blob_relay import BlobRelay, RelayOptions
 from node.daemon.peer_rpc import request_relay
+from node.daemon.services import CarriersService
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.message_kinds import ReducedPart
@@ -20,6 +22,7 @@ from protocol.errors import LimitError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.murmur_pb2_grpc import add_CarriersServicer_to_server
+from tests.node.daemon.recorded_errors import RecordedErrors
 from tests.node.small_run import (
     PEERS,
     RUN_ID,
@@ -43,18 +46,17 @@ class RelaySetup:
         self.owner = store_in(folder / "owner")
         self.store = store_in(folder / "carrier")
         self.fetcher = CopyingFetcher(self.store, {OWNER: self.owner})
-        self.refused: list[tuple[PeerId, str]] = []
-        self.setbacks: list[str] = []
+        self.errors = RecordedErrors()
         self.round = ROUND
         self.channel = channel
-        around = RelayContext(
-            round=lambda: self.round,
-            is_member=lambda peer: peer != STRANGER,
-            record_refusal=lambda peer, fault: self.refused.append((peer, type(fault).__name__)),
-            record_recovered=lambda reason, line: self.setbacks.append(reason),
-        )
-        size = len(payload(0))
-        self.carrying = BlobRelayService(RUN_ID, TERMS, size, 0.3, cast(Any, self.fetcher), self.store, around)
+        options = RelayOptions(run_id=RUN_ID, limits=TERMS, contribution_bytes=len(payload(0)), fetch_seconds=0.3)
+        chain: Any = self  # of which the relay reads the round
+        self.carrying = BlobRelay(options, cast(Any, self.fetcher), self.store, chain, self)
+        replica: Any = SimpleNamespace(blob_relay=self.carrying, status_reporter=self.errors)
+        self.service = CarriersService({RUN_ID: replica}, self.errors)
+
+    def is_trainer(self, peer: PeerId) -> bool:
+        return peer != STRANGER
 
     def message(self, seed: int, by: Identity = PEERS[2], number: int = ROUND) -> tuple[Signed, Blob]:
         blob = self.owner.put(payload(seed))
@@ -66,11 +68,11 @@ class RelaySetup:
 
 @pytest.fixture
 async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RelaySetup]:
-    monkeypatch.setattr(blob_relay, "caller", lambda context: ASKER)
+    monkeypatch.setattr(services, "caller", lambda context: ASKER)
     server = grpc.aio.server()
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
         made = RelaySetup(tmp_path, channel)
-        add_CarriersServicer_to_server(made.carrying, server)
+        add_CarriersServicer_to_server(made.service, server)
         server.add_insecure_port(f"unix:{tmp_path}/s")
         await server.start()
         yield made
@@ -81,9 +83,9 @@ async def test_what_the_owner_named_is_fetched_held_and_dropped_with_its_round(s
     signed, blob = scene.message(1)
     await scene.ask(signed, blob)
     assert scene.store.read(blob.digest) == scene.owner.read(blob.digest)
-    assert scene.carrying.relayed_digests() == {blob.digest} and scene.carrying.bytes_relayed == blob.size
+    assert scene.carrying.held_digests() == {blob.digest} and scene.carrying.bytes_relayed == blob.size
     scene.round += 1
-    assert scene.carrying.relayed_digests() == set()
+    assert scene.carrying.held_digests() == set()
 
 
 async def test_a_reduced_part_is_carried_too_and_one_that_is_there_costs_no_fetch(scene: RelaySetup) -> None:
@@ -106,8 +108,8 @@ async def test_what_is_not_of_this_round_or_of_these_peers_is_refused(scene: Rel
             await scene.ask(*asked)
     with pytest.raises(LimitError):
         await scene.ask(signed, blob, run_id="cd" * 32)
-    assert len(scene.refused) == 7 and scene.fetcher.asked == []
-    assert {name for _, name in scene.refused} == {"MalformedError", "ForgedError", "StaleError"}
+    assert len(scene.errors.refused) == 7 and scene.fetcher.asked == []
+    assert {name for _, name in scene.errors.refused} == {"MalformedError", "ForgedError", "StaleError"}
     await scene.ask(signed, blob)  # the control: exactly that one is taken
 
 
@@ -139,9 +141,9 @@ async def test_what_does_not_come_holds_few_fetches_and_the_rest_waits_behind_it
     assert most == blob_relay.MAX_FETCHES_PER_PEER and len(scene.fetcher.asked) == blob_relay.MIN_BLOBS_PER_PEER
     with pytest.raises(LimitError, match=r"has 32 blobs of 32 bytes carried already"):
         await scene.ask(*names[-1])
-    assert scene.refused == [(ASKER, "LimitError")]
+    assert scene.errors.refused == [(ASKER, "LimitError")]
     scene.round += 1
-    scene.carrying.relayed_digests()
+    scene.carrying.held_digests()
     await scene.ask(*scene.message(1, number=ROUND + 1))  # the control: the places are free again
 
 
@@ -149,7 +151,7 @@ async def test_nobody_waits_with_more_calls_than_a_connection_takes(scene: Relay
     asking = [asyncio.create_task(scene.ask(*missing(0))) for _ in range(blob_relay.MAX_CALLS_PER_PEER + 1)]
     await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
     assert [str(task.exception()) for task in asking if task.done()][0].endswith("carried at once)")
-    assert scene.refused == [(ASKER, "LimitError")]
+    assert scene.errors.refused == [(ASKER, "LimitError")]
     for task in asking:
         task.cancel()
     await asyncio.wait(asking)
@@ -158,10 +160,10 @@ async def test_nobody_waits_with_more_calls_than_a_connection_takes(scene: Relay
 async def test_a_strangers_statement_is_not_even_read(scene: RelaySetup, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     monkeypatch.setattr(blob_relay, "parse", lambda *asked: read.append(asked))
-    monkeypatch.setattr(blob_relay, "caller", lambda context: STRANGER)
+    monkeypatch.setattr(services, "caller", lambda context: STRANGER)
     with pytest.raises(LimitError, match="takes no part"):
         await scene.ask(*scene.message(1))
-    assert scene.refused == [(STRANGER, "StaleError")] and read == []
+    assert scene.errors.refused == [(STRANGER, "StaleError")] and read == []
 
 
 async def test_an_owner_that_does_not_answer_is_said_without_names_of_folders(scene: RelaySetup) -> None:
@@ -169,4 +171,4 @@ async def test_an_owner_that_does_not_answer_is_said_without_names_of_folders(sc
     scene.owner.discard(blob.digest)
     with pytest.raises(UnreachableError, match="could not be fetched here either"):
         await scene.ask(signed, blob)
-    assert scene.setbacks == ["not carried"] and scene.carrying.bytes_relayed == 0
+    assert scene.errors.recovered == ["not carried"] and scene.carrying.bytes_relayed == 0

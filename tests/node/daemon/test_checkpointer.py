@@ -9,9 +9,9 @@ import torch
 
 from node.checkpoints import checkpoint
 from node.daemon.checkpointer import MAX_RETAINED_STATES
-from node.daemon.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
 from node.ipc.channel import ContributionHeader
 from node.loop.catch_up import RETAINED_ROUNDS
+from node.loop.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead
 from protocol.errors import StorageError
@@ -131,7 +131,7 @@ async def test_what_is_not_adopted_in_time_is_not_saved(world: CheckpointerSetup
     world.adopted.set()
     await world.keeper.save_in_background(world.replica, ContributionTracker(PROGRAM))
     await world.keeper.wait_until_saved()
-    assert world.saved() == [] and world.setbacks == ["not saved"] and "not adopted" in world.keeper.last_error
+    assert world.saved() == [] and world.errors.recovered == ["not saved"] and "not adopted" in world.keeper.last_error
 
 
 async def test_a_full_disk_is_said_and_survived(world: CheckpointerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ async def test_a_full_disk_is_said_and_survived(world: CheckpointerSetup, monkey
         await world.keeper.save_in_background(world.replica, ContributionTracker(PROGRAM))
         await world.keeper.wait_until_saved()
         await world.keeper.save_now(world.replica, ContributionTracker(PROGRAM))
-    assert world.setbacks == ["not saved"] * 2 and world.keeper.last_error == "no space; free some"
+    assert world.errors.recovered == ["not saved"] * 2 and world.keeper.last_error == "no space; free some"
     await world.keeper.save_now(world.replica, ContributionTracker(PROGRAM))
     assert world.saved() == [0] and world.keeper.last_error == ""
 

@@ -8,30 +8,27 @@ import pytest
 
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.checkpointer import restore_contributions, restore_trainer_snapshot
-from node.daemon.contributions import (
+from node.ipc.channel import ContributionHeader
+from node.ipc.shared_memory import RESIDUAL, SharedLayout, SharedMemory
+from node.loop.contributions import (
     ContributionFile,
     ContributionTracker,
     LastSent,
     SettledContribution,
     StoredContribution,
 )
-from node.ipc.channel import ContributionHeader
-from node.ipc.shared_memory import RESIDUAL, SharedLayout, SharedMemory
-from node.monitoring.status import RecoveredErrorKind
 from optim.compose import compose
 from protocol.consensus.chain import ChainHead
 from protocol.errors import CheckpointError, StorageError
 from tests.node.daemon.checkpointer_setup import OUTBOX, CheckpointerSetup
+from tests.node.daemon.recorded_errors import RecordedErrors
 from tests.node.small_run import PEERS, PROGRAM, commit_of, program_of
 
 
 def restored(
-    saved: Checkpoint | None, world: CheckpointerSetup, setbacks: list[RecoveredErrorKind] | None = None
+    saved: Checkpoint | None, world: CheckpointerSetup, errors: RecordedErrors | None = None
 ) -> ContributionTracker:
-    said: list[RecoveredErrorKind] = [] if setbacks is None else setbacks
-    return restore_contributions(
-        saved, PROGRAM, world.arena, world.store, world.sent, lambda reason, _: said.append(reason)
-    )
+    return restore_contributions(saved, PROGRAM, world.arena, world.store, world.sent, errors or RecordedErrors())
 
 
 async def test_trainer_and_message_come_back_from_disk(world: CheckpointerSetup, tmp_path: Path) -> None:
@@ -87,14 +84,14 @@ def test_a_last_message_whose_bytes_are_gone_is_not_offered_and_said(tmp_path: P
     world = CheckpointerSetup(tmp_path)
     world.snapshot()
     asyncio.run(world.keeper.save_now(world.replica, ContributionTracker(PROGRAM)))
-    found, setbacks = world.loaded(), list[RecoveredErrorKind]()
+    found, errors = world.loaded(), RecordedErrors()
     restore_trainer_snapshot(found, world.arena)
     parts = (world.store.put(b"first"), world.store.put(b"second"))
     message = ContributionHeader(serial=1, round=found.round, sizes=(5, 6), tokens=1, steps=1, loss=1.5)
     world.sent.save(LastSent(StoredContribution(message, parts), ()))
     world.store.discard(parts[1].digest)
-    assert restored(found, world, setbacks).pending is None
-    assert setbacks == ["message gone"]
+    assert restored(found, world, errors).pending is None
+    assert errors.recovered == ["message gone"]
     world.arena.close()
 
 

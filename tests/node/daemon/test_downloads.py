@@ -1,7 +1,7 @@
 """Wishes are new once, their sources change under way, others are asked as well, and some are asked to carry."""
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,23 +11,27 @@ from node.daemon.downloads import (
     EXTRA_SOURCES_AFTER_SECONDS,
     MAX_CIRCUIT_BYTES,
     MAX_REQUESTS_PER_RELAY,
-    BlobRelays,
     Downloads,
 )
-from node.monitoring.status import RecoveredErrorKind
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.consensus.messages import PartBlob
 from protocol.errors import GoneError, LimitError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
+from tests.node.daemon.recorded_errors import FixedSources, RecordedErrors
 from tests.node.small_run import CopyingFetcher, store_in
+
+
+def downloads_from(fetcher: Any, peers: Callable[[], list[PeerId]], **clock: Callable[[], float]) -> Downloads:
+    sources = FixedSources(peers)
+    return Downloads(fetcher, sources, sources, RecordedErrors(), **clock)
 
 
 def downloads_in(folder: Path) -> tuple[Downloads, BlobStore, dict[str, BlobStore]]:
     mine, stores = store_in(folder / "mine"), {name: store_in(folder / name) for name in ("a", "b")}
     fetcher: Any = CopyingFetcher(mine, stores)
-    return Downloads(cast(Any, fetcher), lambda: ["b"]), mine, stores
+    return downloads_from(cast(Any, fetcher), lambda: ["b"]), mine, stores
 
 
 async def test_a_wish_is_new_until_it_is_dropped(tmp_path: Path) -> None:
@@ -65,7 +69,7 @@ async def test_who_is_named_has_a_while_before_all_others_are_asked(tmp_path: Pa
     _, mine, stores = downloads_in(tmp_path)
     fetcher: Any = CopyingFetcher(mine, stores)
     moment = 10.0
-    wishes = Downloads(cast(Any, fetcher), lambda: ["b"], clock=lambda: moment)
+    wishes = downloads_from(cast(Any, fetcher), lambda: ["b"], clock=lambda: moment)
     blob = stores["b"].put(b"x")
     wishes.request(PartBlob(blob, 0), ["a"])
     moment += EXTRA_SOURCES_AFTER_SECONDS / 2
@@ -108,7 +112,7 @@ async def test_from_anyone_come_all_at_once_and_what_is_gone_ends_the_others(tmp
     mine, other = store_in(tmp_path / "mine"), store_in(tmp_path / "other")
     hanging, gone = Blob.of(b"hanging"), Blob.of(b"gone")
     fetcher: Any = HangingFetcher(mine, {"b": other}, hanging)
-    wishes = Downloads(fetcher, lambda: ["b"])
+    wishes = downloads_from(fetcher, lambda: ["b"])
     blobs = [other.put(text) for text in (b"first", b"second")]
     await wishes.download_from_anyone(5.0, *blobs)
     assert all(mine.has(blob.digest) for blob in blobs) and fetcher.turns == {blobs[0]: 0, blobs[1]: 1}
@@ -123,7 +127,7 @@ async def test_who_is_cancelled_leaves_nothing_under_way(tmp_path: Path) -> None
     mine, other = store_in(tmp_path / "mine"), store_in(tmp_path / "other")
     hanging = Blob.of(b"hanging")
     fetcher: Any = HangingFetcher(mine, {"b": other}, hanging)
-    getting = asyncio.create_task(Downloads(fetcher, lambda: ["b"]).download_from_anyone(60.0, hanging))
+    getting = asyncio.create_task(downloads_from(fetcher, lambda: ["b"]).download_from_anyone(60.0, hanging))
     while not fetcher.under_way:
         await asyncio.sleep(0)
     getting.cancel()
@@ -136,7 +140,7 @@ async def test_what_somebody_named_is_asked_of_those_who_had_it(tmp_path: Path) 
     mine, (a, b) = store_in(tmp_path / "mine"), (store_in(tmp_path / name) for name in "ab")
     fetcher: Any = CopyingFetcher(mine, {"a": a, "b": b})
     live = ["a", "b"]
-    wishes = Downloads(fetcher, lambda: live)
+    wishes = downloads_from(fetcher, lambda: live)
     blob = b.put(b"x")
     with pytest.raises(GoneError):
         await wishes.download_from_holders(blob, 5.0, ["a"])
@@ -158,17 +162,21 @@ class RelayedDownloads:
         self.carriers = carriers
         self.willing = willing
         self.asked: list[PeerId] = []
-        self.setbacks: list[tuple[RecoveredErrorKind, str]] = []
+        self.errors = RecordedErrors()
         fetcher: Any = CopyingFetcher(self.mine, {name: self.stores[name] for name in "cd"})
-        beyond = frozenset("ab" if carriers else "")
-        porters = BlobRelays(lambda: beyond, lambda owner: self.carriers, self.ask, self.record_recovered)
-        self.wishes = Downloads(fetcher, list, porters)
+        self.wishes = Downloads(fetcher, self, self, self.errors)
         self.reached = fetcher.stores
 
-    def record_recovered(self, reason: RecoveredErrorKind, line: str) -> None:
-        self.setbacks.append((reason, line))
+    def other_trainers(self) -> list[PeerId]:
+        return []
 
-    async def ask(self, carrier: PeerId, offer: Signed, digest: bytes, seconds: float) -> None:
+    def unreachable_peers(self) -> frozenset[PeerId]:
+        return frozenset("ab" if self.carriers else "")
+
+    def relay_candidates(self, owner: PeerId) -> list[PeerId]:
+        return list(self.carriers)
+
+    async def request_relay(self, carrier: PeerId, offer: Signed, digest: bytes, seconds: float) -> None:
         assert offer is OFFER
         self.asked.append(carrier)
         if carrier not in self.willing:
@@ -185,7 +193,7 @@ class RelayedDownloads:
 async def test_what_only_hidden_peers_have_is_carried_by_the_first_who_does(tmp_path: Path) -> None:
     streets = RelayedDownloads(tmp_path, willing="d")
     await streets.get(LARGE)
-    assert streets.asked == ["c", "d"] and not streets.setbacks
+    assert streets.asked == ["c", "d"] and not streets.errors.recovered
 
 
 async def test_nobody_is_asked_to_carry_what_is_small_or_what_somebody_in_reach_has(tmp_path: Path) -> None:
@@ -203,15 +211,15 @@ async def test_where_nobody_carries_the_owner_is_asked_after_all(tmp_path: Path,
     streets.reached["a"] = streets.stores["a"]
     await streets.get(LARGE)
     assert streets.asked == list(carriers)
-    assert [reason for reason, _ in streets.setbacks] == ["no carrier"] * bool(carriers)
+    assert streets.errors.recovered == ["no carrier"] * bool(carriers)
     tried = "which is asked now (c: it is too much; d: it is too much)"
-    assert all(tried in line for _, line in streets.setbacks)
+    assert all(tried in line for line in streets.errors.lines)
 
 
 async def test_one_carrier_is_asked_for_few_at_once(tmp_path: Path) -> None:
     """What else is said to it would wait behind them."""
     streets, at_once, most = RelayedDownloads(tmp_path, carriers="c"), 0, 0
-    ask = streets.ask
+    ask = streets.request_relay
 
     async def slowly(carrier: PeerId, offer: Signed, digest: bytes, seconds: float) -> None:
         nonlocal at_once, most
@@ -221,7 +229,7 @@ async def test_one_carrier_is_asked_for_few_at_once(tmp_path: Path) -> None:
         at_once -= 1
         await ask(carrier, offer, digest, seconds)
 
-    streets.wishes._relays = replace(streets.wishes._relays, request=slowly)
+    streets.request_relay = slowly  # type: ignore[method-assign]
     await asyncio.gather(*(streets.get(LARGE + bytes([number])) for number in range(30)))
     assert most == MAX_REQUESTS_PER_RELAY and len(streets.asked) == 30
 

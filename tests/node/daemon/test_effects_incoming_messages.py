@@ -1,6 +1,5 @@
 """Which messages the round loop takes: early ones, those of strangers, forged ones."""
 
-
 from protocol.consensus.chain import ChainHead
 from protocol.murmur_pb2 import Signed
 from tests.node.daemon.loopback_network import HEAD, LoopbackNetwork

@@ -15,9 +15,9 @@ from torch import Tensor
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.checkpointer import CONTRIBUTION_VECTOR, restore_contributions, restore_trainer_snapshot
-from node.daemon.contributions import ContributionFile, LastSent, StoredContribution, store_parts
 from node.ipc.channel import ContributionOutcome
 from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.loop.contributions import ContributionFile, LastSent, StoredContribution, store_parts
 from node.model import shape_table
 from node.run_dir import RunDir
 from optim.compose import compose
@@ -25,6 +25,7 @@ from optim.options import Scalar
 from optim.round_plan import RoundPlanner
 from protocol.consensus.chain import ChainHead, extend_head, genesis_head
 from protocol.consensus.messages import Commit
+from tests.node.daemon.recorded_errors import RecordedErrors
 from tests.node.small_run import PEERS, RUN_ID, commit_of, store_in
 from tests.node.trainer.state_harness import MODEL, NUMEL, StateHarness, decoded
 from tests.optim.fake_peers import Tables
@@ -60,7 +61,7 @@ class CrashingNode:
         self.arena = SharedMemory.create(SharedLayout.of(self.program))
         if saved is not None:
             restore_trainer_snapshot(saved, self.arena)
-        self.offers = restore_contributions(saved, self.program, self.arena, self.store, self.sent, lambda *_: None)
+        self.offers = restore_contributions(saved, self.program, self.arena, self.store, self.sent, RecordedErrors())
         self.number = 0 if saved is None else saved.round
         self.start_trainer()
 

@@ -32,11 +32,13 @@ class Node:
     def __init__(self, trainer: Any) -> None:
         self.directory = SimpleNamespace(run=for_ever, leave=at_once)
         self.rendezvous = SimpleNamespace(run=for_ever)
-        self.effects = SimpleNamespace(run=for_ever)
-        self.trainer_failure = trainer
+        self.run_replicas = trainer
         self.finish = at_once
-        status = NodeStatus(peer_id="p", run="demo", run_id="0", step=300)
-        self.status_reporter = StatusReporter(status, Metrics(), dict)
+        self.reporter = StatusReporter(NodeStatus(peer_id="p", run="demo", run_id="0", step=300), Metrics())
+        self.status = self.reporter.status
+
+    def set_leaving(self, reason: str) -> None:
+        self.reporter.set_phase("leaving", reason)
 
     def publish_progress(self) -> None:
         pass

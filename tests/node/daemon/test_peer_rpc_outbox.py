@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, cast
 
 import pytest
 
@@ -27,7 +28,7 @@ class Receiver:
         self.open = asyncio.Event()
         self.open.set()
         self.fault: Callable[[], BaseException | None] = lambda: None
-        self.post = Outbox(self.deliver, self.receive, self.unreachable, self.faults.append, self.record_recovered)
+        self.post = Outbox(self, self, self, self, cast(Any, self))
 
     def record_recovered(self, reason: str, line: str) -> None:
         self.setbacks.append(reason)
@@ -45,7 +46,10 @@ class Receiver:
     def receive(self, peer: PeerId, statements: Iterable[Signed]) -> None:
         self.answers.append((peer, list(statements)))
 
-    def unreachable(self, peer: PeerId, reason: str) -> None:
+    def fail(self, error: BaseException) -> None:
+        self.faults.append(error)
+
+    def suspect(self, peer: PeerId, reason: str) -> None:
         self.given_up.append((peer, reason))
 
     @property
@@ -125,9 +129,10 @@ async def test_a_frozen_peer_holds_up_nobody_and_its_queue_ends(receiver: Receiv
     async def deliver(peer: PeerId, statements: Sequence[Signed], seconds: float) -> Iterable[Signed]:
         if peer == "frozen":
             await asyncio.Event().wait()
-        return await receiver.deliver(peer, statements, seconds)
+        return await take(peer, statements, seconds)
 
-    receiver.post._deliver = deliver
+    take = receiver.deliver
+    receiver.deliver = deliver  # type: ignore[method-assign]
     for number in range(MAX_QUEUED + MAX_BATCH_MESSAGES + 2):
         receiver.post.send(["frozen", "a"], Signed(kind=str(number)))
         await asyncio.sleep(0)
@@ -141,8 +146,7 @@ async def test_forgetting_ends_the_worker_even_from_within(receiver: Receiver) -
     await until(lambda: receiver.attempts == 2)
     receiver.post.drop_peer("a")
     assert set(receiver.post._workers) == {"b"}
-    receiver.unreachable = lambda peer, reason: receiver.post.drop_peer(peer)  # type: ignore[method-assign]
-    receiver.post._on_unreachable = receiver.unreachable
+    receiver.suspect = lambda peer, reason: receiver.post.drop_peer(peer)  # type: ignore[method-assign]
     receiver.fault = lambda: UnreachableError("gone")
     receiver.open.set()
     await until(lambda: not receiver.workers)

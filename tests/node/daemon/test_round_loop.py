@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from node.daemon import state_effects
-from node.daemon.contributions import StoredContribution
 from node.ipc.channel import ContributionHeader
 from node.loop import catch_up, round_loop
 from node.loop.catch_up import SyncPlan
+from node.loop.contributions import StoredContribution
 from node.loop.events import ContributionReady, PrecomputeCommit
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead, extend_head

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -32,7 +33,7 @@ class FakeLoop:
         self.answers = [Signed(kind="answer")]
         self.refused: list[tuple[PeerId, str]] = []
 
-    def refuse(self, peer: PeerId, fault: PeerFault) -> None:
+    def record_refusal(self, peer: PeerId, fault: PeerFault) -> None:
         self.refused.append((peer, fault.metric_label))
 
     def is_known(self, peer: PeerId) -> bool:
@@ -66,7 +67,8 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     replica, driver = replica_in(store), FakeLoop()
     await grown(replica, store, 3)
     fake: Any = driver
-    service = RoundsService(RUN_ID, fake, fake, replica, InboundQuota(1, 5.0), driver.refuse)
+    served: Any = SimpleNamespace(loop=fake, receiver=fake, replicated=replica, quota=InboundQuota(1, 5.0))
+    service = RoundsService({RUN_ID: served}, driver)
     async with serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(service, server)) as channel:
         yield RoundsServiceSetup(channel, replica, driver, service)
 

@@ -25,7 +25,7 @@ class RunsServiceSetup:
         self.stub = RunsStub(channel)
         self.refused: list[tuple[PeerId, str]] = []
 
-    def refuse(self, peer: PeerId, fault: PeerFault) -> None:
+    def record_refusal(self, peer: PeerId, fault: PeerFault) -> None:
         self.refused.append((peer, fault.metric_label))
 
 
@@ -38,8 +38,8 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(services, "caller", lambda context: CALLER)
     server = grpc.aio.server()
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
-        found = RunsServiceSetup(channel)
-        add_RunsServicer_to_server(RunsService(MANIFEST, DialBackResponder(nowhere), found.refuse), server)
+        found, manifests = RunsServiceSetup(channel), {MANIFEST.run_id: MANIFEST}
+        add_RunsServicer_to_server(RunsService(manifests, DialBackResponder(nowhere), found), server)
         server.add_insecure_port(f"unix:{tmp_path}/s")
         await server.start()
         yield found

@@ -9,12 +9,23 @@ import pytest
 
 from node.daemon import swarm_view
 from node.daemon.swarm_view import SwarmView
+from node.monitoring.status import NodeStatus
 from protocol.consensus.chain import Chain, ChainHead, genesis_head
 from protocol.consensus.events import MembershipChanged
 from protocol.membership.directory import MembershipListener
 from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
 from tests.node.small_run import RUN_ID, grown, replica_in, store_in
+
+
+class FakeStatus:
+    """In the place of a StatusReporter."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    def status(self) -> NodeStatus:
+        return NodeStatus(peer_id="me", run="small", run_id=RUN_ID, **self.fields)
 
 
 class FakeDirectory:
@@ -36,7 +47,7 @@ class FakeDirectory:
 
 
 def members_of(directory: FakeDirectory) -> SwarmView:
-    return SwarmView(cast(Any, directory), True, random.Random(0))
+    return SwarmView(cast(Any, directory), FakeStatus(), True, random.Random(0))
 
 
 def membership(view: SwarmView, chain: Chain | None = None) -> MembershipChanged:
@@ -128,21 +139,21 @@ def test_holders_are_those_of_the_state_that_most_have() -> None:
 def test_the_head_is_announced_at_once() -> None:
     directory = FakeDirectory()
     members_of(directory).announce_head(ChainHead(3, bytes(32), 7), bytes([1]) * 32)
-    assert directory.published == {
+    assert directory.published == FakeStatus().status().record_fields() | {
         "urgent": True, "round": 3, "digest": bytes(32), "chain_tokens": 7, "state_digest": bytes([1]) * 32
     }  # fmt: skip
 
 
 def test_our_own_progress_goes_out_with_a_new_head() -> None:
     directory = FakeDirectory()
-    members = SwarmView(cast(Any, directory), True, random.Random(0), lambda: {"step": 40})
+    members = SwarmView(cast(Any, directory), FakeStatus(step=40), True, random.Random(0))
     members.announce_head(ChainHead(3, bytes(32), 7), bytes([1]) * 32)
     assert directory.published["step"] == 40 and directory.published["round"] == 3
 
 
 def test_alone_is_who_knows_of_others_and_sees_none() -> None:
     directory = FakeDirectory()
-    first = SwarmView(cast(Any, directory), False, random.Random(0))
+    first = SwarmView(cast(Any, directory), FakeStatus(), False, random.Random(0))
     assert not first.is_isolated(), "whoever begins a run waits for nobody"
     assert members_of(directory).is_isolated(), "whoever was sent to somebody does"
     directory.records["a"] = PeerRecord(role="trainer")

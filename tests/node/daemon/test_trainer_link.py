@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from node.daemon import trainer_link
-from node.daemon.contributions import MAX_AGE_ROUNDS, ContributionFile, ContributionTracker, LastSent
-from node.daemon.trainer_link import TrainerLink
+from node.daemon.trainer_link import TrainerLink, TrainerTools
 from node.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
@@ -24,11 +23,12 @@ from node.ipc.channel import (
     TrainerProgress,
 )
 from node.ipc.shared_memory import SharedLayout, SharedMemory
-from node.monitoring.status import RecoveredErrorKind
+from node.loop.contributions import MAX_AGE_ROUNDS, ContributionFile, ContributionTracker, LastSent
 from optim.compose import compose
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead
 from protocol.errors import DeviceError
+from tests.node.daemon.recorded_errors import RecordedErrors
 from tests.node.small_run import PEERS, PROGRAM, at_once, commit_of, program_of, store_in, until
 
 NUMEL = 8
@@ -77,16 +77,26 @@ class TrainerLinkSetup:
         self.arena = SharedMemory.create(SharedLayout(NUMEL, (("weights", NUMEL),), 64))
         self.store = store_in(folder / "blobs")
         self.heard: list[FromTrainer] = []
-        self.setbacks: list[RecoveredErrorKind] = []
+        self.errors = RecordedErrors()
         self.offers = ContributionTracker(PROGRAM)
         self.sent = ContributionFile(folder / "offer.json")
         self.head = ChainHead(0, bytes(32), 0)
         self.work: Callable[..., Awaitable[Any]] = at_once
         process: Any = self.process
-        self.link = TrainerLink(
-            process, self.arena, self.store, self.offers, self.sent, lambda *call: self.work(*call),
-            self.heard.append, lambda number: 5, lambda reason, line: self.setbacks.append(reason),
-        )  # fmt: skip
+        tools = TrainerTools(
+            process=process,
+            shared_memory=self.arena,
+            store=self.store,
+            contribution_file=self.sent,
+            run_in_thread=lambda *call: self.work(*call),
+        )
+        self.link = TrainerLink(tools, self.offers, self, self, self.errors)
+
+    def steps_for(self, number: int) -> int:
+        return 5
+
+    def on_trainer_message(self, message: FromTrainer) -> None:
+        self.heard.append(message)
 
     async def begin(self, round_number: int = 0) -> None:
         await self.link.start(round_number, [torch.full((NUMEL,), float(round_number))])
@@ -288,7 +298,7 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     assert verdict.retracts_restored
     await world.message(MAX_AGE_ROUNDS + 1, b"on its way already")
     assert world.offers.pending is None, "it was offered"
-    assert world.setbacks == ["given back"]
+    assert world.errors.recovered == ["given back"]
     last = world.sent.load()
     assert last is not None and last.contribution == first, "nor would a start from the disk offer it"
     adopt = world.process.heard[-1]
@@ -340,7 +350,7 @@ async def test_where_no_trainer_runs_nobody_waits_for_it(
     await world.link.stop(6)
     assert await asyncio.wait_for(waiting, 1.0), "a save would have waited for a trainer that is gone"
     assert world.process.stopped
-    assert world.setbacks == ["not adopted"]
+    assert world.errors.recovered == ["not adopted"]
 
 
 async def test_an_anchor_is_not_written_over_that_the_trainer_may_read(
@@ -350,10 +360,10 @@ async def test_an_anchor_is_not_written_over_that_the_trainer_may_read(
     await world.begin()
     await world.say(ready(0))
     await world.link.apply_anchor(1, [torch.ones(NUMEL)])
-    assert world.setbacks == []
+    assert world.errors.recovered == []
     adopting = asyncio.create_task(world.link.apply_anchor(2, [2 * torch.ones(NUMEL)]))
-    await until(lambda: len(world.setbacks) > 1)
-    assert set(world.setbacks) == {"not adopted"} and float(world.arena.anchor(0).sum()) == 0
+    await until(lambda: len(world.errors.recovered) > 1)
+    assert set(world.errors.recovered) == {"not adopted"} and float(world.arena.anchor(0).sum()) == 0
     await world.say(AnchorApplied(round=1))
     await asyncio.wait_for(adopting, 10)
     assert float(world.arena.anchor(2).sum()) == 2 * NUMEL

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.status import NodeStatus, fetch_status
 from protocol.errors import UsageError
+from tests.node.monitoring.fixed_status import FixedStatus
 
 LOOPBACK = "127.0.0.1:0"
 STATUS = NodeStatus(
@@ -45,18 +46,25 @@ def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
     }
 
 
+class FourBlobs:
+    size = 4096
+
+    def __len__(self) -> int:
+        return 4
+
+
 async def test_scrape_holds_the_counters_and_the_status_of_that_moment() -> None:
-    metrics, current = Metrics(), [STATUS]
+    metrics, current = Metrics(), FixedStatus(STATUS)
     metrics.record_round("included")
     metrics.record_early_submit()
     metrics.record_round("included")
     metrics.record_round("missed")
     metrics.record_refusal("forged")
-    metrics.blobs, metrics.blob_bytes = 4, 4096
-    async with serve_metrics(LOOPBACK, metrics, lambda: current[0]) as port:
+    metrics.add_store(FourBlobs())
+    async with serve_metrics(LOOPBACK, metrics, current) as port:
         code, head, body = await get(port, "/metrics")
         values = samples(body)
-        current[0] = STATUS.model_copy(update={"tokens": 9000})
+        current.current = STATUS.model_copy(update={"tokens": 9000})
         later = samples((await get(port, "/metrics"))[2])
     assert code == 200
     assert "text/plain" in head
@@ -80,34 +88,34 @@ async def test_scrape_holds_the_counters_and_the_status_of_that_moment() -> None
 async def test_all_names_are_ours_and_two_nodes_do_not_mix() -> None:
     first, second = Metrics(), Metrics()
     first.record_refusal("stale")
-    async with serve_metrics(LOOPBACK, second, lambda: STATUS) as port:
+    async with serve_metrics(LOOPBACK, second, FixedStatus(STATUS)) as port:
         values = samples((await get(port, "/metrics"))[2])
     assert all(name.startswith("murmur_") for name, _ in values)
     assert ("murmur_refusals_total", ("stale",)) not in values
 
 
 async def test_openmetrics_when_asked_for() -> None:
-    async with serve_metrics(LOOPBACK, Metrics(), lambda: STATUS) as port:
+    async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(STATUS)) as port:
         _, head, body = await get(port, "/metrics", accept="application/openmetrics-text; version=1.0.0")
     assert "application/openmetrics-text" in head
     assert body.endswith("# EOF\n")
 
 
 async def test_health_and_status() -> None:
-    async with serve_metrics(LOOPBACK, Metrics(), lambda: STATUS) as port:
+    async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(STATUS)) as port:
         assert (await get(port, "/healthz"))[::2] == (200, "ok training\n")
         assert await fetch_status(port, 5.0) == STATUS
         assert (await get(port, "/elsewhere"))[0] == 404
 
 
 async def test_listens_on_loopback_only_and_refuses_other_host_names() -> None:
-    async with serve_metrics(LOOPBACK, Metrics(), lambda: STATUS) as port:
+    async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(STATUS)) as port:
         assert listening_addresses(port) == {"0100007F"}
         assert (await get(port, "/status", host="evil.example"))[0] == 400
 
 
 async def test_everywhere_only_when_asked_for_and_then_by_any_name() -> None:
-    async with serve_metrics("0.0.0.0:0", Metrics(), lambda: STATUS) as port:
+    async with serve_metrics("0.0.0.0:0", Metrics(), FixedStatus(STATUS)) as port:
         assert listening_addresses(port) == {"00000000"}
         assert (await get(port, "/metrics", host="peer-1:9464"))[0] == 200
         assert await fetch_status(port, 5.0) == STATUS
@@ -115,7 +123,7 @@ async def test_everywhere_only_when_asked_for_and_then_by_any_name() -> None:
 
 async def test_signals_stay_the_daemons_and_the_port_is_given_back() -> None:
     before, handler = asyncio.all_tasks(), signal.getsignal(signal.SIGINT)
-    async with serve_metrics(LOOPBACK, Metrics(), lambda: STATUS) as port:
+    async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(STATUS)) as port:
         await get(port, "/healthz")
         assert signal.getsignal(signal.SIGINT) is handler
     with pytest.raises(ConnectionRefusedError):
@@ -124,7 +132,7 @@ async def test_signals_stay_the_daemons_and_the_port_is_given_back() -> None:
 
 
 async def test_stops_in_time_while_a_client_holds_on() -> None:
-    async with asyncio.timeout(8), serve_metrics(LOOPBACK, Metrics(), lambda: STATUS) as port:
+    async with asyncio.timeout(8), serve_metrics(LOOPBACK, Metrics(), FixedStatus(STATUS)) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /status HTTP/1.1\r\nHost: 127")  # and never the rest
         await writer.drain()
@@ -135,7 +143,7 @@ async def test_a_taken_port_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"127.0.0.1:{port}.*--metrics"):
-            async with serve_metrics(f"127.0.0.1:{port}", Metrics(), lambda: STATUS):
+            async with serve_metrics(f"127.0.0.1:{port}", Metrics(), FixedStatus(STATUS)):
                 pass
 
 

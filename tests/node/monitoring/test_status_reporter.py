@@ -1,11 +1,12 @@
 """One object that says where the node stands; the counters agree with it."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
-from node.daemon.contributions import SettledContribution, StoredContribution
 from node.ipc.channel import ContributionHeader, Evaluated, PauseChanged, Ready, TrainerProgress, TrainerWarning
+from node.loop.contributions import SettledContribution, StoredContribution
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus, Phase
 from node.monitoring.status_reporter import StatusReporter
@@ -22,7 +23,19 @@ MESSAGE = ContributionHeader(round=2, sizes=(3,), tokens=9, steps=1, loss=1.0)
 @pytest.fixture
 def standing() -> StatusReporter:
     status = NodeStatus(peer_id="me", run="small", run_id="00" * 32)
-    return StatusReporter(status, Metrics(), lambda: {"peers": 4})
+    made = StatusReporter(status, Metrics())
+    made.add_source(Fields(peers=4))
+    return made
+
+
+class Fields:
+    """A part that knows some fields of the status."""
+
+    def __init__(self, **values: object) -> None:
+        self.values = values
+
+    def status_fields(self) -> dict[str, object]:
+        return self.values
 
 
 def commits(count: int) -> list[Commit]:
@@ -163,13 +176,13 @@ def test_who_rests_has_no_speed_and_who_goes_on_has_its_own_again(standing: Stat
     assert standing.status().tokens_per_second == 0
     standing.on_trainer_message(PauseChanged(reason=""))
     assert standing.status().tokens_per_second == 9
-    standing._live_fields = lambda: {"trainer_trouble": "it died"}
+    standing.add_source(Fields(trainer_trouble="it died"))
     assert standing.status().tokens_per_second == 0
 
 
 def test_that_no_round_is_decided_any_more_is_said() -> None:
     now = [100.0]
-    standing = StatusReporter(NodeStatus(peer_id="me", run="small", run_id="00" * 32), Metrics(), dict, lambda: now[0])
+    standing = StatusReporter(NodeStatus(peer_id="me", run="small", run_id="00" * 32), Metrics(), lambda: now[0])
 
     def round_after(seconds: float, phase: Phase = "training") -> str:
         standing.set_phase(phase)
@@ -280,7 +293,8 @@ def test_refusals_are_counted_and_said(standing: StatusReporter, caplog: pytest.
     standing.record_refusal("them", ForgedError("not theirs"))
     standing.record_rejected("them", "late")
     standing.record_rejected(None, "leader silent")
-    standing._metrics.read_other_refusals_from(lambda: ({"forged": 2}, {"dht": 0}))
+    for counts in ({"forged": 2}, {"dht": 0}):
+        standing._metrics.add_refusal_counter(SimpleNamespace(refusals=counts))
     assert standing.status().refusals == {"forged": 3, "late": 1, "leader silent": 1}
     assert caplog.messages == [
         "refused what them sent (forged): not theirs", "late: them", "leader silent: this round"

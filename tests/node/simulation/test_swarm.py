@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-import node.daemon.contributions
 import node.data.batches
+import node.loop.contributions
 from node.simulation.adversary import Adversaries, LieKind, LyingEncoder
 from node.simulation.config import SimulationConfig
 from node.simulation.measurement import compute_result
@@ -188,7 +188,7 @@ def test_a_message_that_misses_its_round_joins_the_next() -> None:
 
 
 def test_a_message_that_no_round_takes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node.daemon.contributions, "MAX_AGE_ROUNDS", 0)  # after the first that does not
+    monkeypatch.setattr(node.loop.contributions, "MAX_AGE_ROUNDS", 0)  # after the first that does not
     swarm, _ = run_to_target(SLOW_LINKS, make_method("diloco", 3))
     assert any(entry.end == "given back" for entry in swarm.accounting.contributions.values())
     assert unaccounted(swarm) == 0

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from node.daemon.contributions import (
+from node.ipc.channel import ContributionHeader, ContributionOutcome
+from node.loop.contributions import (
     MAX_AGE_ROUNDS,
     MAX_RESTORABLE,
     MAX_SETTLED,
@@ -15,7 +16,6 @@ from node.daemon.contributions import (
     SettledContribution,
     StoredContribution,
 )
-from node.ipc.channel import ContributionHeader, ContributionOutcome
 from optim.compose import compose
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead, extend_head, genesis_head

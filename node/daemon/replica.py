@@ -1,0 +1,379 @@
+"""What a node has for each thing that it trains: method, state, round loop, contributions, checkpoints, trainer."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from node.checkpoints.checkpoint import Checkpoint, load_newest
+from node.checkpoints.vote_log import VoteLog
+from node.daemon.blob_relay import MAX_CONTRIBUTIONS, BlobRelay, RelayOptions
+from node.daemon.chain_sync import ChainSyncClient
+from node.daemon.checkpointer import (
+    Checkpointer,
+    CheckpointerOptions,
+    restore_contributions,
+    restore_trainer_snapshot,
+)
+from node.daemon.downloads import Downloads
+from node.daemon.effects import Effects
+from node.daemon.inbox import Inbox, MessageReceiver
+from node.daemon.outer_state import OuterState, ReplicatedState, RoundCompute, state_bytes
+from node.daemon.peer_rpc import Outbox, PeerRpc
+from node.daemon.round_effects import RoundEffects, RoundTools
+from node.daemon.services import InboundQuota
+from node.daemon.state_effects import StateEffects, StateTools
+from node.daemon.swarm_view import SwarmView
+from node.daemon.trainer_link import TrainerLink, TrainerTools
+from node.from_manifest import (
+    build_pacing,
+    build_program,
+    learning_rate_decay,
+    round_settings_by_number,
+    topology_class,
+)
+from node.ipc.channel import (
+    AnchorApplied,
+    ContributionHeader,
+    FromTrainer,
+    PauseChanged,
+    Ready,
+    TrainerConfig,
+    TrainerProgress,
+)
+from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.ipc.trainer_process import TrainerProcess
+from node.loop.contributions import ContributionFile
+from node.loop.events import ContributionReady, SwarmChanged
+from node.loop.options import LoopOptions, RoundOptions
+from node.loop.round_loop import RoundLoop
+from node.loop.round_session import RoundSession
+from node.model import initial_weights, shape_table
+from node.monitoring.metrics import Metrics
+from node.monitoring.status import NodeStatus
+from node.monitoring.status_reporter import StatusReporter
+from node.options import NodeOptions
+from node.run_dir import RunDir
+from node.workers import BackgroundTasks, Workers
+from optim.kernels.warmup import warm_up
+from optim.round_plan import RoundPlanner
+from protocol.blobs.download import Downloader
+from protocol.blobs.server import BlobService
+from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
+from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.messages import ContributionLimits
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.membership.directory import PeerDirectory
+from protocol.membership.peer_table import MAX_TEXT_CHARACTERS, MembershipEvent, PeerLeft
+from protocol.murmur_pb2 import Signed
+from protocol.signing import sign
+from protocol.tasks import cancel_and_wait
+from protocol.transport.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+VALIDATION_TOKENS = 16_384
+SLOW_COMPILE_SECONDS = 5.0  # a start that takes no longer found its loops compiled
+STORE_STATES = 16  # states whose blobs may be in the store
+STORE_EXTRA_BYTES = 1 << 30
+MAX_TOKENS = 1 << 40  # of one contribution
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeParts:
+    """What all replicas of a node share."""
+
+    options: NodeOptions
+    identity: Identity
+    transport: Transport
+    directory: PeerDirectory
+    blob_service: BlobService
+    metrics: Metrics
+    workers: Workers
+    rng: random.Random
+
+    @property
+    def has_contacts(self) -> bool:
+        return bool(self.options.contacts)
+
+
+class Replica:
+    """One run that this node trains, in a folder of its own. It shares the parts of `node` with other replicas."""
+
+    @classmethod
+    async def build(cls, node: NodeParts, manifest: Manifest, run_dir: RunDir) -> "Replica":
+        """Load what the folder has. Raises MurmurError."""
+        planner = build_program(manifest)
+        began = time.monotonic()
+        await node.workers.compute(warm_up, planner.method)
+        if time.monotonic() - began > SLOW_COMPILE_SECONDS:
+            logger.info("compiled what rounds compute with, once for this machine")
+        return cls(node, manifest, run_dir, planner)
+
+    def __init__(self, node: NodeParts, manifest: Manifest, run_dir: RunDir, planner: RoundPlanner) -> None:
+        self.manifest = manifest
+        self.run_id = manifest.run_id
+        self._node = node
+        self._run_dir = run_dir
+        self._planner = planner
+        self._shapes = shape_table(manifest.model)
+        self._limits = contribution_limits(manifest, planner)
+        self.inbox = Inbox()
+        self._background = BackgroundTasks(self.inbox)
+        self._finishing: asyncio.Task[None] | None = None
+        self.status_reporter = StatusReporter(self._first_status(), node.metrics)
+        self._max_store_bytes = max_store_bytes(planner)
+        self.store = BlobStore(run_dir.blobs, self._max_store_bytes, DEFAULT_MEMORY_BYTES)
+        self.shared_memory = SharedMemory.create(SharedLayout.of(planner))
+        self._restore()
+        self._connect()
+        self._build_loop()
+        self._build_trainer()
+        self._build_effects()
+        self.status_reporter.add_source(self)
+        self.status_reporter.set_head(self.replicated.chain.head, self.replicated.blob.digest)
+
+    def _restore(self) -> None:
+        """Build the state, and the contributions that are on their way, from the newest checkpoint."""
+        saved = self._load_checkpoint()
+        self._contribution_file = ContributionFile(self._run_dir.contribution_file)
+        self._contributions = restore_contributions(
+            saved, self._planner, self.shared_memory, self.store, self._contribution_file, self.status_reporter
+        )
+        if saved is not None:
+            chain, state = Chain(ChainHead.from_json(saved.chain["head"])), OuterState(saved.anchor, saved.outer)
+        else:
+            chain = Chain.from_genesis(self.run_id)
+            weights = initial_weights(self.manifest.model, self.manifest.run.seed)
+            state = OuterState.initial(weights, self._planner.method)
+        self._compute = RoundCompute(self._planner, self.store, learning_rate_decay(self.manifest.train))
+        workers = self._node.workers
+        self.replicated = ReplicatedState(chain, state, self._compute, workers.compute, workers.low_priority)
+
+    def _load_checkpoint(self) -> Checkpoint | None:
+        saved, skipped = load_newest(self._run_dir.checkpoints, self.run_id, self._shapes)
+        for line in skipped:
+            self.status_reporter.record_recovered("checkpoint skipped", line)
+        if saved is not None:
+            logger.info("resuming from the checkpoint of round %d", saved.round)
+            restore_trainer_snapshot(saved, self.shared_memory)
+        return saved
+
+    def _connect(self) -> None:
+        """Build what talks to the peers of the run."""
+        node, status = self._node, self.status_reporter
+        self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng)
+        self.quota = InboundQuota(self._limits.parts, self.manifest.round.leader_timeout)
+        self.receiver = MessageReceiver(self.run_id, self._limits, self.inbox, status)
+        rpc = PeerRpc(self.run_id, node.transport)
+        self.outbox = Outbox(rpc, self.receiver, node.directory, self.inbox, status)
+        self.downloader = Downloader(self.store, node.transport.bulk, node.rng)
+        self._downloads = Downloads(self.downloader, self.swarm_view, rpc, status)
+        self.blob_relay = BlobRelay(
+            RelayOptions(
+                run_id=self.run_id,
+                limits=self._limits,
+                contribution_bytes=self._planner.max_contribution_bytes,
+                fetch_seconds=self.manifest.round.exchange_timeout,
+            ),
+            self.downloader,
+            self.store,
+            self.replicated.chain,
+            self.swarm_view,
+        )
+
+    def _build_loop(self) -> None:
+        manifest, identity = self.manifest, self._node.identity
+        self._pacing = build_pacing(manifest, self._planner)
+        self._vote_log = VoteLog(self._run_dir.vote_log, self.run_id, self._limits)
+        options = RoundOptions(identity.peer_id, round_settings_by_number(manifest, self._planner), self._limits)
+
+        def sign_message(kind: str, body: Message) -> Signed:
+            return sign(identity, kind, manifest.run_id, body)
+
+        self.loop = RoundLoop(
+            LoopOptions(
+                options,
+                target_rounds=manifest.target.rounds,
+                target_tokens=manifest.target.tokens,
+                min_peers=manifest.run.min_peers,
+                expiry=manifest.membership.expiry,
+                has_contacts=self._node.has_contacts,
+                compares_states=topology_class(self._planner.method).has_shared_state,
+            ),
+            self.replicated.chain,
+            self.replicated.blob.digest,
+            self._contributions,
+            RoundSession(options, sign_message, self._pacing, self._vote_log.load()),
+        )
+
+    def _build_trainer(self) -> None:
+        tools = TrainerTools(
+            process=TrainerProcess(self.shared_memory, self._trainer_config()),
+            shared_memory=self.shared_memory,
+            store=self.store,
+            contribution_file=self._contribution_file,
+            run_in_thread=self._node.workers.compute,
+        )
+        self.trainer = TrainerLink(tools, self._contributions, self._pacing, self, self.status_reporter)
+        self.checkpointer = Checkpointer(
+            CheckpointerOptions(
+                directory=self._run_dir.checkpoints,
+                run_id=self.run_id,
+                shapes=self._shapes,
+                every_rounds=self.manifest.checkpoint.every_rounds,
+                keep=self.manifest.checkpoint.keep,
+                max_blob_bytes=self._max_store_bytes // 2,
+            ),
+            self.store,
+            self.shared_memory,
+            self.trainer,
+            self,
+            self.status_reporter,
+        )
+
+    def _trainer_config(self) -> TrainerConfig:
+        options = self._node.options
+        return TrainerConfig(
+            manifest=self.manifest.to_toml(),
+            base=str(options.base),
+            blobs=str(self._run_dir.blobs),
+            peer_id=self._node.identity.peer_id,
+            options=options.for_trainer,
+            round=self.replicated.chain.round,
+            validation_tokens=VALIDATION_TOKENS,
+        )
+
+    def _build_effects(self) -> None:
+        method, transport = self._planner.method, self._node.transport
+        round_tools = RoundTools(
+            store=self.store,
+            downloads=self._downloads,
+            compute=self._compute,
+            run_in_thread=self._node.workers.compute,
+            vote_log=self._vote_log,
+        )
+        state_tools = StateTools(
+            method=method,
+            replicated=self.replicated,
+            trainer=self.trainer,
+            checkpointer=self.checkpointer,
+            downloads=self._downloads,
+            sync_client=ChainSyncClient(
+                self.run_id,
+                self._limits,
+                self.replicated.chain,
+                transport.channel,
+                state_bytes(self._shapes.numel, method),
+            ),
+            swarm_view=self.swarm_view,
+        )
+        self.effects = Effects(
+            self.loop,
+            self.inbox,
+            self.receiver,
+            self.outbox,
+            RoundEffects(self.inbox, self.status_reporter, round_tools),
+            StateEffects(self.inbox, self.status_reporter, state_tools),
+        )
+
+    def announce(self) -> None:
+        """Tell the peers of the run, once the node is on the network, and listen to them."""
+        self.swarm_view.announce_head(self.replicated.chain.head, self.replicated.blob.digest)
+        self._node.directory.subscribe(self)
+        self.inbox.post(SwarmChanged(self.swarm_view.snapshot()))
+
+    async def run(self) -> None:
+        """Take part until the target; a trainer that fails for good ends it with its reason."""
+        part = asyncio.create_task(self.effects.run())
+        failure = asyncio.create_task(self.trainer.wait_finished())
+        try:
+            await asyncio.wait({part, failure}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (part, failure):
+                if task.done():
+                    await task
+        finally:
+            await cancel_and_wait((part, failure))
+        await self.finish()
+        self.status_reporter.set_phase("done", "the target is reached")
+
+    async def finish(self) -> None:
+        """Stop the trainer and save; may be repeated, and goes on when a caller is cancelled."""
+        if self._finishing is None:
+            self._finishing = asyncio.create_task(self._finish(), name="finish")
+        await asyncio.shield(self._finishing)
+
+    async def _finish(self) -> None:
+        self.effects.stop()
+        await self.trainer.stop(self.replicated.chain.round)
+        await self.checkpointer.save_now(self.replicated, self._contributions)
+        await self.outbox.stop()
+
+    @property
+    def is_reached_by_all(self) -> bool:
+        """Return whether every live trainer has as many rounds as we."""
+        return self.swarm_view.all_have_round(self.replicated.chain.round)
+
+    def on_trainer_message(self, message: FromTrainer) -> None:
+        directory = self._node.directory
+        self.status_reporter.on_trainer_message(message)
+        match message:
+            case TrainerProgress():
+                self._pacing.record_steps(message.step, message.seconds.get("compute", 0.0))
+            case Ready():
+                directory.publish(device=message.device[:MAX_TEXT_CHARACTERS], resting=False)
+            case ContributionHeader():
+                self.inbox.post(ContributionReady())
+            case PauseChanged():
+                directory.publish(urgent=True, resting=bool(message.reason))
+            case AnchorApplied() if self.swarm_view.is_our_turn_to_evaluate(message.round):
+                self._background.spawn(self.trainer.request_evaluation())
+
+    def on_membership_event(self, event: MembershipEvent) -> None:
+        if isinstance(event, PeerLeft):
+            self.outbox.drop_peer(event.peer)
+        self.inbox.post(SwarmChanged(self.swarm_view.snapshot()))
+
+    def requested_digests(self) -> Collection[bytes]:
+        return self._node.blob_service.recently_requested()
+
+    def held_digests(self) -> Collection[bytes]:
+        return [*self.blob_relay.held_digests(), *self.loop.session.left_out]
+
+    def status_fields(self) -> Mapping[str, object]:
+        return {
+            "bytes_carried": self.blob_relay.bytes_relayed,
+            "bytes_received_by_kind": {"blobs": self.downloader.bytes_received},
+            "alone": self.swarm_view.is_isolated(),
+            "trainer_restarts": self.trainer.crash_count,
+            "trainer_trouble": self.trainer.not_running_reason,
+            "unsaved": self.checkpointer.last_error,
+        }
+
+    def _first_status(self) -> NodeStatus:
+        manifest = self.manifest
+        return NodeStatus(
+            peer_id=self._node.identity.peer_id,
+            run=manifest.run.name,
+            run_id=manifest.run_id,
+            name=self._node.options.name,
+            target_rounds=manifest.target.rounds,
+            target_tokens=manifest.target.tokens,
+        )
+
+
+def contribution_limits(manifest: Manifest, planner: RoundPlanner) -> ContributionLimits:
+    """Return the bounds within which every contribution to the run must be."""
+    shapes = shape_table(manifest.model).hash()
+    return ContributionLimits(manifest.method.recipe, shapes, planner.max_parts, MAX_TOKENS, planner.max_part_bytes)
+
+
+def max_store_bytes(planner: RoundPlanner) -> int:
+    """Return the bytes that the blobs of a run may take on disk."""
+    states = STORE_STATES * state_bytes(planner.numel, planner.method)
+    return states + MAX_CONTRIBUTIONS * planner.max_contribution_bytes + STORE_EXTRA_BYTES
