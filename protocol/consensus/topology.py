@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal
 
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.messages import (
@@ -45,14 +45,7 @@ from protocol.manifest import RunId
 Contributions = tuple[SignedMessage[Contribution], ...]
 Group = tuple[PeerId, ...]  # in ascending order
 Pattern = Literal["random", "ring", "exponential"]
-
-
-class NeededPart(NamedTuple):
-    """A part that a peer fetches; `owner`: its author, if the part names one; `is_reduced`: it is a sum."""
-
-    part_blob: PartBlob
-    owner: PeerId | None
-    is_reduced: bool
+NeededPart = tuple[PartBlob, PeerId | None, bool]  # a part to fetch, its author if known, and whether it is a sum
 
 
 @dataclass(frozen=True)
@@ -209,7 +202,7 @@ class Butterfly(Topology):
 
     def proposed_parts(self, commit: Commit, peer: PeerId) -> Iterator[NeededPart]:
         """Yield the reduced parts."""
-        return (NeededPart(part_blob, None, True) for part_blob in enumerate_parts(commit.parts))
+        return ((part_blob, None, True) for part_blob in enumerate_parts(commit.parts))
 
     def required_parts(self, commit: Commit, peer: PeerId, live: Set[PeerId]) -> Sequence[PartBlob]:
         """Return the reduced parts."""
@@ -224,9 +217,9 @@ class Butterfly(Topology):
         own_parts = view.parts_reduced_by(peer)
         for entry in view.included:
             for part in own_parts:
-                yield NeededPart(entry.body.part_blobs[part], entry.sender, False)
+                yield entry.body.part_blobs[part], entry.sender, False
         for reduced in view.reduced_parts():
-            yield NeededPart(PartBlob(reduced.body.blob, reduced.body.part), reduced.sender, True)
+            yield PartBlob(reduced.body.blob, reduced.body.part), reduced.sender, True
 
     def assign_reducers(self, seed: Digest, contributors: Group) -> tuple[PeerId, ...]:
         """Return one reducer for each part: round robin over the peers in an order shuffled by the seed."""
@@ -327,9 +320,7 @@ def make_topology(kind: str, run_id: RunId, parts: int = 1, **options: Any) -> T
 
 def parts_by_owner(contributions: Iterable[SignedMessage[Contribution]]) -> Iterator[NeededPart]:
     """Yield every part of these contributions."""
-    return (
-        NeededPart(part_blob, entry.sender, False) for entry in contributions for part_blob in entry.body.part_blobs
-    )
+    return ((part_blob, entry.sender, False) for entry in contributions for part_blob in entry.body.part_blobs)
 
 
 def _is_held_by(status: ExchangeStatus, entry: SignedMessage[Contribution], peers: Collection[PeerId]) -> bool:
