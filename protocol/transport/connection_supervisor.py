@@ -327,7 +327,7 @@ class ConnectionSupervisor:
         self.refusals["too many streams"] += 1
         if peer not in self._warned_peers:  # log once per flood, not once per stream
             self._warned_peers.add(peer)
-            logger.warning("refusing %s: it holds %d tunnels", peer, open_count)
+            logger.warning("refusing %s: it holds %d connections", peer, open_count)
         return False
 
     def _evict_least_active(self, group: Collection[SupervisedConnection], limit: int) -> None:

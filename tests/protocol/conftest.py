@@ -1,4 +1,4 @@
-"""Real transports for tests, stopped whatever happens."""
+"""Fixtures that start real transports and stop them after the test."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ StartPeer = Callable[[str], Awaitable[tuple[subprocess.Popen[bytes], dict[str, A
 
 @pytest.fixture
 async def start_transport(tmp_path: Path) -> AsyncIterator[StartTransport]:
-    """Starts a transport in a folder of its own: `await start_transport(name, services, ...)`."""
+    """Start a transport in a folder of its own: `await start_transport(name, services, ...)`."""
     started: list[Transport] = []
 
     async def start(name: str, services: Any = (), **options: Any) -> Transport:
@@ -33,9 +33,9 @@ async def start_transport(tmp_path: Path) -> AsyncIterator[StartTransport]:
 
 @pytest.fixture
 def start_peer(tmp_path: Path) -> Iterator[StartPeer]:
-    """Starts `sample_peer` as a process; returns it and what it says about itself."""
+    """Start `sample_peer` as a process, and return it with the description that it prints."""
     started: list[subprocess.Popen[bytes]] = []
-    left: list[str] = []
+    socket_folders: list[str] = []
 
     async def start(name: str) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
         command = [sys.executable, "-W", "ignore", "-m", "tests.protocol.transport.sample_peer", str(tmp_path / name)]
@@ -44,7 +44,7 @@ def start_peer(tmp_path: Path) -> Iterator[StartPeer]:
         assert process.stdout
         line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 30)
         about = json.loads(line)
-        left.append(about["sockets"])
+        socket_folders.append(about["sockets"])
         return process, about
 
     yield start
@@ -53,5 +53,5 @@ def start_peer(tmp_path: Path) -> Iterator[StartPeer]:
         process.wait()
         assert process.stdout
         process.stdout.close()
-    for folder in left:
+    for folder in socket_folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A server of its own for a test, over a socket in a folder."""
+"""A gRPC server for a test, over a Unix socket."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -9,7 +9,7 @@ import grpc
 
 @asynccontextmanager
 async def serve_locally(path: Path, register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to what is registered with it."""
+    """Serve the registered servicers, and yield a channel to them."""
     server = grpc.aio.server()
     register(server)
     server.add_insecure_port(f"unix:{path}")

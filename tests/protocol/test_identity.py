@@ -11,7 +11,7 @@ from protocol.errors import ForgedError, IdentityError, MalformedError
 from protocol.identity import Identity, public_key, verify
 
 
-def test_a_key_is_made_once_and_private(tmp_path: Path) -> None:
+def test_key_is_created_once_and_private(tmp_path: Path) -> None:
     path = tmp_path / "node" / "key"
     first = Identity.load_or_create(path)
     assert Identity.load_or_create(path).peer_id == first.peer_id
@@ -19,15 +19,15 @@ def test_a_key_is_made_once_and_private(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["key"], "nothing temporary may stay"
 
 
-def test_peer_id_has_the_known_form() -> None:
-    # The id that p2pd itself gives for this key file; test_p2pd.py compares a fresh key with p2pd each time.
+def test_peer_id_has_the_libp2p_form() -> None:
+    # p2pd itself derives this id from the key file; test_p2pd.py compares a fresh key with p2pd each time.
     identity = Identity(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
     assert identity.peer_id == "12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB"
     assert Identity.create().peer_id.startswith("12D3KooW")
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o604])
-def test_a_key_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_key_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "key"
     Identity.load_or_create(path)
     path.chmod(mode)
@@ -48,7 +48,7 @@ def _damaged(content: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("damage", _damaged(b"....."))
-def test_a_damaged_key_is_never_replaced(tmp_path: Path, damage: str) -> None:
+def test_damaged_key_is_never_replaced(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "key"
     Identity.load_or_create(path)
     bad = _damaged(path.read_bytes())[damage]
@@ -58,7 +58,7 @@ def test_a_damaged_key_is_never_replaced(tmp_path: Path, damage: str) -> None:
     assert path.read_bytes() == bad
 
 
-def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path) -> None:
+def test_unusable_path_raises_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(IdentityError, match="cannot read the key .*Is a directory"):
         Identity.load_or_create(tmp_path)
@@ -70,13 +70,13 @@ def _load(path: Path) -> str:
     return Identity.load_or_create(path).peer_id
 
 
-def test_processes_that_start_together_become_the_same_peer(tmp_path: Path) -> None:
+def test_processes_that_start_together_use_the_same_key(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         ids = pool.map(_load, [tmp_path / "key"] * 32, chunksize=1)
     assert len(set(ids)) == 1
 
 
-def test_signatures() -> None:
+def test_only_the_right_signature_verifies() -> None:
     identity, other = Identity.create(), Identity.create()
     signature = identity.sign(b"message")
     assert len(signature) == 64
@@ -106,12 +106,12 @@ def test_signatures() -> None:
         "1" * 1_000_000,
     ],
 )
-def test_peer_ids_that_are_none(peer_id: str) -> None:
+def test_invalid_peer_ids_are_refused(peer_id: str) -> None:
     with pytest.raises(MalformedError):
         verify(peer_id, b"", bytes(64))
 
 
-def test_only_the_canonical_form_of_a_peer_id_counts() -> None:
+def test_only_the_canonical_form_of_a_peer_id_is_accepted() -> None:
     identity = Identity.create()
     public_key(identity.peer_id)
     name = identity.peer_id

@@ -68,7 +68,7 @@ k = [{ start = 1, end = 9, rounds = 2 }, { start = 9.0, end = 2, rounds = 3 }]
 """
 
 
-def test_options_that_change_survive_a_round_trip_and_have_one_run_id() -> None:
+def test_scheduled_options_survive_a_round_trip_and_have_one_run_id() -> None:
     manifest = parse_manifest(GOOD.replace(b"block = 256", CHANGING), "run.toml")
     assert manifest.method.overrides()["codec"] == {
         "block": {"rounds": 66, "start": 24, "end": 140, "curve": "exponential"},
@@ -130,12 +130,12 @@ def test_run_id_ignores_layout_defaults_and_bootstrap_and_nothing_else() -> None
         (b"[run]", b"\xff", "not valid TOML: "),
     ],
 )
-def test_faults_are_one_line_that_says_where(old: bytes, new: bytes, message: str) -> None:
+def test_faults_are_reported_on_one_line_with_their_place(old: bytes, new: bytes, message: str) -> None:
     assert old in GOOD
     assert fault(GOOD.replace(old, new, 1)).startswith(message)
 
 
-def test_unknown_key_is_told_before_the_missing_one_it_was_meant_to_be() -> None:
+def test_unknown_key_is_reported_before_the_missing_key_it_misspells() -> None:
     broken = GOOD.replace(b"width = 128", b"wdth = 128").replace(b"context = 128", b"")
     assert fault(broken) == "unknown key model.wdth (line 6); did you mean width?"
 
@@ -153,7 +153,7 @@ def test_unknown_key_is_told_before_the_missing_one_it_was_meant_to_be() -> None
     ],
     ids=["lists", "tables", "tables inside", "many tables", "long number", "key with a line break", "long value"],
 )
-def test_hostile_text_is_one_short_line(text: bytes) -> None:
+def test_hostile_text_raises_one_short_line(text: bytes) -> None:
     fault(text)
 
 
@@ -177,7 +177,7 @@ def test_any_change_parses_or_is_refused(position: int, noise: bytes) -> None:
         assert parse_manifest(manifest.to_toml().encode(), "again").run_id == manifest.run_id
 
 
-def test_missing_file_and_folder(tmp_path: Path) -> None:
+def test_missing_file_and_folder_are_reported(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="nowhere.toml: No such file"):
         load_manifest(tmp_path / "nowhere.toml")
     with pytest.raises(MissingFileError, match="name an existing file"):
@@ -185,7 +185,7 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
-def test_every_shipped_manifest_is_good(path: Path) -> None:
+def test_every_shipped_manifest_is_valid(path: Path) -> None:
     assert load_manifest(path).target.rounds
 
 

@@ -1,4 +1,4 @@
-"""Answers that do not parse are a fault of whoever sent them."""
+"""A reply that does not parse is a fault of its sender."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from protocol.replies import require_reply
 from tests.protocol.garbled_server import garbled_channel
 
 
-def test_what_came_is_passed_on() -> None:
+def test_parsed_reply_is_returned() -> None:
     reply = PiecesReply(size=3)
     assert require_reply(reply) is reply
 
 
-async def test_what_does_not_parse_is_refused(tmp_path: Path) -> None:
-    """The control is gRPC itself: it says nothing, and hands over None."""
+async def test_unparsable_reply_is_refused(tmp_path: Path) -> None:
+    """The control is gRPC itself, which returns None without an error."""
     async with garbled_channel(tmp_path / "s") as channel:
         stub = BlobsStub(channel)
         reply = await stub.Pieces(PiecesRequest(), timeout=10)

@@ -13,12 +13,12 @@ from tests.node.small_run import MANIFEST
 ORGANISER = Identity.create()
 
 
-def test_what_was_sealed_is_opened() -> None:
+def test_signed_manifest_is_opened() -> None:
     signed = open_signed_manifest(sign_manifest(MANIFEST, ORGANISER), "here")
     assert signed.manifest == MANIFEST and signed.organiser == ORGANISER.peer_id
 
 
-def test_options_that_change_over_the_rounds_are_signed_too() -> None:
+def test_signature_covers_scheduled_options() -> None:
     decay = {"start": 0.5, "end": 0.9, "rounds": 20}
     method = MANIFEST.method.model_copy(update={"feedback": {"decay": decay}, "codec": {"k": (decay, 3)}})
     changing = MANIFEST.model_copy(update={"method": method})
@@ -28,20 +28,20 @@ def test_options_that_change_over_the_rounds_are_signed_too() -> None:
         open_signed_manifest(text.replace(b"rounds = 20", b"rounds = 21"), "here")
 
 
-def test_the_signed_text_is_a_manifest_for_any_parser() -> None:
+def test_signed_text_is_a_manifest_for_any_parser() -> None:
     assert parse_manifest(sign_manifest(MANIFEST, ORGANISER), "here") == MANIFEST
 
 
-def test_an_unsigned_manifest_has_no_organiser() -> None:
+def test_unsigned_manifest_has_no_organiser() -> None:
     assert open_signed_manifest(MANIFEST.to_toml().encode(), "here").organiser is None
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_no_changed_byte_passes_as_signed(seed: int) -> None:
-    """The control: without a look at the signature, a changed seed of the run is a manifest like any other."""
+def test_changed_byte_never_passes_as_signed(seed: int) -> None:
+    """Control: without verification, a changed seed of the run would give a manifest like any other."""
     text = bytearray(sign_manifest(MANIFEST, ORGANISER))
-    place = random.Random(seed).randrange(len(text))
-    text[place] ^= 1 << random.Random(seed + 1).randrange(8)
+    offset = random.Random(seed).randrange(len(text))
+    text[offset] ^= 1 << random.Random(seed + 1).randrange(8)
     try:
         opened = open_signed_manifest(bytes(text), "here")
     except (OrganiserError, ManifestError):
@@ -49,7 +49,7 @@ def test_no_changed_byte_passes_as_signed(seed: int) -> None:
     assert opened.organiser is None
 
 
-def test_another_run_under_the_same_seal_is_refused() -> None:
+def test_signature_of_another_manifest_is_refused() -> None:
     text = sign_manifest(MANIFEST, ORGANISER)
     other = text.replace(b'name = "small"', b'name = "other"')
     assert parse_manifest(other, "here").run.name == "other"
@@ -57,12 +57,12 @@ def test_another_run_under_the_same_seal_is_refused() -> None:
         open_signed_manifest(other, "here")
 
 
-def test_anothers_name_under_it_is_refused() -> None:
+def test_another_organisers_name_is_refused() -> None:
     text = sign_manifest(MANIFEST, ORGANISER).replace(ORGANISER.peer_id.encode(), Identity.create().peer_id.encode())
     with pytest.raises(OrganiserError):
         open_signed_manifest(text, "here")
 
 
-def test_a_fingerprint_is_short_and_of_one_key() -> None:
+def test_fingerprint_is_short_and_unique() -> None:
     other = Identity.create().peer_id
     assert len(fingerprint(other)) == 39 and fingerprint(other) != fingerprint(ORGANISER.peer_id)

@@ -3,7 +3,7 @@ import asyncio
 from protocol.tasks import cancel_and_wait
 
 
-async def test_all_have_ended_also_those_that_fail_or_take_their_time() -> None:
+async def test_all_tasks_have_ended_including_failing_and_slow_ones() -> None:
     async def stubborn() -> None:
         try:
             await asyncio.Event().wait()

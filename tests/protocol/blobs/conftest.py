@@ -1,4 +1,4 @@
-"""A store and its fetcher among sources, ended with the test."""
+"""A pool of blob sources with a downloader, stopped after each test."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

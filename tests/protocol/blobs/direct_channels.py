@@ -1,4 +1,4 @@
-"""Channels for a fetch without a transport."""
+"""Channels for downloads without a transport."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ class DirectLease:
 
 @dataclass
 class DirectChannels:
-    """One channel to each peer."""
+    """One channel per peer."""
 
     channel: Callable[[str], grpc.aio.Channel]
 

@@ -1,4 +1,4 @@
-"""Sources of blobs over plain gRPC on Unix sockets, honest ones and others."""
+"""Honest and misbehaving blob sources over plain gRPC on Unix sockets."""
 
 import asyncio
 import random
@@ -35,7 +35,7 @@ class RecordingDownloader(Downloader):
 
 
 class ScriptedSource(BlobsServicer):
-    """A source of `data` that tampers with what it sends, or stops sending."""
+    """A source of `data` that tampers with its bytes or stops sending."""
 
     def __init__(self, data: bytes, size: int | None = None, hashes: bytes | None = None) -> None:
         self.data = data
@@ -65,7 +65,7 @@ def flip_last_bit(data: bytes) -> bytes:
 
 
 class SourcePool:
-    """Sources, each with a server of its own, and a folder to fetch into."""
+    """Sources with a server each, and a store and downloader to fetch into."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -101,9 +101,9 @@ class SourcePool:
     def sources(self) -> list[str]:
         return list(self.servers)
 
-    def new_fetcher(self, pace: DownloadPolicy = SHORT_TIMEOUTS, seed: int = 0) -> Downloader:
-        carrier, rng = DirectChannels(self.channel), random.Random(seed)
-        return RecordingDownloader(self.faults, self.store, carrier, rng, pace)
+    def new_fetcher(self, policy: DownloadPolicy = SHORT_TIMEOUTS, seed: int = 0) -> Downloader:
+        channels, rng = DirectChannels(self.channel), random.Random(seed)
+        return RecordingDownloader(self.faults, self.store, channels, rng, policy)
 
     async def fetch(self, blob: Blob = BLOB, deadline: float = 30.0) -> None:
         await self.fetcher.fetch(blob, self.sources, deadline)

@@ -1,4 +1,4 @@
-"""A blob's name follows from its bytes, and whatever does not fit it is refused."""
+"""The name of a blob follows from its bytes, and bytes that do not match it are refused."""
 
 import random
 
@@ -10,7 +10,7 @@ from protocol.errors import LimitError, MalformedError, PeerFault
 from protocol.murmur_pb2 import BlobRef
 
 
-def test_the_digest_is_the_documented_formula() -> None:
+def test_digest_follows_the_documented_formula() -> None:
     data = random.Random(1).randbytes(PIECE_BYTES + 7)
     pieces = blake3(data[:PIECE_BYTES]).digest() + blake3(data[PIECE_BYTES:]).digest()
     assert Blob.of(data) == Blob(blake3(pieces + len(data).to_bytes(8, "big")).digest(), len(data))
@@ -33,7 +33,7 @@ def test_pieces_cover_the_bytes(size: int, lengths: list[int]) -> None:
     assert len(piece_hashes(data)) == 32 * len(lengths)
 
 
-def test_the_name_depends_on_every_bit_and_on_the_size() -> None:
+def test_name_depends_on_every_bit_and_on_the_size() -> None:
     data = bytearray(random.Random(2).randbytes(PIECE_BYTES + 100))
     names = {Blob.of(bytes(data)).digest}
     for position in (0, PIECE_BYTES - 1, PIECE_BYTES, len(data) - 1):
@@ -45,7 +45,7 @@ def test_the_name_depends_on_every_bit_and_on_the_size() -> None:
     assert len(names) == 7
 
 
-def test_it_survives_the_wire() -> None:
+def test_blob_survives_serialization() -> None:
     blob = Blob.of(b"starling")
     assert Blob.from_wire(BlobRef.FromString(blob.to_wire().SerializeToString())) == blob
 
@@ -60,12 +60,12 @@ def test_it_survives_the_wire() -> None:
         (BlobRef(digest=b"x" * 32, size=2**64 - 1), LimitError),
     ],
 )
-def test_nonsense_from_the_wire_is_refused(wire: BlobRef, fault: type[PeerFault]) -> None:
+def test_invalid_blob_on_the_wire_is_refused(wire: BlobRef, fault: type[PeerFault]) -> None:
     with pytest.raises(fault):
         Blob.from_wire(wire)
 
 
-def test_a_list_of_hashes_is_checked_against_the_digest() -> None:
+def test_hashes_are_checked_against_the_digest() -> None:
     data = random.Random(3).randbytes(2 * PIECE_BYTES + 1)
     blob, hashes = Blob.of(data), piece_hashes(data)
     blob.check_hashes(hashes)

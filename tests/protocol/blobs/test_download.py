@@ -1,4 +1,4 @@
-"""Fetching from sources that die, freeze and come late; over plain gRPC on Unix sockets."""
+"""Downloads from sources that die, freeze or arrive late, over plain gRPC on Unix sockets."""
 
 import asyncio
 import errno
@@ -28,17 +28,17 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"x", SMALL, DATA[:PIECE_BYTES], DATA[: PIECE_BYTES + 1], DATA], ids=len)
-async def test_a_blob_of_any_size_arrives(swarm: SourcePool, data: bytes) -> None:
+async def test_blob_of_any_size_is_fetched(swarm: SourcePool, data: bytes) -> None:
     await swarm.add_honest("one", data)
     await swarm.fetch(Blob.of(data))
     assert swarm.store.read(Blob.of(data).digest) == data
-    await swarm.fetch(Blob.of(data))  # here already
+    await swarm.fetch(Blob.of(data))  # already stored
     assert swarm.fetcher.bytes_received <= len(data) + len(piece_hashes(data))
     assert swarm.faults == []
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
-async def test_on_a_slow_line_numbers_come_squeezed(
+async def test_numbers_are_compressed_on_a_slow_link(
     swarm: SourcePool, monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
     monkeypatch.setattr(InFlightLimit, "is_slow", is_slow)
@@ -51,20 +51,20 @@ async def test_on_a_slow_line_numbers_come_squeezed(
 
 
 class CompressingSource(ScriptedSource):
-    """Says of whatever it sends that it is squeezed, to so many bytes."""
+    """Claims that everything it sends is compressed to `claimed` bytes."""
 
-    said = 0
+    claimed = 0
 
     async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
         async for chunk in super().Fetch(request, context):
-            yield Chunk(data=chunk.data[: self.said], squeezed=self.said)
+            yield Chunk(data=chunk.data[: self.claimed], squeezed=self.claimed)
 
 
 @pytest.mark.parametrize("data", [DATA[:PIECE_BYTES], DATA], ids=len)
-@pytest.mark.parametrize("said", [1, 9, CHUNK_BYTES - 1])
-async def test_a_squeezed_piece_that_does_not_open_is_a_lie(swarm: SourcePool, data: bytes, said: int) -> None:
+@pytest.mark.parametrize("claimed", [1, 9, CHUNK_BYTES - 1])
+async def test_invalid_compressed_piece_counts_as_a_lie(swarm: SourcePool, data: bytes, claimed: int) -> None:
     liar = CompressingSource(data)
-    liar.said = said
+    liar.claimed = claimed
     await swarm.add_source("liar", liar)
     with pytest.raises(UnreachableError):
         await swarm.fetch(Blob.of(data), deadline=0.5)
@@ -73,7 +73,7 @@ async def test_a_squeezed_piece_that_does_not_open_is_a_lie(swarm: SourcePool, d
     await swarm.fetch(Blob.of(data))
 
 
-async def test_several_sources_share_the_work_and_no_byte_comes_twice(swarm: SourcePool) -> None:
+async def test_sources_share_the_pieces_and_no_byte_arrives_twice(swarm: SourcePool) -> None:
     services = [await swarm.add_honest(name, DATA) for name in ("one", "two", "three")]
     await swarm.fetch()
     assert swarm.store.read(BLOB.digest) == DATA
@@ -81,7 +81,7 @@ async def test_several_sources_share_the_work_and_no_byte_comes_twice(swarm: Sou
     assert sum(service.total_bytes_served > PIECE_BYTES for service in services) >= 2
 
 
-async def test_a_source_that_dies_costs_no_more_than_what_was_on_its_way(swarm: SourcePool) -> None:
+async def test_dead_source_costs_only_the_bytes_in_flight(swarm: SourcePool) -> None:
     mortal = ScriptedSource(DATA)
     mortal.frozen_after = 3.5 * PIECE_BYTES
     await swarm.add_source("mortal", mortal)
@@ -98,7 +98,7 @@ async def test_a_source_that_dies_costs_no_more_than_what_was_on_its_way(swarm: 
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_a_cut_fetch_is_taken_up_where_it_was(swarm: SourcePool, restart: bool) -> None:
+async def test_interrupted_fetch_is_resumed(swarm: SourcePool, restart: bool) -> None:
     first = ScriptedSource(DATA)
     first.frozen_after = 7 * PIECE_BYTES
     await swarm.add_source("first", first)
@@ -112,12 +112,12 @@ async def test_a_cut_fetch_is_taken_up_where_it_was(swarm: SourcePool, restart: 
     second = await swarm.add_honest("second", DATA)
     await swarm.fetch()
     assert swarm.store.read(BLOB.digest) == DATA
-    # At least five whole pieces came before the cut: two of the seven may have been halves.
+    # At least five whole pieces arrived before the cut; two of the seven may have been halves.
     assert second.total_bytes_served <= len(DATA) - 5 * PIECE_BYTES
 
 
 @pytest.mark.parametrize("after", [0, PIECE_BYTES // 2, 4 * PIECE_BYTES])
-async def test_frozen_sources_do_not_stop_the_others(swarm: SourcePool, after: int) -> None:
+async def test_frozen_sources_do_not_stop_others(swarm: SourcePool, after: int) -> None:
     for name in ("frozen 1", "frozen 2", "frozen 3"):
         frozen = ScriptedSource(DATA)
         frozen.frozen_after = after
@@ -128,7 +128,7 @@ async def test_frozen_sources_do_not_stop_the_others(swarm: SourcePool, after: i
     assert swarm.faults == [], "slow is not a lie"
 
 
-async def test_a_slow_source_that_gets_on_is_not_given_up(swarm: SourcePool) -> None:
+async def test_slow_source_that_makes_progress_is_kept(swarm: SourcePool) -> None:
     class Slow(ScriptedSource):
         async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
             async for chunk in super().Fetch(request, context):
@@ -142,26 +142,26 @@ async def test_a_slow_source_that_gets_on_is_not_given_up(swarm: SourcePool) -> 
     assert slow.calls == 1, "the whole took longer than a stall, no chunk did"
 
 
-async def test_a_fetch_from_frozen_sources_ends_by_its_deadline(swarm: SourcePool) -> None:
+async def test_fetch_from_frozen_sources_ends_at_its_deadline(swarm: SourcePool) -> None:
     frozen = ScriptedSource(DATA)
     frozen.frozen_after = 0
     await swarm.add_source("frozen", frozen)
-    swarm.fetcher = swarm.new_fetcher(DownloadPolicy())  # whose time-outs are far longer than the deadline
-    began = asyncio.get_running_loop().time()
+    swarm.fetcher = swarm.new_fetcher(DownloadPolicy())  # its timeouts are far longer than the deadline
+    started = asyncio.get_running_loop().time()
     with pytest.raises(UnreachableError, match="not fetched within 0.5 s: 1 sources tried: frozen: "):
         await swarm.fetch(deadline=0.5)
-    assert asyncio.get_running_loop().time() - began < 3
+    assert asyncio.get_running_loop().time() - started < 3
 
 
-async def test_without_sources_it_says_so(swarm: SourcePool) -> None:
+async def test_fetch_without_sources_reports_that(swarm: SourcePool) -> None:
     with pytest.raises(UnreachableError, match="no source is known"):
         await swarm.fetch(deadline=0.2)
 
 
-async def test_what_is_not_there_yet_is_asked_for_again(swarm: SourcePool) -> None:
+async def test_blob_that_is_not_there_yet_is_requested_again(swarm: SourcePool) -> None:
     late = BlobStore(swarm.folder / "late", ROOM)
     await swarm.add_source("late", BlobService(late, lambda context: "fetcher"))
-    swarm.servers["gone"] = grpc.aio.server()  # nothing listens there
+    swarm.servers["gone"] = grpc.aio.server()  # never started
     fetching = asyncio.create_task(swarm.fetch())
     await asyncio.wait([fetching], timeout=0.6)
     assert not fetching.done()
@@ -170,17 +170,17 @@ async def test_what_is_not_there_yet_is_asked_for_again(swarm: SourcePool) -> No
     assert swarm.store.read(BLOB.digest) == DATA
 
 
-@pytest.mark.parametrize("patient", [False, True])
-async def test_what_all_say_they_do_not_have_is_given_up_by_who_will_not_wait(swarm: SourcePool, patient: bool) -> None:
+@pytest.mark.parametrize("wait_if_absent", [False, True])
+async def test_absent_blob_is_given_up_unless_the_caller_waits_for_it(swarm: SourcePool, wait_if_absent: bool) -> None:
     for name in "abc":
         await swarm.add_source(name, BlobService(BlobStore(swarm.folder / name, ROOM), lambda context: "fetcher"))
-    wanted = swarm.fetcher.fetch(BLOB, swarm.sources, 3.0 if patient else 30.0, wait_if_absent=patient)
-    with pytest.raises(UnreachableError if patient else GoneError) as caught:
-        await wanted
-    assert isinstance(caught.value, GoneError) != patient
+    fetching = swarm.fetcher.fetch(BLOB, swarm.sources, 3.0 if wait_if_absent else 30.0, wait_if_absent=wait_if_absent)
+    with pytest.raises(UnreachableError if wait_if_absent else GoneError) as caught:
+        await fetching
+    assert isinstance(caught.value, GoneError) != wait_if_absent
 
 
-async def test_what_the_first_who_wait_cannot_have_others_may_name_a_source_for(swarm: SourcePool) -> None:
+async def test_later_waiter_may_add_a_source_for_an_absent_blob(swarm: SourcePool) -> None:
     await swarm.add_source("empty", BlobService(BlobStore(swarm.folder / "empty", ROOM), lambda context: "fetcher"))
     patient = asyncio.create_task(swarm.fetcher.fetch(BLOB, lambda: ["empty"], 30.0))
     with pytest.raises(GoneError):
@@ -190,9 +190,9 @@ async def test_what_the_first_who_wait_cannot_have_others_may_name_a_source_for(
     await patient
 
 
-async def test_who_cannot_be_reached_has_not_said_that_it_does_not_have_it(swarm: SourcePool) -> None:
+async def test_unreachable_source_does_not_count_as_a_denial(swarm: SourcePool) -> None:
     await swarm.add_source("empty", BlobService(BlobStore(swarm.folder / "empty", ROOM), lambda context: "fetcher"))
-    swarm.servers["gone"] = grpc.aio.server()  # nothing listens there
+    swarm.servers["gone"] = grpc.aio.server()  # never started
     with pytest.raises(UnreachableError) as caught:
         await swarm.fetcher.fetch(BLOB, swarm.sources, 2.0, wait_if_absent=False)
     assert not isinstance(caught.value, GoneError)
@@ -201,7 +201,7 @@ async def test_who_cannot_be_reached_has_not_said_that_it_does_not_have_it(swarm
     assert swarm.store.has(BLOB.digest)
 
 
-async def test_a_newcomer_is_noticed(swarm: SourcePool) -> None:
+async def test_new_source_is_noticed(swarm: SourcePool) -> None:
     fetching = asyncio.create_task(swarm.fetch())
     await asyncio.wait([fetching], timeout=0.2)
     await swarm.add_honest("newcomer", DATA)
@@ -209,14 +209,14 @@ async def test_a_newcomer_is_noticed(swarm: SourcePool) -> None:
     assert swarm.store.has(BLOB.digest)
 
 
-async def test_a_busy_source_is_asked_again(swarm: SourcePool) -> None:
+async def test_busy_source_is_asked_again(swarm: SourcePool) -> None:
     await swarm.add_honest("busy", DATA, limits=CallerLimits(calls=1))
     await swarm.fetch()
     assert swarm.store.read(BLOB.digest) == DATA
     assert swarm.faults == []
 
 
-async def test_a_channel_closed_under_a_call_is_a_failure_and_no_cancel(swarm: SourcePool) -> None:
+async def test_closed_channel_counts_as_a_failure_not_a_cancellation(swarm: SourcePool) -> None:
     frozen = ScriptedSource(DATA)
     frozen.frozen_after = 2 * PIECE_BYTES
     await swarm.add_source("frozen", frozen)
@@ -234,7 +234,7 @@ async def test_fetches_of_one_blob_share_a_download(swarm: SourcePool) -> None:
     assert sum(service.total_bytes_served for service in services) == len(DATA) + len(piece_hashes(DATA))
 
 
-async def test_who_gives_up_leaves_the_download_to_the_others(swarm: SourcePool) -> None:
+async def test_waiter_that_gives_up_leaves_the_download_to_others(swarm: SourcePool) -> None:
     frozen = ScriptedSource(DATA)
     frozen.frozen_after = 5 * PIECE_BYTES
     await swarm.add_source("frozen", frozen)
@@ -252,12 +252,12 @@ async def test_who_gives_up_leaves_the_download_to_the_others(swarm: SourcePool)
     assert honest.total_bytes_served < len(DATA) - PIECE_BYTES
 
 
-async def test_a_cancelled_fetch_leaves_no_task_and_can_be_begun_at_once(swarm: SourcePool) -> None:
+async def test_cancelled_fetch_leaves_no_task_and_can_restart_at_once(swarm: SourcePool) -> None:
     await swarm.add_honest("one", DATA)
-    chance = random.Random(11)
+    rng = random.Random(11)
     for _ in range(15):
         before = swarm.fetcher.bytes_received
-        enough = before + chance.randrange(3 * PIECE_BYTES)
+        enough = before + rng.randrange(3 * PIECE_BYTES)
         fetching = asyncio.create_task(swarm.fetch())
         await wait_until(lambda: fetching.done() or swarm.fetcher.bytes_received > enough)  # noqa: B023
         fetching.cancel()
@@ -273,7 +273,7 @@ async def test_a_cancelled_fetch_leaves_no_task_and_can_be_begun_at_once(swarm: 
     assert swarm.store.read(BLOB.digest) == DATA
 
 
-async def test_a_full_disk_ends_the_fetch_and_room_lets_it_go_on(
+async def test_full_disk_ends_the_fetch_which_resumes_when_there_is_room(
     swarm: SourcePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await swarm.add_honest("one", DATA)
@@ -295,10 +295,10 @@ async def test_a_full_disk_ends_the_fetch_and_room_lets_it_go_on(
     assert swarm.fetcher.bytes_received - before == len(DATA) - 5 * PIECE_BYTES
 
 
-async def test_many_blobs_at_once_share_the_calls(swarm: SourcePool) -> None:
-    datas = [random.Random(seed).randbytes(300_000 + seed) for seed in range(40)]
-    services = [await swarm.add_honest(name, *datas) for name in ("one", "two", "three")]
-    swarm.fetcher = swarm.new_fetcher(DownloadPolicy(late_after_seconds=10.0))  # a busy machine makes nobody late
-    await asyncio.gather(*(swarm.fetch(Blob.of(data)) for data in datas))
-    assert all(swarm.store.read(Blob.of(data).digest) == data for data in datas)
-    assert sum(service.total_bytes_served for service in services) == sum(map(len, datas))
+async def test_concurrent_fetches_of_many_blobs_fetch_each_byte_once(swarm: SourcePool) -> None:
+    contents = [random.Random(seed).randbytes(300_000 + seed) for seed in range(40)]
+    services = [await swarm.add_honest(name, *contents) for name in ("one", "two", "three")]
+    swarm.fetcher = swarm.new_fetcher(DownloadPolicy(late_after_seconds=10.0))  # a busy machine makes no source late
+    await asyncio.gather(*(swarm.fetch(Blob.of(data)) for data in contents))
+    assert all(swarm.store.read(Blob.of(data).digest) == data for data in contents)
+    assert sum(service.total_bytes_served for service in services) == sum(map(len, contents))

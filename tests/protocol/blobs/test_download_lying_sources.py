@@ -1,4 +1,4 @@
-"""Fetching from sources that lie: about bytes, hashes, sizes and form; over plain gRPC on Unix sockets."""
+"""Downloads from sources that lie about bytes, hashes, sizes or encoding, over plain gRPC on Unix sockets."""
 
 import os
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from tests.protocol.blobs.fake_sources import (
 from tests.protocol.garbled_server import garbled_channel
 
 
-def keep_unchecked(partial: FilePartial, piece: int, data: bytes) -> None:
-    """A naive `Partial.write`: looks at the length only."""
+def write_unchecked(partial: FilePartial, piece: int, data: bytes) -> None:
+    """Store a piece like a naive `Partial.write` that checks only the length."""
     assert len(data) == partial.blob.piece_length(piece)
     assert partial._descriptor is not None
     os.pwrite(partial._descriptor, data, piece * PIECE_BYTES)
@@ -30,13 +30,13 @@ def keep_unchecked(partial: FilePartial, piece: int, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [SMALL, DATA], ids=["one piece", "many pieces"])
-async def test_a_lying_source_is_found_by_the_piece_and_asked_no_more(swarm: SourcePool, data: bytes) -> None:
+async def test_lying_source_is_detected_by_piece_and_banned(swarm: SourcePool, data: bytes) -> None:
     liar, blob = ScriptedSource(data), Blob.of(data)
     liar.tamper = flip_last_bit
     await swarm.add_source("liar", liar)
     with pytest.raises(UnreachableError, match="liar: a piece does not match its hash"):
         await swarm.fetch(blob, deadline=1.0)
-    # Once for each piece it was given at once; one more where the list of hashes had to settle who lied.
+    # One call per piece that it was given at once, and one more where the hash list had to show who lied.
     assert liar.calls <= 1 + SHORT_TIMEOUTS.pieces_per_source
     assert {peer for peer, _ in swarm.faults} == {"liar"}
     assert not swarm.store.has(blob.digest)
@@ -45,9 +45,7 @@ async def test_a_lying_source_is_found_by_the_piece_and_asked_no_more(swarm: Sou
     assert swarm.store.read(blob.digest) == data
 
 
-async def test_a_source_whose_answers_do_not_parse_is_a_liar_and_stops_nobody(
-    swarm: SourcePool, tmp_path: Path
-) -> None:
+async def test_source_with_unparsable_answers_is_banned(swarm: SourcePool, tmp_path: Path) -> None:
     async with garbled_channel(tmp_path / "garbled") as channel:
         swarm._channels["liar"] = channel
         for blob in (BLOB, Blob.of(SMALL)):
@@ -56,13 +54,13 @@ async def test_a_source_whose_answers_do_not_parse_is_a_liar_and_stops_nobody(
     assert {peer for peer, _ in swarm.faults} == {"liar"}
 
 
-async def test_looking_at_lengths_only_lets_the_lie_in(swarm: SourcePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above: the same fetch without the comparison of hashes."""
+async def test_check_of_lengths_alone_accepts_a_lie(swarm: SourcePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of the test above: the same fetch without the comparison of hashes."""
     liar = ScriptedSource(DATA)
     liar.tamper = flip_last_bit
     await swarm.add_source("liar", liar)
     with monkeypatch.context() as patch:
-        patch.setattr(FilePartial, "write", keep_unchecked)
+        patch.setattr(FilePartial, "write", write_unchecked)
         await swarm.fetch()
     assert swarm.store.has(BLOB.digest)
     assert swarm.faults == []
@@ -79,7 +77,7 @@ async def test_looking_at_lengths_only_lets_the_lie_in(swarm: SourcePool, monkey
     ],
     ids=["one more", "far more", "one fewer", "none"],
 )
-async def test_too_many_or_too_few_bytes_are_a_fault(
+async def test_wrong_number_of_bytes_is_a_fault(
     swarm: SourcePool, tamper: Callable[[bytes], bytes], reason: str
 ) -> None:
     source = ScriptedSource(DATA)
@@ -103,7 +101,7 @@ async def test_too_many_or_too_few_bytes_are_a_fault(
     ],
     ids=["one more", "far more", "one fewer", "others", "none"],
 )
-async def test_a_hostile_list_of_pieces_is_a_fault(swarm: SourcePool, hashes: bytes, reason: str) -> None:
+async def test_wrong_list_of_hashes_is_a_fault(swarm: SourcePool, hashes: bytes, reason: str) -> None:
     source = ScriptedSource(DATA, hashes=hashes)
     await swarm.add_source("source", source)
     with pytest.raises(UnreachableError, match=reason):
@@ -116,7 +114,7 @@ async def test_a_hostile_list_of_pieces_is_a_fault(swarm: SourcePool, hashes: by
 
 
 @pytest.mark.parametrize("claim", [len(DATA) - 1, len(DATA) + 1, 2 * len(DATA), 5 * PIECE_BYTES])
-async def test_a_wrong_size_is_laid_at_the_door_of_who_told_it(swarm: SourcePool, claim: int) -> None:
+async def test_wrong_size_is_not_blamed_on_the_source(swarm: SourcePool, claim: int) -> None:
     await swarm.add_honest("honest", DATA)
     with pytest.raises(MalformedError, match=f"has {len(DATA)} bytes, not {claim}"):
         await swarm.fetch(Blob(BLOB.digest, claim))
@@ -125,7 +123,7 @@ async def test_a_wrong_size_is_laid_at_the_door_of_who_told_it(swarm: SourcePool
 
 
 @pytest.mark.parametrize("claim", [0, len(SMALL) - 1, len(SMALL) + 1, 2 * PIECE_BYTES])
-async def test_a_wrong_size_of_a_small_blob_too(swarm: SourcePool, claim: int) -> None:
+async def test_wrong_size_of_a_small_blob_is_not_blamed_on_the_source(swarm: SourcePool, claim: int) -> None:
     blob = Blob.of(SMALL)
     await swarm.add_honest("honest", SMALL)
     with pytest.raises((MalformedError, UnreachableError)):
@@ -134,7 +132,7 @@ async def test_a_wrong_size_of_a_small_blob_too(swarm: SourcePool, claim: int) -
     await swarm.fetch(blob)
 
 
-async def test_a_source_cannot_lie_about_the_size(swarm: SourcePool) -> None:
+async def test_lie_about_the_size_has_no_effect(swarm: SourcePool) -> None:
     await swarm.add_source("liar", ScriptedSource(DATA, size=len(DATA) + 1))
     await swarm.fetch()
     assert swarm.store.read(BLOB.digest) == DATA

@@ -1,4 +1,4 @@
-"""What is fetched first where several blobs are wanted, and what is taken for silence where they share a connection."""
+"""The order of concurrent downloads, and the detection of silent sources on a shared connection."""
 
 import asyncio
 import random
@@ -19,12 +19,12 @@ from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer
 from tests.protocol.blobs.fake_sources import DATA, ScriptedSource, SourcePool
 
-PACE = DownloadPolicy(stall_seconds=1.5, late_after_seconds=1.5)
-PARTS = [random.Random(number).randbytes(4 * PIECE_BYTES) for number in range(6)]
+POLICY = DownloadPolicy(stall_seconds=1.5, late_after_seconds=1.5)
+PARTS = [random.Random(index).randbytes(4 * PIECE_BYTES) for index in range(6)]
 
 
 class RecordingSource(BlobsServicer):
-    """A source of several blobs that takes its time; `asked` is of whom it was asked for a piece, in order."""
+    """A slow source of several blobs; `asked` lists the index of the blob of each piece request, in order."""
 
     def __init__(self, *blobs: bytes) -> None:
         self.blobs = {Blob.of(data).digest: data for data in blobs}
@@ -43,7 +43,7 @@ class RecordingSource(BlobsServicer):
 
 
 class SilentSource(RecordingSource):
-    """Of its blobs nothing comes."""
+    """A source that never sends a byte."""
 
     async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
         self.asked.append(list(self.blobs).index(request.digest))
@@ -52,65 +52,67 @@ class SilentSource(RecordingSource):
 
 
 class SerialSource(ScriptedSource):
-    """It answers one call after the other, as they come over one connection."""
+    """A source that answers one call after the other, as a single connection does."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
-        self._line = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def Fetch(self, request: FetchRequest, context: Any) -> AsyncIterator[Chunk]:  # noqa: N802
         self.calls += 1
-        async with self._line:
+        async with self._lock:
             for start in range(request.offset, request.offset + request.length, CHUNK_BYTES):
-                await asyncio.sleep(0.25 * PACE.stall_seconds)
+                await asyncio.sleep(0.25 * POLICY.stall_seconds)
                 yield Chunk(data=self.data[start : min(start + CHUNK_BYTES, request.offset + request.length)])
 
 
 @pytest.mark.parametrize("others_count", [True, False])
-async def test_blobs_come_one_after_the_other(
+async def test_blobs_complete_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others_count: bool
 ) -> None:
     if not others_count:
         monkeypatch.setattr(DownloadScheduler, "awaited_bytes", lambda *_: {})
-    swarm, shelf = SourcePool(tmp_path), RecordingSource(*PARTS)
-    swarm.fetcher = swarm.new_fetcher(PACE)
+    swarm, source = SourcePool(tmp_path), RecordingSource(*PARTS)
+    swarm.fetcher = swarm.new_fetcher(POLICY)
     try:
-        await swarm.add_source("shelf", shelf)
+        await swarm.add_source("shelf", source)
         await asyncio.gather(*(swarm.fetch(Blob.of(part)) for part in PARTS))
     finally:
         await swarm.stop()
-    counts = [Counter(shelf.asked[:number]) for number in range(len(shelf.asked))]
+    counts = [Counter(source.asked[:index]) for index in range(len(source.asked))]
     most = max(sum(0 < asked < 4 for asked in count.values()) for count in counts)
     if others_count:
-        assert most <= 3, f"of few is some asked and some not: {shelf.asked}"
+        assert most <= 3, f"of few is some asked and some not: {source.asked}"
     else:
         assert most == len(PARTS), "the control: all at once, and none before the end"
 
 
-@pytest.mark.parametrize("turns", [range(6), range(6, 0, -1)])
-async def test_blobs_come_in_their_turns(tmp_path: Path, turns: range) -> None:
-    swarm, shelf = SourcePool(tmp_path), RecordingSource(*PARTS)
-    swarm.fetcher = swarm.new_fetcher(PACE)
+@pytest.mark.parametrize("priorities", [range(6), range(6, 0, -1)])
+async def test_blobs_are_fetched_by_priority(tmp_path: Path, priorities: range) -> None:
+    swarm, source = SourcePool(tmp_path), RecordingSource(*PARTS)
+    swarm.fetcher = swarm.new_fetcher(POLICY)
     try:
-        await swarm.add_source("shelf", shelf)
-        wanted = zip(PARTS, turns, strict=True)
-        await asyncio.gather(*(swarm.fetcher.fetch(Blob.of(part), swarm.sources, 30.0, turn) for part, turn in wanted))
+        await swarm.add_source("shelf", source)
+        requests = zip(PARTS, priorities, strict=True)
+        await asyncio.gather(
+            *(swarm.fetcher.fetch(Blob.of(part), swarm.sources, 30.0, priority) for part, priority in requests)
+        )
     finally:
         await swarm.stop()
-    begun = list(dict.fromkeys(shelf.asked))
-    expected = sorted(range(6), key=list(turns).__getitem__)
+    begun = list(dict.fromkeys(source.asked))
+    expected = sorted(range(6), key=list(priorities).__getitem__)
     assert begun[2:] == [part for part in expected if part in begun[2:]], "the first to have their lists began at once"
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-async def test_who_is_idle_is_asked_though_others_have_all_that_may_be_awaited(
+async def test_idle_source_is_used_though_the_in_flight_limit_is_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool
 ) -> None:
-    """What one slow source owes must not keep us from the others."""
+    """A slow source that owes many bytes must not keep us from using the others."""
     if not is_shared:
-        usual = DownloadScheduler.next_request
+        original = DownloadScheduler.next_request
         monkeypatch.setattr(
-            DownloadScheduler, "next_request", lambda *words, idle_only: None if idle_only else usual(*words)
+            DownloadScheduler, "next_request", lambda *arguments, idle_only: None if idle_only else original(*arguments)
         )
     slow, quick = SilentSource(*PARTS[:3]), RecordingSource(PARTS[3])
     swarm = SourcePool(tmp_path)
@@ -131,10 +133,10 @@ async def test_who_is_idle_is_asked_though_others_have_all_that_may_be_awaited(
         await swarm.stop()
 
 
-async def test_idle_sources_are_asked_for_no_more_than_twice_what_may_be_awaited(tmp_path: Path) -> None:
-    """However many there are: on a thin link all would come late, and be taken for silent."""
+async def test_idle_sources_get_at_most_twice_the_in_flight_limit(tmp_path: Path) -> None:
+    """This holds for any number of sources: on a thin link all would deliver late and be taken for silent."""
     pieces = [part[start : start + PIECE_BYTES] for part in PARTS[:3] for start in range(0, len(part), PIECE_BYTES)]
-    sources = {f"source {number}": SilentSource(piece) for number, piece in enumerate(pieces)}
+    sources = {f"source {index}": SilentSource(piece) for index, piece in enumerate(pieces)}
     swarm = SourcePool(tmp_path)
     swarm.fetcher = swarm.new_fetcher(DownloadPolicy(stall_seconds=20.0, late_after_seconds=20.0))
     try:
@@ -151,14 +153,14 @@ async def test_idle_sources_are_asked_for_no_more_than_twice_what_may_be_awaited
     assert len(sources) > 2 * MIN_PIECES == sum(len(source.asked) for source in sources.values())
 
 
-async def test_a_small_blob_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
-    swarm, shelf = SourcePool(tmp_path), RecordingSource(DATA, PARTS[0])
-    swarm.fetcher = swarm.new_fetcher(PACE)
+async def test_small_blob_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
+    swarm, source = SourcePool(tmp_path), RecordingSource(DATA, PARTS[0])
+    swarm.fetcher = swarm.new_fetcher(POLICY)
     try:
-        await swarm.add_source("shelf", shelf)
+        await swarm.add_source("shelf", source)
         large = asyncio.create_task(swarm.fetch(Blob.of(DATA)))
         async with asyncio.timeout(10):
-            while not shelf.asked:
+            while not source.asked:
                 await asyncio.sleep(0.01)
         await swarm.fetch(Blob.of(PARTS[0]))
         assert not large.done()
@@ -167,15 +169,15 @@ async def test_a_small_blob_does_not_wait_for_a_large_one(tmp_path: Path) -> Non
         await swarm.stop()
 
 
-@pytest.mark.parametrize("hears", [True, False])
-async def test_who_answers_another_call_first_is_not_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hears: bool
+@pytest.mark.parametrize("is_shared", [True, False])
+async def test_source_that_answers_another_call_first_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool
 ) -> None:
     data = DATA[: 2 * PIECE_BYTES]
-    if not hears:
+    if not is_shared:
         monkeypatch.setattr(BlobClient, "_extend_timeouts", lambda *_: None)
     swarm, serial = SourcePool(tmp_path), SerialSource(data)
-    swarm.fetcher = swarm.new_fetcher(PACE)
+    swarm.fetcher = swarm.new_fetcher(POLICY)
     try:
         await swarm.add_source("serial", serial)
         fetching = asyncio.create_task(swarm.fetch(Blob.of(data), deadline=30.0))
@@ -186,33 +188,33 @@ async def test_who_answers_another_call_first_is_not_silent(
         await asyncio.wait([fetching])
     finally:
         await swarm.stop()
-    assert serial.calls == 2 if hears else serial.calls > 2, "the control asks again, and makes it worse"
+    assert serial.calls == 2 if is_shared else serial.calls > 2, "the control asks again, and makes it worse"
 
 
-async def test_one_look_a_tick_is_over_all_that_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look goes over all: with one for each blob, a thousand of them would take all the time there is."""
-    swarm, looks, enough = SourcePool(tmp_path), list[float](), asyncio.Event()
-    share, clock = Downloader._start_due_requests, asyncio.get_running_loop().time
+async def test_one_check_per_tick_covers_all_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check goes over all downloads: with one per blob, a thousand blobs would take all the CPU time."""
+    swarm, checks, enough = SourcePool(tmp_path), list[float](), asyncio.Event()
+    start_due_requests, clock = Downloader._start_due_requests, asyncio.get_running_loop().time
 
-    def counted(fetcher: Downloader, now: float) -> None:
-        looks.append(clock())
-        share(fetcher, now)
-        if len(looks) == 6:
+    def count_checks(fetcher: Downloader, now: float) -> None:
+        checks.append(clock())
+        start_due_requests(fetcher, now)
+        if len(checks) == 6:
             enough.set()
 
-    monkeypatch.setattr(Downloader, "_start_due_requests", counted)
-    blobs = [Blob.of(number.to_bytes(2)) for number in range(1000)]
+    monkeypatch.setattr(Downloader, "_start_due_requests", count_checks)
+    blobs = [Blob.of(index.to_bytes(2)) for index in range(1000)]
     waiting = [asyncio.create_task(swarm.fetcher.fetch(blob, list, 60.0)) for blob in blobs]
     await asyncio.wait_for(enough.wait(), 30)
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
     await swarm.stop()
-    # The first may come while they begin, and the second soon after.
-    assert looks[5] - looks[1] >= 4 * TICK_SECONDS
+    # The first check may come while the downloads start, and the second soon after.
+    assert checks[5] - checks[1] >= 4 * TICK_SECONDS
 
 
-async def test_a_fault_of_who_names_sources_is_told_to_who_waits(tmp_path: Path) -> None:
+async def test_error_of_a_sources_callback_reaches_the_waiters(tmp_path: Path) -> None:
     def sources() -> list[str]:
         raise ValueError("a fault of ours")
 
@@ -221,6 +223,6 @@ async def test_a_fault_of_who_names_sources_is_told_to_who_waits(tmp_path: Path)
         with pytest.raises(ValueError, match="a fault of ours"):
             await swarm.fetcher.fetch(Blob.of(DATA), sources, 30.0)
         await swarm.add_source("shelf", RecordingSource(DATA))
-        await swarm.fetch(Blob.of(DATA))  # and whoever comes next is served
+        await swarm.fetch(Blob.of(DATA))  # the next caller is served
     finally:
         await swarm.stop()

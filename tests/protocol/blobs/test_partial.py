@@ -1,4 +1,4 @@
-"""What is fetched stays in memory if it is small and there is room: read, served, taken up and dropped as on disk."""
+"""Small fetched blobs stay in memory while there is room, and are read, served, resumed and dropped as on disk."""
 
 import errno
 import os
@@ -24,12 +24,12 @@ def piece_of(data: bytes, piece: int) -> bytes:
     return data[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
 
 
-def opened(store: BlobStore, data: bytes) -> Partial:
+def open_partial(store: BlobStore, data: bytes) -> Partial:
     return store.open_partial(Blob.of(data), piece_hashes(data))
 
 
-def fetched(store: BlobStore, data: bytes) -> Blob:
-    partial = opened(store, data)
+def fetch_blob(store: BlobStore, data: bytes) -> Blob:
+    partial = open_partial(store, data)
     for piece in sorted(partial.missing, reverse=True):
         partial.write(piece, piece_of(data, piece))
     partial.finish()
@@ -37,7 +37,7 @@ def fetched(store: BlobStore, data: bytes) -> Blob:
     return partial.blob
 
 
-def lying(folder: Path) -> int:
+def count_files(folder: Path) -> int:
     return len(list(folder.iterdir()))
 
 
@@ -47,22 +47,24 @@ def store(tmp_path: Path) -> BlobStore:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("way", ["pieces", "whole"])
-def test_it_is_a_blob_like_any_other_without_a_file(store: BlobStore, tmp_path: Path, size: int, way: str) -> None:
+@pytest.mark.parametrize("origin", ["pieces", "whole"])
+def test_blob_in_memory_behaves_as_any_other_without_a_file(
+    store: BlobStore, tmp_path: Path, size: int, origin: str
+) -> None:
     data = some_bytes(size)
-    blob = fetched(store, data) if way == "pieces" else store.put_in_memory(data)
+    blob = fetch_blob(store, data) if origin == "pieces" else store.put_in_memory(data)
     assert blob == Blob.of(data) == store.blob(blob.digest) and store.has(blob.digest)
     assert store.read(blob.digest) == data and store.hashes(blob.digest) == piece_hashes(data)
     assert b"".join(store.read_piece(blob.digest, piece) for piece in range(blob.pieces)) == data
     assert store.put_in_memory(data) == store.put(data) == blob and len(store) == 1
-    assert store.size == 0 and lying(tmp_path) == 0
+    assert store.size == 0 and count_files(tmp_path) == 0
 
 
 @pytest.mark.parametrize("kind", [MemoryPartial, FilePartial])
-def test_only_the_right_pieces_are_taken(tmp_path: Path, kind: type[Partial]) -> None:
+def test_only_matching_pieces_are_accepted(tmp_path: Path, kind: type[Partial]) -> None:
     store = BlobStore(tmp_path, 1 << 30, ROOM if kind is MemoryPartial else 0)
     data = some_bytes(2 * PIECE_BYTES + 10)
-    partial = opened(store, data)
+    partial = open_partial(store, data)
     assert isinstance(partial, kind)
     for wrong in (piece_of(data, 0), bytes(PIECE_BYTES), piece_of(data, 1)[:-1], b""):
         with pytest.raises(MalformedError):
@@ -73,68 +75,68 @@ def test_only_the_right_pieces_are_taken(tmp_path: Path, kind: type[Partial]) ->
     with pytest.raises(ValueError, match="lacks 1"):
         partial.finish()
     with pytest.raises(ValueError, match="already"):
-        opened(store, data)
+        open_partial(store, data)
     partial.close()
 
 
-def test_a_fetch_that_was_given_up_goes_on_where_it_was(store: BlobStore) -> None:
+def test_abandoned_fetch_is_resumed(store: BlobStore) -> None:
     data = some_bytes(3 * PIECE_BYTES)
-    partial = opened(store, data)
+    partial = open_partial(store, data)
     partial.write(1, piece_of(data, 1))
     partial.close()
     assert store.partial_hashes(partial.blob) == piece_hashes(data)
-    again = opened(store, data)
+    again = open_partial(store, data)
     again.verify_existing()
     assert again.missing == {0, 2}
     again.close()
     store.retain(())
     assert store.partial_hashes(partial.blob) is None, "unless nobody wants it any more"
-    assert opened(store, data).missing == {0, 1, 2}
+    assert open_partial(store, data).missing == {0, 1, 2}
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 5])
-def test_what_was_held_as_it_came_is_looked_at_without_a_copy(store: BlobStore, size: int) -> None:
+def test_contiguous_blob_is_viewed_without_a_copy(store: BlobStore, size: int) -> None:
     data = some_bytes(size)
-    blob = fetched(store, data)
+    blob = fetch_blob(store, data)
     view = store.view(blob.digest)
     assert isinstance(view, memoryview) and view.readonly and view == data
     assert store.read(blob.digest) == data and store.read(blob.digest) is not store.view(blob.digest)
 
 
-def test_what_finds_no_room_in_memory_goes_to_the_disk(store: BlobStore, tmp_path: Path) -> None:
+def test_blob_without_room_in_memory_goes_to_disk(store: BlobStore, tmp_path: Path) -> None:
     first, second, third = (some_bytes(3 * PIECE_BYTES, seed) for seed in range(3))
-    kept = fetched(store, first)
+    kept = fetch_blob(store, first)
     assert store.size == 0
-    assert isinstance(opened(store, second), FilePartial), "the first one takes three of four pieces"
+    assert isinstance(open_partial(store, second), FilePartial), "the first one takes three of four pieces"
     assert store.put_in_memory(some_bytes(2 * PIECE_BYTES)) and store.size == 5 * PIECE_BYTES
     small = store.put_in_memory(some_bytes(PIECE_BYTES, 9))
     assert store.size == 5 * PIECE_BYTES
     store.retain({small.digest})
     assert not store.has(kept.digest) and store.has(small.digest)
-    assert isinstance(opened(store, third), MemoryPartial), "what was dropped gave its room back"
+    assert isinstance(open_partial(store, third), MemoryPartial), "what was dropped gave its room back"
 
 
-def test_what_grows_takes_its_whole_room_from_the_start(store: BlobStore) -> None:
-    growing = opened(store, some_bytes(3 * PIECE_BYTES))
-    assert isinstance(growing, MemoryPartial)
-    assert isinstance(opened(store, some_bytes(2 * PIECE_BYTES, 1)), FilePartial)
+def test_partial_blob_reserves_its_whole_size(store: BlobStore) -> None:
+    partial = open_partial(store, some_bytes(3 * PIECE_BYTES))
+    assert isinstance(partial, MemoryPartial)
+    assert isinstance(open_partial(store, some_bytes(2 * PIECE_BYTES, 1)), FilePartial)
 
 
-def test_a_large_one_goes_to_the_disk_however_much_room_there_is(tmp_path: Path) -> None:
+def test_large_blob_goes_to_disk_however_much_room_there_is(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 1 << 30, 1 << 30)
-    assert isinstance(opened(store, bytes(MAX_IN_MEMORY_BLOB_BYTES)), MemoryPartial)
-    assert isinstance(opened(store, bytes(MAX_IN_MEMORY_BLOB_BYTES + 1)), FilePartial)
+    assert isinstance(open_partial(store, bytes(MAX_IN_MEMORY_BLOB_BYTES)), MemoryPartial)
+    assert isinstance(open_partial(store, bytes(MAX_IN_MEMORY_BLOB_BYTES + 1)), FilePartial)
 
 
-def test_written_out_it_outlives_the_process_and_frees_its_memory(store: BlobStore, tmp_path: Path) -> None:
+def test_blob_moved_to_disk_survives_and_frees_its_memory(store: BlobStore, tmp_path: Path) -> None:
     data = some_bytes(ROOM)
-    blob = fetched(store, data)
+    blob = fetch_blob(store, data)
     store.move_to_disk(blob.digest)
     assert BlobStore(tmp_path, 1 << 30).read(blob.digest) == data
-    assert isinstance(opened(store, some_bytes(ROOM, 1)), MemoryPartial)
+    assert isinstance(open_partial(store, some_bytes(ROOM, 1)), MemoryPartial)
 
 
-def test_a_file_that_cannot_be_made_so_long_leaves_nothing_open(
+def test_file_that_cannot_be_extended_leaves_no_open_descriptor(
     store: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int, size: int) -> None:
@@ -144,6 +146,6 @@ def test_a_file_that_cannot_be_made_so_long_leaves_nothing_open(
     data = some_bytes(MAX_IN_MEMORY_BLOB_BYTES + 1)
     with monkeypatch.context() as patch, pytest.raises(StorageError):
         patch.setattr(os, "ftruncate", full)
-        opened(store, data)
+        open_partial(store, data)
     assert os.listdir("/proc/self/fd") == before
-    opened(store, data).close()
+    open_partial(store, data).close()

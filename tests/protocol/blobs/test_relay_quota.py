@@ -1,4 +1,4 @@
-"""What is held for others is bounded, for each and for all, and goes with its round."""
+"""Blobs held for others are limited per peer and in total, and released with their round."""
 
 import pytest
 
@@ -11,33 +11,33 @@ def blob(seed: int, size: int = 10) -> Blob:
     return Blob(bytes([seed]) * 32, size)
 
 
-def test_one_peer_may_have_so_much_carried_and_all_together_so_much() -> None:
-    held = RelayQuota(max_bytes=50, max_bytes_per_peer=20, max_blobs_per_peer=9)
-    held.reserve("ada", blob(1), 7)
-    held.reserve("ada", blob(2), 7)
+def test_bytes_are_limited_per_peer_and_in_total() -> None:
+    quota = RelayQuota(max_bytes=50, max_bytes_per_peer=20, max_blobs_per_peer=9)
+    quota.reserve("ada", blob(1), 7)
+    quota.reserve("ada", blob(2), 7)
     with pytest.raises(LimitError, match="ada has 2 blobs of 20 bytes"):
-        held.reserve("ada", blob(3), 7)
-    held.reserve("ada", blob(2), 7)  # it is there already
-    held.reserve("bob", blob(2), 7)  # and costs bob nothing
-    held.reserve("bob", blob(4, 20), 7)
+        quota.reserve("ada", blob(3), 7)
+    quota.reserve("ada", blob(2), 7)  # already counted
+    quota.reserve("bob", blob(2), 7)  # so it costs bob nothing
+    quota.reserve("bob", blob(4, 20), 7)
     with pytest.raises(LimitError, match="40 bytes are carried for others"):
-        held.reserve("eve", blob(5, 11), 7)
-    assert held.reserved_bytes == 40 and len(held.digests()) == 3
+        quota.reserve("eve", blob(5, 11), 7)
+    assert quota.reserved_bytes == 40 and len(quota.digests()) == 3
 
 
-def test_many_small_ones_are_too_many() -> None:
-    held = RelayQuota(max_bytes=50, max_bytes_per_peer=20, max_blobs_per_peer=2)
+def test_number_of_blobs_per_peer_is_limited() -> None:
+    quota = RelayQuota(max_bytes=50, max_bytes_per_peer=20, max_blobs_per_peer=2)
     for seed in (1, 2):
-        held.reserve("ada", blob(seed, 1), 7)
+        quota.reserve("ada", blob(seed, 1), 7)
     with pytest.raises(LimitError):
-        held.reserve("ada", blob(3, 1), 7)
+        quota.reserve("ada", blob(3, 1), 7)
 
 
-def test_a_round_that_is_over_takes_along_what_it_had_carried() -> None:
-    held = RelayQuota(max_bytes=50, max_bytes_per_peer=20, max_blobs_per_peer=9)
-    held.reserve("ada", blob(1), 7)
-    held.reserve("ada", blob(2), 8)
-    held.release_before(8)
-    assert held.digests() == {blob(2).digest}
-    held.reserve("ada", blob(3), 8)
-    assert held.reserved_bytes == 20
+def test_reservations_are_released_with_their_round() -> None:
+    quota = RelayQuota(max_bytes=50, max_bytes_per_peer=20, max_blobs_per_peer=9)
+    quota.reserve("ada", blob(1), 7)
+    quota.reserve("ada", blob(2), 8)
+    quota.release_before(8)
+    assert quota.digests() == {blob(2).digest}
+    quota.reserve("ada", blob(3), 8)
+    assert quota.reserved_bytes == 20

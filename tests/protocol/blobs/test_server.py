@@ -1,4 +1,4 @@
-"""What a server of blobs answers, refuses and survives, over plain gRPC; and server and fetcher together."""
+"""The blob server's answers, refusals and limits over plain gRPC, and server and downloader together."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ NUMBERS = np.random.default_rng(1).normal(0, 0.02, PIECE_BYTES).astype("<f2").to
 
 
 def caller_of(context: Any) -> str:
-    """Stands in for the authenticated caller."""
+    """Return the caller named in the metadata, in place of the authenticated one."""
     name = dict(context.invocation_metadata()).get("caller")
     if name is None:
         raise MalformedError("nobody")
@@ -90,20 +90,20 @@ async def refusal(call: Awaitable[object]) -> grpc.StatusCode:
         (0, 1, False),
     ],
 )
-async def test_who_asks_for_it_gets_numbers_squeezed(
+async def test_numbers_are_compressed_on_request(
     serve: Serve, store: BlobStore, offset: int, length: int, pays: bool
 ) -> None:
     blob, (service, stub) = store.put(NUMBERS), await serve()
     request = FetchRequest(digest=blob.digest, offset=offset, length=length, squeezed=True)
     chunks = [chunk async for chunk in stub.Fetch(request, timeout=20, metadata=as_caller("one"))]
-    came = b"".join(chunk.data for chunk in chunks)
-    assert {chunk.squeezed for chunk in chunks} == {len(came) if pays else 0}
-    assert (decompress_piece(came, length) if pays else came) == NUMBERS[offset : offset + length]
-    assert service.total_bytes_served == len(came) < (0.9 * length if pays else length + 1)
+    received = b"".join(chunk.data for chunk in chunks)
+    assert {chunk.squeezed for chunk in chunks} == {len(received) if pays else 0}
+    assert (decompress_piece(received, length) if pays else received) == NUMBERS[offset : offset + length]
+    assert service.total_bytes_served == len(received) < (0.9 * length if pays else length + 1)
     assert b"".join(await fetch(stub, blob.digest, offset, length)) == NUMBERS[offset : offset + length], "unasked"
 
 
-async def test_what_does_not_get_smaller_comes_as_it_is(serve: Serve) -> None:
+async def test_incompressible_piece_is_sent_unchanged(serve: Serve) -> None:
     _, stub = await serve()
     request = FetchRequest(digest=BLOB.digest, length=PIECE_BYTES, squeezed=True)
     chunks = [chunk async for chunk in stub.Fetch(request, timeout=20, metadata=as_caller("one"))]
@@ -111,7 +111,7 @@ async def test_what_does_not_get_smaller_comes_as_it_is(serve: Serve) -> None:
     assert b"".join(chunk.data for chunk in chunks) == DATA[:PIECE_BYTES]
 
 
-async def test_the_list_of_pieces(serve: Serve) -> None:
+async def test_pieces_returns_the_hashes(serve: Serve) -> None:
     service, stub = await serve()
     reply = await stub.Pieces(PiecesRequest(digest=BLOB.digest), timeout=20, metadata=as_caller("one"))
     assert (reply.size, reply.pieces) == (BLOB.size, piece_hashes(DATA))
@@ -119,7 +119,7 @@ async def test_the_list_of_pieces(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(("upload", "most"), [(math.inf, CHUNK_BYTES), (1e6, 50_000), (1.0, 4096)])
-async def test_chunks_are_smaller_where_the_upload_is_limited(serve: Serve, upload: float, most: int) -> None:
+async def test_chunks_are_smaller_with_a_limited_upload(serve: Serve, upload: float, most: int) -> None:
     _, stub = await serve(CallerLimits.at_rate(upload))
     chunks = await fetch(stub, BLOB.digest, 0, CHUNK_BYTES)
     assert len(chunks[0]) == most
@@ -130,7 +130,7 @@ async def test_chunks_are_smaller_where_the_upload_is_limited(serve: Serve, uplo
     ("offset", "length"),
     [(0, 1), (0, BLOB.size), (PIECE_BYTES, PIECE_BYTES), (PIECE_BYTES - 7, PIECE_BYTES + 14), (BLOB.size - 1, 1)],
 )
-async def test_any_range_comes_in_small_chunks(serve: Serve, offset: int, length: int) -> None:
+async def test_any_range_is_sent_in_small_chunks(serve: Serve, offset: int, length: int) -> None:
     service, stub = await serve()
     chunks = await fetch(stub, BLOB.digest, offset, length)
     assert b"".join(chunks) == DATA[offset : offset + length]
@@ -151,7 +151,7 @@ async def test_any_range_comes_in_small_chunks(serve: Serve, offset: int, length
         (BLOB.digest, 2**64 - 1, 2**64 - 1, grpc.StatusCode.OUT_OF_RANGE),
     ],
 )
-async def test_nonsense_is_refused(
+async def test_invalid_requests_are_refused(
     serve: Serve, digest: bytes, offset: int, length: int, status: grpc.StatusCode
 ) -> None:
     _, stub = await serve()
@@ -159,7 +159,7 @@ async def test_nonsense_is_refused(
     assert await fetch(stub, BLOB.digest, 0, 1) == [DATA[:1]]
 
 
-async def test_who_is_nobody_gets_nothing(serve: Serve) -> None:
+async def test_unidentified_caller_gets_nothing(serve: Serve) -> None:
     service, stub = await serve()
     assert await refusal(stub.Pieces(PiecesRequest(digest=BLOB.digest), timeout=20)) == (
         grpc.StatusCode.INVALID_ARGUMENT
@@ -167,12 +167,12 @@ async def test_who_is_nobody_gets_nothing(serve: Serve) -> None:
     assert service.total_bytes_served == 0
 
 
-async def test_a_blob_that_rotted_is_removed_instead_of_served(serve: Serve, store: BlobStore) -> None:
+async def test_rotten_blob_is_removed_instead_of_served(serve: Serve, store: BlobStore) -> None:
     service, stub = await serve()
     with store.path(BLOB.digest).open("r+b") as file:
         file.seek(PIECE_BYTES + 1)
         file.write(b"rotten")
-    # The control: the other pieces are still good, so only a check by piece finds it.
+    # The control: the other pieces are still good, so only a check by piece finds the damage.
     assert b"".join(await fetch(stub, BLOB.digest, 0, PIECE_BYTES)) == DATA[:PIECE_BYTES]
     assert await refusal(fetch(stub, BLOB.digest, PIECE_BYTES, PIECE_BYTES)) == grpc.StatusCode.NOT_FOUND
     assert service.total_bytes_served == PIECE_BYTES
@@ -181,7 +181,7 @@ async def test_a_blob_that_rotted_is_removed_instead_of_served(serve: Serve, sto
     assert b"".join(await fetch(stub, BLOB.digest, PIECE_BYTES, 9)) == DATA[PIECE_BYTES : PIECE_BYTES + 9]
 
 
-async def test_more_bytes_than_allowed_are_refused(serve: Serve) -> None:
+async def test_request_for_too_many_bytes_is_refused(serve: Serve) -> None:
     service, stub = await serve(CallerLimits(bytes_asked=PIECE_BYTES))
     status = await refusal(fetch(stub, BLOB.digest, 0, PIECE_BYTES + 1))
     assert status == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -189,16 +189,16 @@ async def test_more_bytes_than_allowed_are_refused(serve: Serve) -> None:
     assert len(await fetch(stub, BLOB.digest, 0, PIECE_BYTES)) == PIECE_BYTES // CHUNK_BYTES
 
 
-async def test_a_reader_that_does_not_read_blocks_only_itself_and_not_for_ever(
+async def test_caller_that_does_not_read_blocks_only_itself_for_a_while(
     serve: Serve, store: BlobStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    large = store.put(bytes(32 * PIECE_BYTES))  # more than all the buffers on the way hold
+    large = store.put(bytes(32 * PIECE_BYTES))  # more than all buffers on the path hold
     service, stub = await serve(CallerLimits(calls=1, chunk_seconds=0.5))
     request = FetchRequest(digest=large.digest, length=large.size)
     lazy = stub.Fetch(request, timeout=60, metadata=as_caller("lazy"))
     await asyncio.wait_for(lazy.read(), 20)
-    # The control: as long as its call goes on, the limit of one call holds for the lazy one, and for nobody else.
+    # The control: while its call runs, the limit of one call applies to the lazy caller and to nobody else.
     assert await refusal(fetch(stub, BLOB.digest, 0, 1, "lazy")) == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert b"".join(await fetch(stub, BLOB.digest, 0, BLOB.size, "eager")) == DATA
     async with asyncio.timeout(20):
@@ -213,8 +213,8 @@ async def test_a_reader_that_does_not_read_blocks_only_itself_and_not_for_ever(
     lazy.cancel()
 
 
-async def test_all_callers_together_have_so_many_calls(serve: Serve, store: BlobStore) -> None:
-    """Each holds a piece in memory for as long as its caller does not read."""
+async def test_calls_of_all_callers_together_are_limited(serve: Serve, store: BlobStore) -> None:
+    """Each call holds a piece in memory for as long as its caller does not read."""
     large = store.put(bytes(32 * PIECE_BYTES))
     service, stub = await serve(CallerLimits(all_calls=2))
     request = FetchRequest(digest=large.digest, length=large.size)
@@ -227,7 +227,7 @@ async def test_all_callers_together_have_so_many_calls(serve: Serve, store: Blob
         call.cancel()
 
 
-async def test_a_caller_that_hangs_up_is_let_go(serve: Serve) -> None:
+async def test_cancelled_call_frees_its_slot(serve: Serve) -> None:
     _, stub = await serve(CallerLimits(calls=1))
     for _ in range(5):
         call = stub.Fetch(FetchRequest(digest=BLOB.digest, length=BLOB.size), metadata=as_caller("one"))
@@ -242,10 +242,10 @@ async def test_a_caller_that_hangs_up_is_let_go(serve: Serve) -> None:
                     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_counting_does_not_grow_with_the_callers(serve: Serve) -> None:
+async def test_number_of_counted_callers_is_bounded(serve: Serve) -> None:
     service, stub = await serve()
-    for number in range(MAX_COUNTED_CALLERS):
-        service.bytes_served[f"old {number}"] = 1
+    for index in range(MAX_COUNTED_CALLERS):
+        service.bytes_served[f"old {index}"] = 1
     await fetch(stub, BLOB.digest, 0, 1, "new")
     assert len(service.bytes_served) == MAX_COUNTED_CALLERS
     assert service.bytes_served["new"] == 1
@@ -286,7 +286,7 @@ asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
 """
 
 
-def test_memory_does_not_grow_with_the_blob(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_blob_size(tmp_path: Path) -> None:
     size = 160 << 20
     command = [sys.executable, "-c", MEASURE, str(tmp_path), str(size)]
     result = subprocess.run(
@@ -294,20 +294,20 @@ def test_memory_does_not_grow_with_the_blob(tmp_path: Path) -> None:
     )
     grown = json.loads(result.stdout)
     print(grown)
-    # Server and client in one process, gRPC's own buffers with them.
+    # Server and client in one process, including gRPC's own buffers.
     assert grown["fetching"] < 64 << 20
-    # The control: reading the same blob whole is seen by the same measure.
+    # The control: the same measure sees that the same blob is read whole.
     assert grown["reading"] > size
 
 
-async def test_over_the_real_transport(start_transport: StartTransport, tmp_path: Path) -> None:
+async def test_blob_is_fetched_over_a_real_transport(start_transport: StartTransport, tmp_path: Path) -> None:
     here, there = BlobStore(tmp_path / "here", 1 << 30), BlobStore(tmp_path / "there", 1 << 30)
     there.put(DATA)
     service = BlobService(there, caller)
     source = await start_transport("source", [lambda server: register_blob_service(service, server)])
-    taker = await start_transport("taker")
-    taker.introduce(source.peer_id, await source.addresses())
-    fetcher = Downloader(here, taker.bulk, random.Random(0))
+    client = await start_transport("taker")
+    client.introduce(source.peer_id, await source.addresses())
+    fetcher = Downloader(here, client.bulk, random.Random(0))
     await fetcher.fetch(BLOB, lambda: [source.peer_id], 30.0)
     assert here.read(BLOB.digest) == DATA
-    assert service.bytes_served == {taker.peer_id: len(DATA) + len(piece_hashes(DATA))}
+    assert service.bytes_served == {client.peer_id: len(DATA) + len(piece_hashes(DATA))}

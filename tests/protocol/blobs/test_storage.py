@@ -1,4 +1,4 @@
-"""A blob that is lent is served from its owner's memory: no file, no copy, and gone with its name."""
+"""A lent blob is served from its owner's memory, without file or copy, until it is discarded."""
 
 import random
 from pathlib import Path
@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> BlobStore:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_it_reads_as_if_it_had_been_put(store: BlobStore, tmp_path: Path, sizes: tuple[int, ...]) -> None:
+def test_lent_blob_is_read_like_a_stored_one(store: BlobStore, tmp_path: Path, sizes: tuple[int, ...]) -> None:
     parts = parts_of(sizes)
     whole = b"".join(parts)
     blob = store.lend(*parts)
@@ -35,23 +35,23 @@ def test_it_reads_as_if_it_had_been_put(store: BlobStore, tmp_path: Path, sizes:
     assert store.size == 0 and not list((tmp_path / "blobs").iterdir())
 
 
-def test_a_piece_is_the_memory_itself_and_cannot_be_written(store: BlobStore) -> None:
+def test_piece_of_a_lent_blob_is_a_read_only_view(store: BlobStore) -> None:
     memory = np.arange(PIECE_BYTES, dtype=np.float32)
     piece = store.read_piece(store.lend(memory.data).digest, 1)
     assert isinstance(piece, memoryview) and piece.readonly
     assert np.shares_memory(np.frombuffer(piece, np.uint8), memory)
 
 
-def test_whoever_reads_a_whole_blob_may_change_what_it_got(store: BlobStore) -> None:
+def test_read_returns_a_copy(store: BlobStore) -> None:
     memory = bytearray(b"murmur")
     digest = store.lend(memory).digest
     store.read(digest)[:] = b"noises"
     assert memory == b"murmur"
 
 
-def test_a_view_is_the_memory_itself_where_that_is_one_and_cannot_be_written(store: BlobStore) -> None:
-    memory, apart = np.arange(PIECE_BYTES, dtype=np.float32), (b"mur", b"mur")
-    view, joined = store.view(store.lend(memory.data).digest), store.view(store.lend(*apart).digest)
+def test_view_of_a_contiguous_blob_is_read_only_and_not_copied(store: BlobStore) -> None:
+    memory, parts = np.arange(PIECE_BYTES, dtype=np.float32), (b"mur", b"mur")
+    view, joined = store.view(store.lend(memory.data).digest), store.view(store.lend(*parts).digest)
     assert isinstance(view, memoryview) and view.readonly and joined == b"murmur"
     assert np.shares_memory(np.frombuffer(view, np.uint8), memory)
     assert store.view(store.put(b"on disk").digest) == b"on disk"
@@ -59,7 +59,7 @@ def test_a_view_is_the_memory_itself_where_that_is_one_and_cannot_be_written(sto
         store.view(bytes(32))
 
 
-def test_it_goes_when_it_is_discarded_or_no_longer_retained(store: BlobStore) -> None:
+def test_lent_blob_is_removed_by_discard_and_retain(store: BlobStore) -> None:
     first, second = store.lend(b"first"), store.lend(b"second")
     store.discard(first.digest)
     assert not store.has(first.digest) and store.has(second.digest)
@@ -70,23 +70,23 @@ def test_it_goes_when_it_is_discarded_or_no_longer_retained(store: BlobStore) ->
         store.read_piece(second.digest, 0)
 
 
-def test_it_can_be_written_out(store: BlobStore) -> None:
+def test_lent_blob_is_moved_to_disk(store: BlobStore) -> None:
     parts = parts_of((3, PIECE_BYTES, 9))
     digest = store.lend(*parts).digest
     store.move_to_disk(digest)
     assert store.path(digest).read_bytes() == b"".join(parts) == store.read(digest)
     assert store.size == len(b"".join(parts)) and len(store) == 1
-    store.move_to_disk(digest)  # again, and one that is not there: nothing happens
+    store.move_to_disk(digest)  # repeated, and an absent one: nothing happens
     store.move_to_disk(bytes(32))
     assert len(store) == 1
 
 
-def test_it_can_be_secured_and_stays_in_memory(store: BlobStore, tmp_path: Path) -> None:
+def test_persisted_blob_stays_in_memory(store: BlobStore, tmp_path: Path) -> None:
     parts = parts_of((3, PIECE_BYTES, 9))
     digest = store.lend(*parts).digest
     for _ in range(2):
         store.persist(digest)
-    store.persist(bytes(32))  # one that is not there: nothing happens
+    store.persist(bytes(32))  # an absent one: nothing happens
     assert store.path(digest).read_bytes() == b"".join(parts) and len(store) == 1
     store.path(digest).write_bytes(b"")
     assert store.read(digest) == b"".join(parts), "from memory"
@@ -94,14 +94,14 @@ def test_it_can_be_secured_and_stays_in_memory(store: BlobStore, tmp_path: Path)
     assert not store.has(digest) and not store.path(digest).exists()
 
 
-def test_one_that_does_not_fit_on_the_disk_stays_lent(store: BlobStore) -> None:
+def test_lent_blob_that_does_not_fit_on_disk_stays_lent(store: BlobStore) -> None:
     digest = store.lend(bytes(9 * PIECE_BYTES)).digest
     with pytest.raises(StorageError, match="is full"):
         store.move_to_disk(digest)
     assert store.has(digest) and store.size == 0
 
 
-def test_what_lies_on_the_disk_already_is_not_lent_as_well(store: BlobStore) -> None:
+def test_blob_on_disk_is_not_lent_as_well(store: BlobStore) -> None:
     blob = store.put(b"murmur")
     assert store.lend(b"murmur") == blob
     assert len(store) == 1 and store.path(blob.digest).exists()

@@ -1,4 +1,4 @@
-"""The folder never shows a blob that is not whole, never grows past its limit, and notices rot."""
+"""The store never shows an incomplete blob, never exceeds its size limit, and detects rot."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> BlobStore:
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 5])
-def test_what_is_put_can_be_read(store: BlobStore, size: int) -> None:
+def test_stored_blob_can_be_read(store: BlobStore, size: int) -> None:
     data = some_bytes(size)
     blob = store.put(data)
     assert blob == Blob.of(data)
@@ -46,7 +46,7 @@ def test_what_is_put_can_be_read(store: BlobStore, size: int) -> None:
     assert store.size == size
 
 
-def test_putting_twice_changes_nothing(store: BlobStore, tmp_path: Path) -> None:
+def test_storing_twice_changes_nothing(store: BlobStore, tmp_path: Path) -> None:
     first = store.put(memoryview(b"murmur"))
     before = files(tmp_path / "blobs")
     assert store.put(b"murmur") == first
@@ -54,7 +54,7 @@ def test_putting_twice_changes_nothing(store: BlobStore, tmp_path: Path) -> None
     assert store.size == 6
 
 
-def test_a_file_is_put_like_bytes(store: BlobStore, tmp_path: Path) -> None:
+def test_file_is_stored_like_bytes(store: BlobStore, tmp_path: Path) -> None:
     data = some_bytes(PIECE_BYTES + 9)
     (tmp_path / "source").write_bytes(data)
     assert store.put_file(tmp_path / "source") == Blob.of(data)
@@ -71,7 +71,7 @@ def test_pieces_are_read_one_by_one(store: BlobStore) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0,), (5, 0, 7), (PIECE_BYTES - 1, 2), (PIECE_BYTES, 1), (3, 2 * PIECE_BYTES, 9)])
-def test_a_blob_in_several_places_is_one_blob(store: BlobStore, sizes: tuple[int, ...]) -> None:
+def test_concatenated_parts_are_one_blob(store: BlobStore, sizes: tuple[int, ...]) -> None:
     parts = [some_bytes(size, seed) for seed, size in enumerate(sizes)]
     whole = b"".join(parts)
     assert piece_hashes(*parts) == piece_hashes(whole)
@@ -79,24 +79,24 @@ def test_a_blob_in_several_places_is_one_blob(store: BlobStore, sizes: tuple[int
     assert store.read(Blob.of(whole).digest) == whole
 
 
-def test_what_was_just_written_is_not_hashed_again(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest, hashed = store.put(some_bytes(2 * PIECE_BYTES)).digest, 0
+def test_recently_written_blob_is_not_hashed_again(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, hash_count = store.put(some_bytes(2 * PIECE_BYTES)).digest, 0
 
-    def counted(*data: bytes) -> Any:
-        nonlocal hashed
-        hashed += 1
+    def count_hashes(*data: bytes) -> Any:
+        nonlocal hash_count
+        hash_count += 1
         return blake3(*data)
 
-    monkeypatch.setattr(blob, "blake3", counted)
+    monkeypatch.setattr(blob, "blake3", count_hashes)
     store.read(digest), store.read_piece(digest, 1)
-    assert hashed == 0
+    assert hash_count == 0
     later = time.monotonic() + TRUSTED_SECONDS
     monkeypatch.setattr(time, "monotonic", lambda: later)
     store.read(digest), store.read_piece(digest, 1)
-    assert hashed, "the control: after a while it is"
+    assert hash_count, "the control: after a while it is"
 
 
-def test_an_absent_blob_is_named(store: BlobStore) -> None:
+def test_absent_blob_is_named_in_the_error(store: BlobStore) -> None:
     for ask in (store.blob, store.read, store.hashes):
         with pytest.raises(MissingFileError, match="61616161"):
             ask(b"a" * 32)
@@ -105,19 +105,19 @@ def test_an_absent_blob_is_named(store: BlobStore) -> None:
             store.path(nonsense)
 
 
-def test_a_new_store_finds_what_is_there_and_clears_what_is_not_whole(store: BlobStore, tmp_path: Path) -> None:
-    kept, folder = store.put(b"kept"), tmp_path / "blobs"
+def test_new_store_finds_complete_blobs_and_removes_leftovers(store: BlobStore, tmp_path: Path) -> None:
+    complete, folder = store.put(b"kept"), tmp_path / "blobs"
     lonely = "ab" * 32
-    for name in ("half.new", f"{lonely}.part", f"{'cd' * 32}.pieces", f"{kept.name}.part"):
+    for name in ("half.new", f"{lonely}.part", f"{'cd' * 32}.pieces", f"{complete.name}.part"):
         (folder / name).write_bytes(b"left over")
     (folder / "somebody's notes").write_bytes(b"not ours")
     again = BlobStore(folder, ROOM)
-    assert again.read(kept.digest) == b"kept"
-    assert files(folder) == {kept.name, "somebody's notes"}
+    assert again.read(complete.digest) == b"kept"
+    assert files(folder) == {complete.name, "somebody's notes"}
     assert again.size == 4
 
 
-def test_a_killed_put_leaves_nothing(store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_put_leaves_nothing(store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(source: object, target: object) -> None:
         raise KeyboardInterrupt
 
@@ -129,15 +129,15 @@ def test_a_killed_put_leaves_nothing(store: BlobStore, tmp_path: Path, monkeypat
     assert store.read(store.put(b"data").digest) == b"data"
 
 
-def test_rot_is_found_anywhere_and_the_blob_removed(store: BlobStore) -> None:
+def test_rot_is_detected_anywhere_and_the_blob_removed(store: BlobStore) -> None:
     data = some_bytes(2 * PIECE_BYTES + 77)
-    chance = random.Random(5)
-    for position in [0, len(data) - 1, *(chance.randrange(len(data)) for _ in range(30))]:
+    rng = random.Random(5)
+    for position in [0, len(data) - 1, *(rng.randrange(len(data)) for _ in range(30))]:
         digest = store.put(data).digest
         with store.path(digest).open("r+b") as file:
             file.seek(position)
-            file.write(bytes([data[position] ^ 1 << chance.randrange(8)]))
-        # The control: without the check the damaged bytes come out as if nothing had happened.
+            file.write(bytes([data[position] ^ 1 << rng.randrange(8)]))
+        # The control: without the check the damaged bytes are returned as if nothing had happened.
         assert store.path(digest).read_bytes() != data
         with pytest.raises(MissingFileError, match="damaged"):
             store.read_piece(digest, position // PIECE_BYTES)
@@ -145,7 +145,7 @@ def test_rot_is_found_anywhere_and_the_blob_removed(store: BlobStore) -> None:
         assert not store.path(digest).exists()
 
 
-def test_a_damaged_or_cut_blob_is_never_read(store: BlobStore, tmp_path: Path) -> None:
+def test_damaged_or_truncated_blob_is_never_read(store: BlobStore, tmp_path: Path) -> None:
     data = some_bytes(PIECE_BYTES + 1)
     digest = store.put(data).digest
     store.path(digest).write_bytes(data[:-1] + b"x")
@@ -158,7 +158,7 @@ def test_a_damaged_or_cut_blob_is_never_read(store: BlobStore, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 64, b"x" * 1000, None])
-def test_lost_or_damaged_hashes_are_made_anew(store: BlobStore, tmp_path: Path, damage: bytes | None) -> None:
+def test_lost_or_damaged_hashes_are_recomputed(store: BlobStore, tmp_path: Path, damage: bytes | None) -> None:
     data = some_bytes(MANY_BYTES)
     blob = store.put(data)
     path = tmp_path / "blobs" / f"{blob.name}.pieces"
@@ -168,7 +168,7 @@ def test_lost_or_damaged_hashes_are_made_anew(store: BlobStore, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("size", [1, MANY_BYTES - 1])
-def test_few_pieces_take_no_second_file(store: BlobStore, tmp_path: Path, size: int) -> None:
+def test_blob_of_few_pieces_has_no_hash_file(store: BlobStore, tmp_path: Path, size: int) -> None:
     data = some_bytes(size)
     blob = store.put(data)
     again = BlobStore(tmp_path / "blobs", ROOM)
@@ -178,7 +178,7 @@ def test_few_pieces_take_no_second_file(store: BlobStore, tmp_path: Path, size: 
     assert not store._hashes, "one for every blob that ever was would fill the memory"
 
 
-def test_a_file_taken_away_is_missing_not_an_accident(store: BlobStore) -> None:
+def test_removed_file_is_reported_as_missing(store: BlobStore) -> None:
     digest = store.put(b"data").digest
     store.path(digest).unlink()
     with pytest.raises(MissingFileError):
@@ -196,7 +196,7 @@ def test_discard_and_retain(store: BlobStore, tmp_path: Path) -> None:
     assert store.size == 3
 
 
-def test_the_limit_holds_for_whole_and_partial_blobs(tmp_path: Path) -> None:
+def test_size_limit_holds_for_complete_and_partial_blobs(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 100)
     store.put(bytes(60))
     large = some_bytes(41)
@@ -214,14 +214,14 @@ def test_the_limit_holds_for_whole_and_partial_blobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"),
+    ("error_number", "text"),
     [(errno.ENOSPC, "no space left"), (errno.EDQUOT, "no space left"), (errno.EIO, "repair the disk")],
 )
-def test_a_failing_disk_is_one_line(
-    store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, text: str
+def test_disk_error_is_one_line(
+    store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_number: int, text: str
 ) -> None:
     def fail(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(error_number, os.strerror(error_number))
 
     data = some_bytes(10)
     partial = store.open_partial(Blob.of(data), piece_hashes(data))
@@ -240,7 +240,7 @@ def test_a_failing_disk_is_one_line(
     assert not [name for name in files(tmp_path / "blobs") if name.endswith(".new")]
 
 
-def test_pieces_come_in_any_order_and_only_the_right_ones(store: BlobStore) -> None:
+def test_only_matching_pieces_are_accepted_in_any_order(store: BlobStore) -> None:
     data = some_bytes(3 * PIECE_BYTES + 10)
     blob = Blob.of(data)
     partial = store.open_partial(blob, piece_hashes(data))
@@ -260,7 +260,7 @@ def test_pieces_come_in_any_order_and_only_the_right_ones(store: BlobStore) -> N
     assert store.size == len(data)
 
 
-def test_a_fetch_is_taken_up_where_it_was_left_and_nothing_is_believed(store: BlobStore, tmp_path: Path) -> None:
+def test_resumed_download_verifies_existing_pieces(store: BlobStore, tmp_path: Path) -> None:
     data = some_bytes(4 * PIECE_BYTES)
     blob, hashes = Blob.of(data), piece_hashes(data)
     partial = store.open_partial(blob, hashes)
@@ -269,7 +269,7 @@ def test_a_fetch_is_taken_up_where_it_was_left_and_nothing_is_believed(store: Bl
     partial.close()
     with (tmp_path / "blobs" / f"{blob.name}.part").open("r+b") as file:
         file.seek(PIECE_BYTES + 5)
-        file.write(bytes(3))  # a piece that rotted in the meantime
+        file.write(bytes(3))  # rot of a piece in the meantime
     again = BlobStore(tmp_path / "blobs", ROOM)
     assert again.size == blob.size
     assert again.partial_hashes(blob) == hashes
@@ -280,7 +280,7 @@ def test_a_fetch_is_taken_up_where_it_was_left_and_nothing_is_believed(store: Bl
     partial.close()
 
 
-def test_a_partial_blob_has_one_owner_who_is_not_robbed(store: BlobStore) -> None:
+def test_open_partial_blob_has_one_owner_and_is_not_removed(store: BlobStore) -> None:
     data = some_bytes(10)
     blob, hashes = Blob.of(data), piece_hashes(data)
     partial = store.open_partial(blob, hashes)
@@ -293,7 +293,7 @@ def test_a_partial_blob_has_one_owner_who_is_not_robbed(store: BlobStore) -> Non
     assert store.read(blob.digest) == data
 
 
-def test_nothing_is_begun_for_hashes_that_are_not_the_blobs(store: BlobStore, tmp_path: Path) -> None:
+def test_no_download_begins_with_wrong_hashes(store: BlobStore, tmp_path: Path) -> None:
     blob = Blob(b"d" * 32, PIECE_BYTES)
     for hashes, fault in ((bytes(32), MalformedError), (bytes(64), LimitError)):
         with pytest.raises(fault):
@@ -301,7 +301,7 @@ def test_nothing_is_begun_for_hashes_that_are_not_the_blobs(store: BlobStore, tm
     assert files(tmp_path / "blobs") == set()
 
 
-def test_a_write_after_the_close_touches_no_other_file(store: BlobStore, tmp_path: Path) -> None:
+def test_write_after_close_touches_no_other_file(store: BlobStore, tmp_path: Path) -> None:
     data = some_bytes(10)
     partial = store.open_partial(Blob.of(data), piece_hashes(data))
     partial.close()
@@ -312,15 +312,15 @@ def test_a_write_after_the_close_touches_no_other_file(store: BlobStore, tmp_pat
     assert partial.missing == {0}
 
 
-def test_many_threads_put_and_discard_at_once(store: BlobStore) -> None:
+def test_threads_may_put_and_discard_concurrently(store: BlobStore) -> None:
     faults: list[BaseException] = []
 
     def work(seed: int) -> None:
-        chance = random.Random(seed)
+        rng = random.Random(seed)
         try:
             for _ in range(30):
-                blob = store.put(bytes([chance.randrange(4)]) * 1000)
-                if chance.random() < 0.5:
+                blob = store.put(bytes([rng.randrange(4)]) * 1000)
+                if rng.random() < 0.5:
                     store.discard(blob.digest)
         except BaseException as error:
             faults.append(error)

@@ -1,4 +1,4 @@
-"""Chunks as protobuf writes and reads them, to the byte, and what is no chunk."""
+"""Chunks are encoded and decoded exactly as by protobuf, and invalid ones are refused."""
 
 import random
 
@@ -14,11 +14,11 @@ from protocol.blobs.wire_format import Chunk, parse_chunk
 
 SIZES = [0, 1, 127, 128, 16_383, 16_384, CHUNK_BYTES]
 NUMBERS = [0, 1, 127, 128, 2**21 - 1, 2**21, 2**32 - 1]
-datas = st.binary(max_size=300)
+contents = st.binary(max_size=300)
 numbers = st.integers(0, 2**32 - 1)
 
 
-def by_protobuf(raw: bytes) -> tuple[bytes, int] | None:
+def parse_with_protobuf(raw: bytes) -> tuple[bytes, int] | None:
     try:
         message = wire.Chunk.FromString(raw)
     except DecodeError:
@@ -26,7 +26,7 @@ def by_protobuf(raw: bytes) -> tuple[bytes, int] | None:
     return message.data, message.squeezed
 
 
-def by_us(raw: bytes | bytearray) -> tuple[bytes, int] | None:
+def parse_with_our_code(raw: bytes | bytearray) -> tuple[bytes, int] | None:
     try:
         chunk = parse_chunk(raw)
     except DecodeError:
@@ -36,51 +36,51 @@ def by_us(raw: bytes | bytearray) -> tuple[bytes, int] | None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("squeezed", NUMBERS)
-def test_written_and_read_as_protobuf_does_it(size: int, squeezed: int) -> None:
+def test_chunks_are_written_and_read_as_by_protobuf(size: int, squeezed: int) -> None:
     data = random.Random(size).randbytes(size)
-    theirs = wire.Chunk(data=data, squeezed=squeezed).SerializeToString()
-    assert Chunk(data, squeezed).serialize() == Chunk(memoryview(data), squeezed).serialize() == theirs
-    assert by_us(theirs) == by_us(bytearray(theirs)) == (data, squeezed)
+    expected = wire.Chunk(data=data, squeezed=squeezed).SerializeToString()
+    assert Chunk(data, squeezed).serialize() == Chunk(memoryview(data), squeezed).serialize() == expected
+    assert parse_with_our_code(expected) == parse_with_our_code(bytearray(expected)) == (data, squeezed)
 
 
-@given(datas, numbers)
-def test_any_chunk_there_and_back(data: bytes, squeezed: int) -> None:
-    assert by_us(Chunk(data, squeezed).serialize()) == (data, squeezed)
+@given(contents, numbers)
+def test_any_chunk_survives_a_round_trip(data: bytes, squeezed: int) -> None:
+    assert parse_with_our_code(Chunk(data, squeezed).serialize()) == (data, squeezed)
 
 
 @given(st.binary(max_size=40))
-def test_whatever_comes_is_read_as_protobuf_reads_it(raw: bytes) -> None:
-    assert by_us(raw) == by_protobuf(raw)
+def test_any_bytes_are_parsed_as_by_protobuf(raw: bytes) -> None:
+    assert parse_with_our_code(raw) == parse_with_protobuf(raw)
 
 
-@given(datas, numbers, st.randoms(use_true_random=False))
-def test_what_is_damaged_is_read_as_protobuf_reads_it(data: bytes, squeezed: int, draw: random.Random) -> None:
+@given(contents, numbers, st.randoms(use_true_random=False))
+def test_damaged_chunk_is_parsed_as_by_protobuf(data: bytes, squeezed: int, rng: random.Random) -> None:
     raw = bytearray(Chunk(data, squeezed).serialize())
-    for _ in range(draw.randrange(1, 4)):
-        place = draw.randrange(len(raw) + 1)
-        raw[place : place + draw.randrange(2)] = draw.randbytes(draw.randrange(3))
-    assert by_us(raw) == by_protobuf(bytes(raw))
+    for _ in range(rng.randrange(1, 4)):
+        offset = rng.randrange(len(raw) + 1)
+        raw[offset : offset + rng.randrange(2)] = rng.randbytes(rng.randrange(3))
+    assert parse_with_our_code(raw) == parse_with_protobuf(bytes(raw))
 
 
 @pytest.mark.parametrize(
     "raw",
     [
-        b"\x10\x05\x0a\x02ab",  # the other way round
-        b"\x0a\x02ab\x0a\x01c",  # the last one counts
-        b"\x0a\x02ab\x1a\x01x",  # a field that we do not know
-        b"\x0a\x82\x00ab",  # a length in more bytes than it takes
+        b"\x10\x05\x0a\x02ab",  # fields in reverse order
+        b"\x0a\x02ab\x0a\x01c",  # the last value counts
+        b"\x0a\x02ab\x1a\x01x",  # an unknown field
+        b"\x0a\x82\x00ab",  # a length in more bytes than necessary
         b"\x0a\x00\x10\x05",
         b"",
     ],
 )
-def test_what_protobuf_may_write_otherwise_is_left_to_it(raw: bytes) -> None:
-    assert by_protobuf(raw) is not None
-    assert by_us(raw) == by_protobuf(raw)
+def test_unusual_encodings_are_left_to_protobuf(raw: bytes) -> None:
+    assert parse_with_protobuf(raw) is not None
+    assert parse_with_our_code(raw) == parse_with_protobuf(raw)
 
 
-def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parsing_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = bytearray(wire.Chunk(data=bytes(CHUNK_BYTES), squeezed=9).SerializeToString())
-    monkeypatch.setattr(chunks, "wire", None)  # not asked
+    monkeypatch.setattr(chunks, "wire", None)  # protobuf is not used
     chunk = parse_chunk(raw)
     raw[10] = 7
     assert bytes(chunk.data).count(7) == 1

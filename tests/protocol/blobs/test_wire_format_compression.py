@@ -1,4 +1,4 @@
-"""Pieces of numbers in fewer bytes: exact, where it pays, and nothing that a liar sends takes up more than a piece."""
+"""Compression of pieces: lossless, only where it pays, and safe against a liar's input."""
 
 import random
 import struct
@@ -19,7 +19,7 @@ def numbers(kind: str, count: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).normal(0, 0.02, count).astype(kind).tobytes()
 
 
-def brain_floats(count: int) -> bytes:
+def make_bfloat16(count: int) -> bytes:
     return (np.frombuffer(numbers("<f4", count), np.uint32) >> 16).astype("<u2").tobytes()
 
 
@@ -32,12 +32,12 @@ PACKED = compress_piece(HALVES) or b""
     [
         (HALVES, 0.86),
         (numbers("<f4", PIECE_BYTES // 4), 0.86),
-        (brain_floats(PIECE_BYTES // 2), 0.75),
+        (make_bfloat16(PIECE_BYTES // 2), 0.75),
         (bytes(PIECE_BYTES), 0.01),
     ],
     ids=["fp16", "fp32", "bf16", "zeros"],
 )
-def test_numbers_take_fewer_bytes_and_come_back(data: bytes, share: float) -> None:
+def test_numbers_are_compressed_without_loss(data: bytes, share: float) -> None:
     packed = compress_piece(data)
     assert packed is not None and len(packed) < share * len(data)
     assert decompress_piece(packed, len(data)) == data
@@ -45,7 +45,7 @@ def test_numbers_take_fewer_bytes_and_come_back(data: bytes, share: float) -> No
 
 @pytest.mark.parametrize("kind", ["<f2", "<f4"])
 @pytest.mark.parametrize("size", [MIN_COMPRESSED_BYTES, MIN_COMPRESSED_BYTES + 1, MIN_COMPRESSED_BYTES + 3, 100_003])
-def test_pieces_of_any_size_come_back(kind: str, size: int) -> None:
+def test_pieces_of_any_size_are_restored(kind: str, size: int) -> None:
     data = numbers(kind, size)[:size]
     packed = compress_piece(memoryview(data))
     assert packed is not None and decompress_piece(packed, size) == data
@@ -56,11 +56,11 @@ def test_pieces_of_any_size_come_back(kind: str, size: int) -> None:
     [random.Random(1).randbytes(PIECE_BYTES), b"", bytes(MIN_COMPRESSED_BYTES - 1), zstandard.compress(HALVES)],
     ids=["random", "empty", "small", "coded"],
 )
-def test_what_does_not_get_smaller_stays(data: bytes) -> None:
+def test_incompressible_piece_is_not_compressed(data: bytes) -> None:
     assert compress_piece(data) is None
 
 
-def test_a_piece_whose_sample_promises_too_much_stays() -> None:
+def test_piece_with_a_misleading_sample_is_not_compressed() -> None:
     assert compress_piece(bytes(1 << 16) + random.Random(2).randbytes(PIECE_BYTES * 2)) is None
 
 
@@ -68,8 +68,8 @@ def frame(size: int) -> bytes:
     return zstandard.compress(bytes(size))
 
 
-def of_frame(part: bytes) -> Change:
-    """The frequent bytes of the halves are something else."""
+def with_frame(part: bytes) -> Change:
+    """Replace the compressed plane of frequent bytes of HALVES by `part`."""
     return lambda packed: struct.pack("<B2I", 2, len(HALVES) // 2, len(part)) + packed[9 : 9 + len(HALVES) // 2] + part
 
 
@@ -81,19 +81,19 @@ def of_frame(part: bytes) -> Change:
         lambda packed: b"\x03" + packed[1:],
         lambda packed: packed[:-1],
         lambda packed: packed + b"\0",
-        of_frame(frame(len(HALVES) // 2 - 1)),
-        of_frame(frame(1 << 30)),
-        of_frame(frame(len(HALVES) // 2) + b"more"),
-        of_frame(b"no frame at all"),
-        of_frame(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(len(HALVES) // 2))),
+        with_frame(frame(len(HALVES) // 2 - 1)),
+        with_frame(frame(1 << 30)),
+        with_frame(frame(len(HALVES) // 2) + b"more"),
+        with_frame(b"no frame at all"),
+        with_frame(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(len(HALVES) // 2))),
     ],
     ids=["empty", "cut", "width", "short", "long", "less", "bomb", "more", "other", "unsaid"],
 )
-def test_lies_are_refused(change: Change) -> None:
+def test_invalid_compressed_pieces_are_refused(change: Change) -> None:
     with pytest.raises(MalformedError):
         decompress_piece(change(bytearray(PACKED)), len(HALVES))
 
 
-def test_of_a_piece_of_another_size_nothing_is_taken() -> None:
+def test_piece_of_another_size_is_refused() -> None:
     with pytest.raises(MalformedError):
         decompress_piece(PACKED, len(HALVES) + 2)

@@ -1,4 +1,4 @@
-"""What the tests of gossip share."""
+"""Fixtures shared by the gossip tests."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""Directories in one process: a network whose faults are at hand."""
+"""Directories in one process on a simulated network with faults."""
 
 import asyncio
 import random
@@ -30,7 +30,7 @@ def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
 
 
 class FakeContext:
-    """What a servicer sees of a call from `peer`."""
+    """A servicer's context of a call from `peer`."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
@@ -56,7 +56,7 @@ class FakeChannel:
 
 
 class FakeNetwork:
-    """Who listens where, and who is dead or frozen."""
+    """Directories by peer id, and which of them are dead or frozen."""
 
     def __init__(self) -> None:
         self.directories: dict[str, PeerDirectory] = {}
@@ -76,7 +76,7 @@ class FakeNetwork:
 
 
 class FakeTransport:
-    """A transport on the network of this process."""
+    """A transport on the simulated network."""
 
     def __init__(self, network: FakeNetwork, peer: str) -> None:
         self.network = network
@@ -87,7 +87,7 @@ class FakeTransport:
 
     async def addresses(self) -> tuple[str, ...]:
         if self.is_broken:
-            raise TransportError("p2pd is being started again")
+            raise TransportError("p2pd is being restarted")
         return (f"/memory/1/p2p/{self.peer}",)
 
     def introduce(self, peer: str, addresses: Sequence[str], direct_port: int = 0) -> None:
@@ -98,18 +98,20 @@ class FakeTransport:
         self.forgotten.append(peer)
 
     def channel(self, peer: str) -> Any:
-        # A peer whose addresses were never heard of cannot be called.
+        # A peer without known addresses cannot be called.
         return FakeChannel(self.network, self.peer, peer if peer in self.introduced else "nowhere")
 
 
 class EventRecorder(list[MembershipEvent]):
-    """Keeps the events of a directory."""
+    """Records the events of a directory."""
 
     def on_membership_event(self, event: MembershipEvent) -> None:
         self.append(event)
 
 
 class GossipSwarm:
+    """Directories that gossip on one simulated network."""
+
     def __init__(self) -> None:
         self.network = FakeNetwork()
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -140,7 +142,7 @@ class GossipSwarm:
         pending = [task for directory in self.network.directories.values() for task in directory._exchanges.values()]
         assert not [task for task in pending if not task.done()]
         for task in self.tasks.values():
-            assert task.cancelled(), task  # nothing but the end of the test ends a loop
+            assert task.cancelled(), task  # a loop may end only with the test
 
 
 def address_of(directory: PeerDirectory) -> str:
@@ -148,13 +150,13 @@ def address_of(directory: PeerDirectory) -> str:
 
 
 def start_chain(swarm: GossipSwarm, count: int, **options: Any) -> list[PeerDirectory]:
-    """Each knows one other to begin with."""
+    """Start peers that each know only the previous one."""
     peers = [swarm.add(**options)]
     for _ in range(count - 1):
         peers.append(swarm.add(bootstrap=[address_of(peers[-1])], **options))
     return peers
 
 
-def all_see(viewers: Sequence[PeerDirectory], seen: Sequence[PeerDirectory]) -> bool:
-    expected = {directory.peer_id for directory in seen}
+def all_see(viewers: Sequence[PeerDirectory], expected_peers: Sequence[PeerDirectory]) -> bool:
+    expected = {directory.peer_id for directory in expected_peers}
     return all(directory.live().keys() == expected for directory in viewers)

@@ -30,7 +30,7 @@ def due(contacts: Contacts, now: float, present: tuple[str, ...] = (), count: in
     return {contact.peer for contact in contacts.pick_due(now, present, count)}
 
 
-def test_a_bootstrap_peer_is_tried_for_ever_with_growing_intervals() -> None:
+def test_bootstrap_peer_is_retried_for_ever_at_growing_intervals() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(1))
     now, waits = 0.0, []
     for _ in range(200):
@@ -43,18 +43,18 @@ def test_a_bootstrap_peer_is_tried_for_ever_with_growing_intervals() -> None:
     assert now > 2 * REMEMBER_SECONDS
 
 
-def test_of_who_once_was_here_only_the_first_failure_is_worth_a_word() -> None:
+def test_only_the_first_failure_of_a_former_peer_is_a_warning() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(1))
     contacts.add(PEERS[1], [address(PEERS[1])], now=0.0)
-    told = []
+    warnings = []
     for now in range(3):
         for peer in PEERS[:2]:
             contacts.record_failure(peer, now)
-        told.append([contacts.should_warn(peer) for peer in PEERS[:3]])
-    assert told == [[True, True, False], [True, False, False], [True, False, False]]
+        warnings.append([contacts.should_warn(peer) for peer in PEERS[:3]])
+    assert warnings == [[True, True, False], [True, False, False], [True, False, False]]
 
 
-def test_who_is_alone_waits_less() -> None:
+def test_node_without_live_peers_retries_sooner() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(2))
     for _ in range(10):
         contacts.record_failure(PEERS[0], 0.0)
@@ -64,7 +64,7 @@ def test_who_is_alone_waits_less() -> None:
     assert contacts.pick_due(now - 0.1, (), 1, is_alone=True) == []
 
 
-def test_an_answer_ends_the_wait() -> None:
+def test_success_ends_the_wait() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(2))
     for _ in range(10):
         contacts.record_failure(PEERS[0], 0.0)
@@ -73,28 +73,28 @@ def test_an_answer_ends_the_wait() -> None:
     assert contacts.record_failure(PEERS[0], 1.0) < 2
 
 
-def test_the_present_are_not_tried() -> None:
+def test_live_peers_are_not_tried() -> None:
     contacts = Contacts(map(address, PEERS), random.Random(3))
     assert due(contacts, 0.0, present=tuple(PEERS[:2])) == set(PEERS[2:])
     assert len(due(contacts, 0.0, count=2)) == 2
 
 
-def test_a_former_peer_is_remembered_for_an_hour() -> None:
+def test_former_peer_is_remembered_for_an_hour() -> None:
     contacts = Contacts([], random.Random(4))
     contacts.add(PEERS[0], [address(PEERS[0])], now=0.0)
-    contacts.add(PEERS[1], [], now=0.0)  # nowhere to be found
+    contacts.add(PEERS[1], [], now=0.0)  # without an address
     assert due(contacts, REMEMBER_SECONDS) == {PEERS[0]}
     assert due(contacts, REMEMBER_SECONDS + 1) == set() and len(contacts) == 0
 
 
-def test_contacts_are_bounded_and_the_manifests_own_stay() -> None:
+def test_contacts_are_bounded_and_bootstrap_peers_stay() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(5), max_contacts=3)
-    for number, peer in enumerate(PEERS):
-        contacts.add(peer, [address(peer)], float(number))
+    for index, peer in enumerate(PEERS):
+        contacts.add(peer, [address(peer)], float(index))
     assert due(contacts, 10.0) == {PEERS[0], PEERS[3], PEERS[4]}
 
 
-def test_the_manifests_address_outlives_newer_ones() -> None:
+def test_bootstrap_address_outlives_newer_ones() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(6))
     contacts.add(PEERS[0], [address(PEERS[0], port) for port in range(2, 20)], now=0.0)
     addresses = contacts.addresses()[PEERS[0]]
@@ -109,12 +109,12 @@ def test_news_do_not_shorten_the_wait_after_a_failure() -> None:
     assert due(contacts, wait / 2) == set()
 
 
-def test_a_bootstrap_address_without_a_peer_id_says_what_to_do() -> None:
+def test_bootstrap_address_without_a_peer_id_is_refused() -> None:
     with pytest.raises(ManifestError, match="does not end in /p2p/<peer id>; add it"):
         Contacts(["/ip4/10.0.0.1/tcp/1"], random.Random(8))
 
 
-def test_addresses_outlive_a_restart(tmp_path: Path) -> None:
+def test_addresses_survive_a_restart(tmp_path: Path) -> None:
     file = tmp_path / "addresses.json"
     assert load_addresses(file) == {}
     known = {peer: (address(peer, 1), address(peer, 2)) for peer in PEERS}
@@ -124,19 +124,19 @@ def test_addresses_outlive_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1}', "[1]", '["/ip4/1.1.1.1/tcp/1"]', "\0" * 100])
-def test_a_broken_file_is_named_and_skipped(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_file_is_logged_and_skipped(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "addresses.json"
     file.write_text(text)
     assert load_addresses(file) == {}
     assert [record.levelno for record in caplog.records] == [logging.WARNING] and str(file) in caplog.text
 
 
-def test_a_disk_that_refuses_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_save_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_addresses(tmp_path / "missing" / "addresses.json", {})
     assert "cannot save the addresses" in caplog.text
 
 
-def test_of_the_first_peers_each_is_on_disk_at_once_and_later_ones_soon(tmp_path: Path) -> None:
+def test_first_peers_are_saved_at_once_and_later_ones_soon(tmp_path: Path) -> None:
     names = [Identity.create().peer_id for _ in range(FEW_PEERS + 1)]
     known = {name: (address(name),) for name in names}
     file = AddressFile(tmp_path / "addresses.json", 0.0)

@@ -1,4 +1,4 @@
-"""Gossip among directories in one process (a network whose faults are at hand), and once over real transports."""
+"""Gossip among directories on a simulated network with faults, and once over real transports."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ from tests.protocol.membership.simulated_gossip import (
 )
 
 
-async def test_a_chain_of_peers_converges(swarm: GossipSwarm) -> None:
+async def test_chain_of_peers_converges(swarm: GossipSwarm) -> None:
     peers = start_chain(swarm, 7)
     await until(lambda: all_see(peers, peers))
     peers[0].publish(name="first", round=5, tokens=100)
@@ -42,40 +42,40 @@ async def test_a_chain_of_peers_converges(swarm: GossipSwarm) -> None:
     assert all(not peer.refusals for peer in peers)
 
 
-async def test_what_is_urgent_needs_no_heartbeat(swarm: GossipSwarm) -> None:
+async def test_urgent_change_is_pushed_without_a_heartbeat(swarm: GossipSwarm) -> None:
     peers = [swarm.add()]
     peers += [swarm.add(bootstrap=[address_of(peers[0])]) for _ in range(5)]
     await until(lambda: all_see(peers, peers))
     for task in swarm.tasks.values():
         task.cancel()
     await asyncio.wait(swarm.tasks.values())
-    peers[2].publish(round=1)  # control: nobody hears of it while nobody gossips
+    peers[2].publish(round=1)  # control: no peer learns of it while nobody gossips
     await asyncio.sleep(0.1)
     assert all(peer.live()[peers[2].peer_id].round == 0 for peer in peers if peer is not peers[2])
     peers[2].publish(round=2, urgent=True)
     await until(lambda: all(peer.live()[peers[2].peer_id].round == 2 for peer in peers), 1.0)
 
 
-async def test_a_dead_peer_is_gone_for_all_and_another_kept(swarm: GossipSwarm) -> None:
+async def test_dead_peer_is_gone_for_all_others(swarm: GossipSwarm) -> None:
     peers = start_chain(swarm, 5)
     await until(lambda: all_see(peers, peers))
     swarm.kill(peers[2])
     survivors = [*peers[:2], *peers[3:]]
     await until(lambda: all_see(survivors, survivors))
     await asyncio.sleep(4 * HEARTBEAT)
-    assert all_see(survivors, survivors)  # and does not come back from somebody's table
+    assert all_see(survivors, survivors)  # and no other table brings it back
 
 
-async def test_a_silent_peer_expires_where_nobody_calls_it(swarm: GossipSwarm) -> None:
+async def test_peer_that_stops_renewing_expires(swarm: GossipSwarm) -> None:
     one, other = start_chain(swarm, 2)
     events = EventRecorder()
     one.subscribe(events)
     await until(lambda: all_see([one, other], [one, other]))
-    swarm.tasks[other.peer_id].cancel()  # it answers, but its clockwork has stopped: its record grows old
+    swarm.tasks[other.peer_id].cancel()  # it still answers, but its record is not renewed
     await until(lambda: PeerLeft(other.peer_id, "expired") in events)
 
 
-async def test_a_leaving_peer_goes_at_once(swarm: GossipSwarm) -> None:
+async def test_leaving_peer_is_gone_at_once(swarm: GossipSwarm) -> None:
     peers = start_chain(swarm, 4, expiry=60.0)
     events = EventRecorder()
     peers[0].subscribe(events)
@@ -86,14 +86,14 @@ async def test_a_leaving_peer_goes_at_once(swarm: GossipSwarm) -> None:
     assert [event for event in events if event.peer == peers[3].peer_id][-1] == PeerLeft(peers[3].peer_id, "left")
 
 
-async def test_leaving_takes_two_seconds_though_nobody_listens(swarm: GossipSwarm) -> None:
+async def test_leaving_is_bounded_though_nobody_answers(swarm: GossipSwarm) -> None:
     peers = start_chain(swarm, 3)
     await until(lambda: all_see(peers, peers))
     swarm.network.frozen = {peers[0].peer_id, peers[1].peer_id}
     await asyncio.wait_for(peers[2].leave(), 3.0)
 
 
-async def test_two_failures_make_a_suspect_and_its_next_word_clears_it(swarm: GossipSwarm) -> None:
+async def test_peer_is_suspected_after_two_failures_until_it_speaks_again(swarm: GossipSwarm) -> None:
     peers = start_chain(swarm, 3, expiry=60.0)
     events = EventRecorder()
     peers[0].subscribe(events)
@@ -108,17 +108,17 @@ async def test_two_failures_make_a_suspect_and_its_next_word_clears_it(swarm: Go
     assert isinstance(events[-1], PeerJoined | PeerUpdated)
 
 
-async def test_a_frozen_peer_does_not_hold_up_the_others(swarm: GossipSwarm) -> None:
+async def test_frozen_peer_does_not_delay_the_others(swarm: GossipSwarm) -> None:
     peers = start_chain(swarm, 5, expiry=60.0)
     await until(lambda: all_see(peers, peers))
     swarm.network.frozen.add(peers[4].peer_id)
-    for step in range(1, 6):  # the calls to the frozen one hang for two seconds each
+    for step in range(1, 6):  # each call to the frozen peer hangs for two seconds
         peers[0].publish(step=step)
         await until(lambda step=step: all(p.live()[peers[0].peer_id].step == step for p in peers[:4]), 1.5)  # type: ignore[misc]
 
 
-async def test_a_forgotten_peer_is_found_again_by_those_who_knew_it(swarm: GossipSwarm) -> None:
-    """A partition longer than the expiry: both halves forget each other, and meet again without any DHT."""
+async def test_halves_of_a_partition_find_each_other_again(swarm: GossipSwarm) -> None:
+    """A partition lasts longer than the expiry: both halves forget each other, and meet again without any DHT."""
     peers = start_chain(swarm, 4)
     await until(lambda: all_see(peers, peers))
     call = swarm.network.call
@@ -136,7 +136,7 @@ async def test_a_forgotten_peer_is_found_again_by_those_who_knew_it(swarm: Gossi
     await until(lambda: all_see(peers, peers))
 
 
-async def test_a_restarted_peer_overrides_its_former_self(swarm: GossipSwarm) -> None:
+async def test_restarted_peer_overrides_its_former_record(swarm: GossipSwarm) -> None:
     identity = Identity.create()
     seed = swarm.add()
     first = swarm.add(identity, bootstrap=[address_of(seed)])
@@ -149,8 +149,8 @@ async def test_a_restarted_peer_overrides_its_former_self(swarm: GossipSwarm) ->
     assert seed.live()[identity.peer_id].tokens == 0
 
 
-async def test_a_record_of_its_own_key_from_elsewhere_is_overridden(swarm: GossipSwarm) -> None:
-    """Somebody kept the last record of an earlier life, and that one's clock was ahead."""
+async def test_foreign_record_of_our_own_key_is_overridden(swarm: GossipSwarm) -> None:
+    """Another node still has the last record of an earlier start, made with a clock that was ahead."""
     identity = Identity.create()
     seed, peer = swarm.add(), swarm.add(identity)
     now = SwarmClock().now()
@@ -164,7 +164,7 @@ async def test_a_record_of_its_own_key_from_elsewhere_is_overridden(swarm: Gossi
 
 @pytest.mark.parametrize("others", [1, 2, 3])
 @pytest.mark.parametrize("skew", [-7200.0, 86400.0])
-async def test_a_peer_with_a_wrong_clock_joins(swarm: GossipSwarm, skew: float, others: int) -> None:
+async def test_peer_with_a_wrong_clock_joins(swarm: GossipSwarm, skew: float, others: int) -> None:
     peers = start_chain(swarm, others)
     await until(lambda: all_see(peers, peers))
     wrong = swarm.add(skew=skew, bootstrap=[address_of(peers[0])])
@@ -180,8 +180,8 @@ async def test_two_peers_agree_on_the_time_in_their_first_exchange(swarm: Gossip
     await until(lambda: all_see([seed, wrong], [seed, wrong]), 10.0)  # long before the next heartbeat
 
 
-async def test_a_peer_that_slept_is_answered_at_once(swarm: GossipSwarm) -> None:
-    """Its record has expired meanwhile; to forget it just then would cut the connection that it calls on."""
+async def test_peer_that_slept_is_answered_at_once(swarm: GossipSwarm) -> None:
+    """Its record has expired meanwhile; forgetting it now would cut the connection that it calls on."""
     one, other = start_chain(swarm, 2, expiry=0.3)
     await until(lambda: all_see([one, other], [one, other]))
     for directory in (one, other):
@@ -195,7 +195,7 @@ async def test_a_peer_that_slept_is_answered_at_once(swarm: GossipSwarm) -> None
     assert other.peer_id not in swarm.nodes[one.peer_id].forgotten
 
 
-async def test_subscribers_hear_of_everything_once(swarm: GossipSwarm) -> None:
+async def test_listeners_get_every_event_once(swarm: GossipSwarm) -> None:
     one = swarm.add()
     events = EventRecorder()
     one.subscribe(events)
@@ -207,13 +207,15 @@ async def test_subscribers_hear_of_everything_once(swarm: GossipSwarm) -> None:
     assert sequences == sorted(set(sequences))
 
 
-async def test_alone_it_says_whom_it_tried_and_goes_on(swarm: GossipSwarm, caplog: pytest.LogCaptureFixture) -> None:
+async def test_node_without_peers_logs_its_attempts_and_continues(
+    swarm: GossipSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     missing = Identity.create()
     one = swarm.add(bootstrap=[f"/memory/1/p2p/{missing.peer_id}"])
     await until(lambda: caplog.records)
-    line = caplog.records[0].getMessage()
-    assert missing.peer_id in line and "/memory/1/p2p/" in line and "trying again in" in line
+    message = caplog.records[0].getMessage()
+    assert missing.peer_id in message and "/memory/1/p2p/" in message and "trying again in" in message
     late = swarm.add(missing)
     await until(lambda: all_see([one, late], [one, late]))
 
@@ -228,10 +230,8 @@ async def test_addresses_survive_a_restart_of_all(swarm: GossipSwarm, tmp_path: 
     await until(lambda: all_see([again, peers[1]], [again, peers[1]]))
 
 
-async def test_who_is_killed_a_moment_after_it_met_the_others_finds_them_again(
-    swarm: GossipSwarm, tmp_path: Path
-) -> None:
-    """Nobody was named to the first of a swarm: when it comes back, it has nothing but its file."""
+async def test_peer_killed_soon_after_meeting_others_finds_them_again(swarm: GossipSwarm, tmp_path: Path) -> None:
+    """The first peer of a swarm had no bootstrap peer, so when it comes back, it has only its address file."""
     first = swarm.add(addresses_file=tmp_path / "addresses.json")
     other = swarm.add(bootstrap=[f"/memory/1/p2p/{first.peer_id}"])
     await until(lambda: all_see([first, other], [first, other]))
@@ -247,13 +247,13 @@ async def test_own_addresses_may_be_unreadable_for_a_while(
     peers = start_chain(swarm, 2)
     await until(lambda: all_see(peers, peers))
     swarm.nodes[peers[0].peer_id].is_broken = True
-    await until(lambda: "p2pd is being started again" in caplog.text)
+    await until(lambda: "p2pd is being restarted" in caplog.text)
     sequence = peers[1].live()[peers[0].peer_id].sequence
     await until(lambda: peers[1].live()[peers[0].peer_id].sequence > sequence)
     assert list(peers[1].live()[peers[0].peer_id].addresses) == [address_of(peers[0])]
 
 
-async def test_what_no_peer_would_accept_is_not_published(swarm: GossipSwarm) -> None:
+async def test_invalid_fields_are_not_published(swarm: GossipSwarm) -> None:
     one = swarm.add()
     one.publish(name="good")
     for fields in ({"name": "x" * 100}, {"loss": float("nan")}, {"role": "king"}):
@@ -280,7 +280,7 @@ async def test_bad_calls_are_refused_and_counted(swarm: GossipSwarm, caplog: pyt
     async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
         await one.Gossip(GossipRequest(run=run, records=[good] * (MAX_RECORDS + 1)), context)
     async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
-        await one.Gossip(GossipRequest(run=run, known={str(number): 1 for number in range(5000)}), context)
+        await one.Gossip(GossipRequest(run=run, known={str(index): 1 for index in range(5000)}), context)
     async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
         await one.Gossip(GossipRequest(run=run, known={"k" * 1000: 1}), context)
     async with refused(grpc.StatusCode.INVALID_ARGUMENT):
@@ -289,7 +289,7 @@ async def test_bad_calls_are_refused_and_counted(swarm: GossipSwarm, caplog: pyt
     assert len(caplog.records) == 5
 
 
-async def test_forged_records_are_dropped_and_honest_ones_beside_them_kept(swarm: GossipSwarm) -> None:
+async def test_forged_records_are_dropped_and_honest_ones_kept(swarm: GossipSwarm) -> None:
     one, honest, liar = swarm.add(), Identity.create(), Identity.create()
     now = SwarmClock().now()
     body = PeerRecord(sequence=int(now * 1000), expires=now + 1.0, role="trainer")
@@ -301,7 +301,7 @@ async def test_forged_records_are_dropped_and_honest_ones_beside_them_kept(swarm
     assert one.refusals == {"forged": 1}
 
 
-async def test_a_caller_that_hammers_is_refused_and_the_others_are_not(swarm: GossipSwarm) -> None:
+async def test_caller_that_gossips_too_often_is_refused(swarm: GossipSwarm) -> None:
     one, greedy, modest = swarm.add(heartbeat=10.0), Identity.create(), Identity.create()
     request = GossipRequest(run=bytes.fromhex(RUN))
     async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
@@ -317,13 +317,13 @@ async def test_five_peers_over_real_transports(
     transports: list[Transport] = []
     tasks: list[asyncio.Task[None]] = []
     try:
-        for number in range(5):
+        for index in range(5):
             servers: list[grpc.aio.Server] = []
-            transport = await start_transport(str(number), [servers.append])
-            identity = Identity.load_or_create(tmp_path / str(number) / "key")
+            transport = await start_transport(str(index), [servers.append])
+            identity = Identity.load_or_create(tmp_path / str(index) / "key")
             bootstrap = await transports[-1].addresses() if transports else ()
             options = DirectoryOptions(run_id=RUN, heartbeat=0.2, expiry=3.0, bootstrap=bootstrap[:4])
-            peer = PeerDirectory(options, identity, transport, SwarmClock(), random.Random(number))
+            peer = PeerDirectory(options, identity, transport, SwarmClock(), random.Random(index))
             peer.register(servers[0])
             transports.append(transport)
             peers.append(peer)
@@ -342,7 +342,7 @@ async def test_five_peers_over_real_transports(
 
 
 @pytest.mark.parametrize("lie", [-1e300, -1e18, 0.0, 1.0, 1e18, float("inf"), float("nan")])
-async def test_a_callers_absurd_clock_moves_nothing(swarm: GossipSwarm, lie: float) -> None:
+async def test_absurd_clock_of_a_caller_has_no_effect(swarm: GossipSwarm, lie: float) -> None:
     one = swarm.add()
     for _ in range(5):
         request = GossipRequest(run=bytes.fromhex(RUN), time=lie)

@@ -50,13 +50,13 @@ def contents(table: PeerTable) -> dict[str, bytes]:
     return {signed.peer: signed.body for signed in table.records_newer_than({})}
 
 
-def test_the_highest_sequence_wins_in_any_order() -> None:
+def test_highest_sequence_wins_in_any_order() -> None:
     records = [record(sequence=SEQUENCE + step, name=str(step)) for step in range(3)]
     for order in itertools.permutations(records):
         assert table_of(order).live(NOW)[PEER].name == "2"
 
 
-def test_merge_tells_what_is_new() -> None:
+def test_merge_returns_only_newer_records() -> None:
     table = PeerTable(RUN, LIFETIME)
     assert table.merge(record(), NOW) is not None
     assert table.merge(record(), NOW) is None
@@ -65,12 +65,12 @@ def test_merge_tells_what_is_new() -> None:
 
 RECORDS = st.lists(
     st.builds(
-        lambda who, sequence, name, leaving: record(
-            IDENTITIES[who], sequence=SEQUENCE + sequence, name=name, leaving=leaving
+        lambda index, sequence, name, leaving: record(
+            IDENTITIES[index], sequence=SEQUENCE + sequence, name=name, leaving=leaving
         ),
         st.integers(0, len(IDENTITIES) - 1),
         st.integers(0, 3),
-        st.sampled_from(["", "a", "b"]),  # two bodies under one sequence: a peer that lies
+        st.sampled_from(["", "a", "b"]),  # two bodies with one sequence come from a lying peer
         st.booleans(),
     ),
     max_size=12,
@@ -87,8 +87,8 @@ def test_merging_is_commutative_and_idempotent(records: list[Signed], rng: rando
 
 @settings(max_examples=60, deadline=None)
 @given(RECORDS, RECORDS)
-def test_one_swap_makes_two_tables_equal(ours: list[Signed], theirs: list[Signed]) -> None:
-    """Push and pull: what differs in sequence goes over, and nothing else does."""
+def test_one_exchange_makes_two_tables_equal(ours: list[Signed], theirs: list[Signed]) -> None:
+    """Push and pull: records with another sequence are exchanged, and nothing else."""
     one, other = table_of(ours), table_of(theirs)
     pulled, wanted = other.records_newer_than(one.known_sequences()), other.peers_newer_in(one.known_sequences())
     pushed = one.records_of(wanted)
@@ -109,14 +109,16 @@ def test_forged_altered_and_foreign_records_are_refused() -> None:
     renamed.peer = IDENTITIES[1].peer_id
     table = PeerTable(RUN, LIFETIME)
     for signed in (altered, foreign, renamed):
-        assert PeerRecord.FromString(signed.body).role == "trainer"  # control: without the signature all would pass
+        assert (
+            PeerRecord.FromString(signed.body).role == "trainer"
+        )  # control: without the signature all would be accepted
         with pytest.raises(ForgedError):
             table.merge(signed, NOW)
     assert len(table) == 0
     assert table.merge(honest, NOW) is not None
 
 
-def test_a_replayed_record_does_not_bring_a_dead_peer_back() -> None:
+def test_replayed_record_does_not_revive_a_dead_peer() -> None:
     captured = record()
     table = table_of([captured])
     later = NOW + LIFETIME
@@ -126,7 +128,7 @@ def test_a_replayed_record_does_not_bring_a_dead_peer_back() -> None:
     assert not table.live(later)
 
 
-def test_a_silent_peer_expires_and_one_that_speaks_stays() -> None:
+def test_silent_peer_expires_and_renewing_peer_stays() -> None:
     table = table_of([record(), record(IDENTITIES[1])])
     table.merge(record(IDENTITIES[1], sequence=SEQUENCE + 1, expires=NOW + 20), NOW + 10)
     assert set(table.live(NOW + LIFETIME)) == {IDENTITIES[1].peer_id}
@@ -134,19 +136,19 @@ def test_a_silent_peer_expires_and_one_that_speaks_stays() -> None:
     assert table.reason_left(PEER) == "expired"
 
 
-def test_a_leaving_peer_goes_at_once_and_is_not_brought_back_by_older_records() -> None:
+def test_leaving_peer_is_not_revived_by_older_records() -> None:
     table = table_of([record(), record(sequence=SEQUENCE + 2, leaving=True)])
     assert not table.live(NOW) and table.reason_left(PEER) == "left"
     assert table.merge(record(sequence=SEQUENCE + 1), NOW) is None
     assert not table.live(NOW)
-    assert [signed.peer for signed in table.records_newer_than({})] == [PEER]  # it travels on, so that all hear of it
+    assert [signed.peer for signed in table.records_newer_than({})] == [PEER]  # it is passed on, so all learn of it
 
 
-def test_a_suspected_peer_is_back_with_its_next_word() -> None:
+def test_suspected_peer_is_live_again_with_its_next_record() -> None:
     table = table_of([record()])
     table.suspect(PEER)
     assert not table.live(NOW) and table.reason_left(PEER) == "unreachable"
-    table.merge(record(), NOW)  # an old record that still goes round proves nothing
+    table.merge(record(), NOW)  # an old record that still circulates proves nothing
     assert not table.live(NOW)
     table.merge(record(sequence=SEQUENCE + 1), NOW)
     assert PEER in table.live(NOW)
@@ -154,8 +156,8 @@ def test_a_suspected_peer_is_back_with_its_next_word() -> None:
     assert len(table) == 1
 
 
-def test_nobody_squats_on_a_sequence() -> None:
-    """A sequence from the far future could never be overridden; a table without the bound is stuck."""
+def test_sequence_is_bounded_by_the_clock() -> None:
+    """A sequence from the far future could never be overridden; without the bound the table would be stuck."""
     squatting = record(sequence=2**63)
     with pytest.raises(StaleError, match="no clock gives"):
         PeerTable(RUN, LIFETIME).merge(squatting, NOW)
@@ -166,17 +168,17 @@ def test_nobody_squats_on_a_sequence() -> None:
     assert table.merge(record(sequence=next_sequence(highest, NOW)), NOW + 1) is not None
 
 
-def test_a_restarted_peer_overrides_its_former_self() -> None:
+def test_restarted_peer_overrides_its_former_record() -> None:
     sequence = next_sequence(-1, NOW)
     for step in range(100):
-        sequence = next_sequence(sequence, NOW + step / 10_000)  # many updates within few milliseconds
+        sequence = next_sequence(sequence, NOW + step / 10_000)  # many updates within a few milliseconds
     table = table_of([record(sequence=sequence)])
     restarted = next_sequence(-1, NOW + 1)
     assert table.merge(record(sequence=restarted, name="again"), NOW + 1) is not None
-    assert table.merge(record(sequence=1), NOW) is None  # control: a counter that starts anew is not heard
+    assert table.merge(record(sequence=1), NOW) is None  # control: a counter that restarts is ignored
 
 
-def test_sequences_grow_and_a_wrong_clocks_one_is_given_up() -> None:
+def test_sequences_grow_and_one_of_a_wrong_clock_is_dropped() -> None:
     assert next_sequence(SEQUENCE, NOW) == SEQUENCE + 1
     assert next_sequence(SEQUENCE + 59_000, NOW) == SEQUENCE + 59_001
     assert next_sequence(SEQUENCE + 3_600_000, NOW) == SEQUENCE
@@ -207,14 +209,14 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
-def test_nonsense_is_refused(fields: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any]) -> None:
     table = PeerTable(RUN, LIFETIME)
     with pytest.raises(MalformedError):
         table.merge(record(**fields), NOW)
     assert len(table) == 0
 
 
-def test_good_fields_are_taken() -> None:
+def test_valid_fields_are_accepted() -> None:
     fields: dict[str, Any] = {
         "addresses": [f"/ip4/1.1.1.1/tcp/1/p2p/{PEER}", f"/dns4/example.org/tcp/1/p2p/{PEER}"],
         "name": "Zürich 2",
@@ -236,13 +238,13 @@ UNTIMELY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", UNTIMELY.values(), ids=UNTIMELY.keys())
-def test_an_untimely_record_is_stale(fields: dict[str, Any]) -> None:
+def test_record_with_an_invalid_time_is_stale(fields: dict[str, Any]) -> None:
     with pytest.raises(StaleError):
         PeerTable(RUN, LIFETIME).merge(record(**fields), NOW)
 
 
-def test_when_our_clock_is_set_back_records_from_the_future_go() -> None:
-    """They would be live for hours, and nobody could override them."""
+def test_records_from_the_future_are_dropped_when_our_clock_is_set_back() -> None:
+    """They would be live for hours, and no record could override them."""
     table = table_of([record()])
     earlier = NOW - 7200
     assert table.expire(earlier) == [PEER]
@@ -252,15 +254,15 @@ def test_when_our_clock_is_set_back_records_from_the_future_go() -> None:
 
 def flood(table: PeerTable, count: int, make: Callable[[int], Signed]) -> int:
     refused = 0
-    for number in range(count):
+    for index in range(count):
         try:
-            table.merge(make(number), NOW + number / 1e5)
+            table.merge(make(index), NOW + index / 1e5)
         except PeerFault:
             refused += 1
     return refused
 
 
-def test_a_flood_is_bounded_and_displaces_nobody() -> None:
+def test_flood_is_bounded_and_displaces_no_peer() -> None:
     """10^5 records of 300 newcomers against a table for 100 with 60 honest peers."""
     honest, sybils = [Identity.create() for _ in range(60)], [Identity.create() for _ in range(300)]
     table = PeerTable(RUN, LIFETIME, max_peers=100)
@@ -268,7 +270,7 @@ def test_a_flood_is_bounded_and_displaces_nobody() -> None:
         table.merge(record(identity), NOW)
     signed = [record(identity) for identity in sybils]
     started = time.process_time()
-    refused = flood(table, 100_000, lambda number: signed[number % len(signed)])
+    refused = flood(table, 100_000, lambda index: signed[index % len(signed)])
     spent = time.process_time() - started
     assert len(table) == 100
     assert refused > 60_000
@@ -280,12 +282,12 @@ def test_a_flood_is_bounded_and_displaces_nobody() -> None:
     assert len(uncapped) == 300
 
 
-def test_a_full_table_takes_newcomers_when_somebody_expires() -> None:
+def test_full_table_accepts_a_newcomer_when_a_record_expires() -> None:
     table = PeerTable(RUN, LIFETIME, max_peers=2)
     table.merge(record(IDENTITIES[0]), NOW)
     table.merge(record(IDENTITIES[1], expires=NOW + 5), NOW)
     with pytest.raises(LimitError):
         table.merge(record(IDENTITIES[2]), NOW + 1)
-    table.merge(record(IDENTITIES[0], sequence=SEQUENCE + 5), NOW + 1)  # those inside are still heard
+    table.merge(record(IDENTITIES[0], sequence=SEQUENCE + 5), NOW + 1)  # known peers can still update
     assert table.merge(record(IDENTITIES[2]), NOW + 6) is not None
     assert set(table.live(NOW + 6)) == {IDENTITIES[0].peer_id, IDENTITIES[2].peer_id}

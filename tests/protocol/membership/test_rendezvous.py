@@ -36,7 +36,7 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 class RendezvousPeer:
-    """A rendezvous on a transport of its own, without gossip; `found` is what the DHT told it."""
+    """A rendezvous on a transport of its own, without gossip; `found` holds the peers that the DHT named."""
 
     def __init__(
         self, transport: Transport, identity: Identity, seeds: Mapping[str, Sequence[str]], skew: float
@@ -67,7 +67,7 @@ Join = Callable[..., Awaitable[RendezvousPeer]]
 
 @pytest.fixture
 async def join(start_transport: Start, tmp_path: Path) -> AsyncIterator[Join]:
-    """Starts a peer that knows the given ones: `await join(name, *seeds)`."""
+    """Start a peer that knows the given ones: `await join(name, *seeds)`."""
     peers: list[RendezvousPeer] = []
 
     async def start(name: str, *seeds: RendezvousPeer, skew: float = 0.0) -> RendezvousPeer:
@@ -82,7 +82,7 @@ async def join(start_transport: Start, tmp_path: Path) -> AsyncIterator[Join]:
         await peer.stop()
 
 
-async def test_two_peers_that_share_only_a_seed_find_each_other(join: Join) -> None:
+async def test_peers_that_share_only_a_seed_find_each_other(join: Join) -> None:
     seed = await join("seed")
     one, other = await join("one", seed), await join("other", seed)
     await until(lambda: other.identity.peer_id in one.found and one.identity.peer_id in other.found)
@@ -91,7 +91,7 @@ async def test_two_peers_that_share_only_a_seed_find_each_other(join: Join) -> N
 
 
 @pytest.mark.parametrize("skew", [-7200.0, 7200.0])
-async def test_a_peer_with_a_wrong_clock_is_found_and_finds(join: Join, skew: float) -> None:
+async def test_peer_with_a_wrong_clock_finds_and_is_found(join: Join, skew: float) -> None:
     seed = await join("seed")
     one = await join("one", seed)
     await until(lambda: seed.identity.peer_id in one.found)
@@ -100,7 +100,9 @@ async def test_a_peer_with_a_wrong_clock_is_found_and_finds(join: Join, skew: fl
     assert abs(wrong.clock.now() - time.time()) < 5
 
 
-async def test_strangers_cannot_fill_the_dht_nor_speak_for_others(join: Join, caplog: pytest.LogCaptureFixture) -> None:
+async def test_strangers_can_neither_fill_the_dht_nor_forge_announcements(
+    join: Join, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     seed, victim = await join("seed"), Identity.create()
     liar = await join("liar", seed)
@@ -112,8 +114,8 @@ async def test_strangers_cannot_fill_the_dht_nor_speak_for_others(join: Join, ca
     honest = sign(liar.identity, KIND, RUN, PeerRecord(sequence=2, expires=now + LIFETIME_SECONDS + 30))
     target, key = PeerID.from_base58(seed.identity.peer_id), run_topic(RUN).key
 
-    async def store(value: bytes, expiration: float, subkey: str | None, under: Any = key) -> list[bool]:
-        stored: list[bool] = await node.protocol.call_store(target, [under], [value], [expiration], [subkey])
+    async def store(value: bytes, expiration: float, subkey: str | None, topic_key: Any = key) -> list[bool]:
+        stored: list[bool] = await node.protocol.call_store(target, [topic_key], [value], [expiration], [subkey])
         return stored
 
     for value, subkey in ((forged.SerializeToString(), victim.peer_id), (b"junk", "junk"), (b"junk", None)):
@@ -126,7 +128,7 @@ async def test_strangers_cannot_fill_the_dht_nor_speak_for_others(join: Join, ca
     assert victim.peer_id not in seed.found and "refused so far" in caplog.text
 
 
-async def test_it_survives_the_death_of_p2pd(join: Join) -> None:
+async def test_rendezvous_survives_the_death_of_p2pd(join: Join) -> None:
     seed = await join("seed")
     one = await join("one", seed)
     await until(lambda: one.identity.peer_id in seed.found)
@@ -137,17 +139,17 @@ async def test_it_survives_the_death_of_p2pd(join: Join) -> None:
     await until(lambda: late.identity.peer_id in one.found and one.identity.peer_id in late.found)
 
 
-async def test_dead_seeds_delay_nothing_for_ever(join: Join, caplog: pytest.LogCaptureFixture) -> None:
+async def test_dead_seed_does_not_block_the_lookup(join: Join, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     seed, missing = await join("seed"), Identity.create().peer_id
     seeds = {seed.identity.peer_id: await seed.transport.addresses()}
     one = await join("one")
-    one._seeds = {missing: (f"/ip4/127.0.0.1/tcp/9/p2p/{missing}",), **seeds}  # nobody listens on the first
+    one._seeds = {missing: (f"/ip4/127.0.0.1/tcp/9/p2p/{missing}",), **seeds}  # the first address is dead
     await until(lambda: one.identity.peer_id in seed.found)
     await until(lambda: f"no DHT answer from {missing}" in caplog.text)
 
 
-async def test_it_stops_in_time_while_p2pd_is_frozen(join: Join) -> None:
+async def test_rendezvous_stops_in_time_while_p2pd_is_frozen(join: Join) -> None:
     seed = await join("seed")
     one = await join("one", seed)
     await until(lambda: seed.identity.peer_id in one.found)
@@ -159,7 +161,7 @@ async def test_it_stops_in_time_while_p2pd_is_frozen(join: Join) -> None:
 
 
 class SeededDirectory(PeerDirectory):
-    """Names only the seeds to the rendezvous."""
+    """Passes only the seeds to the rendezvous."""
 
     seeds: Mapping[str, tuple[str, ...]] = {}
 
@@ -168,7 +170,7 @@ class SeededDirectory(PeerDirectory):
 
 
 async def test_directories_meet_through_the_dht_alone(start_transport: Start, join: Join, tmp_path: Path) -> None:
-    """The seed knows nothing of gossip. What the DHT then forgets stays known."""
+    """The seed does not gossip. Peers stay known after the DHT forgets them."""
     seed = await join("seed")
     known = {seed.identity.peer_id: await seed.transport.addresses()}
     directories: list[PeerDirectory] = []
@@ -202,15 +204,15 @@ async def test_directories_meet_through_the_dht_alone(start_transport: Start, jo
         await asyncio.wait(gossip + lookups)
 
 
-async def test_a_public_run_is_found_by_whoever_knows_any_peer(start_transport: Start, join: Join) -> None:
+async def test_public_run_is_found_through_any_known_peer(start_transport: Start, join: Join) -> None:
     seed = await join("seed")
     host, other = await join("host", seed), await join("other", seed)
     run = PublicRun(run=bytes.fromhex(RUN), name="demo", recipe="diloco", link="https://run.example.org/run.toml")
 
-    async def notice(now: float) -> Announcement:
+    async def make_announcement(now: float) -> Announcement:
         return make_run_announcement(host.identity, run, now)
 
-    host.rendezvous.advertise_run(notice, {})
+    host.rendezvous.advertise_run(make_announcement, {})
     reader, found = await start_transport("reader"), set[bytes]()
     dht = DhtNode(reader, SwarmClock(), (PUBLIC_RUNS_TOPIC,), client_mode=True)
     await dht.open()
@@ -225,17 +227,17 @@ async def test_a_public_run_is_found_by_whoever_knows_any_peer(start_transport: 
     assert organiser == host.identity.peer_id and (read.name, read.link) == (run.name, run.link)
 
 
-async def test_a_public_run_is_announced_at_peers_of_other_runs_too(join: Join) -> None:
-    """The control: without the door the stranger hears nothing of it."""
+async def test_public_run_is_announced_at_peers_of_other_runs(join: Join) -> None:
+    """The control: without the extra peers the stranger does not learn of it."""
     stranger, host = await join("stranger"), await join("host")
 
-    async def notice(now: float) -> Announcement:
+    async def make_announcement(now: float) -> Announcement:
         return make_run_announcement(
             host.identity, PublicRun(run=bytes(32), name="x", recipe="y", link="https://z"), now
         )
 
-    host.rendezvous.advertise_run(notice, {})
+    host.rendezvous.advertise_run(make_announcement, {})
     await until(lambda: PUBLIC_RUNS_TOPIC.key in host.rendezvous._dht._storage)
     assert PUBLIC_RUNS_TOPIC.key not in stranger.rendezvous._dht._storage
-    host.rendezvous.advertise_run(notice, {stranger.identity.peer_id: await stranger.transport.addresses()})
+    host.rendezvous.advertise_run(make_announcement, {stranger.identity.peer_id: await stranger.transport.addresses()})
     await until(lambda: PUBLIC_RUNS_TOPIC.key in stranger.rendezvous._dht._storage)

@@ -1,4 +1,4 @@
-"""Notices of public runs: a sound one is read back, each hostile one is refused, by its reader and its keeper."""
+"""Announcements of public runs: a valid one is read back, each hostile one is refused by readers and DHT nodes."""
 
 from typing import Any
 
@@ -42,27 +42,27 @@ def run_of(**changes: Any) -> PublicRun:
     return PublicRun(**{**fields, **changes})
 
 
-def signed_anyhow(
+def sign_unchecked(
     run: PublicRun, kind: str = KIND, run_id: str = RUN, expires: float = NOW + LIFETIME_SECONDS
 ) -> bytes:
-    """As somebody signs it who does not check."""
+    """Sign a run without checking it."""
     dated = PublicRun()
     dated.CopyFrom(run)
     dated.expires = expires
     return sign(ORGANISER, kind, run_id, dated).SerializeToString()
 
 
-def test_a_sound_notice_is_read_back() -> None:
-    notice = make_run_announcement(ORGANISER, run_of(), NOW)
-    organiser, run = parse_public_run(notice.value)
+def test_valid_announcement_is_read_back() -> None:
+    announcement = make_run_announcement(ORGANISER, run_of(), NOW)
+    organiser, run = parse_public_run(announcement.value)
     assert organiser == ORGANISER.peer_id and (run.name, run.peers, run.link) == ("demo", 12, LINK)
     assert (
-        notice.subkey == f"{ORGANISER.peer_id}/{RUN[:16]}"
-        and notice.dht_expiration == EXPIRATION_OFFSET_SECONDS + NOW + LIFETIME_SECONDS
+        announcement.subkey == f"{ORGANISER.peer_id}/{RUN[:16]}"
+        and announcement.dht_expiration == EXPIRATION_OFFSET_SECONDS + NOW + LIFETIME_SECONDS
     )
     require_current(run, NOW, 60.0)
-    for web in ("https://run.example.org/run.toml", "http://192.0.2.10:8080/run.toml"):
-        assert parse_public_run(make_run_announcement(ORGANISER, run_of(link=web), NOW).value)[1].link == web
+    for link in ("https://run.example.org/run.toml", "http://192.0.2.10:8080/run.toml"):
+        assert parse_public_run(make_run_announcement(ORGANISER, run_of(link=link), NOW).value)[1].link == link
 
 
 HOSTILE = {
@@ -81,52 +81,55 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("run", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_notices_are_refused_though_signed(run: PublicRun) -> None:
+def test_hostile_announcements_are_refused_though_signed(run: PublicRun) -> None:
     with pytest.raises(MalformedError):
-        parse_run_announcement(signed_anyhow(run))
+        parse_run_announcement(sign_unchecked(run))
     with pytest.raises(PeerFault):
         make_run_announcement(ORGANISER, run, NOW)
 
 
-def test_forged_and_foreign_notices_are_refused() -> None:
-    """The control is the sound one, which the same reader takes."""
-    sound = signed_anyhow(run_of())
-    assert parse_run_announcement(sound)
-    altered = Signed.FromString(sound)
+def test_forged_and_foreign_announcements_are_refused() -> None:
+    """The control is the valid announcement, which the same reader accepts."""
+    valid = sign_unchecked(run_of())
+    assert parse_run_announcement(valid)
+    altered = Signed.FromString(valid)
     altered.body = altered.body.replace(b"demo", b"dem0")
-    stolen = Signed.FromString(sound)
+    stolen = Signed.FromString(valid)
     stolen.peer = Identity.create().peer_id
-    for value in (altered.SerializeToString(), stolen.SerializeToString(), signed_anyhow(run_of(), run_id="cd" * 32)):
+    for value in (altered.SerializeToString(), stolen.SerializeToString(), sign_unchecked(run_of(), run_id="cd" * 32)):
         with pytest.raises(ForgedError):
             parse_run_announcement(value)
-    for value in (b"", b"\xff", bytes(MAX_VALUE_BYTES + 1), signed_anyhow(run_of(), kind="rendezvous")):
+    for value in (b"", b"\xff", bytes(MAX_VALUE_BYTES + 1), sign_unchecked(run_of(), kind="rendezvous")):
         with pytest.raises(MalformedError):
             parse_run_announcement(value)
 
 
 @pytest.mark.parametrize("expires", [NOW - 1, NOW + 1e6, float("inf"), float("nan")])
-def test_what_is_over_or_would_stay_for_ever_is_refused(expires: float) -> None:
+def test_expired_or_too_long_lived_announcement_is_refused(expires: float) -> None:
     with pytest.raises(PeerFault):
-        _, run = parse_public_run(signed_anyhow(run_of(), expires=expires))
+        _, run = parse_public_run(sign_unchecked(run_of(), expires=expires))
         require_current(run, NOW, 60.0)
     with pytest.raises(StaleError):
-        require_current(parse_public_run(signed_anyhow(run_of()))[1], NOW + LIFETIME_SECONDS + 1, 60.0)
+        require_current(parse_public_run(sign_unchecked(run_of()))[1], NOW + LIFETIME_SECONDS + 1, 60.0)
 
 
-def test_a_node_keeps_only_what_is_sound_and_in_its_own_place() -> None:
-    notice, check = make_run_announcement(ORGANISER, run_of(), NOW), AnnouncementValidator([PUBLIC_RUNS_TOPIC])
+def test_node_stores_only_valid_announcements_under_their_own_subkey() -> None:
+    announcement, validator = (
+        make_run_announcement(ORGANISER, run_of(), NOW),
+        AnnouncementValidator([PUBLIC_RUNS_TOPIC]),
+    )
 
     def record(**changes: Any) -> DHTRecord:
         fields = {
             "key": PUBLIC_RUNS_TOPIC.key.to_bytes(),
-            "subkey": MSGPackSerializer.dumps(notice.subkey),
-            "value": notice.value,
-            "expiration_time": notice.dht_expiration,
+            "subkey": MSGPackSerializer.dumps(announcement.subkey),
+            "value": announcement.value,
+            "expiration_time": announcement.dht_expiration,
         }
         return DHTRecord(**{**fields, **changes})
 
-    assert check.validate(record())
+    assert validator.validate(record())
     other = MSGPackSerializer.dumps(f"{Identity.create().peer_id}/{RUN[:16]}")
-    hostile = signed_anyhow(HOSTILE["a name with control characters"])
-    bad = [record(subkey=other), record(expiration_time=notice.dht_expiration + 1e6), record(value=hostile)]
-    assert not any(check.validate(each) for each in bad) and check.refused_count == len(bad)
+    hostile = sign_unchecked(HOSTILE["a name with control characters"])
+    bad = [record(subkey=other), record(expiration_time=announcement.dht_expiration + 1e6), record(value=hostile)]
+    assert not any(validator.validate(entry) for entry in bad) and validator.refused_count == len(bad)

@@ -1,4 +1,4 @@
-"""A small service, and a process that offers it: `python -m tests.protocol.transport.sample_peer FOLDER`."""
+"""A small blob service, and a process that serves it: `python -m tests.protocol.transport.sample_peer FOLDER`."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ CHUNK = 256 * 1024
 
 
 class SampleBlobs(murmur_pb2_grpc.BlobsServicer):
-    """`Pieces` says who calls; `Fetch` yields `length` bytes, and counts them."""
+    """`Pieces` returns the caller's peer id; `Fetch` yields `length` bytes and counts them."""
 
     def __init__(self) -> None:
         self.yielded = 0

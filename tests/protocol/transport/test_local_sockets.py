@@ -1,4 +1,4 @@
-"""The private folder of sockets, its lock and what a killed process leaves."""
+"""The private folder of sockets, its lock, and the cleanup after a killed process."""
 
 import os
 import socket
@@ -14,12 +14,12 @@ from protocol.transport import local_sockets
 from protocol.transport.local_sockets import SocketFolder
 
 
-def test_it_is_private_short_and_goes(tmp_path: Path) -> None:
+def test_folder_is_private_short_and_removed(tmp_path: Path) -> None:
     deep = tmp_path / ("long" * 30) / "node"
     folder = SocketFolder.create(deep)
     assert folder.path.stat().st_mode & 0o777 == 0o700
     with socket.socket(socket.AF_UNIX) as listener:
-        with pytest.raises(OSError, match="too long"):  # why it does not lie in the node's own folder
+        with pytest.raises(OSError, match="too long"):  # why sockets are not in the node's own folder
             listener.bind(str(deep / "server.sock"))
         listener.bind(str(folder.path / "p2pclient-0123456789a.sock"))
     folder.remove()
@@ -27,7 +27,7 @@ def test_it_is_private_short_and_goes(tmp_path: Path) -> None:
     assert os.listdir(deep) == []
 
 
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+def test_folder_in_use_is_refused(tmp_path: Path) -> None:
     folder = SocketFolder.create(tmp_path)
     with pytest.raises(AlreadyRunningError, match=f"{tmp_path}; stop it"):
         SocketFolder.create(tmp_path)
@@ -36,7 +36,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     SocketFolder.create(tmp_path).remove()
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_sockets_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     program = (
         "import os, sys, pathlib, protocol.transport.local_sockets as s\n"
         "folder = s.SocketFolder.create(pathlib.Path(sys.argv[1]))\n"
@@ -51,7 +51,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     folder.remove()
 
 
-def test_a_link_to_nothing_or_to_a_folder_of_others_does_no_harm(tmp_path: Path) -> None:
+def test_stale_link_never_removes_a_foreign_folder(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     (precious / "file").mkdir(parents=True)
     for target in (tmp_path / "gone", precious):
@@ -60,38 +60,40 @@ def test_a_link_to_nothing_or_to_a_folder_of_others_does_no_harm(tmp_path: Path)
     assert (precious / "file").exists()
 
 
-def test_no_place_for_it_is_one_line(tmp_path: Path) -> None:
+def test_unusable_path_raises_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot create the socket folder of .*Not a directory; free or open"):
         SocketFolder.create(tmp_path / "file" / "node")
 
 
-def left_behind(root: Path) -> tuple[list[str], int]:
+def count_leftovers(root: Path) -> tuple[list[str], int]:
     return os.listdir(root), len(os.listdir("/proc/self/fd"))
 
 
-def test_a_copied_folder_is_told_from_one_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who copies a run's folder may get a folder where the link was."""
+def test_copied_folder_is_distinguished_from_one_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a run's folder may contain a folder in place of the link."""
     root = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(root))
     (tmp_path / "sockets").mkdir()
-    before = left_behind(root)
+    before = count_leftovers(root)
     with pytest.raises(StorageError, match="sockets is not a link, .*; remove it"):
         SocketFolder.create(tmp_path)
-    assert left_behind(root) == before
+    assert count_leftovers(root) == before
     (tmp_path / "sockets").rmdir()
     SocketFolder.create(tmp_path).remove()
     root.rmdir()
 
 
-def test_who_comes_second_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_process_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(root))
     first = SocketFolder.create(tmp_path)
-    before = left_behind(root)
-    monkeypatch.setattr(local_sockets, "_remove_stale", lambda link: None)  # as if both had looked before either linked
+    before = count_leftovers(root)
+    monkeypatch.setattr(
+        local_sockets, "_remove_stale", lambda link: None
+    )  # as if both had checked before either linked
     with pytest.raises(AlreadyRunningError):
         SocketFolder.create(tmp_path)
-    assert left_behind(root) == before
+    assert count_leftovers(root) == before
     first.remove()
     root.rmdir()

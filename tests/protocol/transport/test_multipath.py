@@ -1,4 +1,4 @@
-"""Bulk between real transports: by libp2p, directly once that is proved, and by libp2p again when it breaks."""
+"""Bulk between real transports: by libp2p, directly once that is verified, and by libp2p again when it breaks."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.transport.connection_supervisor import ConnectionLimits
 from protocol.transport.multipath import BulkTransport
-from protocol.transport.multipath_policy import BulkPath as Way
+from protocol.transport.multipath_policy import BulkPath
 from protocol.transport.transport import Transport, caller
 from tests.protocol.conftest import StartPeer, StartTransport
 from tests.protocol.transport.sample_peer import SampleBlobs
@@ -37,7 +37,7 @@ async def introduce_peers(client: Transport, callee: Transport) -> None:
 
 
 async def call_peer(client: Transport, callee: str) -> str:
-    """Who the servicer says has called."""
+    """Return the caller's peer id as the servicer sees it."""
     with client.bulk.lease_channel(callee) as lease:
         reply: PiecesReply = await BlobsStub(lease.channel).Pieces(PiecesRequest(), timeout=10)
     return reply.pieces.decode()
@@ -50,7 +50,7 @@ async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 
 async def connect_directly(client: Transport, callee: Transport) -> None:
-    """Meet, and wait until the direct path is taken."""
+    """Introduce the peers, and wait until calls take the direct path."""
     await introduce_peers(client, callee)
     await call_peer(client, callee.peer_id)
     await until(lambda: is_direct(client, callee.peer_id))
@@ -61,7 +61,7 @@ def is_direct(client: Transport, callee: str) -> bool:
 
 
 class BlobTransferSetup:
-    """A peer that holds DATA, one that fetches it, and what passes between them."""
+    """A peer that holds DATA and one that downloads it."""
 
     def __init__(self, folder: Path, start_transport: StartTransport) -> None:
         self.here = BlobStore(folder / "here", 1 << 30)
@@ -84,13 +84,13 @@ class BlobTransferSetup:
 
 
 @pytest.fixture
-async def library(tmp_path: Path, start_transport: StartTransport) -> BlobTransferSetup:
+async def blobs(tmp_path: Path, start_transport: StartTransport) -> BlobTransferSetup:
     made = BlobTransferSetup(tmp_path, start_transport)
     await made.open()
     return made
 
 
-async def test_the_servicer_knows_its_callers_on_either_path(start_transport: StartTransport) -> None:
+async def test_servicer_knows_its_callers_on_either_path(start_transport: StartTransport) -> None:
     callee = await start_transport("callee", [SampleBlobs().add], direct=0)
     clients = [await start_transport(name) for name in ("one", "two")]
     for client in clients:
@@ -104,35 +104,35 @@ async def test_the_servicer_knows_its_callers_on_either_path(start_transport: St
     assert not callee.direct_refusals
 
 
-async def test_a_small_call_takes_a_direct_connection_where_one_stands(start_transport: StartTransport) -> None:
-    """And tells nothing of how fast a path is, and opens none."""
+async def test_fallback_channel_borrows_a_verified_direct_connection(start_transport: StartTransport) -> None:
+    """It is not counted in the measurements of the path and opens no connection."""
     callee = await start_transport("callee", [SampleBlobs().add], direct=0)
     client = await start_transport("client")
     await introduce_peers(client, callee)
     with client.fallback_channel(callee.peer_id) as channel:
         assert channel is None, "nothing is known of a direct path"
     await connect_directly(client, callee)
-    link = client.bulk._connections_of(callee.peer_id)
-    before = link.path_selector.goodput[Way.DIRECT]
+    connections = client.bulk._connections_of(callee.peer_id)
+    before = connections.path_selector.goodput[BulkPath.DIRECT]
     known = replace(before)
     with client.fallback_channel(callee.peer_id) as channel:
-        assert link.busy_connections == 1, "it is not closed under the call"
+        assert connections.busy_connections == 1, "it is not closed under the call"
         reply: PiecesReply = await BlobsStub(channel).Pieces(PiecesRequest(), timeout=10)
     assert reply.pieces.decode() == client.peer_id
-    assert (before, link.busy_connections) == (known, 0)
+    assert (before, connections.busy_connections) == (known, 0)
     client.forget(callee.peer_id)
     with client.fallback_channel(callee.peer_id) as channel:
         assert channel is None
 
 
-async def test_a_quick_call_takes_a_direct_connection_that_is_open_and_without_work(
+async def test_idle_channel_borrows_an_open_idle_direct_connection(
     start_transport: StartTransport,
 ) -> None:
     callee = await start_transport("callee", [SampleBlobs().add], direct=0)
     client = await start_transport("client")
     await introduce_peers(client, callee)
     await connect_directly(client, callee)
-    link = client.bulk._connections_of(callee.peer_id)
+    connections = client.bulk._connections_of(callee.peer_id)
     assert await call_peer(client, callee.peer_id) == client.peer_id
     with client.idle_channel(callee.peer_id) as channel:
         reply: PiecesReply = await BlobsStub(channel).Pieces(PiecesRequest(), timeout=10)
@@ -140,27 +140,27 @@ async def test_a_quick_call_takes_a_direct_connection_that_is_open_and_without_w
             assert another is None, "it has work now"
     assert reply.pieces.decode() == client.peer_id
     for is_proved in (False, True):
-        link.path_selector.is_direct_verified = is_proved
+        connections.path_selector.is_direct_verified = is_proved
         with client.idle_channel(callee.peer_id) as channel:
             assert (channel is None) is not is_proved, "only where the path is the better one"
-    (lane,) = link.active
-    await lane.channel.close()
+    (pooled,) = connections.active
+    await pooled.channel.close()
     with client.idle_channel(callee.peer_id) as channel:
         assert channel is None, "nothing is dialled for it"
 
 
-async def test_a_blob_comes_directly_and_every_byte_is_counted(library: BlobTransferSetup) -> None:
-    await library.fetch()
-    ways, taker, source = library.client.bulk.bytes_received, library.client, library.source
-    assert ways.total() == library.fetcher.bytes_received >= len(DATA)
-    assert ways[Way.DIRECT] > 0.5 * len(DATA)
+async def test_blob_is_fetched_directly_and_every_byte_is_counted(blobs: BlobTransferSetup) -> None:
+    await blobs.fetch()
+    by_path, taker, source = blobs.client.bulk.bytes_received, blobs.client, blobs.source
+    assert by_path.total() == blobs.fetcher.bytes_received >= len(DATA)
+    assert by_path[BulkPath.DIRECT] > 0.5 * len(DATA)
     assert len(DATA) < taker.bytes_received < 1.05 * len(DATA)
     await until(lambda: source.bytes_by_peer[taker.peer_id].sent == source.bytes_sent >= taker.bytes_received)
     assert taker.bytes_by_peer[source.peer_id].received == taker.bytes_received
-    assert library.service.bytes_served == {taker.peer_id: library.fetcher.bytes_received}
+    assert blobs.service.bytes_served == {taker.peer_id: blobs.fetcher.bytes_received}
 
 
-async def test_without_a_direct_port_all_goes_by_libp2p(start_transport: StartTransport) -> None:
+async def test_without_a_direct_port_all_calls_use_libp2p(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("client")
     await introduce_peers(client, callee)
     for _ in range(3):
@@ -169,7 +169,7 @@ async def test_without_a_direct_port_all_goes_by_libp2p(start_transport: StartTr
 
 
 @pytest.mark.parametrize("port", ["closed", "of another peer"])
-async def test_a_port_where_the_peer_is_not_costs_nothing(start_transport: StartTransport, port: str) -> None:
+async def test_wrong_direct_port_does_not_delay_calls(start_transport: StartTransport, port: str) -> None:
     callee, other = await start_transport("callee", [SampleBlobs().add]), await start_transport("other", direct=0)
     client = await start_transport("client")
     client.introduce(callee.peer_id, await callee.addresses(), 1 if port == "closed" else other.direct_port)
@@ -180,38 +180,40 @@ async def test_a_port_where_the_peer_is_not_costs_nothing(start_transport: Start
     assert client.bulk.describe_paths() == {callee.peer_id: "libp2p"}
 
 
-async def test_a_transfer_whose_direct_path_dies_goes_on_by_libp2p(library: BlobTransferSetup) -> None:
-    fetching = asyncio.create_task(library.fetch())
-    await until(lambda: library.client.bulk.bytes_received[Way.DIRECT] > 4 * PIECE_BYTES)
-    assert library.source.listener
-    await library.source.listener.close()
+async def test_transfer_continues_by_libp2p_when_the_direct_path_dies(blobs: BlobTransferSetup) -> None:
+    fetching = asyncio.create_task(blobs.fetch())
+    await until(lambda: blobs.client.bulk.bytes_received[BulkPath.DIRECT] > 4 * PIECE_BYTES)
+    assert blobs.source.listener
+    await blobs.source.listener.close()
     await fetching
-    ways = library.client.bulk.bytes_received
-    assert ways[Way.LIBP2P] > PIECE_BYTES
-    assert ways.total() < len(DATA) + 6 * PIECE_BYTES, "no more than what was on its way comes twice"
-    assert library.client.bulk.describe_paths() == {library.source.peer_id: "libp2p"}
+    by_path = blobs.client.bulk.bytes_received
+    assert by_path[BulkPath.LIBP2P] > PIECE_BYTES
+    assert by_path.total() < len(DATA) + 6 * PIECE_BYTES, "no more than what was on its way comes twice"
+    assert blobs.client.bulk.describe_paths() == {blobs.source.peer_id: "libp2p"}
 
 
-async def test_without_a_way_back_the_transfer_would_be_lost(
-    library: BlobTransferSetup, monkeypatch: pytest.MonkeyPatch
+async def test_transfer_fails_without_the_fallback_to_libp2p(
+    blobs: BlobTransferSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of the test above."""
+    """Control of the test above."""
     monkeypatch.setattr(BulkTransport, "abandon_direct", lambda *_: None)
     monkeypatch.setattr("protocol.transport.multipath_policy.PathSelector.record_failure", lambda *_: None)
-    fetching = asyncio.create_task(library.fetch(deadline=4.0))
-    await until(lambda: library.client.bulk.bytes_received[Way.DIRECT] > 4 * PIECE_BYTES)
-    assert library.source.listener
-    await library.source.listener.close()
+    fetching = asyncio.create_task(blobs.fetch(deadline=4.0))
+    await until(lambda: blobs.client.bulk.bytes_received[BulkPath.DIRECT] > 4 * PIECE_BYTES)
+    assert blobs.source.listener
+    await blobs.source.listener.close()
     with pytest.raises(UnreachableError):
         await fetching
 
 
-async def test_a_direct_path_comes_back(start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_broken_direct_path_is_verified_again(
+    start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("protocol.transport.multipath_policy.PathSelector._retry_delay", 0.05, raising=False)
     callee, client = await start_transport("callee", [SampleBlobs().add], direct=0), await start_transport("client")
     await connect_directly(client, callee)
-    link = client.bulk._connections_of(callee.peer_id)
-    link.path_selector._retry_delay = 0.05
+    connections = client.bulk._connections_of(callee.peer_id)
+    connections.path_selector._retry_delay = 0.05
     with client.bulk.lease_channel(callee.peer_id) as lease:
         lease.report_broken("for once")
     assert not is_direct(client, callee.peer_id)
@@ -221,7 +223,7 @@ async def test_a_direct_path_comes_back(start_transport: StartTransport, monkeyp
             await asyncio.sleep(0.02)
 
 
-async def test_a_peer_that_moves_is_found_again(start_transport: StartTransport) -> None:
+async def test_peer_that_changes_its_port_is_reached_again(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add], direct=0), await start_transport("client")
     await connect_directly(client, callee)
     with client.bulk.lease_channel(callee.peer_id) as lease:
@@ -238,27 +240,27 @@ async def test_a_peer_that_moves_is_found_again(start_transport: StartTransport)
     assert client.bulk._connections_of(callee.peer_id).running_calls == 0
 
 
-async def test_lanes_are_connections_of_their_own(start_transport: StartTransport) -> None:
+async def test_parallel_calls_use_separate_connections(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add], direct=0), await start_transport("client")
     await connect_directly(client, callee)
-    link = client.bulk._connections_of(callee.peer_id)
-    link.count_controller.connections = 4
+    connections = client.bulk._connections_of(callee.peer_id)
+    connections.count_controller.connections = 4
     assert client.bulk.parallelism(callee.peer_id) == 8
     await call_peer(client, callee.peer_id)
-    await until(lambda: len(callee._supervisor._incoming) == 2)  # one of either path; that of the proof has ended
+    await until(lambda: len(callee._supervisor._incoming) == 2)  # one per path; the probe's connection has ended
     leases = [client.bulk.lease_channel(callee.peer_id).__enter__() for _ in range(8)]
     await asyncio.gather(*(BlobsStub(lease.channel).Pieces(PiecesRequest(), timeout=10) for lease in leases))
     assert len({id(lease.channel) for lease in leases}) == 4
-    assert [lane.calls for lane in link.active] == [2, 2, 2, 2]
+    assert [pooled.calls for pooled in connections.active] == [2, 2, 2, 2]
     assert len(callee._supervisor._incoming) == 2 + 3
-    link.count_controller.connections = 1
+    connections.count_controller.connections = 1
     for lease in leases:
         lease.__exit__(None, None, None)
-    await until(lambda: len(link.active) == 1 and len(callee._supervisor._incoming) == 2)
+    await until(lambda: len(connections.active) == 1 and len(callee._supervisor._incoming) == 2)
 
 
 @pytest.mark.parametrize("kept", [900.0, 0.2])
-async def test_one_connection_rests_until_the_next_round(
+async def test_one_idle_connection_is_kept_until_the_next_round(
     start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch, kept: float
 ) -> None:
     monkeypatch.setattr("protocol.transport.multipath.SPARE_IDLE_SECONDS", 0.2)
@@ -266,36 +268,38 @@ async def test_one_connection_rests_until_the_next_round(
     callee = await start_transport("callee", [SampleBlobs().add], direct=0)
     client = await start_transport("client", limits=ConnectionLimits(check_interval=0.05))
     await connect_directly(client, callee)
-    link = client.bulk._connections_of(callee.peer_id)
-    link.count_controller.connections = 3
+    connections = client.bulk._connections_of(callee.peer_id)
+    connections.count_controller.connections = 3
     leases = [client.bulk.lease_channel(callee.peer_id).__enter__() for _ in range(3)]
     await asyncio.gather(*(BlobsStub(lease.channel).Pieces(PiecesRequest(), timeout=10) for lease in leases))
     for lease in leases:
         lease.__exit__(None, None, None)
-    lines = [lane.channel._connection for lane in link.active]
-    await until(lambda: all(line and line.has_ended for line in lines[0 if kept < 1 else 1 :]))
-    assert [bool(line and line.has_ended) for line in lines] == [kept < 1, True, True]
+    framed = [pooled.channel._connection for pooled in connections.active]
+    await until(lambda: all(connection and connection.has_ended for connection in framed[0 if kept < 1 else 1 :]))
+    assert [bool(connection and connection.has_ended) for connection in framed] == [kept < 1, True, True]
 
 
-async def test_the_limits_of_tunnels_hold(start_transport: StartTransport, caplog: pytest.LogCaptureFixture) -> None:
+async def test_limit_of_incoming_connections_holds_for_direct_ones(
+    start_transport: StartTransport, caplog: pytest.LogCaptureFixture
+) -> None:
     limits = ConnectionLimits(max_incoming_per_peer=3)
     callee = await start_transport("callee", [SampleBlobs().add], direct=0, limits=limits)
     greedy, honest = await start_transport("greedy"), await start_transport("honest")
     await connect_directly(greedy, callee)
     await connect_directly(honest, callee)
-    link = greedy.bulk._connections_of(callee.peer_id)
-    link.count_controller.connections = 8
+    connections = greedy.bulk._connections_of(callee.peer_id)
+    connections.count_controller.connections = 8
     leases = [greedy.bulk.lease_channel(callee.peer_id).__enter__() for _ in range(8)]
     stubs = [BlobsStub(lease.channel) for lease in leases]
     results = await asyncio.gather(
         *(stub.Pieces(PiecesRequest(), timeout=10) for stub in stubs), return_exceptions=True
     )
     assert 4 <= sum(isinstance(result, Call) for result in results) <= 7
-    assert f"refusing {greedy.peer_id}: it holds 3 tunnels" in caplog.text
+    assert f"refusing {greedy.peer_id}: it holds 3 connections" in caplog.text
     assert await call_peer(honest, callee.peer_id) == honest.peer_id
 
 
-async def test_a_forgotten_peer_is_cut_off_and_may_come_again(start_transport: StartTransport) -> None:
+async def test_forgotten_peer_is_cut_and_may_return(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add], direct=0), await start_transport("client")
     await connect_directly(client, callee)
     with client.bulk.lease_channel(callee.peer_id) as lease:
@@ -311,7 +315,7 @@ async def test_a_forgotten_peer_is_cut_off_and_may_come_again(start_transport: S
     assert await call_peer(client, callee.peer_id) == client.peer_id
 
 
-async def test_a_frozen_peer_holds_up_nobody(start_peer: StartPeer, start_transport: StartTransport) -> None:
+async def test_frozen_peer_does_not_delay_others(start_peer: StartPeer, start_transport: StartTransport) -> None:
     process, about = await start_peer("frozen")
     node = await start_transport("node", limits=ConnectionLimits(stall=1.0, check_interval=0.1))
     other = await start_transport("other", [SampleBlobs().add], direct=0)
@@ -333,7 +337,7 @@ async def test_a_frozen_peer_holds_up_nobody(start_peer: StartPeer, start_transp
     os.kill(about["p2pd"], signal.SIGCONT)
 
 
-async def test_only_so_many_peers_are_remembered(
+async def test_number_of_remembered_peers_is_bounded(
     start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("protocol.transport.multipath.MAX_PEERS", 3)
@@ -351,7 +355,7 @@ async def test_only_so_many_peers_are_remembered(
     await until(lambda: not client.bulk._open_connections)
 
 
-async def test_stopping_leaves_nothing(start_transport: StartTransport) -> None:
+async def test_stop_leaves_no_task_and_no_socket(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add], direct=0), await start_transport("client")
     await connect_directly(client, callee)
     await call_peer(client, callee.peer_id)

@@ -1,4 +1,4 @@
-"""Who is hidden, and whom a hidden peer asks to relay."""
+"""Public addresses, and the choice of relays behind NAT."""
 
 import ipaddress
 
@@ -12,11 +12,11 @@ CONTACT = f"/ip4/8.8.8.8/tcp/4001/p2p/{PEER}"
 EVERYWHERE = "/ip4/0.0.0.0/tcp/4001"
 
 
-def test_an_address_that_others_can_use_is_told() -> None:
+def test_own_ip_is_an_ip_address() -> None:
     assert ipaddress.ip_address(find_own_ip())
 
 
-def test_who_can_be_called_only_through_a_relay() -> None:
+def test_peer_is_relay_only_without_a_public_address() -> None:
     circuit = f"{CONTACT}/p2p-circuit/p2p/12D3KooWother"
     assert (
         is_relay_only([EVERYWHERE, circuit])
@@ -25,12 +25,12 @@ def test_who_can_be_called_only_through_a_relay() -> None:
     )
 
 
-def test_who_relays_to_a_peer() -> None:
+def test_relays_are_read_from_addresses() -> None:
     circuit = f"{CONTACT}/p2p-circuit/p2p/12D3KooWother"
     assert relays_of([CONTACT]) == ()
     assert relays_of([EVERYWHERE, circuit, f"/ip4/8.8.4.4/udp/1/quic/p2p/{PEER}/p2p-circuit"]) == (PEER,)
     assert relays_of(["/p2p-circuit"]) == ()
-    assert len(relays_of([f"/p2p/{number}/p2p-circuit" for number in range(9)])) == MAX_RELAYS
+    assert len(relays_of([f"/p2p/{index}/p2p-circuit" for index in range(9)])) == MAX_RELAYS
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_public_addresses(address: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("listen", "outward", "hidden"),
+    ("listen", "own_ip", "hidden"),
     [
         (EVERYWHERE, "192.168.1.2", True),
         (EVERYWHERE, "8.8.4.4", False),
@@ -62,19 +62,19 @@ def test_public_addresses(address: str, expected: bool) -> None:
     ],
     ids=["at home", "public", "at home by choice", "this machine alone", "no network"],
 )
-def test_only_the_hidden_look_for_a_relay(listen: str, outward: str, hidden: bool) -> None:
-    assert choose_relays([listen], [CONTACT], outward) == ((CONTACT,) if hidden else ())
+def test_only_nodes_behind_nat_choose_relays(listen: str, own_ip: str, hidden: bool) -> None:
+    assert choose_relays([listen], [CONTACT], own_ip) == ((CONTACT,) if hidden else ())
 
 
-def test_who_is_hidden_itself_is_no_relay() -> None:
+def test_relayed_peer_is_not_chosen_as_a_relay() -> None:
     circuit = f"{CONTACT}/p2p-circuit/p2p/{PEER}"
     many = [CONTACT.replace("4001", str(port)) for port in range(1, 9)]
     assert choose_relays([EVERYWHERE], [circuit, CONTACT], "10.0.0.1") == (CONTACT,)
     assert choose_relays([EVERYWHERE], [circuit, *many], "10.0.0.1") == tuple(many[:MAX_RELAYS])
 
 
-def test_a_circuits_address_as_p2pd_reads_it() -> None:
-    """In the middle of an address, too, a peer's id is a multihash: identity, 36 bytes."""
+def test_relayed_address_is_encoded_for_p2pd() -> None:
+    """In the middle of an address, too, a peer id is encoded as a multihash: identity, 36 bytes."""
     encoded = _encode_address(f"{CONTACT}/p2p-circuit")
     assert encoded.hex().startswith("0408080808060fa1" + "a50326" + "0024080112")
     assert encoded.hex().endswith("a202") and len(encoded) == 8 + 3 + 38 + 2

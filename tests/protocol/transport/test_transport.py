@@ -35,28 +35,30 @@ async def introduce_peers(client: Transport, callee: Transport) -> None:
     client.introduce(callee.peer_id, await callee.addresses())
 
 
-def descriptors() -> int:
+def count_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def gone(pid: int) -> None:
+async def wait_until_gone(pid: int) -> None:
     async with asyncio.timeout(10):
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             await asyncio.sleep(0.02)
 
 
-async def test_the_callee_knows_its_callers(start_transport: StartTransport) -> None:
+async def test_callee_knows_its_callers(start_transport: StartTransport) -> None:
     callee = await start_transport("callee", [SampleBlobs().add])
     callers = [await start_transport(name) for name in ("one", "two")]
     for node in callers:
         await introduce_peers(node, callee)
         assert (await call_peer(node, callee.peer_id)).pieces.decode() == node.peer_id
-    # A connection that the caller opened carries calls both ways.
+    # A connection that the caller opened carries calls in both directions.
     with pytest.raises(Call, match="UNIMPLEMENTED"):
         await call_peer(callee, callers[0].peer_id)
 
 
-async def test_a_connection_past_the_entrance_has_no_identity(start_transport: StartTransport, tmp_path: Path) -> None:
+async def test_connection_that_bypasses_the_bridge_has_no_identity(
+    start_transport: StartTransport, tmp_path: Path
+) -> None:
     await start_transport("callee", [SampleBlobs().add])
     server = tmp_path / "callee" / "sockets" / "server.sock"
     assert server.parent.stat().st_mode & 0o077 == 0
@@ -77,14 +79,14 @@ async def test_a_connection_past_the_entrance_has_no_identity(start_transport: S
         "unix-abstract:murmur/nobody/1",
     ],
 )
-def test_only_the_entrances_names_are_identities(name: str) -> None:
+def test_only_names_of_the_inbound_bridge_are_identities(name: str) -> None:
     peer = Identity.create().peer_id
     assert caller(SimpleNamespace(peer=lambda: f"unix-abstract:murmur/{peer}/1")) == peer
     with pytest.raises(MalformedError):
         caller(SimpleNamespace(peer=lambda: name.format(peer=peer)))
 
 
-async def test_dead_addresses_neither_prevent_nor_delay_anything(start_transport: StartTransport) -> None:
+async def test_dead_addresses_do_not_delay_other_calls(start_transport: StartTransport) -> None:
     loop = asyncio.get_running_loop()
     node, other = await start_transport("node"), await start_transport("other", [SampleBlobs().add])
     refused = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.create().peer_id}"
@@ -104,10 +106,10 @@ async def test_dead_addresses_neither_prevent_nor_delay_anything(start_transport
         await waiting
 
 
-async def test_who_has_come_back_is_reached_at_once(
+async def test_returning_peer_is_reached_at_once(
     start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC pauses after a dial that failed, for longer and longer; news of the peer end that."""
+    """gRPC backs off longer after each failed dial; news of the peer end that."""
     monkeypatch.setitem(transports.CHANNEL_OPTIONS, "grpc.initial_reconnect_backoff_ms", 60_000)
     monkeypatch.setitem(transports.CHANNEL_OPTIONS, "grpc.max_reconnect_backoff_ms", 60_000)
     node, other = await start_transport("node"), await start_transport("other", [SampleBlobs().add])
@@ -116,29 +118,29 @@ async def test_who_has_come_back_is_reached_at_once(
         await call_peer(node, other.peer_id)
     (address,) = await node.addresses()
     await other.connect(address, timeout=5)
-    with pytest.raises(Call, match="UNAVAILABLE"):  # the control: it is connected, and not asked
+    with pytest.raises(Call, match="UNAVAILABLE"):  # the control: the peer is connected, but gRPC still backs off
         await call_peer(node, other.peer_id)
     await introduce_peers(node, other)
     assert (await call_peer(node, other.peer_id)).pieces.decode() == node.peer_id
 
 
-async def test_who_never_answers_holds_no_socket_for_ever(
+async def test_peer_that_never_answers_holds_no_socket_for_ever(
     start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transports, "MAX_OUTBOUND_BRIDGES", 8)
     node, other = await start_transport("node"), await start_transport("other", [SampleBlobs().add])
     await introduce_peers(node, other)
     await call_peer(node, other.peer_id)
-    channel, before = node.channel(other.peer_id), descriptors()
+    channel, before = node.channel(other.peer_id), count_descriptors()
     for _ in range(40):
         node.channel(Identity.create().peer_id)
     assert node.channel(other.peer_id) is channel, "a connection is not closed for that"
     async with asyncio.timeout(10):
-        while descriptors() > before + 8:
+        while count_descriptors() > before + 8:
             await asyncio.sleep(0.02)
 
 
-async def test_one_known_address_suffices(start_transport: StartTransport) -> None:
+async def test_one_known_address_is_enough(start_transport: StartTransport) -> None:
     node, other = await start_transport("node"), await start_transport("other", [SampleBlobs().add])
     (address,) = await other.addresses()
     assert await node.connect(address, timeout=5) == other.peer_id
@@ -150,7 +152,7 @@ async def test_one_known_address_suffices(start_transport: StartTransport) -> No
         await node.connect("127.0.0.1:4001", timeout=5)
 
 
-async def test_introductions_are_checked(start_transport: StartTransport) -> None:
+async def test_introduced_addresses_are_validated(start_transport: StartTransport) -> None:
     node, peer = await start_transport("node"), Identity.create().peer_id
     own, others = f"/ip4/192.0.2.1/tcp/1/p2p/{node.peer_id}", f"/ip4/192.0.2.1/tcp/1/p2p/{peer}"
     for addresses in (["nonsense"], [own], [others] * 9):
@@ -160,7 +162,7 @@ async def test_introductions_are_checked(start_transport: StartTransport) -> Non
         node.channel("../../etc/passwd")
 
 
-async def test_a_dead_p2pd_costs_a_moment(start_transport: StartTransport) -> None:
+async def test_calls_recover_after_p2pd_dies(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("caller")
     await introduce_peers(client, callee)
     await call_peer(client, callee.peer_id)
@@ -181,21 +183,21 @@ async def _answers(client: Transport, callee: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("deadly", [signal.SIGTERM, signal.SIGKILL])
-async def test_a_killed_node_leaves_no_process_and_comes_back(
-    start_peer: StartPeer, start_transport: StartTransport, deadly: signal.Signals
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+async def test_killed_node_leaves_no_process_and_restarts(
+    start_peer: StartPeer, start_transport: StartTransport, signal_number: signal.Signals
 ) -> None:
     process, about = await start_peer("node")
-    os.kill(about["p2pd"], signal.SIGSTOP)  # so that it cannot notice by itself and end politely
-    process.send_signal(deadly)
+    os.kill(about["p2pd"], signal.SIGSTOP)  # so that p2pd cannot notice the death and exit by itself
+    process.send_signal(signal_number)
     await asyncio.to_thread(process.wait, 10)
-    await gone(about["p2pd"])
+    await wait_until_gone(about["p2pd"])
     again = await start_transport("node", [SampleBlobs().add])
     assert again.peer_id == about["peer"]
     assert not Path(about["sockets"]).exists(), "the next start removes what the killed one left"
 
 
-async def test_a_frozen_peer_holds_up_nobody(
+async def test_frozen_peer_does_not_delay_others(
     start_peer: StartPeer, start_transport: StartTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -220,14 +222,14 @@ async def test_a_frozen_peer_holds_up_nobody(
 
 
 async def _upload(node: Transport, peer: str, timeout: float) -> set[grpc.StatusCode]:
-    """Far more than what sockets and windows hold; returns how the calls ended."""
+    """Send far more than sockets and windows hold, and return how the calls ended."""
     stub, request = BlobsStub(node.channel(peer)), PiecesRequest(digest=bytes(MEBIBYTE))
     results = await asyncio.gather(*(stub.Pieces(request, timeout=timeout) for _ in range(24)), return_exceptions=True)
     assert all(isinstance(result, Call) for result in results), results
     return {result.code() for result in results if isinstance(result, Call)}
 
 
-async def test_a_long_stream_is_counted_and_needs_little_memory(start_transport: StartTransport) -> None:
+async def test_long_stream_is_counted_and_needs_little_memory(start_transport: StartTransport) -> None:
     service = SampleBlobs()
     sender, receiver = await start_transport("sender", [service.add]), await start_transport("receiver")
     await introduce_peers(receiver, sender)
@@ -241,13 +243,13 @@ async def test_a_long_stream_is_counted_and_needs_little_memory(start_transport:
     assert most - before < 48 * MEBIBYTE, "both ends run in this process"
     assert received < receiver.bytes_received < 1.02 * received
     assert receiver.bytes_by_peer[sender.peer_id].received == receiver.bytes_received
-    async with asyncio.timeout(5):  # the last few are under way
+    async with asyncio.timeout(5):  # the last few bytes are in flight
         while (sender.bytes_sent, sender.bytes_received) != (receiver.bytes_received, receiver.bytes_sent):
             await asyncio.sleep(0.01)
     assert sender.bytes_by_peer[receiver.peer_id].sent == sender.bytes_sent
 
 
-async def test_a_reader_that_pauses_pauses_the_sender(start_transport: StartTransport) -> None:
+async def test_paused_reader_pauses_the_sender(start_transport: StartTransport) -> None:
     service = SampleBlobs()
     sender, receiver = await start_transport("sender", [service.add]), await start_transport("receiver")
     await introduce_peers(receiver, sender)
@@ -262,7 +264,7 @@ async def test_a_reader_that_pauses_pauses_the_sender(start_transport: StartTran
     call.cancel()
 
 
-async def test_too_big_a_message_is_refused_by_the_receiver(start_transport: StartTransport) -> None:
+async def test_oversized_message_is_refused_by_the_receiver(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("caller")
     await introduce_peers(client, callee)
     stub = BlobsStub(client.channel(callee.peer_id))
@@ -282,13 +284,13 @@ async def test_one_peer_cannot_take_all_tunnels(
     await call_peer(greedy, callee.peer_id)
     stream = await greedy._dial(callee.peer_id)
     assert await asyncio.wait_for(stream.reader.read(-1), 5) == b""
-    assert f"refusing {greedy.peer_id}: it holds 1 tunnels" in caplog.text
+    assert f"refusing {greedy.peer_id}: it holds 1 connections" in caplog.text
     stream.writer.transport.abort()
     await call_peer(honest, callee.peer_id)
     await call_peer(greedy, callee.peer_id)
 
 
-async def test_a_forgotten_peer_is_cut_off_and_may_come_again(start_transport: StartTransport) -> None:
+async def test_forgotten_peer_is_cut_and_may_return(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("caller")
     await introduce_peers(client, callee)
     call = BlobsStub(client.channel(callee.peer_id)).Fetch(FetchRequest(length=256 * MEBIBYTE), timeout=30)
@@ -301,7 +303,9 @@ async def test_a_forgotten_peer_is_cut_off_and_may_come_again(start_transport: S
     await call_peer(client, callee.peer_id)
 
 
-async def test_a_bad_key_stops_the_start_and_leaves_nothing(start_transport: StartTransport, tmp_path: Path) -> None:
+async def test_unsafe_key_prevents_the_start_and_leaves_nothing(
+    start_transport: StartTransport, tmp_path: Path
+) -> None:
     node = await start_transport("node")
     await node.stop()
     (tmp_path / "node" / "key").chmod(0o644)
@@ -310,7 +314,7 @@ async def test_a_bad_key_stops_the_start_and_leaves_nothing(start_transport: Sta
     assert os.listdir(tmp_path / "node") == ["key"]
 
 
-async def test_a_channel_may_be_made_before_opening(start_transport: StartTransport, tmp_path: Path) -> None:
+async def test_channel_may_be_created_before_open(start_transport: StartTransport, tmp_path: Path) -> None:
     callee = await start_transport("callee", [SampleBlobs().add])
     node = Transport.create(tmp_path / "node" / "key", tmp_path / "node")
     await introduce_peers(node, callee)
@@ -327,7 +331,7 @@ async def test_a_channel_may_be_made_before_opening(start_transport: StartTransp
     assert os.listdir(tmp_path / "node") == ["key"]
 
 
-async def test_stopping_leaves_nothing(start_transport: StartTransport, tmp_path: Path) -> None:
+async def test_stop_leaves_no_process_task_or_socket(start_transport: StartTransport, tmp_path: Path) -> None:
     process = psutil.Process()
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("caller")
     await introduce_peers(client, callee)

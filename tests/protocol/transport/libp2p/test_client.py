@@ -1,4 +1,4 @@
-"""Requests to p2pd: deadlines, what they leave open, addresses."""
+"""Requests to p2pd: their deadlines, the sockets they leave open, and addresses."""
 
 import asyncio
 import os
@@ -14,14 +14,14 @@ from protocol.transport.libp2p.client import P2pdClient, split_address, summariz
 PEER = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32))).peer_id  # the same in every process that runs tests
 
 
-@pytest.mark.parametrize("way", ["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/9", "/dns4/example.org/tcp/4001"])
-def test_addresses_split(way: str) -> None:
-    assert split_address(f"{way}/p2p/{PEER}") == (PEER, way)
+@pytest.mark.parametrize("route", ["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/9", "/dns4/example.org/tcp/4001"])
+def test_address_splits_into_peer_id_and_route(route: str) -> None:
+    assert split_address(f"{route}/p2p/{PEER}") == (PEER, route)
 
 
-def test_a_relayed_address_splits_at_its_last_peer() -> None:
-    way = f"/ip4/192.0.2.1/tcp/4001/p2p/{Identity.create().peer_id}/p2p-circuit"
-    assert split_address(f"{way}/p2p/{PEER}") == (PEER, way)
+def test_relayed_address_splits_at_its_last_peer() -> None:
+    route = f"/ip4/192.0.2.1/tcp/4001/p2p/{Identity.create().peer_id}/p2p-circuit"
+    assert split_address(f"{route}/p2p/{PEER}") == (PEER, route)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_a_relayed_address_splits_at_its_last_peer() -> None:
         f"/dns4/{'a' * 600}/tcp/1/p2p/{PEER}",
     ],
 )
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(MalformedError):
         split_address(address)
 
 
-async def test_without_p2pd_there_is_no_answer(tmp_path: Path) -> None:
+async def test_request_fails_without_p2pd(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="p2pd does not answer"):
         await P2pdClient(tmp_path / "none.sock").identify()
 
@@ -55,7 +55,7 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def test_a_request_given_up_leaves_nothing_open(tmp_path: Path) -> None:
+async def test_cancelled_request_leaves_no_open_file(tmp_path: Path) -> None:
     connections: list[asyncio.StreamWriter] = []
     path = tmp_path / "silent.sock"
     silent = await asyncio.start_unix_server(lambda reader, writer: connections.append(writer), path)
@@ -74,14 +74,14 @@ async def test_a_request_given_up_leaves_nothing_open(tmp_path: Path) -> None:
     silent.close()
 
 
-def test_of_dials_that_failed_only_what_came_of_them_is_told() -> None:
+def test_error_of_failed_dials_is_shortened_to_the_reasons() -> None:
     one = "failed to dial: all dials failed * [/ip4/127.0.0.1/tcp/1] dial tcp4 127.0.0.1:1: connect: "
     more = " * [/ip4/192.0.2.1/tcp/4] dial tcp4 192.0.2.1:4: i/o timeout * [/ip4/192.0.2.1/tcp/5] dial backoff"
     assert summarize_error(f"{one}connection refused") == "connection refused"
-    told = "connection refused, i/o timeout, nothing answered there a moment ago"
-    assert summarize_error(f"{one}connection refused{more}") == told
+    expected = "connection refused, i/o timeout, nothing answered there a moment ago"
+    assert summarize_error(f"{one}connection refused{more}") == expected
     ours = " * [/ip4/192.168.0.2/tcp/4001] dial to self attempted"
-    assert summarize_error(f"{one}connection refused{ours}{more}") == told
+    assert summarize_error(f"{one}connection refused{ours}{more}") == expected
     assert summarize_error(f"failed to dial: all dials failed{ours}") == "its address is one of ours"
     assert summarize_error("protocols not\n  supported") == "protocols not supported"
     assert summarize_error("all dials failed") == "all dials failed" and len(summarize_error("x" * 999)) == 300

@@ -1,4 +1,4 @@
-"""p2pd as a child: started without seeds, supervised, and what it may reach."""
+"""p2pd as a child process: its command line, its ports and sockets, restarts, and its end."""
 
 import asyncio
 import logging
@@ -25,26 +25,26 @@ from protocol.transport.local_sockets import SocketFolder
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
 
-def test_nothing_that_reaches_out_is_left_to_a_default(tmp_path: Path) -> None:
+def test_command_line_overrides_defaults_that_contact_strangers(tmp_path: Path) -> None:
     flags = command_line(P2pdOptions(tmp_path / "key", LOOPBACK), LOOPBACK, tmp_path)
     assert {"-b=0", "-natPortMap=0", "-relayService=0", "-autoRelay=0"} <= set(flags)
     assert not any("bootstrapPeers" in flag or "announceAddrs" in flag for flag in flags)
     announced = P2pdOptions(tmp_path / "key", LOOPBACK, announce=("/ip4/192.0.2.1/tcp/9",))
     assert "-announceAddrs=/ip4/192.0.2.1/tcp/9" in command_line(announced, LOOPBACK, tmp_path)
     hidden = P2pdOptions(tmp_path / "key", LOOPBACK, relays=("/ip4/192.0.2.1/tcp/9/p2p/QmRelay",))
-    wanted = {"-relay=1", "-autoRelay=1", "-trustedRelays=/ip4/192.0.2.1/tcp/9/p2p/QmRelay", "-relayDiscovery=0"}
-    assert wanted <= set(command_line(hidden, LOOPBACK, tmp_path))
+    expected = {"-relay=1", "-autoRelay=1", "-trustedRelays=/ip4/192.0.2.1/tcp/9/p2p/QmRelay", "-relayDiscovery=0"}
+    assert expected <= set(command_line(hidden, LOOPBACK, tmp_path))
 
 
-def test_ports_are_kept() -> None:
+def test_bound_ports_replace_port_0() -> None:
     listen = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1", "/ip4/0.0.0.0/tcp/77")
-    given = ("/ip4/10.0.0.1/tcp/11", "/ip4/127.0.0.1/tcp/11", "/ip6/::1/tcp/22", "/ip4/10.0.0.1/udp/33/quic-v1")
-    kept = ("/ip4/0.0.0.0/tcp/11", "/ip6/::/tcp/22", "/ip4/0.0.0.0/udp/33/quic-v1", "/ip4/0.0.0.0/tcp/77")
-    assert with_bound_ports(listen, given) == kept
+    bound = ("/ip4/10.0.0.1/tcp/11", "/ip4/127.0.0.1/tcp/11", "/ip6/::1/tcp/22", "/ip4/10.0.0.1/udp/33/quic-v1")
+    expected = ("/ip4/0.0.0.0/tcp/11", "/ip6/::/tcp/22", "/ip4/0.0.0.0/udp/33/quic-v1", "/ip4/0.0.0.0/tcp/77")
+    assert with_bound_ports(listen, bound) == expected
     assert with_bound_ports(listen, ()) == listen
 
 
-async def test_our_key_file_is_libp2ps_and_hiveminds(tmp_path: Path) -> None:
+async def test_key_file_works_for_p2pd_and_hivemind(tmp_path: Path) -> None:
     identity = Identity.load_or_create(tmp_path / "key")
     folder = SocketFolder.create(tmp_path)
     ours = await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
@@ -56,7 +56,7 @@ async def test_our_key_file_is_libp2ps_and_hiveminds(tmp_path: Path) -> None:
     folder.remove()
 
 
-async def test_only_one_port_and_nothing_outside_the_folder(tmp_path: Path) -> None:
+async def test_p2pd_opens_one_port_and_no_socket_outside_its_folder(tmp_path: Path) -> None:
     Identity.load_or_create(tmp_path / "key")
     folder = SocketFolder.create(tmp_path)
     daemon = await P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
@@ -72,9 +72,9 @@ async def test_only_one_port_and_nothing_outside_the_folder(tmp_path: Path) -> N
     folder.remove()
 
 
-@pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGTERM])
-async def test_its_death_is_noticed_and_mended(
-    tmp_path: Path, deadly: signal.Signals, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+async def test_killed_p2pd_is_restarted_at_the_same_addresses(
+    tmp_path: Path, signal_number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     Identity.load_or_create(tmp_path / "key")
     folder = SocketFolder.create(tmp_path)
@@ -84,7 +84,7 @@ async def test_its_death_is_noticed_and_mended(
     daemon.on_restart(restarted.set)
     for _ in range(2):
         restarted.clear()
-        os.kill(daemon.pid, deadly)
+        os.kill(daemon.pid, signal_number)
         await asyncio.wait_for(restarted.wait(), 10)
     assert daemon.pid != before
     assert daemon.p2p is not first
@@ -94,7 +94,7 @@ async def test_its_death_is_noticed_and_mended(
     folder.remove()
 
 
-async def test_a_port_that_is_let_go_is_taken(
+async def test_start_waits_for_a_taken_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Identity.load_or_create(tmp_path / "key")
@@ -115,7 +115,9 @@ async def test_a_port_that_is_let_go_is_taken(
     folder.remove()
 
 
-async def test_a_taken_port_and_a_missing_binary_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_taken_port_and_missing_binary_raise_one_line_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local_sockets, "PORT_RETRY_SECONDS", 0.5)
     Identity.load_or_create(tmp_path / "key")
     folder = SocketFolder.create(tmp_path)
@@ -133,7 +135,7 @@ async def test_a_taken_port_and_a_missing_binary_are_one_line(tmp_path: Path, mo
     folder.remove()
 
 
-async def test_restarts_are_spaced_out_until_one_works(
+async def test_restarts_back_off_until_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Identity.load_or_create(tmp_path / "key")
@@ -152,11 +154,9 @@ async def test_restarts_are_spaced_out_until_one_works(
     folder.remove()
 
 
-async def test_dead_seeds_end_hiveminds_start_which_is_why_ours_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_dead_seeds_prevent_hiveminds_own_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = SocketFolder.create(tmp_path)
-    monkeypatch.setattr(P2P, "_UNIX_SOCKET_PREFIX", f"/unix{folder.path}/")  # it leaves a socket there
+    monkeypatch.setattr(P2P, "_UNIX_SOCKET_PREFIX", f"/unix{folder.path}/")  # hivemind leaves a socket there
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.create().peer_id}"
     before = set(psutil.Process().children())
     with pytest.raises(P2PDaemonError, match="bootstrap"):
@@ -168,8 +168,8 @@ async def test_dead_seeds_end_hiveminds_start_which_is_why_ours_has_none(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_kernel_ends_it_with_its_parent(tied: bool) -> None:
-    """Any program in p2pd's place: p2pd itself also ends when its last client goes, if it comes to notice."""
+def test_kernel_kills_p2pd_with_its_parent(tied: bool) -> None:
+    """Launch another program instead of p2pd, because p2pd may also end by itself when its last client disconnects."""
     launch = ["-c", LAUNCHER, "PARENT"] if tied else ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"]
     parent = (
         "import os, subprocess, sys\n"
@@ -191,7 +191,7 @@ def test_the_kernel_ends_it_with_its_parent(tied: bool) -> None:
         left.kill()
 
 
-def test_hivemind_speaks_through_our_logging(caplog: pytest.LogCaptureFixture) -> None:
+def test_hivemind_logs_through_our_handlers(caplog: pytest.LogCaptureFixture) -> None:
     assert logging.getLogger("hivemind").handlers == []
     logging.getLogger("hivemind.p2p").warning("from hivemind")
     assert "from hivemind" in caplog.text

@@ -1,4 +1,4 @@
-"""Connections over sockets of this machine: every byte in its place, few wakes, and no wait for what does not come."""
+"""Connections over loopback: byte order, few wake-ups, and no wait for bytes that do not arrive."""
 
 import asyncio
 import os
@@ -27,15 +27,15 @@ Pair = tuple[TlsConnection, TlsConnection]
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    """Over TCP, without TLS."""
-    made = await joined()
-    yield made
-    for end in made:
+    """Connect two ends over TCP, without TLS."""
+    ends = await connect_pair()
+    yield ends
+    for end in ends:
         end.abort()
         await asyncio.wait_for(end.wait_closed(), 5)
 
 
-async def joined(secure: bool = False) -> Pair:
+async def connect_pair(secure: bool = False) -> Pair:
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         near = socket.create_connection(listening.getsockname())
@@ -59,8 +59,8 @@ async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-async def test_every_byte_comes_in_its_place(secure: bool, seed: int) -> None:
-    here, there = await joined(secure)
+async def test_bytes_arrive_in_order(secure: bool, seed: int) -> None:
+    here, there = await connect_pair(secure)
     rng = random.Random(seed)
     data = rng.randbytes(3_000_000)
 
@@ -76,10 +76,10 @@ async def test_every_byte_comes_in_its_place(secure: bool, seed: int) -> None:
         there._transport.close()
 
     sending = asyncio.create_task(send())
-    came = b""
-    while len(came) < len(data):
-        came += await here.read(min(rng.choice([1, 5, 4000, READ_AHEAD_BYTES, 262_144]), len(data) - len(came)))
-    assert came == data
+    received = b""
+    while len(received) < len(data):
+        received += await here.read(min(rng.choice([1, 5, 4000, READ_AHEAD_BYTES, 262_144]), len(data) - len(received)))
+    assert received == data
     with pytest.raises((EOFError, ConnectionError)):
         await here.read(1)
     await sending
@@ -87,24 +87,24 @@ async def test_every_byte_comes_in_its_place(secure: bool, seed: int) -> None:
     await asyncio.wait_for(asyncio.gather(here.wait_closed(), there.wait_closed()), 5)
 
 
-def test_what_comes_fast_wakes_nobody_for_a_twentieth_of_a_second() -> None:
-    quiet = WakeupThreshold(100.0)
-    assert quiet.bytes == 1
+def test_threshold_is_a_twentieth_of_a_second_of_fast_bytes() -> None:
+    threshold = WakeupThreshold(100.0)
+    assert threshold.bytes == 1
     for step in range(1, 103):
-        quiet.record_bytes(1000, 100.0 + step / 1000)
-    assert 45_000 < quiet.bytes < 55_000, "of a megabyte a second"
-    quiet.record_bytes(1 << 30, 101.0)
-    assert quiet.bytes == MAX_WAKEUP_BYTES
-    quiet.reset_if_silent(101.4)
-    assert quiet.bytes == MAX_WAKEUP_BYTES
-    quiet.reset_if_silent(101.6)
-    assert quiet.bytes == 1
-    quiet.record_bytes(100, 200.0)
-    assert quiet.bytes == 1
+        threshold.record_bytes(1000, 100.0 + step / 1000)
+    assert 45_000 < threshold.bytes < 55_000, "of a megabyte a second"
+    threshold.record_bytes(1 << 30, 101.0)
+    assert threshold.bytes == MAX_WAKEUP_BYTES
+    threshold.reset_if_silent(101.4)
+    assert threshold.bytes == MAX_WAKEUP_BYTES
+    threshold.reset_if_silent(101.6)
+    assert threshold.bytes == 1
+    threshold.record_bytes(100, 200.0)
+    assert threshold.bytes == 1
 
 
-async def wakes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of who gets a megabyte in a third of a second, a few kilobytes at a time."""
+async def count_wakeups(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the wake-ups of a reader that gets a megabyte in a third of a second, a few kilobytes at a time."""
     here, there = pair
     times, buffer_updated = 0, TlsConnection.buffer_updated
 
@@ -114,10 +114,10 @@ async def wakes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> int:
         buffer_updated(self, nbytes)
 
     async def send() -> None:
-        began = time.monotonic()
-        for number in range(250):
+        started = time.monotonic()
+        for index in range(250):
             there.write(bytes(4000))
-            await asyncio.sleep(max(0.0, began + number * 0.0013 - time.monotonic()))
+            await asyncio.sleep(max(0.0, started + index * 0.0013 - time.monotonic()))
 
     monkeypatch.setattr(TlsConnection, "buffer_updated", count)
     here._wakeup_threshold.bytes = 40_000
@@ -126,15 +126,15 @@ async def wakes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.skipif(not module.HAS_LOW_WATERMARK, reason="the kernel would wake us late")
-async def test_few_wakes_for_much(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = await wakes(pair, monkeypatch)
+async def test_fast_transfer_causes_few_wakeups(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = await count_wakeups(pair, monkeypatch)
     monkeypatch.setattr(module, "HAS_LOW_WATERMARK", False)
     pair[0]._set_low_watermark()
-    many = await wakes(pair, monkeypatch)
+    many = await count_wakeups(pair, monkeypatch)
     assert few < 80 and few < many / 2, (few, many)
 
 
-async def test_the_last_bytes_are_not_waited_for_in_vain(pair: Pair) -> None:
+async def test_last_bytes_wake_the_reader(pair: Pair) -> None:
     here, there = pair
     here._wakeup_threshold.bytes = MAX_WAKEUP_BYTES
     for size in (
@@ -152,7 +152,7 @@ async def test_the_last_bytes_are_not_waited_for_in_vain(pair: Pair) -> None:
 
 
 @pytest.mark.skipif(not module.HAS_LOW_WATERMARK, reason="the kernel would wake us late")
-async def test_what_comes_slowly_after_a_fast_time_is_heard(pair: Pair) -> None:
+async def test_slow_bytes_after_a_fast_phase_wake_the_reader(pair: Pair) -> None:
     here, there = pair
     here._wakeup_threshold.bytes = MAX_WAKEUP_BYTES
     reading = asyncio.create_task(here.read(1_000_000))
@@ -166,7 +166,7 @@ async def test_what_comes_slowly_after_a_fast_time_is_heard(pair: Pair) -> None:
     reading.cancel()
 
 
-async def test_who_is_cancelled_knows_how_much_came(pair: Pair) -> None:
+async def test_cancelled_fill_reports_received_bytes(pair: Pair) -> None:
     here, there = pair
     view = memoryview(bytearray(10))
     filling = asyncio.create_task(here.fill(view))
@@ -180,7 +180,7 @@ async def test_who_is_cancelled_knows_how_much_came(pair: Pair) -> None:
     assert bytes(view) == b"abcdefghij"
 
 
-async def test_who_reads_nothing_stops_the_sender(pair: Pair) -> None:
+async def test_reader_that_pauses_stops_the_sender(pair: Pair) -> None:
     here, there = pair
     sent = 0
 
@@ -203,7 +203,7 @@ async def test_who_reads_nothing_stops_the_sender(pair: Pair) -> None:
     sending.cancel()
 
 
-async def test_an_end_in_the_middle_is_told_to_who_reads_and_who_writes(pair: Pair) -> None:
+async def test_lost_connection_raises_for_reader_and_writer(pair: Pair) -> None:
     here, there = pair
     there.write(b"half")
     reading = asyncio.create_task(here.read(8))
@@ -218,9 +218,9 @@ async def test_an_end_in_the_middle_is_told_to_who_reads_and_who_writes(pair: Pa
 
 
 @pytest.mark.parametrize("secure", [False, True])
-async def test_who_only_writes_hears_of_a_reset(secure: bool) -> None:
-    """TLS swallows what is written behind it: a writer that lets nobody speak would go on for ever."""
-    here, there = await joined(secure)
+async def test_writer_notices_a_reset(secure: bool) -> None:
+    """TLS swallows writes after a reset, so a writer that never yields would continue for ever."""
+    here, there = await connect_pair(secure)
     reset(there)
     written = 0
     with pytest.raises(ConnectionError):
@@ -234,8 +234,8 @@ async def test_who_only_writes_hears_of_a_reset(secure: bool) -> None:
 
 
 def reset(end: TlsConnection) -> None:
-    """At once, and without a word to the event loop."""
-    number = end.socket.fileno()
+    """Reset the connection without notifying the event loop."""
+    descriptor = end.socket.fileno()
     end.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), number)
+        os.dup2(nothing.fileno(), descriptor)

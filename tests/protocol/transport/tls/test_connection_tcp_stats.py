@@ -1,11 +1,11 @@
-"""What the kernel tells of arrivals; that it counts real losses is seen in tests/netlab/test_lossy_links.py."""
+"""The kernel's figures on arriving packets; tests/netlab/test_lossy_links.py shows that they count real losses."""
 
 import socket
 
 from protocol.transport.tls.connection import TcpReceiveStats, count_link_losses, read_tcp_receive_stats
 
 
-def test_a_clean_connection_shows_no_loss() -> None:
+def test_clean_connection_shows_no_loss() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         accepted, _ = server.accept()
         with accepted:
@@ -17,7 +17,7 @@ def test_a_clean_connection_shows_no_loss() -> None:
     assert read_tcp_receive_stats(client) == TcpReceiveStats(), "closed"
 
 
-def test_losses_count_where_no_queue_stands() -> None:
+def test_losses_count_only_without_a_queue() -> None:
     before, after = TcpReceiveStats(50, 50, 10), TcpReceiveStats(60, 50, 30)
     assert count_link_losses(before, after) == 20
     assert count_link_losses(before, TcpReceiveStats(150, 50, 30)) == 0, "a full queue drops packets, too"

@@ -1,4 +1,4 @@
-"""Proofs of identity on a direct connection: whose they are, what they are good for, and that they are good once."""
+"""Proofs of identity on a direct connection: they name one client, one server and one connection."""
 
 import hashlib
 import os
@@ -37,22 +37,22 @@ def client() -> Identity:
     return Identity.create()
 
 
-def test_a_proof_names_its_maker(server: Identity, client: Identity) -> None:
+def test_proof_names_its_author(server: Identity, client: Identity) -> None:
     check_certificate(server.peer_id, certificate_of(server))
     proof = make_proof(client, server.peer_id, certificate_of(server), NONCE)
     assert len(proof) == PROOF_BYTES
     assert ServerHandshake(server).verify_proof(proof, NONCE) == client.peer_id
 
 
-def test_a_proof_is_good_for_one_connection_only(server: Identity, client: Identity) -> None:
+def test_proof_is_valid_for_one_connection_only(server: Identity, client: Identity) -> None:
     proof = make_proof(client, server.peer_id, certificate_of(server), NONCE)
     assert ServerHandshake(server).verify_proof(proof, NONCE) == client.peer_id
     with pytest.raises(ForgedError):
         ServerHandshake(server).verify_proof(proof, os.urandom(32))
 
 
-def test_a_server_cannot_pass_a_proof_on(server: Identity, client: Identity) -> None:
-    """A man in the middle who gets a proof meant for himself, made with whatever nonce he likes."""
+def test_server_cannot_pass_on_a_proof(server: Identity, client: Identity) -> None:
+    """A man in the middle gets a proof that is meant for him, made with any nonce he likes."""
     middle = Identity.create()
     for certificate in (certificate_of(middle), certificate_of(server)):
         proof = make_proof(client, middle.peer_id, certificate, NONCE)
@@ -63,7 +63,7 @@ def test_a_server_cannot_pass_a_proof_on(server: Identity, client: Identity) -> 
     )
 
 
-def test_nobody_proves_to_be_another(server: Identity, client: Identity) -> None:
+def test_proof_of_another_identity_is_refused(server: Identity, client: Identity) -> None:
     thief = Identity.create()
     own = make_proof(thief, server.peer_id, certificate_of(server), NONCE)
     with pytest.raises(ForgedError):
@@ -71,20 +71,20 @@ def test_nobody_proves_to_be_another(server: Identity, client: Identity) -> None
     assert ServerHandshake(server).verify_proof(own, NONCE) == thief.peer_id
 
 
-def test_a_statement_of_a_peer_is_no_proof(server: Identity, client: Identity) -> None:
+def test_signed_message_of_a_peer_is_not_a_proof(server: Identity, client: Identity) -> None:
     signed = signing.sign(client, "peer", "ab" * 32, PeerRecord(sequence=1))
     with pytest.raises(ForgedError):
         ServerHandshake(server).verify_proof(client.peer_id.encode() + signed.signature, NONCE)
 
 
 @pytest.mark.parametrize("size", [0, 1, PROOF_BYTES - 1, PROOF_BYTES + 1, 1 << 20])
-def test_a_proof_of_another_size_is_none(server: Identity, size: int) -> None:
+def test_proof_of_another_size_is_refused(server: Identity, size: int) -> None:
     with pytest.raises(MalformedError):
         ServerHandshake(server).verify_proof(bytes(size), NONCE)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_garbage_is_no_proof(server: Identity, client: Identity, seed: int) -> None:
+def test_garbage_is_refused_as_proof(server: Identity, client: Identity, seed: int) -> None:
     proof = bytearray(make_proof(client, server.peer_id, certificate_of(server), NONCE))
     digest = hashlib.sha256(bytes([seed])).digest()
     proof[digest[0] % PROOF_BYTES] ^= 1 + digest[1] % 255
@@ -93,14 +93,14 @@ def test_garbage_is_no_proof(server: Identity, client: Identity, seed: int) -> N
             ServerHandshake(server).verify_proof(candidate, NONCE)
 
 
-def test_only_the_dialled_peers_certificate_will_do(server: Identity) -> None:
+def test_only_the_dialled_peers_certificate_is_accepted(server: Identity) -> None:
     check_certificate(server.peer_id, certificate_of(server))
     for other in (certificate_of(Identity.create()), b"", None, os.urandom(300), certificate_of(server)[:-70]):
         with pytest.raises(ForgedError):
             check_certificate(server.peer_id, other)
 
 
-def test_a_name_in_a_certificate_is_worth_nothing(server: Identity) -> None:
+def test_name_in_a_certificate_proves_nothing(server: Identity) -> None:
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, server.peer_id)])
     key = Ed25519PrivateKey.generate()
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
@@ -111,7 +111,7 @@ def test_a_name_in_a_certificate_is_worth_nothing(server: Identity) -> None:
         check_certificate(server.peer_id, forged.public_bytes(Encoding.DER))
 
 
-def test_a_certificate_of_another_version_is_none(server: Identity) -> None:
+def test_certificate_of_another_version_is_refused(server: Identity) -> None:
     version = bytes([0xA0, 0x03, 0x02, 0x01])
     own = certificate_of(server)
     assert own.count(version + b"\x02") == 1

@@ -1,4 +1,4 @@
-"""Direct connections over loopback: who gets in, who does not, and what the others notice of those who try."""
+"""Direct connections over loopback: admission, refusals, and their effect on other peers."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ QUICK = TlsLimits(handshake=0.5, max_unauthenticated=4, max_unauthenticated_per_
 
 
 class EchoListener:
-    """A door and what came in by it: an echo for everybody whose identity is known."""
+    """A listener that echoes the bytes of every authenticated peer."""
 
     def __init__(self, limits: TlsLimits) -> None:
         self.identity = Identity.create()
@@ -65,8 +65,8 @@ async def build() -> AsyncIterator[Build]:
         return built[-1]
 
     yield start
-    for house in built:
-        await house.listener.close()
+    for server in built:
+        await server.listener.close()
 
 
 async def dial(listener: EchoListener, caller: Identity, peer: PeerId | None = None) -> TlsConnection:
@@ -75,21 +75,21 @@ async def dial(listener: EchoListener, caller: Identity, peer: PeerId | None = N
     return connection
 
 
-async def connected(listener: EchoListener, **security: Any) -> TlsConnection:
-    """Without a proof."""
+async def connect_without_proof(listener: EchoListener, **security: Any) -> TlsConnection:
+    """Connect without sending a proof."""
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(TlsConnection, LOOPBACK, listener.listener.port, **security)
     return connection
 
 
-async def secured(listener: EchoListener) -> tuple[TlsConnection, bytes, bytes]:
-    """TLS without a proof: the connection, the certificate and the nonce."""
-    connection = await connected(listener, ssl=make_client_context(), server_hostname="")
+async def start_tls_without_proof(listener: EchoListener) -> tuple[TlsConnection, bytes, bytes]:
+    """Start TLS without sending a proof, and return the connection, the certificate and the nonce."""
+    connection = await connect_without_proof(listener, ssl=make_client_context(), server_hostname="")
     return connection, connection.peer_certificate(), await connection.read(NONCE_BYTES)
 
 
 async def is_cut(connection: TlsConnection) -> bool:
-    """Whether the other side ends it, without another byte."""
+    """Return whether the other side closes the connection without sending another byte."""
     try:
         await asyncio.wait_for(connection.read(1), 5)
     except (EOFError, ConnectionError):
@@ -107,74 +107,76 @@ def close(*connections: TlsConnection) -> None:
         connection.abort()
 
 
-async def test_both_ends_know_each_other(build: Build) -> None:
-    house, callers = build(), [Identity.create() for _ in range(3)]
-    connections = [await dial(house, caller) for caller in callers]
-    assert house.accepted_peers == [caller.peer_id for caller in callers]
+async def test_both_ends_are_authenticated(build: Build) -> None:
+    server, callers = build(), [Identity.create() for _ in range(3)]
+    connections = [await dial(server, caller) for caller in callers]
+    assert server.accepted_peers == [caller.peer_id for caller in callers]
     for connection in connections:
         assert await echoes(connection, os.urandom(1 << 20))
         assert connection.ssl_object.version() == "TLSv1.3"
-    assert not house.listener.refusals
+    assert not server.listener.refusals
     close(*connections)
 
 
-async def test_a_server_with_another_key_gets_no_proof(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_with_another_key_gets_no_proof(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     middle, wanted, caller = build(), Identity.create(), Identity.create()
     with pytest.raises(UnreachableError, match="forged"):
         await dial(middle, caller, wanted.peer_id)
     await middle.wait_for_refusals("cut")
     assert not middle.accepted_peers
-    # The control: a client that takes any certificate for the right one tells the man in the middle who it is.
+    # The control: a client that accepts any certificate reveals its identity to the man in the middle.
     monkeypatch.setattr(listener, "check_certificate", lambda server, certificate: None)
     with pytest.raises(UnreachableError):
         await dial(middle, caller, wanted.peer_id)
-    await middle.wait_for_refusals("forged")  # it said so with a proof, which is why this one could be judged
+    await middle.wait_for_refusals("forged")  # the client sent a proof, which could therefore be judged
 
 
-async def test_a_man_in_the_middle_cannot_pass_anything_on(build: Build) -> None:
-    """He connects to the server himself, and gives its nonce to a client that dials him."""
-    house, middle, victim = build(), Identity.create(), Identity.create()
-    connection, certificate, nonce = await secured(house)
+async def test_man_in_the_middle_cannot_pass_on_a_proof(build: Build) -> None:
+    """He connects to the server himself, and passes its nonce to a client that dials him."""
+    server, middle, victim = build(), Identity.create(), Identity.create()
+    connection, certificate, nonce = await start_tls_without_proof(server)
     connection.write(make_proof(victim, middle.peer_id, certificate, nonce))
     assert await is_cut(connection)
-    await house.wait_for_refusals("forged")
-    assert not house.accepted_peers
+    await server.wait_for_refusals("forged")
+    assert not server.accepted_peers
     close(connection)
 
 
-async def test_a_replayed_proof_is_refused(build: Build) -> None:
-    house, caller = build(), Identity.create()
-    connection, certificate, nonce = await secured(house)
-    proof = make_proof(caller, house.peer_id, certificate, nonce)
+async def test_replayed_proof_is_refused(build: Build) -> None:
+    server, caller = build(), Identity.create()
+    connection, certificate, nonce = await start_tls_without_proof(server)
+    proof = make_proof(caller, server.peer_id, certificate, nonce)
     connection.write(proof)
     assert await connection.read(1) == ACCEPTED, "the control: the first time it is good"
-    again, _, _ = await secured(house)
+    again, _, _ = await start_tls_without_proof(server)
     again.write(proof)
     assert await is_cut(again)
-    await house.wait_for_refusals("forged")
-    assert house.accepted_peers == [caller.peer_id]
+    await server.wait_for_refusals("forged")
+    assert server.accepted_peers == [caller.peer_id]
     close(connection, again)
 
 
 async def test_another_peers_name_is_refused(build: Build) -> None:
-    house, thief, victim = build(), Identity.create(), Identity.create()
-    connection, certificate, nonce = await secured(house)
-    connection.write(victim.peer_id.encode() + make_proof(thief, house.peer_id, certificate, nonce)[-64:])
+    server, thief, victim = build(), Identity.create(), Identity.create()
+    connection, certificate, nonce = await start_tls_without_proof(server)
+    connection.write(victim.peer_id.encode() + make_proof(thief, server.peer_id, certificate, nonce)[-64:])
     assert await is_cut(connection)
-    assert not house.accepted_peers
+    assert not server.accepted_peers
     close(connection)
 
 
 @pytest.mark.parametrize("sent", [b"", bytes(10), bytes(PROOF_BYTES - 1)])
-async def test_without_a_proof_the_time_is_short(build: Build, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_connection_without_proof_is_cut_soon(
+    build: Build, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
-    house = build()
-    connection, _, _ = await secured(house)
+    server = build()
+    connection, _, _ = await start_tls_without_proof(server)
     connection.write(sent)
     assert await is_cut(connection)
-    await house.wait_for_refusals("too slow")
+    await server.wait_for_refusals("too slow")
     assert caplog.text.count("refusing a direct connection from 127.0.0.1: too slow") == 1
-    honest = await dial(house, Identity.create())
+    honest = await dial(server, Identity.create())
     assert await echoes(honest)
     close(connection, honest)
 
@@ -183,53 +185,53 @@ async def test_without_a_proof_the_time_is_short(build: Build, sent: bytes, capl
     "garbage", [b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\x16\x03\x01\xff\xff" + os.urandom(2000)]
 )
 async def test_garbage_is_refused(build: Build, garbage: bytes) -> None:
-    house = build()
-    connection = await connected(house)
+    server = build()
+    connection = await connect_without_proof(server)
     connection.write(garbage)
     async with asyncio.timeout(5):
-        while not house.listener.refusals:
+        while not server.listener.refusals:
             await asyncio.sleep(0.005)
-    assert not house.accepted_peers
+    assert not server.accepted_peers
     close(connection)
 
 
-async def test_bytes_in_place_of_a_proof_are_refused_and_not_kept(build: Build) -> None:
-    house = build()
-    connection, _, _ = await secured(house)
+async def test_bytes_instead_of_a_proof_are_refused_and_not_stored(build: Build) -> None:
+    server = build()
+    connection, _, _ = await start_tls_without_proof(server)
     connection.write(os.urandom(64 << 20))
     assert await is_cut(connection)
-    assert house.listener.refusals.total() == 1
+    assert server.listener.refusals.total() == 1
     close(connection)
 
 
 async def test_an_older_tls_is_refused(build: Build) -> None:
-    house, context = build(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server, context = build(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(OSError):  # a TLS alert, or the end of the connection before it was read
-        await asyncio.open_connection(LOOPBACK, house.listener.port, ssl=context, server_hostname="")
-    await house.wait_for_refusals("no TLS of ours")
+        await asyncio.open_connection(LOOPBACK, server.listener.port, ssl=context, server_hostname="")
+    await server.wait_for_refusals("no TLS of ours")
 
 
-async def test_those_who_say_nothing_keep_nobody_out(build: Build) -> None:
-    """More silent connections than places: the oldest give way, and an honest peer is let in at once."""
-    house = build(TlsLimits(handshake=30.0, max_unauthenticated=4, max_unauthenticated_per_host=100))
-    silent = [await connected(house) for _ in range(10)]
-    await house.wait_for_refusals("gave way", 6)
+async def test_silent_connections_shut_nobody_out(build: Build) -> None:
+    """With more silent connections than slots, the oldest are evicted and an honest peer is admitted at once."""
+    server = build(TlsLimits(handshake=30.0, max_unauthenticated=4, max_unauthenticated_per_host=100))
+    silent = [await connect_without_proof(server) for _ in range(10)]
+    await server.wait_for_refusals("gave way", 6)
     assert [await is_cut(connection) for connection in silent[:6]] == [True] * 6
-    honest = await asyncio.wait_for(dial(house, Identity.create()), 2)
+    honest = await asyncio.wait_for(dial(server, Identity.create()), 2)
     assert await echoes(honest)
     close(honest, *silent)
 
 
-async def test_one_host_has_few_places(build: Build) -> None:
-    house = build(TlsLimits(handshake=30.0, max_unauthenticated=64, max_unauthenticated_per_host=3))
-    silent = [await connected(house) for _ in range(5)]
-    await house.wait_for_refusals("too many from one host", 2)
+async def test_one_host_has_few_unauthenticated_connections(build: Build) -> None:
+    server = build(TlsLimits(handshake=30.0, max_unauthenticated=64, max_unauthenticated_per_host=3))
+    silent = [await connect_without_proof(server) for _ in range(5)]
+    await server.wait_for_refusals("too many from one host", 2)
     assert await is_cut(silent[-1])
     close(*silent)
     async with asyncio.timeout(5):
-        while not await _can_authenticate(house):
+        while not await _can_authenticate(server):
             await asyncio.sleep(0.01)
 
 
@@ -241,58 +243,58 @@ async def _can_authenticate(listener: EchoListener) -> bool:
     return True
 
 
-async def test_many_at_once_get_in(build: Build) -> None:
-    house = build(TlsLimits())
+async def test_many_peers_connect_at_once(build: Build) -> None:
+    server = build(TlsLimits())
     callers = [Identity.create() for _ in range(12)]
-    connections = await asyncio.gather(*(dial(house, caller) for caller in callers))
-    assert sorted(house.accepted_peers) == sorted(caller.peer_id for caller in callers)
+    connections = await asyncio.gather(*(dial(server, caller) for caller in callers))
+    assert sorted(server.accepted_peers) == sorted(caller.peer_id for caller in callers)
     close(*connections)
 
 
 async def frozen_server() -> tuple[socket.socket, Endpoint]:
-    """Takes connections and says nothing."""
+    """Return a listener that accepts connections in the kernel and never answers."""
     listening = socket.create_server((LOOPBACK, 0))
     return listening, Endpoint((LOOPBACK,), listening.getsockname()[1])
 
 
-async def test_a_server_that_says_nothing_is_left_in_time() -> None:
-    listening, place = await frozen_server()
+async def test_silent_server_is_given_up_in_time() -> None:
+    listening, endpoint = await frozen_server()
     began = asyncio.get_running_loop().time()
     with pytest.raises(UnreachableError, match="too slow"):
-        await TlsDialer(Identity.create(), QUICK).dial(Identity.create().peer_id, place)
+        await TlsDialer(Identity.create(), QUICK).dial(Identity.create().peer_id, endpoint)
     assert asyncio.get_running_loop().time() - began < 4 * QUICK.handshake
     listening.close()
 
 
-async def test_of_several_hosts_the_first_to_answer_is_taken(build: Build) -> None:
-    house = build()
-    place = Endpoint(("192.0.2.1", "no such host", "x" * 300, "::1", LOOPBACK), house.listener.port)
+async def test_first_host_to_answer_is_used(build: Build) -> None:
+    server = build()
+    endpoint = Endpoint(("192.0.2.1", "no such host", "x" * 300, "::1", LOOPBACK), server.listener.port)
     began = asyncio.get_running_loop().time()
-    connection, host = await TlsDialer(Identity.create(), TlsLimits()).dial(house.peer_id, place)
+    connection, host = await TlsDialer(Identity.create(), TlsLimits()).dial(server.peer_id, endpoint)
     assert host == LOOPBACK and await echoes(connection)
     assert asyncio.get_running_loop().time() - began < 3, "the silent one is not waited for"
     close(connection)
     for hosts in ((), ("x" * 300,)):
         with pytest.raises(UnreachableError, match="no direct connection: "):
-            await TlsDialer(Identity.create(), QUICK).dial(house.peer_id, Endpoint(hosts, house.listener.port))
+            await TlsDialer(Identity.create(), QUICK).dial(server.peer_id, Endpoint(hosts, server.listener.port))
 
 
 @pytest.mark.parametrize("found", [[LOOPBACK], ["127.0.0.77", LOOPBACK]], ids=["one address", "the second answers"])
-async def test_a_host_may_have_a_name(build: Build, found: list[str]) -> None:
-    house, asked = build(), list[tuple[object, ...]]()
+async def test_host_name_is_resolved(build: Build, found: list[str]) -> None:
+    server, asked = build(), list[tuple[object, ...]]()
 
     def lookup(host: str, port: int, **_: object) -> list[Any]:
         asked.append((host, port))
         return [(None, None, 0, "", (address, port)) for address in found]
 
-    place = Endpoint(("house.example",), house.listener.port)
-    connection, host = await TlsDialer(Identity.create(), QUICK, Resolver(lookup)).dial(house.peer_id, place)
-    assert host == "house.example" and asked == [(host, house.listener.port)]
+    endpoint = Endpoint(("house.example",), server.listener.port)
+    connection, host = await TlsDialer(Identity.create(), QUICK, Resolver(lookup)).dial(server.peer_id, endpoint)
+    assert host == "house.example" and asked == [(host, server.listener.port)]
     assert await echoes(connection)
     close(connection)
 
 
-async def test_a_name_that_is_none_is_said() -> None:
+async def test_unknown_host_name_is_unreachable() -> None:
     def lookup(*_: object, **__: object) -> list[Any]:
         raise socket.gaierror("no such name")
 
@@ -301,9 +303,9 @@ async def test_a_name_that_is_none_is_said() -> None:
         await dialer.dial("peer", Endpoint(("nowhere.example",), 1))
 
 
-async def test_names_that_nobody_answers_for_hold_up_nothing_else(build: Build) -> None:
-    """Such a lookup cannot be ended, and whoever announces himself chooses the name."""
-    house, over, looking = build(), threading.Event(), list[str]()
+async def test_hanging_lookups_do_not_delay_anything_else(build: Build) -> None:
+    """Such a lookup cannot be cancelled, and any announcing peer chooses the name."""
+    server, over, looking = build(), threading.Event(), list[str]()
 
     def lookup(host: str, port: int, **_: object) -> list[Any]:
         looking.append(host)
@@ -311,8 +313,8 @@ async def test_names_that_nobody_answers_for_hold_up_nothing_else(build: Build) 
         raise socket.gaierror("no answer")
 
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    dialer, peer = TlsDialer(Identity.create(), QUICK, Resolver(lookup)), house.peer_id
-    hosts = tuple(f"host {number}.example" for number in range(2 * MAX_QUEUED_LOOKUPS))
+    dialer, peer = TlsDialer(Identity.create(), QUICK, Resolver(lookup)), server.peer_id
+    hosts = tuple(f"host {index}.example" for index in range(2 * MAX_QUEUED_LOOKUPS))
     try:
         with pytest.raises(UnreachableError, match="too slow"):
             await dialer.dial(peer, Endpoint(hosts[:10], 1))
@@ -320,28 +322,28 @@ async def test_names_that_nobody_answers_for_hold_up_nothing_else(build: Build) 
             await dialer.dial(peer, Endpoint(hosts[::-1], 1))
         assert len(looking) == MAX_LOOKUPS
         assert await asyncio.wait_for(asyncio.to_thread(len, "vow"), 5) == 3
-        connection, _ = await dialer.dial(peer, house.endpoint)  # nor who is named by an address
+        connection, _ = await dialer.dial(peer, server.endpoint)  # an address needs no lookup
         close(connection)
     finally:
         over.set()
-    with pytest.raises(UnreachableError, match="cut"):  # the places are free again
+    with pytest.raises(UnreachableError, match="cut"):  # the slots are free again
         await dialer.dial(peer, Endpoint(("another.example",), 1))
     assert looking[-1] == "another.example"
 
 
-async def test_a_cut_in_the_middle_is_noticed_by_the_other_end(build: Build) -> None:
-    house = build()
-    connection = await dial(house, Identity.create())
+async def test_closed_listener_cuts_its_connections(build: Build) -> None:
+    server = build()
+    connection = await dial(server, Identity.create())
     assert await echoes(connection)
-    await house.listener.close()
+    await server.listener.close()
     assert await is_cut(connection)
     close(connection)
 
 
-async def test_a_taken_port_is_said(build: Build) -> None:
-    house, other = build(), TlsListener(Identity.create(), _never, QUICK)
+async def test_taken_port_names_the_option_to_change(build: Build) -> None:
+    server, other = build(), TlsListener(Identity.create(), _never, QUICK)
     with pytest.raises(TransportError, match="--direct off"):
-        other.listen([LOOPBACK], house.listener.port)
+        other.listen([LOOPBACK], server.listener.port)
     await other.close()
 
 
@@ -349,38 +351,38 @@ async def _never(peer: PeerId, connection: TlsConnection, greeting: bytes) -> No
     raise AssertionError(peer)
 
 
-async def test_closing_leaves_nothing(build: Build) -> None:
-    house = build(TlsLimits(handshake=30.0))
-    guest, silent = await dial(house, Identity.create()), await secured(house)
-    raw = await connected(house)
-    await house.listener.close()
+async def test_close_leaves_no_task_and_no_socket(build: Build) -> None:
+    server = build(TlsLimits(handshake=30.0))
+    guest, silent = await dial(server, Identity.create()), await start_tls_without_proof(server)
+    raw = await connect_without_proof(server)
+    await server.listener.close()
     assert await is_cut(guest) and await is_cut(silent[0]) and await is_cut(raw)
     close(guest, silent[0], raw)
     assert asyncio.all_tasks() == {asyncio.current_task()}
     with pytest.raises(OSError):
-        await asyncio.open_connection(LOOPBACK, house.listener.port)
+        await asyncio.open_connection(LOOPBACK, server.listener.port)
 
 
-async def test_the_proof_is_what_keeps_strangers_out(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of all refusals above: a door that believes every name lets a thief in under another's."""
-    house, thief, victim = build(), Identity.create(), Identity.create()
+async def test_without_the_proof_check_a_thief_would_be_admitted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of all refusals above: a listener that believes every name admits a thief under another name."""
+    server, thief, victim = build(), Identity.create(), Identity.create()
 
     def believe(peer: PeerId, message: bytes, signature: bytes) -> None:
         pass
 
-    async def try_it() -> bool:
-        connection, certificate, nonce = await secured(house)
-        connection.write(victim.peer_id.encode() + make_proof(thief, house.peer_id, certificate, nonce)[-64:])
+    async def is_admitted() -> bool:
+        connection, certificate, nonce = await start_tls_without_proof(server)
+        connection.write(victim.peer_id.encode() + make_proof(thief, server.peer_id, certificate, nonce)[-64:])
         cut = await is_cut(connection)
         close(connection)
         return not cut
 
-    assert not await try_it()
+    assert not await is_admitted()
     monkeypatch.setattr("protocol.transport.tls.handshake.verify", believe)
-    assert await try_it() and house.accepted_peers == [victim.peer_id]
+    assert await is_admitted() and server.accepted_peers == [victim.peer_id]
 
 
-def test_words_for_what_went_wrong() -> None:
+def test_refusal_reasons_and_host_groups() -> None:
     assert listener._refusal_reason(ForgedError("x")) == "forged"
     assert listener._host_group("2001:db8::1") == listener._host_group("2001:db8::ffff")
     assert listener._host_group("2001:db8::1") != listener._host_group("2001:db8:0:1::1")
