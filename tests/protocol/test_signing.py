@@ -122,7 +122,7 @@ def test_peer_id_is_read_from_an_address() -> None:
 
 
 def test_valid_signature_is_verified_once_and_forged_one_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A contribution arrives again in a roster and a commit. Control: messages too long for the cache are reverified."""
+    """A contribution arrives again in a roster and a commit. Control: messages too long to cache are reverified."""
     checked: list[int] = []
 
     def count_checks(peer: str, message: bytes, signature: bytes) -> None:
