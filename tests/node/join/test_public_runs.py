@@ -21,7 +21,7 @@ from protocol.identity import Identity
 from protocol.membership.contacts import save_addresses
 from protocol.membership.run_registry import LIFETIME_SECONDS, make_run_announcement
 from protocol.signing import fingerprint
-from tests.protocol.membership.test_run_registry import HOSTILE, NOW, ORGANISER, RUN, run_of, signed_anyhow
+from tests.protocol.membership.test_run_registry import HOSTILE, NOW, ORGANISER, RUN, run_of, sign_unchecked
 
 PEERS = [Identity.create().peer_id for _ in range(3)]
 ADDRESSES = [f"/ip4/203.0.113.{number}/tcp/4001/p2p/{peer}" for number, peer in enumerate(PEERS)]
@@ -58,16 +58,16 @@ def test_the_packaged_list_is_asked_too(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_is_hostile_is_dropped_with_a_line(hostile: object, caplog: pytest.LogCaptureFixture) -> None:
     """The control stands beside it and is kept."""
     runs = AnnouncedRuns()
-    add_announcement(runs, signed_anyhow(hostile), NOW)  # type: ignore[arg-type]
+    add_announcement(runs, sign_unchecked(hostile), NOW)  # type: ignore[arg-type]
     assert runs == {} and "was dropped" in caplog.text
-    add_announcement(runs, signed_anyhow(run_of()), NOW)
+    add_announcement(runs, sign_unchecked(run_of()), NOW)
     assert [run.name for run in runs.values()] == ["demo"]
 
 
 def test_what_is_over_is_dropped_and_the_newest_of_two_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     runs = AnnouncedRuns()
-    add_announcement(runs, signed_anyhow(run_of(round=9), expires=NOW - 1), NOW)
+    add_announcement(runs, sign_unchecked(run_of(round=9), expires=NOW - 1), NOW)
     assert runs == {} and "expires in -1 s" in caplog.text
     for number, when in ((2, NOW + 1), (3, NOW + 2), (1, NOW)):
         add_announcement(runs, make_run_announcement(ORGANISER, run_of(round=number), when).value, NOW)
