@@ -12,7 +12,10 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 def _open_without_content(package: str) -> None:
-    """Register a package without running its `__init__`, so that its modules import only what they need."""
+    """Register a package without running its `__init__`.
+
+    Its modules then import only what they need.
+    """
     spec = find_spec(package) if package not in sys.modules else None
     if spec is not None:
         sys.modules[package] = module_from_spec(ModuleSpec(package, None, is_package=True))

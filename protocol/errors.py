@@ -25,7 +25,10 @@ MurmurError                      1   any of the errors below, unspecified
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the text of an error, or its type's name, because many of Python's own errors have no text."""
+    """Return the text of an error, or the name of its type if it has none.
+
+    Many of Python's own errors have no text.
+    """
     return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
@@ -96,7 +99,10 @@ class OrganiserError(MurmurError):
 
 
 class PeerFault(MurmurError):  # noqa: N818
-    """A peer's violation of the protocol; caught, counted and logged where its bytes arrive."""
+    """A peer's violation of the protocol.
+
+    It is caught, counted and logged where the peer's bytes arrive.
+    """
 
     @property
     def metric_label(self) -> str:

@@ -41,7 +41,10 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Self:
-        """Load the key from the file, creating it if it does not exist; raise IdentityError if it is unusable."""
+        """Load the key from the file, creating it if it does not exist.
+
+        Raises IdentityError if it is unusable.
+        """
         try:
             return cls._load(path)
         except FileNotFoundError:
@@ -85,7 +88,10 @@ class Identity:
 
     @property
     def private_key(self) -> Ed25519PrivateKey:
-        """Return the key for TLS, whose signed bytes cannot be confused with those of our messages."""
+        """Return the key for TLS.
+
+        The bytes that TLS signs cannot be confused with those of our messages.
+        """
         return self._key
 
 
@@ -110,7 +116,10 @@ def _peer_id(public: bytes) -> PeerId:
 
 @lru_cache(maxsize=4096)
 def public_key(peer_id: PeerId) -> Ed25519PublicKey:
-    """Return the key in a peer id; raise MalformedError unless it is the canonical id of an Ed25519 key."""
+    """Return the key in a peer id.
+
+    Raises MalformedError unless it is the canonical id of an Ed25519 key.
+    """
     # Check the length first: decoding takes quadratic time, and the text may come from a peer.
     if len(peer_id) != PEER_ID_LENGTH:
         raise MalformedError(f"a peer id has {PEER_ID_LENGTH} characters, not {len(peer_id)}")
@@ -125,7 +134,10 @@ def public_key(peer_id: PeerId) -> Ed25519PublicKey:
 
 
 def verify(peer_id: PeerId, message: bytes, signature: bytes) -> None:
-    """Raise ForgedError unless the peer signed the message, and MalformedError for an invalid peer id."""
+    """Raise ForgedError unless the peer signed the message.
+
+    Raises MalformedError for an invalid peer id.
+    """
     try:
         public_key(peer_id).verify(signature, message)
     except InvalidSignature as error:

@@ -38,7 +38,10 @@ class Section(BaseModel):
 
 
 def _check_option(value: object) -> OptionValue:
-    """Check the shape of an option, not its meaning: a plain value, a table of these, or a list of both."""
+    """Check the shape of an option, not its meaning.
+
+    It is a plain value, a table of these, or a list of both.
+    """
     if not isinstance(value, list | tuple):
         return _check_table_or_scalar(value)
     if not 2 <= len(value) <= MAX_PHASES:
@@ -109,7 +112,10 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """The inner optimizer: AdamW with warm-up and cosine decay to `final_share` of the learning rate."""
+    """The inner optimizer: AdamW with warm-up and cosine decay.
+
+    The learning rate decays to `final_share` of its peak.
+    """
 
     batch_tokens: int = Field(ge=1, description="tokens of one inner step on one peer")
     microbatch: int = Field(default=8, ge=1, description="sequences of one forward pass")
@@ -205,7 +211,10 @@ class Manifest(Section):
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Read a manifest from a file; raise MissingFileError or ManifestError, one line that says what to fix."""
+    """Read a manifest from a file.
+
+    Raises MissingFileError or ManifestError, one line that says what to fix.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(MAX_MANIFEST_BYTES + 1)
@@ -239,7 +248,10 @@ def _refuse_date(value: object) -> str:
 
 
 def _describe_fault(error: ValidationError, text: str) -> str:
-    """Describe one fault on one line; unknown keys first, because a missing key may be the same one misspelt."""
+    """Describe one fault on one line, preferring unknown keys.
+
+    A missing key may be the same one misspelt.
+    """
     faults = error.errors(include_url=False)
     fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     keys = tuple(str(part) for part in fault["loc"])
@@ -277,7 +289,10 @@ def _known_keys(tables: tuple[str, ...]) -> list[str]:
 
 
 def _line_of(keys: tuple[str, ...], text: str) -> int | None:
-    """Return the line of a key or, failing that, of its table, because TOML's parser does not report lines."""
+    """Return the line of a key or, failing that, of its table.
+
+    TOML's parser does not report lines.
+    """
     table, found = "", None
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line)

@@ -66,7 +66,10 @@ def open_signed(
 def read_unverified(
     signed: murmur_pb2.Signed, kind: str, message_type: type[MessageT], max_bytes: int = MAX_BODY_BYTES
 ) -> MessageT:
-    """Parse the body without verifying its signature, to decide cheaply whether that is worth its time."""
+    """Parse the body without verifying its signature.
+
+    This decides cheaply whether the verification is worth its time.
+    """
     _check_envelope(signed, kind, max_bytes)
     body = message_type()
     try:
@@ -80,7 +83,10 @@ def read_unverified(
 
 
 def verify_signed(signed: murmur_pb2.Signed, run_id: RunId) -> None:
-    """Raise ForgedError unless the named peer signed the message for this run and kind."""
+    """Raise ForgedError unless the named peer signed the message.
+
+    The signature covers the run and the kind.
+    """
     signed_bytes = _signed_bytes(signed.kind, run_id, signed.body)
     (_verify_cached if len(signed_bytes) <= MAX_CACHED_MESSAGE_BYTES else verify)(
         signed.peer, signed_bytes, signed.signature
@@ -89,7 +95,10 @@ def verify_signed(signed: murmur_pb2.Signed, run_id: RunId) -> None:
 
 @lru_cache(maxsize=MAX_CACHED_SIGNATURES)
 def _verify_cached(peer: PeerId, signed_bytes: bytes, signature: bytes) -> None:
-    """Verify a signature, caching success: a contribution comes from its author, in a roster and in a commit."""
+    """Verify a signature, caching success.
+
+    A contribution arrives from its author, in a roster and in a commit.
+    """
     verify(peer, signed_bytes, signature)
 
 
@@ -113,7 +122,10 @@ def _signed_bytes(kind: str, run_id: RunId, body: bytes) -> bytes:
 
 
 def peer_id_of(address: str) -> PeerId:
-    """Return the peer id at the end of a multiaddress; raise MalformedError if there is none."""
+    """Return the peer id at the end of a multiaddress.
+
+    Raises MalformedError if there is none.
+    """
     _, separator, peer = address.rpartition("/p2p/")
     if not separator:
         raise MalformedError(f"{address[:200]!r} does not end in /p2p/<peer id>")
@@ -169,7 +181,10 @@ def open_signed_manifest(text: bytes, origin: str) -> SignedManifest:
 
 
 def fingerprint(organiser: PeerId) -> str:
-    """Return half of the key's SHA-256 in groups of four that two people can compare: `9f3c 21aa ...`."""
+    """Return half of the key's SHA-256 in groups that two people can compare.
+
+    The form is `9f3c 21aa ...`.
+    """
     digest = hashlib.sha256(public_key(organiser).public_bytes_raw()).hexdigest()[:32]
     return " ".join(digest[start : start + 4] for start in range(0, len(digest), 4))
 

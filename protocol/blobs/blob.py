@@ -66,7 +66,10 @@ class Blob:
         return min(PIECE_BYTES, self.size - piece * PIECE_BYTES)
 
     def check_hashes(self, hashes: bytes) -> None:
-        """Raise LimitError if there are too many hashes, and MalformedError if they are not this blob's."""
+        """Check piece hashes against the digest.
+
+        Raises LimitError if there are too many, and MalformedError if they are not this blob's.
+        """
         if len(hashes) > self.pieces * DIGEST_BYTES:
             raise LimitError("more piece hashes than the blob has pieces")
         if digest_of(hashes, self.size) != self.digest:
@@ -91,7 +94,7 @@ def total_size(data: Iterable[Bytes]) -> int:
 
 
 def piece_hashes(*data: Bytes) -> bytes:
-    """Return the 32-byte hashes of all pieces of the concatenated `data`, without copying it."""
+    """Return the 32-byte hashes of the pieces of `data`, concatenated without a copy."""
     digests, hasher, room = [], blake3(), PIECE_BYTES
     for view in (memoryview(part).cast("B") for part in data):
         while view:

@@ -36,7 +36,10 @@ class RequestFailedError(Exception):
 
 
 class UnattributedMismatchError(Exception):
-    """Raised when a one-piece blob does not match: either the source lied, or the peer that named its size."""
+    """Raised when a one-piece blob does not match.
+
+    Either the source lied, or the peer that named its size.
+    """
 
 
 class ChannelLease(Protocol):
@@ -49,7 +52,10 @@ class ChannelLease(Protocol):
 
 
 class ChannelPool(Protocol):
-    """The network of a downloader: channels for its calls, and how many parallel calls a peer's link can use."""
+    """The network of a downloader.
+
+    It provides channels for calls, and says how many parallel calls a peer's link can use.
+    """
 
     def lease_channel(self, peer: PeerId) -> AbstractContextManager[ChannelLease]: ...
     def parallelism(self, peer: PeerId) -> int: ...
@@ -86,7 +92,10 @@ class BlobClient:
         piece_request: PieceRequest,
         store_piece: Callable[[bytearray], object],
     ) -> None:
-        """Fetch a piece and pass it to `store_piece` in a thread, which checks and writes it."""
+        """Fetch a piece and pass it to `store_piece`.
+
+        `store_piece` checks and writes it in a thread.
+        """
         length = blob.piece_length(piece_request.piece)
         with self._lease_channel(piece_request) as lease:
             data = await self._stream_piece(blob, scheduler, piece_request, lease)
@@ -98,7 +107,10 @@ class BlobClient:
     async def _stream_piece(
         self, blob: Blob, scheduler: DownloadScheduler, request: PieceRequest, lease: ChannelLease
     ) -> bytearray:
-        """Return the bytes of a piece; if there are fewer than its length, they are compressed."""
+        """Return the received bytes of a piece.
+
+        They are compressed if there are fewer than the piece's length.
+        """
         data, received = bytearray(blob.piece_length(request.piece)), 0
         message = FetchRequest(digest=blob.digest, offset=request.piece * PIECE_BYTES, length=len(data))
         message.squeezed = self._in_flight_limit.is_slow
@@ -124,7 +136,7 @@ class BlobClient:
 
     @asynccontextmanager
     async def _call_deadline(self, call: PieceRequest) -> AsyncIterator[None]:
-        """Raise TimeoutError at the end of the call's time, or if its peer sends nothing for the stall timeout.
+        """Raise TimeoutError when the call's time ends or its peer stalls.
 
         One connection carries the calls of a peer one after the other, in any order, so bytes for another call of the
         same peer count as a sign of life.
@@ -141,7 +153,10 @@ class BlobClient:
                     self._timeouts.pop(call.peer, None)
 
     def _extend_timeouts(self, peer: PeerId) -> None:
-        """Extend the peer's deadlines, but not at each chunk: a fast link delivers a thousand chunks a second."""
+        """Extend the peer's deadlines.
+
+        This does not happen at each chunk, because a fast link delivers a thousand chunks a second.
+        """
         stall_deadline = asyncio.get_running_loop().time() + self._stall
         for timeout, end in self._timeouts[peer].items():
             deadline = min(end, stall_deadline)
@@ -162,7 +177,10 @@ class BlobClient:
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Turn the errors that a source can cause into RequestFailedError; errors of our own disk pass."""
+    """Turn the errors that a source can cause into RequestFailedError.
+
+    Errors of our own disk pass.
+    """
     try:
         yield
     except grpc.aio.AioRpcError as error:

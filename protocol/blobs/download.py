@@ -116,7 +116,7 @@ class Download:
         return f"{len(failures)} sources tried: {listed}{'; ...' if len(failures) > MAX_LISTED_FAILURES else ''}"
 
     def add_waiter(self, sources: FindSources) -> None:
-        """Add a waiter with its sources, which may have a blob that the other waiters' sources do not have."""
+        """Add a waiter, whose sources may have a blob that the others lack."""
         self.waiters.append(sources)
         self._next_refresh_at = 0.0
         self._absent.clear()
@@ -234,7 +234,7 @@ class Download:
 
 
 class Downloader:
-    """Fetches blobs into the store over channels to peers; `refusals` counts the sources that lied."""
+    """Fetches blobs into the store; `refusals` counts the sources that lied."""
 
     def __init__(
         self,
@@ -329,7 +329,7 @@ class Downloader:
             self._ticker.add_done_callback(self._on_ticker_stopped)
 
     async def _tick(self) -> None:
-        """Start requests for all downloads at each tick and soon after each event, while anything is fetched."""
+        """Start requests at each tick and after each event, while anything is fetched."""
         while self._downloads:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_SECONDS):
@@ -347,7 +347,7 @@ class Downloader:
                     download.scheduler_run.abort(error)
 
     def _start_due_requests(self, now: float) -> None:
-        """Start the requests that are due: hash lists first, then small blobs before large ones.
+        """Start the due requests, hash lists first, then small blobs before large ones.
 
         Sizes are compared by powers of two, so a round does not wait for a state. Blobs of equal size go by priority,
         then by age.
@@ -391,7 +391,7 @@ class Downloader:
             awaited.update(own)
 
     async def _leave(self, download: Download, sources: FindSources) -> None:
-        """Remove a waiter; the last one ends the download and waits until its file is closed."""
+        """Remove a waiter; the last one ends the download and closes its file."""
         download.waiters.remove(sources)
         if not download.waiters and not download.task.done():
             download.is_ending = True
@@ -409,7 +409,10 @@ def _failure_from(task: asyncio.Task[None]) -> RequestFailedError | None:
 
 
 def _check_size(blob: Blob, reply: PiecesReply) -> None:
-    """Raise if the hashes match the digest with another size: then our size is wrong, and the source is honest."""
+    """Raise MalformedError if the hashes prove that our size is wrong.
+
+    If they match the digest with the size in the reply, the source is honest.
+    """
     if reply.size == blob.size or reply.size > MAX_BLOB_BYTES:
         return
     if digest_of(reply.pieces, reply.size) == blob.digest:

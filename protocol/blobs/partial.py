@@ -26,7 +26,7 @@ class PartialStore(Protocol):
 
 
 class Partial(ABC):
-    """A blob that is being fetched; `missing` holds the pieces that are absent or not checked yet."""
+    """A blob that is being fetched; `missing` holds absent and unchecked pieces."""
 
     def __init__(self, store: PartialStore, blob: Blob, hashes: bytes) -> None:
         self.blob = blob
@@ -63,7 +63,10 @@ class Partial(ABC):
 
 
 class MemoryPartial(Partial):
-    """A partial blob in one contiguous buffer, so that it can be decoded repeatedly without a copy."""
+    """A partial blob in one contiguous buffer.
+
+    It can be decoded repeatedly without a copy.
+    """
 
     def __init__(self, store: PartialStore, blob: Blob, hashes: bytes) -> None:
         super().__init__(store, blob, hashes)
@@ -99,7 +102,10 @@ class FilePartial(Partial):
             self._descriptor: int | None = _open_file(path, blob.size)
 
     def verify_existing(self) -> None:
-        """Hash the existing pieces, which takes seconds for gigabytes; stop early when closed."""
+        """Hash the existing pieces.
+
+        This takes seconds for gigabytes, and stops early when the blob is closed.
+        """
         for piece in range(self.blob.pieces):
             with self._lock, disk_errors(self._path):
                 if self._descriptor is None:

@@ -19,7 +19,10 @@ class _Reservation:
 
 
 class RelayQuota:
-    """Counts reserved bytes of all peers and of each, and blobs of each, because every blob costs us work."""
+    """Counts the reserved bytes in total, and the bytes and blobs of each peer.
+
+    The number of blobs is limited because every blob costs us work.
+    """
 
     def __init__(self, max_bytes: int, max_bytes_per_peer: int, max_blobs_per_peer: int) -> None:
         self._max_bytes = max_bytes

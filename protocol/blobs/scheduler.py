@@ -102,19 +102,27 @@ class RunningRequest:
 
 @dataclass
 class InflowStats:
-    """Received bytes of all downloads: the total of each peer, and the recent rate of all together."""
+    """Received bytes of all downloads.
+
+    It holds the total of each peer, and the recent rate of all together.
+    """
 
     received_by_peer: Counter[PeerId] = field(default_factory=Counter)
     rate: float = 0.0
 
     def seconds_for(self, size: int) -> float:
-        """Return how long `size` bytes of one peer take if all deliver at the same rate; 0 if unknown."""
+        """Return the seconds for `size` bytes of one peer, or 0 if unknown.
+
+        All peers are assumed to deliver at the same rate.
+        """
         return size * len(self.received_by_peer) / self.rate if self.rate else 0.0
 
 
 @dataclass
 class SourceSet:
-    """All sources of one blob, kept as long as it is being fetched, because a ban must outlive a departure.
+    """All sources of one blob.
+
+    They are kept as long as the blob is being fetched, because a ban must outlive a departure.
 
     `parallelism` returns how many parallel requests a peer's link can use.
     """
@@ -179,7 +187,10 @@ class SourceSet:
 
 
 class DownloadScheduler:
-    """The requests for the pieces of one download; `lengths` maps the missing pieces to their lengths in bytes."""
+    """The piece requests of one download.
+
+    `lengths` maps the missing pieces to their lengths in bytes.
+    """
 
     def __init__(self, lengths: Mapping[int, int], sources: SourceSet) -> None:
         self._lengths = lengths
@@ -284,7 +295,10 @@ class DownloadScheduler:
         ]
 
     def _max_requests(self) -> int:
-        """Return twice the number of slots, because late requests take up none, or more if a source can use more."""
+        """Return twice the number of slots, or more if a source can use more.
+
+        The factor is 2 because late requests take up no slot.
+        """
         return max(2 * self._policy.sources * self._policy.pieces_per_source, self.max_parallelism)
 
     @property
@@ -306,7 +320,10 @@ class DownloadScheduler:
         return min(late)[1] if late else None
 
     def _are_late(self, requests: Sequence[RunningRequest], now: float) -> bool:
-        """Return whether at least half are late: of many connections to one peer, one may be unlucky."""
+        """Return whether at least half of the requests are late.
+
+        Of many connections to one peer, one may be unlucky.
+        """
         return 2 * sum(self._is_late(call, now) for call in requests) >= len(requests)
 
     def _is_late(self, progress: RunningRequest, now: float) -> bool:
@@ -350,7 +367,10 @@ SLOW_LINK_RATE = 16e6
 
 
 class InFlightLimit:
-    """How many bytes may be awaited now; `rate` is the recent rate in bytes a second, or 0 before the first byte."""
+    """The limit of awaited bytes.
+
+    `rate` is the recent rate in bytes a second, or 0 before the first byte.
+    """
 
     def __init__(self) -> None:
         self.rate = 0.0
@@ -373,5 +393,8 @@ class InFlightLimit:
         return 0 < self.rate < SLOW_LINK_RATE
 
     def max_bytes(self, min_pieces: int) -> int:
-        """Return the limit in bytes; at least `min_pieces`, the need of the source with the most connections."""
+        """Return the limit in bytes, which allows at least `min_pieces`.
+
+        That is the need of the source with the most connections.
+        """
         return max(int(WINDOW_SECONDS * self.rate), max(min_pieces, MIN_PIECES) * PIECE_BYTES)

@@ -50,7 +50,7 @@ _STATUS: dict[type[Exception], tuple[grpc.StatusCode, str]] = {  # status code, 
 
 @dataclass(frozen=True)
 class CallerLimits:
-    """Limits of one caller's concurrent calls, and the seconds it may take to accept one chunk.
+    """Limits of one caller, and the seconds it may take to accept one chunk.
 
     `all_calls` limits the calls of all callers together, because each holds a piece in memory.
     """
@@ -79,7 +79,9 @@ class CallerLoad:
 
 
 class BlobService(BlobsServicer):
-    """Serves the store's blobs; `caller` returns the peer behind a call, or raises MalformedError.
+    """Serves the store's blobs to other peers.
+
+    `caller` returns the peer behind a call, or raises MalformedError.
 
     `bytes_served` counts by peer for the last 1024 peers served, `total_bytes_served` for all; `refusals` counts
     refused calls by reason.
@@ -96,7 +98,10 @@ class BlobService(BlobsServicer):
         self._served_at: OrderedDict[bytes, float] = OrderedDict()
 
     def recently_requested(self) -> set[bytes]:
-        """Return the digests of blobs that were requested recently and may be requested again."""
+        """Return the digests of blobs that were requested recently.
+
+        They may be requested again.
+        """
         now = time.monotonic()
         return {digest for digest, served in self._served_at.items() if now - served < RECENT_SECONDS}
 
@@ -134,7 +139,10 @@ class BlobService(BlobsServicer):
 
     @asynccontextmanager
     async def _translate_errors(self, context: Any) -> AsyncIterator[PeerId]:
-        """Yield the caller's peer id, and turn errors raised inside into a status and a log line."""
+        """Yield the caller's peer id, and turn errors raised inside into a status.
+
+        The reason is logged here.
+        """
         peer = "somebody unknown"
         try:
             peer = self._caller(context)
@@ -179,7 +187,10 @@ class BlobService(BlobsServicer):
 
 
 def register_blob_service(service: BlobService, server: Any) -> None:
-    """Register the service as gRPC's generated code does, but with our own serializer of chunks."""
+    """Register the service with our own serializer of chunks.
+
+    Otherwise this does the same as gRPC's generated code.
+    """
     handlers = {
         "Pieces": grpc.unary_unary_rpc_method_handler(
             service.Pieces, PiecesRequest.FromString, PiecesReply.SerializeToString

@@ -67,7 +67,10 @@ def copy_and_hash(source: IO[bytes], target: IO[bytes], size: int) -> bytes:
 
 
 def read_at(descriptor: int, length: int, offset: int) -> bytearray:
-    """Read `length` bytes, or fewer if the file ends; one system call reads at most 2 GiB."""
+    """Read `length` bytes, or fewer if the file ends.
+
+    One system call reads at most 2 GiB.
+    """
     data = bytearray(length)
     view, done = memoryview(data), 0
     while done < length and (count := os.preadv(descriptor, [view[done:]], offset + done)):

@@ -70,7 +70,7 @@ class BlobStore:
 
     @property
     def size(self) -> int:
-        """Return the bytes on disk of complete and partial blobs and of those being written."""
+        """Return the bytes on disk, including those being written."""
         with self._lock:
             return self._total_bytes()
 
@@ -111,7 +111,7 @@ class BlobStore:
         return blob
 
     def lend(self, *data: Bytes) -> Blob:
-        """Serve data from the caller's memory, which must not change until the blob is discarded."""
+        """Serve data from memory that must not change until the blob is discarded."""
         blob, hashes = _hash_data(*data)
         if not self.has(blob.digest):
             self._in_memory[blob.digest] = make_in_memory_blob(blob, hashes, data)
@@ -140,7 +140,10 @@ class BlobStore:
         return blob
 
     def read(self, digest: bytes) -> bytearray:
-        """Read a whole blob and check it; raise MissingFileError if it is absent or was damaged and removed."""
+        """Read a whole blob and check it.
+
+        Raises MissingFileError if it is absent, or was damaged and removed.
+        """
         if held := self._in_memory.get(digest):
             return held.copy_bytes()
         blob = self.blob(digest)
@@ -152,7 +155,7 @@ class BlobStore:
         return data
 
     def view(self, digest: bytes) -> Bytes:
-        """Return a read-only view of a blob, without a copy if it is contiguous in memory; raise as `read` does."""
+        """Return a read-only view, uncopied if contiguous; raise as `read` does."""
         held = self._in_memory.get(digest)
         return held.views[0] if held and len(held.views) == 1 else self.read(digest)
 
@@ -170,7 +173,10 @@ class BlobStore:
         return data
 
     def hashes(self, digest: bytes) -> bytes:
-        """Return the piece hashes of a complete blob, recomputing them if their file is lost or damaged."""
+        """Return the piece hashes of a complete blob.
+
+        They are recomputed if their file is lost or damaged.
+        """
         if held := self._in_memory.get(digest):
             return held.hashes
         blob = self.blob(digest)
@@ -197,7 +203,7 @@ class BlobStore:
                 self._remove(digest, "", ".part", ".pieces")
 
     def retain(self, digests: Collection[bytes]) -> None:
-        """Remove every complete or partial blob that is neither in `digests` nor being fetched."""
+        """Remove every blob that is neither in `digests` nor being fetched."""
         keep = set(digests)
         for digest in [*self._complete, *self._partial, *self._in_memory, *self._memory_partials]:
             if digest not in keep:
@@ -210,7 +216,10 @@ class BlobStore:
         return self._read_hashes(blob) if blob.digest in self._partial else None
 
     def open_partial(self, blob: Blob, hashes: bytes) -> Partial:
-        """Begin or resume a download, one at a time per blob; `verify_existing` finds the pieces already there."""
+        """Begin or resume a download, one at a time per blob.
+
+        `verify_existing` finds the pieces already there.
+        """
         blob.check_hashes(hashes)
         with self._lock:
             if blob.digest in self._open_partials:
@@ -241,7 +250,7 @@ class BlobStore:
             self._memory_partials.pop(blob.digest, None)
 
     def _memory_partial(self, blob: Blob, hashes: bytes) -> MemoryPartial | None:
-        """Return the partial blob in memory, or None if it belongs on disk or is there already."""
+        """Return the partial blob in memory, or None if it belongs on disk."""
         partial = self._memory_partials.get(blob.digest)
         if partial is None and blob.digest not in self._partial and self._has_room(blob):
             partial = self._memory_partials[blob.digest] = MemoryPartial(self, blob, hashes)
@@ -322,7 +331,10 @@ class BlobStore:
                 self._remove(blob.digest, ".part")
 
     def _publish_file(self, path: Path, blob: Blob) -> None:
-        """Rename a file to its digest, with a timestamp that no later writer will leave there."""
+        """Rename a file to its digest, and mark it with a unique timestamp.
+
+        No later writer will leave that timestamp there.
+        """
         timestamp = time.time_ns() - 10**9
         os.utime(path, ns=(timestamp, timestamp))
         os.replace(path, self.path(blob.digest))

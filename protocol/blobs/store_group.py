@@ -7,7 +7,7 @@ from protocol.errors import MissingFileError
 
 
 class BlobReader(Protocol):
-    """What it takes to serve blobs; a BlobStore or a StoreGroup."""
+    """The part of a store that serves blobs: a BlobStore or a StoreGroup."""
 
     def blob(self, digest: bytes) -> Blob: ...
 

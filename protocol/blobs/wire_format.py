@@ -35,7 +35,10 @@ MAX_VARINT_BYTES = 5  # for 32 bits
 
 
 class Chunk(NamedTuple):
-    """A chunk of a piece; if `squeezed` is not 0, the piece is compressed and all its chunks have that many bytes."""
+    """A chunk of a piece.
+
+    If `squeezed` is not 0, the piece is compressed and all its chunks together have that many bytes.
+    """
 
     data: Bytes
     squeezed: int = 0
@@ -47,7 +50,10 @@ class Chunk(NamedTuple):
 
 
 def parse_chunk(raw: bytes | bytearray) -> Chunk:
-    """Parse a chunk that refers to `raw`, which must not change; raise DecodeError if it is invalid."""
+    """Parse a chunk that refers to `raw`, which must not change.
+
+    Raises DecodeError if it is invalid.
+    """
     try:
         return _parse_plain_chunk(raw)
     except (ValueError, IndexError):
@@ -121,7 +127,10 @@ def compress_piece(data: Bytes) -> bytes | None:
 
 
 def decompress_piece(packed: Bytes, size: int) -> bytearray:
-    """Return the piece of `size` bytes, using no more memory than that; raise MalformedError if it is invalid."""
+    """Return the piece of `size` bytes, using no more memory than that.
+
+    Raises MalformedError if the compressed piece is invalid.
+    """
     head = HEADERS.get(packed[0]) if packed else None
     if head is None or len(packed) < head.size:
         raise MalformedError("a compressed piece has an invalid header")
@@ -140,7 +149,10 @@ def _byte_planes(values: NDArray[np.uint8], width: int) -> BytePlanes:
 
 
 def _entropy_share(plane: NDArray[np.uint8]) -> float:
-    """Return the entropy of the bytes as a share of their size: each byte takes -log2(its frequency) bits."""
+    """Return the entropy of the bytes as a share of their size.
+
+    Each byte takes -log2(its frequency) bits.
+    """
     counts = np.bincount(plane, minlength=256)
     frequencies = counts[counts > 0] / plane.size
     return float(-(frequencies * np.log2(frequencies)).sum()) / 8

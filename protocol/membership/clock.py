@@ -34,7 +34,10 @@ class SwarmClock:
         return self.local() + self.offset
 
     def observe(self, peer: PeerId, theirs: float, sent: float, received: float) -> None:
-        """Count a peer's clock that was read between `sent` and `received` of ours; ignore implausible values."""
+        """Count a peer's clock that was read between `sent` and `received` of ours.
+
+        Implausible values are ignored.
+        """
         offset = theirs - (sent + received) / 2
         if not (_is_plausible(theirs) and 0 <= received - sent <= MAX_ROUND_TRIP_SECONDS):
             return

@@ -60,7 +60,10 @@ class Contacts:
         return len(self._contacts)
 
     def add(self, peer: PeerId, addresses: Sequence[str], now: float) -> None:
-        """Record a peer's addresses; news of a peer do not shorten the wait after a failure."""
+        """Record a peer's addresses.
+
+        News of a peer do not shorten the wait after a failure.
+        """
         contact = self._contacts.pop(peer, None) or Contact(peer, (), now)
         # The manifest's addresses stay, because a record may list others that are gone when they are needed.
         known = dict.fromkeys((*self._bootstrap.get(peer, ()), *addresses))
@@ -71,7 +74,10 @@ class Contacts:
         self._prune(now)
 
     def pick_due(self, now: float, live_peers: Container[PeerId], count: int, is_alone: bool = False) -> list[Contact]:
-        """Return up to `count` random contacts that are not live and are due; `is_alone` means that no peer is live."""
+        """Return up to `count` random contacts that are due and not live.
+
+        `is_alone` means that no peer is live.
+        """
         self._prune(now)
         waiting = [
             contact
@@ -97,7 +103,10 @@ class Contacts:
         return wait
 
     def should_warn(self, peer: PeerId) -> bool:
-        """Return whether to log this failure as a warning: always for bootstrap peers, else only the first."""
+        """Return whether to log this failure as a warning.
+
+        That is always the case for bootstrap peers; for others only for the first failure.
+        """
         contact = self._contacts.get(peer)
         return contact is not None and (contact.is_permanent or contact.failures == 1)
 
@@ -115,7 +124,10 @@ class Contacts:
 
 
 class AddressFile:
-    """Keeps peers' addresses over restarts, or does nothing without a path; times in seconds, monotonic."""
+    """Keeps peers' addresses over restarts, or does nothing without a path.
+
+    Times are in seconds, monotonic.
+    """
 
     def __init__(self, path: Path | None, now: float) -> None:
         self._path = path
@@ -154,7 +166,10 @@ def save_addresses(path: Path, addresses: Mapping[PeerId, Sequence[str]]) -> Non
 
 
 def load_addresses(path: Path) -> Mapping[PeerId, tuple[str, ...]]:
-    """Return the saved addresses by peer, or none if the file is missing or (logged) unusable."""
+    """Return the saved addresses by peer, or none if the file is unusable.
+
+    An unusable file is logged; a missing one is not.
+    """
     try:
         with path.open("rb") as file:
             listed = json.loads(file.read(MAX_FILE_BYTES))

@@ -59,7 +59,10 @@ class DhtTransport(Protocol):
 
 
 class DhtNode:
-    """Our DHT node; it stores values of `topics` only, and in client mode none, without others learning of us."""
+    """Our DHT node, which stores only values of `topics`.
+
+    In client mode it stores none, and others do not learn of it.
+    """
 
     def __init__(
         self, transport: DhtTransport, clock: SwarmClock, topics: Iterable[Topic], client_mode: bool = False
@@ -74,7 +77,10 @@ class DhtNode:
 
     @property
     def refused_count(self) -> int:
-        """Return the number of invalid values (forged, malformed or of another run) and oversized requests."""
+        """Return the number of invalid values and oversized requests.
+
+        Invalid values are forged, malformed or of another run.
+        """
         return self._validator.refused_count + self._limiter.refused_count
 
     async def open(self) -> None:
@@ -83,7 +89,10 @@ class DhtNode:
             self._node = await self._create_node()
 
     async def close(self) -> None:
-        """Shut down within STOP_TIMEOUT_SECONDS, because hivemind's shutdown waits for ever if p2pd is dead."""
+        """Shut down within STOP_TIMEOUT_SECONDS.
+
+        hivemind's own shutdown waits for ever if p2pd is dead.
+        """
         node, self._node = self._node, None
         if node is None:
             return
@@ -116,7 +125,10 @@ class DhtNode:
         return node
 
     async def ping_peer(self, peer: PeerId, addresses: Sequence[str]) -> bool:
-        """Make a peer known to the DHT node and observe its clock, our only source of time before any gossip."""
+        """Make a peer known to the DHT node and observe its clock.
+
+        Before any gossip this is our only source of time.
+        """
         node = self._node
         try:
             await self._connect(peer, addresses)
@@ -144,7 +156,10 @@ class DhtNode:
     async def announce_and_lookup(
         self, topic: Topic, announcement: Announcement | None, on_value: Callable[[bytes], None]
     ) -> None:
-        """Call `on_value` with every value of a topic at the nearest nodes and here, and store our announcement."""
+        """Look up a topic, and store our announcement at the nearest nodes.
+
+        Calls `on_value` with every value at these nodes and here.
+        """
         if announcement is not None:
             self._storage.store_subkey(topic.key, announcement.subkey, announcement.value, announcement.dht_expiration)
         nearest = await self._node.find_nearest_nodes(

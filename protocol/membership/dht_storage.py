@@ -47,7 +47,10 @@ EXPIRATION_OFFSET_SECONDS = 1e10  # seconds since the epoch: the year 2286, late
 
 
 class Announcement(NamedTuple):
-    """A value to store under a subkey; `expires` in swarm time, seconds since the epoch."""
+    """A value to store under a subkey.
+
+    `expires` is in swarm time, seconds since the epoch.
+    """
 
     subkey: str
     value: bytes
@@ -60,7 +63,10 @@ class Announcement(NamedTuple):
 
 
 def parse_envelope(value: bytes, max_bytes: int, title: str) -> Signed:
-    """Parse a value without checking it; raise MalformedError, whose text begins with `title`."""
+    """Parse a value without checking it.
+
+    Raises MalformedError, whose text begins with `title`.
+    """
     if len(value) > max_bytes:
         raise MalformedError(f"{title} has {len(value)} bytes")
     try:
@@ -71,7 +77,10 @@ def parse_envelope(value: bytes, max_bytes: int, title: str) -> Signed:
 
 @dataclass(frozen=True)
 class Topic:
-    """A key of the DHT; `parse` turns its values into announcements, or raises PeerFault."""
+    """A key of the DHT.
+
+    `parse` turns its values into announcements, or raises PeerFault.
+    """
 
     name: str
     parse: Callable[[bytes], Announcement]
@@ -111,7 +120,10 @@ def make_announcement(identity: Identity, run_id: RunId, addresses: tuple[str, .
 
 
 def parse_announcement(value: bytes, run_id: RunId) -> tuple[PeerId, PeerRecord]:
-    """Return the peer and its record; raise MalformedError or ForgedError unless the peer signed it for itself."""
+    """Return the peer and its record.
+
+    Raises MalformedError or ForgedError unless the peer signed it for itself.
+    """
     signed = parse_envelope(value, MAX_VALUE_BYTES, "an announcement")
     record = open_signed(signed, run_id, KIND, PeerRecord, MAX_VALUE_BYTES)
     check_addresses(signed.peer, record.addresses)
@@ -119,7 +131,10 @@ def parse_announcement(value: bytes, run_id: RunId) -> tuple[PeerId, PeerRecord]
 
 
 class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """Accepts only values that their topic accepts, under the subkey and expiry that they were signed for."""
+    """Accepts only values that their topic accepts.
+
+    The subkey and expiry must be those that were signed.
+    """
 
     def __init__(self, topics: Iterable[Topic]) -> None:
         self._topics = {topic.key.to_bytes(): topic for topic in topics}
@@ -150,7 +165,10 @@ class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """Replaces both of hivemind's storages, which grow with every store and use the local clock."""
+    """Replaces both of hivemind's storages.
+
+    Those grow with every store and use the local clock.
+    """
 
     def __init__(self, topics: Iterable[Topic], clock: SwarmClock) -> None:
         super().__init__()
@@ -205,7 +223,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 class PeerIdRoutingTable(RoutingTable):  # type: ignore[misc]
-    """A routing table in which each peer has exactly one node id, the hash of its peer id."""
+    """A routing table with exactly one node id per peer, the hash of its peer id."""
 
     def add_or_update_node(self, node: DHTID, peer: PeerID) -> tuple[DHTID, PeerID] | None:
         if node != node_id(peer):

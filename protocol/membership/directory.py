@@ -84,7 +84,10 @@ class MembershipListener(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DirectoryOptions:
-    """Settings of a run's peer directory, in seconds; `addresses_file` keeps peers' addresses over restarts."""
+    """Settings of a run's peer directory, in seconds.
+
+    `addresses_file` keeps peers' addresses over restarts.
+    """
 
     run_id: RunId
     heartbeat: float
@@ -94,7 +97,10 @@ class DirectoryOptions:
 
 
 class PeerDirectory(MembershipServicer):
-    """The live peers of one run, kept current by gossip; a node has one, shared by its replicas."""
+    """The live peers of one run, kept current by gossip.
+
+    A node has one directory, shared by its replicas.
+    """
 
     def __init__(
         self,
@@ -131,7 +137,10 @@ class PeerDirectory(MembershipServicer):
         add_MembershipServicer_to_server(self, server)
 
     def publish(self, *, urgent: bool = False, **fields: FieldValue) -> None:
-        """Change fields of our own record; raise MalformedError if peers would refuse them."""
+        """Change fields of our own record.
+
+        Raises MalformedError if peers would refuse them.
+        """
         self._own.update_fields(fields)
         self._own.renew(self._table)
         if urgent:
@@ -261,7 +270,10 @@ class PeerDirectory(MembershipServicer):
             self._start_exchange(contact.peer)
 
     def _start_exchange(self, peer: PeerId, repeat: bool = False) -> None:
-        """Start an exchange with a peer; if one is running and `repeat` is set, run another after it."""
+        """Start an exchange with a peer.
+
+        If one is running and `repeat` is set, another one runs after it.
+        """
         if peer not in self._exchanges:
             self._exchanges[peer] = asyncio.create_task(self._run_exchange(peer))
         elif repeat:
@@ -297,7 +309,7 @@ class PeerDirectory(MembershipServicer):
         return is_misdated
 
     async def _call_gossip(self, peer: PeerId, pushed_peers: Sequence[PeerId]) -> list[PeerId]:
-        """Exchange records with a peer, and return the peers whose records it wants from us."""
+        """Exchange records with a peer, and return the peers whose records it wants."""
         sent = self._clock.local()
         request = GossipRequest(
             run=bytes.fromhex(self.run_id),
@@ -408,7 +420,10 @@ def _describe_error(error: Exception) -> str:
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Return whether a failure means that the peer is absent; a peer that refuses us is present."""
+    """Return whether a failure means that the peer is absent.
+
+    A peer that refuses us is present.
+    """
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     return isinstance(error, UnreachableError)

@@ -63,7 +63,10 @@ class _Entry:
 
 
 class PeerTable:
-    """The records of one run; `lifetime` is the maximum validity of a record in seconds."""
+    """The records of one run.
+
+    `lifetime` is the maximum validity of a record in seconds.
+    """
 
     def __init__(self, run_id: RunId, lifetime: float, max_peers: int = MAX_PEERS) -> None:
         self._run_id = run_id
@@ -76,7 +79,7 @@ class PeerTable:
         return len(self._entries)
 
     def merge(self, signed: Signed, now: float) -> PeerRecord | None:
-        """Merge a record and return it, or return None if it is not newer than the stored one.
+        """Merge a record and return it, or return None if it is not newer.
 
         Raises:
             StaleError: The record has expired.
@@ -110,7 +113,10 @@ class PeerTable:
         }
 
     def expire(self, now: float) -> list[PeerId]:
-        """Drop and return the peers whose records have expired, or lie in the future because our clock was set back."""
+        """Drop and return the peers whose records have expired.
+
+        Records in the future are dropped too; they remain when our clock was set back.
+        """
         gone = [peer for peer, entry in self._entries.items() if _find_timing_fault(entry.record, now, self._lifetime)]
         for peer in gone:
             del self._entries[peer]
@@ -161,7 +167,10 @@ def _is_newer(signed: Signed, record: PeerRecord, stored: _Entry) -> bool:
 
 
 def next_sequence(previous: int, now: float) -> int:
-    """Return a sequence above the previous one and near the clock; drop one that a wrong clock made."""
+    """Return a sequence above the previous one and near the clock.
+
+    A previous sequence that a wrong clock made is dropped.
+    """
     clock_sequence = max(1, int(now * 1000))
     return (
         previous + 1
@@ -171,7 +180,10 @@ def next_sequence(previous: int, now: float) -> int:
 
 
 def check_record(peer: PeerId, record: PeerRecord, now: float, lifetime: float) -> None:
-    """Raise MalformedError if a peer may never publish this record, StaleError if it may not publish it now."""
+    """Check a record of a peer.
+
+    Raises MalformedError if the peer may never publish it, StaleError if it may not publish it now.
+    """
     fault = _find_timing_fault(record, now, lifetime)
     if fault is not None:
         raise StaleError(f"the record of {peer} {fault}")
@@ -230,7 +242,10 @@ FieldValue = bool | int | float | str | bytes
 
 
 class OwnRecord:
-    """Our own record in a run; `expiry` is the validity of each signed version in seconds."""
+    """Our own record in a run.
+
+    `expiry` is the validity of each signed version in seconds.
+    """
 
     def __init__(self, identity: Identity, run_id: RunId, clock: SwarmClock, expiry: float) -> None:
         self._identity = identity
@@ -242,7 +257,10 @@ class OwnRecord:
         self._signed_offset = clock.offset
 
     def update_fields(self, fields: Mapping[str, FieldValue]) -> None:
-        """Set all of the fields, or none and raise MalformedError if peers would refuse them."""
+        """Set all of the fields, or none and raise MalformedError.
+
+        Peers must accept all of them.
+        """
         draft = PeerRecord()
         draft.CopyFrom(self._fields)
         for name, value in fields.items():
@@ -257,11 +275,17 @@ class OwnRecord:
         self._fields.addresses[:] = accepted[:MAX_ADDRESSES]
 
     def is_misdated(self) -> bool:
-        """Return whether a wrong clock dated the record, so that peers refuse it or soon will."""
+        """Return whether a wrong clock dated the record.
+
+        Peers refuse such a record now or soon.
+        """
         return abs(self._clock.offset - self._signed_offset) > MAX_CLOCK_DRIFT_SECONDS
 
     def renew(self, table: PeerTable) -> None:
-        """Date and sign the fields, and put them into the table above any record of ours that is there."""
+        """Date and sign the fields, and put the record into the table.
+
+        Its sequence is above that of any record of ours that is there.
+        """
         now, peer = self._clock.now(), self._identity.peer_id
         self._sequence = next_sequence(max(self._sequence, table.sequence_of(peer)), now)
         if self._sequence <= table.sequence_of(peer):

@@ -78,11 +78,17 @@ class Rendezvous:
 
     @property
     def refusals(self) -> Mapping[str, int]:
-        """Return the number of invalid values (forged, malformed or of another run) and oversized requests."""
+        """Return the number of invalid values and oversized requests.
+
+        Invalid values are forged, malformed or of another run.
+        """
         return {"dht": self._dht.refused_count + self._invalid_count}
 
     def advertise_run(self, make_announcement: MakeAnnouncement, extra_peers: Mapping[PeerId, Sequence[str]]) -> None:
-        """Announce the run itself from now on, also at `extra_peers`, which are peers of other runs."""
+        """Announce the run itself from now on.
+
+        `extra_peers` are peers of other runs, where it is announced as well.
+        """
         self._make_run_announcement = make_announcement
         self._extra_peers = extra_peers
         self._wake.set()
@@ -92,7 +98,10 @@ class Rendezvous:
         self._wake.set()
 
     async def run(self) -> None:
-        """Announce and look up until cancelled: often at first and after a restart of p2pd, then once a minute."""
+        """Announce and look up until cancelled.
+
+        This happens often at first and after a restart of p2pd, then once a minute.
+        """
         period = MIN_PERIOD_SECONDS
         try:
             while True:

@@ -23,7 +23,10 @@ LINK_PATTERN = re.compile(r"(https?://|murmur://(?P<run>[0-9a-f]{64})@/)[!-~]+")
 
 
 def make_run_announcement(identity: Identity, run: PublicRun, now: float) -> Announcement:
-    """Sign a run, given without its expiry, at a swarm time; raise MalformedError if peers would refuse it."""
+    """Sign a run, given without its expiry, at a swarm time.
+
+    Raises MalformedError if peers would refuse it.
+    """
     dated = PublicRun()
     dated.CopyFrom(run)
     dated.expires = now + LIFETIME_SECONDS
@@ -41,7 +44,7 @@ def parse_public_run(value: bytes) -> tuple[PeerId, PublicRun]:
 
 
 def require_current(run: PublicRun, now: float, tolerance: float) -> None:
-    """Raise StaleError if an announcement has expired, or would last longer than allowed."""
+    """Raise StaleError if an announcement has expired or lasts too long."""
     if not now < run.expires <= now + LIFETIME_SECONDS + tolerance:
         raise StaleError(f"the announcement of the run {run.name} expires in {run.expires - now:.0f} s")
 

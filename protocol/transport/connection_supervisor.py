@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Times in seconds, counts in tunnels, rates in payload bytes a second over all tunnels."""
+    """Limits of all connections.
+
+    Times are in seconds, counts in connections, rates in payload bytes a second over all of them.
+    """
 
     dial: float = 10.0  # until a connection and a stream are open
     stall: float = 30.0  # in which a receiver must take at least one byte
@@ -78,7 +81,7 @@ class TrafficCounter:
 
 
 class BytePump:
-    """Moves bytes from one socket to another and reports each chunk through `record_bytes`."""
+    """Copies bytes between two sockets, reporting each chunk to `record_bytes`."""
 
     def __init__(
         self,
@@ -113,7 +116,10 @@ class BytePump:
 
 
 class TransferProgress:
-    """Tracks when bytes last moved in one direction, and since when bytes wait; the caller passes the time."""
+    """Tracks when bytes last moved in one direction, and since when they wait.
+
+    The caller passes the time.
+    """
 
     def __init__(self, now: float) -> None:
         self._passed = 0
@@ -121,7 +127,10 @@ class TransferProgress:
         self.last_progress_at = now
 
     def observe(self, passed: int, waiting: int, now: float) -> None:
-        """Record the bytes that the receiver took so far and those that wait; a wait begins with its first byte."""
+        """Record the bytes that the receiver took so far and those that wait.
+
+        A wait begins with its first byte.
+        """
         if passed != self._passed or (waiting and not self._waiting):
             self.last_progress_at = now
         self._passed = passed
@@ -151,7 +160,10 @@ class CutReason(NamedTuple):
 def cut_reason_for(
     stalled_seconds: float, silent_seconds: float, max_stalled: float, max_silent: float
 ) -> CutReason | None:
-    """Return why a connection must end, from its stalled and silent seconds and the allowed maximum of each."""
+    """Return why a connection must end, or None.
+
+    The arguments are its stalled and silent seconds and the allowed maximum of each.
+    """
     if stalled_seconds > max_stalled:
         return CutReason(True, f"nothing was taken for {stalled_seconds:.0f} s")
     return CutReason(False, f"idle for {silent_seconds:.0f} s") if silent_seconds > max_silent else None
@@ -229,7 +241,7 @@ async def _cancel_pumps(pumps: set[asyncio.Task[None]]) -> None:
 
 
 class SupervisedConnection(Protocol):
-    """A connection that the supervisor can time out: a tunnel or a framed direct connection."""
+    """A connection with timeouts: a tunnel or a framed direct connection."""
 
     peer: PeerId
 
@@ -268,7 +280,10 @@ class ConnectionSupervisor:
         return len(self._incoming) + len(self._outgoing)
 
     def flow_of(self, peer: PeerId, use: str) -> Flow:
-        """Return the flow shared by all its holders, so that a limited rate is divided by peer, not by connection."""
+        """Return the flow shared by all its holders.
+
+        A limited rate is thus divided by peer, not by connection.
+        """
         flow = self._flows.get((peer, use))
         if flow is None:
             flow = self._flows[peer, use] = Flow()
@@ -316,7 +331,10 @@ class ConnectionSupervisor:
         return self.try_admit(peer)
 
     def try_admit(self, peer: PeerId) -> bool:
-        """Return whether `peer` may open one more connection; if all slots are taken, cut the least active one."""
+        """Return whether `peer` may open one more connection.
+
+        If all slots are taken, the least active connection is cut.
+        """
         if sum(tunnel.peer == peer for tunnel in self._incoming) >= self.limits.max_incoming_per_peer:
             return self._refuse(peer, self.limits.max_incoming_per_peer)
         self._warned_peers.discard(peer)

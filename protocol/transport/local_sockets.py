@@ -31,7 +31,10 @@ MAX_ROOT_BYTES = 40  # leaves 60 of a socket's 107 bytes for the folder's and th
 
 
 class SocketFolder:
-    """A node's socket folder, owned by its transport: `path` has mode 0700 and is gone after `remove`."""
+    """A node's socket folder, owned by its transport.
+
+    `path` has mode 0700 and is gone after `remove`.
+    """
 
     def __init__(self, path: Path, link: Path, lock: int) -> None:
         self.path = path
@@ -65,7 +68,10 @@ class SocketFolder:
 
 
 def _create_linked_folder(link: Path) -> tuple[Path, int]:
-    """Create a temporary folder and lock it; leave nothing on failure (FileExistsError: another process won)."""
+    """Create a temporary folder, lock it and link to it.
+
+    A failure leaves nothing; FileExistsError means that another process won.
+    """
     path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_temporary_root()))
     with ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, path, ignore_errors=True)
@@ -82,7 +88,10 @@ def _temporary_root() -> str:
 
 
 def _lock_folder(path: Path) -> int:
-    """Lock a folder and return its descriptor; raise BlockingIOError if another process holds the lock."""
+    """Lock a folder and return its descriptor.
+
+    Raises BlockingIOError if another process holds the lock.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,7 +132,10 @@ Bound = TypeVar("Bound")
 
 
 async def retry_while_port_taken(bind: Callable[[], Awaitable[Bound]]) -> Bound:
-    """Return the result of `bind`, calling it again for PORT_RETRY_SECONDS while it raises PortTakenError."""
+    """Return the result of `bind`, retrying while it raises PortTakenError.
+
+    Gives up after PORT_RETRY_SECONDS.
+    """
     loop = asyncio.get_running_loop()
     deadline, warned = loop.time() + PORT_RETRY_SECONDS, False
     while True:

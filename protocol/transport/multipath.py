@@ -44,7 +44,7 @@ class PooledConnection:
     tcp_stats: TcpReceiveStats = field(default_factory=TcpReceiveStats)
 
     def count_new_losses(self) -> int:
-        """Return how many packets arrived since the last call that indicate losses on the link."""
+        """Return how many new packets indicate losses on the link."""
         before, self.tcp_stats = (
             self.tcp_stats,
             read_tcp_receive_stats(self.tcp_socket) if self.tcp_socket else TcpReceiveStats(),
@@ -78,7 +78,7 @@ class PeerConnections:
         return len(self.draining) + sum(connection.calls > 0 for connection in self.active)
 
     def observe(self, now: float, peer_bytes: int, total_bytes: int) -> None:
-        """Update the connection count from the bytes received so far from this peer and from all peers."""
+        """Update the connection count from the bytes received so far."""
         self.lost_packets += sum(connection.count_new_losses() for connection in self.active)
         queued = 2 * sum(connection.tcp_stats.is_queued for connection in self.active) > len(self.active)
         self.count_controller.observe(
@@ -131,7 +131,10 @@ class BulkLease:
 
 
 class BulkTransport:
-    """Leases channels for bulk calls to all peers of a node; `libp2p_channel` returns the fallback."""
+    """Leases channels for bulk calls to all peers of a node.
+
+    `libp2p_channel` returns the fallback.
+    """
 
     def __init__(
         self, dialer: TlsDialer, supervisor: ConnectionSupervisor, libp2p_channel: Callable[[PeerId], grpc.aio.Channel]
@@ -164,7 +167,7 @@ class BulkTransport:
         self._drain(connections, 0)
 
     def lease_channel(self, peer: PeerId) -> BulkLease:
-        """Return a lease for one call to `peer`, on the path and connection that serve it best now."""
+        """Return a lease for one call to `peer` on the best path and connection."""
         now, connections = _now(), self._connections_of(peer)
         if connections.endpoint and not connections.is_probing and connections.path_selector.should_probe(now):
             connections.is_probing = True
@@ -176,14 +179,20 @@ class BulkTransport:
         return BulkLease(self, connections, path, pooled.channel, pooled)
 
     def fallback_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
-        """Lend a connection for one call that does not count as bulk, or None if no direct path is verified."""
+        """Lend a connection for one call that does not count as bulk.
+
+        The result is None if no direct path is verified.
+        """
         connections = self._peers.get(peer)
         if connections is None or not connections.endpoint or not connections.path_selector.is_direct_verified:
             return nullcontext()
         return self._borrow(connections, self._pick_connection(peer, connections))
 
     def idle_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
-        """Lend a connection that is open and idle for one call that does not count as bulk, or None."""
+        """Lend an open, idle connection for one call that does not count as bulk.
+
+        The result is None if there is no such connection.
+        """
         connections = self._peers.get(peer)
         if connections is None or connections.path_selector.best_path is not BulkPath.DIRECT:
             return nullcontext()
@@ -210,7 +219,7 @@ class BulkTransport:
         )
 
     def describe_paths(self) -> dict[PeerId, str]:
-        """Return a text for each peer with recent bulk transfers that names the path and the connection count."""
+        """Return a text with path and connection count for each recent bulk peer."""
         return {peer: _describe_path(connections) for peer, connections in self._peers.items()}
 
     def forget(self, peer: PeerId) -> None:
@@ -251,7 +260,10 @@ class BulkTransport:
             self._drain(self._peers.pop(peer), 0)
 
     def _pick_connection(self, peer: PeerId, connections: PeerConnections) -> PooledConnection:
-        """Return the least busy connection; open one more if all are busy and the limit allows it."""
+        """Return the least busy connection.
+
+        One more is opened if all are busy and the limit allows it.
+        """
         least_busy = min(connections.active, key=lambda pooled: pooled.calls, default=None)
         if least_busy and (
             least_busy.calls == 0 or len(connections.active) >= connections.count_controller.connections

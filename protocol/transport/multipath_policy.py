@@ -113,7 +113,10 @@ class PathSelector:
         return BulkPath.DIRECT
 
     def next_path(self, now: float) -> BulkPath:
-        """Return the path for a call that begins now: the best one, or from time to time the other as a trial."""
+        """Return the path for a call that begins now.
+
+        It is the best one or, from time to time, the other one as a trial.
+        """
         if not self.is_direct_verified or now < self._next_trial_at:
             return self.best_path
         self._next_trial_at = now + TRIAL_INTERVAL_SECONDS
@@ -149,7 +152,10 @@ class TransferTotals:
 
 @dataclass(frozen=True)
 class Trial:
-    """A running trial: the previous connection count and the rates it carried, in bytes a second."""
+    """A running trial: the previous connection count and its rates.
+
+    Rates are in bytes a second.
+    """
 
     connections: int
     peer_rate: float
@@ -169,7 +175,7 @@ class ConnectionCountController:
         self._settled_at = float("-inf")
 
     def observe(self, now: float, busy: int, totals: TransferTotals) -> None:
-        """Take a measurement, several times a second, and change `connections` when an epoch is over.
+        """Take a measurement, and change `connections` when an epoch is over.
 
         `busy` is the number of connections that carry a call.
         """
@@ -198,12 +204,18 @@ class ConnectionCountController:
             self._epoch_start = (now, totals) if now >= self._settled_at else None
 
     def _epoch_seconds(self, lost_packets: int) -> float:
-        """Return the length of an epoch; a first single connection on a lossy link needs only a rough figure."""
+        """Return the length of an epoch.
+
+        A first single connection on a lossy link needs only a rough figure.
+        """
         is_first = self._trial is None and self.connections == 1
         return FIRST_EPOCH_SECONDS if is_first and lost_packets >= LOSSY_PACKETS else EPOCH_SECONDS
 
     def _evaluate(self, peer_rate: float, total_rate: float, growth: int, now: float) -> None:
-        """Judge the running trial at the end of an epoch, and start the next with `growth` times the connections."""
+        """Judge the running trial at the end of an epoch, and start the next one.
+
+        `growth` is the factor of a trial with more connections.
+        """
         trial, self._trial = self._trial, None
         if trial is None:
             if now >= self._hold_until:
@@ -220,7 +232,10 @@ class ConnectionCountController:
             self._start_trial(peer_rate, total_rate, growth, now)
 
     def _hold_and_turn(self, now: float) -> None:
-        """Pause the trials and reverse the direction of the next one, as this direction gains nothing more."""
+        """Pause the trials and reverse the direction of the next one.
+
+        The present direction gains nothing more.
+        """
         self._tries_fewer = not self._tries_fewer
         self._hold_until = now + max(
             self._hold, MIN_HOLD_BEFORE_SHRINK_SECONDS if self._tries_fewer and self.connections > 1 else 0.0

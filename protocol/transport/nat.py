@@ -28,13 +28,18 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_public_address(address: str) -> bool:
-    """Return whether a multiaddress is direct and its IP address is reachable from the whole internet."""
+    """Return whether a multiaddress is direct and public.
+
+    A public IP address is reachable from the whole internet.
+    """
     host = None if CIRCUIT_MARKER in address else _ip_of(address)
     return host is not None and host.is_global
 
 
 def choose_relays(listen_addresses: Sequence[str], known_addresses: Sequence[str], own_ip: str) -> tuple[str, ...]:
-    """Return the peers that may relay to us; none if we are reachable directly or listen on loopback only.
+    """Return the peers that may relay to us.
+
+    There are none if we are reachable directly or listen on loopback only.
 
     All addresses are multiaddresses; `own_ip` is our IP address towards the internet.
     """
@@ -47,12 +52,12 @@ def choose_relays(listen_addresses: Sequence[str], known_addresses: Sequence[str
 
 
 def is_relay_only(addresses: Sequence[str]) -> bool:
-    """Return whether a peer with these multiaddresses can be reached only through a relay."""
+    """Return whether a peer with these multiaddresses needs a relay."""
     return any(CIRCUIT_MARKER in address for address in addresses) and not any(map(is_public_address, addresses))
 
 
 def relays_of(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Return the distinct relays in a peer's multiaddresses, as ids that are not validated yet."""
+    """Return the distinct relays in a peer's multiaddresses, unvalidated."""
     relays = [
         address.partition(CIRCUIT_MARKER)[0].rpartition("/p2p/")[2]
         for address in addresses
@@ -62,7 +67,10 @@ def relays_of(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_own_ip() -> str:
-    """Return this machine's address towards the internet; connecting a datagram socket sends nothing."""
+    """Return this machine's address towards the internet.
+
+    Connecting a datagram socket sends nothing.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -72,7 +80,10 @@ def find_own_ip() -> str:
 
 
 def _ip_of(address: str) -> IpAddress | None:
-    """Return the IP address in a multiaddress such as /ip4/192.0.2.1/tcp/4001, or None if it begins with a name."""
+    """Return the IP address in a multiaddress, or None if it begins with a name.
+
+    An example is /ip4/192.0.2.1/tcp/4001.
+    """
     kind, _, rest = address.lstrip("/").partition("/")
     try:
         return ipaddress.ip_address(rest.partition("/")[0]) if kind in ("ip4", "ip6") else None
@@ -118,7 +129,10 @@ def find_direct_host(addresses: Sequence[str]) -> tuple[str, str] | None:
 
 
 class DialBackResponder:
-    """Answers dial-back requests; `remote_addresses` returns the remote ends of our connections with a peer."""
+    """Answers dial-back requests.
+
+    `remote_addresses` returns the remote ends of our connections with a peer.
+    """
 
     def __init__(self, remote_addresses: RemoteAddresses, probe_port: ProbePort = is_libp2p_listening) -> None:
         self._remote_addresses = remote_addresses

@@ -32,7 +32,10 @@ class Flow:
 
 @dataclass(order=True)
 class QueuedRequest:
-    """A request for `size` bytes in the queue; `is_active` is cleared when its caller gives up."""
+    """A queued request for `size` bytes.
+
+    `is_active` is cleared when its caller gives up.
+    """
 
     start_tag: float
     size: int  # among equal tags the smaller request goes first
@@ -57,7 +60,10 @@ class FairQueue:
         self._numbers = itertools.count()
 
     def enqueue(self, flow: Flow, size: int) -> QueuedRequest:
-        """Queue a request of at most `grant_bytes`; a connection queues one request at a time."""
+        """Queue a request of at most `grant_bytes`.
+
+        A connection queues one request at a time.
+        """
         request = QueuedRequest(max(self._virtual_time, flow.finish_tag), size, next(self._numbers))
         flow.finish_tag = request.start_tag + size
         heapq.heappush(self._queue, request)
@@ -77,14 +83,14 @@ class FairQueue:
         return granted
 
     def seconds_until_grant(self, now: float) -> float | None:
-        """Return the seconds until the next request can be granted, or None if the queue is empty."""
+        """Return the seconds until the next grant, or None if the queue is empty."""
         if not self._queue:
             return None
         return max(0.0, self._updated_at - self._tokens / self._rate - now)
 
 
 class RateLimiter:
-    """Delays senders and receivers so that all flows together keep to `rate` bytes a second."""
+    """Delays senders and receivers to keep all flows to `rate` bytes a second."""
 
     def __init__(self, rate: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -126,7 +132,10 @@ MAX_CALLERS = 4096
 
 
 class TokenBuckets:
-    """A token bucket per caller: `burst` units at once, `rate` units a second in the long run."""
+    """A token bucket per caller.
+
+    It grants `burst` units at once and `rate` units a second in the long run.
+    """
 
     def __init__(self, burst: float, rate: float, max_callers: int = MAX_CALLERS) -> None:
         self._burst = burst
@@ -149,14 +158,20 @@ class TokenBuckets:
 
 
 class SharedTokenBuckets:
-    """A bucket per caller and one for all callers together, because creating an identity costs nothing."""
+    """A bucket per caller, and one for all callers together.
+
+    Creating an identity costs nothing.
+    """
 
     def __init__(self, per_peer: TokenBuckets, overall: TokenBuckets) -> None:
         self._per_peer = per_peer
         self._overall = overall
 
     def charge(self, peer: PeerId, now: float, amount: float = 1.0) -> Literal["caller", "all"] | None:
-        """Take tokens and return None, or return whose bucket is empty; a refused call takes nothing from either."""
+        """Take tokens and return None, or return whose bucket is empty.
+
+        A refused call takes nothing from either.
+        """
         if self._per_peer.tokens_left(peer, now) < amount:
             return "caller"
         if not self._overall.try_take("", now, amount):

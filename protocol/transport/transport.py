@@ -68,7 +68,10 @@ ChannelUse = Literal["small", "bulk"]
 
 
 class Transport:
-    """The network side of a node: created by `create`, usable after `open`, and fully released by `stop`."""
+    """The network side of a node.
+
+    It is created by `create`, usable after `open`, and fully released by `stop`.
+    """
 
     def __init__(self, identity: Identity, identity_path: Path, folder: SocketFolder, limits: ConnectionLimits) -> None:
         self.peer_id: PeerId = identity.peer_id
@@ -92,7 +95,9 @@ class Transport:
 
     @classmethod
     def create(cls, identity_path: Path, folder: Path, limits: ConnectionLimits | None = None) -> Self:
-        """Create a transport that is not on the network yet; channels made before `open` dial later.
+        """Create a transport that is not on the network yet.
+
+        Channels made before `open` dial later.
 
         Only one process at a time may use the node's `folder`.
 
@@ -181,7 +186,10 @@ class Transport:
 
     @property
     def p2p(self) -> Any:
-        """Return hivemind's P2P on our p2pd; each restart of p2pd replaces it (see `on_restart`)."""
+        """Return hivemind's P2P on our p2pd.
+
+        Each restart of p2pd replaces it (see `on_restart`).
+        """
         return self._p2pd.p2p
 
     @property
@@ -189,7 +197,10 @@ class Transport:
         return self._p2pd.pid
 
     def on_restart(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after each restart of p2pd; `p2p` is new then, and known peers are redialled on demand."""
+        """Call `callback` after each restart of p2pd.
+
+        `p2p` is new then, and known peers are redialled on demand.
+        """
         self._p2pd.on_restart(callback)
 
     @property
@@ -229,7 +240,7 @@ class Transport:
         return tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
 
     async def remote_addresses(self, peer: PeerId) -> tuple[str, ...]:
-        """Return the remote ends of our connections with a peer, as seen through any NAT in between."""
+        """Return the remote ends of our connections with a peer, as NAT shows them."""
         return await self._p2pd.client.remote_addresses(peer)
 
     def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None:
@@ -257,7 +268,10 @@ class Transport:
                 self._supervisor.spawn(self._outbound_bridges.pop(key).close(FAILING_CALL_SECONDS))
 
     def forget(self, peer: PeerId) -> None:
-        """Forget a peer's addresses, cut all connections with it and close its channels; it may be introduced again."""
+        """Forget a peer's addresses, cut its connections and close its channels.
+
+        It may be introduced again.
+        """
         self._addresses.pop(peer, None)
         self._supervisor.cut_peer(peer)
         self.bulk.forget(peer)
@@ -273,7 +287,10 @@ class Transport:
             logger.info("cannot disconnect from %s: %s", peer, error)
 
     async def connect(self, address: str, timeout: float) -> PeerId:
-        """Dial within `timeout` seconds and remember the address; UnreachableError names the address and the reason."""
+        """Dial within `timeout` seconds and remember the address.
+
+        UnreachableError names the address and the reason.
+        """
         try:
             peer, route = split_address(address)
             await self._p2pd.client.connect(peer, (route,), timeout)
@@ -299,14 +316,19 @@ class Transport:
         return self.bulk.idle_channel(peer)
 
     def fallback_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
-        """Lend a direct connection for one small call that failed by libp2p, or None if there is no direct path.
+        """Lend a direct connection for one small call that failed by libp2p.
+
+        The result is None if there is no direct path.
 
         The call may queue behind bulk transfers.
         """
         return self.bulk.fallback_channel(peer)
 
     def bulk_channel(self, peer: PeerId) -> grpc.aio.Channel:
-        """Return the libp2p channel for bulk calls; its own tunnel keeps them from queueing ahead of small calls."""
+        """Return the libp2p channel for bulk calls.
+
+        Its own tunnel keeps them from queueing ahead of small calls.
+        """
         return self._channel(peer, "bulk")
 
     def _channel(self, peer: PeerId, use: ChannelUse) -> grpc.aio.Channel:
@@ -344,5 +366,8 @@ class Transport:
 
 
 def _hosts_of(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Return the distinct hosts of multiaddresses, without circuit addresses, whose host is the relay's."""
+    """Return the distinct hosts of multiaddresses.
+
+    Circuit addresses are left out, because their host is the relay's.
+    """
     return tuple(dict.fromkeys(route.split("/")[2] for route in addresses if CIRCUIT_MARKER not in route))

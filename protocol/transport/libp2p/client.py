@@ -55,7 +55,10 @@ class P2pdClient:
         return base58.b58encode(answer.identify.id).decode(), addresses
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], timeout: float) -> None:
-        """Connect to a peer within `timeout` seconds; return at once if a connection exists."""
+        """Connect to a peer within `timeout` seconds.
+
+        Returns at once if a connection exists.
+        """
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.CONNECT,
             connect=p2pd_pb2.ConnectRequest(
@@ -74,13 +77,16 @@ class P2pdClient:
         await self._request(request, REPLY_SECONDS)
 
     async def remote_addresses(self, peer: PeerId) -> tuple[str, ...]:
-        """Return the remote ends of our present connections with a peer, as they look from here."""
+        """Return the remote ends of our present connections with a peer."""
         answer = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), REPLY_SECONDS)
         raw_id = base58.b58decode(peer)
         return tuple(str(Multiaddr(raw)) for found in answer.peers if found.id == raw_id for raw in found.addrs)
 
     async def register_stream_handler(self, protocol: str, listener: Path) -> None:
-        """Ask p2pd to connect to `listener` for each incoming stream; see `read_stream_peer`."""
+        """Ask p2pd to connect to `listener` for each incoming stream.
+
+        See `read_stream_peer`.
+        """
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_HANDLER,
             streamHandler=p2pd_pb2.StreamHandlerRequest(
@@ -127,7 +133,10 @@ class P2pdClient:
 
 
 async def read_stream_peer(stream: Stream) -> PeerId:
-    """Read the peer that opened a stream from p2pd; raise MalformedError if it has no Ed25519 key."""
+    """Read the peer that opened a stream from p2pd.
+
+    Raises MalformedError if it has no Ed25519 key.
+    """
     information = p2pd_pb2.StreamInfo()
     async with asyncio.timeout(REPLY_SECONDS):
         await read_pbmsg_safe(stream.reader, information)
@@ -137,7 +146,10 @@ async def read_stream_peer(stream: Stream) -> PeerId:
 
 
 def summarize_error(message: str) -> str:
-    """Shorten p2pd's error to one line; of failed dials keep only the distinct reasons."""
+    """Summarize p2pd's error on one line.
+
+    Failed dials are reduced to their distinct reasons.
+    """
     line = " ".join(message.split())
     if "all dials failed" not in line:
         return line[:MAX_ERROR_CHARACTERS]
@@ -163,7 +175,7 @@ def _encode_address(address: str) -> bytes:
 
 
 def split_address(address: str) -> tuple[PeerId, str]:
-    """Split a multiaddress that ends in /p2p/<peer id> into the peer id and the part before it.
+    """Split a multiaddress that ends in /p2p/<peer id> into peer id and route.
 
     Raises:
         MalformedError: The address is invalid, or p2pd could not encode it.

@@ -28,7 +28,10 @@ UNKNOWN_CALLER = "somebody unknown"  # a caller without an identity, in logs
 
 
 def caller(context: grpc.aio.ServicerContext) -> PeerId:
-    """Return the authenticated peer id of an incoming call, or raise MalformedError if it has none."""
+    """Return the authenticated peer id of an incoming call.
+
+    Raises MalformedError if it has none.
+    """
     scheme, _, name = str(context.peer()).partition(":")
     parts = name.split("/")
     if scheme != "unix-abstract" or len(parts) != 3 or parts[0] != SOCKET_NAMESPACE:
@@ -38,7 +41,10 @@ def caller(context: grpc.aio.ServicerContext) -> PeerId:
 
 
 class InboundBridge:
-    """Listens on `path`, to which p2pd connects for each incoming stream; `server` is the path of gRPC's socket."""
+    """Carries incoming streams to gRPC's server.
+
+    p2pd connects to `path` for each stream; `server` is the path of gRPC's socket.
+    """
 
     def __init__(self, path: Path, server: Path, supervisor: ConnectionSupervisor) -> None:
         self._path = path
@@ -96,7 +102,7 @@ class InboundBridge:
 
 
 class OutboundBridge:
-    """A Unix socket whose connections are each tunnelled to one peer, and gRPC's channel to that socket."""
+    """A Unix socket whose connections are tunnelled to one peer, with its channel."""
 
     def __init__(
         self, peer: PeerId, path: Path, dial: Dial, supervisor: ConnectionSupervisor, options: list[tuple[str, int]]
@@ -116,7 +122,10 @@ class OutboundBridge:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether gRPC backs off after failed attempts; for some seconds all calls fail at once."""
+        """Return whether gRPC backs off after failed attempts.
+
+        For some seconds all calls fail at once then.
+        """
         return self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
     @property
@@ -145,7 +154,7 @@ class OutboundBridge:
         logger.log(level, "cannot reach %s: %s", self._peer, reason)
 
     async def close(self, grace: float | None = None) -> None:
-        """Cancel the open calls that do not end within `grace` seconds, and remove the socket."""
+        """Remove the socket and cancel calls that do not end within `grace` seconds."""
         (await self._opening).close()
         self._path.unlink(missing_ok=True)
         await self.channel.close(grace)

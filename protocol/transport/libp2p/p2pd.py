@@ -55,7 +55,10 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True)
 class P2pdOptions:
-    """Addresses of p2pd as multiaddresses; a port 0 is chosen once and kept over restarts."""
+    """Addresses of p2pd as multiaddresses.
+
+    A port 0 is chosen once and kept over restarts.
+    """
 
     identity_path: Path
     listen: tuple[str, ...]
@@ -64,7 +67,7 @@ class P2pdOptions:
 
 
 class P2pd:
-    """The running p2pd; `p2p` and `client` serve the current process and change at a restart.
+    """The running p2pd; a restart replaces `p2p`.
 
     The thread that calls `start` must live on: the kernel ties p2pd to the thread that started it.
     """
@@ -217,7 +220,10 @@ class P2pd:
 
 
 def command_line(options: P2pdOptions, listen: tuple[str, ...], folder: Path) -> list[str]:
-    """Return p2pd's command line; it overrides each default that would contact or admit strangers."""
+    """Return p2pd's command line.
+
+    It overrides each default that would contact or admit strangers.
+    """
     flags = {
         "id": options.identity_path.absolute(),
         "listen": f"/unix{folder}/p2pd.sock",
@@ -244,7 +250,10 @@ def command_line(options: P2pdOptions, listen: tuple[str, ...], folder: Path) ->
 
 
 def with_bound_ports(listen: tuple[str, ...], addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """Replace each port 0 in `listen` by the bound port, so that a restart keeps our addresses valid."""
+    """Replace each port 0 in `listen` by the bound port.
+
+    A restart thus keeps our addresses valid.
+    """
     pattern = re.compile(r"/(ip[46])/[^/]+/(tcp|udp)/([0-9]+)")
     ports = {match[1] + match[2]: match[3] for match in map(pattern.match, addresses) if match}
 
@@ -258,7 +267,10 @@ def with_bound_ports(listen: tuple[str, ...], addresses: tuple[str, ...]) -> tup
 
 
 async def _read_output(output: asyncio.StreamReader, ready: asyncio.Future[None]) -> None:
-    """Read p2pd's output, because it blocks otherwise; report the last line if it exits before it is ready."""
+    """Read p2pd's output, because it blocks otherwise.
+
+    Reports the last line if p2pd exits before it is ready.
+    """
     last = "no output"
     while True:
         try:

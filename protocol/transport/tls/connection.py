@@ -35,7 +35,10 @@ HAS_LOW_WATERMARK: Final = sys.platform == "linux"  # elsewhere, lowering the ma
 
 
 class WakeupThreshold:
-    """Computes from the arrival rate how many bytes may arrive before a wake-up; the caller passes the time."""
+    """Computes how many bytes may arrive before a wake-up, from their rate.
+
+    The caller passes the time.
+    """
 
     def __init__(self, now: float) -> None:
         self.bytes = 1
@@ -53,13 +56,19 @@ class WakeupThreshold:
             self._window_bytes = 0
 
     def reset_if_silent(self, now: float) -> None:
-        """Reset to one byte after a silence, because a fast sender may become slow or stop."""
+        """Reset to one byte after a silence.
+
+        A fast sender may become slow or stop.
+        """
         if now - self._last_received_at >= SILENT_SECONDS:
             self.bytes = 1
 
 
 class TlsConnection(asyncio.BufferedProtocol):
-    """Both directions of a direct connection, owned by its listener or dialler; one task at a time may read."""
+    """Both directions of a direct connection, owned by its listener or dialler.
+
+    One task at a time may read.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -102,13 +111,19 @@ class TlsConnection(asyncio.BufferedProtocol):
         return bytes(data)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write without waiting; after the connection has ended this does nothing, and `drain` reports it."""
+        """Write without waiting.
+
+        After the connection has ended this does nothing, and `drain` reports it.
+        """
         if self._transport:
             self._transport.write(data)
         self._written_since_yield += len(data)
 
     async def drain(self) -> None:
-        """Wait until there is room for more; raise ConnectionError if the connection has ended."""
+        """Wait until there is room for more.
+
+        Raises ConnectionError if the connection has ended.
+        """
         # Yielding lets the event loop notice a reset by the other end: TLS does not know then that it is closing and
         # swallows all writes, so a task that only writes would never learn of it.
         if self._is_closing or self._written_since_yield >= YIELD_BYTES:
@@ -261,12 +276,15 @@ class TcpReceiveStats:
 
     @property
     def is_queued(self) -> bool:
-        """Return whether packets wait in a queue on their way, which means that the link there is full."""
+        """Return whether packets wait in a queue, so that the link there is full."""
         return self.round_trip > QUEUED_RATIO * self.min_round_trip
 
 
 def read_tcp_receive_stats(connection: socket.socket) -> TcpReceiveStats:
-    """Read the statistics; all are zero if the kernel does not provide them or the connection is closed."""
+    """Read the statistics of a connection.
+
+    All are zero if the kernel does not provide them or the connection is closed.
+    """
     if connection.fileno() < 0:
         return TcpReceiveStats()
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
@@ -281,7 +299,10 @@ def read_tcp_receive_stats(connection: socket.socket) -> TcpReceiveStats:
 
 
 def count_link_losses(before: TcpReceiveStats, after: TcpReceiveStats) -> int:
-    """Return how many packets between two readings indicate losses on a bad link rather than in a full queue."""
+    """Return how many packets between two readings indicate a lossy link.
+
+    Losses in a full queue do not count.
+    """
     if after.is_queued or after.round_trip == 0:  # 0: not measured yet
         return 0
     return max(0, after.out_of_order_packets - before.out_of_order_packets)

@@ -48,7 +48,10 @@ class ServerHandshake:
         _load_certificate(self.context, identity, certificate)
 
     def verify_proof(self, proof: bytes, nonce: bytes) -> PeerId:
-        """Return the peer that made the proof for this nonce; raise MalformedError or ForgedError."""
+        """Return the peer that made the proof for this nonce.
+
+        Raises MalformedError or ForgedError.
+        """
         if len(proof) != PROOF_BYTES:
             raise MalformedError(f"a proof has {PROOF_BYTES} bytes, not {len(proof)}")
         name, signature = proof[:PEER_ID_LENGTH], proof[PEER_ID_LENGTH:]
@@ -72,7 +75,10 @@ def make_client_context() -> ssl.SSLContext:
 
 
 def check_certificate(server: PeerId, certificate: bytes | None) -> None:
-    """Raise ForgedError unless the certificate (DER) of a finished TLS handshake belongs to the dialled peer."""
+    """Raise ForgedError unless the certificate belongs to the dialled peer.
+
+    It is that of a finished TLS handshake, in DER.
+    """
     try:
         key = x509.load_der_x509_certificate(certificate or b"").public_key()
     except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
@@ -82,7 +88,10 @@ def check_certificate(server: PeerId, certificate: bytes | None) -> None:
 
 
 def make_proof(identity: Identity, server: PeerId, certificate: bytes, nonce: bytes) -> bytes:
-    """Return the PROOF_BYTES that a client sends to a server whose certificate it has checked."""
+    """Return a client's proof, PROOF_BYTES long.
+
+    The client must have checked the server's certificate before.
+    """
     signature = identity.sign(_signed_bytes(nonce, certificate, server, identity.peer_id))
     return identity.peer_id.encode("ascii") + signature
 
@@ -107,7 +116,10 @@ def _make_certificate(identity: Identity) -> x509.Certificate:
 
 
 def _load_certificate(context: ssl.SSLContext, identity: Identity, certificate: x509.Certificate) -> None:
-    """Load key and certificate from a nameless file in memory, because OpenSSL reads keys only from files."""
+    """Load key and certificate from a nameless file in memory.
+
+    OpenSSL reads keys only from files.
+    """
     key = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     descriptor = os.memfd_create("murmur-certificate", os.MFD_CLOEXEC)
     with open(descriptor, "wb") as file:

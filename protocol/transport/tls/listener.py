@@ -43,7 +43,7 @@ ServePeer = Callable[[PeerId, TlsConnection, bytes], Awaitable[None]]
 
 @dataclass(frozen=True)
 class TlsLimits:
-    """Limits of connections that are not authenticated yet; for `stall` see ConnectionLimits."""
+    """Limits of unauthenticated connections; for `stall` see ConnectionLimits."""
 
     handshake: float = 5.0  # seconds for the whole handshake, on either side
     max_unauthenticated: int = 128
@@ -53,7 +53,10 @@ class TlsLimits:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a peer listens for direct connections: any of `hosts` (names or addresses), all on one port."""
+    """Where a peer listens for direct connections.
+
+    It listens at any of `hosts` (names or addresses), all on one port.
+    """
 
     hosts: tuple[str, ...]
     port: int
@@ -189,7 +192,10 @@ class TlsDialer:
         self._context = make_client_context()
 
     async def dial(self, peer: PeerId, endpoint: Endpoint) -> tuple[TlsConnection, str]:
-        """Dial all hosts of a peer at once, and return the first connection and its host; raise UnreachableError."""
+        """Dial all hosts of a peer, and return the first connection and its host.
+
+        Raises UnreachableError.
+        """
         attempts = {asyncio.create_task(self._dial_host(peer, host, endpoint.port)): host for host in endpoint.hosts}
         reasons = ["the peer names no host"] if not attempts else []
         pending = set(attempts)
@@ -247,7 +253,7 @@ class TlsDialer:
 
 
 async def _cancel_attempts(attempts: dict[asyncio.Task[TlsConnection], str]) -> None:
-    """Cancel the attempts whose outcome is no longer needed, and abort those that connected meanwhile."""
+    """Cancel the remaining attempts, and abort those that connected meanwhile."""
     for attempt in attempts:
         attempt.cancel()
     if attempts:
@@ -300,6 +306,9 @@ def _configure_socket(connection: socket.socket, stall: float) -> None:
 
 
 def _host_group(host: str) -> str:
-    """Return the hosts that one person may control: an IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the hosts that one person may control.
+
+    That is an IPv4 address, or the /64 network of an IPv6 address.
+    """
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))

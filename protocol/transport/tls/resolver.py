@@ -48,7 +48,10 @@ class Resolver:
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     def _start_lookup(self, host: str, port: int) -> "asyncio.Future[Sequence[Any]]":
-        """Start a lookup whose slot is freed when its thread ends, even if its caller is gone by then."""
+        """Start a lookup whose slot is freed when its thread ends.
+
+        Its caller may be gone by then.
+        """
         future: Future[Sequence[Any]] = Future()
         future.set_running_or_notify_cancel()
         result = asyncio.wrap_future(future)

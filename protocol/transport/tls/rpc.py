@@ -45,7 +45,7 @@ Deserialize = Callable[[bytes | bytearray], Any]
 
 
 class FramedConnection:
-    """Frames over one TLS connection, and the interface that `ConnectionSupervisor` needs.
+    """Frames over one TLS connection, under the supervisor's timeouts.
 
     `is_outgoing` is true if we dialled. All connections that a peer dialled share one flow of a limited rate, because
     the peer chooses their number. Our calls go over connections that we dialled; these have another flow, so they do
@@ -162,7 +162,10 @@ class FramedConnection:
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call that was sent; `is_next` is set once the calls before it are answered or never will be."""
+    """A call that was sent.
+
+    `is_next` is set once the calls before it are answered or never will be.
+    """
 
     connection: FramedConnection
     queue: "deque[PendingCall]"
@@ -268,7 +271,10 @@ class RpcChannel:
         return self._connection
 
     async def _supervise(self, connection: FramedConnection) -> None:
-        """Supervise the connection until it ends, then drop the reference to free its memory."""
+        """Run the connection under the timeouts, then drop the reference to it.
+
+        This frees its memory.
+        """
         try:
             await self._supervisor.supervise_outgoing(connection)
         finally:

@@ -39,7 +39,7 @@ class RpcContext:
         self._handler = handler
 
     def peer(self) -> str:
-        """Return the caller in the form that gRPC shows for a caller of the inbound bridge."""
+        """Return the caller in the form that the inbound bridge gives it."""
         return f"unix-abstract:{SOCKET_NAMESPACE}/{self._connection.peer}/line"
 
     async def write(self, reply: Any) -> None:
@@ -50,7 +50,10 @@ class RpcContext:
 
 
 class RpcServer:
-    """Answers calls of direct connections; gRPC's generated code adds servicers to it as to a gRPC server."""
+    """Answers calls of direct connections.
+
+    gRPC's generated code adds servicers to it as to a gRPC server.
+    """
 
     def __init__(self, supervisor: ConnectionSupervisor) -> None:
         self._supervisor = supervisor
@@ -63,7 +66,7 @@ class RpcServer:
         self._handlers |= {f"/{service}/{name}".encode(): handler for name, handler in handlers.items()}
 
     async def serve_peer(self, peer: PeerId, connection: TlsConnection, greeting: bytes) -> None:
-        """Send `greeting`, then answer the calls of an authenticated peer until the connection ends."""
+        """Send `greeting`, then answer an authenticated peer's calls until the end."""
         if not self._supervisor.try_admit(peer):
             return
         connection.write(greeting)
