@@ -16,7 +16,7 @@ def test_key_is_created_once_and_private(tmp_path: Path) -> None:
     first = Identity.load_or_create(path)
     assert Identity.load_or_create(path).peer_id == first.peer_id
     assert path.stat().st_mode & 0o777 == 0o600
-    assert os.listdir(path.parent) == ["key"], "nothing temporary may stay"
+    assert os.listdir(path.parent) == ["key"], "no temporary file may remain"
 
 
 def test_peer_id_has_the_libp2p_form() -> None:

@@ -264,7 +264,7 @@ async def test_cancelled_fetch_leaves_no_task_and_can_restart_at_once(swarm: Sou
         again = asyncio.create_task(swarm.fetch())
         await asyncio.wait([fetching])
         await asyncio.wait([again], timeout=0.02)
-        assert not again.cancelled(), "the one that comes next does not inherit the cancel"
+        assert not again.cancelled(), "the next fetch does not inherit the cancellation"
         again.cancel()
         await asyncio.wait([again])
         left = [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("fetch ")]

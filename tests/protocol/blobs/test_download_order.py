@@ -82,7 +82,7 @@ async def test_blobs_complete_one_after_the_other(
     counts = [Counter(source.asked[:index]) for index in range(len(source.asked))]
     most = max(sum(0 < asked < 4 for asked in count.values()) for count in counts)
     if others_count:
-        assert most <= 3, f"of few is some asked and some not: {source.asked}"
+        assert most <= 3, f"too many blobs are in progress at once: {source.asked}"
     else:
         assert most == len(PARTS), "the control: all at once, and none before the end"
 
@@ -101,7 +101,9 @@ async def test_blobs_are_fetched_by_priority(tmp_path: Path, priorities: range) 
         await swarm.stop()
     begun = list(dict.fromkeys(source.asked))
     expected = sorted(range(6), key=list(priorities).__getitem__)
-    assert begun[2:] == [part for part in expected if part in begun[2:]], "the first to have their lists began at once"
+    assert begun[2:] == [part for part in expected if part in begun[2:]], (
+        "the first blobs with hash lists began at once"
+    )
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -188,7 +190,7 @@ async def test_source_that_answers_another_call_first_is_not_silent(
         await asyncio.wait([fetching])
     finally:
         await swarm.stop()
-    assert serial.calls == 2 if is_shared else serial.calls > 2, "the control asks again, and makes it worse"
+    assert serial.calls == 2 if is_shared else serial.calls > 2, "the control asks again and makes it worse"
 
 
 async def test_one_check_per_tick_covers_all_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

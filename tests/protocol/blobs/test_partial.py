@@ -90,7 +90,7 @@ def test_abandoned_fetch_is_resumed(store: BlobStore) -> None:
     assert again.missing == {0, 2}
     again.close()
     store.retain(())
-    assert store.partial_hashes(partial.blob) is None, "unless nobody wants it any more"
+    assert store.partial_hashes(partial.blob) is None, "unless no digest is retained"
     assert open_partial(store, data).missing == {0, 1, 2}
 
 
@@ -107,13 +107,13 @@ def test_blob_without_room_in_memory_goes_to_disk(store: BlobStore, tmp_path: Pa
     first, second, third = (some_bytes(3 * PIECE_BYTES, seed) for seed in range(3))
     kept = fetch_blob(store, first)
     assert store.size == 0
-    assert isinstance(open_partial(store, second), FilePartial), "the first one takes three of four pieces"
+    assert isinstance(open_partial(store, second), FilePartial), "the first blob takes three of four pieces"
     assert store.put_in_memory(some_bytes(2 * PIECE_BYTES)) and store.size == 5 * PIECE_BYTES
     small = store.put_in_memory(some_bytes(PIECE_BYTES, 9))
     assert store.size == 5 * PIECE_BYTES
     store.retain({small.digest})
     assert not store.has(kept.digest) and store.has(small.digest)
-    assert isinstance(open_partial(store, third), MemoryPartial), "what was dropped gave its room back"
+    assert isinstance(open_partial(store, third), MemoryPartial), "a discarded blob frees its room"
 
 
 def test_partial_blob_reserves_its_whole_size(store: BlobStore) -> None:

@@ -54,7 +54,7 @@ class SimulatedSources:
         while not scheduler.is_done:
             assert self.now < limit, f"not done after {limit} s, seed {self.seed}"
             while (request := scheduler.next_request(self.now)) is not None:
-                assert request not in self.running, "a source was asked twice for one piece"
+                assert request not in self.running, "a source was asked for one piece twice"
                 self.asked[request.piece] += 1
                 self.running[request], self.started[request], self.last[request] = 0.0, self.now, self.now
             self.most_calls = max(self.most_calls, len(self.running))
@@ -230,7 +230,7 @@ def test_last_piece_is_requested_from_another_source_when_late() -> None:
     assert scheduler.is_done
     assert not scheduler.is_running(first)
     scheduler.record_failure(first, RequestFailure.LOST, "slower than others", 1.6)
-    assert scheduler.is_done, "what failed too late is not fetched again"
+    assert scheduler.is_done, "a late failure does not request the piece again"
     assert sources.last_failures()[first.peer] == "slower than others"
 
 
@@ -242,7 +242,7 @@ def test_bytes_awaited_elsewhere_take_up_a_sources_slots() -> None:
     calls = [request for _ in range(8) if (request := scheduler.next_request(0.0, awaited_elsewhere))]
     assert {request.peer for request in calls} == {"two"} and len(calls) == POLICY.pieces_per_source
     assert scheduler.awaited_bytes(0.0) == {"two": POLICY.pieces_per_source * PIECE}
-    assert scheduler.awaited_bytes(1e9) == {}, "for a request that is late nobody waits"
+    assert scheduler.awaited_bytes(1e9) == {}, "late requests do not count"
     other = scheduler.next_request(0.0)
     assert other is not None and other.peer == "one"
 
@@ -262,7 +262,7 @@ def test_request_behind_others_of_its_source_is_not_late(is_shared: bool) -> Non
     assert first is not None and last is not None and first.peer == last.peer == "one"
     schedulers[0].record_received(first, PIECE // 2)
     again = schedulers[1].next_request(POLICY.late_after_seconds)
-    assert (again is None) == is_shared, "another is asked for what was about to come"
+    assert (again is None) == is_shared, "another source is asked for a piece that was about to arrive"
 
 
 @pytest.mark.parametrize(("megabytes", "late_from"), [(0.0, 1.0), (12.0, 1.05), (2.4, 5.0), (0.1, 5.0)])
@@ -286,7 +286,7 @@ def test_request_that_is_passed_over_is_late() -> None:
     request = scheduler.next_request(0.0, {"one": PIECE, "two": 2 * PIECE_BYTES})
     assert request is not None and request.peer == "one"
     sources.inflow.received_by_peer["one"] += 4 * PIECE - 1
-    assert scheduler.next_request(POLICY.late_after_seconds) is None, "its turn may be now"
+    assert scheduler.next_request(POLICY.late_after_seconds) is None, "its bytes may be next"
     sources.inflow.received_by_peer["one"] += 1
     assert scheduler.next_request(POLICY.late_after_seconds) is not None
     scheduler.record_received(request, 1)
@@ -312,7 +312,7 @@ def test_hash_list_waits_for_no_slot(size: int) -> None:
     request = scheduler.next_request(0.0, full)
     assert (request is not None) == (size <= SMALL_BYTES), "the control: a byte more has to wait"
     assert scheduler.can_start_request(0.0) == (request is None)
-    assert scheduler.can_start_request(1e9), "late by now"
+    assert scheduler.can_start_request(1e9), "the running request is late by now"
 
 
 def test_timeouts_follow_the_measured_speed_within_bounds() -> None:

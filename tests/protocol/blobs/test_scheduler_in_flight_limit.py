@@ -26,7 +26,7 @@ def test_limit_is_two_seconds_of_bytes_and_a_few_pieces_at_least(rate: float) ->
 @pytest.mark.parametrize(("rate", "slow"), [(1e5, True), (12.5e6, True), (125e6, False)])
 def test_slow_link_is_detected(rate: float, slow: bool) -> None:
     assert observe_rate(rate, 5.0).is_slow == slow
-    assert not InFlightLimit().is_slow, "nothing is known of a line on which nothing came"
+    assert not InFlightLimit().is_slow, "without received bytes the rate is unknown"
 
 
 def test_limit_allows_one_piece_per_connection() -> None:

@@ -76,7 +76,7 @@ async def fetch(stub: BlobsStub, digest: bytes, offset: int, length: int, caller
 async def refusal(call: Awaitable[object]) -> grpc.StatusCode:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
-    assert caught.value.details() == "", "a refusal tells nothing about this machine"
+    assert caught.value.details() == "", "a refusal reveals nothing about this machine"
     return caught.value.code()
 
 
@@ -100,7 +100,9 @@ async def test_numbers_are_compressed_on_request(
     assert {chunk.squeezed for chunk in chunks} == {len(received) if pays else 0}
     assert (decompress_piece(received, length) if pays else received) == NUMBERS[offset : offset + length]
     assert service.total_bytes_served == len(received) < (0.9 * length if pays else length + 1)
-    assert b"".join(await fetch(stub, blob.digest, offset, length)) == NUMBERS[offset : offset + length], "unasked"
+    assert b"".join(await fetch(stub, blob.digest, offset, length)) == NUMBERS[offset : offset + length], (
+        "without compression"
+    )
 
 
 async def test_incompressible_piece_is_sent_unchanged(serve: Serve) -> None:

@@ -93,7 +93,7 @@ def test_recently_written_blob_is_not_hashed_again(store: BlobStore, monkeypatch
     later = time.monotonic() + TRUSTED_SECONDS
     monkeypatch.setattr(time, "monotonic", lambda: later)
     store.read(digest), store.read_piece(digest, 1)
-    assert hash_count, "the control: after a while it is"
+    assert hash_count, "the control: after a while it is hashed again"
 
 
 def test_absent_blob_is_named_in_the_error(store: BlobStore) -> None:
@@ -175,7 +175,7 @@ def test_blob_of_few_pieces_has_no_hash_file(store: BlobStore, tmp_path: Path, s
     assert store.hashes(blob.digest) == again.hashes(blob.digest) == piece_hashes(data)
     assert files(tmp_path / "blobs") == {blob.name}
     store.discard(blob.digest)
-    assert not store._hashes, "one for every blob that ever was would fill the memory"
+    assert not store._hashes, "the hashes of discarded blobs must not fill the memory"
 
 
 def test_removed_file_is_reported_as_missing(store: BlobStore) -> None:

@@ -60,7 +60,7 @@ def test_node_without_live_peers_retries_sooner() -> None:
         contacts.record_failure(PEERS[0], 0.0)
     now = MAX_WAIT_ALONE_SECONDS
     assert [contact.peer for contact in contacts.pick_due(now, (), 1, is_alone=True)] == [PEERS[0]]
-    assert due(contacts, now) == set(), "the control: while others are there"
+    assert due(contacts, now) == set(), "the control: while other peers are live"
     assert contacts.pick_due(now - 0.1, (), 1, is_alone=True) == []
 
 

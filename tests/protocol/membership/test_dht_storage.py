@@ -170,7 +170,7 @@ def test_topics_are_separate_and_each_has_its_own_limit() -> None:
     assert len(storage) == MAX_ENTRIES and other.key not in storage
     theirs = make_announcement(IDENTITY, "cd" * 32, ADDRESSES, NOW)
     assert storage.store_subkey(other.key, theirs.subkey, theirs.value, theirs.dht_expiration), (
-        "a full one fills no other"
+        "a full topic does not fill another"
     )
     assert len(storage) == MAX_ENTRIES + 1 and {key for key, _ in storage.items()} == {TOPIC.key, other.key}
 

@@ -139,7 +139,9 @@ async def test_slow_receiver_pauses_the_sender() -> None:
     offered = 32 * 1024 * 1024
     held = await _bytes_held_for_a_frozen_receiver(offered, drains=True)
     assert held < 2 * 1024 * 1024
-    assert await _bytes_held_for_a_frozen_receiver(offered, drains=False) > offered / 2, "the naive way must fail"
+    assert await _bytes_held_for_a_frozen_receiver(offered, drains=False) > offered / 2, (
+        "copying without drain must fail"
+    )
 
 
 async def _bytes_held_for_a_frozen_receiver(offered: int, drains: bool) -> int:
@@ -174,7 +176,7 @@ async def test_idle_tunnel_is_cut(supervisor: ConnectionSupervisor, caplog: pyte
     ends = await open_tunnel(supervisor, "silent")
     await until_empty(supervisor)
     assert "cutting a connection with silent: idle" in caplog.text
-    assert not supervisor.refusals, "nothing of it was refused"
+    assert not supervisor.refusals, "an idle tunnel does not count as refused"
     close(*ends)
 
 
@@ -182,7 +184,7 @@ def test_stall_begins_with_the_first_waiting_byte() -> None:
     progress = TransferProgress(now=0)
     progress.observe(passed=10, waiting=0, now=1)
     progress.observe(passed=10, waiting=0, now=100)
-    assert progress.stalled_for(100) == 0, "silence is no stall"
+    assert progress.stalled_for(100) == 0, "silence is not a stall"
     progress.observe(passed=10, waiting=5, now=200)
     assert progress.stalled_for(230) == 30
     progress.observe(passed=11, waiting=4, now=231)
@@ -194,12 +196,12 @@ async def test_connections_are_limited_per_peer_and_in_total(caplog: pytest.LogC
     ends = [*await open_tunnel(supervisor, "greedy"), *await open_tunnel(supervisor, "greedy")]
     assert not supervisor.try_admit("greedy")
     assert not supervisor.try_admit("greedy")
-    assert caplog.text.count("refusing greedy") == 1, "a flood of refusals is not a flood of lines"
+    assert caplog.text.count("refusing greedy") == 1, "a flood of refusals is logged once"
     assert supervisor.try_admit("honest")
     ends += await open_tunnel(supervisor, "honest")
-    assert supervisor.try_admit("newcomer"), "a cap for all must not shut the honest out"
+    assert supervisor.try_admit("newcomer"), "the total limit must not shut out honest peers"
     assert "all 3 connections are in use: cutting the one with greedy" in caplog.text
-    assert supervisor.refusals == {"too many streams": 2, "stream gave way": 1}, "every one is counted"
+    assert supervisor.refusals == {"too many streams": 2, "stream gave way": 1}, "every refusal is counted"
     close(*ends)
     await supervisor.stop()
 
@@ -210,7 +212,7 @@ async def test_a_peer_may_open_fewer_streams_than_direct_connections(caplog: pyt
     for _ in range(4):
         assert supervisor.try_admit_stream("greedy")
         ends += await open_tunnel(supervisor, "greedy")
-    assert not supervisor.try_admit_stream("greedy"), "the fifth"
+    assert not supervisor.try_admit_stream("greedy"), "the fifth stream"
     assert "refusing greedy: it holds 4 connections" in caplog.text
     assert supervisor.refusals == {"too many streams": 1}
     assert supervisor.try_admit("greedy"), "direct connections have another limit"
@@ -231,7 +233,7 @@ async def test_unknown_peers_share_a_small_number_of_streams() -> None:
     assert supervisor.refusals == {} and len(supervisor) == 5
     assert supervisor.try_admit_stream("stranger 3")
     assert supervisor.refusals == {"stream gave way": 1}
-    assert await asyncio.wait_for(ends[4].reader.read(-1), 5) == b"", "the first stranger's"
+    assert await asyncio.wait_for(ends[4].reader.read(-1), 5) == b"", "the first stranger's stream is cut"
     assert len(supervisor) == 4
     close(*ends)
     await supervisor.stop()

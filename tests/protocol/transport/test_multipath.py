@@ -96,7 +96,7 @@ async def test_servicer_knows_its_callers_on_either_path(start_transport: StartT
     for client in clients:
         await introduce_peers(client, callee)
         with client.bulk.lease_channel(callee.peer_id) as lease:
-            assert lease.channel is client.bulk_channel(callee.peer_id), "nobody waits for the direct path"
+            assert lease.channel is client.bulk_channel(callee.peer_id), "calls do not wait for the direct path"
         assert await call_peer(client, callee.peer_id) == client.peer_id
         await connect_directly(client, callee)
         assert await call_peer(client, callee.peer_id) == client.peer_id
@@ -110,13 +110,13 @@ async def test_fallback_channel_borrows_a_verified_direct_connection(start_trans
     client = await start_transport("client")
     await introduce_peers(client, callee)
     with client.fallback_channel(callee.peer_id) as channel:
-        assert channel is None, "nothing is known of a direct path"
+        assert channel is None, "no direct path is known"
     await connect_directly(client, callee)
     connections = client.bulk._connections_of(callee.peer_id)
     before = connections.path_selector.goodput[BulkPath.DIRECT]
     known = replace(before)
     with client.fallback_channel(callee.peer_id) as channel:
-        assert connections.busy_connections == 1, "it is not closed under the call"
+        assert connections.busy_connections == 1, "the connection is not closed during the call"
         reply: PiecesReply = await BlobsStub(channel).Pieces(PiecesRequest(), timeout=10)
     assert reply.pieces.decode() == client.peer_id
     assert (before, connections.busy_connections) == (known, 0)
@@ -137,16 +137,16 @@ async def test_idle_channel_borrows_an_open_idle_direct_connection(
     with client.idle_channel(callee.peer_id) as channel:
         reply: PiecesReply = await BlobsStub(channel).Pieces(PiecesRequest(), timeout=10)
         with client.idle_channel(callee.peer_id) as another:
-            assert another is None, "it has work now"
+            assert another is None, "the connection is busy now"
     assert reply.pieces.decode() == client.peer_id
     for is_proved in (False, True):
         connections.path_selector.is_direct_verified = is_proved
         with client.idle_channel(callee.peer_id) as channel:
-            assert (channel is None) is not is_proved, "only where the path is the better one"
+            assert (channel is None) is not is_proved, "only if the direct path is the better one"
     (pooled,) = connections.active
     await pooled.channel.close()
     with client.idle_channel(callee.peer_id) as channel:
-        assert channel is None, "nothing is dialled for it"
+        assert channel is None, "no connection is dialled for the call"
 
 
 async def test_blob_is_fetched_directly_and_every_byte_is_counted(blobs: BlobTransferSetup) -> None:
@@ -188,7 +188,7 @@ async def test_transfer_continues_by_libp2p_when_the_direct_path_dies(blobs: Blo
     await fetching
     by_path = blobs.client.bulk.bytes_received
     assert by_path[BulkPath.LIBP2P] > PIECE_BYTES
-    assert by_path.total() < len(DATA) + 6 * PIECE_BYTES, "no more than what was on its way comes twice"
+    assert by_path.total() < len(DATA) + 6 * PIECE_BYTES, "only the bytes in flight arrive twice"
     assert blobs.client.bulk.describe_paths() == {blobs.source.peer_id: "libp2p"}
 
 
@@ -347,7 +347,7 @@ async def test_number_of_remembered_peers_is_bounded(
     with client.bulk.lease_channel(callee.peer_id):
         for _ in range(5):
             client.bulk.lease_channel(Identity.create().peer_id)
-        assert callee.peer_id in client.bulk.describe_paths(), "one with a call under way stays"
+        assert callee.peer_id in client.bulk.describe_paths(), "a peer with a running call stays"
         assert len(client.bulk.describe_paths()) == 3
     for _ in range(3):
         client.bulk.lease_channel(Identity.create().peer_id)

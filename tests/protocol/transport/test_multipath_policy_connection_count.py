@@ -40,7 +40,7 @@ def simulate_controller(
 @pytest.mark.parametrize("seed", range(20))
 def test_clean_link_uses_one_connection(seed: int) -> None:
     counts = simulate_controller(lossy(12.5e6, 12.5e6), 300.0, seed)
-    assert max(counts) <= 4, "a look at four, no more"
+    assert max(counts) <= 4, "at most a trial with four"
     assert counts.count(1) > 0.9 * len(counts), f"seed {seed}"
 
 
@@ -87,7 +87,7 @@ def test_bandwidth_taken_from_our_other_peers_is_not_a_gain() -> None:
         return [one.connections for one in controllers]
 
     assert max(widths_for(counts_others=True)) <= 2
-    assert min(widths_for(counts_others=False)) >= 4, "the control: each climbs to outdo the other"
+    assert min(widths_for(counts_others=False)) >= 4, "the control: each opens more to outdo the other"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -99,7 +99,7 @@ def test_observed_losses_open_all_connections_at_once(seed: int) -> None:
         simulate_controller(by_chance, 60.0, seed, lost=lost).index(MAX_CONNECTIONS) * TICK
         for lost in (LOSSY_PACKETS, 0)
     )
-    assert soon < 1.0 and blind > 2 * soon, f"seed {seed}: who does not look at losses takes {blind:.1f} s"
+    assert soon < 1.0 and blind > 2 * soon, f"seed {seed}: without loss observation it takes {blind:.1f} s"
 
 
 def test_bandwidth_taken_from_other_receivers_is_not_a_gain() -> None:
@@ -110,7 +110,7 @@ def test_bandwidth_taken_from_other_receivers_is_not_a_gain() -> None:
 
 def test_losses_of_a_full_link_open_no_connections() -> None:
     counts = simulate_controller(lossy(12.5e6, 12.5e6), 300.0, lost=LOSSY_PACKETS)
-    assert counts.count(1) > 0.85 * len(counts), "tried now and then, given up as it carries no more"
+    assert counts.count(1) > 0.85 * len(counts), "trials are given up because they carry no more"
 
 
 def test_queued_packets_stop_trials_with_more_connections() -> None:
@@ -137,7 +137,7 @@ def test_bytes_of_draining_connections_are_not_counted() -> None:
             found.append(controller.connections)
         return found
 
-    assert min(counts(counts_old=True)) == MAX_CONNECTIONS // 2, "it is tried, and given up"
+    assert min(counts(counts_old=True)) == MAX_CONNECTIONS // 2, "a trial with fewer is given up"
     assert min(counts(counts_old=False)) < MAX_CONNECTIONS // 2, "the control"
 
 

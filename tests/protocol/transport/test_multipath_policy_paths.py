@@ -44,7 +44,7 @@ def test_retry_delay_doubles_with_each_failure() -> None:
     selector.record_probe_success(now)
     selector.record_delivery()
     selector.record_failure(now)
-    assert selector.should_probe(now + MIN_RETRY_DELAY_SECONDS), "one success and the account is clear"
+    assert selector.should_probe(now + MIN_RETRY_DELAY_SECONDS), "one success resets the delay"
 
 
 def test_new_endpoint_is_probed_at_once_unless_the_last_just_failed() -> None:
@@ -57,7 +57,7 @@ def test_new_endpoint_is_probed_at_once_unless_the_last_just_failed() -> None:
     selector.reset_direct()
     assert not selector.should_probe(MIN_RETRY_DELAY_SECONDS - 1) and selector.should_probe(MIN_RETRY_DELAY_SECONDS)
     selector.goodput[BulkPath.DIRECT].call_ended(1.0)
-    assert selector.goodput[BulkPath.DIRECT].calls == 0, "what was under way is still counted"
+    assert selector.goodput[BulkPath.DIRECT].calls == 0, "the running call is still counted"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_direct_path_is_used_unless_libp2p_is_twice_as_fast(libp2p: float, direc
     selector = PathSelector()
     now = transfer(selector, BulkPath.LIBP2P, libp2p, 0.0)
     selector.record_probe_success(now)
-    assert selector.best_path is BulkPath.DIRECT, "not measured yet, it is tried"
+    assert selector.best_path is BulkPath.DIRECT, "an unmeasured direct path is tried"
     transfer(selector, BulkPath.DIRECT, direct, now)
     assert selector.best_path == best
 
@@ -82,10 +82,10 @@ def test_other_path_is_tried_and_used_once_it_is_faster() -> None:
         rates = {BulkPath.DIRECT: 9e6, BulkPath.LIBP2P: 1e6} if now > 4 * TRIAL_INTERVAL_SECONDS else rates
         now = transfer(selector, path, rates[path], now)
     quarter = len(taken) // 8
-    assert set(taken[: quarter - 2]) == {BulkPath.DIRECT}, "no trial before its time"
+    assert set(taken[: quarter - 2]) == {BulkPath.DIRECT}, "no trial before the interval is over"
     middle, last = taken[2 * quarter : 4 * quarter], taken[-quarter:]
-    assert middle.count(BulkPath.DIRECT) <= 3, "a trial showed that the other is better"
-    assert last.count(BulkPath.LIBP2P) <= 2, "and a later one that it no longer is"
+    assert middle.count(BulkPath.DIRECT) <= 3, "a trial showed that the other path is better"
+    assert last.count(BulkPath.LIBP2P) <= 2, "a later trial showed that it no longer is"
 
 
 def test_goodput_counts_only_time_with_running_calls() -> None:
@@ -97,7 +97,7 @@ def test_goodput_counts_only_time_with_running_calls() -> None:
         goodput.call_ended(start + 0.5)
         goodput.record_bytes(1 << 20)
         goodput.call_ended(start + 1.0)
-        assert goodput.rate == pytest.approx(2 << 20), "two calls at once, and no pause counted"
+        assert goodput.rate == pytest.approx(2 << 20), "two parallel calls, and the pause does not count"
 
 
 def test_few_bytes_give_no_measurement() -> None:

@@ -80,7 +80,7 @@ def test_connections_that_share_a_flow_get_one_share(is_shared: bool) -> None:
     share = sum(grants[index] for index in range(40)) / grants.total()
     expected = 1 / 4 if is_shared else 40 / 43  # the control: forty connections displace three peers
     assert share == pytest.approx(expected, rel=0.05)
-    assert not is_shared or min(grants[index] for index in range(40)) > 0, "and share it among themselves"
+    assert not is_shared or min(grants[index] for index in range(40)) > 0, "they share the flow among themselves"
 
 
 def test_small_message_waits_for_one_grant_of_another_flow() -> None:
@@ -92,14 +92,14 @@ def test_small_message_waits_for_one_grant_of_another_flow() -> None:
     small = queue.enqueue(Flow(), 300)
     assert queue.dequeue_granted(0.2 + queue.grant_bytes / RATE * 1.01)[0] is small
     ahead = sum(request.is_active and request.number < small.number for request in first_come)
-    assert ahead > 5, "first come, first served would have let it wait for all of them"
+    assert ahead > 5, "with first come, first served it would have waited for all of them"
 
 
 def test_silent_flow_saves_up_no_grants() -> None:
     queue, busy, silent = FairQueue(RATE, 0.0), BackloggedFlow(10_000), BackloggedFlow(10_000)
     run_queue(queue, [busy], 5)
     grants = bytes_by_flow(run_queue(queue, [busy, silent], 6, begin=5))
-    assert grants[1] < 1.05 * grants[0], "a clock left at zero would give all of the second to the silent one"
+    assert grants[1] < 1.05 * grants[0], "a clock left at zero would give the silent flow the whole second"
 
 
 def test_cancelled_request_costs_nothing() -> None:
@@ -199,4 +199,4 @@ async def test_small_call_is_prompt_while_bulk_uses_the_limit(start_transport: S
     await asyncio.gather(fetching, return_exceptions=True)
     print(f"seconds: median {prompt[4]:.3f}, most {prompt[-1]:.3f}; in the tunnel of the bulk {behind:.3f}")
     assert prompt[4] < 0.15
-    assert behind > 3 * prompt[4], "the naive way: behind what the bulk's tunnel holds"
+    assert behind > 3 * prompt[4], "in the bulk tunnel the call waits behind the bulk"

@@ -28,7 +28,7 @@ def test_several_tokens_are_taken_at_once() -> None:
     assert buckets.tokens_left("peer", 0.0) == 10
     assert buckets.try_take("peer", 0.0, 8) and buckets.tokens_left("peer", 0.5) == 3
     assert not buckets.try_take("peer", 0.5, 4)
-    assert buckets.try_take("peer", 1.0, 4), "what was refused took nothing"
+    assert buckets.try_take("peer", 1.0, 4), "a refused call takes nothing"
 
 
 def test_all_callers_share_an_overall_bucket() -> None:

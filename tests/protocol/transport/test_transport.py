@@ -134,7 +134,7 @@ async def test_peer_that_never_answers_holds_no_socket_for_ever(
     channel, before = node.channel(other.peer_id), count_descriptors()
     for _ in range(40):
         node.channel(Identity.create().peer_id)
-    assert node.channel(other.peer_id) is channel, "a connection is not closed for that"
+    assert node.channel(other.peer_id) is channel, "an open connection is kept"
     async with asyncio.timeout(10):
         while count_descriptors() > before + 8:
             await asyncio.sleep(0.02)

@@ -88,7 +88,7 @@ async def test_killed_p2pd_is_restarted_at_the_same_addresses(
         await asyncio.wait_for(restarted.wait(), 10)
     assert daemon.pid != before
     assert daemon.p2p is not first
-    assert await daemon.client.identify() == addresses, "others know us by these"
+    assert await daemon.client.identify() == addresses, "others know us by these addresses"
     assert "p2pd exited with code" in caplog.text
     await daemon.stop()
     folder.remove()

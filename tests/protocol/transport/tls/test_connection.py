@@ -92,7 +92,7 @@ def test_threshold_is_a_twentieth_of_a_second_of_fast_bytes() -> None:
     assert threshold.bytes == 1
     for step in range(1, 103):
         threshold.record_bytes(1000, 100.0 + step / 1000)
-    assert 45_000 < threshold.bytes < 55_000, "of a megabyte a second"
+    assert 45_000 < threshold.bytes < 55_000, "a twentieth of a megabyte"
     threshold.record_bytes(1 << 30, 101.0)
     assert threshold.bytes == MAX_WAKEUP_BYTES
     threshold.reset_if_silent(101.4)
@@ -159,7 +159,7 @@ async def test_slow_bytes_after_a_fast_phase_wake_the_reader(pair: Pair) -> None
     await asyncio.sleep(0)
     there.write(bytes(5000))
     await asyncio.sleep(0.1)
-    assert here.filled_bytes == 0, "the control: less than was worth a wake"
+    assert here.filled_bytes == 0, "the control: too few bytes for a wake-up"
     here._wakeup_threshold.reset_if_silent(time.monotonic() + 10)
     here.check_silence()
     await until(lambda: here.filled_bytes == 5000)

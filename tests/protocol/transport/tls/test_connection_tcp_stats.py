@@ -20,5 +20,5 @@ def test_clean_connection_shows_no_loss() -> None:
 def test_losses_count_only_without_a_queue() -> None:
     before, after = TcpReceiveStats(50, 50, 10), TcpReceiveStats(60, 50, 30)
     assert count_link_losses(before, after) == 20
-    assert count_link_losses(before, TcpReceiveStats(150, 50, 30)) == 0, "a full queue drops packets, too"
+    assert count_link_losses(before, TcpReceiveStats(150, 50, 30)) == 0, "a full queue also drops packets"
     assert count_link_losses(after, TcpReceiveStats()) == 0

@@ -147,7 +147,7 @@ async def test_replayed_proof_is_refused(build: Build) -> None:
     connection, certificate, nonce = await start_tls_without_proof(server)
     proof = make_proof(caller, server.peer_id, certificate, nonce)
     connection.write(proof)
-    assert await connection.read(1) == ACCEPTED, "the control: the first time it is good"
+    assert await connection.read(1) == ACCEPTED, "the control: the proof is valid the first time"
     again, _, _ = await start_tls_without_proof(server)
     again.write(proof)
     assert await is_cut(again)
@@ -272,7 +272,7 @@ async def test_first_host_to_answer_is_used(build: Build) -> None:
     began = asyncio.get_running_loop().time()
     connection, host = await TlsDialer(Identity.create(), TlsLimits()).dial(server.peer_id, endpoint)
     assert host == LOOPBACK and await echoes(connection)
-    assert asyncio.get_running_loop().time() - began < 3, "the silent one is not waited for"
+    assert asyncio.get_running_loop().time() - began < 3, "the silent host is not waited for"
     close(connection)
     for hosts in ((), ("x" * 300,)):
         with pytest.raises(UnreachableError, match="no direct connection: "):

@@ -288,7 +288,7 @@ async def test_caller_that_reads_nothing_is_cut(rpc_setup: RpcSetup, caplog: pyt
     await lazy.read()
     await until(lambda: "nothing was taken for" in caplog.text)
     await until(lambda: len(rpc_setup.there) == 0)
-    assert rpc_setup.there.traffic.total.sent < 256 * CHUNK, "and nothing piled up for it"
+    assert rpc_setup.there.traffic.total.sent < 256 * CHUNK, "nothing accumulates for the caller"
 
 
 async def test_idle_connection_is_closed_and_reopened(rpc_setup: RpcSetup) -> None:
@@ -298,7 +298,7 @@ async def test_idle_connection_is_closed_and_reopened(rpc_setup: RpcSetup) -> No
     await until(lambda: len(rpc_setup.here) == len(rpc_setup.there) == 0)
     assert await rpc_setup.call(b"two") == CALLER.encode() + b"two"
     assert rpc_setup.dials == 2
-    assert not rpc_setup.here.refusals, "who closes what nobody needs refuses nothing"
+    assert not rpc_setup.here.refusals, "closing an idle connection is not a refusal"
 
 
 @pytest.fixture
@@ -359,7 +359,7 @@ async def test_connections_that_a_peer_opens_share_one_flow() -> None:
     assert len({id(flow) for flow in (up, down, *other._flows, *asking._flows)}) == 6
     connections[0]._flows[0].finish_tag = 1e9
     del up, down, connections
-    assert supervisor.flow_of("greedy", "up, theirs").finish_tag == 0, "it goes with the last of them"
+    assert supervisor.flow_of("greedy", "up, theirs").finish_tag == 0, "the flow is dropped with its last connection"
     await supervisor.stop()
 
 
