@@ -361,8 +361,7 @@ WINDOW_SECONDS = 2.0
 SAMPLE_SECONDS = 0.5
 RATE_DECAY = 0.9  # of the rate per sample: a low sample may be a source that paused or a link that changed
 MIN_PIECES = 4
-# Bytes a second. Below this rate, compressing the received pieces takes at most a twentieth of a core and saves a
-# sixth.
+# Bytes a second. Below this rate, compressing incoming pieces costs at most a twentieth of a core and saves a sixth.
 SLOW_LINK_RATE = 16e6
 
 

@@ -75,7 +75,7 @@ async def test_blobs_complete_one_after_the_other(
     swarm, source = SourcePool(tmp_path), RecordingSource(*PARTS)
     swarm.fetcher = swarm.new_fetcher(POLICY)
     try:
-        await swarm.add_source("shelf", source)
+        await swarm.add_source("source", source)
         await asyncio.gather(*(swarm.fetch(Blob.of(part)) for part in PARTS))
     finally:
         await swarm.stop()
@@ -92,7 +92,7 @@ async def test_blobs_are_fetched_by_priority(tmp_path: Path, priorities: range) 
     swarm, source = SourcePool(tmp_path), RecordingSource(*PARTS)
     swarm.fetcher = swarm.new_fetcher(POLICY)
     try:
-        await swarm.add_source("shelf", source)
+        await swarm.add_source("source", source)
         requests = zip(PARTS, priorities, strict=True)
         await asyncio.gather(
             *(swarm.fetcher.fetch(Blob.of(part), swarm.sources, 30.0, priority) for part, priority in requests)
@@ -159,7 +159,7 @@ async def test_small_blob_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
     swarm, source = SourcePool(tmp_path), RecordingSource(DATA, PARTS[0])
     swarm.fetcher = swarm.new_fetcher(POLICY)
     try:
-        await swarm.add_source("shelf", source)
+        await swarm.add_source("source", source)
         large = asyncio.create_task(swarm.fetch(Blob.of(DATA)))
         async with asyncio.timeout(10):
             while not source.asked:
@@ -224,7 +224,7 @@ async def test_error_of_a_sources_callback_reaches_the_waiters(tmp_path: Path) -
     try:
         with pytest.raises(ValueError, match="a fault of ours"):
             await swarm.fetcher.fetch(Blob.of(DATA), sources, 30.0)
-        await swarm.add_source("shelf", RecordingSource(DATA))
+        await swarm.add_source("source", RecordingSource(DATA))
         await swarm.fetch(Blob.of(DATA))  # the next caller is served
     finally:
         await swarm.stop()
