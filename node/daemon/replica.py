@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from node.checkpoints.checkpoint import Checkpoint, load_newest
 from node.checkpoints.vote_log import VoteLog
 from node.daemon.blob_relay import MAX_CONTRIBUTIONS, BlobRelay, RelayOptions
-from node.daemon.chain_sync import ChainSyncClient
+from node.daemon.chain_sync import ChainReader, ChainSyncClient
 from node.daemon.checkpointer import (
     Checkpointer,
     CheckpointerOptions,
@@ -265,10 +265,8 @@ class Replica:
             checkpointer=self.checkpointer,
             downloads=self._downloads,
             sync_client=ChainSyncClient(
-                self.run_id,
-                self._limits,
+                ChainReader(self.run_id, self._limits, transport.channel),
                 self.replicated.chain,
-                transport.channel,
                 state_bytes(self._shapes.numel, method),
             ),
             swarm_view=self.swarm_view,

@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from node.daemon.peer_rpc import ChannelTo, request_chain
+from node.daemon.chain_sync import ChainReader, heads_along
+from node.daemon.peer_rpc import ChannelTo
 from node.daemon.swarm_view import peer_state
 from node.dashboard.events import ChainForked, CommittedContribution, LoggedEvent, RoundCommitted, RoundsMissing
 from node.dashboard.state import RunState
 from node.loop.catch_up import best_head
 from node.loop.swarm_snapshot import SwarmSnapshot
-from protocol.consensus.chain import MAX_KEPT_COMMITS, ChainHead, extend_head, genesis_head
-from protocol.consensus.message_kinds import parse
-from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
+from protocol.consensus.chain import MAX_KEPT_COMMITS, ChainHead, genesis_head
+from protocol.consensus.messages import Commit, ContributionLimits
 from protocol.errors import MalformedError, PeerFault, StaleError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
@@ -48,8 +48,7 @@ class ChainFollower:
 
     def __init__(self, run_id: RunId, limits: ContributionLimits, channel: ChannelTo) -> None:
         self._run_id = run_id
-        self._limits = limits
-        self._channel = channel
+        self._reader = ChainReader(run_id, limits, channel)
         self._last_fetch_at: float | None = None
         self._failed_at: dict[PeerId, float] = {}  # when it could not show the way
 
@@ -107,16 +106,15 @@ class ChainFollower:
         for _ in range(MAX_REQUESTS):
             if start + len(found) >= target.round:
                 break
-            reply = await request_chain(self._run_id, self._channel, peer, start + len(found))
-            statements = [parse(signed, self._run_id, self._limits) for signed in reply.commits[:MAX_KEPT_COMMITS]]
-            if not statements:
+            _, commits = await self._reader.read(peer, start + len(found))
+            if not commits:
                 break
-            found += [_require_commit(statement) for statement in statements]
-        commits = found[: target.round - start]
-        in_order = all(commit.round == start + place for place, commit in enumerate(commits))
-        if commits and not (in_order and len(commits) == target.round - start):
+            found += [commit.body for commit in commits]
+        wanted = found[: target.round - start]
+        in_order = all(commit.round == start + place for place, commit in enumerate(wanted))
+        if wanted and not (in_order and len(wanted) == target.round - start):
             raise MalformedError("rounds that do not follow one another")
-        return commits
+        return wanted
 
 
 def prove_chain(commits: Sequence[Commit], target: ChainHead) -> list[ChainStep]:
@@ -124,23 +122,11 @@ def prove_chain(commits: Sequence[Commit], target: ChainHead) -> list[ChainStep]
     tokens = target.tokens - sum(commit.tokens for commit in commits)
     if tokens < 0:
         raise MalformedError("commits with more tokens than their chain")
-    head, steps = ChainHead(commits[0].round, commits[0].base, tokens), []
-    for commit in commits:
-        try:
-            following = extend_head(head, commit)
-        except StaleError as fault:
-            raise MalformedError(f"commits that do not follow one another: {fault}") from fault
-        steps.append(ChainStep(head, commit, following))
-        head = following
-    if head != target:
+    start = ChainHead(commits[0].round, commits[0].base, tokens)
+    heads = [start, *heads_along(start, commits)]
+    if heads[-1] != target:
         raise MalformedError(f"commits that do not lead to the head of round {target.round}")
-    return steps
-
-
-def _require_commit(message: SignedMessage[object]) -> Commit:
-    if not isinstance(message.body, Commit):
-        raise MalformedError("a chain of something else than commits")
-    return message.body
+    return [ChainStep(heads[place], commit, heads[place + 1]) for place, commit in enumerate(commits)]
 
 
 def _build_events(

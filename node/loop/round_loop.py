@@ -104,6 +104,11 @@ class RoundLoop:
         return self._stage == "done"
 
     @property
+    def is_syncing(self) -> bool:
+        """Return whether it goes to another head, or its round waits for that."""
+        return self._syncing is not None
+
+    @property
     def is_target_reached(self) -> bool:
         rounds, tokens = self._options.target_rounds, self._options.target_tokens
         head = self.chain.head

@@ -72,6 +72,7 @@ class RoundSession:
         self._last_seen: Mapping[PeerId, float] | None = None
         self._buffer = MessageBuffer(options.settings(0).leader_timeout)
         self._messages: dict[MessageKey, SignedMessage[Any]] = {}  # of the open round
+        self._owner_messages: dict[Blob, Signed] = {}  # those of them by which an owner names a blob
         self._events: list[Event] = []  # for the machine
         self._pending: deque[Action] = deque()
         self._is_persisting = False
@@ -168,7 +169,15 @@ class RoundSession:
             return
         if self._machine.has_voter(message.sender):
             self._messages[message_key(message)] = message
+            self._index_blobs(message)
         self._events.append(MessageReceived(message))
+
+    def _index_blobs(self, message: SignedMessage[Any]) -> None:
+        match message.body:
+            case Contribution(parts=blobs):
+                self._owner_messages.update(dict.fromkeys(blobs, message.signed))
+            case ReducedPart(blob=blob):
+                self._owner_messages[blob] = message.signed
 
     def feed(self, event: Event, opening: int | None = None) -> None:
         """Hand an event to the machine, unless it answers an action of an earlier opening."""
@@ -252,6 +261,7 @@ class RoundSession:
         self._events.clear()
         self._pending.clear()
         self._messages.clear()
+        self._owner_messages.clear()
         self._actions.append(CloseRound())
 
     def _fetch(self, order: Fetch) -> FetchBlob:
@@ -279,7 +289,9 @@ class RoundSession:
         return self._options.limits.parts + (part - min(own, default=0)) % parts
 
     def _owner_message(self, blob: Blob) -> Signed | None:
-        """Return the message by which its owner names a blob."""
+        """Return the message by which its owner names a blob, if need be as others quote it."""
+        if blob in self._owner_messages:
+            return self._owner_messages[blob]
         named = (entry for message in self._messages.values() for entry in named_blobs(message))
         owners = (entry.message for entry in named if entry.blob == blob)
         return next((owner.signed for owner in owners if isinstance(owner.body, Contribution | ReducedPart)), None)

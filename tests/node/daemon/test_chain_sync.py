@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from node.daemon.chain_sync import MAX_COMMITS, ChainSyncClient
+from node.daemon.chain_sync import MAX_COMMITS, ChainReader, ChainSyncClient
 from node.daemon.swarm_view import peer_state
 from node.loop.catch_up import SyncPlan, best_head
 from node.loop.swarm_snapshot import SwarmSnapshot
@@ -59,7 +59,8 @@ class ChainSyncSetup:
         self.channel = channel
 
     def scout(self, chain: Chain | None = None) -> ChainSyncClient:
-        return ChainSyncClient(RUN_ID, TERMS, chain or self.mine.chain, lambda _: self.channel, STATE_BYTES)
+        reader = ChainReader(RUN_ID, TERMS, lambda _: self.channel)
+        return ChainSyncClient(reader, chain or self.mine.chain, STATE_BYTES)
 
     def say(self, after: int = 0, **changes: Any) -> None:
         """The truth about their chain, with changes."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
+from node.daemon import chain_sync
 from node.dashboard import chain_follower as module
 from node.dashboard.chain_follower import ChainFollower, find_diverged, prove_chain
 from node.dashboard.events import ChainForked, LoggedEvent, RoundCommitted, RoundsMissing
@@ -58,7 +59,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     async def ask(run_id: str, channel: Callable[[str], object], peer: str, after: int) -> ChainReply:
         return peers[peer].answer(after)
 
-    monkeypatch.setattr(module, "request_chain", ask)
+    monkeypatch.setattr(chain_sync, "request_chain", ask)
     return peers
 
 

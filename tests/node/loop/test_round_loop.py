@@ -1,0 +1,310 @@
+"""The round loop as a pure function: events in, actions out, no clock but the one that the test passes in."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from node.ipc.channel import ContributionHeader
+from node.loop.catch_up import AVOID_SECONDS, SYNC_AFTER_SECONDS, SyncPlan
+from node.loop.contributions import ContributionTracker, StoredContribution
+from node.loop.events import (
+    AdoptState,
+    AdvanceState,
+    ApplyCommit,
+    ApplyFailed,
+    CommitApplied,
+    CommitComputed,
+    ContributionReady,
+    FindPath,
+    HeadPublished,
+    LoopAction,
+    LoopEvent,
+    MessagesReceived,
+    PathFound,
+    PublishHead,
+    ReportMissed,
+    ReportRecovered,
+    Started,
+    StartTrainer,
+    StateInstalled,
+    Stopped,
+    SwarmChanged,
+    SyncFailed,
+    TakeState,
+    TargetReached,
+    TimePassed,
+    TrainerStarted,
+    VotePersisted,
+)
+from node.loop.options import LoopOptions, RoundOptions
+from node.loop.round_loop import POLL_SECONDS, RoundLoop
+from node.loop.round_session import RoundSession
+from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from protocol.blobs.blob import Blob
+from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.events import Send, VoteRecord
+from protocol.consensus.messages import Commit, SignedMessage
+from protocol.consensus.pacing import Pacing
+from protocol.consensus.settings import RoundSettings
+from protocol.consensus.topology import make_topology
+from protocol.identity import PeerId
+from protocol.signing import sign
+from tests.node.small_run import PEERS, PROGRAM, RUN_ID, TERMS, commit_of, contribution_of, stated
+
+ME, FRIEND, OTHER = (PEERS[number].peer_id for number in (1, 2, 3))
+SETTINGS = RoundSettings(make_topology("gather", RUN_ID, 1), grace=1.0, leader_timeout=1.5, exchange_timeout=3.0)
+BLOB = Blob.of(b"payload")
+STATE = Blob.of(b"state")
+
+
+class LoopUnderTest:
+    """A loop, its clock, and all that it asked for."""
+
+    def __init__(self, **options: Any) -> None:
+        round_options = RoundOptions(ME, lambda number: SETTINGS, TERMS)
+        pacing = Pacing(1.0, lambda number: 10, 1)
+        session = RoundSession(round_options, lambda kind, body: sign(PEERS[1], kind, RUN_ID, body), pacing, None)
+        self.chain = Chain.from_genesis(RUN_ID)
+        self.contributions = ContributionTracker(PROGRAM)
+        self.loop = RoundLoop(LoopOptions(round_options, **options), self.chain, b"mine", self.contributions, session)
+        self.now = 0.0
+        self.others: dict[PeerId, PeerState] = {}
+
+    def post(self, *events: LoopEvent) -> list[LoopAction]:
+        return [action for event in events for action in self.loop.handle(event, self.now)]
+
+    def meet(self, **others: PeerState) -> list[LoopAction]:
+        """Change what the swarm view knows of FRIEND and OTHER."""
+        names = {"friend": FRIEND, "other": OTHER}
+        self.others |= {names[name]: state for name, state in others.items()}
+        return self.post(SwarmChanged(SwarmSnapshot({ME: PeerState(self.chain.head, self.loop.state), **self.others})))
+
+    def start(self) -> list[LoopAction]:
+        return [*self.meet(), *self.post(Started(), TrainerStarted())]
+
+    def apply(self, commit: SignedMessage[Commit]) -> list[LoopAction]:
+        """Answer as effects do that apply a commit."""
+        actions = self.post(CommitComputed(commit.body.contributions))
+        self.chain.append(commit)
+        return [*actions, *self.post(CommitApplied(b"next"), HeadPublished())]
+
+    def pass_time(self, seconds: float) -> list[LoopAction]:
+        self.now += seconds
+        return self.post(TimePassed())
+
+
+def of_kind(kind: type[Any], actions: Iterable[LoopAction]) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def chain_of(rounds: int, peer: int = 2) -> tuple[Chain, list[SignedMessage[Commit]]]:
+    chain, commits = Chain.from_genesis(RUN_ID), []
+    for number in range(rounds):
+        commits.append(commit_of(chain.head, {peer: Blob.of(f"{peer} {number}".encode())}))
+        chain.append(commits[-1])
+    return chain, commits
+
+
+def head_state(chain: Chain) -> PeerState:
+    return PeerState(chain.head, b"theirs")
+
+
+def test_trainer_starts_before_the_first_round_opens() -> None:
+    peer = LoopUnderTest()
+    peer.meet()
+    assert of_kind(StartTrainer, peer.post(Started())) == [StartTrainer()] and not peer.loop.session.is_open
+    peer.post(TrainerStarted())
+    assert peer.loop.session.is_open and peer.loop.session.number == 0
+
+
+def test_newcomer_with_contacts_waits_for_a_record() -> None:
+    peer = LoopUnderTest(has_contacts=True)
+    peer.meet()
+    assert not of_kind(StartTrainer, peer.post(Started()))
+    assert of_kind(StartTrainer, peer.meet(friend=PeerState(peer.chain.head)))
+
+
+def test_run_begins_with_enough_peers_and_goes_on_with_fewer() -> None:
+    peer = LoopUnderTest(min_peers=2, expiry=10.0)
+    peer.start()
+    assert not peer.loop.session.is_open
+    peer.pass_time(11.0)
+    assert not peer.loop.session.is_open, "the run has not begun"
+    peer.meet(friend=PeerState(peer.chain.head))
+    assert peer.loop.session.is_open
+    resumed = LoopUnderTest(min_peers=2, expiry=10.0)
+    resumed.chain.append(chain_of(1)[1][0])
+    resumed.start()
+    assert not resumed.loop.session.is_open and resumed.loop.next_deadline(0.0) == 10.0
+    resumed.pass_time(10.0)
+    assert resumed.loop.session.is_open
+
+
+def decided(peer: LoopUnderTest) -> SignedMessage[Commit]:
+    """Let the peer's own round end: it is alone, and decides by itself. Return the commit."""
+    header = ContributionHeader(round=peer.chain.round, sizes=(BLOB.size,), tokens=100, steps=10, loss=1.0)
+    peer.contributions.submit(StoredContribution(header, (BLOB,)))
+    actions = peer.post(ContributionReady())
+    for _ in range(10):
+        if applies := of_kind(ApplyCommit, actions):
+            return applies[0].commit  # type: ignore[no-any-return]
+        votes = of_kind(VoteRecord, actions)
+        actions = peer.post(VotePersisted()) if votes else peer.pass_time(0.5)
+    raise AssertionError("nothing was decided")
+
+
+def test_a_round_is_applied_then_published_then_the_next_one_opens() -> None:
+    peer = LoopUnderTest()
+    peer.start()
+    commit = decided(peer)
+    assert not peer.loop.session.is_open
+    [advance] = of_kind(AdvanceState, peer.post(CommitComputed(commit.body.contributions)))
+    assert advance.outcome == "included" and peer.contributions.pending is None
+    peer.chain.append(commit)
+    [publish] = of_kind(PublishHead, peer.post(CommitApplied(b"next")))
+    assert publish.contributions == commit.body.contributions and peer.loop.state == b"next"
+    assert not peer.loop.session.is_open, "the head is not published yet"
+    peer.post(HeadPublished())
+    assert peer.loop.session.is_open and peer.loop.session.number == 1
+
+
+def test_nothing_leaves_behind_a_vote_that_is_not_on_disk() -> None:
+    peer = LoopUnderTest()
+    peer.meet(friend=PeerState(peer.chain.head))
+    peer.start()
+    header = ContributionHeader(round=0, sizes=(BLOB.size,), tokens=100, steps=10, loss=1.0)
+    peer.contributions.submit(StoredContribution(header, (BLOB,)))
+    actions = peer.post(ContributionReady())
+    theirs = stated(PEERS[2], contribution_of(peer.chain.head, [Blob.of(b"theirs")]))
+    actions += peer.post(MessagesReceived(FRIEND, (theirs,)))
+    for _ in range(8):
+        actions += peer.pass_time(0.5)
+    assert len(of_kind(VoteRecord, actions)) == 1
+    place = next(place for place, action in enumerate(actions) if isinstance(action, VoteRecord))
+    assert not of_kind(Send, actions[place:]) and peer.loop.session.is_persisting
+    assert of_kind(Send, peer.post(VotePersisted()))
+
+
+def test_a_round_that_cannot_be_applied_is_opened_again_after_a_while() -> None:
+    peer = LoopUnderTest()
+    peer.start()
+    decided(peer)
+    actions = peer.post(ApplyFailed("nobody has it"))
+    assert of_kind(ReportMissed, actions) and of_kind(ReportRecovered, actions)[0].kind == "not applied"
+    assert peer.contributions.pending is not None, "it is not settled"
+    assert not peer.loop.session.is_open and peer.loop.next_deadline(peer.now) == peer.now + POLL_SECONDS
+    peer.pass_time(POLL_SECONDS)
+    assert peer.loop.session.is_open and peer.loop.session.number == 0
+
+
+def test_target_ends_the_loop() -> None:
+    peer = LoopUnderTest(target_rounds=1)
+    peer.start()
+    actions = peer.apply(decided(peer))
+    assert of_kind(TargetReached, actions) and peer.loop.is_done and not peer.loop.session.is_open
+    assert peer.loop.next_deadline(peer.now) is None
+
+
+def test_one_round_behind_it_waits_for_the_commit_to_come_by_itself() -> None:
+    peer = LoopUnderTest()
+    peer.start()
+    actions = peer.meet(friend=head_state(chain_of(1)[0]))
+    assert not of_kind(FindPath, actions) and peer.loop.session.is_open
+    assert of_kind(FindPath, peer.pass_time(SYNC_AFTER_SECONDS)) == [FindPath(FRIEND, True, 0)]
+    assert not peer.loop.session.is_open
+
+
+def test_missed_rounds_are_replayed_one_by_one() -> None:
+    peer = LoopUnderTest()
+    peer.start()
+    theirs, commits = chain_of(2)
+    [find] = of_kind(FindPath, peer.meet(friend=head_state(theirs)))
+    assert find == FindPath(FRIEND, True, 0) and peer.loop.is_syncing
+    actions = peer.post(PathFound(SyncPlan(theirs.head, tuple(commits), None)))
+    assert [action.commit for action in of_kind(ApplyCommit, actions)] == commits[:1]
+    assert [action.commit for action in of_kind(ApplyCommit, peer.apply(commits[0]))] == commits[1:]
+    peer.apply(commits[1])
+    assert not peer.loop.is_syncing and peer.loop.session.is_open and peer.loop.session.number == 2
+
+
+def test_a_state_is_taken_where_replay_fails_and_its_peer_avoided_where_that_fails_too() -> None:
+    peer = LoopUnderTest()
+    peer.start()
+    theirs, commits = chain_of(2)
+    peer.meet(friend=head_state(theirs))
+    peer.post(PathFound(SyncPlan(theirs.head, tuple(commits), None)))
+    peer.post(ApplyFailed("the blobs are gone"))
+    assert of_kind(FindPath, peer.pass_time(POLL_SECONDS)) == [FindPath(FRIEND, False, 0)]
+    [take] = of_kind(TakeState, peer.post(PathFound(SyncPlan(theirs.head, tuple(commits), STATE))))
+    assert take.holders == (FRIEND,)
+    assert not of_kind(FindPath, peer.post(SyncFailed("it does not come")))
+    peer.pass_time(POLL_SECONDS)
+    assert peer.loop.session.is_open, "nobody is left to follow"
+    assert of_kind(FindPath, peer.pass_time(AVOID_SECONDS)) == [FindPath(FRIEND, True, 0)]
+
+
+def test_a_state_that_vanished_meanwhile_is_looked_for_again_at_once() -> None:
+    peer = LoopUnderTest()
+    peer.start()
+    theirs, commits = chain_of(9)
+    peer.meet(friend=head_state(theirs))
+    peer.post(PathFound(SyncPlan(theirs.head, tuple(commits), STATE)))
+    assert of_kind(FindPath, peer.post(SyncFailed("gone", has_vanished=True))) == [FindPath(FRIEND, False, 0)]
+
+
+def test_taking_over_a_state_settles_contributions_before_the_trainer_hears_of_it() -> None:
+    peer = LoopUnderTest()
+    peer.start()
+    header = ContributionHeader(round=0, sizes=(BLOB.size,), tokens=100, steps=10, loss=1.0)
+    peer.contributions.submit(StoredContribution(header, (BLOB,)))
+    theirs = Chain.from_genesis(RUN_ID)
+    commits = [commit_of(theirs.head, {1: BLOB})]
+    theirs.append(commits[0])
+    theirs.append(commit_of(theirs.head, {2: Blob.of(b"later")}))
+    peer.meet(friend=head_state(theirs))
+    plan = SyncPlan(theirs.head, theirs.commits_since(0) or (), STATE)
+    peer.post(PathFound(plan))
+    peer.chain.switch_to(plan.head, plan.log)
+    [adopt] = of_kind(AdoptState, peer.post(StateInstalled(STATE.digest)))
+    assert adopt.verdict.outcome == "included" and adopt.skipped == 2 and len(adopt.commits) == 2
+    assert not peer.loop.session.is_open, "the state is not on disk yet"
+    peer.post(HeadPublished())
+    assert peer.loop.session.is_open and peer.loop.session.number == 2
+
+
+def test_an_outvoted_state_is_replaced_by_that_of_the_majority() -> None:
+    peer = LoopUnderTest()
+    peer.start()
+    same_head = PeerState(peer.chain.head, b"theirs")
+    assert not of_kind(FindPath, peer.meet(friend=PeerState(peer.chain.head, b"mine")))
+    actions = peer.meet(friend=same_head, other=same_head)
+    assert of_kind(FindPath, actions)[0].replay is False
+    assert of_kind(ReportRecovered, actions)[0].kind == "state differs"
+    groups = LoopUnderTest(compares_states=False)
+    groups.start()
+    assert not of_kind(FindPath, groups.meet(friend=same_head, other=same_head)), "each peer has a state of its own"
+
+
+def test_results_that_come_after_the_end_change_nothing() -> None:
+    peer = LoopUnderTest()
+    peer.start()
+    commit = decided(peer)
+    peer.post(Stopped())
+    assert peer.post(CommitComputed(commit.body.contributions), HeadPublished(), TimePassed()) == []
+    assert peer.contributions.pending is not None and peer.loop.is_done
+
+
+def test_the_same_events_give_the_same_actions() -> None:
+    def run() -> list[type[Any]]:
+        peer = LoopUnderTest(target_rounds=1)
+        actions = peer.start()
+        return [type(action) for action in [*actions, *peer.apply(decided(peer))]]
+
+    assert run() == run()
+
+
+def test_a_head_of_no_peer_is_nowhere_to_go() -> None:
+    peer = LoopUnderTest()
+    peer.start()
+    assert not of_kind(FindPath, peer.meet(friend=PeerState(None)))
+    better = PeerState(ChainHead(5, bytes(32), 10**6), is_trainer=False)
+    assert of_kind(FindPath, peer.meet(friend=better)), "observers show the way too"
