@@ -52,7 +52,9 @@ def _cache_parents() -> Iterator[Path]:
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(given)
     yield PACKAGE / "__pycache__"
-    yield Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "murmur"
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if user_cache.is_absolute():  # a user without a home directory has none
+        yield user_cache / "murmur"
 
 
 def _remove_others(version: Path) -> None:
