@@ -70,3 +70,16 @@ def test_references_name_every_recipe_and_every_kind_of_part() -> None:
     for part, known in REGISTRY.items():
         row = re.search(rf"^\| {part} \| (.+) \|$", kinds, re.MULTILINE)
         assert row and sorted(re.findall(r"`([\w-]+)`", row[1])) == sorted(known)
+
+
+def test_modules_and_tests_that_pages_name_exist() -> None:
+    roots = ("", "node", "protocol")  # ARCHITECTURE.md leaves out the package where it is clear
+    for page in (ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"):
+        named = set(re.findall(r"`((?:\w+/)+\w+\.(?:py|md|proto|toml))`", page.read_text()))
+        assert named
+        missing = [path for path in named if not any((ROOT / root / path).exists() for root in roots)]
+        assert not missing, (page.name, missing)
+
+
+def test_architecture_is_short() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text().split()) <= 2000
