@@ -1,1 +1,1 @@
-"""The torch side of a node: its own process, which opens no socket."""
+"""The torch side of a node: a separate process that opens no socket."""

@@ -1,11 +1,11 @@
-"""The trainer process: `python -m node.trainer CHANNEL ARENA PARENT`.
+"""The trainer process: `python -m node.trainer CHANNEL MEMORY PARENT`.
 
-CHANNEL and ARENA are inherited file descriptors (see node.ipc.channel, node.ipc.shared_memory), PARENT is the
-daemon's process id.
-The first message on the channel is Config. The process opens no socket and no shared memory of its own, ignores
-Ctrl-C (the daemon decides), leaves the processors to the daemon first, and dies with it.
-Exit codes: 0 stopped, or the daemon went away; those of protocol.errors when going on is pointless (the reason was sent
-as Failed before); anything else is a crash.
+CHANNEL and MEMORY are inherited file descriptors (see node.ipc.channel, node.ipc.shared_memory), PARENT is the
+daemon's process id. The first message on the channel is TrainerConfig. The process opens no socket and no shared memory
+of its own, ignores Ctrl-C (the daemon decides), has a lower priority than the daemon, and dies with it.
+
+Exit codes: 0 if the daemon stopped it or is gone; a code of protocol.errors if it cannot continue (it sends the reason
+as Failed first); anything else is a crash.
 """
 
 import ctypes
@@ -28,25 +28,26 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: list[str]) -> int:
-    channel_fd, arena_fd, parent = (int(argument) for argument in arguments)
+    """Run the process; returns its exit code."""
+    channel_fd, memory_fd, parent = (int(argument) for argument in arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
     lower_priority(TRAINER_NICENESS)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    return train_until_stopped(socket.socket(fileno=channel_fd), arena_fd)
+    return train_until_stopped(socket.socket(fileno=channel_fd), memory_fd)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the daemon dies, however that happens."""
+    """Ask the kernel to kill this process when the daemon dies, for whatever reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        raise SystemExit(0)  # it died before the kernel was asked
+        raise SystemExit(0)  # the daemon died before this request
 
 
 def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int:
-    """Train until the daemon says stop; returns the exit code."""
-    # Importing torch takes seconds, in which the daemon may already die: only after die_with.
+    """Train until the daemon sends Stop; returns the exit code."""
+    # Importing torch takes seconds, in which the daemon may die: so only after die_with_parent.
     with rare_garbage_collection():
         import torch
 

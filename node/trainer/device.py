@@ -1,4 +1,4 @@
-"""Which device a trainer computes on, and how much of its memory it may take."""
+"""The device of a trainer and the limit on its memory."""
 
 import resource
 from contextlib import AbstractContextManager, nullcontext
@@ -10,11 +10,11 @@ from node.options import Device, NodeOptions
 from node.trainer.pause_when_busy import usage_meter_for
 from protocol.errors import DeviceError
 
-UNUSED_MEMORY_BYTES = 256 << 20  # what a process has asked for and does not use, such as the stacks of its threads
+UNUSED_MEMORY_BYTES = 256 << 20  # allocated but never touched, such as the stacks of threads
 
 
 def choose_device(requested: Device) -> torch.device:
-    """`auto` takes the accelerator where there is one. Raises DeviceError when `cuda` is asked for and missing."""
+    """Choose the device; `auto` prefers an accelerator. Raises DeviceError if a requested one is missing."""
     present = torch.cuda.is_available()
     if requested == "cuda" and not present:
         raise DeviceError("no CUDA device here; use --device cpu, or install the driver and a CUDA build of torch")
@@ -22,12 +22,12 @@ def choose_device(requested: Device) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """For people: the accelerator's name, or `cpu`."""
+    """Return a name for people: the accelerator's, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def require_usable_device(settings: NodeOptions) -> None:
-    """Raises DeviceError, before anything is started, where the device or the allowed memory will not do."""
+    """Raise DeviceError if the device is missing or the allowed memory too small, before anything starts."""
     device = choose_device(settings.device)
     fit_microbatch(settings.manifest, settings.memory, device.type)
     if settings.pause_when_busy:
@@ -35,7 +35,7 @@ def require_usable_device(settings: NodeOptions) -> None:
 
 
 def limit_memory(max_bytes: int | None, device: torch.device) -> None:
-    """From here on an allocation that would take this process above so many bytes fails."""
+    """Make allocations that exceed `max_bytes` in this process fail from now on; `None` means no limit."""
     if max_bytes is None:
         return
     if device.type == "cuda":
@@ -48,10 +48,10 @@ def limit_memory(max_bytes: int | None, device: torch.device) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Torch says so in the words of a RuntimeError where there is no accelerator."""
+    """Return whether memory ran out; on a CPU only the text of torch's RuntimeError shows it."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def autocast_context(device: torch.device) -> AbstractContextManager[object]:
-    """bf16 matrix products where the hardware is made for them; fp32 on a processor."""
+    """Return a context with bf16 matrix products on an accelerator and fp32 ones on a CPU."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()

@@ -1,8 +1,6 @@
-"""The inner optimizer of the method at work on a model's flat vector, with the manifest's learning rate and clipping.
+"""The inner step: gradient, clipping and optimizer; and the validation loss. The simulator uses the same code.
 
-g <- g * min(1, clip / |g|), then what the method's inner part does with it
-
-One inner step's gradient, and the validation loss: what the trainer and the simulator do alike with the model.
+    g <- g * min(1, clip / |g|)     then the method's inner update rule with the manifest's learning rate
 """
 
 import math
@@ -20,8 +18,11 @@ from protocol.manifest import TrainSection
 
 
 class InnerOptimizer:
-    """`vectors`: the optimizer's state, flat fp32 on the model's device; it belongs to the trainer's. `began`: local
-    steps that the run was old when this trainer joined it; `moments_began`: those that its first moments came from."""
+    """Applies the method's inner update rule to the flat vector of a model.
+
+    `vectors` is its state, flat fp32 on the model's device, which the trainer saves. `age_at_join` is the run's age in
+    inner steps when this trainer joined, `moments_age_at_join` the age of the moments that it began with.
+    """
 
     def __init__(self, model: LanguageModel, train: TrainSection, inner: InnerUpdateRule) -> None:
         self._train = train
@@ -34,17 +35,17 @@ class InnerOptimizer:
         self.vectors = {name: self._weights.new_zeros(size) for name, size in sizes.items()}
 
     def lookahead_weights(self, step: int) -> Tensor | None:
-        """Where the gradient of inner step `step` is to be taken; None: at the weights."""
+        """Return the weights at which to take the gradient of this step; `None` means the model's own."""
         return self._inner.lookahead_weights(self._weights, self.vectors, self._step_inputs(step))
 
     def step(self, step: int) -> bool:
-        """Apply the model's gradient as inner step `step`; False, and nothing changes, when it is not finite.
+        """Apply the model's gradient; returns False and changes nothing if it is not finite.
 
-        `step` counts the steps applied before, from 0: the moments' bias is corrected by it.
+        `step` is the number of steps applied before; the bias correction of the moments depends on it.
         """
         gradient = self._model.flat_gradient
         if gradient is None:
-            raise ValueError("there is no gradient; run backward first")
+            raise ValueError("the model has no gradient; run backward first")
         norm = float(torch.linalg.vector_norm(gradient))
         if not math.isfinite(norm):
             return False
@@ -54,6 +55,7 @@ class InnerOptimizer:
         return True
 
     def clear_gradient(self) -> None:
+        """Drop the model's gradient."""
         self._model.clear_gradient()
 
     def _step_inputs(self, count: int) -> InnerStep:
@@ -66,10 +68,12 @@ class InnerOptimizer:
 def accumulate_gradient(
     model: LanguageModel, windows: Tensor, microbatch: int, at_weights: Tensor | None = None
 ) -> float:
-    """Adds the gradient of the mean loss over `windows` (sequences, context + 1) to the model's, a few at a time.
+    """Add the gradient of the mean loss over a batch to the model's; returns the loss in nats per token.
 
-    `place`: weights at which it is taken instead of the model's, which are left as they were. Returns that loss, in
-    nats a token.
+    Args:
+        windows: (sequences, context + 1) token ids.
+        microbatch: sequences of one forward pass.
+        at_weights: take the gradient at these weights; the model keeps its own.
     """
     if at_weights is not None:
         with _loaded_weights(model, at_weights):
@@ -87,7 +91,10 @@ def accumulate_gradient(
 
 @torch.no_grad()
 def validation_loss(model: LanguageModel, flat: Tensor, batches: Iterable[Tensor]) -> tuple[float, int]:
-    """Mean loss in nats a token of the weights `flat`, and the tokens it was taken over; `model` is left as it was."""
+    """Return the mean loss of the weights `flat` in nats per token, and the number of tokens.
+
+    The model keeps its own weights.
+    """
     device = model.flat.device
     total, tokens = 0.0, 0
     with _loaded_weights(model, flat):
@@ -102,7 +109,7 @@ def validation_loss(model: LanguageModel, flat: Tensor, batches: Iterable[Tensor
 
 @contextmanager
 def _loaded_weights(model: LanguageModel, flat: Tensor) -> Iterator[None]:
-    """The model has these weights while inside, and its own again afterwards."""
+    """Give the model other weights inside the context, and its own again afterwards."""
     own = model.flat.clone()
     model.load_flat(flat)
     try:

@@ -1,9 +1,7 @@
-"""Where a trainer's time goes.
+"""The trainer's loop: inner steps, contributions and new anchors. node.trainer.schedule decides when.
 
-The trainer's loop: inner steps, messages, adoptions (when: see node.trainer.schedule).
-
-State is snapshotted into the arena every SNAPSHOT_SECONDS and, always before the daemon is told, at each message and
-adoption: whatever the daemon knows of survives this process.
+The loop saves a snapshot in shared memory every SNAPSHOT_SECONDS, and at each contribution and each new anchor before
+it reports them. So everything that the daemon has heard of survives a crash of this process.
 """
 
 import math
@@ -52,7 +50,7 @@ from protocol.manifest import Manifest
 
 
 class ActivityTimer:
-    """Seconds spent by activity, added to those of earlier lives."""
+    """Seconds spent on each activity, including those of earlier processes."""
 
     def __init__(self, seconds: Mapping[Activity, float], clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds: dict[Activity, float] = dict(seconds)
@@ -60,6 +58,7 @@ class ActivityTimer:
 
     @contextmanager
     def measure(self, activity: Activity) -> Iterator[None]:
+        """Add the time inside the context to `activity`."""
         start = self._clock()
         try:
             yield
@@ -70,12 +69,12 @@ class ActivityTimer:
 SNAPSHOT_SECONDS = 10.0
 PROGRESS_SECONDS = 1.0
 WAIT_SECONDS = 1.0
-USAGE_SECONDS = 2.0  # between two measurements of what others use
+USAGE_SECONDS = 2.0  # between two measurements of other programs' use
 MAX_SKIPPED_STEPS_IN_A_ROW = 20
 
 
 class Trainer:
-    """One model in training; `run` returns when the daemon says Stop. Manifest and program are those of `config`."""
+    """One model in training. Manifest and program are those of `config`."""
 
     def __init__(
         self,
@@ -120,10 +119,11 @@ class Trainer:
     def _pin_shared_memory(self) -> None:
         self._shared_memory.pin()
         if not self._shared_memory.is_pinned:
-            line = "the system does not lock what daemon and trainer share: messages and snapshots take longer"
+            line = "the system does not lock the shared memory: contributions and snapshots take longer"
             self._channel.send(TrainerWarning(reason="memory not pinned", line=line))
 
     def run(self) -> None:
+        """Train until the daemon sends Stop."""
         self._send_ready()
         while True:
             self._shared_memory.record_heartbeat()
@@ -190,10 +190,10 @@ class Trainer:
 
     def _send_contribution(self) -> None:
         with self._timer.measure("encode"):
-            message = self._state.make_contribution()
+            header = self._state.make_contribution()
         self._save()
         self._send_progress()
-        self._channel.send(message)
+        self._channel.send(header)
 
     def _apply_anchor(self, command: ApplyAnchor) -> None:
         self._pending_anchor = None
@@ -201,24 +201,25 @@ class Trainer:
             self._state.apply_anchor(command.round, command.outcome)
             for entry in command.revised:
                 if not self._state.revise_outcome(entry.header, entry.outcome, partial(self._read_payloads, entry)):
-                    line = f"all that was still to be sent, with the message of round {entry.header.round}"
+                    line = f"dropped all unsent work with the contribution of round {entry.header.round}"
                     self._channel.send(TrainerWarning(reason="work dropped", line=line))
         self._save()
         self._channel.send(AnchorApplied(round=command.round))
 
     def _read_payloads(self, revised: RevisedOutcome) -> list[bytes]:
-        """None at all where one of them is gone or damaged."""
+        """Read all parts of a contribution; returns none if one of them is missing or damaged."""
         folder = Path(self._config.blobs)
         try:
             payloads = [(folder / name).read_bytes() for name in revised.parts]
         except OSError as error:
-            self._channel.send(TrainerWarning(reason="message gone", line=f"cannot read an earlier message: {error}"))
+            line = f"cannot read an earlier contribution: {error}"
+            self._channel.send(TrainerWarning(reason="message gone", line=line))
             return []
-        whole = all(Blob.of(data).name == name for data, name in zip(payloads, revised.parts, strict=True))
-        return payloads if whole else []
+        is_intact = all(Blob.of(data).name == name for data, name in zip(payloads, revised.parts, strict=True))
+        return payloads if is_intact else []
 
     def _update_pause(self) -> None:
-        """Stand back where others use the device, or go on; the daemon is told."""
+        """Pause or resume as other programs use the device, and report it."""
         now = time.monotonic()
         if self._meter is None or self._pause_policy is None or now - self._measured_at < USAGE_SECONDS:
             return
@@ -233,12 +234,11 @@ class Trainer:
         self._handle_command(command)
 
     def _take_step(self) -> None:
-        """One inner step; left out when the loss or the gradient is not finite."""
+        """Make one inner step; skip it if the loss or the gradient is not finite."""
         with self._timer.measure("compute"):
             sequences = self._manifest.train.batch_tokens // self._manifest.model.context
             windows, step = self._batches.next_batch(sequences), self._state.counters.step
-            place = self._optimizer.lookahead_weights(step)
-            loss = self._accumulate_gradient(windows, place)
+            loss = self._accumulate_gradient(windows, self._optimizer.lookahead_weights(step))
             applied = math.isfinite(loss) and self._optimizer.step(step)
             self._optimizer.clear_gradient()
         if not applied:
@@ -250,7 +250,7 @@ class Trainer:
         self._unreported += StepTotals(tokens=tokens, steps=1, loss=loss)
 
     def _accumulate_gradient(self, windows: Tensor, at_weights: Tensor | None) -> float:
-        """In smaller pieces from here on where the memory does not suffice; the batch stays what the manifest says."""
+        """Accumulate the gradient of a batch, in smaller microbatches from now on if memory runs out."""
         while True:
             try:
                 return accumulate_gradient(self._model, windows, self._microbatch, at_weights)
@@ -259,7 +259,7 @@ class Trainer:
                     raise
             self._optimizer.clear_gradient()
             self._microbatch //= 2
-            line = f"going on with microbatches of {self._microbatch} sequences"
+            line = f"continuing with microbatches of {self._microbatch} sequences"
             self._channel.send(TrainerWarning(reason="memory short", line=line))
 
     def _skip_step(self, step: int) -> None:
@@ -312,7 +312,10 @@ class Trainer:
 
 
 def _merge_pending(waiting: ApplyAnchor | None, command: ApplyAnchor) -> ApplyAnchor:
-    """A fate is told once: where its anchor was not taken yet, it goes with the next one."""
+    """Return the newer anchor, with the outcome that an anchor not yet applied brought.
+
+    The daemon sends each outcome once.
+    """
     if waiting is None or command.outcome != "none":
         return command
     return command.model_copy(update={"outcome": waiting.outcome})

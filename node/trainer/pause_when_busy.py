@@ -1,11 +1,10 @@
-"""When a trainer stands back for others who use its device, and when it goes on. PURE.
+"""Pausing while other programs use the device.
 
-Two thresholds and two delays, so that it neither stops for a moment's work nor goes back and forth.
+The policy is pure. It has two thresholds and two delays, so that the trainer neither pauses for a short burst of work
+nor alternates quickly. The meters read the use of processors from /proc, of an accelerator's memory from its driver.
 
-How much of a device others use: of the processors from /proc, of an accelerator from its driver.
-
-Ours are all trainers on this machine, their daemons and what those started: peers that share a machine must not stand
-back for one another. All else counts, whoever it belongs to, also what runs in other containers.
+Peers that share a machine must not pause for one another. So all trainers on this machine, their daemons and the
+processes that these started do not count. All other processes count, including those in other containers.
 """
 
 import os
@@ -17,23 +16,26 @@ import torch
 
 from protocol.errors import DeviceError
 
-PAUSE_AFTER_SECONDS = 4.0  # that others need the device before the trainer stands back
-RESUME_AFTER_SECONDS = 10.0  # that they leave it alone before it goes on
+PAUSE_AFTER_SECONDS = 4.0  # of use by others
+RESUME_AFTER_SECONDS = 10.0  # without use by others
 
 
 class PausePolicy:
-    """`pause_share`, `resume_share`: of the device in the hands of others, 0 to 1; `now` in seconds, monotonic."""
+    """Decides when to pause, by the share of the device that others use (0 to 1).
+
+    Times are seconds of a monotonic clock.
+    """
 
     def __init__(self, pause_share: float, resume_share: float) -> None:
         self._pause_share = pause_share
         self._resume_share = resume_share
-        self._contrary_since: float | None = None  # when the share came to speak against what we do
+        self._contrary_since: float | None = None  # since when the share contradicts `paused`
         self.paused = False
 
     def update(self, share: float, now: float) -> bool:
-        """Takes a measured share into account; whether that has changed `paused`."""
-        against = share < self._resume_share if self.paused else share >= self._pause_share
-        if not against:
+        """Take a measured share into account; returns whether `paused` changed."""
+        is_contrary = share < self._resume_share if self.paused else share >= self._pause_share
+        if not is_contrary:
             self._contrary_since = None
             return False
         self._contrary_since = now if self._contrary_since is None else self._contrary_since
@@ -45,20 +47,21 @@ class PausePolicy:
 
 
 TRAINER_MODULE = b"node.trainer"
-STAT_FIELDS = 8  # of the first line of /proc/stat: what follows is contained in these
+STAT_FIELDS = 8  # on the first line of /proc/stat; these contain the fields after them
 IDLE, IOWAIT, STEAL = 3, 4, 7
 PARENT, USER_TICKS, SYSTEM_TICKS, START_TIME = 1, 11, 12, 19  # in /proc/PID/stat, after the name
-CONTEXT_BYTES = 1 << 30  # of an accelerator's memory that our own process has beside its tensors
+CONTEXT_BYTES = 1 << 30  # of an accelerator's memory that our process uses in addition to its tensors
 
 
 class UsageMeter(Protocol):
-    """`share()`: of the device used by others since the last call, 0 to 1; None: not known yet. `what`: in words."""
+    """Measures how much of a device other programs use; `description` names the device for people."""
 
     description: str
     pause_share: float
     resume_share: float
 
-    def measure_share(self) -> float | None: ...
+    def measure_share(self) -> float | None:
+        """Return the share (0 to 1) used by others since the last call; `None` means not yet known."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,21 @@ class _Process:
 
 
 class CpuMeter:
+    """Measures processor time, by /proc."""
+
     description = "of the processors"
     pause_share, resume_share = 0.25, 0.15
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
-        self._trainers: dict[tuple[int, int], bool] = {}  # by process and its start
+        self._trainers: dict[tuple[int, int], bool] = {}  # by process id and start time
         self._own_ticks_before: dict[tuple[int, int], int] = {}
         self._busy = self._total = 0
         if self._read_total() is None:
             raise DeviceError("--pause-when-busy reads /proc, which this system does not have; leave it out")
 
     def measure_share(self) -> float | None:
+        """Return the share of processor time that others used since the last call."""
         now, ours = self._read_total(), self._read_own_ticks()
         if now is None:
             return None
@@ -94,7 +100,7 @@ class CpuMeter:
         return min(1.0, max(0.0, (busy - busy_before - spent) / (total - total_before)))
 
     def _read_total(self) -> tuple[int, int] | None:
-        """Ticks of all processors together: spent on work, and passed."""
+        """Return busy and elapsed ticks, summed over all processors."""
         try:
             with (self._proc / "stat").open() as file:
                 fields = [int(word) for word in file.readline().split()[1 : STAT_FIELDS + 1]]
@@ -123,7 +129,7 @@ class CpuMeter:
             ticks = int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])
             return _Process(int(fields[PARENT]), ticks, int(fields[START_TIME]))
         except (OSError, ValueError, IndexError):
-            return None  # it has just ended
+            return None  # the process has just ended
 
     def _is_trainer(self, pid: int) -> bool:
         try:
@@ -133,7 +139,7 @@ class CpuMeter:
 
 
 class AcceleratorMeter:
-    """By memory: that is what the driver tells of others without more rights."""
+    """Measures memory, because the driver shows no more of other processes without privileges."""
 
     description = "of the accelerator's memory"
     pause_share, resume_share = 0.10, 0.06
@@ -142,10 +148,12 @@ class AcceleratorMeter:
         self._device = device
 
     def measure_share(self) -> float | None:
+        """Return the share of memory that others hold."""
         free, total = torch.cuda.mem_get_info(self._device)
         own = torch.cuda.memory_reserved(self._device) + CONTEXT_BYTES
         return max(0.0, (total - free - own) / total)
 
 
 def usage_meter_for(device: torch.device) -> UsageMeter:
+    """Return a meter for the device; raises DeviceError if it cannot be measured."""
     return AcceleratorMeter(device) if device.type == "cuda" else CpuMeter()

@@ -1,8 +1,8 @@
-"""When a trainer sends its message, when it goes over to a new anchor, and when it waits. PURE.
+"""Decides when a trainer sends a contribution, applies a new anchor, or waits. Pure.
 
-A message is due after the plan's steps since the last one, or as many of them as the daemon has asked for (see
-`protocol.consensus.pacing`), at least one, or after the schedule's time, once no other is on its way. While it travels
-a peer trains on for `ahead` further steps, and applies the result after `delay` of them at the earliest
+A contribution is due once the one before is settled, and the plan's number of steps or the schedule's time has passed
+since. The daemon may ask for fewer steps, at least one (`protocol.consensus.pacing`). While a contribution travels, the
+peer trains for `ahead` more steps, and applies the result after `delay` of them at the earliest
 (`optim.exchange_schedule`).
 """
 
@@ -15,17 +15,18 @@ from optim.round_plan import RoundPlan
 
 @dataclass
 class StepTarget:
-    """What the daemon asks for: `steps` for round `number` at most; at least one is made."""
+    """The number of steps, at least one, that the daemon asks for in one round."""
 
     round_number: int = -1
     steps: int | None = None
 
     def set(self, round_number: int, steps: int | None) -> None:
+        """Set the steps of a round; `None` means all that the plan has."""
         self.round_number = round_number
         self.steps = steps
 
     def steps_due(self, planned_steps: int, round_number: int) -> int:
-        """Steps that make a message due, of the plan's `full`."""
+        """Return the number of steps, of the planned ones, after which a contribution is due."""
         return (
             planned_steps
             if self.steps is None or round_number != self.round_number
@@ -35,26 +36,43 @@ class StepTarget:
 
 @dataclass
 class ContributionTimer:
-    """How long a peer has trained for its next message. Told before every step, of the steps made and the time."""
+    """Measures how long a peer has trained for its next contribution."""
 
     began: float | None = None
 
     def seconds(self, steps: int, now: float) -> float:
+        """Return the seconds since the first step. Must be called before every step.
+
+        Args:
+            steps: steps since the last contribution.
+            now: seconds of a monotonic clock.
+        """
         if self.began is None or not steps:
             self.began = now
         return now - self.began
 
 
 def is_contribution_due(counters: Counters, steps: int, schedule: Schedule, seconds: float) -> bool:
-    """`seconds`: of training for it."""
+    """Return whether a contribution is due.
+
+    Args:
+        counters: the steps made since the last contribution, and whether it is outstanding.
+        steps: the number that makes one due.
+        schedule: may make one due earlier.
+        seconds: how long the peer has trained for it.
+    """
     made = counters.since_message.steps
     return counters.outstanding is None and (made >= steps or schedule.is_due(made, seconds))
 
 
 def may_apply_anchor(counters: Counters, plan: RoundPlan) -> bool:
-    """Whether an anchor that has come may be taken already. `plan`: of the round whose message is on its way."""
+    """Return whether a new anchor may be applied now.
+
+    `plan` is that of the round whose contribution is outstanding.
+    """
     return counters.outstanding is None or counters.since_message.steps >= plan.method.schedule.delay
 
 
 def must_wait(counters: Counters, plan: RoundPlan) -> bool:
+    """Return whether the trainer has made all steps that it may make ahead of an outstanding contribution."""
     return counters.outstanding is not None and counters.since_message.steps >= plan.method.schedule.ahead

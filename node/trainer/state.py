@@ -1,13 +1,13 @@
-"""A trainer's own state, and what a message and an adoption do to it. For the signal "pseudo-gradient":
+"""A trainer's own state, and how contributions and anchors change it. For the signal "pseudo-gradient":
 
-    delta     = reference - weights                 local progress since `reference`; points uphill
-    message:    x = residual * decay + delta;  send C(x);  residual <- x - D(C(x));  reference <- weights
-    adoption:   residual <- residual + D(message)   only when the outstanding message was excluded
-                weights <- anchor + (weights - reference);  reference <- anchor     (or as `optim.merge_policy` says)
+    delta         = reference - weights             local progress since `reference`; points uphill
+    contribution:   x = residual * decay + delta;  send C(x);  residual <- x - D(C(x));  reference <- weights
+    new anchor:     residual <- residual + D(contribution)      only if the outstanding contribution was excluded
+                    weights <- anchor + (weights - reference);  reference <- anchor     (or see `optim.merge_policy`)
 
-So what was trained after the message was sent lives on across the adoption, and nothing is lost when a message misses
-its round (arXiv 1901.09847): what is applied plus the residual plus (reference - weights) adds up to all progress.
-Other signals measure something else, and share more vectors than the weights (`optim.signals`).
+So steps made after the contribution was sent survive the new anchor, and nothing is lost when a contribution misses its
+round (arXiv 1901.09847): the applied contributions, the residual and (reference - weights) add up to all progress.
+Other signals measure other quantities, and share more vectors than the weights (`optim.signals`).
 """
 
 import math
@@ -39,7 +39,7 @@ class _Record(BaseModel):
 
 
 class StepTotals(_Record):
-    """What was trained in some stretch of steps; `loss` is the sum of the steps' losses, in nats."""
+    """Totals over a number of inner steps; `loss` is the sum of their losses in nats."""
 
     tokens: NonNegativeInt = 0
     steps: NonNegativeInt = 0
@@ -56,15 +56,20 @@ class StepTotals(_Record):
 
     @classmethod
     def from_header(cls, header: ContributionHeader) -> Self:
+        """Return the totals that a contribution reports."""
         return cls(tokens=header.tokens, steps=header.steps, loss=header.loss * header.steps)
 
     @property
     def mean_loss(self) -> float:
+        """Return the loss per step in nats per token."""
         return self.loss / max(1, self.steps)
 
 
 class Outstanding(_Record):
-    """A message whose fate is not known; its parts lie in the outbox. `work` counts from the last included one."""
+    """A contribution whose outcome is unknown; its parts are in the outbox.
+
+    `work` counts from the last contribution that was included.
+    """
 
     serial: NonNegativeInt = 0
     round: NonNegativeInt
@@ -72,6 +77,7 @@ class Outstanding(_Record):
     work: StepTotals
 
     def to_header(self) -> ContributionHeader:
+        """Return the header that the daemon gets."""
         work = self.work
         return ContributionHeader(
             serial=self.serial,
@@ -84,11 +90,12 @@ class Outstanding(_Record):
 
     @classmethod
     def from_header(cls, header: ContributionHeader) -> Self:
+        """Restore it from the header that the daemon has."""
         return cls(serial=header.serial, round=header.round, sizes=header.sizes, work=StepTotals.from_header(header))
 
 
 class SettledOutcome(_Record):
-    """A message whose fate this state has taken up."""
+    """A contribution whose outcome this state has applied."""
 
     serial: NonNegativeInt
     round: NonNegativeInt
@@ -96,29 +103,30 @@ class SettledOutcome(_Record):
 
     @classmethod
     def from_header(cls, header: ContributionHeader, outcome: ContributionOutcome) -> Self:
+        """Return the record of an outcome."""
         return cls(serial=header.serial, round=header.round, fate=outcome)
 
 
 class Counters(_Record):
-    """Everything of a trainer's state that is no tensor: the meta data of a snapshot."""
+    """The part of the state that is not tensors: the metadata of a snapshot."""
 
     step: NonNegativeInt = 0
     tokens: NonNegativeInt = 0
     round: NonNegativeInt = 0
-    began: NonNegativeInt = 0  # local steps that the run was old when this trainer joined it
+    began: NonNegativeInt = 0  # age of the run in inner steps when this trainer joined
     position: NonNegativeInt = 0
     since_message: StepTotals = StepTotals()
-    unreported: StepTotals = StepTotals()  # of messages that were excluded
-    messages: NonNegativeInt = 0  # made so far
+    unreported: StepTotals = StepTotals()  # of excluded contributions
+    messages: NonNegativeInt = 0  # contributions made so far
     outstanding: Outstanding | None = None
-    settled: tuple[SettledOutcome, ...] = ()  # the last messages before that
+    settled: tuple[SettledOutcome, ...] = ()  # the last contributions before that
     seconds: dict[Activity, float] = {}
 
 
 class TrainerState:
-    """Weights and the optimizer's vectors on the model's device; `reference` and `residual` flat fp32 on the CPU.
+    """Weights and optimizer vectors on the model's device; `reference` and `residual` are flat fp32 on the CPU.
 
-    `reference` holds the vectors that are carried from anchor to anchor, one after the other, the weights first.
+    `reference` holds the shared vectors that the trainer trains locally, one after the other, the weights first.
     """
 
     def __init__(
@@ -138,19 +146,19 @@ class TrainerState:
         self._trained_names = locally_trained_names(program.method)
         self.reference = torch.zeros(program.numel * len(self._trained_names))
         self.residual = torch.zeros(program.signal_numel)
-        # Kept: the system takes longer to give new memory than a copy into it takes.
+        # Kept, because allocating new memory takes longer than the copy into it.
         self._staging = torch.empty_like(self.reference, pin_memory=shared_memory.is_pinned)
         self.counters = Counters()
 
     def start(self, round_number: int) -> None:
-        """Begin at the anchor of that round, with nothing trained."""
+        """Start from the anchor of a round, with no steps made."""
         self._set_reference(round_number)
         self._load_live(self.reference)
         self.counters = Counters(round=round_number, began=self._program.steps_before(round_number))
         self._set_optimizer_age()
 
     def restore(self) -> bool:
-        """Take the newest snapshot; False when there is none."""
+        """Load the newest snapshot; returns False if there is none."""
         snapshot = self._shared_memory.read_snapshot()
         if snapshot is None:
             return False
@@ -161,7 +169,10 @@ class TrainerState:
         return True
 
     def _advance_age(self, steps: int) -> None:
-        """A peer that makes fewer steps than the plan's trains at the same rates as the others for all that."""
+        """Advance the learning rate by steps of the plan that this peer did not make.
+
+    So it trains at the same rate as the other peers.
+    """
         self.update(began=self.counters.began + max(0, steps))
         self._set_optimizer_age()
 
@@ -173,18 +184,19 @@ class TrainerState:
         )
 
     def save(self) -> None:
+        """Write a snapshot into the shared memory."""
         self._shared_memory.write_snapshot(self._snapshot_vectors(), self.counters.model_dump(mode="json"))
 
     @property
     def plan(self) -> RoundPlan:
-        """Of the round that the next message is made for."""
+        """Return the plan of the round for which the next contribution is made."""
         return self._program.plan(self.counters.round)
 
     def make_contribution(self) -> ContributionHeader:
-        """Encode the progress since the reference into the outbox. Nothing may be outstanding."""
+        """Encode the progress since the reference into the outbox; no contribution may be outstanding."""
         counters = self.counters
         if counters.outstanding is not None:
-            raise ValueError("the message before this one is still on its way")
+            raise ValueError("the contribution before this one is still outstanding")
         live = self._copy_live()
         delta = self._signal.measure(self._progress(live))
         parts = self._sender.encode(counters.round, delta, self.residual)
@@ -215,17 +227,17 @@ class TrainerState:
         return dict(zip(names, torch.split(vector, self._program.numel), strict=True))
 
     def _reset_progress(self, live: Tensor) -> None:
-        """What was sent counts from here, and what was gathered for it is gathered again."""
+        """Measure progress from the sent weights, and clear the vectors that the signal consumed."""
         for start, stop in clip_spans(self.plan.spans, 0, self.reference.numel()):
             self.reference[start:stop] = live[start:stop]
         for name in self._signal.consumed_names:
             self._optimizer.vectors[name].zero_()
 
     def apply_anchor(self, round_number: int, outcome: ContributionOutcome) -> None:
-        """Go over to the anchor of that round, taking along what was trained since the reference."""
+        """Move to the anchor of a round and keep the progress since the reference."""
         before, outstanding = self.counters.round, self.counters.outstanding
         if round_number == before and outstanding is None:
-            return  # said twice, around a restart; x + (y - x) would only add rounding errors
+            return  # sent twice, around a restart; x + (y - x) would only add rounding errors
         if outstanding is not None and outcome == "excluded":
             self._restore_to_residual(outstanding, round_number)
         self._merge_anchor(round_number, self._exchanged_spans(before, round_number))
@@ -242,9 +254,14 @@ class TrainerState:
     def revise_outcome(
         self, header: ContributionHeader, outcome: ContributionOutcome, read_payloads: Callable[[], Sequence[bytes]]
     ) -> bool:
-        """A message whose fate we know may have another one on the chain that we went over to: give it back after all,
-        or take out again what was given back. Where its payloads are not to be had any more (none at all), nothing is
-        given back, or all that was to be sent is dropped: False."""
+        """Revise the outcome of an earlier contribution after the daemon moved to another chain.
+
+        A contribution that the new chain excludes is added to the residual, one that it includes after all is
+        subtracted again. If its payloads are gone, nothing is added, or the whole residual is dropped.
+
+        Returns:
+            False if unsent work was dropped.
+        """
         known = next((entry.fate for entry in self.counters.settled if entry.serial == header.serial), outcome)
         if known == outcome:
             return True
@@ -266,7 +283,7 @@ class TrainerState:
         return bool(payloads) or sign > 0
 
     def _remaining_fraction(self, header: ContributionHeader) -> float:
-        """What the later messages of the same values have left of a residual that it was added to."""
+        """Return the fraction of a residual that later contributions of the same values have left."""
         plan, outstanding = self._program.plan, self.counters.outstanding
         later = [plan(entry.round) for entry in self.counters.settled if entry.serial > header.serial]
         later += [] if outstanding is None else [plan(outstanding.round)]
@@ -274,8 +291,11 @@ class TrainerState:
         return math.prod(each.method.feedback.decay for each in later if each.spans == spans)
 
     def _restore_to_residual(self, outstanding: Outstanding, round_number: int) -> None:
-        """A delta goes into the residual. What is not one (the weights themselves) cannot be sent later: its progress
-        lives on here, measured from the anchor that it began at, where that is still in its buffer."""
+        """Add an excluded contribution to the residual, from which a later one sends it.
+
+        Signals that are not deltas (the weights themselves) cannot be sent later. Their progress is kept by measuring
+        from the anchor of that round again, if it is still in its buffer.
+        """
         self._sender.restore_to_residual(
             outstanding.round, self._shared_memory.contribution_parts(outstanding.sizes), self.residual
         )
@@ -285,28 +305,27 @@ class TrainerState:
             self._set_reference(before)
 
     def _merge_anchor(self, round_number: int, exchanged_spans: Iterable[Span]) -> None:
-        """See `optim.merge_policy`. In place: what is live becomes own progress, and that, on the new reference,
-        live."""
-        adoption, live, reference = self._program.method.adoption, self._copy_live(), self.reference
+        """Apply `optim.merge_policy` in place: live vectors become progress, and progress live vectors."""
+        policy, live, reference = self._program.method.adoption, self._copy_live(), self.reference
         places = [slice(start, stop) for start, stop in exchanged_spans]
-        before = [live[place].clone() for place in places] if isinstance(adoption, Interpolate) else []
-        own = live.sub_(reference)
+        before = [live[place].clone() for place in places] if isinstance(policy, Interpolate) else []
+        progress = live.sub_(reference)
         self._set_reference(round_number)
-        if adoption.unsent:
-            reference.sub_(self.residual, alpha=adoption.unsent)
-        if isinstance(adoption, RebaseOnAnchor) and adoption.keep < 1:
+        if policy.unsent:
+            reference.sub_(self.residual, alpha=policy.unsent)
+        if isinstance(policy, RebaseOnAnchor) and policy.keep < 1:
             for place in places:
-                self.residual[place] -= own[place]
-                reference[place] += adoption.keep * own[place]
-                own[place] = 0
-        after = own.add_(reference)
-        if isinstance(adoption, Interpolate):
-            for place, was in zip(places, before, strict=True):
-                after[place] = adoption.alpha * was + (1 - adoption.alpha) * reference[place]
+                self.residual[place] -= progress[place]
+                reference[place] += policy.keep * progress[place]
+                progress[place] = 0
+        after = progress.add_(reference)
+        if isinstance(policy, Interpolate):
+            for place, old in zip(places, before, strict=True):
+                after[place] = policy.alpha * old + (1 - policy.alpha) * reference[place]
         self._load_live(after)
 
     def _exchanged_spans(self, before: int, after: int) -> set[Span]:
-        """The spans of the carried vectors that these rounds exchanged; of many rounds, or another chain's, all."""
+        """Return the spans of `reference` that these rounds exchanged; all after many rounds or a change of chain."""
         program, size = self._program, self.reference.numel()
         if not 0 <= after - before <= MAX_ROUNDS_SKIPPED:
             return {(0, size)}
@@ -314,6 +333,7 @@ class TrainerState:
         return set(clip_spans(sorted(set(spans)), 0, size))
 
     def count_step(self, tokens: int, loss: float, position: int) -> None:
+        """Count an inner step that was applied."""
         counters = self.counters
         self.update(
             step=counters.step + 1,
@@ -323,16 +343,17 @@ class TrainerState:
         )
 
     def update(self, **values: object) -> None:
+        """Replace fields of the counters."""
         self.counters = self.counters.model_copy(update=values)
 
     def _set_reference(self, round_number: int) -> None:
-        """The carried ones of the vectors that all agree on."""
+        """Copy the locally trained ones of the shared vectors of a round into the reference."""
         shared = self._by_name(self._shared_memory.anchor(round_number), self._signal.shared_names)
         for name, vector in self._by_name(self.reference, self._trained_names).items():
             vector.copy_(shared[name])
 
     def _copy_live(self) -> Tensor:
-        """The carried vectors as they are, copied; until the next call."""
+        """Copy the locally trained vectors into the staging buffer, which the next call overwrites."""
         vectors = {WEIGHTS: self._model.flat, **self._optimizer.vectors}
         for name, room in self._by_name(self._staging, self._trained_names).items():
             room.copy_(vectors[name])
@@ -357,7 +378,7 @@ class TrainerState:
         sizes = [len(part) for part in parts]
         if sum(sizes) > self._shared_memory.contribution_bytes:
             raise ValueError(
-                f"a message of {sum(sizes)} bytes; the outbox holds {self._shared_memory.contribution_bytes}"
+                f"a contribution of {sum(sizes)} bytes; the outbox holds {self._shared_memory.contribution_bytes}"
             )
         for room, part in zip(self._shared_memory.contribution_parts(sizes), parts, strict=True):
             room[:] = part
