@@ -1,7 +1,7 @@
-"""The model as a Hugging Face folder: what `AutoModelForCausalLM` and `AutoTokenizer` load as they are.
+"""Export of a model as a Hugging Face folder, which `AutoModelForCausalLM` and `AutoTokenizer` load.
 
-A byte-level run gets a tokenizer whose 256 tokens are the bytes in order; any other run its own tokenizer.json.
-The folder is written beside its place and renamed, so a folder that exists is complete.
+A byte-level run gets a tokenizer whose 256 tokens are the bytes in order; any other run gets its own tokenizer.json.
+The folder is written under a temporary name and renamed, so a folder that exists is complete.
 """
 
 import json
@@ -23,7 +23,10 @@ Json = dict[str, Any]
 def export(run_dir: Path, out: Path) -> None:
     """Write the newest whole checkpoint of the node in `run_dir` as a Hugging Face folder, `out`.
 
-    UsageError when `out` holds something already; MissingFileError and CheckpointError when there is nothing to export.
+    Raises:
+        UsageError: `out` is not an empty folder.
+        MissingFileError, CheckpointError: there is nothing to export.
+        StorageError: `out` cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder; name a new one")
@@ -32,10 +35,10 @@ def export(run_dir: Path, out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".exporting-", dir=out.parent) as staging:
-            inside = Path(staging) / "model"
-            inside.mkdir()
-            _write_model(inside, trained, tokenizer)
-            inside.rename(out)
+            folder = Path(staging) / "model"
+            folder.mkdir()
+            _write_model(folder, trained, tokenizer)
+            folder.rename(out)
     except (OSError, shutil.Error) as error:
         raise StorageError(f"cannot write {out}: {error}; free some space or name another folder") from error
 
@@ -68,7 +71,7 @@ def _read_tokenizer_json(run_dir: Path, manifest: Manifest) -> str:
 
 
 def byte_tokenizer_json() -> Json:
-    """The content of a tokenizer.json whose token n is the byte n: GPT-2's byte-level scheme with nothing to merge."""
+    """Return a tokenizer.json whose token n is the byte n: GPT-2's byte-level scheme without merges."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
         "version": "1.0",
@@ -95,7 +98,7 @@ def byte_tokenizer_json() -> Json:
 
 
 def _bytes_to_unicode() -> list[str]:
-    """The character that stands for each byte: itself where that is printable Latin-1, else one from U+0100 on."""
+    """Return the character for each byte: itself if it is printable Latin-1, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = map(chr, range(0x100, 0x200))
     return [chr(byte) if byte in printable else next(spare) for byte in range(256)]

@@ -1,7 +1,7 @@
-"""Text from a trained model: sampling a token at a time from the newest checkpoint of a node.
+"""Sampling text, token by token, from the newest checkpoint of a node.
 
-The context slides: the model sees the last `context` tokens. Nothing is cached between tokens, which is fast enough for
-a look at a model; to serve one, export it.
+The context slides: the model sees the last `context` tokens. Nothing is cached between tokens, which is fast enough to
+try a model; to serve one, export it.
 """
 
 import codecs
@@ -27,24 +27,28 @@ BYTE_VALUES = 256
 
 
 class TextCodec(Protocol):
-    """Between text and tokens; `decode` gives text as soon as it is certain, so a piece may be empty."""
+    """Converts between text and tokens; token ids are below `vocabulary_size`."""
 
     vocabulary_size: int
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of `text`."""
 
-    def decode(self, tokens: Iterator[int]) -> Iterator[str]: ...
+    def decode(self, tokens: Iterator[int]) -> Iterator[str]:
+        """Yield text as soon as it is certain; a piece may be empty."""
 
 
 class ByteTextCodec:
-    """Token n is the byte n."""
+    """The bytes of UTF-8 as tokens."""
 
     vocabulary_size = BYTE_VALUES
 
     def encode(self, text: str) -> list[int]:
+        """Return the bytes of `text`."""
         return list(text.encode())
 
     def decode(self, tokens: Iterator[int]) -> Iterator[str]:
+        """Yield text once its bytes are complete."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         yield from (decoder.decode(bytes([token])) for token in tokens)
         yield decoder.decode(b"", final=True)
@@ -58,9 +62,11 @@ class TokenizerTextCodec:
         self.vocabulary_size: int = self.tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
+        """Return the tokens of `text`."""
         return list(self.tokenizer.encode(text).ids)
 
     def decode(self, tokens: Iterator[int]) -> Iterator[str]:
+        """Yield text once its tokens are complete."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=False)
@@ -75,10 +81,14 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Pieces of the continuation of `prompt` by the newest checkpoint of the node in `run_dir`.
+    """Continue `prompt` with the newest checkpoint of the node in `run_dir`, and return pieces of text.
 
-    `temperature` 0 always takes the likeliest token; `top_k` samples among the k likeliest alone. Errors come at the
-    call, not while iterating: UsageError, MissingFileError, DataError, CheckpointError.
+    Args:
+        temperature: 0 always takes the most likely token.
+        top_k: sample from the k most likely tokens only.
+
+    Raises:
+        UsageError, MissingFileError, DataError, CheckpointError: at the call, not while iterating.
     """
     if tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
         raise UsageError("tokens and top_k must be at least 1, and the temperature at least 0")
@@ -87,9 +97,9 @@ def generate(
     codec = _open_text_codec(run_dir, trained.manifest)
     model = build_model(config)
     model.load_flat(trained.anchor)
-    start = codec.encode(prompt or "\n")  # the model continues something, be it a line break
+    start = codec.encode(prompt or "\n")  # the model needs at least one token to continue
     if not start:
-        raise UsageError("this run's tokenizer makes no token of the prompt; use another prompt")
+        raise UsageError("the run's tokenizer turns this prompt into no tokens; use another prompt")
     usable = min(codec.vocabulary_size, config.vocabulary)
     if max(start) >= usable:
         raise UsageError(f"the prompt has tokens that this model of {usable} does not know; use another prompt")
@@ -105,7 +115,7 @@ def sample_tokens(
     seed: int,
     vocabulary_size: int,
 ) -> Iterator[int]:
-    """Tokens below `vocabulary` that continue `prompt` (at least one token), without end; equal seeds, equal tokens."""
+    """Yield tokens that continue `prompt` (at least one token), without end; equal seeds give equal tokens."""
     generator = torch.Generator().manual_seed(seed)
     window = deque(prompt, maxlen=model.config.context)
     while True:
@@ -117,7 +127,7 @@ def sample_tokens(
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """One token by its `logits` (vocabulary,)."""
+    """Sample one token from `logits` (vocabulary,)."""
     if temperature == 0:
         return int(logits.argmax())
     kept = logits.topk(min(top_k or len(logits), len(logits)))

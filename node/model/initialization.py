@@ -1,9 +1,9 @@
-"""Initial weights that come out bit-equal on every machine.
+"""Initial weights that are bit-equal on every machine.
 
 All peers of a run must start from the same anchor, whatever their processor, library build or number of threads, and
-torch's normal generator does not promise that across instruction sets. So: the integers of a Philox stream (whose
-values NumPy keeps fixed), one stream a parameter, four 16-bit uniforms added up exactly, and one fp32 multiplication.
-The sum of four uniforms (Irwin-Hall) is a bell of bounded width: it ends at 3.46 standard deviations.
+torch's normal generator does not promise that across instruction sets. So each parameter has a Philox stream of its
+own, whose integers NumPy keeps fixed. A value is the exact sum of four 16-bit uniforms, times one fp32 factor: a bell
+curve (Irwin-Hall) that ends at 3.46 standard deviations.
 
 The model family gives the standard deviation of each matrix. Gains of the norms are 1.
 """
@@ -19,14 +19,17 @@ from torch import Tensor
 from node.model.families import model_family, shape_table
 from protocol.manifest import ModelSection
 
-CHUNK_ELEMENTS = 2**20  # elements drawn at a time: bounds the working memory to a few 8 MiB arrays
+CHUNK_ELEMENTS = 2**20  # drawn at a time, which bounds the working memory to a few arrays of 8 MiB
 
 SUM_MEAN = 4 * 65535 // 2
 SUM_DEVIATION = math.sqrt(4 * (65536**2 - 1) / 12)
 
 
 def initial_weights(config: ModelSection, seed: int) -> Tensor:
-    """The weights of round 0: a flat fp32 vector (numel,) on the CPU, a function of the shapes and the seed alone."""
+    """Return the weights of round 0: a flat fp32 vector (numel,) on the CPU.
+
+    They depend on names, shapes and the seed only.
+    """
     family, table = model_family(config), shape_table(config)
     flat = torch.ones(table.numel)
     for name, view in table.views(flat).items():
@@ -36,7 +39,7 @@ def initial_weights(config: ModelSection, seed: int) -> Tensor:
 
 
 def _stream_key(seed: int, name: str) -> int:
-    """128 bits for one parameter's stream, so that a parameter's values do not depend on what else the model has."""
+    """Return a 128-bit key for one parameter, so that its values do not depend on the other parameters."""
     return int.from_bytes(hashlib.sha256(f"murmur initial 1 {seed} {name}".encode()).digest()[:16], "big")
 
 
@@ -49,7 +52,7 @@ def _fill_irwin_hall(out: Tensor, deviation: float, key: int) -> None:
 
 
 def _draw_uniform_sums(stream: np.random.Philox, count: int) -> npt.NDArray[np.int64]:
-    """Sums of four 16-bit uniforms less their mean: exact in fp32 (under 2**18), in any order."""
+    """Draw sums of four 16-bit uniforms minus their mean; they are below 2**18, so exact in fp32."""
     raw: npt.NDArray[np.uint64] = np.asarray(stream.random_raw(count), dtype=np.uint64)
     total = sum(((raw >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64) for shift in (0, 16, 32, 48))
     return np.asarray(total - SUM_MEAN, dtype=np.int64)

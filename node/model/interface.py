@@ -1,4 +1,4 @@
-"""The two things that a kind of model consists of: a family, which computes from the manifest, and a torch module.
+"""The two parts of a kind of model: a family, which computes from the manifest, and a torch module.
 
 A family knows shapes, initial weights, Hugging Face names and memory without building anything. The module that it
 builds is an ordinary one for torch, with parameters of the names in the shape table; their memory is one flat vector,
@@ -40,7 +40,7 @@ class LanguageModel(nn.Module, ABC):
     @property
     @abstractmethod
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks of the shape table in order: embedding, layers, head.
+        """Return the blocks of the shape table in order: embedding, layers, head.
 
         The first takes token ids (B, T), the last returns logits (B, T, vocabulary); the others map the residual stream
         (B, T, W) to itself.
@@ -66,7 +66,7 @@ class LanguageModel(nn.Module, ABC):
 
     @property
     def flat_gradient(self) -> Tensor | None:
-        """The gradients of all parameters as one vector (numel,); `None` before the first backward pass."""
+        """Return the gradients of all parameters as one vector (numel,); `None` before the first backward pass."""
         if all(parameter.grad is None for parameter in self._placed):
             return None
         return self.attach_gradient()

@@ -1,7 +1,7 @@
-"""Matrices that stand one below the other in the flat vector, used as one matrix.
+"""Joining matrices that follow one another in the flat vector into one matrix.
 
 Attention multiplies its input by query, key and value weights, the MLP by gate and up weights. One product with the
-joined matrix is faster than two or three. Neighbours in memory need no copy for that.
+joined matrix is faster than two or three, and large neighbours in memory are joined without a copy.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ COPY_ELEMENTS = 2**18  # copying fewer is faster than a Python function in the a
 def join_rows(*matrices: Tensor) -> Tensor:
     """Return one matrix with the rows of all `matrices`, which have equally many columns.
 
-    A large result shares the memory of neighbours in the flat vector.
+    A large result shares the memory of its parts if they are neighbours.
     """
     if torch.compiler.is_compiling() or sum(matrix.numel() for matrix in matrices) < COPY_ELEMENTS:
         return torch.cat(matrices)

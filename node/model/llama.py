@@ -27,10 +27,13 @@ OUTPUT = "lm_head.weight"
 
 
 class LlamaFamily(ModelFamily):
+    """Llama decoders of any size."""
+
     kind = "llama"
     title = "Llama"
 
     def blocks(self, config: ModelSection) -> Iterator[tuple[Entry, ...]]:
+        """Yield the parameters of embedding, layers and head."""
         yield ((EMBEDDING, (config.vocabulary, config.width)),)
         for layer in range(config.layers):
             yield tuple((f"model.layers.{layer}.{name}.weight", shape) for name, shape in _layer_entries(config))
@@ -38,9 +41,11 @@ class LlamaFamily(ModelFamily):
         yield ((FINAL_NORM, (config.width,)), *output)
 
     def build(self, config: ModelSection, device: torch.device | str = "cpu") -> LanguageModel:
+        """Build the decoder."""
         return Llama(config, device)
 
     def build_compiled(self, config: ModelSection) -> LanguageModel:
+        """Build the decoder for long runs on a CPU."""
         return CompiledLlama(config)
 
     def standard_deviation(self, config: ModelSection, name: str) -> float:
@@ -57,6 +62,7 @@ class LlamaFamily(ModelFamily):
         return config.layers * layer
 
     def hugging_face_config(self, config: ModelSection) -> dict[str, Any]:
+        """Return the config.json of LlamaForCausalLM."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -227,7 +233,7 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaBody(nn.Module):
-    """Everything but the output matrix; the name of each parameter is Hugging Face's."""
+    """All parts but the output matrix, with Hugging Face's names."""
 
     def __init__(self, config: ModelSection, causal: CausalAttention) -> None:
         super().__init__()
@@ -251,6 +257,7 @@ class Llama(LanguageModel):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
+        """Return embedding, layers and head."""
         return (self.model.embed_tokens, *self.model.layers, self._apply_head)
 
     def _apply_head(self, stream: Tensor) -> Tensor:

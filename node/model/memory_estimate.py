@@ -1,16 +1,16 @@
-"""What a trainer takes of a machine's memory, computed from the manifest. PURE.
+"""Estimates of a trainer's memory, computed from the manifest alone.
 
-On an accelerator that is its own memory; on a processor, what the trainer's process keeps for itself, beside what it
-shares with the daemon. A parameter takes its weight, gradient, moments and what each update and message need
-besides; a sequence takes the activations that the model family names in 16 bits, twice that in 32, and half as much
-again for the gated layer and the backward pass. The constants are measured, rounded up.
+With an accelerator the estimate is for its memory; on a CPU it is for the trainer process, without the memory that it
+shares with the daemon. A parameter needs space for its weight, gradient and moments, and for updates and contributions.
+A sequence needs its activations, which the model family gives for 16 bits (twice that for 32), and half as much again
+for the gated layer and the backward pass. The constants were measured and rounded up.
 """
 
 from node.model.families import model_family, shape_table
 from protocol.errors import DeviceError
 from protocol.manifest import Manifest
 
-PROCESS_BYTES = 250_000_000  # torch itself, in the process of a trainer without an accelerator
+PROCESS_BYTES = 250_000_000  # torch itself, in a trainer process on a CPU
 BYTES_PER_PARAMETER = {"cpu": 44, "cuda": 24}
 BYTES_PER_ACTIVATION = {"cpu": 4, "cuda": 2}
 ACTIVATION_FACTOR = 1.5
@@ -18,13 +18,13 @@ MAX_MICROBATCH = 4096
 
 
 def fixed_bytes(manifest: Manifest, device: str) -> int:
-    """Before the first sequence. `device`: "cpu" or "cuda"."""
+    """Estimate the bytes that do not depend on the microbatch; `device` is "cpu" or "cuda"."""
     parameters = BYTES_PER_PARAMETER[device] * shape_table(manifest.model).numel
     return parameters + (PROCESS_BYTES if device == "cpu" else 0)
 
 
 def sequence_bytes(manifest: Manifest, device: str) -> int:
-    """For each sequence of a microbatch."""
+    """Estimate the bytes of each sequence of a microbatch."""
     model = manifest.model
     activations = model_family(model).activation_bytes(model)
     logits = 2 * 4 * model.context * model.vocabulary
@@ -32,15 +32,18 @@ def sequence_bytes(manifest: Manifest, device: str) -> int:
 
 
 def max_microbatch(manifest: Manifest, free_bytes: float, device: str) -> int:
-    """How many sequences of one forward pass fit into so many bytes; 0: not even one."""
+    """Return how many sequences of one forward pass fit into `free_bytes`."""
     left = free_bytes - fixed_bytes(manifest, device)
     return min(MAX_MICROBATCH, max(0, int(left / sequence_bytes(manifest, device))))
 
 
 def fit_microbatch(manifest: Manifest, memory_bytes: int | None, device: str) -> int:
-    """The manifest's microbatch, or a smaller one that keeps to `memory` bytes: more passes make up the same batch.
+    """Return the manifest's microbatch, or a smaller one that fits into `memory_bytes`.
 
-    Raises DeviceError where not even one sequence fits.
+    More passes then make up the same batch.
+
+    Raises:
+        DeviceError: not even one sequence fits.
     """
     if memory_bytes is None:
         return manifest.train.microbatch
@@ -49,7 +52,6 @@ def fit_microbatch(manifest: Manifest, memory_bytes: int | None, device: str) ->
         needed = (fixed_bytes(manifest, device) + sequence_bytes(manifest, device)) / 1e6
         raise DeviceError(
             f"--memory: {memory_bytes / 1e6:.0f} MB are too little for this run's model, "
-            f"one sequence takes {needed:.0f} MB; "
-            f"allow {needed:.0f}MB, or join a smaller run"
+            f"one sequence takes {needed:.0f} MB; allow {needed:.0f}MB, or join a smaller run"
         )
     return min(fits, manifest.train.microbatch)

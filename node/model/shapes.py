@@ -40,39 +40,39 @@ class ShapeTable:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of all parameters."""
+        """Return the names of all parameters."""
         return tuple(name for name, _ in self.entries)
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of all parameters."""
+        """Return the shapes of all parameters."""
         return tuple(shape for _, shape in self.entries)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each parameter."""
+        """Return the number of elements of each parameter."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Index of the first element of each parameter."""
+        """Return the index of the first element of each parameter."""
         return tuple(itertools.accumulate(self.sizes[:-1], initial=0))
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of the flat vector."""
+        """Return the number of elements of the flat vector."""
         return sum(self.sizes)
 
     @cached_property
     def blocks(self) -> tuple[tuple[str, ...], ...]:
-        """Parameter names of each block in order: embedding, layers, head. A model can be cut between two blocks."""
+        """Return the parameter names of each block: embedding, layers, head. A model can be cut between blocks."""
         numbered = zip(self.block_numbers or range(len(self.names)), self.names, strict=True)
         grouped = itertools.groupby(numbered, key=lambda pair: pair[0])
         return tuple(tuple(name for _, name in pairs) for _, pairs in grouped)
 
     @cached_property
     def layout(self) -> Layout:
-        """Shapes and blocks for the methods, which need no names."""
+        """Return shapes and blocks for the methods, which need no names."""
         return Layout(self.shapes, self.block_numbers)
 
     def hash(self) -> bytes:

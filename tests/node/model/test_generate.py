@@ -133,7 +133,7 @@ def test_a_prompt_of_no_token_is_refused(tmp_path: Path) -> None:
     folder = node_folder(tmp_path, manifest(tokenizer="words.json", vocabulary=8))
     own.save(str(folder / "words.json"))
     for prompt in ("", " "):
-        with pytest.raises(UsageError, match="no token of the prompt; use another"):
+        with pytest.raises(UsageError, match="turns this prompt into no tokens; use another"):
             generate(folder, prompt)
 
 
