@@ -74,11 +74,11 @@ class Peers:
                 corpus,
                 ContributionEncoder(self._program),
                 str(i),
-                [weights],
-                0,
             )
             for i in range(PEERS)
         ]
+        for learner in self._learners:
+            learner.start(0, [weights])
         self._examiner = build_model(manifest.model)
         self._held_out = validation_batches(corpus, manifest.model.context, VALIDATION_TOKENS)
 

@@ -18,7 +18,8 @@ from protocol.blobs.store_group import StoreGroup
 from protocol.identity import Identity
 from protocol.manifest import Manifest, RunId
 from protocol.membership.clock import SwarmClock
-from protocol.membership.directory import DirectoryOptions, PeerDirectory
+from protocol.membership.directory import PeerDirectory
+from protocol.membership.gossip_interface import DirectoryOptions
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2_grpc import (
     add_CarriersServicer_to_server,

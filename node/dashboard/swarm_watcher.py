@@ -117,8 +117,9 @@ class SwarmWatcher:
         me = self._node.peer_id
         live = self._node.directory.live()
         shown = [peer for peer in live if peer != me or self._node.is_trainer]
-        shown.sort(key=lambda peer: peer not in self._known)
-        room = sum(peer in self._known for peer in shown) + int(self._news_bucket.tokens_left(SHARED_BUCKET, now))
+        known = self._known
+        shown.sort(key=lambda peer: peer not in known)
+        room = sum(peer in known for peer in shown) + int(self._news_bucket.tokens_left(SHARED_BUCKET, now))
         return {peer: live[peer] for peer in shown[: min(MAX_SHOWN_PEERS, room)]}
 
     def _trainers(self, now: float) -> dict[PeerId, PeerRecord]:

@@ -125,7 +125,8 @@ class RunProbe:
         """How others see this machine, asked of a few, public ones first."""
         own = await self.transport.addresses()
         port = listening_tcp_port(own)
-        chosen = sorted(self.reached, key=lambda peer: not is_public_address(self.reached[peer]))[:MAX_QUERIED_PEERS]
+        reached = self.reached
+        chosen = sorted(reached, key=lambda peer: not is_public_address(reached[peer]))[:MAX_QUERIED_PEERS]
         replies = await asyncio.gather(*(self._request_dial_back(peer, port) for peer in chosen))
         told = {peer: reply for peer, reply in zip(chosen, replies, strict=True) if reply is not None}
         nat = judge_nat(own, [reply.seen for reply in told.values() if reply.seen])

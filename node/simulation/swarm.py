@@ -3,6 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable, Iterable
+from functools import cached_property
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -84,16 +85,13 @@ class VirtualSwarm:
         self.gossip.start_with({peer.peer_id: peer.chain.head for peer in peers})
         for peer in peers:
             peer.start()
-        patience = self._max_stall_seconds()
-        if (
-            not self.clock.run(lambda: self._is_done or self.clock.now > self._decided_at + patience)
-            or not self._is_done
-        ):
+        if not self.clock.run(self._is_over) or not self._is_done:
             raise MurmurError(
-                f"no round was decided for {patience:.0f} virtual seconds; allow more bandwidth or speed, "
-                "a longer round.exchange_timeout, or less churn"
+                f"no round was decided for {self._max_stall_seconds:.0f} virtual seconds; allow more bandwidth or "
+                "speed, a longer round.exchange_timeout, or less churn"
             )
 
+    @cached_property
     def _max_stall_seconds(self) -> float:
         training = 2 * self.method.schedule.inner_steps / min(self.config.speeds)
         return training + MAX_STALLED_EXCHANGES * self.round_settings(0).exchange_seconds
@@ -107,18 +105,21 @@ class VirtualSwarm:
         each = self.config.manifest.train.batch_tokens * max(1, len(self.live_peers))
         return max(1, -(-(self.config.target_tokens - tokens) // each))
 
+    def _is_over(self) -> bool:
+        """Return whether the target is reached, or no round was decided for too long."""
+        return self._is_done or self.clock.now > self._decided_at + self._max_stall_seconds
+
     def new_trainer(self, peer: VirtualPeer) -> VirtualTrainer:
-        sender = self._new_encoder(peer.slot)
-        return VirtualTrainer(
+        trainer = VirtualTrainer(
             self.config.build_model(),
             self.config.manifest,
             self.planner,
             self._corpus,
-            sender,
+            self._new_encoder(peer.slot),
             peer.peer_id,
-            peer.applied_state[0].shared_vectors(self.method),
-            peer.chain.round,
         )
+        trainer.start(peer.chain.round, peer.applied_state[0].shared_vectors(self.method))
+        return trainer
 
     def _new_encoder(self, slot: int) -> ContributionEncoder:
         liars = self.config.adversaries

@@ -1,6 +1,7 @@
 """Move blobs between virtual peers, each from one source at a time."""
 
 from collections.abc import Set
+from functools import partial
 from typing import TYPE_CHECKING
 
 from protocol.consensus.messages import Digest, PartBlob
@@ -39,14 +40,14 @@ class VirtualDownloads:
         if not holders:
             return self._on_no_holder(part_blob)
         source = min(holders, key=lambda other: network.backlog_seconds(other.slot))
-        on_arrival = peer.if_alive(lambda: self._on_arrival(part_blob, source))
+        on_arrival = peer.if_alive(partial(self._on_arrival, part_blob, source))
         network.send_blob(source.slot, peer.slot, blob.size, on_arrival)
 
     def _on_no_holder(self, part_blob: PartBlob) -> None:
         sources = self._sources.pop(part_blob)
         if self._peer.on_no_holder(part_blob):
             self._sources[part_blob] = sources
-            self._peer.call_later(RETRY_SECONDS, lambda: self._choose_source(part_blob))
+            self._peer.call_later(RETRY_SECONDS, partial(self._choose_source, part_blob))
 
     def _on_arrival(self, part_blob: PartBlob, source: "VirtualPeer") -> None:
         if not source.is_alive:

@@ -5,6 +5,7 @@ What a peer publishes reaches the others after the time of a few hops; a peer th
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.simulation.virtual_network import VirtualClock
@@ -42,7 +43,7 @@ class VirtualGossip:
     def _publish_after(self, peer: PeerId, head: ChainHead | None, delay: float) -> None:
         """What is published while news is on its way travels with it."""
         if head is None:
-            self._clock.schedule(delay, lambda: self._apply_news({peer: None}))
+            self._clock.schedule(delay, partial(self._apply_news, {peer: None}))
             return
         if not self._published:
             self._clock.schedule(delay, self._apply_published)

@@ -5,6 +5,7 @@ The loop is the daemon's own; blobs and messages take their time on virtual link
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from node.daemon.outer_state import blobs_to_apply
@@ -153,7 +154,7 @@ class VirtualPeer:
         deadline = self.loop.next_deadline(now)
         if deadline is not None and not now < self._tick_at <= deadline:
             self._tick_at = deadline
-            self.call_later(deadline - now, lambda: self._tick(deadline))
+            self.call_later(deadline - now, partial(self._tick, deadline))
 
     def _tick(self, deadline: float) -> None:
         if deadline == self._tick_at:
@@ -192,7 +193,7 @@ class VirtualPeer:
             case PublishHead():
                 self._on_new_head()
             case FindPath():
-                self.call_later(2 * self.swarm.network.latency, lambda: self._find_path(action))
+                self.call_later(2 * self.swarm.network.latency, partial(self._find_path, action))
             case TakeState():
                 self._take_state(action)
             case AdoptState(_, verdict):

@@ -22,7 +22,7 @@ from protocol.manifest import Manifest
 
 
 class VirtualTrainer:
-    """Starts from `anchor`, the state after `round_number` rounds."""
+    """Takes inner steps for one virtual peer, once it is started."""
 
     def __init__(
         self,
@@ -32,8 +32,6 @@ class VirtualTrainer:
         corpus: Corpus,
         encoder: ContributionEncoder,
         peer_id: PeerId,
-        shared: list[Tensor],
-        round_number: int,
     ) -> None:
         self._train = manifest.train
         self._sequences = manifest.train.batch_tokens // manifest.model.context
@@ -44,9 +42,12 @@ class VirtualTrainer:
         self.step_target = StepTarget()
         self._contribution_timer = ContributionTimer()
         self.state = TrainerState(model, self._optimizer, planner, encoder, self._shared_memory)
+        self._batches = BatchReader(corpus, manifest.model.context, manifest.run.seed, peer_id)
+
+    def start(self, round_number: int, shared: Sequence[Tensor]) -> None:
+        """Begin at the anchor after that many rounds."""
         self._shared_memory.write_anchor(round_number, shared)
         self.state.start(round_number)
-        self._batches = BatchReader(corpus, manifest.model.context, manifest.run.seed, peer_id)
 
     def must_wait(self) -> bool:
         return must_wait(self.state.counters, self.state.plan)

@@ -19,9 +19,9 @@ class ResidualUpdate:
 
     def apply(self, total: Floats) -> None:
         """CodecError if a value of `sent` is not finite or too large."""
-        decay = np.float32(self.decay)
+        decay, delta = np.float32(self.decay), self.delta
         parallel_for(
-            lambda part: check_magnitude(decay_and_add(total[part], decay, self.delta[part])), wide_slabs(total.size)
+            lambda part: check_magnitude(decay_and_add(total[part], decay, delta[part])), wide_slabs(total.size)
         )
 
 

@@ -15,9 +15,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import grpc
 
@@ -31,9 +29,16 @@ from protocol.errors import (
     describe_error,
 )
 from protocol.identity import Identity, PeerId
-from protocol.manifest import RunId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.contacts import AddressFile, Contacts
+from protocol.membership.gossip_interface import (
+    DirectoryOptions,
+    GossipTransport,
+    abort_call,
+    describe_call_error,
+    describe_event,
+    is_unreachable,
+)
 from protocol.membership.peer_table import (
     KIND,
     MAX_PEERS,
@@ -41,6 +46,7 @@ from protocol.membership.peer_table import (
     MAX_TEXT_CHARACTERS,
     FieldValue,
     MembershipEvent,
+    MembershipListener,
     OwnRecord,
     PeerJoined,
     PeerLeft,
@@ -66,34 +72,6 @@ LEAVE_SECONDS = 2.0
 CONTACT_RETRY_PROBABILITY = 0.2  # of a heartbeat that tries a contact although some peers are live
 MAX_CALLS_PER_HEARTBEAT = 8
 CALL_BURST = 32
-
-
-class GossipTransport(Protocol):
-    """The part of the transport that the directory uses."""
-
-    async def addresses(self) -> tuple[str, ...]: ...
-    def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None: ...
-    def forget(self, peer: PeerId) -> None: ...
-    def channel(self, peer: PeerId) -> grpc.aio.Channel: ...
-
-
-class MembershipListener(Protocol):
-    def on_membership_event(self, event: MembershipEvent) -> None:
-        """React to another peer that joined, left or changed its record."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DirectoryOptions:
-    """Settings of a run's peer directory, in seconds.
-
-    `addresses_file` keeps peers' addresses over restarts.
-    """
-
-    run_id: RunId
-    heartbeat: float
-    expiry: float
-    bootstrap: Sequence[str] = ()
-    addresses_file: Path | None = None
 
 
 class PeerDirectory(MembershipServicer):
@@ -200,7 +178,7 @@ class PeerDirectory(MembershipServicer):
             return self._answer_gossip(peer, request)
         except PeerFault as fault:
             self.record_refusal(peer, fault)
-            return await _abort_call(context, fault)
+            return await abort_call(context, fault)
 
     def record_refusal(self, peer: PeerId, fault: PeerFault) -> None:
         """Count and log a refused call."""
@@ -324,10 +302,10 @@ class PeerDirectory(MembershipServicer):
         return [wanted for wanted in reply.wanted[:MAX_RECORDS] if wanted != self.peer_id]
 
     def _record_failure(self, peer: PeerId, error: Exception) -> None:
-        reason = _describe_error(error)
+        reason = describe_call_error(error)
         self._failures[peer] += 1
         is_live = peer in self.live()
-        if is_live and _is_unreachable(error) and self._failures[peer] >= FAILURES_UNTIL_SUSPECT:
+        if is_live and is_unreachable(error) and self._failures[peer] >= FAILURES_UNTIL_SUSPECT:
             self.suspect(peer, f"no answer in {self._failures[peer]} attempts: {reason}")
         elif is_live:
             logger.info("gossip with %s failed: %s", peer, reason)
@@ -399,7 +377,7 @@ class PeerDirectory(MembershipServicer):
         self._reported_sequences = {peer: record.sequence for peer, record in live.items()}
         for event in events:
             if not isinstance(event, PeerUpdated):
-                logger.info("%s", _describe_event(event))
+                logger.info("%s", describe_event(event))
             for listener in self._listeners:
                 listener.on_membership_event(event)
 
@@ -409,31 +387,3 @@ class PeerDirectory(MembershipServicer):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=LEAVE_SECONDS)
-
-
-def _describe_error(error: Exception) -> str:
-    if not isinstance(error, grpc.aio.AioRpcError):
-        return str(error)
-    # gRPC's own texts for these codes describe our local sockets.
-    texts = {grpc.StatusCode.UNAVAILABLE: "cannot be reached", grpc.StatusCode.DEADLINE_EXCEEDED: "no answer in time"}
-    return texts.get(error.code()) or str(error.details())
-
-
-def _is_unreachable(error: Exception) -> bool:
-    """Return whether a failure means that the peer is absent.
-
-    A peer that refuses us is present.
-    """
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-    return isinstance(error, UnreachableError)
-
-
-async def _abort_call(context: Any, fault: PeerFault) -> NoReturn:
-    codes = {LimitError: grpc.StatusCode.RESOURCE_EXHAUSTED, StaleError: grpc.StatusCode.FAILED_PRECONDITION}
-    await context.abort(codes.get(type(fault), grpc.StatusCode.INVALID_ARGUMENT), str(fault))
-    raise AssertionError("abort always raises")
-
-
-def _describe_event(event: PeerJoined | PeerLeft | PeerUpdated) -> str:
-    return f"{event.peer} {event.reason}" if isinstance(event, PeerLeft) else f"{event.peer} joined"

@@ -11,6 +11,7 @@ records. It is bounded by the clock, so nobody can claim a sequence that a later
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from protocol.errors import LimitError, MalformedError, StaleError
 from protocol.identity import Identity, PeerId
@@ -49,6 +50,11 @@ class PeerLeft:
 
 
 MembershipEvent = PeerJoined | PeerUpdated | PeerLeft
+
+
+class MembershipListener(Protocol):
+    def on_membership_event(self, event: MembershipEvent) -> None:
+        """React to another peer that joined, left or changed its record."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from node.daemon.swarm_view import SwarmView
 from node.monitoring.status import NodeStatus
 from protocol.consensus.chain import Chain, ChainHead, genesis_head
 from protocol.consensus.events import MembershipChanged
-from protocol.membership.directory import MembershipListener
-from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
+from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
 from tests.node.small_run import RUN_ID, grown, replica_in, store_in
 

@@ -21,8 +21,7 @@ from node.dashboard.swarm_watcher import (
 )
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
-from protocol.membership.directory import MembershipListener
-from protocol.membership.peer_table import MembershipEvent, PeerLeft
+from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
 from tests.node.dashboard.example_events import OPENED, committed
 from tests.node.dashboard.test_chain_follower import LIMITS

@@ -1,0 +1,64 @@
+"""What the peer directory is given by its node, how its calls fail or are refused, and how its news reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import grpc
+
+from protocol.errors import LimitError, PeerFault, StaleError, UnreachableError
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.membership.peer_table import PeerJoined, PeerLeft, PeerUpdated
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectoryOptions:
+    """Settings of a run's peer directory, in seconds.
+
+    `addresses_file` keeps peers' addresses over restarts.
+    """
+
+    run_id: RunId
+    heartbeat: float
+    expiry: float
+    bootstrap: Sequence[str] = ()
+    addresses_file: Path | None = None
+
+
+class GossipTransport(Protocol):
+    """The part of the transport that the directory uses."""
+
+    async def addresses(self) -> tuple[str, ...]: ...
+    def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None: ...
+    def forget(self, peer: PeerId) -> None: ...
+    def channel(self, peer: PeerId) -> grpc.aio.Channel: ...
+
+
+def describe_call_error(error: Exception) -> str:
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return str(error)
+    # gRPC's own texts for these codes describe our local sockets.
+    texts = {grpc.StatusCode.UNAVAILABLE: "cannot be reached", grpc.StatusCode.DEADLINE_EXCEEDED: "no answer in time"}
+    return texts.get(error.code()) or str(error.details())
+
+
+def is_unreachable(error: Exception) -> bool:
+    """Return whether a failure means that the peer is absent.
+
+    A peer that refuses us is present.
+    """
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return isinstance(error, UnreachableError)
+
+
+async def abort_call(context: Any, fault: PeerFault) -> NoReturn:
+    codes = {LimitError: grpc.StatusCode.RESOURCE_EXHAUSTED, StaleError: grpc.StatusCode.FAILED_PRECONDITION}
+    await context.abort(codes.get(type(fault), grpc.StatusCode.INVALID_ARGUMENT), str(fault))
+    raise AssertionError("abort always raises")
+
+
+def describe_event(event: PeerJoined | PeerLeft | PeerUpdated) -> str:
+    return f"{event.peer} {event.reason}" if isinstance(event, PeerLeft) else f"{event.peer} joined"
