@@ -220,7 +220,7 @@ def test_two_messages_at_once_are_refused(make: Make) -> None:
     bench = make("diloco")
     bench.train(1)
     bench.state.make_contribution()
-    with pytest.raises(ValueError, match="on its way"):
+    with pytest.raises(ValueError, match="outstanding"):
         bench.state.make_contribution()
 
 
