@@ -1,16 +1,17 @@
-"""Checkpoints on disk: a kill at any instant leaves the one before whole, and a damaged one is never used.
+"""Save and load checkpoints. A kill at any instant leaves the previous one whole; a damaged one is never used.
 
     <folder>/0000000007.round-12/       the 7th save, of round 12
-        anchor.safetensors              the agreed weights, by Hugging Face parameter name
-        outer.<slot>.safetensors        one file a vector of the outer optimizer, or values of another length
+        anchor.safetensors              the shared weights, by Hugging Face parameter name
+        outer.<slot>.safetensors        one file per vector of the outer optimizer, of any length
         inner.safetensors               this peer's own vectors, as <vector>/<parameter name>, and raw bytes or values
         manifest.json                   everything else, with the hash and size of each file, and a hash of itself
 
-A save writes a new hidden folder, syncs each file and the folder, renames it and syncs the parent; only then are old
-ones pruned, and those are hidden by a rename before they are deleted. So whatever has a checkpoint's name was complete
-once, and what a dead process left behind is hidden and goes at the next save. Names count saves, not rounds: a round
-may be saved twice, and a peer that moves to another chain of the run may go back to a lower round.
-A folder has one writer. Nothing here depends on peers or on how a model is cut into stages, so any layout can load it.
+A save writes a new hidden folder, syncs each file and the folder, renames it and syncs the parent. Only then does it
+prune old checkpoints, each hidden by a rename before it is deleted. So every folder with a checkpoint's name was
+complete once; the leftovers of a dead process are hidden, and the next save removes them. Names count saves, not
+rounds: a round may be saved twice, and a peer that switches to another chain may return to a lower round.
+A folder has one writer. The format depends neither on peers nor on how a model is cut into stages, so any layout can
+load it.
 """
 
 import contextlib
@@ -47,22 +48,22 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """All that a peer needs to go on. Vectors are flat fp32 (numel,), in the order of the shape table."""
+    """Everything a peer needs to resume. Vectors are flat fp32 (numel,), in the order of the shape table."""
 
     run_id: RunId
     shapes: bytes  # hash of the shape table
     round: int
-    digest: bytes  # of the chain of commits that led to the anchor
-    chain: Json  # JSON values under text keys, as is inner_meta
+    digest: bytes  # of the chain of commits up to the anchor
+    chain: Json  # JSON, like inner_meta
     anchor: Tensor
-    outer: dict[str, Tensor]  # slot to its vector; the memory of an aggregate has a length of its own
+    outer: dict[str, Tensor]  # slot to vector; the memory of an aggregate has its own length
     inner: dict[str, Tensor]  # vectors, or raw fp32 or uint8 of any other length
     inner_meta: Json
 
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """The newest weights in a node's folder, and the run that they belong to."""
+    """The newest weights in a node's folder, and their run."""
 
     manifest: Manifest
     round: int
@@ -70,32 +71,37 @@ class TrainedWeights:
 
 
 def save(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable, keep: int) -> Path:
-    """Write a checkpoint, then prune all but the newest `keep`; the new one's folder, on disk when this returns.
+    """Write a checkpoint, then prune all but the newest `keep`; return the new one's folder.
 
-    StorageError when the disk is full or fails: what was there before stays as it was.
+    The checkpoint is on disk when this returns.
+
+    Raises:
+        StorageError: The disk is full or fails; the older checkpoints are unchanged.
     """
     if checkpoint.shapes != shapes.hash():
         raise ValueError("the checkpoint was made for another shape table")
     try:
-        _make_durable(folder)
+        _create_folder(folder)
         _remove_hidden(folder)
         target = folder / f"{_next_number(folder):010d}.round-{checkpoint.round}"
         _publish(target, checkpoint, shapes)
         _prune(folder, keep)
     except OSError as error:
-        with contextlib.suppress(OSError):  # best effort: the next save tries again
+        with contextlib.suppress(OSError):  # best effort: the next save retries
             _remove_hidden(folder)
         raise StorageError(
             f"cannot save round {checkpoint.round} in {folder}: {error.strerror}; "
-            "free some space or move the folder; the checkpoint before it stays"
+            "free some space or move the folder; the previous checkpoint is kept"
         ) from error
     return target
 
 
 def load_newest(folder: Path, run_id: RunId, shapes: ShapeTable) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, or None, and a line for each newer one that is not: the caller tells it.
+    """Return the newest whole checkpoint, if any, and a line for each newer damaged one, which the caller reports.
 
-    OtherRunError and CheckpointError when the newest whole one is of another run or of other shapes.
+    Raises:
+        OtherRunError: The newest whole checkpoint belongs to another run.
+        CheckpointError: It has other shapes or another format.
     """
 
     def build(path: Path, body: Json) -> Checkpoint:
@@ -105,7 +111,7 @@ def load_newest(folder: Path, run_id: RunId, shapes: ShapeTable) -> tuple[Checkp
 
 
 def load_trained_weights(run_dir: Path) -> TrainedWeights:
-    """The anchor of the newest whole checkpoint of the node that lives in `run_dir`; only the anchor's file is read."""
+    """Load the anchor of the newest whole checkpoint in a node's folder, and no other file of it."""
     manifest = load_manifest(run_dir / "run.toml")
     shapes, folder = shape_table(manifest.model), run_dir / "checkpoints"
 
@@ -133,14 +139,14 @@ def _publish(target: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
 def _write(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
     files = {ANCHOR: shapes.views(checkpoint.anchor), INNER: _name_inner_tensors(checkpoint.inner, shapes)}
     files |= {_outer_file(slot): _name_tensors(slot, vector, shapes) for slot, vector in checkpoint.outer.items()}
-    seals = {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
-    write_file(folder / MANIFEST, [_encode_manifest(_body(checkpoint, seals))])
+    digests = {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
+    write_file(folder / MANIFEST, [_encode_manifest(_body(checkpoint, digests))])
 
 
 def _name_tensors(name: str, vector: Tensor, shapes: ShapeTable) -> dict[str, Tensor]:
-    """By parameter; what is no vector of the model's size goes whole, by its own name."""
-    whole = vector.dtype == torch.uint8 or vector.numel() != shapes.numel
-    return {name: vector} if whole else shapes.views(vector)
+    """Split a vector by parameter; keep raw bytes or values of another length whole, under their own name."""
+    is_raw = vector.dtype == torch.uint8 or vector.numel() != shapes.numel
+    return {name: vector} if is_raw else shapes.views(vector)
 
 
 def _name_inner_tensors(inner: Mapping[str, Tensor], shapes: ShapeTable) -> dict[str, Tensor]:
@@ -151,7 +157,7 @@ def _name_inner_tensors(inner: Mapping[str, Tensor], shapes: ShapeTable) -> dict
     return named
 
 
-def _body(checkpoint: Checkpoint, seals: Mapping[str, FileDigest]) -> Json:
+def _body(checkpoint: Checkpoint, digests: Mapping[str, FileDigest]) -> Json:
     return {
         "schema": SCHEMA,
         "run_id": checkpoint.run_id,
@@ -162,7 +168,7 @@ def _body(checkpoint: Checkpoint, seals: Mapping[str, FileDigest]) -> Json:
         "outer": list(checkpoint.outer),
         "inner": list(checkpoint.inner),
         "inner_meta": checkpoint.inner_meta,
-        "files": {name: {"sha256": seal.sha256, "size": seal.size} for name, seal in seals.items()},
+        "files": {name: {"sha256": digest.sha256, "size": digest.size} for name, digest in digests.items()},
     }
 
 
@@ -172,16 +178,16 @@ def _encode_manifest(body: Json) -> bytes:
 
 
 def _read_manifest(folder: Path) -> Json:
-    """The manifest's body; DamagedError unless it is to the byte what `_encode_manifest` writes."""
+    """Return the manifest's body. Raises DamagedError unless its bytes equal the output of `_encode_manifest`."""
     try:
         text = (folder / MANIFEST).read_bytes()
         body = json.loads(text)["body"]
-        genuine = _encode_manifest(body) == text
+        is_intact = _encode_manifest(body) == text
     except OSError as error:
         raise DamagedError(f"{MANIFEST}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{MANIFEST} is not readable") from error
-    if not genuine:
+    if not is_intact:
         raise DamagedError(f"{MANIFEST} does not match its hash")
     return dict(body)
 
@@ -202,11 +208,13 @@ def _load_newest_with(
 
 def _require_compatible(path: Path, body: Json, run_id: RunId, shapes: ShapeTable) -> None:
     if body["schema"] != SCHEMA:
-        raise CheckpointError(f"{path} has format {body['schema']}, this version reads {SCHEMA}; update murmuration")
+        raise CheckpointError(
+            f"{path} has format {body['schema']}, but this version reads {SCHEMA}; update murmuration"
+        )
     if body["run_id"] != run_id:
         raise OtherRunError(f"{path} belongs to run {body['run_id'][:12]}, not {run_id[:12]}; choose another folder")
     if body["shapes"] != shapes.hash().hex():
-        raise CheckpointError(f"{path} holds a model of other shapes; choose another folder or remove it")
+        raise CheckpointError(f"{path} holds a model with other shapes; choose another folder or remove it")
 
 
 def _read(folder: Path, body: Json, shapes: ShapeTable) -> Checkpoint:
@@ -256,7 +264,7 @@ def _outer_file(slot: str) -> str:
 
 
 def _list_saved(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints' numbers and folders, oldest first."""
+    """Return the checkpoints' numbers and folders, oldest first."""
     if not folder.is_dir():
         return []
     names = ((NAME.fullmatch(path.name), path) for path in folder.iterdir())
@@ -270,25 +278,25 @@ def _next_number(folder: Path) -> int:
 
 def _prune(folder: Path, keep: int) -> None:
     for _, path in _list_saved(folder)[:-keep]:
-        hidden = path.with_name(f".{path.name}")  # half deleted, it must not look like a checkpoint
+        hidden = path.with_name(f".{path.name}")  # a half-deleted one must not look like a checkpoint
         path.rename(hidden)
         shutil.rmtree(hidden)
 
 
 def _remove_hidden(folder: Path) -> None:
-    """Remove what a save or a pruning that was cut short left behind."""
+    """Remove the leftovers of an interrupted save or prune."""
     for path in folder.glob(".*.round-*"):
         shutil.rmtree(path)
 
 
-def _make_durable(folder: Path) -> None:
+def _create_folder(folder: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _fsync_dir(folder.parent)
 
 
 def _fsync_dir(folder: Path) -> None:
-    """Make the entries of a folder durable."""
+    """Sync a folder, so that its entries are durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

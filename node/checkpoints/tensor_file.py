@@ -1,8 +1,8 @@
-"""Tensor files (safetensors) that are hashed while they are written and checked before they are read.
+"""Write safetensors files with a hash, and verify the hash before reading them.
 
-The format is a length (8 bytes, little endian), a JSON header and the raw elements. The safetensors library writes it
-too, but neither from views into one vector nor with a hash; here the bytes pass from the vector to the file a chunk at
-a time, so a save needs 1 MiB of memory whatever the model's size, and nothing is read back. The library reads.
+The format is a length (8 bytes, little endian), a JSON header and the raw elements. The safetensors library can write
+it, but neither from views into one vector nor with a hash. This module streams the vector to the file in chunks, so a
+save needs 1 MiB of memory for a model of any size and reads nothing back. The library reads the files.
 """
 
 import hashlib
@@ -22,24 +22,24 @@ DTYPE_NAMES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
 class DamagedError(ValueError):
-    """A file that is not what was written: missing, of another size, or of another hash."""
+    """A file that differs from what was written: missing, or of another size or hash."""
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a file must be to be trusted: SHA-256 in hexadecimal digits, and its length."""
+    """The expected SHA-256 (hexadecimal) and size (bytes) of a file."""
 
     sha256: str
     size: int
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileDigest:
-    """A new safetensors file of fp32 and uint8 tensors on any device, on disk when this returns."""
+    """Write fp32 and uint8 tensors, on any device, to a new file; it is on disk when this returns."""
     return write_file(path, _encode(tensors, metadata or {}))
 
 
 def write_file(path: Path, chunks: Iterable[bytes]) -> FileDigest:
-    """A new file (mode 0600) that is on disk when this returns; FileExistsError rather than overwriting one."""
+    """Write a new file (mode 0600); it is on disk when this returns. Raises FileExistsError."""
     digest, size = hashlib.sha256(), 0
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         for chunk in chunks:
@@ -52,7 +52,7 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> FileDigest:
 
 
 def read_tensors(path: Path, digest: FileDigest) -> dict[str, Tensor]:
-    """The tensors of a file that matches its seal; DamagedError, before any tensor is built, when it does not."""
+    """Read the tensors of a file. Raises DamagedError, before any is built, if the file does not match `digest`."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -70,7 +70,7 @@ def _encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Itera
     for tensor in tensors.values():
         elements = tensor.detach().cpu().contiguous().view(-1).numpy().view(np.uint8)
         for start in range(0, elements.size, CHUNK_BYTES):
-            # A copy, so that what is hashed is what is written even where the tensor is memory that others write to.
+            # A copy: the hashed bytes must equal the written ones even if another process writes to the tensor.
             yield elements[start : start + CHUNK_BYTES].tobytes()
 
 

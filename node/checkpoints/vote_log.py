@@ -1,6 +1,6 @@
-"""What this node promised in the round that is open, on disk: a start after a kill must not vote otherwise.
+"""Persist the vote of the open round, so that a node restarted after a kill does not vote differently.
 
-It lies in the folder of the key: whoever loses the one loses the other, and is a newcomer who has promised nothing.
+The file is next to the node's key: a node that loses the folder loses both, and returns as a new peer without votes.
 """
 
 import json
@@ -19,7 +19,7 @@ from protocol.murmur_pb2 import Signed
 
 
 class VoteLog:
-    """Holds one vow, the last. `terms` are those of the run, for the proposal in it."""
+    """Stores the last vote of one node. `limits` are the run's, to check the proposal in it."""
 
     def __init__(self, path: Path, run_id: RunId, limits: ContributionLimits) -> None:
         self._path = path
@@ -27,7 +27,7 @@ class VoteLog:
         self._limits = limits
 
     def save(self, vote: VoteRecord) -> None:
-        """On disk once this returns. Raises StorageError."""
+        """Write the vote; it is on disk when this returns. Raises StorageError."""
         values = {
             "round": vote.round,
             "base": vote.base.hex(),
@@ -38,16 +38,16 @@ class VoteLog:
         write_atomically(self._path, json.dumps(values).encode())
 
     def load(self) -> VoteRecord | None:
-        """None: this node has never promised anything. Raises StorageError for what `save` did not write."""
+        """Return the last vote; None if this node never voted. Raises StorageError for a damaged file."""
         try:
             return self._parse_vote(json.loads(self._path.read_bytes()))
         except FileNotFoundError:
             return None
         except OSError as error:
-            text = f"cannot read {self._path}: {error.strerror}; mend its folder, or choose another --dir"
+            text = f"cannot read {self._path}: {error.strerror}; fix its folder or choose another --dir"
             raise StorageError(text) from error
         except (ValueError, TypeError, KeyError, DecodeError, PeerFault) as error:
-            raise StorageError(f"{self._path} is damaged: remove it, and start again in a minute") from error
+            raise StorageError(f"{self._path} is damaged: remove it, wait a minute and start again") from error
 
     def _parse_vote(self, values: dict[str, Any]) -> VoteRecord:
         lock = None if values["lock"] is None else self._parse_lock(bytes.fromhex(values["lock"]))
@@ -55,7 +55,7 @@ class VoteLog:
         return VoteRecord(int(values["round"]), bytes.fromhex(values["base"]), int(values["view"]), lock, members)
 
     def _parse_lock(self, signed: bytes) -> SignedMessage[Commit]:
-        statement = parse(Signed.FromString(signed), self._run_id, self._limits)
-        if not isinstance(statement.body, Commit):
-            raise ValueError("the lock is no commit")
-        return SignedMessage(statement.signed, statement.body, statement.sender, statement.digest)
+        message = parse(Signed.FromString(signed), self._run_id, self._limits)
+        if not isinstance(message.body, Commit):
+            raise ValueError("the lock is not a commit")
+        return SignedMessage(message.signed, message.body, message.sender, message.digest)

@@ -86,7 +86,7 @@ def restore_contributions(
         payloads = _read_payloads(last.contribution, store)
         if not payloads:
             errors.record_recovered(
-                "message gone", "the last message is not on the disk any more: it is not offered again"
+                "contribution missing", "the last message is not on the disk any more: it is not offered again"
             )
             offers.pending = None
         _account_for_sent(last, payloads, later == "one", offers, program, shared_memory)

@@ -173,6 +173,6 @@ class Downloads:
                 return request.relays.append(carrier)
         tried = "; ".join(faults) or "there is nobody to ask"
         self._errors.record_recovered(
-            "no carrier", f"of blob {blob.name[:12]} of {owner}, which is asked now ({tried})"
+            "no relay", f"of blob {blob.name[:12]} of {owner}, which is asked now ({tried})"
         )
         request.unreachable = frozenset()

@@ -167,7 +167,7 @@ class CarriersService(CarriersServicer):
         try:
             await replica.blob_relay.relay(peer, request.statement, request.digest)
         except (UnreachableError, StorageError) as error:
-            replica.status_reporter.record_recovered("not carried", f"for {peer}: {error}")
+            replica.status_reporter.record_recovered("not relayed", f"for {peer}: {error}")
             raise
 
 

@@ -135,7 +135,7 @@ class TrainerLink:
         """The trainer adopts that round, writes a last snapshot and ends; nothing of it is left."""
         if not await self.wait_until_applied(round_number, LAST_APPLY_ANCHOR_SECONDS):
             self._errors.record_recovered(
-                "not adopted", f"the trainer stops before it has adopted round {round_number}"
+                "trainer late", f"the trainer stops before it has adopted round {round_number}"
             )
         await self._process.stop()
         if self._pump is not None:
@@ -158,7 +158,7 @@ class TrainerLink:
             self._round, APPLY_ANCHOR_SECONDS
         ):  # one that is stuck is started again
             line = f"the trainer has not adopted round {self._round} for {APPLY_ANCHOR_SECONDS:g} s"
-            self._errors.record_recovered("not adopted", line)
+            self._errors.record_recovered("trainer late", line)
         await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
         self._round = self._process.round = round_number
         self.contributions.on_round(round_number)  # a message may have come while the copy was under way
@@ -254,7 +254,7 @@ class TrainerLink:
             offer = await self._run_in_thread(self._store_contribution, header, past)
             if self._revision_pending:
                 self._errors.record_recovered(
-                    "given back", f"the message of round {header.round} is of the chain that was left"
+                    "sent again", f"the message of round {header.round} is of the chain that was left"
                 )
                 self.contributions.reject(offer, self._round)
             else:

@@ -133,7 +133,7 @@ def _describe_link(state: RunState, peer: PeerReport) -> str:
     relayed = sum(peer.peer in other.report.carriers for other in state.peers.values() if other.gone_at is None)
     services = [f"relays to {relayed}"] if relayed else []
     if peer.carried:
-        services.append(f"carried {format_bytes(peer.carried)} for others")
+        services.append(f"relayed {format_bytes(peer.carried)} for others")
     return ", ".join([way, *services])
 
 

@@ -142,7 +142,7 @@ class TrainerWarning(_IpcMessage):
     """What went wrong in the trainer and was worked around: the daemon counts it, and tells the line."""
 
     kind: Literal["mishap"] = "mishap"
-    reason: Literal["step left out", "memory short", "memory not pinned", "message gone", "work dropped"]
+    reason: Literal["step skipped", "out of memory", "memory not pinned", "contribution missing", "work dropped"]
     line: str
 
 

@@ -386,7 +386,7 @@ class RoundLoop:
             return
         target = syncing.target
         line = f"cannot follow {target.peers[0]} to round {target.head.round}: {reason}"
-        self._actions.append(ReportRecovered("way lost", line))
+        self._actions.append(ReportRecovered("sync failed", line))
         self._look_at = 0.0
         if not self._catch_up.failed(target, has_vanished, now):
             self._idle_until = now + POLL_SECONDS

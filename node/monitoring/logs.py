@@ -1,8 +1,9 @@
-"""What strangers say, be it a model or a peer, must not steer the terminal nor forge a line of the log. PURE.
+"""Configure logging, and sanitize text from peers and models before it reaches a terminal.
 
-Log lines: for a person, or one JSON object a line with --log-json. They go to standard error.
+Text from a peer or a model must not control the terminal or forge a log line.
 
-A person is told what happens; where something is wrong, also how wrong, and which module says so.
+Log lines go to standard error: plain text for people, or one JSON object a line with --log-json. A plain line has the
+time and the message; a warning or an error also has its level and its module.
 """
 
 import json
@@ -14,12 +15,12 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def sanitize(text: str, allowed: str = "") -> str:
-    """One line that can only be read: what is not printable is marked, but for the characters in `kept`."""
-    return "".join(sign if sign.isprintable() or sign in allowed else REPLACEMENT for sign in text)
+    """Replace every character that is neither printable nor in `allowed`."""
+    return "".join(char if char.isprintable() or char in allowed else REPLACEMENT for char in text)
 
 
 OUR_PACKAGES = ("node", "protocol", "optim")
-SILENCED_LOGGERS = ("grpc._common",)  # a traceback for each message of a peer that does not parse: ours is one line
+SILENCED_LOGGERS = ("grpc._common",)  # logs a traceback for each malformed message; our own line is enough
 INFO_FORMAT = "%(asctime)s %(message)s"
 LEVEL_WORDS = {logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "error"}
 WARNING_FORMAT = "%(asctime)s {}: %(message)s [%(name)s]"
@@ -40,7 +41,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineFormatter(logging.Formatter):
-    """A message is one line, whatever peers have said in it; a traceback keeps its lines."""
+    """Format a message, which may quote peers, as exactly one line; a traceback keeps its lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return sanitize(super().formatMessage(record))
@@ -57,12 +58,12 @@ class PlainFormatter(LineFormatter):
         }
 
     def format(self, record: logging.LogRecord) -> str:
-        warned = self._warning_formatters.get(record.levelno)
-        return warned.format(record) if warned else super().format(record)
+        formatter = self._warning_formatters.get(record.levelno)
+        return formatter.format(record) if formatter else super().format(record)
 
 
 def configure_logs(as_json: bool) -> None:
-    """Ours from INFO on; what libraries say, from WARNING on."""
+    """Log our own packages from INFO, libraries from WARNING."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
     root = logging.getLogger()

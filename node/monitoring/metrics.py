@@ -1,7 +1,7 @@
-"""Numbers for machines: /metrics (Prometheus or OpenMetrics text), /healthz and /status (JSON).
+"""Serve /metrics (Prometheus or OpenMetrics text), /healthz and /status (JSON).
 
-What the status already says is read from it at the moment of the scrape, so the two can never disagree;
-`Metrics` keeps only what the status does not hold.
+A scrape reads the fields of the status at that moment, so the two never disagree; `Metrics` keeps only the counters
+that the status does not have.
 """
 
 import collections
@@ -41,7 +41,7 @@ class StoreSize(Protocol):
 
 
 class Metrics(Collector):
-    """Counters of one node. Labels are words of our own code, never a peer's: their number stays small."""
+    """The counters of one node. Labels come from our own code, never from a peer, so there are few of them."""
 
     def __init__(self) -> None:
         self.rounds: collections.Counter[str] = collections.Counter()
@@ -60,15 +60,18 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def read_status_from(self, status: StatusSource) -> None:
-        """Read the status at each scrape from now on."""
+        """Read the status at each scrape."""
         self._status = status
 
     def record_round(self, outcome: RoundOutcome) -> None:
-        """`missed`: a round was committed without an offer of ours; `lost`: what became of it is not known."""
+        """Count a round by its outcome.
+
+        "missed": committed without a contribution of ours; "lost": the outcome of ours is unknown.
+        """
         self.rounds[outcome] += 1
 
     def record_applied(self, applied: AppliedContributions, step_scale: float) -> None:
-        """What went into this node's state with one more round, and which share of a whole step that was."""
+        """Count the contributions applied with one more round, and the fraction of a full outer step."""
         self.applied.update(contributions=len(applied.peers), parts=applied.part_count, bytes=applied.total_bytes)
         self.outer_steps += step_scale
 
@@ -76,63 +79,71 @@ class Metrics(Collector):
         self.recovered_errors[reason] += 1
 
     def record_missed(self, reason: str, rounds: int) -> None:
-        """So many rounds went without this node's work; `reason` is a fixed short word such as `late`."""
+        """Count rounds without this node's work; `reason` is a fixed short word such as `late`."""
         if rounds:
             self.missed_rounds[reason] += rounds
 
     def record_revised(self, outcome: str) -> None:
-        """An earlier message has this fate on the chain that was taken over, and had another one before."""
+        """Count an earlier contribution whose outcome on the new chain differs from the old one."""
         self.revisions[outcome] += 1
 
     def record_catch_up(self, how: CatchUpKind, rounds: int) -> None:
         self.catch_ups[how] += rounds
 
     def record_pause(self) -> None:
-        """The trainer stands back for others who use its device."""
+        """Count a pause of the trainer for other programs that use its device."""
         self.pauses += 1
 
     def record_early_submit(self) -> None:
-        """The others waited for this node: its trainer was asked for what it had."""
+        """Count a request to submit early, because the other peers were waiting."""
         self.early_submits += 1
 
     def record_refusal(self, reason: str) -> None:
-        """Something of a peer was refused or stalled; `reason` is a fixed short word such as `forged`."""
+        """Count a rejected or stalled message of a peer; `reason` is a fixed short word such as `forged`."""
         self._refusals[reason] += 1
 
     def add_refusal_counter(self, counter: RefusalCounter) -> None:
-        """Include the refusals that a part has counted itself, by the same words."""
+        """Include the refusals that another component counts by the same reasons."""
         self._refusal_counters.append(counter)
 
     def add_store(self, store: StoreSize) -> None:
-        """Include the blobs of a store."""
+        """Include the blobs of this store."""
         self._stores.append(store)
 
     @property
     def refusals(self) -> collections.Counter[str]:
-        return sum((collections.Counter(each.refusals) for each in self._refusal_counters), self._refusals)
+        return sum((collections.Counter(counter.refusals) for counter in self._refusal_counters), self._refusals)
 
     def collect(self) -> Iterator[Metric]:
-        yield _labelled_counter("murmur_rounds", "Rounds by what became of this node's part", "outcome", self.rounds)
         yield _labelled_counter(
-            "murmur_refusals", "What peers sent and was refused, or stalled", "reason", self.refusals
+            "murmur_rounds", "Rounds by outcome of this node's contribution", "outcome", self.rounds
         )
         yield _labelled_counter(
-            "murmur_absences", "Rounds without this node's work, by why", "reason", self.missed_rounds
+            "murmur_refusals", "Messages and streams of peers that were rejected or stalled", "reason", self.refusals
         )
         yield _labelled_counter(
-            "murmur_setbacks", "What went wrong and was worked around", "reason", self.recovered_errors
+            "murmur_absences", "Rounds without this node's work, by reason", "reason", self.missed_rounds
         )
         yield _labelled_counter(
-            "murmur_entered", "What went into this node's state, round by round", "what", self.applied
+            "murmur_setbacks", "Errors from which the node recovered", "reason", self.recovered_errors
         )
-        yield CounterMetricFamily("murmur_outer_steps", "Rounds, each by its share of a step", value=self.outer_steps)
         yield _labelled_counter(
-            "murmur_revisions", "Messages with another fate on another chain", "fate", self.revisions
+            "murmur_entered", "Contributions, parts and bytes applied to this node's state", "what", self.applied
         )
-        yield _labelled_counter("murmur_catch_ups", "Rounds that others made meanwhile, by how", "how", self.catch_ups)
-        yield CounterMetricFamily("murmur_pauses", "Times that training stood back for others", value=self.pauses)
         yield CounterMetricFamily(
-            "murmur_hurries", "Times that the others waited for this node", value=self.early_submits
+            "murmur_outer_steps",
+            "Outer steps applied, as the sum of the fractions of a full step",
+            value=self.outer_steps,
+        )
+        yield _labelled_counter(
+            "murmur_revisions", "Contributions whose outcome changed with the chain", "fate", self.revisions
+        )
+        yield _labelled_counter(
+            "murmur_catch_ups", "Rounds made by others and caught up with, by method", "how", self.catch_ups
+        )
+        yield CounterMetricFamily("murmur_pauses", "Pauses of training for other programs", value=self.pauses)
+        yield CounterMetricFamily(
+            "murmur_hurries", "Early submits, because other peers waited for this node", value=self.early_submits
         )
         yield GaugeMetricFamily("murmur_blobs", "Blobs held", value=sum(len(store) for store in self._stores))
         yield GaugeMetricFamily(
@@ -151,19 +162,19 @@ def _labelled_counter(name: str, text: str, label: str, values: Mapping[str, flo
 
 def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
     about = {"peer": status.peer_id, "run": status.run, "run_id": status.run_id, "name": status.name}
-    yield InfoMetricFamily("murmur_node", "Who this is", value=about)
+    yield InfoMetricFamily("murmur_node", "Identity of this node", value=about)
     yield CounterMetricFamily("murmur_tokens", "Tokens this node trained on", value=status.tokens)
-    yield CounterMetricFamily("murmur_trainer_restarts", "Deaths of the trainer", value=status.trainer_restarts)
+    yield CounterMetricFamily("murmur_trainer_restarts", "Restarts of the trainer", value=status.trainer_restarts)
     yield _labelled_counter("murmur_seconds", "Seconds by activity", "activity", status.seconds)
     yield _bytes_metric(status)
-    carried = "Bytes passed on between others that cannot reach each other"
-    yield CounterMetricFamily("murmur_carried_bytes", carried, value=status.bytes_carried)
+    relayed = "Bytes relayed between peers that cannot reach each other"
+    yield CounterMetricFamily("murmur_carried_bytes", relayed, value=status.bytes_carried)
     yield _labelled_counter("murmur_fetched_bytes", "Bytes of blobs received", "path", status.bytes_fetched_by_path)
     yield _labelled_counter(
-        "murmur_direct_refusals", "Direct connections not taken, by reason", "reason", status.direct_refusals
+        "murmur_direct_refusals", "Rejected direct connections, by reason", "reason", status.direct_refusals
     )
     gauges: tuple[tuple[str, str, float | None], ...] = (
-        ("murmur_paused", "1 while training stands back for others who use the device", float(bool(status.paused))),
+        ("murmur_paused", "1 while training pauses for other programs that use the device", float(bool(status.paused))),
         ("murmur_loss", "Recent training loss, nats a token", status.loss),
         ("murmur_validation_loss", "Loss on held-out text, nats a token", status.validation_loss),
         ("murmur_round", "Rounds committed and applied", status.round),
@@ -186,14 +197,14 @@ def _bytes_metric(status: NodeStatus) -> CounterMetricFamily:
     ):
         for kind, count in kinds.items():
             family.add_metric([direction, kind], count)
-        # The sum over kinds is the total, whatever is not attributed to a kind.
+        # Bytes without a kind are "other", so the kinds add up to the total.
         family.add_metric([direction, "other"], max(0, total - sum(kinds.values())))
     return family
 
 
 @contextlib.asynccontextmanager
 async def serve_metrics(address: str, metrics: Metrics, status: StatusSource) -> AsyncIterator[int]:
-    """Serve at HOST:PORT in the running loop; yields the port (a free one for 0). UsageError if it is taken."""
+    """Serve at HOST:PORT in the running loop; yield the port (a free one for 0). Raises UsageError if it is taken."""
     metrics.read_status_from(status)
     host, port = parse_host_port(address, "--metrics")
     listener = open_listener(host, port, "--metrics")
@@ -209,10 +220,10 @@ def _build_application(metrics: Metrics, status: StatusSource, on_all_interfaces
     async def health(_: Request) -> Response:
         return PlainTextResponse(f"ok {status.status().phase}\n")
 
-    async def whole(_: Request) -> Response:
+    async def full_status(_: Request) -> Response:
         return Response(status.status().model_dump_json(), media_type="application/json")
 
-    routes = [Route("/metrics", scrape), Route("/healthz", health), Route("/status", whole)]
-    # A page in a browser must not reach us through a name that it makes point to 127.0.0.1.
+    routes = [Route("/metrics", scrape), Route("/healthz", health), Route("/status", full_status)]
+    # DNS rebinding: a web page must not reach us through a name that it resolves to 127.0.0.1.
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["*"] if on_all_interfaces else ["127.0.0.1", "localhost"])
     return Starlette(routes=routes, middleware=[hosts])

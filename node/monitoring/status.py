@@ -1,4 +1,4 @@
-"""What a node is doing: the object it serves at /status, the line a person reads, and how to ask for it."""
+"""Define the status of a node, its summary line, and the client that fetches it from /status."""
 
 import asyncio
 from collections.abc import Mapping
@@ -10,29 +10,29 @@ from node.units import format_bytes, format_count, format_plural
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 
-# What went wrong and was worked around: each with one line in the log.
+# Errors from which the node recovered, each with one line in the log; docs/reference/status.md explains the words.
 RecoveredErrorKind = Literal[
-    "not delivered",  # statements, to a peer that does not answer
-    "not accepted",  # statements, by a peer that refuses them
-    "blob missing",  # or damaged: a round goes on here without it
-    "not reduced",  # a part of the sum that was ours
-    "partner lost",  # a group's message that died with its owner
-    "way lost",  # to where the others are: the peer that was asked could not show it
+    "not delivered",  # messages, to a peer that does not answer
+    "not accepted",  # messages, by a peer that refuses them
+    "blob missing",  # or damaged: the round continues here without it
+    "not reduced",  # a part of the sum that this peer reduces
+    "partner lost",  # a contribution of our group, with its owner
+    "sync failed",  # the peer that was asked could not show how to catch up
     "not saved",  # a checkpoint
-    "not carried",  # a blob between two others
-    "no carrier",  # for a blob that we cannot fetch ourselves
-    "blob late",  # it has not come in a round's time, and is asked for again
-    "not applied",  # a round that is decided: its state is fetched later
+    "not relayed",  # a blob between two other peers
+    "no relay",  # for a blob that we cannot fetch ourselves
+    "blob late",  # it did not arrive within a round, and is requested again
+    "not applied",  # a committed round: its state is fetched later
     "state differs",  # from the others' at the same point of the chain: theirs is fetched
-    "not adopted",  # by the trainer, in time
-    "given back",  # a message of the chain that was left
-    "message gone",  # from the disk: it is not offered again
+    "trainer late",  # it did not apply an anchor in time
+    "sent again",  # a contribution of the chain that was left
+    "contribution missing",  # from the disk: it is not submitted again
     "checkpoint skipped",
-    "step left out",  # of the trainer: its loss or gradient was not finite
-    "memory short",  # the trainer goes on with smaller microbatches
-    "memory not pinned",  # what the trainer shares with us: its accelerator takes longer to copy it
-    "work dropped",  # of the trainer: on another chain it cannot be told any more what of it is still to be sent
-    "state gone",  # an earlier one that others may be fetching
+    "step skipped",  # by the trainer: the loss or the gradient was not finite
+    "out of memory",  # the trainer continues with smaller microbatches
+    "memory not pinned",  # the shared memory: copies to and from the accelerator are slower
+    "work dropped",  # of the trainer: after a change of chain it cannot tell which of it is still unsent
+    "state gone",  # an earlier one that other peers may be fetching
 ]
 RoundOutcome = Literal["included", "excluded", "lost", "missed"]
 CatchUpKind = Literal["replayed", "skipped"]
@@ -41,12 +41,12 @@ Phase = Literal[
     "starting", "joining", "waiting for peers", "training", "exchanging", "catching up", "leaving", "done", "watching"
 ]
 MAX_STATUS_BYTES = 1 << 20
-COMPUTE_ACTIVITIES: Final = ("compute", "evaluate")  # activities: training it, and measuring an anchor
+COMPUTE_ACTIVITIES: Final = ("compute", "evaluate")  # inner steps, and the validation of an anchor
 MAX_ROUNDS_BEHIND = 2  # a contribution counts as current while at most this many rounds have been committed since
 
 
 class ErrorRecorder(Protocol):
-    """Counts and logs errors that nobody has to act on; a StatusReporter."""
+    """Counts and logs errors that need no action; implemented by StatusReporter."""
 
     def record_recovered(self, reason: RecoveredErrorKind, line: str) -> None: ...
 
@@ -58,12 +58,15 @@ class StatusSource(Protocol):
 
 
 def sum_seconds(seconds: Mapping[str, float], *activities: str) -> float:
-    """A trainer's seconds by activity, on these."""
+    """Return the sum of a trainer's seconds over `activities`."""
     return sum(seconds.get(activity, 0.0) for activity in activities)
 
 
 class NodeStatus(BaseModel):
-    """One node at one moment. Bytes count from `since`, the start of this process; seconds also over restarts."""
+    """The status of one node at one moment.
+
+    Bytes count from `since`, the start of this process; `seconds` also count over restarts.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,13 +76,13 @@ class NodeStatus(BaseModel):
     name: str = ""
     phase: Phase = "starting"
     reason: str = Field(default="", description="one line: why the node waits, or why its work was left out")
-    absence: str = Field(default="", description="why the newest round went without our work; empty: it did not")
-    trainer_trouble: str = Field(default="", description="why there is no trainer at work; empty: there is")
+    absence: str = Field(default="", description="why the newest round has none of our work; empty: it has")
+    trainer_trouble: str = Field(default="", description="why no trainer runs; empty: one does")
     unsaved: str = Field(default="", description="why the newest checkpoint is not on disk; empty: it is")
-    alone: bool = Field(default=False, description="no other trainer is in reach, though there are or were some")
-    paused: str = Field(default="", description="why the trainer stands back for others; empty: it does not")
-    standstill: str = Field(default="", description="for how long no round was decided; empty: no longer than usual")
-    pace: str = Field(default="", description="why fewer steps a round than the plan's; empty: all of them")
+    alone: bool = Field(default=False, description="no other trainer can be reached, though there are or were some")
+    paused: str = Field(default="", description="why the trainer pauses; empty: it does not")
+    standstill: str = Field(default="", description="for how long no round was decided; empty: not unusually long")
+    pace: str = Field(default="", description="why fewer steps a round than planned; empty: all of them")
     round: int = Field(default=0, description="rounds committed and applied")
     target_rounds: int | None = None
     target_tokens: int | None = None
@@ -98,20 +101,22 @@ class NodeStatus(BaseModel):
     last_included_round: int | None = Field(default=None, description="number of the round, the first is 0")
     bytes_sent: int = 0
     bytes_received: int = 0
-    bytes_carried: int = Field(default=0, description="passed on between others that cannot reach each other")
+    bytes_carried: int = Field(default=0, description="relayed between peers that cannot reach each other")
     bytes_sent_by_kind: dict[str, int] = {}
     bytes_received_by_kind: dict[str, int] = {}
-    direct_port: int = Field(default=0, description="where direct connections are taken; 0: nowhere")
-    paths: dict[str, str] = Field(default={}, description="how bulk goes to each peer that lately had some")
-    bytes_fetched_by_path: dict[str, int] = Field(default={}, description="of blobs: libp2p, direct")
-    absences: dict[str, int] = Field(default={}, description="rounds without our work, by why")
-    setbacks: dict[str, int] = Field(default={}, description="what went wrong and was worked around, by reason")
-    refusals: dict[str, int] = Field(default={}, description="what others sent and was refused, or stalled")
-    direct_refusals: dict[str, int] = Field(default={}, description="direct connections not taken, by reason")
+    direct_port: int = Field(default=0, description="port for direct connections; 0: none are accepted")
+    paths: dict[str, str] = Field(default={}, description="how bulk reaches each recent peer: direct or libp2p")
+    bytes_fetched_by_path: dict[str, int] = Field(default={}, description="bytes of blobs by path: libp2p, direct")
+    absences: dict[str, int] = Field(default={}, description="rounds without our work, by reason")
+    setbacks: dict[str, int] = Field(default={}, description="recovered errors, by reason")
+    refusals: dict[str, int] = Field(
+        default={}, description="rejected or stalled messages and streams of peers, by reason"
+    )
+    direct_refusals: dict[str, int] = Field(default={}, description="rejected direct connections, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
     trainer_restarts: int = 0
     addresses: tuple[str, ...] = ()
-    page: str = Field(default="", description="where a host that only watches serves the run's page")
+    page: str = Field(default="", description="URL of the run's page on a host that only watches")
     since: float = Field(default=0.0, description="start of this process, seconds since the epoch")
 
     @property
@@ -119,11 +124,11 @@ class NodeStatus(BaseModel):
         return self.phase == "done"
 
     def describe_contributing(self) -> str:
-        """`yes`, or `no: ` and the reason."""
+        """Return `yes`, or `no: ` and the reason."""
         if self.is_done:
             return "no: the run has reached its target"
         if self.phase == "watching":
-            return "no: it only watches, `murmur host --train` takes part"
+            return "no: this host only watches; use `murmur host --train` to take part"
         if self.phase in ("starting", "joining", "waiting for peers", "leaving"):
             return f"no: {self.reason or self.phase}"
         if self.phase == "catching up":
@@ -133,21 +138,23 @@ class NodeStatus(BaseModel):
         if self.paused:
             return f"no: paused, {self.paused}"
         if self.alone:
-            return "no: alone, no other peer that trains is in reach; see whether this machine is online"
+            return "no: no other training peer can be reached; check whether this machine is online"
         if self.standstill:
-            return f"no: {self.standstill}; see whether the others are there, and `murmur doctor`"
+            return f"no: {self.standstill}; check whether the other peers run, and try `murmur doctor`"
         if self.last_included_round is None:
-            return f"no: {self.absence or self.reason or 'its first message is not ready yet'}"
+            return f"no: {self.absence or self.reason or 'its first contribution is not ready yet'}"
         missed = self.round - 1 - self.last_included_round
         if missed >= MAX_ROUNDS_BEHIND:
-            return f"no, not in the last {missed} rounds: {self.absence or self.reason or 'for no reason known here'}"
+            return (
+                f"no, not in the last {missed} rounds: {self.absence or self.reason or 'the reason is not known here'}"
+            )
         return "yes"
 
     def summary(self) -> str:
-        """One line for a person."""
+        """Return the line that `murmur status` prints."""
         if self.phase == "watching":
             return self._watching_summary()
-        offered = self.contributions_included + self.contributions_excluded
+        decided = self.contributions_included + self.contributions_excluded
         pace = (self.pace,) if self.pace else ()
         return " · ".join(
             (
@@ -156,7 +163,7 @@ class NodeStatus(BaseModel):
                 f"{format_count(self.tokens_per_second)} tok/s",
                 *pace,
                 f"sent {format_bytes(self.bytes_sent)}",
-                f"included {self.contributions_included}/{offered}",
+                f"included {self.contributions_included}/{decided}",
                 *self.describe_direct_paths(),
                 *self.describe_relayed(),
                 f"contributing: {self.describe_contributing()}",
@@ -165,31 +172,31 @@ class NodeStatus(BaseModel):
         )
 
     def reason_lines(self) -> tuple[str, ...]:
-        """Lines of what was skipped, late, excluded or refused since the start, with how often; the most first."""
-        told = (
-            ("rounds without its work", self.absences),
-            ("worked around", self.setbacks),
+        """Return a line for each kind of trouble since the start, with its counts by reason."""
+        tables = (
+            ("missed rounds", self.absences),
+            ("recovered errors", self.setbacks),
             ("refused", self.refusals),
-            ("direct connections not taken", self.direct_refusals),
+            ("direct connections refused", self.direct_refusals),
         )
-        return tuple(f"{what}: {_format_counts(counts)}" for what, counts in told if counts)
+        return tuple(f"{title}: {_format_counts(counts)}" for title, counts in tables if counts)
 
     def _watching_summary(self) -> str:
-        there = f"{format_plural(self.peers, 'peer')} there"
-        moved = f"sent {format_bytes(self.bytes_sent)}"
-        return " · ".join((self.describe_round(), there, moved, "watching", f"page {self.page}"))
+        peers = format_plural(self.peers, "peer")
+        sent = f"sent {format_bytes(self.bytes_sent)}"
+        return " · ".join((self.describe_round(), peers, sent, "watching", f"page {self.page}"))
 
     def describe_direct_paths(self) -> tuple[str, ...]:
-        """`direct to 2 of 3`, where anything was fetched."""
+        """Return `direct to 2 of 3`, or nothing before the first download."""
         direct = sum(path.startswith("direct") for path in self.paths.values())
         return (f"direct to {direct} of {len(self.paths)}",) if self.paths else ()
 
     def describe_relayed(self) -> tuple[str, ...]:
-        """`carried 2.1 MB for others`, where that was so."""
-        return (f"carried {format_bytes(self.bytes_carried)} for others",) if self.bytes_carried else ()
+        """Return `relayed 2.1 MB for others`, or nothing without relayed bytes."""
+        return (f"relayed {format_bytes(self.bytes_carried)} for others",) if self.bytes_carried else ()
 
     def record_fields(self) -> dict[str, str | int | float]:
-        """Return what a peer record says of this node's work."""
+        """Return the fields of the peer record that describe this node's work."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -209,13 +216,17 @@ class NodeStatus(BaseModel):
 
 
 def _format_counts(counts: Mapping[str, int]) -> str:
-    """`late 3, slow 1`"""
+    """Format counts as `late 3, slow 1`, the most frequent first."""
     ordered = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
     return ", ".join(f"{reason} {count}" for reason, count in ordered)
 
 
 async def fetch_status(port: int, deadline: float) -> NodeStatus:
-    """Ask the node whose metrics port on loopback is `port`; UnreachableError after `deadline` seconds."""
+    """Fetch the status of the node with this metrics port on loopback.
+
+    Raises:
+        UnreachableError: No node of this version answered within `deadline` seconds.
+    """
     try:
         async with asyncio.timeout(deadline):
             body = await _http_get(port, "/status")
@@ -224,7 +235,7 @@ async def fetch_status(port: int, deadline: float) -> NodeStatus:
     try:
         return NodeStatus.model_validate_json(body)
     except ValidationError as error:
-        raise UnreachableError(f"127.0.0.1:{port} is not a node of this version; start the node again") from error
+        raise UnreachableError(f"127.0.0.1:{port} is not a node of this version; restart the node") from error
 
 
 async def _http_get(port: int, path: str) -> bytes:

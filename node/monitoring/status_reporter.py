@@ -1,6 +1,6 @@
-"""Why a round went without this node's work: a word for the counter and a line for the person. PURE.
+"""Collect the status of one replica, for the page, `murmur status`, the counters and the log.
 
-Where this node stands, in one object for the page, the command and the counters; all reporting passes here.
+All reports pass through StatusReporter. `find_miss_reason` explains why a round has no work of this node.
 """
 
 import logging
@@ -32,24 +32,31 @@ from protocol.identity import PeerId
 
 
 class MissReason(NamedTuple):
-    """`word` is one of a few; `text` says more."""
+    """Why a round has no work of this node: a fixed word for the counter and a text for people."""
 
     word: str
     text: str
 
 
-CATCHING_UP = MissReason("catching up", "it was decided before this node had caught up")
+CATCHING_UP = MissReason("catching up", "the round was decided before this node had caught up")
 REJECT_TEXTS: dict[RejectReason, str] = {
-    "late": "our message came after the round's roster was closed; it goes with the next one",
-    "left out": "too few peers got our message in time: the upload is slow; it goes on, and joins the next round",
-    "lost": "nobody could fetch our message in time; see whether the upload is too slow",
+    "late": "our contribution came after the roster of the round was closed; it joins the next round",
+    "left out": "too few peers received our contribution in time because the upload is slow; it joins the next round",
+    "lost": "no peer could fetch our contribution in time; check whether the upload is too slow",
 }
 
 
 def find_miss_reason(
     status: NodeStatus, reject_reason: RejectReason | None, is_submitted: bool, rounds: int
 ) -> MissReason:
-    """`mishap`: what the round did to our message; `offered`: whether we had one; `rounds`: how many came at once."""
+    """Return why the newest round has none of our work.
+
+    Args:
+        status: the status of this node before the round is recorded.
+        reject_reason: why the round rejected our contribution, if it did.
+        is_submitted: whether a contribution of ours was submitted.
+        rounds: number of rounds that were applied at once.
+    """
     if rounds > 1 or status.phase in ("joining", "waiting for peers", "catching up"):
         return CATCHING_UP
     if reject_reason is not None:
@@ -60,20 +67,20 @@ def find_miss_reason(
         return MissReason("paused", f"paused, {status.paused}")
     if status.trainer_trouble:
         return MissReason("no trainer", status.trainer_trouble)
-    return MissReason("slow", "the others were done before our message was ready; this machine is slower than they are")
+    return MissReason("slow", "the other peers finished before our contribution was ready; this machine is slower")
 
 
 logger = logging.getLogger(__name__)
 
-# A peer that does not answer is told of once, by the directory; the others mend themselves.
-LOGGED_AS_INFO: tuple[RecoveredErrorKind, ...] = ("not delivered", "blob late", "given back")
+# The directory logs a peer that does not answer once; the other two resolve themselves.
+LOGGED_AS_INFO: tuple[RecoveredErrorKind, ...] = ("not delivered", "blob late", "sent again")
 RECENT_ROUND_COUNT = 5
-STALL_FACTOR = 5.0  # times as long as the last rounds: then something is wrong
-MIN_STALL_SECONDS = 120.0  # seconds
+STALL_FACTOR = 5.0  # a stall lasts this many times as long as the longest recent round
+MIN_STALL_SECONDS = 120.0
 OUTCOME_TEXTS = {
     "included": "applied already",
-    "excluded": "not applied, and is given back",
-    "lost": "lost: it is not known",
+    "excluded": "not applied, and is sent again",
+    "lost": "lost: its outcome is unknown",
 }
 
 
@@ -83,21 +90,21 @@ class LiveFields(Protocol):
 
 
 class StatusReporter:
-    """Knows what one replica does, for the page, `murmur status` and the counters. All reports pass here."""
+    """Holds the status of one replica; every component reports to it."""
 
     def __init__(self, status: NodeStatus, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._status = status.model_copy(update={"since": time.time()})
         self._clock = clock
-        self._decided_at: float | None = None  # the newest round, if we took part in it
-        self._round_seconds: deque[float] = deque(maxlen=RECENT_ROUND_COUNT)  # seconds of the last rounds
+        self._decided_at: float | None = None  # when the newest round was decided, if we took part in it
+        self._round_seconds: deque[float] = deque(maxlen=RECENT_ROUND_COUNT)  # durations of the last rounds
         self._metrics = metrics
         self._sources: list[LiveFields] = []
-        self._validation_since_round = 0  # the first round of the chain that we are on whose model the trainer has seen
-        self._is_submitted = False  # whether a message of ours waits for its fate
-        self._reject_reason: RejectReason | None = None  # what the open round has done to it
+        self._validation_since_round = 0  # older validations are of a chain that we left
+        self._is_submitted = False  # whether a contribution of ours has no outcome yet
+        self._reject_reason: RejectReason | None = None  # why the open round rejected it
 
     def add_source(self, source: LiveFields) -> None:
-        """Read fields from there whenever the status is asked for."""
+        """Read fields from this source whenever the status is requested."""
         self._sources.append(source)
 
     def status(self) -> NodeStatus:
@@ -112,9 +119,9 @@ class StatusReporter:
         for source in self._sources:
             fields.update(source.status_fields())
         status = self._status.model_copy(update=fields)
-        # The trainer tells its speed while it trains, and not that it has none.
-        rests = status.paused or status.trainer_trouble
-        return status.model_copy(update={"tokens_per_second": 0.0}) if rests else status
+        # The trainer reports its speed only while it trains; it never reports 0.
+        is_idle = status.paused or status.trainer_trouble
+        return status.model_copy(update={"tokens_per_second": 0.0}) if is_idle else status
 
     def set_phase(self, phase: Phase, reason: str = "") -> None:
         if phase != self._status.phase:
@@ -144,20 +151,20 @@ class StatusReporter:
                 self.record_recovered(message.reason, message.line)
 
     def _record_validation(self, message: Evaluated) -> None:
-        if self._validation_since_round <= message.round <= self._status.round:  # or it is of a chain that we have left
+        if self._validation_since_round <= message.round <= self._status.round:  # else of a chain that we left
             logger.info("round %d: validation loss %.4f", message.round, message.loss)
             self._update(validation_loss=message.loss, validation_round=message.round)
 
     def _describe_stall(self) -> str:
-        """Why nothing is decided any more is not known here; that it is so, is."""
-        usual, now = max(self._round_seconds, default=math.inf), self._clock()
+        """Describe a stall of the round; empty while there is none. Its cause is not known here."""
+        longest, now = max(self._round_seconds, default=math.inf), self._clock()
         silence = now - (self._decided_at or now)
-        if silence <= max(MIN_STALL_SECONDS, STALL_FACTOR * usual):
+        if silence <= max(MIN_STALL_SECONDS, STALL_FACTOR * longest):
             return ""
-        return f"no round was decided for {silence / 60:.0f} min, the last ones took {usual:.0f} s at most"
+        return f"no round was decided for {silence / 60:.0f} min; recent rounds took at most {longest:.0f} s"
 
     def _record_round_seconds(self) -> None:
-        """The length of a round that was decided while we took part in it."""
+        """Record the duration of a round that was decided while we took part in it."""
         if self._status.phase == "catching up":
             self._decided_at = None
             return
@@ -176,35 +183,35 @@ class StatusReporter:
         )  # fmt: skip
 
     def record_recovered(self, reason: RecoveredErrorKind, line: str) -> None:
-        """Something went wrong that a person need not mend: the line goes to the log."""
+        """Count an error that needs no action, and log its line."""
         self._metrics.record_recovered(reason)
         logger.log(logging.INFO if reason in LOGGED_AS_INFO else logging.WARNING, "%s: %s", reason, line)
 
     def record_applied(self, applied: AppliedContributions, step_scale: float) -> None:
-        """What went into our state with a round, and which share of a whole step that was."""
+        """Count and log the contributions of a round, and the fraction of a full outer step."""
         self._metrics.record_applied(applied, step_scale)
-        short = "" if step_scale == 1 else f", {step_scale:.2f} of a step"
+        scale = "" if step_scale == 1 else f", {step_scale:.2f} of an outer step"
         count, size = format_plural(len(applied.peers), "contribution"), format_bytes(applied.total_bytes)
-        logger.info("%s went in, %d parts of %s%s", count, applied.part_count, size, short)
+        logger.info("applied %s, %d parts of %s%s", count, applied.part_count, size, scale)
 
     def record_rounds(
         self, head: ChainHead, state: Digest, commits: Sequence[Commit], outcome: ContributionOutcome
     ) -> None:
-        """New rounds are in place, and what became of our message in them."""
+        """Record newly applied rounds, and the outcome of our contribution in them."""
         self._record_round_seconds()
         self.set_head(head, state)
-        # Of a round that was skipped by taking over a state we cannot say what went into it.
-        went_in = format_plural(len(commits[0].contributions), "contribution") if len(commits) == 1 else "taken over"
+        # After a state download the contributions of the skipped rounds are not known.
+        content = format_plural(len(commits[0].contributions), "contribution") if len(commits) == 1 else "downloaded"
         mark = head.digest.hex()[:8]
         if outcome == "included":
             self._record_included(head, commits)
-            logger.info("round %d: %s, ours included, digest %s", head.round, went_in, mark)
+            logger.info("round %d: %s, ours included, digest %s", head.round, content, mark)
         else:
             word, text = self._record_missed(outcome, len(commits))
             ours = outcome if outcome != "none" else "not among them"
-            logger.info("round %d: %s, ours %s (%s), digest %s", head.round, went_in, ours, word, mark)
-            logger.debug("round %d went without us: %s", head.round, text)
-        others = commits[outcome != "none" :]  # a message is in one round at most
+            logger.info("round %d: %s, ours %s (%s), digest %s", head.round, content, ours, word, mark)
+            logger.debug("round %d has none of our work: %s", head.round, text)
+        others = commits[outcome != "none" :]  # a contribution is in one round at most
         for _ in others:
             self._metrics.record_round("missed")
         if outcome != "none":
@@ -213,11 +220,11 @@ class StatusReporter:
         self._reject_reason = None
 
     def record_revised(self, settled: Sequence[SettledContribution]) -> None:
-        """Another chain judges earlier messages of ours otherwise than the one that we left."""
+        """Record earlier contributions whose outcome differs on the chain we switched to."""
         for entry in settled:
             self._metrics.record_revised(entry.outcome)
             logger.info(
-                "the message of round %d is %s on this chain",
+                "the contribution of round %d is %s on this chain",
                 entry.contribution.header.round,
                 OUTCOME_TEXTS[entry.outcome],
             )
@@ -231,51 +238,51 @@ class StatusReporter:
         self._update(contributions_included=included, last_included_round=newest, absence=text)
 
     def _record_missed(self, outcome: ContributionOutcome, rounds: int) -> MissReason:
-        found = find_miss_reason(self.status(), self._reject_reason, self._is_submitted, rounds)
+        missed = find_miss_reason(self.status(), self._reject_reason, self._is_submitted, rounds)
         if outcome == "excluded":
-            found = MissReason("excluded", "our message came too late for several rounds; later ones carry its work")
+            missed = MissReason("excluded", "our contribution missed several rounds; later ones carry its work")
             self._metrics.record_round("excluded")
             self._update(contributions_excluded=self._status.contributions_excluded + 1)
         elif outcome == "lost":
-            found = MissReason(
-                "lost", "rounds that are not known here may have taken our message; it is not sent again"
+            missed = MissReason(
+                "lost", "rounds unknown to this node may include our contribution; it is not sent again"
             )
             self._metrics.record_round("lost")
-        self._metrics.record_missed(found.word, rounds if outcome == "none" else min(1, rounds))
-        self._update(absence=found.text)
-        return found
+        self._metrics.record_missed(missed.word, rounds if outcome == "none" else min(1, rounds))
+        self._update(absence=missed.text)
+        return missed
 
     def reset_validation(self, head: ChainHead) -> None:
-        """By taking over a state. What was measured before is of another chain, perhaps of the same round."""
+        """Forget the validation loss after a state download: it may be of another chain."""
         self._validation_since_round = head.round
         self._update(validation_loss=None, validation_round=None)
 
     def record_catch_up(self, how: CatchUpKind, rounds: int) -> None:
-        """`rounds` that others made without us were replayed, or skipped by taking over a state."""
+        """Count rounds of others that were replayed, or skipped by downloading a state."""
         self._metrics.record_catch_up(how, rounds)
 
     def set_miss_reason(self, reason: str) -> None:
-        """Why the open round will go without our work, where it is known before that round is applied."""
+        """Set why the open round will have none of our work, if known before it is applied."""
         self._update(absence=reason)
 
     def _set_paused(self, reason: str) -> None:
         if reason:
             self._metrics.record_pause()
-        logger.info("training pauses: %s" if reason else "training goes on%s", reason)
+        logger.info("training paused: %s" if reason else "training resumed%s", reason)
         self._update(paused=reason)
 
-    def set_pace(self, words: str) -> None:
-        """How far we keep to the plan's steps; empty: fully."""
-        if words != self._status.pace:
-            logger.info("%s", words or "all steps a round: this machine is as fast as the others")
-            self._update(pace=words)
+    def set_pace(self, text: str) -> None:
+        """Set why this peer makes fewer steps than planned; empty if it makes all."""
+        if text != self._status.pace:
+            logger.info("%s", text or "all steps a round: this machine is as fast as the others")
+            self._update(pace=text)
 
     def record_early_submit(self) -> None:
         self._metrics.record_early_submit()
-        logger.info("the others wait: asking the trainer for what it has")
+        logger.info("the other peers are waiting: asking the trainer to submit early")
 
     def record_refusal(self, peer: PeerId, first: PeerFault, *others: PeerFault) -> None:
-        """All that was wrong in one call: each is counted, and one line says it."""
+        """Count each fault of one call, and log one line for all."""
         for fault in (first, *others):
             self._metrics.record_refusal(fault.metric_label)
         more = f" (and {len(others)} more)" if others else ""
@@ -285,7 +292,7 @@ class StatusReporter:
         self._metrics.record_refusal(reason)
         logger.info("%s: %s", reason, peer or "this round")
         if peer == self._status.peer_id and reason in REJECT_TEXTS:
-            self._reject_reason = self._reject_reason or reason  # what came of the first is no second one
+            self._reject_reason = self._reject_reason or reason  # the first reason is the cause
 
     def _update(self, **values: object) -> None:
         self._status = self._status.model_copy(update=values)

@@ -213,7 +213,7 @@ class Trainer:
             payloads = [(folder / name).read_bytes() for name in revised.parts]
         except OSError as error:
             line = f"cannot read an earlier contribution: {error}"
-            self._channel.send(TrainerWarning(reason="message gone", line=line))
+            self._channel.send(TrainerWarning(reason="contribution missing", line=line))
             return []
         is_intact = all(Blob.of(data).name == name for data, name in zip(payloads, revised.parts, strict=True))
         return payloads if is_intact else []
@@ -260,13 +260,13 @@ class Trainer:
             self._optimizer.clear_gradient()
             self._microbatch //= 2
             line = f"continuing with microbatches of {self._microbatch} sequences"
-            self._channel.send(TrainerWarning(reason="memory short", line=line))
+            self._channel.send(TrainerWarning(reason="out of memory", line=line))
 
     def _skip_step(self, step: int) -> None:
         self._skipped_in_a_row += 1
         self._state.update(position=self._batches.position)
         line = f"the loss of inner step {step} or its gradient is not finite"
-        self._channel.send(TrainerWarning(reason="step left out", line=line))
+        self._channel.send(TrainerWarning(reason="step skipped", line=line))
         if self._skipped_in_a_row >= MAX_SKIPPED_STEPS_IN_A_ROW:
             raise MurmurError(
                 f"the loss was not finite for {MAX_SKIPPED_STEPS_IN_A_ROW} steps in a row; lower train.learning_rate"

@@ -39,7 +39,7 @@ class RangeError(MurmurError):
 
 
 _STATUS: dict[type[Exception], tuple[grpc.StatusCode, str]] = {  # status code, and the reason by which it is counted
-    MissingFileError: (grpc.StatusCode.NOT_FOUND, "blob not here"),
+    MissingFileError: (grpc.StatusCode.NOT_FOUND, "blob not found"),
     RangeError: (grpc.StatusCode.OUT_OF_RANGE, "malformed"),
     MalformedError: (grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
     LimitError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "limit"),

@@ -78,16 +78,16 @@ class Tick:
 Event = MembershipChanged | LocalContribution | MessageReceived | BlobAvailable | PartReduced | Tick
 
 RejectReason = Literal[
-    "foreign",  # a message of another round, another base or another kind of exchange
-    "stranger",  # a message of a peer that is not a voter in this round
+    "wrong round",  # a message of another round, another base or another kind of exchange
+    "not a member",  # a message of a peer that is not a voter in this round
     "equivocation",  # two different messages where a peer may send one
     "late",  # a contribution that missed the roster
     "left out",  # a contribution that is not in the commit
     "lost",  # a contribution that died with its owner
     "not the leader",  # a roster of a peer that does not lead that view
     "stale view",  # a message of a view that is over
-    "far view",  # a roster of a view that is too far ahead
-    "poorer roster",  # a roster of another leader, with fewer contributions than the current one
+    "view too far",  # a roster of a view that is too far ahead
+    "smaller roster",  # a roster of another leader, with fewer contributions than the current one
     "leader left",
     "leader silent",
     "leader moved on",  # to a later view

@@ -17,9 +17,9 @@ def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -
     """Learn from a checked message and return what is rejected, with the peers to blame."""
     sender, body = message.sender, message.body
     if body.round != state.number or getattr(body, "base", state.base) != state.base:
-        return [(sender, "foreign")]
+        return [(sender, "wrong round")]
     if not state.voter_set.is_voter(sender):
-        return [(sender, "stranger")]
+        return [(sender, "not a member")]
     if sender == state.me:
         return []
     view = state.current_view
@@ -54,7 +54,7 @@ def _dispatch(state: RoundState, message: SignedMessage[Any], now: float) -> lis
 
 def _handle_contribution(state: RoundState, message: SignedMessage[Contribution]) -> list[Rejection]:
     if len(message.body.parts) != state.settings.parts:
-        return [(message.sender, "foreign")]
+        return [(message.sender, "wrong round")]
     return [] if state.knowledge.learn_contribution(message) else [(message.sender, "equivocation")]
 
 
@@ -64,13 +64,13 @@ def _handle_roster(state: RoundState, message: SignedMessage[Roster], now: float
         return []
     ballot = state.election.ballot(message.body.view, sender)
     if message.body.part_counts != {state.settings.parts}:
-        return [(sender, "foreign")]
+        return [(sender, "wrong round")]
     if ballot.view < state.view or (current and ballot <= current.ballot):
         return [(sender, "stale view")]
     if ballot.view > state.max_reachable_view:
-        return [(sender, "far view")]
+        return [(sender, "view too far")]
     if current and len(message.body.contributions) < len(current.contributors):
-        return [(sender, "poorer roster")]  # until the current leader fails, or half of the live members have moved on
+        return [(sender, "smaller roster")]  # until the current leader fails, or half of the live members have moved on
     if not state.may_lead(sender, ballot.view):
         return [(sender, "not the leader")]
     return state.follow_roster(message, now)
@@ -79,7 +79,7 @@ def _handle_roster(state: RoundState, message: SignedMessage[Roster], now: float
 def _handle_assignment(state: RoundState, message: SignedMessage[ReducerAssignment], now: float) -> list[Rejection]:
     view = state.current_view
     if len(message.body.reducers) != state.topology.reduced_part_count:
-        return [(message.sender, "foreign")]
+        return [(message.sender, "wrong round")]
     if view and message.body.roster == view.roster.digest and message.sender == view.leader:
         view.follow_assignment(message, now)
     return []
@@ -88,7 +88,7 @@ def _handle_assignment(state: RoundState, message: SignedMessage[ReducerAssignme
 def _handle_reduced_part(state: RoundState, message: SignedMessage[ReducedPart]) -> list[Rejection]:
     view = state.current_view
     if message.body.part >= state.topology.reduced_part_count:
-        return [(message.sender, "foreign")]
+        return [(message.sender, "wrong round")]
     if view and message.body.roster == view.roster.digest and not view.learn_reduced_part(message):
         return [(message.sender, "stale view")]
     return []
@@ -96,7 +96,7 @@ def _handle_reduced_part(state: RoundState, message: SignedMessage[ReducedPart])
 
 def _handle_proposal(state: RoundState, message: SignedMessage[Commit]) -> list[Rejection]:
     if not state.topology.accepts_commit(message.body):
-        return [(message.sender, "foreign")]
+        return [(message.sender, "wrong round")]
     state.knowledge.learn_proposal(message)
     if message.sender == state.leader or state.may_lead(message.sender, message.body.view):
         state.knowledge.learn_contributions(message.body, state.voter_set.voters)

@@ -351,7 +351,7 @@ class ConnectionSupervisor:
     def _evict_least_active(self, group: Collection[SupervisedConnection], limit: int) -> None:
         if len(group) >= limit:
             victim = min(group, key=lambda tunnel: tunnel.last_progress_at)
-            self.refusals["stream gave way"] += 1
+            self.refusals["stream evicted"] += 1
             logger.warning("all %d connections are in use: cutting the one with %s", limit, victim.peer)
             self._incoming.discard(victim)
             victim.cut()

@@ -36,7 +36,7 @@ async def test_a_line_for_each_node_of_a_swarm(tmp_path: Path, unused_tcp_port: 
         assert lines == await asyncio.to_thread(status_lines, tmp_path, False, True)
         objects = json.loads((await asyncio.to_thread(status_lines, tmp_path, True))[0])
     assert lines[0] == f"peer-0: {STATUS.summary()}"
-    assert lines[1:3] == ["    rounds without its work: late 2, slow 1", "    refused: forged 1"]
+    assert lines[1:3] == ["    missed rounds: late 2, slow 1", "    refused: forged 1"]
     assert lines[3] == "peer-1: does not run; when it ended: round 30/30, step 600, done"
     assert lines[4] == "peer-2: does not run; start it with `murmur join`"
     assert objects[str(tmp_path / "peer-0")]["round"] == 4

@@ -116,7 +116,7 @@ def test_one_copied_line_is_enough_and_a_killed_host_misses_nothing(tmp_path: Pa
         assert "seen for the first time and kept" in scene.swarm.log(scene.swarm.peers[0])
         scene.wait_for_round(3)
         told = status_lines(scene.host.folder, as_json=False, check=True)[0]
-        assert "2 peers there" in told and "watching" in told and told.endswith(f"page {scene.base}/")
+        assert "2 peers · " in told and "watching" in told and told.endswith(f"page {scene.base}/")
 
         scene.host.kill()
         at_death = max(status.round for status in scene.swarm.poll())

@@ -79,7 +79,7 @@ class InboundBridge:
         try:
             near = await self._connect_to_server(peer)
         except OSError as error:
-            self._supervisor.refusals["stream not taken"] += 1
+            self._supervisor.refusals["stream not accepted"] += 1
             logger.warning("gRPC's server refuses a stream of %s: %s", peer, error)
             return
         try:

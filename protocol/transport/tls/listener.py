@@ -134,7 +134,7 @@ class TlsListener:
             return connection.close()
         if len(self._unauthenticated) >= self._limits.max_unauthenticated:
             oldest = next(iter(self._unauthenticated))
-            self._refuse("gave way", self._unauthenticated.pop(oldest), None)
+            self._refuse("evicted", self._unauthenticated.pop(oldest), None)
             oldest.cancel()
         task = asyncio.create_task(self._handle_connection(connection, host))
         self._unauthenticated[task] = group
@@ -272,7 +272,7 @@ def _refusal_reason(error: BaseException) -> str:
     if isinstance(error, PeerFault):
         return "malformed"
     if isinstance(error, ssl.SSLError):
-        return "no TLS of ours"
+        return "other protocol"
     return "cut"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back, damage is found and passed over, and every error says what to do."""
+"""Checkpoints are restored exactly, damaged ones are skipped, and every error suggests a remedy."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ def vector(seed: int) -> Tensor:
     return torch.randn(SHAPES.numel, generator=torch.Generator().manual_seed(seed))
 
 
-def example(round_number: int, run_id: str = RUN_ID) -> Checkpoint:
+def make_checkpoint(round_number: int, run_id: str = RUN_ID) -> Checkpoint:
     names = ("weights", "first_moment", "second_moment", "residual", "reference")
     inner = {name: vector(1000 * index + round_number) for index, name in enumerate(names, 1)}
     inner["outbox"] = torch.arange(37, dtype=torch.uint8) + round_number
@@ -47,39 +47,39 @@ def example(round_number: int, run_id: str = RUN_ID) -> Checkpoint:
 def assert_equal(loaded: Checkpoint | None, expected: Checkpoint) -> None:
     assert loaded is not None
     assert torch.equal(loaded.anchor, expected.anchor)
-    for mine, theirs in ((loaded.outer, expected.outer), (loaded.inner, expected.inner)):
-        assert list(mine) == list(theirs)
-        for name, tensor in mine.items():
-            assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+    for actual, wanted in ((loaded.outer, expected.outer), (loaded.inner, expected.inner)):
+        assert list(actual) == list(wanted)
+        for name, tensor in actual.items():
+            assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), name
     for field in ("run_id", "shapes", "round", "digest", "chain", "inner_meta"):
         assert getattr(loaded, field) == getattr(expected, field), field
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
-    save(tmp_path / "new" / "folder", example(3), SHAPES, keep=2)
+def test_saved_checkpoint_is_loaded_unchanged(tmp_path: Path) -> None:
+    save(tmp_path / "new" / "folder", make_checkpoint(3), SHAPES, keep=2)
     loaded, skipped = load_newest(tmp_path / "new" / "folder", RUN_ID, SHAPES)
-    assert_equal(loaded, example(3))
+    assert_equal(loaded, make_checkpoint(3))
     assert skipped == []
 
 
-def test_saved_views_and_empty_outbox_come_back(tmp_path: Path) -> None:
-    """Vectors may be slices of a shared arena, and there need not be a message."""
-    saved, arena = example(1), torch.cat((vector(5), vector(6)))
+def test_views_and_an_empty_outbox_are_restored(tmp_path: Path) -> None:
+    """Vectors may be slices of shared memory, and the outbox may be empty."""
+    saved, memory = make_checkpoint(1), torch.cat((vector(5), vector(6)))
     saved.inner.clear()
-    saved.inner["weights"], saved.inner["outbox"] = arena[SHAPES.numel :], torch.empty(0, dtype=torch.uint8)
+    saved.inner["weights"], saved.inner["outbox"] = memory[SHAPES.numel :], torch.empty(0, dtype=torch.uint8)
     save(tmp_path, saved, SHAPES, keep=1)
     loaded, _ = load_newest(tmp_path, RUN_ID, SHAPES)
     assert loaded is not None
     assert torch.equal(loaded.inner["weights"], vector(6)) and loaded.inner["outbox"].numel() == 0
 
 
-def test_nothing_saved_is_no_error(tmp_path: Path) -> None:
+def test_folder_without_checkpoints_loads_none(tmp_path: Path) -> None:
     assert load_newest(tmp_path / "absent", RUN_ID, SHAPES) == (None, [])
     assert load_newest(tmp_path, RUN_ID, SHAPES) == (None, [])
 
 
-def test_files_are_private_and_bear_parameter_names(tmp_path: Path) -> None:
-    path = save(tmp_path / "checkpoints", example(1), SHAPES, keep=2)
+def test_files_are_private_and_use_parameter_names(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", make_checkpoint(1), SHAPES, keep=2)
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "checkpoints").stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
     assert sorted(file.name for file in path.iterdir()) == [
@@ -94,37 +94,37 @@ def test_files_are_private_and_bear_parameter_names(tmp_path: Path) -> None:
     assert json.loads((path / "manifest.json").read_text())["body"]["round"] == 1
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_save_prunes_old_checkpoints(tmp_path: Path) -> None:
     for round_number in range(1, 5):
-        save(tmp_path, example(round_number), SHAPES, keep=2)
+        save(tmp_path, make_checkpoint(round_number), SHAPES, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0000000003.round-3", "0000000004.round-4"]
 
 
-def test_the_last_save_counts_not_the_highest_round(tmp_path: Path) -> None:
-    """A peer that moved to a chain with more tokens may stand at a lower round; a round may be saved twice."""
+def test_newest_is_the_last_save_and_not_the_highest_round(tmp_path: Path) -> None:
+    """A peer that switched chains may be at a lower round, and a round may be saved twice."""
     for round_number in (11, 9, 9):
-        path = save(tmp_path, example(round_number), SHAPES, keep=3)
+        path = save(tmp_path, make_checkpoint(round_number), SHAPES, keep=3)
     assert path.name == "0000000003.round-9"
     loaded, _ = load_newest(tmp_path, RUN_ID, SHAPES)
-    assert_equal(loaded, example(9))
+    assert_equal(loaded, make_checkpoint(9))
 
 
-def test_leavings_of_a_killed_save_go_at_the_next(tmp_path: Path) -> None:
-    first = save(tmp_path, example(1), SHAPES, keep=2)
+def test_next_save_removes_the_leftovers_of_a_killed_one(tmp_path: Path) -> None:
+    first = save(tmp_path, make_checkpoint(1), SHAPES, keep=2)
     shutil.copytree(first, tmp_path / ".0000000002.round-2")
     loaded, skipped = load_newest(tmp_path, RUN_ID, SHAPES)
-    assert_equal(loaded, example(1))
+    assert_equal(loaded, make_checkpoint(1))
     assert skipped == []
-    save(tmp_path, example(2), SHAPES, keep=2)
+    save(tmp_path, make_checkpoint(2), SHAPES, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0000000001.round-1", "0000000002.round-2"]
 
 
 @pytest.mark.parametrize("seed", [20])
-def test_every_flipped_bit_is_found(tmp_path: Path, seed: int) -> None:
-    """1000 random bits of the newest checkpoint, one at a time: each is named, and the one before restored."""
+def test_every_flipped_bit_is_detected(tmp_path: Path, seed: int) -> None:
+    """Flip 1000 random bits one at a time: each file is named, and the older checkpoint loaded."""
     rng = random.Random(seed)
-    save(tmp_path, example(1), SHAPES, keep=2)
-    newest = save(tmp_path, example(2), SHAPES, keep=2)
+    save(tmp_path, make_checkpoint(1), SHAPES, keep=2)
+    newest = save(tmp_path, make_checkpoint(2), SHAPES, keep=2)
     files = sorted(newest.iterdir())
     for _ in range(1000):
         file = rng.choice(files)
@@ -134,11 +134,11 @@ def test_every_flipped_bit_is_found(tmp_path: Path, seed: int) -> None:
         assert loaded is not None and loaded.round == 1, (seed, file.name, position, bit)
         assert len(skipped) == 1 and str(newest) in skipped[0] and file.name in skipped[0]
         flip(file, position, bit)
-    assert_equal(load_newest(tmp_path, RUN_ID, SHAPES)[0], example(2))
+    assert_equal(load_newest(tmp_path, RUN_ID, SHAPES)[0], make_checkpoint(2))
 
 
-def test_control_the_library_alone_does_not_see_flipped_bits(tmp_path: Path) -> None:
-    newest, rng = save(tmp_path, example(1), SHAPES, keep=2), random.Random(0)
+def test_control_safetensors_alone_does_not_detect_flipped_bits(tmp_path: Path) -> None:
+    newest, rng = save(tmp_path, make_checkpoint(1), SHAPES, keep=2), random.Random(0)
     file = newest / "anchor.safetensors"
     start, unseen = 8 + int.from_bytes(file.read_bytes()[:8], "little"), 0
     for _ in range(50):
@@ -159,11 +159,11 @@ def flip(file: Path, position: int, bit: int) -> None:
 
 @pytest.mark.parametrize("name", ["anchor.safetensors", "inner.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "half", "longer"])
-def test_damaged_files_are_named_and_passed_over(
+def test_damaged_checkpoint_is_named_and_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
 ) -> None:
-    save(tmp_path, example(1), SHAPES, keep=2)
-    file = save(tmp_path, example(2), SHAPES, keep=2) / name
+    save(tmp_path, make_checkpoint(1), SHAPES, keep=2)
+    file = save(tmp_path, make_checkpoint(2), SHAPES, keep=2) / name
     whole = file.read_bytes()
     changed = {"empty": b"", "half": whole[: len(whole) // 2], "longer": whole + b"\0"}
     if damage == "missing":
@@ -172,46 +172,46 @@ def test_damaged_files_are_named_and_passed_over(
         file.write_bytes(changed[damage])
     with caplog.at_level(logging.WARNING):
         loaded, skipped = load_newest(tmp_path, RUN_ID, SHAPES)
-    assert_equal(loaded, example(1))
-    assert len(skipped) == 1 and name in skipped[0] and not caplog.records, "who loads it says so, once"
+    assert_equal(loaded, make_checkpoint(1))
+    assert len(skipped) == 1 and name in skipped[0] and not caplog.records, "the caller logs it, once"
 
 
 @pytest.mark.parametrize("text", [b"[1]", b"{}", b'{"body": 3, "sha256": ""}', b"[" * 100_000, b"\xff"])
-def test_nonsense_in_place_of_the_manifest(tmp_path: Path, text: bytes) -> None:
-    (save(tmp_path, example(1), SHAPES, keep=2) / "manifest.json").write_bytes(text)
+def test_checkpoint_with_an_unreadable_manifest_is_skipped(tmp_path: Path, text: bytes) -> None:
+    (save(tmp_path, make_checkpoint(1), SHAPES, keep=2) / "manifest.json").write_bytes(text)
     loaded, skipped = load_newest(tmp_path, RUN_ID, SHAPES)
     assert loaded is None and len(skipped) == 1
 
 
-def test_another_run_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, example(1, run_id="cd" * 32), SHAPES, keep=2)
+def test_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, make_checkpoint(1, run_id="cd" * 32), SHAPES, keep=2)
     with pytest.raises(OtherRunError, match="belongs to run cdcdcdcdcdcd, not abababababab; choose another folder"):
         load_newest(tmp_path, RUN_ID, SHAPES)
 
 
-def test_other_shapes_are_refused(tmp_path: Path) -> None:
-    save(tmp_path, example(1), SHAPES, keep=2)
+def test_checkpoint_with_other_shapes_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, make_checkpoint(1), SHAPES, keep=2)
     with pytest.raises(CheckpointError, match="other shapes; choose another folder or remove it"):
         load_newest(tmp_path, RUN_ID, shape_table(MODEL.model_copy(update={"hidden": 16})))
 
 
-def test_a_later_format_is_refused_rather_than_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_format_is_refused_rather_than_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SCHEMA", 2)
-    save(tmp_path, example(1), SHAPES, keep=2)
+    save(tmp_path, make_checkpoint(1), SHAPES, keep=2)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="update murmuration"):
         load_newest(tmp_path, RUN_ID, SHAPES)
 
 
-def test_a_save_under_the_wrong_table_is_a_programming_error(tmp_path: Path) -> None:
+def test_save_with_the_wrong_shape_table_raises_value_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="another shape table"):
-        save(tmp_path, example(1), ShapeTable((("a", (SHAPES.numel,)),)), keep=2)
+        save(tmp_path, make_checkpoint(1), ShapeTable((("a", (SHAPES.numel,)),)), keep=2)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_raises_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="free some space or move the folder"):
-        save(tmp_path / "file" / "checkpoints", example(1), SHAPES, keep=2)
+        save(tmp_path / "file" / "checkpoints", make_checkpoint(1), SHAPES, keep=2)
 
 
 def manifest() -> Manifest:
@@ -224,13 +224,13 @@ def manifest() -> Manifest:
     )
 
 
-def test_trained_reads_the_anchor_of_a_node_folder(tmp_path: Path) -> None:
+def test_load_trained_weights_reads_only_the_anchor(tmp_path: Path) -> None:
     run = manifest()
     (tmp_path / "run.toml").write_text(run.to_toml())
     with pytest.raises(CheckpointError, match="none yet; let the node finish a round first"):
         load_trained_weights(tmp_path)
-    path = save(tmp_path / "checkpoints", example(4, run.run_id), SHAPES, keep=2)
-    (path / "inner.safetensors").unlink()  # a peer's own vectors do not matter here
+    path = save(tmp_path / "checkpoints", make_checkpoint(4, run.run_id), SHAPES, keep=2)
+    (path / "inner.safetensors").unlink()  # the peer's own vectors are not read
     trained = load_trained_weights(tmp_path)
     assert trained.round == 4 and trained.manifest == run and torch.equal(trained.anchor, vector(4))
     (path / "anchor.safetensors").unlink()
@@ -238,17 +238,17 @@ def test_trained_reads_the_anchor_of_a_node_folder(tmp_path: Path) -> None:
         load_trained_weights(tmp_path)
 
 
-def test_a_damaged_one_that_an_export_passes_over_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_trained_weights_logs_skipped_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = manifest()
     (tmp_path / "run.toml").write_text(run.to_toml())
     for number in (4, 5):
-        path = save(tmp_path / "checkpoints", example(number, run.run_id), SHAPES, keep=2)
+        path = save(tmp_path / "checkpoints", make_checkpoint(number, run.run_id), SHAPES, keep=2)
     (path / "anchor.safetensors").unlink()
     with caplog.at_level(logging.WARNING):
         assert load_trained_weights(tmp_path).round == 4
     assert [str(path) in record.message for record in caplog.records] == [True]
 
 
-def test_trained_without_a_run(tmp_path: Path) -> None:
+def test_load_trained_weights_without_a_run_raises(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         load_trained_weights(tmp_path)

@@ -1,4 +1,4 @@
-"""Tensor files: what the safetensors library reads is what was written, and a seal that does not fit stops it."""
+"""The safetensors library reads our files, and a file that does not match its digest is rejected."""
 
 import hashlib
 from pathlib import Path
@@ -17,7 +17,7 @@ def tensors() -> dict[str, Tensor]:
     flat = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     return {
         "matrix": flat[:600].view(20, 30),
-        "turned": flat[600:960].view(18, 20).t(),
+        "transposed": flat[600:960].view(18, 20).t(),
         "scalar": torch.tensor(2.5),
         "bytes": torch.arange(37, dtype=torch.uint8),
         "nothing": torch.empty(0, dtype=torch.uint8),
@@ -30,16 +30,16 @@ def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.parametrize("chunk", [2**20, 64])
-def test_the_library_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", chunk)
+@pytest.mark.parametrize("chunk_bytes", [2**20, 64])
+def test_safetensors_library_reads_our_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", chunk_bytes)
     file = tmp_path / "file"
-    seal = write_tensors(file, tensors(), {"format": "pt"})
+    digest = write_tensors(file, tensors(), {"format": "pt"})
     assert_same(safetensors.torch.load_file(file), tensors())
     with safetensors.safe_open(file, framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     content = file.read_bytes()
-    assert seal == FileDigest(hashlib.sha256(content).hexdigest(), len(content))
+    assert digest == FileDigest(hashlib.sha256(content).hexdigest(), len(content))
     assert int.from_bytes(content[:8], "little") % 8 == 0
 
 
@@ -47,31 +47,31 @@ def test_read_is_the_inverse_of_write(tmp_path: Path) -> None:
     assert_same(read_tensors(tmp_path / "file", write_tensors(tmp_path / "file", tensors())), tensors())
 
 
-def test_a_seal_that_does_not_fit_stops_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_does_not_match_its_digest_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
-    seal = write_tensors(file, tensors())
+    digest = write_tensors(file, tensors())
     monkeypatch.setattr(safetensors.torch, "load_file", lambda path: pytest.fail("read before it was checked"))
     with pytest.raises(DamagedError, match="file does not match its hash"):
-        read_tensors(file, FileDigest("0" * 64, seal.size))
-    with pytest.raises(DamagedError, match=f"file has {seal.size} bytes instead of 7"):
-        read_tensors(file, FileDigest(seal.sha256, 7))
+        read_tensors(file, FileDigest("0" * 64, digest.size))
+    with pytest.raises(DamagedError, match=f"file has {digest.size} bytes instead of 7"):
+        read_tensors(file, FileDigest(digest.sha256, 7))
     with pytest.raises(DamagedError, match="absent: No such file"):
-        read_tensors(tmp_path / "absent", seal)
+        read_tensors(tmp_path / "absent", digest)
 
 
-def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
+def test_existing_file_is_never_overwritten(tmp_path: Path) -> None:
     write_file(tmp_path / "file", [b"one"])
     with pytest.raises(FileExistsError):
         write_file(tmp_path / "file", [b"two"])
     assert (tmp_path / "file").read_bytes() == b"one"
 
 
-def test_what_is_hashed_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process may write to the tensors' memory at any time: the file must still match its seal."""
+def test_hash_covers_the_written_bytes_even_if_memory_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may write to the shared memory at any time; the file must still match its digest."""
     shared, sha256 = torch.zeros(1000), hashlib.sha256
 
-    class Meddler:
-        """Stands between the hash and the file, and changes the memory there."""
+    class WritingHash:
+        """A hash that changes the memory between hashing and writing."""
 
         def __init__(self) -> None:
             self.inner = sha256()
@@ -84,7 +84,7 @@ def test_what_is_hashed_is_what_is_written(tmp_path: Path, monkeypatch: pytest.M
             return self.inner.hexdigest()
 
     with monkeypatch.context() as patched:
-        patched.setattr(hashlib, "sha256", Meddler)
-        seal = write_tensors(tmp_path / "file", {"shared": shared})
+        patched.setattr(hashlib, "sha256", WritingHash)
+        digest = write_tensors(tmp_path / "file", {"shared": shared})
     assert shared[0] > 0
-    read_tensors(tmp_path / "file", seal)
+    read_tensors(tmp_path / "file", digest)

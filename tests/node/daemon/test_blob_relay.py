@@ -171,4 +171,4 @@ async def test_an_owner_that_does_not_answer_is_said_without_names_of_folders(sc
     scene.owner.discard(blob.digest)
     with pytest.raises(UnreachableError, match="could not be fetched here either"):
         await scene.ask(signed, blob)
-    assert scene.errors.recovered == ["not carried"] and scene.carrying.bytes_relayed == 0
+    assert scene.errors.recovered == ["not relayed"] and scene.carrying.bytes_relayed == 0

@@ -91,7 +91,7 @@ def test_a_last_message_whose_bytes_are_gone_is_not_offered_and_said(tmp_path: P
     world.sent.save(LastSent(StoredContribution(message, parts), ()))
     world.store.discard(parts[1].digest)
     assert restored(found, world, errors).pending is None
-    assert errors.recovered == ["message gone"]
+    assert errors.recovered == ["contribution missing"]
     world.arena.close()
 
 

@@ -211,7 +211,7 @@ async def test_where_nobody_carries_the_owner_is_asked_after_all(tmp_path: Path,
     streets.reached["a"] = streets.stores["a"]
     await streets.get(LARGE)
     assert streets.asked == list(carriers)
-    assert streets.errors.recovered == ["no carrier"] * bool(carriers)
+    assert streets.errors.recovered == ["no relay"] * bool(carriers)
     tried = "which is asked now (c: it is too much; d: it is too much)"
     assert all(tried in line for line in streets.errors.lines)
 

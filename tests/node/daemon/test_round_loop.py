@@ -155,7 +155,7 @@ async def test_a_commit_that_the_round_cannot_have_is_not_replayed_and_ends_nobo
     world.run()
     await world.until_round(2)
     assert world.replica.chain.head == theirs.chain.head and world.scout.asked[0] == (LIAR, True)
-    assert world.standing.recovered_errors == 2 * ["way lost"]
+    assert world.standing.recovered_errors == 2 * ["sync failed"]
 
 
 async def test_that_our_state_differs_is_told_once_however_often_its_better_is_asked_for(
@@ -204,7 +204,7 @@ async def test_where_replay_fails_the_state_is_taken_from_the_same_peer_at_once(
     world.run()
     await world.until_round(3)
     assert world.scout.asked == [(FRIEND, True), (FRIEND, False)] and world.replica.blob == theirs.blob
-    assert world.standing.recovered_errors == ["way lost"]
+    assert world.standing.recovered_errors == ["sync failed"]
 
 
 async def test_one_round_behind_it_waits_a_little_for_the_commit_to_come_by_itself(
@@ -298,7 +298,7 @@ async def test_who_went_on_while_it_was_followed_is_asked_again(
     monkeypatch.setattr(CopyingFetcher, "fetch", too_late)
     world.run()
     await world.until_round(6)
-    assert world.scout.asked == [(FRIEND, False)] * 3 and world.standing.recovered_errors == ["way lost"] * 2
+    assert world.scout.asked == [(FRIEND, False)] * 3 and world.standing.recovered_errors == ["sync failed"] * 2
     assert world.replica.blob == theirs.blob
 
 

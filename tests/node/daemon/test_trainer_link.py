@@ -298,7 +298,7 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     assert verdict.retracts_restored
     await world.message(MAX_AGE_ROUNDS + 1, b"on its way already")
     assert world.offers.pending is None, "it was offered"
-    assert world.errors.recovered == ["given back"]
+    assert world.errors.recovered == ["sent again"]
     last = world.sent.load()
     assert last is not None and last.contribution == first, "nor would a start from the disk offer it"
     adopt = world.process.heard[-1]
@@ -350,7 +350,7 @@ async def test_where_no_trainer_runs_nobody_waits_for_it(
     await world.link.stop(6)
     assert await asyncio.wait_for(waiting, 1.0), "a save would have waited for a trainer that is gone"
     assert world.process.stopped
-    assert world.errors.recovered == ["not adopted"]
+    assert world.errors.recovered == ["trainer late"]
 
 
 async def test_an_anchor_is_not_written_over_that_the_trainer_may_read(
@@ -363,7 +363,7 @@ async def test_an_anchor_is_not_written_over_that_the_trainer_may_read(
     assert world.errors.recovered == []
     adopting = asyncio.create_task(world.link.apply_anchor(2, [2 * torch.ones(NUMEL)]))
     await until(lambda: len(world.errors.recovered) > 1)
-    assert set(world.errors.recovered) == {"not adopted"} and float(world.arena.anchor(0).sum()) == 0
+    assert set(world.errors.recovered) == {"trainer late"} and float(world.arena.anchor(0).sum()) == 0
     await world.say(AnchorApplied(round=1))
     await asyncio.wait_for(adopting, 10)
     assert float(world.arena.anchor(2).sum()) == 2 * NUMEL

@@ -88,7 +88,7 @@ def test_the_path_of_a_hidden_peer_and_who_carries_it() -> None:
     state = apply_all([PeerDeparted(at=1050.0, peer=hidden, reason="left")], state)
     assert snapshot(state, 1.0)["peers"][0]["link"] == "direct"
     state = apply_all([OPENED, joined(relay, reach="direct", carried=2_100_000)])
-    assert snapshot(state, 1.0)["peers"][0]["link"] == "direct, carried 2.1 MB for others"
+    assert snapshot(state, 1.0)["peers"][0]["link"] == "direct, relayed 2.1 MB for others"
 
 
 def test_left_today_counts_peers_and_not_the_hosts_own_absence() -> None:

@@ -16,7 +16,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def loggers() -> Iterator[None]:
-    """The loggers are as before afterwards."""
+    """Restore the loggers after each test."""
     root = logging.getLogger()
     handlers, levels = (
         root.handlers[:],
@@ -28,73 +28,73 @@ def loggers() -> Iterator[None]:
         logging.getLogger(name).setLevel(level)
 
 
-def speak() -> None:
+def log_sample_lines() -> None:
     logging.getLogger("node.daemon.lifecycle").info("round %d", 3)
     logging.getLogger("protocol.transport.libp2p.p2pd").debug("too much")
-    logging.getLogger("uvicorn.error").info("not asked for")
-    logging.getLogger("uvicorn.error").warning("but this")
+    logging.getLogger("uvicorn.error").info("a library line below WARNING")
+    logging.getLogger("uvicorn.error").warning("a library warning")
 
 
-def test_lines_for_a_person(capsys: Capture) -> None:
+def test_plain_lines_have_time_message_and_warning_level(capsys: Capture) -> None:
     configure_logs(as_json=False)
-    speak()
+    log_sample_lines()
     first, second = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"\d\d:\d\d:\d\d round 3", first)
-    assert re.fullmatch(r"\d\d:\d\d:\d\d warning: but this \[uvicorn.error\]", second)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d warning: a library warning \[uvicorn.error\]", second)
 
 
 FORGED = "peer refuses (x\n12:00:00 error: forged\x1b[2J)"
 
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.WARNING, logging.ERROR])
-def test_what_a_peer_says_forges_no_line(capsys: Capture, level: int) -> None:
+def test_text_from_a_peer_cannot_forge_a_log_line(capsys: Capture, level: int) -> None:
     configure_logs(as_json=False)
     logging.getLogger("node").log(level, "%s", FORGED)
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "\x1b" not in told
-    assert "peer refuses (x\ufffd12:00:00 error: forged\ufffd[2J)" in told
-    assert FORGED.count("\n") == 1 and "\x1b" in FORGED, "the control: it would"
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and "\x1b" not in output
+    assert "peer refuses (x\ufffd12:00:00 error: forged\ufffd[2J)" in output
+    assert FORGED.count("\n") == 1 and "\x1b" in FORGED, "control: the raw text would forge one"
 
 
-def test_a_traceback_keeps_its_lines_and_no_more(capsys: Capture) -> None:
+def test_traceback_keeps_its_lines_but_quoted_text_adds_none(capsys: Capture) -> None:
     configure_logs(as_json=False)
     try:
         raise ValueError(FORGED)
     except ValueError:
         logging.getLogger("node").exception("it broke")
-    told = capsys.readouterr().err
-    assert "it broke [node]\nTraceback (most recent call last):\n" in told
-    assert "forged\ufffd[2J" in told and "\x1b" not in told
+    output = capsys.readouterr().err
+    assert "it broke [node]\nTraceback (most recent call last):\n" in output
+    assert "forged\ufffd[2J" in output and "\x1b" not in output
 
 
-async def test_bytes_that_do_not_parse_leave_no_traceback(capsys: Capture, tmp_path: Path) -> None:
-    async def told() -> str:
+async def test_malformed_grpc_message_logs_no_traceback(capsys: Capture, tmp_path: Path) -> None:
+    async def call_garbled_server() -> str:
         async with garbled_channel(tmp_path / "s") as channel:
             await BlobsStub(channel).Pieces(PiecesRequest(), timeout=10)
         return capsys.readouterr().err
 
     configure_logs(as_json=False)
-    assert await told() == ""
+    assert await call_garbled_server() == ""
     logging.getLogger("grpc._common").setLevel(logging.NOTSET)
-    assert "Traceback" in await told(), "the control"
+    assert "Traceback" in await call_garbled_server(), "control: grpc logs one by default"
 
 
-def test_one_object_a_line(capsys: Capture) -> None:
+def test_json_log_has_one_object_a_line(capsys: Capture) -> None:
     configure_logs(as_json=True)
-    speak()
+    log_sample_lines()
     try:
         raise ValueError("a\nb")
     except ValueError:
         logging.getLogger("node").exception("it broke")
     objects = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [line["message"] for line in objects] == ["round 3", "but this", "it broke"]
+    assert [line["message"] for line in objects] == ["round 3", "a library warning", "it broke"]
     assert objects[0]["level"] == "info"
     assert objects[0]["time"] > 1e9
     assert "ValueError: a\nb" in objects[2]["traceback"]
 
 
-def test_configured_twice_speaks_once(capsys: Capture) -> None:
+def test_configuring_logs_twice_logs_each_line_once(capsys: Capture) -> None:
     configure_logs(as_json=False)
     configure_logs(as_json=False)
-    speak()
+    log_sample_lines()
     assert len(capsys.readouterr().err.splitlines()) == 2

@@ -29,7 +29,7 @@ STATUS = NodeStatus(
 
 
 async def get(port: int, path: str, host: str = "127.0.0.1", accept: str = "*/*") -> tuple[int, str, str]:
-    """Status, head and body."""
+    """Return status code, lower-case head and body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nAccept: {accept}\r\nConnection: close\r\n\r\n".encode())
     async with asyncio.timeout(10):
@@ -53,7 +53,7 @@ class FourBlobs:
         return 4
 
 
-async def test_scrape_holds_the_counters_and_the_status_of_that_moment() -> None:
+async def test_scrape_returns_counters_and_current_status() -> None:
     metrics, current = Metrics(), FixedStatus(STATUS)
     metrics.record_round("included")
     metrics.record_early_submit()
@@ -85,7 +85,7 @@ async def test_scrape_holds_the_counters_and_the_status_of_that_moment() -> None
     assert later["murmur_tokens_total", ()] == 9000
 
 
-async def test_all_names_are_ours_and_two_nodes_do_not_mix() -> None:
+async def test_metric_names_have_our_prefix_and_nodes_do_not_share_counters() -> None:
     first, second = Metrics(), Metrics()
     first.record_refusal("stale")
     async with serve_metrics(LOOPBACK, second, FixedStatus(STATUS)) as port:
@@ -94,34 +94,34 @@ async def test_all_names_are_ours_and_two_nodes_do_not_mix() -> None:
     assert ("murmur_refusals_total", ("stale",)) not in values
 
 
-async def test_openmetrics_when_asked_for() -> None:
+async def test_openmetrics_format_on_request() -> None:
     async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(STATUS)) as port:
         _, head, body = await get(port, "/metrics", accept="application/openmetrics-text; version=1.0.0")
     assert "application/openmetrics-text" in head
     assert body.endswith("# EOF\n")
 
 
-async def test_health_and_status() -> None:
+async def test_health_and_status_endpoints() -> None:
     async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(STATUS)) as port:
         assert (await get(port, "/healthz"))[::2] == (200, "ok training\n")
         assert await fetch_status(port, 5.0) == STATUS
         assert (await get(port, "/elsewhere"))[0] == 404
 
 
-async def test_listens_on_loopback_only_and_refuses_other_host_names() -> None:
+async def test_loopback_server_rejects_other_host_names() -> None:
     async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(STATUS)) as port:
         assert listening_addresses(port) == {"0100007F"}
         assert (await get(port, "/status", host="evil.example"))[0] == 400
 
 
-async def test_everywhere_only_when_asked_for_and_then_by_any_name() -> None:
+async def test_server_on_all_interfaces_accepts_any_host_name() -> None:
     async with serve_metrics("0.0.0.0:0", Metrics(), FixedStatus(STATUS)) as port:
         assert listening_addresses(port) == {"00000000"}
         assert (await get(port, "/metrics", host="peer-1:9464"))[0] == 200
         assert await fetch_status(port, 5.0) == STATUS
 
 
-async def test_signals_stay_the_daemons_and_the_port_is_given_back() -> None:
+async def test_server_leaves_signal_handlers_alone_and_releases_its_port() -> None:
     before, handler = asyncio.all_tasks(), signal.getsignal(signal.SIGINT)
     async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(STATUS)) as port:
         await get(port, "/healthz")
@@ -131,7 +131,7 @@ async def test_signals_stay_the_daemons_and_the_port_is_given_back() -> None:
     assert asyncio.all_tasks() == before
 
 
-async def test_stops_in_time_while_a_client_holds_on() -> None:
+async def test_server_stops_in_time_with_an_open_client_connection() -> None:
     async with asyncio.timeout(8), serve_metrics(LOOPBACK, Metrics(), FixedStatus(STATUS)) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /status HTTP/1.1\r\nHost: 127")  # and never the rest
@@ -139,7 +139,7 @@ async def test_stops_in_time_while_a_client_holds_on() -> None:
     writer.close()
 
 
-async def test_a_taken_port_is_said() -> None:
+async def test_taken_port_raises_usage_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"127.0.0.1:{port}.*--metrics"):
@@ -148,7 +148,7 @@ async def test_a_taken_port_is_said() -> None:
 
 
 def listening_addresses(port: int) -> set[str]:
-    """Local addresses (hexadecimal, as the kernel prints them) with a listening socket on `port`."""
+    """Return the local addresses with a listening socket on `port`, in the kernel's hexadecimal form."""
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""One object that says where the node stands; the counters agree with it."""
+"""The status reporter keeps status, counters and log in agreement."""
 
 import logging
 from types import SimpleNamespace
@@ -21,15 +21,15 @@ MESSAGE = ContributionHeader(round=2, sizes=(3,), tokens=9, steps=1, loss=1.0)
 
 
 @pytest.fixture
-def standing() -> StatusReporter:
+def reporter() -> StatusReporter:
     status = NodeStatus(peer_id="me", run="small", run_id="00" * 32)
-    made = StatusReporter(status, Metrics())
-    made.add_source(Fields(peers=4))
-    return made
+    reporter = StatusReporter(status, Metrics())
+    reporter.add_source(Fields(peers=4))
+    return reporter
 
 
 class Fields:
-    """A part that knows some fields of the status."""
+    """A source with fixed status fields."""
 
     def __init__(self, **values: object) -> None:
         self.values = values
@@ -42,260 +42,262 @@ def commits(count: int) -> list[Commit]:
     return [commit_of(ChainHead(number, bytes(32), 0), {1: Blob.of(b"x")}).body for number in range(count)]
 
 
-def test_what_the_trainer_says_and_what_is_read_when_asked(standing: StatusReporter) -> None:
-    standing.on_trainer_message(Ready(device="cpu", step=0, round=0, outstanding=None))
-    standing.on_trainer_message(
+def test_status_has_trainer_messages_and_fields_of_sources(reporter: StatusReporter) -> None:
+    reporter.on_trainer_message(Ready(device="cpu", step=0, round=0, outstanding=None))
+    reporter.on_trainer_message(
         TrainerProgress(step=7, tokens=70, loss=2.5, tokens_per_second=9.0, seconds={"compute": 1.0})
     )
-    standing.set_head(ChainHead(3, bytes(32), 0), bytes(32))
-    standing.on_trainer_message(Evaluated(round=3, loss=2.0, tokens=10))
-    status = standing.status()
+    reporter.set_head(ChainHead(3, bytes(32), 0), bytes(32))
+    reporter.on_trainer_message(Evaluated(round=3, loss=2.0, tokens=10))
+    status = reporter.status()
     assert (status.step, status.tokens, status.loss, status.seconds) == (7, 70, 2.5, {"compute": 1.0})
     assert (status.validation_loss, status.validation_round, status.peers) == (2.0, 3, 4)
     assert status.since > 0
 
 
 @pytest.mark.parametrize("number", [2, 3, 5])
-def test_a_loss_that_was_measured_on_a_chain_that_we_left_is_told_no_more(
-    standing: StatusReporter, number: int
-) -> None:
+def test_validation_loss_of_a_chain_that_was_left_is_not_reported(reporter: StatusReporter, number: int) -> None:
     def measure(number: int) -> tuple[float | None, int | None]:
-        standing.on_trainer_message(Evaluated(round=number, loss=float(number), tokens=10))
-        return standing.status().validation_loss, standing.status().validation_round
+        reporter.on_trainer_message(Evaluated(round=number, loss=float(number), tokens=10))
+        return reporter.status().validation_loss, reporter.status().validation_round
 
-    standing.set_head(ChainHead(3, b"ours" * 8, 0), bytes(32))
+    reporter.set_head(ChainHead(3, b"ours" * 8, 0), bytes(32))
     assert measure(3) == (3.0, 3)
-    standing.reset_validation(ChainHead(number, b"them" * 8, 0))
-    assert standing.status().validation_loss is standing.status().validation_round is None
-    standing.set_head(ChainHead(number, b"them" * 8, 0), bytes(32))
-    if number != 3:  # of the same round, one that comes late cannot be told from the other chain's
+    reporter.reset_validation(ChainHead(number, b"them" * 8, 0))
+    assert reporter.status().validation_loss is reporter.status().validation_round is None
+    reporter.set_head(ChainHead(number, b"them" * 8, 0), bytes(32))
+    if number != 3:  # a late one of the same round cannot be distinguished from the other chain's
         assert measure(3) == (None, None)
     assert measure(number) == (number, number)
-    standing.set_head(ChainHead(number + 1, b"them" * 8, 0), bytes(32))
+    reporter.set_head(ChainHead(number + 1, b"them" * 8, 0), bytes(32))
     assert measure(number + 1) == (number + 1, number + 1)
 
 
-def test_fewer_steps_are_told_once_and_stand_in_the_line(
-    standing: StatusReporter, caplog: pytest.LogCaptureFixture
+def test_reduced_pace_is_logged_once_and_shown_in_the_summary(
+    reporter: StatusReporter, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    words = "10 of 40 steps a round: this machine is 4.0 times slower than the others"
-    for said in ("", words, words):
-        standing.set_pace(said)
-    assert caplog.messages == [words]
-    assert words in standing.status().summary()
-    standing.record_early_submit()
-    standing.set_pace("")
+    text = "10 of 40 steps a round: this machine is 4.0 times slower than the others"
+    for pace in ("", text, text):
+        reporter.set_pace(pace)
+    assert caplog.messages == [text]
+    assert text in reporter.status().summary()
+    reporter.record_early_submit()
+    reporter.set_pace("")
     assert caplog.messages[1:] == [
-        "the others wait: asking the trainer for what it has",
+        "the other peers are waiting: asking the trainer to submit early",
         "all steps a round: this machine is as fast as the others",
     ]
-    assert standing.status().pace == ""
+    assert reporter.status().pace == ""
 
 
-def test_a_pause_is_told_counted_and_over_with_the_next_word(
-    standing: StatusReporter, caplog: pytest.LogCaptureFixture
+def test_pause_is_logged_counted_and_ended_by_the_next_message(
+    reporter: StatusReporter, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    standing.set_phase("training")
-    standing.on_trainer_message(PauseChanged(reason="others use 60% of the processors"))
-    assert standing.status().describe_contributing() == "no: paused, others use 60% of the processors"
-    standing.on_trainer_message(PauseChanged(reason=""))
-    assert standing.status().paused == ""
-    standing.on_trainer_message(PauseChanged(reason="again"))
-    standing.on_trainer_message(Ready(device="cpu", step=0, round=0, outstanding=None))
-    assert standing.status().paused == "", "a trainer that was started anew looks for itself"
-    assert standing._metrics.pauses == 2
-    assert caplog.messages[1:3] == ["training pauses: others use 60% of the processors", "training goes on"]
+    reporter.set_phase("training")
+    reporter.on_trainer_message(PauseChanged(reason="others use 60% of the processors"))
+    assert reporter.status().describe_contributing() == "no: paused, others use 60% of the processors"
+    reporter.on_trainer_message(PauseChanged(reason=""))
+    assert reporter.status().paused == ""
+    reporter.on_trainer_message(PauseChanged(reason="again"))
+    reporter.on_trainer_message(Ready(device="cpu", step=0, round=0, outstanding=None))
+    assert reporter.status().paused == "", "a restarted trainer checks for other programs itself"
+    assert reporter._metrics.pauses == 2
+    assert caplog.messages[1:3] == ["training paused: others use 60% of the processors", "training resumed"]
 
 
-def test_of_rounds_that_were_skipped_nothing_is_said_that_we_do_not_know(
-    standing: StatusReporter, caplog: pytest.LogCaptureFixture
+def test_log_of_skipped_rounds_gives_no_contribution_count(
+    reporter: StatusReporter, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    standing.record_rounds(HEAD, bytes(32), commits(1), "none")
+    reporter.record_rounds(HEAD, bytes(32), commits(1), "none")
     assert "round 3: 1 contribution, ours not among them" in caplog.text
     caplog.clear()
-    standing.record_rounds(HEAD, bytes(32), [], "none")
-    standing.record_rounds(HEAD, bytes(32), commits(2), "included")
-    assert "contributions" not in caplog.text and caplog.text.count("round 3: taken over") == 2
+    reporter.record_rounds(HEAD, bytes(32), [], "none")
+    reporter.record_rounds(HEAD, bytes(32), commits(2), "included")
+    assert "contributions" not in caplog.text and caplog.text.count("round 3: downloaded") == 2
 
 
-def test_phases_are_logged_once(standing: StatusReporter, caplog: pytest.LogCaptureFixture) -> None:
+def test_phases_are_logged_once(reporter: StatusReporter, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    standing.set_phase("catching up", "others are ahead")
-    standing.set_phase("catching up", "others are ahead")
+    reporter.set_phase("catching up", "others are ahead")
+    reporter.set_phase("catching up", "others are ahead")
     assert caplog.messages == ["catching up: others are ahead"]
-    assert (standing.status().phase, standing.status().reason) == ("catching up", "others are ahead")
-    standing.set_phase("training")
-    assert standing.status().reason == ""
+    assert (reporter.status().phase, reporter.status().reason) == ("catching up", "others are ahead")
+    reporter.set_phase("training")
+    assert reporter.status().reason == ""
 
 
-def test_included(standing: StatusReporter) -> None:
-    standing.record_rounds(HEAD, bytes(32), commits(1), "included")
-    status = standing.status()
+def test_included_contribution_updates_status_and_counters(reporter: StatusReporter) -> None:
+    reporter.record_rounds(HEAD, bytes(32), commits(1), "included")
+    status = reporter.status()
     assert (status.round, status.chain_tokens, status.digest) == (3, 900, HEAD.digest.hex())
     assert (status.contributions_included, status.last_included_round) == (1, 2)
-    assert standing._metrics.rounds == {"included": 1}
+    assert reporter._metrics.rounds == {"included": 1}
 
 
-def test_given_back_and_missed(standing: StatusReporter) -> None:
-    standing.record_rounds(HEAD, bytes(32), commits(1), "excluded")
-    standing.record_rounds(HEAD, bytes(32), commits(3), "none")
-    standing.record_rounds(HEAD, bytes(32), commits(3), "included")
-    standing.record_rounds(HEAD, bytes(32), [], "none")
-    standing.set_miss_reason("the state differed")
-    assert standing._metrics.rounds == {"excluded": 1, "missed": 5, "included": 1}
-    assert standing.status().absence == "the state differed" and standing.status().contributions_excluded == 1
-    assert standing._metrics.missed_rounds == {"excluded": 1, "catching up": 5}, "each round without us has its reason"
+def test_excluded_and_missed_rounds_are_counted_with_their_reasons(reporter: StatusReporter) -> None:
+    reporter.record_rounds(HEAD, bytes(32), commits(1), "excluded")
+    reporter.record_rounds(HEAD, bytes(32), commits(3), "none")
+    reporter.record_rounds(HEAD, bytes(32), commits(3), "included")
+    reporter.record_rounds(HEAD, bytes(32), [], "none")
+    reporter.set_miss_reason("the state differed")
+    assert reporter._metrics.rounds == {"excluded": 1, "missed": 5, "included": 1}
+    assert reporter.status().absence == "the state differed" and reporter.status().contributions_excluded == 1
+    assert reporter._metrics.missed_rounds == {"excluded": 1, "catching up": 5}, "each missed round has its reason"
 
 
-def test_of_rounds_that_came_at_once_the_one_with_our_work_counts_as_the_last(standing: StatusReporter) -> None:
-    standing._status = standing._status.model_copy(update={"peer_id": PEERS[1].peer_id})
+def test_last_included_round_is_the_one_with_our_contribution_among_several(reporter: StatusReporter) -> None:
+    reporter._status = reporter._status.model_copy(update={"peer_id": PEERS[1].peer_id})
     ours = commit_of(ChainHead(0, bytes(32), 0), {1: Blob.of(b"x")}).body
     others = [commit_of(ChainHead(number, bytes(32), 0), {2: Blob.of(b"x")}).body for number in range(1, 10)]
-    standing.record_rounds(ChainHead(10, bytes(32), 900), bytes(32), [ours, *others], "included")
-    standing.set_phase("training")
-    why = "no, not in the last 9 rounds: it was decided before this node had caught up"
-    assert standing.status().last_included_round == 0 and standing.status().describe_contributing() == why
+    reporter.record_rounds(ChainHead(10, bytes(32), 900), bytes(32), [ours, *others], "included")
+    reporter.set_phase("training")
+    why = "no, not in the last 9 rounds: the round was decided before this node had caught up"
+    assert reporter.status().last_included_round == 0 and reporter.status().describe_contributing() == why
 
 
-def test_what_another_chain_took_is_no_contribution_to_this_one(standing: StatusReporter) -> None:
-    standing.record_rounds(ChainHead(200, bytes(32), 10_000), bytes(32), commits(1), "included")
-    assert standing.status().describe_contributing() == "no: starting"
-    standing.set_phase("training")
-    assert standing.status().describe_contributing() == "yes"
-    standing.record_rounds(ChainHead(50, bytes(32), 20_000), bytes(32), commits(2), "none")
-    assert standing.status().last_included_round is None
-    assert standing.status().describe_contributing() == "no: it was decided before this node had caught up"
+def test_last_included_round_of_another_chain_is_forgotten(reporter: StatusReporter) -> None:
+    reporter.record_rounds(ChainHead(200, bytes(32), 10_000), bytes(32), commits(1), "included")
+    assert reporter.status().describe_contributing() == "no: starting"
+    reporter.set_phase("training")
+    assert reporter.status().describe_contributing() == "yes"
+    reporter.record_rounds(ChainHead(50, bytes(32), 20_000), bytes(32), commits(2), "none")
+    assert reporter.status().last_included_round is None
+    assert reporter.status().describe_contributing() == "no: the round was decided before this node had caught up"
 
 
-def test_who_rests_has_no_speed_and_who_goes_on_has_its_own_again(standing: StatusReporter) -> None:
-    standing.on_trainer_message(TrainerProgress(step=7, tokens=70, loss=2.5, tokens_per_second=9.0, seconds={}))
-    standing.on_trainer_message(PauseChanged(reason="others use the processors"))
-    assert standing.status().tokens_per_second == 0
-    standing.on_trainer_message(PauseChanged(reason=""))
-    assert standing.status().tokens_per_second == 9
-    standing.add_source(Fields(trainer_trouble="it died"))
-    assert standing.status().tokens_per_second == 0
+def test_speed_is_zero_while_the_trainer_is_paused_or_dead(reporter: StatusReporter) -> None:
+    reporter.on_trainer_message(TrainerProgress(step=7, tokens=70, loss=2.5, tokens_per_second=9.0, seconds={}))
+    reporter.on_trainer_message(PauseChanged(reason="others use the processors"))
+    assert reporter.status().tokens_per_second == 0
+    reporter.on_trainer_message(PauseChanged(reason=""))
+    assert reporter.status().tokens_per_second == 9
+    reporter.add_source(Fields(trainer_trouble="it died"))
+    assert reporter.status().tokens_per_second == 0
 
 
-def test_that_no_round_is_decided_any_more_is_said() -> None:
+def test_stall_is_reported_when_no_round_is_decided() -> None:
     now = [100.0]
-    standing = StatusReporter(NodeStatus(peer_id="me", run="small", run_id="00" * 32), Metrics(), lambda: now[0])
+    reporter = StatusReporter(NodeStatus(peer_id="me", run="small", run_id="00" * 32), Metrics(), lambda: now[0])
 
     def round_after(seconds: float, phase: Phase = "training") -> str:
-        standing.set_phase(phase)
+        reporter.set_phase(phase)
         now[0] += seconds
-        told = standing.status().standstill
-        standing.record_rounds(HEAD, bytes(32), commits(1), "included")
-        return told
+        stall = reporter.status().standstill
+        reporter.record_rounds(HEAD, bytes(32), commits(1), "included")
+        return stall
 
-    assert [round_after(seconds) for seconds in (9000, 30, 40, 30)] == 4 * [""], "how long the first takes nobody knows"
+    assert [round_after(seconds) for seconds in (9000, 30, 40, 30)] == 4 * [""], (
+        "there is no duration to compare the first with"
+    )
     assert round_after(150) == ""
-    assert round_after(900) == "no round was decided for 15 min, the last ones took 150 s at most"
-    assert round_after(3600) == "", "they take so long now"
-    standing.set_phase("training")
+    assert round_after(900) == "no round was decided for 15 min; recent rounds took at most 150 s"
+    assert round_after(3600) == "", "now rounds of that length are usual"
+    reporter.set_phase("training")
     now[0] += 6 * 3600
-    assert standing.status().describe_contributing().startswith("no: no round was decided for 360 min")
+    assert reporter.status().describe_contributing().startswith("no: no round was decided for 360 min")
     assert round_after(1, "catching up").startswith("no round")
-    assert round_after(9000) == "", "what was replayed is no measure"
+    assert round_after(9000) == "", "replayed rounds have no duration"
 
 
-def test_what_goes_wrong_in_the_trainer_is_counted_and_said(
-    standing: StatusReporter, caplog: pytest.LogCaptureFixture
-) -> None:
-    standing.on_trainer_message(TrainerWarning(reason="step left out", line="the loss of inner step 3 is not finite"))
-    assert standing.status().setbacks == {"step left out": 1}
-    assert caplog.messages == ["step left out: the loss of inner step 3 is not finite"]
+def test_trainer_warning_is_counted_and_logged(reporter: StatusReporter, caplog: pytest.LogCaptureFixture) -> None:
+    reporter.on_trainer_message(TrainerWarning(reason="step skipped", line="the loss of inner step 3 is not finite"))
+    assert reporter.status().setbacks == {"step skipped": 1}
+    assert caplog.messages == ["step skipped: the loss of inner step 3 is not finite"]
 
 
-def test_the_mishap_of_a_round_is_said_until_a_round_takes_our_work(
-    standing: StatusReporter, caplog: pytest.LogCaptureFixture
+def test_reject_reason_is_reported_until_our_contribution_is_included(
+    reporter: StatusReporter, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    standing.set_phase("training")
-    standing.on_trainer_message(MESSAGE)
-    standing.record_rejected("me", "left out")
-    standing.record_rejected("me", "late")  # what came of it
-    standing.record_rounds(HEAD, bytes(32), commits(1), "none")
+    reporter.set_phase("training")
+    reporter.on_trainer_message(MESSAGE)
+    reporter.record_rejected("me", "left out")
+    reporter.record_rejected("me", "late")  # a consequence of the first
+    reporter.record_rounds(HEAD, bytes(32), commits(1), "none")
     assert "ours not among them (left out)" in caplog.messages[-1]
-    standing.set_phase("training")
-    assert "too few peers got our message in time" in standing.status().describe_contributing()
-    standing.record_rounds(HEAD, bytes(32), commits(1), "none")
-    assert standing._metrics.missed_rounds == {"left out": 1, "late": 1}, "it still waits, and nothing else befell it"
-    standing.record_rounds(HEAD, bytes(32), commits(1), "included")
-    assert standing.status().describe_contributing() == "yes"
-    standing.record_rounds(HEAD, bytes(32), commits(1), "none")
-    assert standing._metrics.missed_rounds["slow"] == 1, "there was no message that the round could have taken"
+    reporter.set_phase("training")
+    assert "too few peers received our contribution in time" in reporter.status().describe_contributing()
+    reporter.record_rounds(HEAD, bytes(32), commits(1), "none")
+    assert reporter._metrics.missed_rounds == {"left out": 1, "late": 1}, (
+        "it is still pending, and the round did not reject it"
+    )
+    reporter.record_rounds(HEAD, bytes(32), commits(1), "included")
+    assert reporter.status().describe_contributing() == "yes"
+    reporter.record_rounds(HEAD, bytes(32), commits(1), "none")
+    assert reporter._metrics.missed_rounds["slow"] == 1, "no contribution was pending"
 
 
-def test_what_befell_others_is_not_our_reason(standing: StatusReporter) -> None:
-    """The control."""
-    standing.set_phase("training")
-    standing.record_rejected("them", "left out")
-    standing.record_rounds(HEAD, bytes(32), commits(1), "none")
-    assert standing._metrics.missed_rounds == {"slow": 1}
+def test_rejection_of_another_peer_is_not_our_reason(reporter: StatusReporter) -> None:
+    """Control: only our own rejection counts."""
+    reporter.set_phase("training")
+    reporter.record_rejected("them", "left out")
+    reporter.record_rounds(HEAD, bytes(32), commits(1), "none")
+    assert reporter._metrics.missed_rounds == {"slow": 1}
 
 
-def test_what_was_caught_up_is_counted(standing: StatusReporter) -> None:
-    standing.record_catch_up("replayed", 1)
-    standing.record_catch_up("replayed", 1)
-    standing.record_catch_up("skipped", 30)
-    assert standing._metrics.catch_ups == {"replayed": 2, "skipped": 30}
+def test_catch_ups_are_counted_by_method(reporter: StatusReporter) -> None:
+    reporter.record_catch_up("replayed", 1)
+    reporter.record_catch_up("replayed", 1)
+    reporter.record_catch_up("skipped", 30)
+    assert reporter._metrics.catch_ups == {"replayed": 2, "skipped": 30}
 
 
-def test_another_fate_on_another_chain_is_counted_and_said(
-    standing: StatusReporter, caplog: pytest.LogCaptureFixture
+def test_changed_outcome_on_another_chain_is_counted_and_logged(
+    reporter: StatusReporter, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     message = ContributionHeader(round=7, sizes=(4,), tokens=100, steps=5, loss=3.0)
-    standing.record_revised([SettledContribution(StoredContribution(message, ()), 7, "excluded", "included")])
-    assert standing._metrics.revisions == {"excluded": 1}
-    assert "the message of round 7 is not applied, and is given back on this chain" in caplog.text
+    reporter.record_revised([SettledContribution(StoredContribution(message, ()), 7, "excluded", "included")])
+    assert reporter._metrics.revisions == {"excluded": 1}
+    assert "the contribution of round 7 is not applied, and is sent again on this chain" in caplog.text
 
 
-def test_what_went_in_is_counted_and_said(standing: StatusReporter, caplog: pytest.LogCaptureFixture) -> None:
+def test_applied_contributions_are_counted_and_logged(
+    reporter: StatusReporter, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     parts = (Blob.of(b"four"), Blob.of(b"of six"))
     both = commit_of(HEAD, {0: parts, 1: parts[:1]}).body.contributions
-    standing.record_applied(AppliedContributions.of(both), 1.0)
-    standing.record_applied(AppliedContributions.of(()), 0.25)
-    assert standing._metrics.applied == {"contributions": 2, "parts": 3, "bytes": 14}
-    assert standing._metrics.outer_steps == 1.25
+    reporter.record_applied(AppliedContributions.of(both), 1.0)
+    reporter.record_applied(AppliedContributions.of(()), 0.25)
+    assert reporter._metrics.applied == {"contributions": 2, "parts": 3, "bytes": 14}
+    assert reporter._metrics.outer_steps == 1.25
     assert caplog.messages == [
-        "2 contributions went in, 3 parts of 14 B", "0 contributions went in, 0 parts of 0 B, 0.25 of a step",
+        "applied 2 contributions, 3 parts of 14 B", "applied 0 contributions, 0 parts of 0 B, 0.25 of an outer step",
     ]  # fmt: skip
 
 
-def test_setbacks_are_counted_and_said(standing: StatusReporter, caplog: pytest.LogCaptureFixture) -> None:
+def test_recovered_errors_are_counted_and_logged(reporter: StatusReporter, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    standing.record_recovered("not delivered", "gave up 3 statements")
-    standing.record_recovered("blob missing", "round 3 goes on")
-    assert standing.status().setbacks == {"not delivered": 1, "blob missing": 1}
-    told = [(record.levelno, record.getMessage()) for record in caplog.records]
-    lines = "not delivered: gave up 3 statements", "blob missing: round 3 goes on"
-    assert told == [(logging.INFO, lines[0]), (logging.WARNING, lines[1])]
+    reporter.record_recovered("not delivered", "gave up 3 messages")
+    reporter.record_recovered("blob missing", "round 3 goes on")
+    assert reporter.status().setbacks == {"not delivered": 1, "blob missing": 1}
+    logged = [(record.levelno, record.getMessage()) for record in caplog.records]
+    lines = "not delivered: gave up 3 messages", "blob missing: round 3 goes on"
+    assert logged == [(logging.INFO, lines[0]), (logging.WARNING, lines[1])]
 
 
-def test_all_that_was_wrong_in_one_call_is_counted_and_said_in_one_line(
-    standing: StatusReporter, caplog: pytest.LogCaptureFixture
+def test_faults_of_one_call_are_counted_and_logged_in_one_line(
+    reporter: StatusReporter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    standing.record_refusal(
+    reporter.record_refusal(
         "them", ForgedError("a wrong signature"), MalformedError("nonsense"), ForgedError("another")
     )
-    assert standing.status().refusals == {"forged": 2, "malformed": 1}
+    assert reporter.status().refusals == {"forged": 2, "malformed": 1}
     assert caplog.messages == ["refused what them sent (forged): a wrong signature (and 2 more)"]
 
 
-def test_refusals_are_counted_and_said(standing: StatusReporter, caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_counted_and_logged(reporter: StatusReporter, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    standing.record_refusal("them", ForgedError("not theirs"))
-    standing.record_rejected("them", "late")
-    standing.record_rejected(None, "leader silent")
+    reporter.record_refusal("them", ForgedError("not theirs"))
+    reporter.record_rejected("them", "late")
+    reporter.record_rejected(None, "leader silent")
     for counts in ({"forged": 2}, {"dht": 0}):
-        standing._metrics.add_refusal_counter(SimpleNamespace(refusals=counts))
-    assert standing.status().refusals == {"forged": 3, "late": 1, "leader silent": 1}
+        reporter._metrics.add_refusal_counter(SimpleNamespace(refusals=counts))
+    assert reporter.status().refusals == {"forged": 3, "late": 1, "leader silent": 1}
     assert caplog.messages == [
         "refused what them sent (forged): not theirs", "late: them", "leader silent: this round"
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Each reason for which a round goes without our work, and which of two counts."""
+"""Each reason why a round has none of our work, and which of two counts."""
 
 import pytest
 
@@ -6,12 +6,12 @@ from node.monitoring.status import NodeStatus
 from node.monitoring.status_reporter import find_miss_reason
 from protocol.consensus.events import RejectReason
 
-AT_WORK = NodeStatus(peer_id="me", run="small", run_id="00" * 32, phase="training")
+TRAINING = NodeStatus(peer_id="me", run="small", run_id="00" * 32, phase="training")
 PAUSED = "others use 60% of the processors"
 
 
 @pytest.mark.parametrize(
-    ("changes", "mishap", "offered", "rounds", "word"),
+    ("changes", "reject_reason", "is_submitted", "rounds", "word"),
     [
         ({}, None, False, 1, "slow"),
         ({}, None, True, 1, "late"),
@@ -26,12 +26,12 @@ PAUSED = "others use 60% of the processors"
         ({}, "late", True, 3, "catching up"),
     ],
 )
-def test_reasons(
-    changes: dict[str, object], mishap: RejectReason | None, offered: bool, rounds: int, word: str
+def test_find_miss_reason(
+    changes: dict[str, object], reject_reason: RejectReason | None, is_submitted: bool, rounds: int, word: str
 ) -> None:
-    found = find_miss_reason(AT_WORK.model_copy(update=changes), mishap, offered, rounds)
-    assert found.word == word and found.text
+    missed = find_miss_reason(TRAINING.model_copy(update=changes), reject_reason, is_submitted, rounds)
+    assert missed.word == word and missed.text
 
 
-def test_the_text_says_what_is_known() -> None:
-    assert PAUSED in find_miss_reason(AT_WORK.model_copy(update={"paused": PAUSED}), None, False, 1).text
+def test_text_of_a_miss_reason_quotes_the_status() -> None:
+    assert PAUSED in find_miss_reason(TRAINING.model_copy(update={"paused": PAUSED}), None, False, 1).text

@@ -181,7 +181,7 @@ def test_what_does_not_belong_here_is_refused() -> None:
         table.feed_event(
             me, MessageReceived(SignedMessage.of(make_signer(sender)("contribution", body.to_wire()), body))
         )
-    assert table.rejections_by(me) == {(peer, "foreign"), (stranger, "stranger")}
+    assert table.rejections_by(me) == {(peer, "wrong round"), (stranger, "not a member")}
     sums = Commit(
         0, 0, BASE, (SignedMessage.of(make_signer(peer)("contribution", offer.to_wire()), offer),), offer.parts
     )
@@ -215,7 +215,7 @@ def test_statements_of_another_number_of_parts_are_foreign() -> None:
         ):
             table.log.clear()
             table.feed_event(member, event)
-            assert table.rejections_by(member) == {(leader, "foreign")}
+            assert table.rejections_by(member) == {(leader, "wrong round")}
 
 
 def test_only_the_leader_opens_a_roster() -> None:

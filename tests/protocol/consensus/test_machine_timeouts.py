@@ -117,7 +117,7 @@ def test_a_second_leader_of_a_view_takes_over_with_no_poorer_roster() -> None:
         table.feed_event(
             member, MessageReceived(SignedMessage.of(make_signer(second)(kind_of(roster), roster.to_wire()), roster))
         )
-        assert ((second, "poorer roster") in table.rejections_by(member)) == (not richer)
+        assert ((second, "smaller roster") in table.rejections_by(member)) == (not richer)
         assert table.machines[member].leader == (second if richer else first)
 
 

@@ -134,4 +134,4 @@ def test_nobody_takes_us_far_alone(beyond: int) -> None:
     entry = signed_message(giver, make_contribution(giver, 0, BASE, table.scenario))
     table.feed_event(me, MessageReceived(signed_message(leader, Roster(0, view, BASE, (entry,)))))
     assert table.machines[me].view == (0 if beyond else view)
-    assert ((leader, "far view") in table.rejections_by(me)) == bool(beyond)
+    assert ((leader, "view too far") in table.rejections_by(me)) == bool(beyond)

@@ -166,7 +166,7 @@ def test_only_a_butterfly_takes_reduced_parts_and_reducers() -> None:
         for body in (part, assignment):
             message = SignedMessage.of(make_signer(leader)(kind_of(body), body.to_wire()), body)
             cluster.feed_event(member, MessageReceived(message))
-        assert ((leader, "foreign") in cluster.rejections_by(member)) == (kind != "butterfly")
+        assert ((leader, "wrong round") in cluster.rejections_by(member)) == (kind != "butterfly")
 
 
 def is_roster(action: Send) -> bool:

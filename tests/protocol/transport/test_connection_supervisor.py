@@ -201,7 +201,7 @@ async def test_connections_are_limited_per_peer_and_in_total(caplog: pytest.LogC
     ends += await open_tunnel(supervisor, "honest")
     assert supervisor.try_admit("newcomer"), "the total limit must not shut out honest peers"
     assert "all 3 connections are in use: cutting the one with greedy" in caplog.text
-    assert supervisor.refusals == {"too many streams": 2, "stream gave way": 1}, "every refusal is counted"
+    assert supervisor.refusals == {"too many streams": 2, "stream evicted": 1}, "every refusal is counted"
     close(*ends)
     await supervisor.stop()
 
@@ -232,7 +232,7 @@ async def test_unknown_peers_share_a_small_number_of_streams() -> None:
         ends += await open_tunnel(supervisor, peer)
     assert supervisor.refusals == {} and len(supervisor) == 5
     assert supervisor.try_admit_stream("stranger 3")
-    assert supervisor.refusals == {"stream gave way": 1}
+    assert supervisor.refusals == {"stream evicted": 1}
     assert await asyncio.wait_for(ends[4].reader.read(-1), 5) == b"", "the first stranger's stream is cut"
     assert len(supervisor) == 4
     close(*ends)
