@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Set
 import pytest
 
 from node.loop.contributions import ContributionTracker, StoredContribution
+from node.loop.round_loop import RoundLoop
 from protocol.consensus import messages
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.leader import Leader
@@ -23,7 +24,7 @@ from protocol.consensus.state import RoundState
 from protocol.consensus.topology import Groups, Topology
 from protocol.consensus.view import View
 from protocol.identity import PeerId
-from tests.simulation.peers import Disk, SimulatedPeer
+from tests.simulation.disk import Disk
 from tests.simulation.seeded_run import FAULTS, SIZE_CONFLICT
 
 Bug = Callable[[pytest.MonkeyPatch], None]
@@ -180,7 +181,13 @@ def reports_contributions_instead_of_parts(patch: pytest.MonkeyPatch) -> None:
 
 
 def reports_all_groups(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SimulatedPeer, "own_contributions", lambda self, commit: commit.contributions)
+    advance = RoundLoop._advance
+
+    def advanced(self: RoundLoop, contributions: Sequence[SignedMessage[Contribution]]) -> None:
+        assert self._applying is not None
+        advance(self, self._applying.commit.body.contributions)
+
+    patch.setattr(RoundLoop, "_advance", advanced)
 
 
 FORK, STUCK = "two commits", "stuck"
@@ -203,8 +210,6 @@ BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it 
     (forgets_what_it_sent, "applied", FAULTS),
     (reports_contributions_instead_of_parts, "is told, but", FAULTS),
     (reports_all_groups, "is told, but", FAULTS),
-]
-RARE_BUGS: list[tuple[Bug, str, int]] = [  # and a seed of very few that show it
-    (asks_only_a_majority_of_the_rest, FORK, 833),
-    (waits_for_what_died_with_a_partner, STUCK, 405090),
+    (asks_only_a_majority_of_the_rest, FORK, ("strand",)),
+    (waits_for_what_died_with_a_partner, STUCK, ("widow",)),
 ]

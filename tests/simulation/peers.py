@@ -1,75 +1,72 @@
-"""The peers of the virtual network: each drives one round machine after the other, as the daemon does.
+"""The peers of the virtual network: each carries out the actions of its round loop, as the daemon does.
 
-A peer that is killed keeps its disk: its checkpoint (written after every round), its own blobs, its last vow and the
-blobs that this rests on. All else is memory, and gone.
+A peer that is killed keeps its disk: its checkpoint (written after every round), its own blobs, its last vote and the
+blobs that this requires. All else is memory, and gone.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from node.daemon.outer_state import blobs_to_apply
+from node.loop.catch_up import plan_path
+from node.loop.events import (
+    AdoptState,
+    AdvanceState,
+    Answer,
+    ApplyCommit,
+    ApplyFailed,
+    BlobFetched,
+    CloseRound,
+    CommitApplied,
+    CommitComputed,
+    ContributionReady,
+    FetchBlob,
+    FindPath,
+    HeadPublished,
+    LoopEvent,
+    MessagesReceived,
+    PathFound,
+    PrecomputeCommit,
+    PublishHead,
+    ReducePart,
+    Started,
+    StartTrainer,
+    StateInstalled,
+    SumReady,
+    SwarmChanged,
+    SyncFailed,
+    TakeState,
+    TimePassed,
+    TrainerStarted,
+    VotePersisted,
+)
+from node.loop.options import LoopOptions, RoundOptions
+from node.loop.round_loop import RoundLoop
+from node.loop.round_session import RoundSession
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import Chain, ChainHead, prefers_theirs
-from protocol.consensus.events import (
-    Action,
-    BlobAvailable,
-    Event,
-    Fetch,
-    Finish,
-    LocalContribution,
-    MembershipChanged,
-    MessageReceived,
-    PartReduced,
-    Reduce,
-    Rejected,
-    Send,
-    Speculate,
-    Tick,
-    VoteRecord,
-)
-from protocol.consensus.machine import RoundMachine
-from protocol.consensus.message_buffer import MessageBuffer
+from protocol.consensus.chain import Chain
+from protocol.consensus.events import Finish, LocalContribution, PartReduced, Rejected, Send, VoteRecord
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, Digest, PartBlob, SignedMessage
-from protocol.consensus.settings import RoundStart
+from protocol.consensus.pacing import Pacing
 from protocol.identity import PeerId
+from tests.simulation.disk import BlobTransfers, Disk
+from tests.simulation.gossip import Gossip
 from tests.simulation.network import RUN_ID, Network, fake_reduce, make_signer
-from tests.simulation.work_accounting import SavedWork, TrainerWork
+from tests.simulation.work_accounting import TrainerWork
 
 if TYPE_CHECKING:
     from tests.simulation.swarm import SimulatedSwarm
 
 HEARTBEAT = 1.0
-BEATS_PER_MEASUREMENT = 4
-# So long a peer tries to end its own round before it takes over a longer chain that it hears of.
-CATCH_UP_AFTER = 3.0
+HEARTBEATS_PER_MEASUREMENT = 4
+REDUCE_SECONDS = 0.05
+RPC_TIMEOUT = 2.0
 KEPT_COMMITS = 64
-
-
-@dataclass
-class Disk:
-    """`store`: blobs of its own, and those that a vow rests on."""
-
-    store: set[Digest]
-    head: ChainHead
-    commits: tuple[SignedMessage[Commit], ...]
-    progress: SavedWork
-    vote: VoteRecord | None = None
-
-    def last_vote(self) -> VoteRecord | None:
-        """For a process that starts."""
-        return self.vote
-
-    def save_vote(self, vow: VoteRecord, store: set[Digest]) -> None:
-        """A vow, behind what it rests on of the blobs in memory."""
-        self.persist_required_blobs(vow, store)
-        self.vote = vow
-
-    def persist_required_blobs(self, vow: VoteRecord, store: set[Digest]) -> None:
-        """Out of those in memory."""
-        self.store |= {blob.digest for blob in vow.required_blobs} & store
+KEPT_STATES = 3
 
 
 class SimulatedPeer:
@@ -77,65 +74,67 @@ class SimulatedPeer:
         self.name = name
         self.network = network
         self.swarm = swarm
-        self.chain = Chain.from_genesis(RUN_ID)
         self.progress = TrainerWork(name, network.scenario, swarm.ledger)
-        self.disk = Disk(set(), self.chain.head, (), self.progress.save())
+        genesis = Chain.from_genesis(RUN_ID)
+        self.disk = Disk(set(), genesis.head, (), self.progress.save())
         self.store: set[Digest] = set()  # blobs, in memory and on disk
-        self.vote: VoteRecord | None = None
-        self.records: dict[PeerId, tuple[ChainHead, float]] = {}
-        self.message_buffer = MessageBuffer(network.scenario.settings().leader_timeout)
-        self.sources: dict[PartBlob, tuple[PeerId, ...]] = {}
-        self.pending: SignedMessage[Commit] | None = None  # decided, but not all its blobs are here
-        self.behind_since: float | None = None
-        self.round: RoundMachine
-        self.waiting: deque[Action] = deque()  # for a vow to be on disk
-        self._is_writing = False
-        self._live = MembershipChanged(frozenset())
+        self.gossip = Gossip(self)
+        self.actions: deque[Any] = deque()  # of the loop, on their way
+        self.loop: RoundLoop
+        self._life = 0  # how often it restarted
+        self._heartbeats = 0
+        self._build(genesis, None, ())
+
+    @property
+    def chain(self) -> Chain:
+        return self.loop.chain
+
+    def _build(self, chain: Chain, last_vote: VoteRecord | None, known_voters: Any) -> None:
+        """Set all up that a process has in memory."""
+        scenario = self.network.scenario
+        settings = scenario.settings()
+        options = RoundOptions(self.name, lambda number: settings, scenario.terms())
+        pacing = Pacing(settings.grace, lambda number: 10, 10)
+        session = RoundSession(options, make_signer(self.name), pacing, last_vote, known_voters)
+        self.loop = RoundLoop(LoopOptions(options, compares_states=False), chain, b"", self.progress.offers, session)
+        self.actions.clear()
+        self.transfers = BlobTransfers(self)
+        self.fetches: dict[PartBlob, FetchBlob] = {}  # of the open round
+        self.newest_vote = last_vote
+        self.obtaining: ApplyCommit | None = None
+        self.computed: tuple[SignedMessage[Contribution], ...] = ()
+        self.recent_states = deque([chain.head], KEPT_STATES)
+        self._is_running = False
+        self._events: deque[LoopEvent] = deque()
         self._tick_at = 0.0
-        self._life = 0  # how often it came back
-        self._beats = 0
+
+    def start(self) -> None:
+        """Join a run that begins: all peers are there."""
+        self._build(self.chain, None, self.swarm.peers)
+        self._join()
+        self.after(self.network.random.uniform(0, HEARTBEAT), self.send_heartbeat)
 
     def restart(self) -> None:
-        """A new process on the old disk."""
+        """Start a new process on the old disk."""
         self._life += 1
-        disk, now = self.disk, self.network.now
-        self.chain = Chain(disk.head, disk.commits)
+        disk = self.disk
         self.progress.restore(disk.progress, disk.head.round)
-        self.vote = disk.last_vote()
         self.store = set(disk.store)
-        self._is_writing = False
-        self.message_buffer = MessageBuffer(self.network.scenario.settings().leader_timeout)
-        self.records = {}
-        # A run begins only once enough peers are there; who has been in it knows of whom.
-        members = disk.vote.members if disk.vote else self.swarm.peers
-        self.begin_round(dict.fromkeys(members, now))
+        self.gossip.records.clear()
+        # A run begins only once enough peers are there; a peer that has been in it knows of which.
+        known = disk.vote.members if disk.vote else self.swarm.peers
+        self._build(Chain(disk.head, disk.commits), disk.last_vote(), known)
+        self._join()
         self.after(HEARTBEAT, self.send_heartbeat)
 
-    def begin_round(self, seen: dict[PeerId, float]) -> None:
-        """The next round on our chain."""
-        head, now = self.chain.head, self.network.now
-        settings = self.network.scenario.settings()
-        self.pending = None
-        self.behind_since = None
-        self._live = MembershipChanged(frozenset())
-        self._tick_at = 0.0
-        self.sources.clear()
-        self.waiting.clear()
-        start = RoundStart(head.round, head.digest, seen, self.vote)
-        self.round = RoundMachine(settings, self.name, start, make_signer(self.name), now)
-        self.refresh_membership()
-        machine = self.round
-        self.submit_contribution(machine)
-        if head.round < self.network.scenario.rounds:
-            time = self.network.random.uniform(0.3, 1.0) * self.network.scenario.training
-            self.after(time, lambda: self.train(machine))
-        self.broadcast_record()
-        for statement in self.message_buffer.open_round(head.round):
-            if machine is self.round:
-                self.feed_event(MessageReceived(statement))
+    def _join(self) -> None:
+        self.feed(SwarmChanged(self.gossip.snapshot()))
+        self.feed(Started())
+        self.gossip.broadcast()
+        self._schedule_training()
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
-        """Later, unless dead by then; a frozen process goes on when it thaws."""
+        """Act later, unless dead by then; a frozen process goes on when it thaws."""
         life = self._life
 
         def act() -> None:
@@ -147,250 +146,264 @@ class SimulatedPeer:
 
         self.network.schedule(delay, act)
 
-    def train(self, machine: RoundMachine) -> None:
-        if machine is self.round and machine.commit is None:
-            self.progress.train(machine.number)
-            self.submit_contribution(machine)
+    # The trainer.
 
-    def submit_contribution(self, machine: RoundMachine) -> None:
-        contribution = self.progress.contribution(self.chain.head)
-        if contribution is not None and machine is self.round and self.name != self.swarm.conflicting_peer:
-            self.store.update(blob.digest for blob in contribution.parts)
-            self.disk.store.update(blob.digest for blob in contribution.parts)
-            self.feed_event(LocalContribution(contribution))
+    def _schedule_training(self) -> None:
+        number = self.chain.round
+        if number < self.network.scenario.rounds and self.name != self.swarm.conflicting_peer:
+            time = self.network.random.uniform(0.3, 1.0) * self.network.scenario.training
+            self.after(time, lambda: self._train(number))
+
+    def _train(self, number: int) -> None:
+        if number != self.chain.round:
+            return
+        self.progress.train(number)
+        if (pending := self.progress.offers.pending) is not None:
+            digests = {blob.digest for blob in pending.parts}
+            self.store |= digests
+            self.disk.store |= digests
+            self.feed(ContributionReady())
 
     def copy_with_wrong_size(self, contribution: Contribution) -> None:
-        """Of the others' messages the first that comes in a round is ours as well, but for its sizes."""
+        """Submit the first contribution of another that comes in a round as our own, but for its sizes."""
         parts = tuple(Blob(blob.digest, blob.size - 1) for blob in contribution.parts)
         self.swarm.invented_blobs.update(parts)
-        self.feed_event(LocalContribution(replace(contribution, parts=parts)))
+        self.loop.session.feed(LocalContribution(replace(contribution, parts=parts)))
+        self.feed(TimePassed())
 
-    def feed_event(self, event: Event) -> None:
-        if not isinstance(event, Tick):
-            self.network.record(self.name, event)
-        machine = self.round
-        self.waiting.extend(machine.handle(event, self.network.now))
-        self._carry_out_waiting()
-        self._arm(machine)
+    # The loop.
 
-    def _arm(self, machine: RoundMachine) -> None:
-        deadline = machine.next_deadline(self.network.now)
-        if machine is not self.round or deadline is None or self.network.now < self._tick_at <= deadline:
+    def feed(self, event: LoopEvent) -> None:
+        """Hand an event to the loop, after those that are on their way."""
+        self._events.append(event)
+        if self._is_running:
             return
-        self._tick_at = deadline
-        self.after(deadline - self.network.now, lambda: self._tick(machine))
+        self._is_running = True
+        while self._events and self.name not in self.network.link.dead:
+            event = self._events.popleft()
+            if not isinstance(event, TimePassed):
+                self.network.record(self.name, event)
+            self.actions.extend(self.loop.handle(event, self.network.now))
+            self._run_actions()
+        self._is_running = False
+        if self.name not in self.network.link.dead:
+            self._schedule_tick()
 
-    def _tick(self, machine: RoundMachine) -> None:
-        if machine is self.round and self.network.now >= self._tick_at - 1e-9:
-            self.feed_event(Tick())
-
-    def _carry_out_waiting(self) -> None:
+    def _run_actions(self) -> None:
         dead = self.network.link.dead
-        while self.waiting and not self._is_writing:
-            action = self.waiting.popleft()
+        while self.actions and self.name not in dead:
+            action = self.actions.popleft()
             self.network.record(self.name, action)
             for watch in self.swarm.action_watchers:
                 watch(self.name, action)
             if self.name not in dead:
                 self._act(action)
 
+    def _schedule_tick(self) -> None:
+        deadline = self.loop.next_deadline(self.network.now)
+        if deadline is None or self.network.now < self._tick_at <= deadline:
+            return
+        self._tick_at = deadline
+        self.after(deadline - self.network.now, lambda: self._tick(deadline))
+
+    def _tick(self, deadline: float) -> None:
+        if deadline == self._tick_at:
+            self.feed(TimePassed())
+
     def _act(self, action: Any) -> None:
         match action:
             case Send(peers, signed):
                 for peer in peers:
-                    self.network.transmit(self.name, peer, partial(self.swarm.peers[peer].receive, signed))
-            case Fetch(portion, sources):
-                self.request_part(portion, sources)
-            case Reduce(part, attempt, contributions):
-                if not self.swarm.invented_blobs.isdisjoint(entry.body.parts[part] for entry in contributions):
-                    return  # the twin's own: it keeps silent
-                assert {entry.body.parts[part].digest for entry in contributions} <= self.store
-                machine = self.round
-                self.after(0.05, lambda: self.reduced(machine, part, attempt, contributions))
-            case Speculate(commit):
-                lacking = {blob.digest for blob in commit.blobs} - self.store
-                assert not lacking or self.name == self.swarm.conflicting_peer, "foreseen without what it takes"
-            case Finish(commit):
-                self.finish(commit)
-            case Rejected():
-                self.swarm.rejections.append((self.name, action.peer, action.reason))
+                    self._send(peer, signed)
+            case Answer(peer, messages):
+                for signed in messages:
+                    self._send(peer, signed)
+            case FetchBlob():
+                self.fetches[action.part_blob] = action
+                self.transfers.request(action.part_blob, action.sources)
+            case CloseRound():
+                self.fetches.clear()
+                self.transfers.cancel_all()
+            case ReducePart():
+                self._reduce(action)
+            case PrecomputeCommit():
+                self._check_precompute(action)
+            case Rejected(peer, reason):
+                self.swarm.rejections.append((self.name, peer, reason))
             case VoteRecord():
                 self._write(action)
+            case StartTrainer():
+                self._events.append(TrainerStarted())
+            case _:
+                self._change_state(action)
 
-    def _write(self, vow: VoteRecord) -> None:
-        self.vote, longest = vow, self.network.scenario.disk
-        if longest == 0.0:
-            self.disk.save_vote(vow, self.store)
-            return
-        self._is_writing = True
-        self.after(self.network.random.uniform(0.0, longest), lambda: self._written(vow))
+    def _change_state(self, action: Any) -> None:
+        match action:
+            case ApplyCommit():
+                self._obtain(action)
+            case AdvanceState():
+                self._advance(action)
+            case PublishHead() | AdoptState():
+                self._on_new_head(action)
+            case FindPath():
+                self.after(self.network.random.uniform(0.02, 0.5), lambda: self._find_path(action))
+            case TakeState():
+                delay = self.network.random.uniform(0.02, self.network.scenario.transfer)
+                self.after(delay, lambda: self._take_state(action))
 
-    def _written(self, vow: VoteRecord) -> None:
-        self.disk.save_vote(vow, self.store)
-        self._is_writing = False
-        self._carry_out_waiting()
-
-    def reduced(
-        self, machine: RoundMachine, part: int, attempt: int, contributions: tuple[SignedMessage[Contribution], ...]
-    ) -> None:
-        blob = fake_reduce(part, contributions)
-        self.swarm.ledger.sums[blob.digest] = [entry.body.parts[part] for entry in contributions]
-        self.store.add(blob.digest)
-        if machine is self.round:
-            self.feed_event(PartReduced(part, attempt, blob))
+    def _send(self, peer: PeerId, signed: wire.Signed) -> None:
+        self.network.transmit(self.name, peer, partial(self.swarm.peers[peer].receive, signed))
 
     def receive(self, signed: wire.Signed) -> None:
-        """A delivery; whoever still asks about a round that is decided is answered with the decision."""
-        statement = self.network.open(signed)
-        number = statement.body.round
-        if number == self.round.number and self.round.commit is None:
-            if self.name == self.swarm.conflicting_peer and isinstance(statement.body, Contribution):
-                self.copy_with_wrong_size(statement.body)
-            self.feed_event(MessageReceived(statement))
-        elif number == self.chain.round + 1:
-            self.message_buffer.buffer_early(statement)
-        elif self.message_buffer.is_late(statement):
-            asking = self.swarm.peers[statement.sender]
-            for answer in self.message_buffer.answer_late(number, asking.name, self.network.now):
-                self.network.transmit(self.name, asking.name, partial(asking.receive, answer))
+        message = self.network.open(signed)
+        is_copied = self.name == self.swarm.conflicting_peer and isinstance(message.body, Contribution)
+        if is_copied and self.loop.session.is_open and message.body.round == self.loop.session.number:
+            self.copy_with_wrong_size(message.body)
+        self.feed(MessagesReceived(message.sender, (message,)))
 
-    def request_part(self, portion: PartBlob, sources: tuple[PeerId, ...]) -> None:
-        fresh = portion not in self.sources
-        self.sources[portion] = sources
-        if fresh:
-            self._try(portion, 0)
-
-    def _try(self, portion: PartBlob, attempt: int) -> None:
-        """Until the round is over."""
-        if portion not in self.sources:
-            return
-        scenario, sources = self.network.scenario, self.sources[portion] or tuple(self.swarm.peers)
-        source = sources[attempt % len(sources)]
-        here = portion.blob.digest in self.store
-        delay = 0.0 if here else self.network.random.uniform(0.02, scenario.transfer)
-        self.after(delay, lambda: self._transferred(portion, source, attempt))
-
-    def _transferred(self, portion: PartBlob, source: PeerId, attempt: int) -> None:
-        link, digest = self.network.link, portion.blob.digest
-        if portion not in self.sources or portion.blob in self.swarm.invented_blobs:
-            return
-        connected = link.can_send(self.name, source) and link.can_send(source, self.name)
-        if digest in self.store or (connected and digest in self.swarm.peers[source].store):
-            self.store.add(digest)
-            self.feed_event(BlobAvailable(portion))
-            self.apply()
+    def _write(self, vote: VoteRecord) -> None:
+        self.newest_vote = vote
+        longest = self.network.scenario.disk
+        if longest == 0.0:
+            self._written(vote)
         else:
-            self.after(0.2, lambda: self._try(portion, attempt + 1))
+            self.after(self.network.random.uniform(0.0, longest), lambda: self._written(vote))
 
-    def finish(self, commit: SignedMessage[Commit]) -> None:
-        told = self.round.last_seen if commit.sender == self.name else ()
-        self.message_buffer.record_decision(commit.body.round, self.round.signed_decision, told, self.network.now)
-        self.swarm.on_decided(self.name, commit)
-        self.pending = commit
-        for portion, sources in self.swarm.needed(commit.body, self.name).items():
-            if portion.blob.digest not in self.store:
-                self.request_part(portion, tuple(peer for peer in sources if peer != self.name))
-        self.after(self.network.scenario.settings().exchange_timeout, partial(self._go_on, commit))
-        self.apply()
+    def _written(self, vote: VoteRecord) -> None:
+        self.disk.save_vote(vote, self.store)
+        self.feed(VotePersisted())
 
-    def _go_on(self, commit: SignedMessage[Commit]) -> None:
-        """What we lack cannot be had: in groups the round passes us by; otherwise it is opened again."""
-        if self.pending is not commit:
+    # Blobs.
+
+    def _reduce(self, action: ReducePart) -> None:
+        order = action.order
+        if not self.swarm.invented_blobs.isdisjoint(entry.body.parts[order.part] for entry in order.contributions):
+            return  # the conflicting peer's own: it keeps silent
+        assert {entry.body.parts[order.part].digest for entry in order.contributions} <= self.store
+        self.after(REDUCE_SECONDS, lambda: self._reduced(action))
+
+    def _reduced(self, action: ReducePart) -> None:
+        order = action.order
+        blob = fake_reduce(order.part, order.contributions)
+        self.swarm.ledger.sums[blob.digest] = [entry.body.parts[order.part] for entry in order.contributions]
+        self.store.add(blob.digest)
+        self.feed(SumReady(action.opening, PartReduced(order.part, order.request_id, blob)))
+
+    def _check_precompute(self, action: PrecomputeCommit) -> None:
+        self.swarm.measure_tables(self)  # a round's tables are never fuller
+        vote = self.newest_vote
+        if vote is not None and vote.lock is not None and vote.lock.body == action.commit:
+            return  # it may lack what died with a partner
+        lacking = {blob.digest for blob in blobs_to_apply(action.commit, action.contributions)} - self.store
+        assert not lacking or self.name == self.swarm.conflicting_peer, "speculated without what it takes"
+
+    def on_blob(self, part_blob: PartBlob) -> None:
+        """Take a blob that is here now."""
+        self.store.add(part_blob.blob.digest)
+        if (action := self.fetches.pop(part_blob, None)) is not None:
+            self.feed(BlobFetched(action.opening, part_blob))
+        self._apply_when_obtained()
+
+    # The state.
+
+    def _obtain(self, action: ApplyCommit) -> None:
+        if not self.loop.is_syncing:
+            self.swarm.on_decided(self.name, action.commit, self.certificate_of(action.commit))
+        self.obtaining = action
+        owners = tuple(entry.sender for entry in action.contributions)
+        sources = owners if action.may_lose else tuple(self.swarm.peers)
+        for part_blob in self.swarm.needed(action):
+            if part_blob.blob.digest not in self.store:
+                self.transfers.request(part_blob, tuple(peer for peer in sources if peer != self.name))
+        self.after(action.seconds, lambda: self._give_up(action))
+        self._apply_when_obtained()
+
+    def certificate_of(self, commit: SignedMessage[Commit]) -> wire.Signed:
+        """Return the acknowledgements by which the commit of the last round is decided."""
+        machine, number = self.loop.session.machine, commit.body.round
+        decision = machine.signed_decision if machine else self.loop.session._buffer._decisions[number]
+        return decision[1]
+
+    def unsaid_decisions(self) -> list[SignedMessage[Commit]]:
+        """Return what is decided here, though nothing was done about it yet."""
+        finished = [action.commit for action in self.loop.session.pending_actions if isinstance(action, Finish)]
+        applying = [action.commit for action in self.actions if isinstance(action, ApplyCommit)]
+        return finished + ([] if self.loop.is_syncing else applying)
+
+    def _apply_when_obtained(self) -> None:
+        if self.obtaining is None:
             return
-        if self.network.scenario.exchange == "groups":
-            self._append(commit)
-        else:
-            self.network.record(self.name, "gives up what was decided")
-            self.swarm.on_given_up(self.name, commit.body)
-            self.begin_round(self.round.last_seen)
-
-    def apply(self) -> None:
-        if self.pending is None:
-            return
-        needed = {portion.blob for portion in self.swarm.needed(self.pending.body, self.name)}
+        needed = {part_blob.blob for part_blob in self.swarm.needed(self.obtaining)}
         if all(blob.digest in self.store for blob in needed) and needed.isdisjoint(self.swarm.invented_blobs):
-            self._append(self.pending)
+            self._compute(self.obtaining)
 
-    def _append(self, commit: SignedMessage[Commit]) -> None:
-        self.swarm.ledger.append(self.chain.head, commit.body)
-        share = self.own_contributions(commit.body)
-        held = [entry for entry in share if commit.body.parts or entry.body.parts[0].digest in self.store]
-        self.swarm.check_applied(self.name, commit.body, AppliedContributions.of(held), self.store)
-        self.chain.append(commit)
-        self._settle((commit,), None)
+    def _give_up(self, action: ApplyCommit) -> None:
+        """What we lack cannot be had: in groups the round goes on without it; otherwise it is opened again."""
+        if self.obtaining is not action:
+            return
+        if action.may_lose:
+            self._compute(action)
+        else:
+            self.obtaining = None
+            self.network.record(self.name, "gives up what was decided")
+            self.swarm.on_given_up(self.name, action.commit.body)
+            self.feed(ApplyFailed("it cannot be had"))
 
-    def own_contributions(self, commit: Commit) -> tuple[SignedMessage[Contribution], ...]:
-        return self.network.scenario.settings().topology.contributions_for(commit, self.name)
+    def _compute(self, action: ApplyCommit) -> None:
+        self.obtaining = None
+        is_reduced = bool(action.commit.body.parts)
+        held = [entry for entry in action.contributions if is_reduced or entry.body.parts[0].digest in self.store]
+        self.computed = tuple(held)
+        self.feed(CommitComputed(self.computed))
 
-    def _settle(self, commits: tuple[SignedMessage[Commit], ...], left: ChainHead | None) -> None:
-        """A new head: the fate of our message, a checkpoint, and the next round."""
-        self.progress.settle(commits, self.chain.round, left)
+    def _advance(self, action: AdvanceState) -> None:
+        commit = action.commit.body
+        self.swarm.ledger.append(self.chain.head, commit)
+        self.chain.append(action.commit)
+        self.progress.settle(action.outcome, ())
+        self.feed(CommitApplied(b""))
+
+    def _find_path(self, action: FindPath) -> None:
+        peer, link = self.swarm.peers[action.peer], self.network.link
+        if not (link.can_send(self.name, peer.name) and link.can_send(peer.name, self.name)):
+            return self.after(RPC_TIMEOUT, lambda: self.feed(SyncFailed("it does not answer")))
+        state = Blob.of(peer.chain.digest)
+        plan = plan_path(self.chain, peer.chain, state, action.replay, action.history_since)
+        if plan is None:
+            return self.feed(SyncFailed("it is not ahead"))
+        self.network.record(self.name, f"takes over the chain at round {plan.head.round}")
+        self.feed(PathFound(plan))
+
+    def _take_state(self, action: TakeState) -> None:
+        link, plan = self.network.link, action.plan
+        sources = [self.swarm.peers[name] for name in self.swarm.peers if link.can_send(name, self.name)]
+        if not any(plan.head in peer.recent_states for peer in sources if peer is not self):
+            return self.feed(SyncFailed("nobody has it any more", has_vanished=True))
+        self.chain.switch_to(plan.head, plan.log)
+        self.feed(StateInstalled(b""))
+
+    def _on_new_head(self, action: PublishHead | AdoptState) -> None:
+        """Save a checkpoint, announce the head, and go on training."""
+        if isinstance(action, AdoptState):
+            self.progress.settle(action.verdict.outcome, action.verdict.revised)
+        else:
+            reported = AppliedContributions.of(action.contributions)
+            self.swarm.check_applied(self.name, action.commit, reported, self.store)
         kept = self.chain.commits_since(max(0, self.chain.round - KEPT_COMMITS)) or ()
-        self.disk.head, self.disk.commits, self.disk.progress = self.chain.head, kept, self.progress.save()
+        self.disk.head = self.chain.head
+        self.disk.commits = kept
+        self.disk.progress = self.progress.save()
+        self.recent_states.append(self.chain.head)
         self.swarm.on_head_changed(self)
-        self.swarm.measure_tables(self)
-        self.begin_round(self.round.last_seen)
-
-    def broadcast_record(self) -> None:
-        head, network = self.chain.head, self.network
-
-        def gossip() -> None:
-            for other in self.swarm.peers.values():
-                reached = other is not self and network.link.can_send(self.name, other.name)
-                if reached and network.random.random() >= network.scenario.loss:
-                    other.receive_record(self.name, head)
-
-        network.schedule(network.random.uniform(0.005, network.scenario.delay), gossip)
+        self.gossip.broadcast()
+        self._schedule_training()
+        self.feed(SwarmChanged(self.gossip.snapshot()))
+        self.feed(HeadPublished())
 
     def send_heartbeat(self) -> None:
-        self._beats += 1
-        if self._beats % BEATS_PER_MEASUREMENT == 0:
+        self._heartbeats += 1
+        if self._heartbeats % HEARTBEATS_PER_MEASUREMENT == 0:
             self.swarm.measure_tables(self)
-        self.broadcast_record()
-        self.refresh_membership()
-        self.catch_up()
+        self.gossip.broadcast()
+        self.feed(SwarmChanged(self.gossip.snapshot()))
         self.after(HEARTBEAT, self.send_heartbeat)
-
-    def receive_record(self, peer: PeerId, head: ChainHead) -> None:
-        known = self.records.get(peer)
-        if known is None or known[0].round <= head.round or prefers_theirs(known[0], head):
-            self.records[peer] = (head, self.network.now)
-            live, mine = self._live, self.chain.head
-            if (peer in live.peers) != (head == mine) or (peer in live.ahead) != prefers_theirs(mine, head):
-                self.refresh_membership()
-
-    def refresh_membership(self) -> None:
-        oldest, mine = self.network.now - self.network.scenario.expiry, self.chain.head
-        heads = {peer: head for peer, (head, heard) in self.records.items() if heard >= oldest}
-        level = [peer for peer, head in heads.items() if head == mine]
-        ahead = frozenset(peer for peer, head in heads.items() if prefers_theirs(mine, head))
-        live = MembershipChanged(frozenset([*level, self.name]), ahead=ahead)
-        if live != self._live:
-            self._live = live
-            self.feed_event(live)
-
-    def catch_up(self) -> None:
-        """Takes over the chain of whoever is ahead, when our own round does not end by itself."""
-        now, mine = self.network.now, self.chain.head
-        ahead = [
-            peer
-            for peer, (head, heard) in sorted(self.records.items())
-            if prefers_theirs(mine, head)
-            and now - heard <= HEARTBEAT * 2
-            and self.network.link.can_send(peer, self.name)
-        ]
-        if not ahead:
-            self.behind_since = None
-        elif self.behind_since is None:
-            self.behind_since = now
-        elif now - self.behind_since >= CATCH_UP_AFTER:
-            self._adopt(self.swarm.peers[ahead[0]].chain)
-
-    def _adopt(self, theirs: Chain) -> None:
-        if not prefers_theirs(self.chain.head, theirs.head):
-            return
-        self.network.record(self.name, f"takes over the chain at round {theirs.round}")
-        missed = theirs.commits_since(self.progress.offers.history_needed_since(self.chain.round)) or ()
-        left = self.chain.head
-        self.chain = Chain(theirs.head, theirs.commits_since(max(0, theirs.round - KEPT_COMMITS)) or ())
-        self._settle(missed, left)

@@ -5,8 +5,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from protocol.consensus.events import Action, Reduce, Send, VoteRecord
-from protocol.consensus.topology import Pattern
+from node.loop.events import LoopAction, ReducePart
+from protocol.consensus.events import Send, VoteRecord
+from protocol.consensus.messages import Digest, Roster
+from protocol.consensus.topology import Groups, Pattern
 from protocol.identity import PeerId
 from tests.simulation.network import Scenario
 from tests.simulation.swarm import SimulatedSwarm
@@ -70,7 +72,11 @@ class SeededRun:
             if kind == "kill in phase":
                 self._kill_in_phase(self._chance.choice(PHASES), number)
             elif kind == "kill reducer":
-                self._on_first(lambda action: isinstance(action, Reduce), number, self._kill)
+                self._on_first(lambda action: isinstance(action, ReducePart), number, self._kill)
+            elif kind == "strand":
+                self._strand(number)
+            elif kind == "widow":
+                self._widow(number)
             elif kind == "relapse":
                 self._relapse(number)
             elif kind == "twin":
@@ -138,6 +144,76 @@ class SeededRun:
 
         self._on_first(lambda action: _kind_of(action) == kind, number, strike)
 
+    def _widow(self, number: int) -> None:
+        """Of two partners the one that still lacks the other's blob dies for a while, and the other over a proposal."""
+        pairs: list[tuple[PeerId, PeerId]] = []
+        blobs: dict[PeerId, Digest] = {}
+        owner: list[PeerId] = []
+
+        def watch(name: PeerId, action: LoopAction) -> None:
+            if self.swarm.peers[name].chain.round != number:
+                return
+            if _kind_of(action) == "roster" and isinstance(action, Send) and not pairs:
+                body = self.swarm.network.open(action.signed).body
+                blobs.update({entry.sender: entry.body.parts[0].digest for entry in body.contributions})
+                pairs.extend(self._pairs_apart_from(name, body))
+            elif not owner and (pair := self._half_fetched(pairs, blobs)):
+                owner.append(pair[0])
+                self.swarm.kill(pair[1], self._seconds(6.0, 8.0))
+            elif _kind_of(action) == "commit" and owner:
+                self._kill(owner[0], comes_back=False)
+
+        self.swarm.action_watchers.append(watch)
+
+    def _pairs_apart_from(self, leader: PeerId, roster: Roster) -> list[tuple[PeerId, PeerId]]:
+        topology = self.swarm.scenario.settings().topology
+        if not isinstance(topology, Groups):
+            return []
+        partners = topology.partners(roster.round, tuple(entry.sender for entry in roster.contributions))
+        pairs = ((peer, other) for peer, group in partners.items() for other in sorted(group))
+        return [pair for pair in pairs if pair[0] != pair[1] and leader not in pair]
+
+    def _half_fetched(
+        self, pairs: list[tuple[PeerId, PeerId]], blobs: dict[PeerId, Digest]
+    ) -> tuple[PeerId, PeerId] | None:
+        """Return a pair of which the first has the other's blob, and the other lacks that of the first."""
+        dead = self.swarm.network.link.dead
+        for first, other in pairs:
+            stores = self.swarm.peers[first].store, self.swarm.peers[other].store
+            if blobs[other] in stores[0] and blobs[first] not in stores[1] and dead.isdisjoint((first, other)):
+                return first, other
+        return None
+
+    def _strand(self, number: int) -> None:
+        """A voter and a peer that has not voted outlive a decision, and are apart when all others are forgotten."""
+
+        def watch(leader: PeerId, action: LoopAction) -> None:
+            if self.swarm.peers[leader].chain.round != number or not self._strands(action):
+                return
+            assert isinstance(action, Send)
+            voters = self.swarm.network.open(action.signed).body.by_sender.keys()
+            alive = [peer.name for peer in self.swarm.alive() if peer.name != leader]
+            pairs = [(other, voter) for other in alive for voter in alive if other not in voters and voter in voters]
+            apart = [pair for pair in pairs if pair[0] < pair[1]]  # of two, the lower one alone is half of all votes
+            if apart:
+                pair = self._chance.choice(apart)
+                for name in [leader, *alive]:
+                    if name not in pair:
+                        self._kill(name, comes_back=False)
+                self._split_later(pair)
+
+        self.swarm.action_watchers.append(watch)
+
+    def _strands(self, action: LoopAction) -> bool:
+        return _kind_of(action) == "decision" and not self.swarm.network.link.dead
+
+    def _split_later(self, pair: tuple[PeerId, PeerId]) -> None:
+        """Part two peers until shortly after those that died now are forgotten."""
+        scenario, seconds = self.swarm.scenario, self._seconds(9.0, 10.0)
+        begins = scenario.expiry + scenario.vote_memory + MARGIN - seconds
+        islands = {name: place for place, name in enumerate(pair)}
+        self.swarm.network.schedule(begins, lambda: self.swarm.split(islands, seconds))
+
     def _relapse(self, number: int) -> None:
         """A leader dies over the decision, and some who acknowledged what it decided lose their memory."""
 
@@ -155,10 +231,10 @@ class SeededRun:
         if self.swarm.scenario.exchange != "groups":
             self.swarm.conflicting_peer = self._chance.choice(list(self.swarm.peers))
 
-    def _on_first(self, wanted: Callable[[Action], bool], number: int, strike: Callable[[PeerId], None]) -> None:
+    def _on_first(self, wanted: Callable[[LoopAction], bool], number: int, strike: Callable[[PeerId], None]) -> None:
         fired = False
 
-        def watch(name: PeerId, action: Action) -> None:
+        def watch(name: PeerId, action: LoopAction) -> None:
             nonlocal fired
             if not fired and wanted(action) and self.swarm.peers[name].chain.round == number:
                 fired = True
@@ -184,7 +260,7 @@ class SeededRun:
     def _check_end(self) -> None:
         alive = self.swarm.alive()
         for peer in alive:
-            place = f"round {peer.chain.round}, view {peer.round.view}"
+            place = f"round {peer.chain.round}, view {peer.loop.session.machine and peer.loop.session.machine.view}"
             assert peer.chain.round >= self.swarm.scenario.rounds, f"{peer.name[-4:]} is stuck in {place}"
         assert self.swarm.is_done(), "the chains differ"
         for peer in alive:
@@ -197,7 +273,7 @@ class SeededRun:
             sys.stdout.write(f"{time:9.3f} {peer[-4:]:>7} {_short(what)}\n")
 
 
-def _kind_of(action: Action) -> str:
+def _kind_of(action: LoopAction) -> str:
     """Of a statement that is sent, or "vow"."""
     if isinstance(action, Send):
         return action.signed.kind

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Set
 
+from node.loop.events import ApplyCommit, FetchBlob, LoopAction
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import genesis_head
-from protocol.consensus.events import Action, Fetch, Finish, Send
+from protocol.consensus.events import Send
 from protocol.consensus.messages import (
     AppliedContributions,
     Commit,
@@ -16,8 +17,9 @@ from protocol.consensus.messages import (
 )
 from protocol.consensus.topology import Groups
 from protocol.identity import PeerId
+from protocol.murmur_pb2 import Signed
 from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, fake_reduce
-from tests.simulation.peers import HEARTBEAT, SimulatedPeer
+from tests.simulation.peers import SimulatedPeer
 from tests.simulation.table_sizes import count_entries, max_entries
 from tests.simulation.work_accounting import WorkLedger
 
@@ -35,7 +37,7 @@ class SimulatedSwarm:
         self.ledger = WorkLedger(genesis_head(RUN_ID))
         self.rejections: list[tuple[PeerId, PeerId | None, str]] = []
         self.decisions: dict[tuple[int, Digest], dict[bytes, set[PeerId]]] = {}
-        self.action_watchers: list[Callable[[PeerId, Action], None]] = []
+        self.action_watchers: list[Callable[[PeerId, LoopAction], None]] = []
         if scenario.exchange == "groups":
             self.action_watchers.append(self._watch_groups)
         self.returning: set[PeerId] = set()  # dead, but not for good
@@ -49,10 +51,9 @@ class SimulatedSwarm:
     def start(self) -> None:
         head = next(iter(self.peers.values())).chain.head
         for peer in self.peers.values():
-            peer.records = {other: (head, 0.0) for other in self.peers if other != peer.name}
+            peer.gossip.records = {other: (head, 0.0) for other in self.peers if other != peer.name}
         for peer in self.peers.values():
-            peer.begin_round(dict.fromkeys(self.peers, 0.0))
-            peer.after(self.network.random.uniform(0, HEARTBEAT), peer.send_heartbeat)
+            peer.start()
 
     def alive(self) -> list[SimulatedPeer]:
         return [peer for name, peer in self.peers.items() if name not in self.network.link.dead]
@@ -69,28 +70,25 @@ class SimulatedSwarm:
             return False
         return not self.forks_allowed or len({peer.chain.head for peer in self.alive()}) == 1
 
-    def needed(self, commit: Commit, peer: PeerId) -> dict[PartBlob, tuple[PeerId, ...]]:
-        """What that peer has to have, and whom it may ask."""
-        mine = self.scenario.settings().topology.contributions_for(commit, peer)
-        sources = tuple(entry.sender for entry in mine) if self.scenario.exchange == "groups" else tuple(self.peers)
-        return dict.fromkeys(enumerate_parts(commit.parts) or part_blobs_of(mine), sources)
+    def needed(self, action: ApplyCommit) -> list[PartBlob]:
+        """What a peer has to have to apply that."""
+        return list(enumerate_parts(action.commit.body.parts) or part_blobs_of(action.contributions))
 
-    def _watch_groups(self, name: PeerId, action: Action) -> None:
+    def _watch_groups(self, name: PeerId, action: LoopAction) -> None:
         """Nobody asks for anything outside of its group."""
         if isinstance(action, Send) and action.signed.kind == "roster":
             body = self.network.open(action.signed).body
             self._rosters.setdefault(body.base, set()).add(tuple(entry.sender for entry in body.contributions))
-        elif isinstance(action, Fetch) and isinstance(topology := self.scenario.settings().topology, Groups):
-            machine = self.peers[name].round
+        elif isinstance(action, FetchBlob) and isinstance(topology := self.scenario.settings().topology, Groups):
             rosters = self._rosters.get(self.peers[name].chain.digest, set())
-            circles = [topology.partners(machine.number, roster).get(name, ()) for roster in rosters]
+            circles = [topology.partners(action.round, roster).get(name, ()) for roster in rosters]
             owner = self.ledger.owners[action.part_blob.blob.digest]
             assert any(owner in circle for circle in circles), "a blob from outside of the group"
 
-    def on_decided(self, peer: PeerId, commit: SignedMessage[Commit]) -> None:
+    def on_decided(self, peer: PeerId, commit: SignedMessage[Commit], certificate: Signed) -> None:
         body = commit.body
         contents = self.decisions.setdefault((body.round, body.base), {})
-        votes = self.network.open(self.peers[peer].round.signed_decision[1]).body.by_sender
+        votes = self.network.open(certificate).body.by_sender
         contents.setdefault(body.content_digest, set()).update([peer, *votes])
         gone = self.network.link.dead - self.returning
         known = [content for content, peers in contents.items() if not peers <= gone]
@@ -111,7 +109,7 @@ class SimulatedSwarm:
         self.decisions[commit.round, commit.base][commit.content_digest].discard(peer)
 
     def measure_tables(self, peer: SimulatedPeer) -> None:
-        entries, number = count_entries(peer), peer.round.number
+        entries, number = count_entries(peer), peer.loop.session.number
         self.peaks[number] = max(self.peaks.get(number, 0), entries)
         assert entries <= max_entries(self.scenario), f"the tables of {peer.name[-4:]} grew to {entries} entries"
 
@@ -121,9 +119,9 @@ class SimulatedSwarm:
     def kill(self, name: PeerId, away: float | None = None) -> None:
         """`away`: seconds after which it comes back with what its disk has; None: never."""
         self.network.record(name, "is killed" if away is None else f"is killed, for {away:.1f} s")
-        for action in self.peers[name].waiting:
-            if isinstance(action, Finish):  # what it has decided is decided, even if nobody else can know
-                self.on_decided(name, action.commit)
+        peer = self.peers[name]
+        for commit in peer.unsaid_decisions():  # what it has decided is decided, even if nobody else can know
+            self.on_decided(name, commit, peer.certificate_of(commit))
         self.network.link.dead.add(name)
         if away is not None:
             self.returning.add(name)

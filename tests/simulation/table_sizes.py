@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from node.loop.catch_up import CatchUp
+from node.loop.round_loop import RoundLoop
+from node.loop.round_session import RoundSession
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.leader import Leader
 from protocol.consensus.machine import RoundMachine
@@ -14,12 +17,14 @@ from tests.simulation.network import Scenario
 if TYPE_CHECKING:
     from tests.simulation.peers import SimulatedPeer
 
-MACHINES = (MessageBuffer, VoterSet, RoundKnowledge, Leader, RoundMachine, RoundState, View)
+MACHINES = (
+    CatchUp, Leader, MessageBuffer, RoundKnowledge, RoundLoop, RoundMachine, RoundSession, RoundState, View, VoterSet
+)  # fmt: skip
 TABLES = (dict, set, list)
 
 
 def count_entries(peer: "SimulatedPeer") -> int:
-    return _count_entries(peer.round, set()) + _count_entries(peer.message_buffer, set())
+    return _count_entries(peer.loop, set())
 
 
 def max_entries(scenario: Scenario) -> int:

@@ -8,7 +8,7 @@ import pytest
 from protocol.consensus import message_buffer
 from protocol.consensus.events import Rejected
 from protocol.errors import ForgedError
-from tests.simulation.bugs import BUGS, RARE_BUGS, Bug
+from tests.simulation.bugs import BUGS, Bug
 from tests.simulation.network import NAMES, Network, make_contribution, make_signer
 from tests.simulation.seeded_run import SIZE_CONFLICT, InvariantError, SeededRun, scenario_of
 
@@ -35,14 +35,6 @@ def test_each_bug_is_found(bug: Bug, word: str, faults: Sequence[str], monkeypat
     print(f"seed {found}: {word}")
     monkeypatch.undo()
     assert outcome(found, faults) == "", "the same seed without the bug"
-
-
-@pytest.mark.parametrize(("bug", "word", "seed"), RARE_BUGS, ids=lambda value: getattr(value, "__name__", None))
-def test_a_rare_bug_is_shown_by_its_seed(bug: Bug, word: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug(monkeypatch)
-    assert word in outcome(seed)
-    monkeypatch.undo()
-    assert outcome(seed) == "", "the same seed without the bug"
 
 
 def test_a_twin_of_another_size_harms_nobody() -> None:

@@ -5,7 +5,7 @@ node itself (`node.loop.contributions`); here its verdicts are compared with wha
 """
 
 import itertools
-from collections.abc import Collection, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from node.loop.contributions import ContributionTracker, LastSent, SettledContri
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead, extend_head
-from protocol.consensus.messages import AppliedContributions, Commit, Contribution, Digest, SignedMessage
+from protocol.consensus.messages import AppliedContributions, Commit, Digest
 from protocol.identity import PeerId
 from tests.simulation.network import Scenario
 
@@ -121,20 +121,10 @@ class TrainerWork:
         self.sent = LastSent(offer, tuple(self.offers.settled))
         self.offers.submit(offer)
 
-    def contribution(self, head: ChainHead) -> Contribution | None:
-        current = self.offers.pending
-        return None if current is None else current.to_contribution(head, self._scenario.terms())
-
-    def settle(self, commits: tuple[SignedMessage[Commit], ...], number: int, left: ChainHead | None) -> None:
-        """What these commits mean for our messages. `left`: where we stood, if they are of another chain, perhaps."""
-        current, bodies = self.offers.pending, [commit.body for commit in commits]
-        revised: tuple[SettledContribution, ...] = ()
-        if left is not None:
-            fate, revised = self.offers.on_fork(self._name, bodies, number, left)
-        else:
-            fate = self.offers.on_commits(self._name, bodies, number)
-        if current is not None and fate in ("excluded", "lost"):
-            self._end(current.parts, fate)
+    def settle(self, outcome: ContributionOutcome, revised: Sequence[SettledContribution]) -> None:
+        """Hear what became of the contribution that was on its way, and of earlier ones on another chain."""
+        if outcome in ("excluded", "lost"):
+            self._end(self.offers.settled[-1].contribution.parts, outcome)
         for entry in revised:  # from the newest on: what it carried of an earlier one is taken out after that
             self._end(entry.contribution.parts, entry.outcome)
 

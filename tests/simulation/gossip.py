@@ -1,0 +1,46 @@
+"""What a simulated peer knows of the others: their heads, by records that take their time and may get lost."""
+
+from typing import TYPE_CHECKING
+
+from node.loop.events import SwarmChanged
+from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from protocol.consensus.chain import ChainHead, prefers_theirs
+from protocol.identity import PeerId
+
+if TYPE_CHECKING:
+    from tests.simulation.peers import SimulatedPeer
+
+
+class Gossip:
+    """`records`: by peer, its head and when that was heard."""
+
+    def __init__(self, peer: "SimulatedPeer") -> None:
+        self._peer = peer
+        self.records: dict[PeerId, tuple[ChainHead, float]] = {}
+
+    def broadcast(self) -> None:
+        """Send our own record to all that can be reached."""
+        peer, network, head = self._peer, self._peer.network, self._peer.chain.head
+
+        def arrive() -> None:
+            for other in peer.swarm.peers.values():
+                is_reached = other is not peer and network.link.can_send(peer.name, other.name)
+                if is_reached and network.random.random() >= network.scenario.loss:
+                    other.gossip.receive(peer.name, head)
+
+        network.schedule(network.random.uniform(0.005, network.scenario.delay), arrive)
+
+    def receive(self, sender: PeerId, head: ChainHead) -> None:
+        known, network = self.records.get(sender), self._peer.network
+        if known is not None and known[0].round > head.round and not prefers_theirs(known[0], head):
+            return
+        self.records[sender] = (head, network.now)
+        if known is None or known[0] != head or network.now - known[1] > network.scenario.expiry:
+            self._peer.feed(SwarmChanged(self.snapshot()))
+
+    def snapshot(self) -> SwarmSnapshot:
+        peer = self._peer
+        oldest = peer.network.now - peer.network.scenario.expiry
+        records = sorted(self.records.items())
+        others = {name: PeerState(head) for name, (head, heard) in records if heard >= oldest}
+        return SwarmSnapshot({peer.name: PeerState(peer.chain.head), **others})
