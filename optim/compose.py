@@ -12,8 +12,9 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
+from optim.aggregation.base import AggregationRule
 from optim.aggregation.edit_penalty import EditPenalty
-from optim.aggregation.mean import AggregationRule, Mean, SenderMean
+from optim.aggregation.mean import Mean, SenderMean
 from optim.aggregation.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
 from optim.bit_budget import BitBudget, read_bit_budget
 from optim.codecs.base import SAMPLE_SIZE, Codec

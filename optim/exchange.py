@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from optim.aggregation.mean import WeightedPayload
+from optim.aggregation.base import WeightedPayload
 from optim.codecs.base import Codec, Payload, as_array
 from optim.codecs.residual_update import ResidualUpdate
 from optim.errors import CodecError

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from optim.aggregation.mean import AggregationRule
+from optim.aggregation.base import AggregationRule
 from optim.codecs.base import Codec
 from optim.exchange_schedule import Schedule
 from optim.feedback import Feedback

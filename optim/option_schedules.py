@@ -231,4 +231,3 @@ def as_toml(value: OptionValue) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {as_toml(one)}" for key, one in value.items()) + " }"
     return "[" + ", ".join(map(as_toml, value)) + "]"
-

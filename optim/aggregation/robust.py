@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from optim.aggregation.mean import AggregationRule, WeightedPayload, drop_weightless
+from optim.aggregation.base import AggregationRule, WeightedPayload, drop_weightless
 from optim.kernels.buffer_pool import empty, zeros
 from optim.kernels.vectors import Floats, Vector, norm, slabs
 from optim.options import STRICT

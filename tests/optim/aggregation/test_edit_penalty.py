@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from optim.aggregation.base import WeightedPayload
 from optim.aggregation.edit_penalty import EditPenalty
-from optim.aggregation.mean import Mean, WeightedPayload
+from optim.aggregation.mean import Mean
 from optim.codecs.floats import Uncompressed
 from optim.compose import compose
 from optim.errors import UnknownOption

@@ -8,7 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from optim.aggregation.mean import AggregationRule, Mean, SenderMean, WeightedPayload
+from optim.aggregation.base import AggregationRule, WeightedPayload
+from optim.aggregation.mean import Mean, SenderMean
 from optim.codecs import dct_topk
 from optim.codecs.base import Codec, Payload
 from optim.codecs.dct_topk import MAX_SIDE, TILE_SIZE, DctTopK, inverse_dct

@@ -8,7 +8,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from optim.aggregation.mean import AggregationRule, Mean, WeightedPayload
+from optim.aggregation.base import AggregationRule, WeightedPayload
+from optim.aggregation.mean import Mean
 from optim.aggregation.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
 from optim.codecs.base import Codec
 from optim.codecs.floats import Uncompressed
