@@ -9,20 +9,18 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from optim.codecs.residual_update import ResidualUpdate
 from optim.errors import CodecError
 from optim.kernels.buffer_pool import empty_bytes
 from optim.kernels.parallel import ALIGNMENT
 from optim.kernels.vectors import Floats, Vector
 from optim.layout import Layout, Shape
-
-if TYPE_CHECKING:
-    from optim.codecs.residual_update import ResidualUpdate
 
 Payload = bytes | bytearray | memoryview
 SAMPLE_SIZE = 1 << 20  # values that are enough to tell a codec's rate
@@ -69,7 +67,7 @@ class Codec(ABC):
         """As `encode`, and subtract in place what the receiver will decode; `values` is of no use after an error."""
         return self.encode_array(as_array(values), subtract=True)
 
-    def encode_updated(self, update: "ResidualUpdate", values: torch.Tensor) -> Payload:
+    def encode_updated(self, update: ResidualUpdate, values: torch.Tensor) -> Payload:
         """The same of what `values` become by that, in place."""
         update.apply(as_array(values))
         return self.encode_and_subtract(values)

@@ -22,8 +22,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.base import Codec, Payload, PayloadReader, PayloadWriter
+from optim.codecs.bits.deterministic_random import NoiseKey, noise_key
+from optim.codecs.bits.magnitudes import MAGNITUDE_LIMIT, max_magnitude_bits
 from optim.codecs.bits.packing import Bytes, Integers, Packing, make_packing
-from optim.codecs.floats import MAGNITUDE_LIMIT, max_magnitude_bits
 from optim.errors import CodecError
 from optim.kernels.jit import bits_to_float, float_to_bits, kernel, subroutine
 from optim.kernels.parallel import parallel_for, thread_buffer
@@ -111,6 +112,10 @@ class PeakBlockCodec(BlockCodec):
     levels: ClassVar[int]
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def noise_key(self, values: Floats) -> NoiseKey:
+        """Return the key of the noise of the message that is made of these values."""
+        return noise_key(values, None if self.binding is None else self.binding.round_number)
 
 
 @plain_dataclass(frozen=True)

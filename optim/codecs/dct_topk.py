@@ -34,7 +34,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.base import Codec, Payload, matrix_shape
-from optim.codecs.floats import largest_magnitude
+from optim.codecs.bits.magnitudes import largest_magnitude
 from optim.codecs.topk import ChunkTopK
 from optim.kernels.buffer_pool import empty
 from optim.kernels.parallel import parallel_for

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.bits.deterministic_random import block_key, mix_bits, noise_key
+from optim.codecs.bits.deterministic_random import block_key, mix_bits
 from optim.codecs.bits.packing import Integers
 from optim.codecs.blocks import ROUND_UP, BlockEncoder, Halves, PeakBlockCodec, block_peak, inverse_or_zero, round_scale
 from optim.kernels.jit import MAGNITUDE_MASK, float_to_bits, kernel, subroutine
@@ -45,7 +45,7 @@ class BlockE3M0(PeakBlockCodec):
     def make_encoder(self, values: Floats) -> BlockEncoder:
         if self.rounding == "nearest":
             return partial(_encode_nearest, self.block)
-        return partial(_encode_stochastic, self.block, *noise_key(values, self.binding))
+        return partial(_encode_stochastic, self.block, *self.noise_key(values))
 
     def codes_to_multiples(self, codes: Integers) -> None:
         _codes_to_multiples(codes)

@@ -16,6 +16,14 @@ import numpy.typing as npt
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.base import Codec, Payload, PayloadReader, PayloadWriter
+from optim.codecs.bits.magnitudes import (
+    MAGNITUDE_LIMIT,
+    MAGNITUDE_LIMIT_BITS,
+    MAX_EXPONENT,
+    TOP_EXPONENT,
+    check_magnitude,
+    largest_magnitude,
+)
 from optim.codecs.bits.packing import Bytes
 from optim.errors import CodecError
 from optim.kernels.jit import MAGNITUDE_MASK, bits_to_float, float_to_bits, kernel, subroutine
@@ -23,14 +31,13 @@ from optim.kernels.parallel import parallel_for
 from optim.kernels.vectors import Floats, Vector, slabs
 from optim.options import STRICT
 
-MIN_EXPONENT, MAX_EXPONENT = -100, 32  # exponents; decoded values stay below 2^48 and out of the subnormal range
-TOP_EXPONENT = 15
+MIN_EXPONENT = -100  # decoded values stay out of the subnormal range, and with MAX_EXPONENT below 2^48
 FLOAT16_LIMIT = np.float16(2.0**TOP_EXPONENT).view(np.uint16)
 
 
 def shared_exponent(largest: float) -> int:
     """CodecError where the largest magnitude is not finite or beyond the format."""
-    if not largest < 2.0 ** (MAX_EXPONENT + TOP_EXPONENT):
+    if not largest < MAGNITUDE_LIMIT:
         raise CodecError(f"values up to {largest:.3g} cannot be encoded")
     return max(MIN_EXPONENT, math.frexp(largest)[1] - TOP_EXPONENT) if largest else 0
 
@@ -47,8 +54,6 @@ def power_of_two(exponent: int) -> np.float32:
     return np.float32(2.0**exponent)
 
 
-MAGNITUDE_LIMIT = 2.0 ** (MAX_EXPONENT + TOP_EXPONENT)
-MAGNITUDE_LIMIT_BITS = int(np.float32(MAGNITUDE_LIMIT).view(np.uint32))
 BFLOAT16_LIMIT = MAGNITUDE_LIMIT_BITS >> 16
 # Of fp32: what its exponents are more than those of fp16, fp16's least normal number, and a half.
 FLOAT16_BIAS, MIN_NORMAL, HALF = np.uint32(112 << 23), np.uint32(113 << 23), np.uint32(126 << 23)
@@ -167,29 +172,6 @@ class _FloatVector(Vector):
 
     def _codes_in(self, slab: slice) -> Bytes:
         return self.codes[self.width * slab.start : self.width * slab.stop]
-
-
-def largest_magnitude(values: Floats) -> float:
-    """max |x|; CodecError where a value is not finite or too large to be summed safely."""
-    found: list[int] = []
-    parallel_for(lambda part: found.append(max_magnitude_bits(values[part])), slabs(values.size))
-    check_magnitude(max(found))
-    return float(np.uint32(max(found)).view(np.float32))
-
-
-def check_magnitude(bits: int, limit: int = MAGNITUDE_LIMIT_BITS - 1) -> None:
-    """CodecError where the bits of a largest magnitude are above that: it is not finite, or too large."""
-    if bits > limit:
-        raise CodecError("a value is not finite or too large")
-
-
-@kernel
-def max_magnitude_bits(values: Floats) -> int:
-    """Return the bits of the largest magnitude; those of infinities and NaN are above those of all numbers."""
-    top = np.uint32(0)
-    for i in range(values.size):  # no view: in a loop over blocks its reference counts take as long as the loop
-        top = max(top, np.uint32(float_to_bits(values[i]) & MAGNITUDE_MASK))
-    return int(top)
 
 
 @kernel

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from optim.codecs.bits.deterministic_random import FRACTION_UNIT, block_key, mix_bits, noise_key
+from optim.codecs.bits.deterministic_random import FRACTION_UNIT, block_key, mix_bits
 from optim.codecs.bits.packing import Integers
 from optim.codecs.blocks import ROUND_UP, BlockEncoder, Halves, PeakBlockCodec, block_peak, inverse_or_zero, round_scale
 from optim.kernels.jit import kernel, subroutine
@@ -26,7 +26,7 @@ class _BlockIntegers(PeakBlockCodec):
     def make_encoder(self, values: Floats) -> BlockEncoder:
         if self.rounding == "nearest":
             return partial(_encode_nearest, self.block, self.levels)
-        return partial(_encode_stochastic, self.block, self.levels, *noise_key(values, self.binding))
+        return partial(_encode_stochastic, self.block, self.levels, *self.noise_key(values))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

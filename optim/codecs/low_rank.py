@@ -33,7 +33,8 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.base import Codec, Payload, matrix_shape
 from optim.codecs.bits.deterministic_random import philox_words
-from optim.codecs.floats import Float16, largest_magnitude
+from optim.codecs.bits.magnitudes import largest_magnitude
+from optim.codecs.floats import Float16
 from optim.codecs.int_blocks import BlockInt4, BlockInt8
 from optim.codecs.low_rank_linalg import (
     Doubles,

@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.base import Codec, Payload
 from optim.codecs.bits.deterministic_random import SEED_BYTES, seed_from_values
-from optim.codecs.floats import largest_magnitude
+from optim.codecs.bits.magnitudes import largest_magnitude
 from optim.errors import CodecError
 from optim.kernels.parallel import thread_buffer
 from optim.kernels.vectors import DenseVector, Floats, slabs

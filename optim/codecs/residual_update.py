@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optim.codecs.floats import check_magnitude
+from optim.codecs.bits.magnitudes import check_magnitude
 from optim.kernels.jit import MAGNITUDE_MASK, kernel
 from optim.kernels.parallel import parallel_for
 from optim.kernels.vectors import Floats, wide_slabs

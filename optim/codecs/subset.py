@@ -26,7 +26,8 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.base import SAMPLE_SIZE, Codec, Payload
 from optim.codecs.bits.deterministic_random import SEED_BYTES, seed_from_values, short_digest
-from optim.codecs.floats import BFloat16, Float16, largest_magnitude
+from optim.codecs.bits.magnitudes import largest_magnitude
+from optim.codecs.floats import BFloat16, Float16
 from optim.codecs.int_blocks import BlockInt4, BlockInt8
 from optim.codecs.sign import BlockSign
 from optim.kernels.vectors import Floats, Positions, SparseVector

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from optim.codecs.base import Binding
 from optim.kernels.jit import subroutine
 from optim.kernels.vectors import Floats
 
@@ -38,11 +37,10 @@ def short_digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()[:SEED_BYTES]
 
 
-def noise_key(values: Floats, binding: Binding | None) -> NoiseKey:
-    round_number = -1 if binding is None else binding.round_number
-    return NoiseKey(
-        *np.frombuffer(short_digest(f"murmur noise {round_number}\0".encode() + seed_from_values(values)), "<u4")
-    )
+def noise_key(values: Floats, round_number: int | None) -> NoiseKey:
+    """Return the key of a message; `None` stands for a codec that is not bound to a round."""
+    text = f"murmur noise {-1 if round_number is None else round_number}\0".encode()
+    return NoiseKey(*np.frombuffer(short_digest(text + seed_from_values(values)), "<u4"))
 
 
 @subroutine

@@ -9,7 +9,7 @@ register.
 import numpy as np
 import numpy.typing as npt
 
-from optim.codecs.floats import max_magnitude_bits
+from optim.codecs.bits.magnitudes import max_magnitude_bits
 from optim.kernels.jit import MAGNITUDE_MASK, subroutine
 
 Bits = npt.NDArray[np.uint32]  # of fp32, or of its magnitude

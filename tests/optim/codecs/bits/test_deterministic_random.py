@@ -1,14 +1,12 @@
 import numpy as np
 import pytest
 
-from optim.codecs.base import Binding
 from optim.codecs.bits.deterministic_random import FRACTION_UNIT, NoiseKey, noise_key
 from optim.codecs.int_blocks import BlockInt8
 from optim.kernels.vectors import Floats
-from optim.layout import Layout
 from tests.optim.codecs.reference_codecs import noise_words
 
-ROUND = Binding(Layout(()), 5)
+ROUND = 5
 VALUES = np.random.default_rng(0).standard_normal(1000, np.float32)
 KEY = noise_key(VALUES, ROUND)
 HALVES = np.full(400, 0x3F80, np.uint16)
@@ -44,8 +42,8 @@ def test_every_bit_of_a_key_changes_half_of_a_word() -> None:
 
 
 def test_the_same_message_has_the_same_noise_and_no_other_has() -> None:
-    assert noise_key(VALUES.copy(), Binding(Layout(((1,),)), 5)) == KEY
-    others = [noise_key(VALUES * 2, ROUND), noise_key(VALUES, Binding(Layout(()), 6)), noise_key(VALUES, None)]
+    assert noise_key(VALUES.copy(), 5) == KEY
+    others = [noise_key(VALUES * 2, ROUND), noise_key(VALUES, 6), noise_key(VALUES, None)]
     assert len({KEY, *others}) == 4
     drawn = fractions()
     for other in [*map(fractions, others), fractions(halves=HALVES + np.uint16(1))]:
