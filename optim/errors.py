@@ -1,17 +1,17 @@
-"""What can be wrong with a method's name, its options, or a payload. All are ValueErrors with a one-line text."""
+"""Errors in a method's name, its options, or a payload. All are ValueErrors with a one-line text."""
 
 
 class OptimError(ValueError):
-    """Base of the three."""
+    """The base of this package's errors."""
 
 
 class UnknownRecipe(OptimError):  # noqa: N818
-    """No recipe of that name; the text names the nearest one."""
+    """No recipe has that name; the text names the nearest one."""
 
 
 class UnknownOption(OptimError):  # noqa: N818
-    """No such part, kind or option, or a value that is not allowed; the text says what is."""
+    """A component, kind or option does not exist, or a value is not allowed; the text says what is."""
 
 
 class CodecError(OptimError):
-    """A payload that does not decode, or values that cannot be encoded."""
+    """A payload does not decode, or values cannot be encoded."""

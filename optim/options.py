@@ -1,4 +1,4 @@
-"""What every part of a method is: a small frozen dataclass whose fields are its options, checked when it is built."""
+"""The base of a method's components: small frozen dataclasses whose fields are their options, checked when built."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,5 +8,5 @@ Scalar = bool | int | float | str
 # An option as a manifest gives it: a plain value, a table, or a list of phases (optim/option_schedules.py).
 OptionValue = Scalar | Mapping[str, Scalar] | Sequence[Scalar | Mapping[str, Scalar]]
 
-# No type is guessed and no option invented, as in the run manifest.
+# As in the run manifest, types are not converted and unknown options are refused.
 STRICT = ConfigDict(strict=True, extra="forbid")

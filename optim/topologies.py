@@ -1,6 +1,6 @@
-"""The options of each topology: with which peers a peer exchanges, and in which form.
+"""The options of each topology: with which peers a peer exchanges contributions, and in which form.
 
-`reduces_parts`: a contribution is split into parts, and one peer sums each part; otherwise peers exchange whole
+With `reduces_parts`, a contribution is split into parts and one peer sums each part. Otherwise peers exchange whole
 contributions.
 """
 
@@ -14,7 +14,8 @@ from optim.options import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Butterfly:
-    """Everyone sends part j to the peer that reduces part j; everyone fetches the reduced parts. For dense messages."""
+    """Each peer sends part j to the peer that reduces part j, then fetches the reduced parts. For dense contributions.
+    """
 
     kind: ClassVar[str] = "butterfly"
     reduces_parts: ClassVar[bool] = True
@@ -22,7 +23,7 @@ class Butterfly:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Gather:
-    """Everyone fetches everyone's whole message. For sparse messages."""
+    """Each peer fetches the whole contribution of every other peer. For sparse contributions."""
 
     kind: ClassVar[str] = "gather"
     reduces_parts: ClassVar[bool] = False
@@ -30,10 +31,10 @@ class Gather:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Groups:
-    """Everyone fetches the messages of its group of `size`, drawn anew each round; every peer has an anchor of its own.
+    """Each peer fetches the contributions of its group of `size`; the groups change every round.
 
-    `pattern`: by a shared random permutation (arXiv 2506.10911), or in pairs round a ring or at distances 1, 2, 4, ...
-    (arXiv 2410.11998).
+    Each peer has an anchor of its own. `pattern` = "random" draws the groups from a shared permutation (arXiv
+    2506.10911); "ring" pairs neighbours on a ring, "exponential" peers at distances 1, 2, 4, ... (arXiv 2410.11998).
     """
 
     kind: ClassVar[str] = "groups"

@@ -1,1 +1,1 @@
-"""Inner optimizers: what one local step does with a gradient."""
+"""Inner optimizers: how a local step uses a gradient."""

@@ -1,19 +1,19 @@
-"""AdamW (arXiv 1711.05101). Written out here because torch.optim imports the compiler at its first use: a second more
-at each restart of a trainer.
+"""AdamW and two variants of it.
 
-Adam with a slow momentum beside the fresh gradient (MT-DAO, arXiv 2510.05361; the form is QHAdam's, 1810.06801).
+AdamW (arXiv 1711.05101) is written out here because torch.optim imports torch's compiler at its first use, which costs
+a second at each restart of a trainer.
 
-After K local steps a share beta^K of what the peers last agreed on is left in a momentum: 0.03 for beta = 0.9 and
-K = 32, but 0.97 for beta = 0.999. So a slow momentum that is averaged with the weights keeps all peers on the common
-course between two exchanges, while the share 1 - w of the fresh gradient keeps it from being sluggish. (The paper has
-ADOPT's denominators under it, with beta2 = 0.9999; here they are Adam's.)
+QuasiHyperbolic adds a slow momentum to the fresh gradient (MT-DAO, arXiv 2510.05361, in the form of QHAdam,
+1810.06801). After K local steps, beta^K of the momentum that the peers last agreed on is left: 0.03 for beta = 0.9 and
+K = 32, but 0.97 for beta = 0.999. A slow momentum that is averaged along with the weights therefore keeps all peers on
+a common course between two exchanges, while the fraction 1 - w of the fresh gradient keeps the step responsive. (The
+paper uses ADOPT's denominators with beta2 = 0.9999; here they are Adam's.)
 
-AccumAdam: moments that take in the mean gradient of several steps (arXiv 2410.11998).
-
-A peer's own batch is small, and the squares of its noisy gradients make v too large: n peers that average gradients
-would see n times less of that noise. So each step looks at what the moments would become, but they only change every
+AccumulatingAdamW updates the moments with the mean gradient of several steps (AccumAdam, arXiv 2410.11998). The batch
+of one peer is small, and the squares of its noisy gradients make v too large: n peers that averaged their gradients
+would see n times less of that noise. So each step looks at the moments as they would become, but they change only every
 s-th step, by the mean gradient of those s; s should grow with the number of peers. (The public helper also swaps the
-groups of weight decay, so that it decays all but the matrices; here it is the matrices.)
+groups of weight decay, so that it decays everything but the matrices; here it is the matrices.)
 """
 
 import math
@@ -30,9 +30,13 @@ from optim.options import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AdamW(InnerUpdateRule):
-    """m <- beta1 * m + (1 - beta1) * g;  v <- beta2 * v + (1 - beta2) * g^2
-    theta <- theta * (1 - rate * weight_decay)            matrices only
-    theta <- theta - rate * m' / (sqrt(v') + eps), where x' = x / (1 - beta^count) corrects the zero start
+    """AdamW (arXiv 1711.05101):
+
+        m <- beta1 * m + (1 - beta1) * g;  v <- beta2 * v + (1 - beta2) * g^2
+        theta <- theta * (1 - rate * weight_decay)            matrices only
+        theta <- theta - rate * m' / (sqrt(v') + eps)
+
+    where x' = x / (1 - beta^count) corrects the zero start.
     """
 
     kind: ClassVar[str] = "adamw"
@@ -48,18 +52,20 @@ class AdamW(InnerUpdateRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class QuasiHyperbolic(InnerUpdateRule):
-    """u <- beta * u + (1 - beta) * g;  v <- beta2 * v + (1 - beta2) * g^2
-    theta <- theta * (1 - rate * weight_decay)            matrices only
-    theta <- theta - rate * ((1 - w) * g + w * u') / (sqrt(v') + eps), where x' = x / (1 - beta^count)
+    """AdamW with a slow momentum beside the fresh gradient (arXiv 2510.05361, 1810.06801):
 
-    w = 1 with the run's own beta1 is AdamW, w = 0 RMSProp.
+        u <- beta * u + (1 - beta) * g;  v <- beta2 * v + (1 - beta2) * g^2
+        theta <- theta * (1 - rate * weight_decay)            matrices only
+        theta <- theta - rate * ((1 - w) * g + w * u') / (sqrt(v') + eps)
+
+    where x' = x / (1 - beta^count). w = 1 with the run's own beta1 is AdamW, w = 0 is RMSProp.
     """
 
     kind: ClassVar[str] = "quasi-hyperbolic"
     vectors: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT)
 
-    beta: float = Field(default=0.999, ge=0, lt=1, description="of the slow momentum; takes the place of train.beta1")
-    weight: float = Field(default=0.9, ge=0, le=1, description="of the slow momentum in the step")
+    beta: float = Field(default=0.999, ge=0, lt=1, description="of the slow momentum, instead of train.beta1")
+    weight: float = Field(default=0.9, ge=0, le=1, description="weight of the slow momentum in the step")
 
     def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
         slow, second, count = vectors[FIRST_MOMENT], vectors[SECOND_MOMENT], step.count + 1
@@ -75,10 +81,12 @@ ACCUMULATED = "accumulated"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AccumulatingAdamW(InnerUpdateRule):
-    """m' = beta1 * m + (1 - beta1) * g;  v' = beta2 * v + (1 - beta2) * g^2;  n = ceil(count / s)
-    theta <- theta * (1 - rate * weight_decay)            matrices only
-    theta <- theta - rate * m' / (1 - beta1^n) / (sqrt(v' / (1 - beta2^n)) + eps)
-    every s-th step:  m, v <- as m', v', but with the mean of the last s gradients
+    """AdamW whose moments change every s-th step, by the mean of s gradients (arXiv 2410.11998):
+
+        m' = beta1 * m + (1 - beta1) * g;  v' = beta2 * v + (1 - beta2) * g^2;  n = ceil(count / s)
+        theta <- theta * (1 - rate * weight_decay)            matrices only
+        theta <- theta - rate * m' / (1 - beta1^n) / (sqrt(v' / (1 - beta2^n)) + eps)
+        every s-th step:  m, v <- as m', v', but with the mean of the last s gradients
     """
 
     kind: ClassVar[str] = "accumulating-adamw"

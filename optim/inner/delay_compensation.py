@@ -1,8 +1,10 @@
-"""Momentum for gradients that come `delay` steps late, as in a pipeline that never drains: a stage s of P sees its
-gradients 2 (P - s) steps late (arXiv 2003.11666). All start from v <- mu * v + g; theta <- theta - rate * v.
+"""Momentum for gradients that arrive `delay` steps late, as in a pipeline that never drains.
 
-With delay = 1 the spike compensation and the weight prediction are the two forms of Nesterov's momentum; with 0 they
-are plain momentum. They take a larger learning rate than Adam: `boost` times the run's.
+There, stage s of P sees its gradients 2 (P - s) steps late (arXiv 2003.11666). All rules start from v <- mu * v + g;
+theta <- theta - rate * v.
+
+With delay = 1, spike compensation and weight prediction are the two forms of Nesterov's momentum; with 0 they are plain
+momentum. They need a larger learning rate than Adam: `boost` times the run's.
 """
 
 from collections.abc import Mapping
@@ -25,7 +27,7 @@ class _MomentumRule(InnerUpdateRule):
     vectors: ClassVar[tuple[str, ...]] = (VELOCITY,)
 
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    boost: float = Field(default=10.0, gt=0, le=1000, description="times the run's learning rate")
+    boost: float = Field(default=10.0, gt=0, le=1000, description="factor on the run's learning rate")
 
     def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
         step.decay_weights(weights)
@@ -45,9 +47,11 @@ class _MomentumRule(InnerUpdateRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AdaptiveBraking(_MomentumRule):
-    """a = 1 - rho * <g, v> / (|g| |v|), of each tensor;  v <- mu * v + a * g;  theta <- theta - rate * v
-    (arXiv 2007.01397): a gradient along the velocity counts less, one against it more. rho = 0 is plain momentum; with
-    rho = 1 a noiseless gradient along the velocity counts nothing, and training stands still.
+    """Momentum in which a gradient along the velocity counts less, and one against it more (arXiv 2007.01397):
+
+        a = 1 - rho * <g, v> / (|g| |v|) for each tensor;  v <- mu * v + a * g;  theta <- theta - rate * v
+
+    rho = 0 is plain momentum. With rho = 1 a noiseless gradient along the velocity counts nothing, and training stops.
     """
 
     kind: ClassVar[str] = "adaptive-braking"
@@ -64,8 +68,9 @@ class AdaptiveBraking(_MomentumRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SpikeCompensation(_MomentumRule):
-    """v <- mu * v + g;  theta <- theta - rate * (mu^D * v + (1 - mu^D) / (1 - mu) * g), D = `delay`
-    (arXiv 2003.11666): a late gradient contributes at once what it would have contributed in the D steps it missed.
+    """A late gradient contributes at once what it would have contributed in the D steps it missed (arXiv 2003.11666):
+
+        v <- mu * v + g;  theta <- theta - rate * (mu^D * v + (1 - mu^D) / (1 - mu) * g),  D = `delay`
     """
 
     kind: ClassVar[str] = "spike-compensation"
@@ -79,8 +84,9 @@ class SpikeCompensation(_MomentumRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WeightPrediction(_MomentumRule):
-    """The gradient is taken at theta - rate * D * v, where the velocity would lead in the D = `delay` steps until it
-    comes back (arXiv 2003.11666);  v <- mu * v + g;  theta <- theta - rate * v
+    """The gradient is computed where the velocity will lead until it arrives (arXiv 2003.11666):
+
+        g at theta - rate * D * v, D = `delay`;  v <- mu * v + g;  theta <- theta - rate * v
     """
 
     kind: ClassVar[str] = "weight-prediction"

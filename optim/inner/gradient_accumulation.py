@@ -1,4 +1,5 @@
-"""No local step at all: gradients are summed until they are sent, and the weights move with the anchor only."""
+"""Inner optimizers without a local step: gradients are summed until they are sent; only the anchor moves the weights.
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -15,7 +16,7 @@ MOMENTUM = "momentum"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GradientAccumulator(InnerUpdateRule):
-    """G <- G + g;  theta stays"""
+    """G <- G + g;  theta does not change"""
 
     kind: ClassVar[str] = "gathering"
     vectors: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
@@ -26,11 +27,12 @@ class GradientAccumulator(InnerUpdateRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LookaheadAccumulator(InnerUpdateRule):
-    """G <- G + g;  M <- beta * M + g;  theta stays, but the gradient is taken at theta - reach * rate * sign(M)
+    """Gradients are summed, each computed at the weights that the next outer step is likely to reach:
 
-    For signs that are applied a step late (DisTrO, the public code of arXiv 2411.19870): where the next one is likely
-    to lead. `reach` is the update's rate in units of the run's. (There M is what of the own momentum was not sent yet;
-    here it is all of it.)
+        G <- G + g;  M <- beta * M + g;  theta does not change;  g at theta - reach * rate * sign(M)
+
+    For signs that are applied a step late (DisTrO, the public code of arXiv 2411.19870). `reach` is the outer rate in
+    units of the run's. (In that code M is the unsent part of the peer's momentum; here it is all of it.)
     """
 
     kind: ClassVar[str] = "gathering-ahead"

@@ -1,4 +1,4 @@
-"""How the anchor, which all peers hold alike, moves by what a round came to."""
+"""Outer optimizers: how the anchor that all peers share moves by the result of a round."""
 
 from optim.outer.adaptive import Adam, FrozenAdam, Sign
 from optim.outer.base import OuterOptimizer, OuterStep, Slots

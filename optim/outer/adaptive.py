@@ -1,4 +1,4 @@
-"""Updates that take the place of the inner optimizer: their rate is a learning rate and decays with the run's."""
+"""Outer optimizers that replace the inner optimizer: their rate is a learning rate and decays with the run's."""
 
 import math
 from typing import ClassVar
@@ -13,10 +13,13 @@ from optim.outer.base import EPSILON, OuterOptimizer, OuterStep, Slots, decay_we
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sign(OuterOptimizer):
-    """phi <- phi * (1 - eta' * weight_decay) (matrices only);  phi <- phi - eta' * sign(delta), sign(0) = 0
-    with eta' = eta times what is left of the run's learning rate (arXiv 1802.04434; DeMo, arXiv 2411.19870).
+    """Sign descent (arXiv 1802.04434; DeMo, arXiv 2411.19870).
 
-    Every weight moves by eta' or not at all, whatever the size of delta: eta belongs near an inner learning rate.
+        phi <- phi * (1 - eta' * weight_decay)      matrices only
+        phi <- phi - eta' * sign(delta),            sign(0) = 0
+
+    where eta' is eta times the remaining fraction of the run's learning rate. Each weight moves by eta' or not at all,
+    whatever the size of delta, so eta belongs near an inner learning rate.
     """
 
     kind: ClassVar[str] = "sign"
@@ -33,12 +36,14 @@ class Sign(OuterOptimizer):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Adam(OuterOptimizer):
-    """AdamW (arXiv 1711.05101) on the merged gradient: data parallel training is this after every step.
+    """AdamW (arXiv 1711.05101) on the merged gradient; used after every step it is data-parallel training.
 
-    g <- delta * min(1, clip / |delta|)
-    m <- beta1 * m + (1 - beta1) * g;  v <- beta2 * v + (1 - beta2) * g^2
-    phi <- phi * (1 - eta' * weight_decay) (matrices only);  phi <- phi - eta' * m' / (sqrt(v') + eps)
-    with x' = x / (1 - beta^(round + 1)) and eta' = eta times what is left of the run's learning rate
+        g <- delta * min(1, clip / |delta|)
+        m <- beta1 * m + (1 - beta1) * g;  v <- beta2 * v + (1 - beta2) * g^2
+        phi <- phi * (1 - eta' * weight_decay)      matrices only
+        phi <- phi - eta' * m' / (sqrt(v') + eps)
+
+    where x' = x / (1 - beta^(round + 1)) and eta' is eta times the remaining fraction of the run's learning rate.
     """
 
     kind: ClassVar[str] = "adam"
@@ -70,16 +75,21 @@ class Adam(OuterOptimizer):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class FrozenAdam(OuterOptimizer):
-    """1-bit Adam (arXiv 2102.02888): the merged message is the momentum m' itself. In the first `warm_rounds` rounds
-    this is Adam, which learns v from the mean gradient that m' tells of; afterwards v stays as it is, so that m' may
-    come in one bit a value:
+    """1-bit Adam (arXiv 2102.02888): the merged contribution is the momentum m' itself.
 
-    g = (m' - beta1 * m) / (1 - beta1);  v <- beta2 * v + (1 - beta2) * g^2        while warm
-    m <- m';  phi <- phi - eta' * (m / (1 - beta1^n)) / (sqrt(v / (1 - beta2^w)) + eps), n = round + 1, w = min(n, warm)
-    with phi <- phi * (1 - eta' * weight_decay) before (matrices only), eta' = eta times what is left of the run's rate
+    In the first `warm_rounds` rounds this is Adam, which recovers the mean gradient from m' to learn v. Afterwards v is
+    frozen, so that m' may be sent as one bit per value.
 
-    A weight that never had a gradient (v = 0) rests: one bit says at least the scale of its block, and over eps that
-    were a leap. For those that hardly had any, v is raised to `floor` * mean(v) when it freezes (paper: 0).
+        g = (m' - beta1 * m) / (1 - beta1);  v <- beta2 * v + (1 - beta2) * g^2        while warm
+        phi <- phi * (1 - eta' * weight_decay)                                         matrices only
+        m <- m';  phi <- phi - eta' * (m / (1 - beta1^n)) / (sqrt(v / (1 - beta2^w)) + eps)
+
+    where n = round + 1, w = min(n, warm_rounds) and eta' is eta times the remaining fraction of the run's learning
+    rate.
+
+    A weight that never had a gradient (v = 0) does not move: one bit decodes to at least the scale of its block, and
+    divided by eps that would be a huge step. For weights that hardly had any gradient, v is raised to `floor` * mean(v)
+    when it freezes (0 in the paper).
     """
 
     kind: ClassVar[str] = "frozen-adam"

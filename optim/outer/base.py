@@ -1,8 +1,8 @@
-"""What every update offers, and the rule that all of them keep.
+"""The interface of outer optimizers, and the rule that all of them follow.
 
-Every peer applies the same update and must hold the same bits afterwards. Therefore each line is one elementwise
-operation with one rounding: a fused `add(x, alpha=...)` is a fused multiply-add on some processors and not on others,
-and at the ends of a vector not even on those.
+Each peer applies the same step and must hold the same bits afterwards. Therefore each line is one elementwise operation
+with one rounding: a fused `add(x, alpha=...)` is a fused multiply-add on some processors and not on others, and at the
+ends of a vector not even on those.
 """
 
 from abc import ABC, abstractmethod
@@ -22,9 +22,12 @@ Slots = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class OuterStep:
-    """`round`: how often these values were updated before; `step`: local steps of a peer before this round's; `decay`:
-    the share of the run's learning rate that is left at that step, for updates that take an optimizer's place;
-    `matrices`: where they stand, which alone are decayed."""
+    """The position of an outer step in the run.
+
+    `count` is the number of earlier steps on the same values, `local_steps` the local steps of a peer before this
+    round. `rate_decay` is the fraction of the run's learning rate left at that point, for optimizers that replace the
+    inner one. Only `matrix_spans` are subject to weight decay.
+    """
 
     count: int = 0
     local_steps: int = 0
@@ -33,27 +36,29 @@ class OuterStep:
 
 
 class OuterOptimizer(ABC):
-    """The outer optimizer. `slots` names its state vectors, each flat fp32 of the model's size, zero at the start.
-    `signals`: the kinds of signal that it can make a step of."""
+    """The rule by which the anchor moves after a round.
+
+    `slots` names its state vectors: flat fp32 of the model's size, zero at the start. `signals` lists the kinds of
+    signal that it accepts.
+    """
 
     kind: ClassVar[str]
     slots: ClassVar[tuple[str, ...]] = ()
     signals: ClassVar[tuple[str, ...]] = ("pseudo-gradient", "gradient", "inner-state")
-    is_elementwise: ClassVar[bool] = False  # stretch by stretch, in any order and beside one another, gives the same
+    is_elementwise: ClassVar[bool] = False  # slabs may be stepped in any order, and in parallel
 
     @property
     def is_scaled_by_weight(self) -> bool:
-        """Whether a round with less behind it than usual is to move by its share (see
-        optim.aggregation.step_scaling)."""
+        """Return whether a round of less weight than usual takes a smaller step (optim.aggregation.step_scaling)."""
         return False
 
     @abstractmethod
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
-        """Change `anchor` and `slots` in place. All are flat fp32 tensors of one size on the CPU."""
+        """Update `anchor` and `slots` in place. All are flat fp32 tensors of one size on the CPU."""
 
     @property
     def linear_rate(self) -> float | None:
-        """Of an update that is phi <- phi - rate * delta, and no more."""
+        """Return the rate if the whole step is phi <- phi - rate * delta, else None."""
         return None
 
 
@@ -62,11 +67,11 @@ def tensor_slabs(vector: torch.Tensor) -> Iterator[slice]:
 
 
 def tensor_norm(vector: torch.Tensor) -> float:
-    """The Euclidean norm, the same on every machine."""
+    """Return the Euclidean norm, the same on every machine."""
     return norm([vector.numpy()])
 
 
 def decay_weights(anchor: torch.Tensor, outer_step: OuterStep, fraction: float) -> None:
-    """phi <- phi * (1 - share), matrices only."""
+    """Apply phi <- phi * (1 - fraction) to matrices only."""
     for start, stop in outer_step.matrix_spans:
         anchor[start:stop] *= 1 - fraction

@@ -1,4 +1,4 @@
-"""Updates of peers that each have an anchor of their own and meet in groups."""
+"""Outer optimizers for peers that each have an anchor of their own and meet in groups."""
 
 from typing import ClassVar
 
@@ -13,13 +13,15 @@ from optim.outer.base import OuterOptimizer, OuterStep, Slots, tensor_slabs
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Gossip(OuterOptimizer):
-    """NoLoCo's step (arXiv 2506.10911) in a group whose members have anchors of their own; with the mean progress
-    delta (uphill) and the mean anchor of the group:
+    """NoLoCo's step (arXiv 2506.10911) in a group whose members have anchors of their own.
 
-    d <- alpha * d - beta * mean(delta) - gamma * (phi - mean(phi));  phi <- phi + d
+    With the mean progress delta (uphill) and the mean anchor of the group:
 
-    For the signal "progress-and-anchor". Stable pairs of (alpha, gamma) only: see `consensus_factor`. (The public code
-    has gamma = beta = 0.7 only, where the two means are one: `gossip-weights` then takes half the bytes.)
+        d <- alpha * d - beta * mean(delta) - gamma * (phi - mean(phi));  phi <- phi + d
+
+    For the signal "progress-and-anchor". Only stable pairs (alpha, gamma) are accepted, see `consensus_factor`. (The
+    public code has only gamma = beta = 0.7, for which the two means are one: then `gossip-weights` needs half the
+    bytes.)
     """
 
     kind: ClassVar[str] = "gossip"
@@ -42,10 +44,9 @@ class Gossip(OuterOptimizer):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GossipWeights(OuterOptimizer):
-    """NoLoCo's step (arXiv 2506.10911) with gamma = beta, where the progress and the anchor of a member need not be
-    told apart: its weights theta say all.
+    """NoLoCo's step (arXiv 2506.10911) with gamma = beta, for which a member need only send its weights theta.
 
-    d <- alpha * d - beta * (phi - mean(theta));  phi <- phi + d
+        d <- alpha * d - beta * (phi - mean(theta));  phi <- phi + d
 
     For the signal "weights".
     """
@@ -72,7 +73,7 @@ class GossipWeights(OuterOptimizer):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Replace(OuterOptimizer):
-    """phi <- what was merged: for the signal "weights" (gossip averaging, arXiv 2410.11998)."""
+    """phi <- the merged vector: for the signal "weights" (gossip averaging, arXiv 2410.11998)."""
 
     kind: ClassVar[str] = "replace"
     is_elementwise: ClassVar[bool] = True
@@ -83,17 +84,19 @@ class Replace(OuterOptimizer):
 
 
 def consensus_factor(alpha: float, gamma: float, size: int) -> float:
-    """By how much the variance between many peers' anchors shrinks in a round of random groups of `size` when nobody
-    makes progress: below 1 they come together, above it they part. The largest eigenvalue of the second moments'
-    recursion, where s = 1 - 1 / size is the part of a member's deviation that its group's mean lacks:
+    """Return the factor by which the variance between anchors changes per round without progress.
 
-    d' = alpha * d - gamma * (phi - mean(phi));  phi' = phi + d'
-    E d'^2     = gamma^2 s E phi^2 - 2 alpha gamma s E phi d + alpha^2 E d^2
-    E phi d'   = alpha E phi d - gamma s E phi^2
-    E phi'^2   = E phi^2 + 2 E phi d' + E d'^2;    E phi' d' = E phi d' + E d'^2
+    It holds for many peers in random groups of `size`: below 1 the anchors converge, above 1 they diverge. It is the
+    largest eigenvalue of the recursion of the second moments, where s = 1 - 1 / size is the part of a member's
+    deviation that is missing from the mean of its group:
+
+        d' = alpha * d - gamma * (phi - mean(phi));  phi' = phi + d'
+        E d'^2     = gamma^2 s E phi^2 - 2 alpha gamma s E phi d + alpha^2 E d^2
+        E phi d'   = alpha E phi d - gamma s E phi^2
+        E phi'^2   = E phi^2 + 2 E phi d' + E d'^2;    E phi' d' = E phi d' + E d'^2
     """
-    share = 1 - 1 / size
-    square = np.array([gamma**2 * share, -2 * alpha * gamma * share, alpha**2])
-    cross = np.array([-gamma * share, alpha, 0])
+    own = 1 - 1 / size
+    square = np.array([gamma**2 * own, -2 * alpha * gamma * own, alpha**2])
+    cross = np.array([-gamma * own, alpha, 0])
     recursion = np.array([np.array([1, 0, 0]) + 2 * cross + square, cross + square, square])
     return float(np.abs(np.linalg.eigvals(recursion)).max())

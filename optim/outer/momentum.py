@@ -1,4 +1,5 @@
-"""Updates that take the merged progress as a gradient: plain, with momentum, and with momentum for late progress."""
+"""Outer optimizers that use merged progress as a gradient: plain, with momentum, and with momentum for late progress.
+"""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -13,11 +14,11 @@ from optim.outer.base import OuterOptimizer, OuterStep, Slots, tensor_norm, tens
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _ScalableOptimizer(OuterOptimizer):
-    """`shorten`: a round with less behind it than usual moves by its share (see optim.aggregation.step_scaling)."""
+    """An optimizer that can scale its step by the weight of the round (optim.aggregation.step_scaling)."""
 
     is_elementwise: ClassVar[bool] = True
 
-    shorten: bool = Field(default=False, description="a round with less behind it than usual moves by its share")
+    shorten: bool = Field(default=False, description="scale the step of a round of less weight than usual")
 
     @property
     def is_scaled_by_weight(self) -> bool:
@@ -43,7 +44,7 @@ class Sgd(_ScalableOptimizer):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _MomentumOptimizer(_ScalableOptimizer):
-    """m <- mu * m + delta; what the step is made of beside m is the subclass's affair."""
+    """m <- mu * m + delta; subclasses compute the step from m and delta."""
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
 
@@ -61,14 +62,14 @@ class _MomentumOptimizer(_ScalableOptimizer):
 
     @abstractmethod
     def _step(self, momentum: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """A new tensor."""
+        """Return the step before it is scaled by eta, as a new tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Nesterov(_MomentumOptimizer):
     """Nesterov's momentum as in torch.optim.SGD(nesterov=True), the outer optimizer of DiLoCo (arXiv 2311.08105):
 
-    m <- mu * m + delta;  phi <- phi - eta * (delta + mu * m)
+        m <- mu * m + delta;  phi <- phi - eta * (delta + mu * m)
     """
 
     kind: ClassVar[str] = "nesterov"
@@ -83,7 +84,7 @@ class Nesterov(_MomentumOptimizer):
 class HeavyBall(_MomentumOptimizer):
     """Polyak's momentum as in torch.optim.SGD(nesterov=False):
 
-    m <- mu * m + delta;  phi <- phi - eta * m
+        m <- mu * m + delta;  phi <- phi - eta * m
     """
 
     kind: ClassVar[str] = "heavy-ball"
@@ -94,13 +95,15 @@ class HeavyBall(_MomentumOptimizer):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DelayedNesterov(OuterOptimizer):
-    """Momentum for progress that comes a few members at a time (arXiv 2401.09135, with its c = 0): applied to every
-    stale update it diverges, so it moves only once in N = `period` updates, by their mean.
+    """Nesterov's momentum for progress that arrives from a few members at a time (arXiv 2401.09135, with its c = 0).
 
-    every N-th update:  m <- mu * m + (sum of the N) / N;  phi <- phi - eta * (delta / N + mu * m)
-    the others:         phi <- phi - eta * delta / N
+    Momentum diverges when it is applied to every stale update, so it is applied only to every N-th, N = `period`, using
+    the mean of the last N:
 
-    N such updates are one of Nesterov's on their mean. (The paper's public notebook has another rule.)
+        every N-th update:  m <- mu * m + (sum of the N) / N;  phi <- phi - eta * (delta / N + mu * m)
+        the others:         phi <- phi - eta * delta / N
+
+    N such updates equal one Nesterov step on their mean. (The paper's public notebook has a different rule.)
     """
 
     kind: ClassVar[str] = "delayed-nesterov"
@@ -112,11 +115,11 @@ class DelayedNesterov(OuterOptimizer):
     period: int = Field(default=4, ge=1, le=1000)
 
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
-        turns = (outer_step.count + 1) % self.period == 0
+        is_period_end = (outer_step.count + 1) % self.period == 0
         for part in tensor_slabs(anchor):
             gathered, step = slots["gathered"][part], delta[part] / self.period
             gathered += delta[part]
-            if turns:
+            if is_period_end:
                 momentum = slots["momentum"][part]
                 momentum *= self.momentum
                 momentum += gathered / self.period
@@ -130,13 +133,15 @@ class DelayedNesterov(OuterOptimizer):
 class StalenessPenalised(OuterOptimizer):
     """CO2's outer step on progress that is one round late (arXiv 2401.16265):
 
-    m <- mu * m + delta / L;  m <- clamp(m, -c', c');  phi <- phi - eta * m
-    L = 1 + |x_t - x_(t-1)| / |a|,  a = the running mean of |x_t - x_(t-1)| by coordinate
-    with c' = `clip` times what is left of the run's learning rate, as progress shrinks with it
+        m <- mu * m + delta / L;  m <- clamp(m, -c', c');  phi <- phi - eta * m
+        L = 1 + |x_t - x_(t-1)| / |a|,  a = the running mean of |x_t - x_(t-1)| by coordinate
 
-    The gap x_t - x_(t-1) = -eta * m is what the anchor moved since the progress was measured from it. How the paper
-    scales the gap is not certain; here all peers know `a`, an average over the first rounds and then over the last
-    1 / `rate`. (The public code's clip is without effect and its L a constant, by default 1: `penalty` = false.)
+    where c' is `clip` times the remaining fraction of the run's learning rate, because progress shrinks with it.
+
+    The gap x_t - x_(t-1) = -eta * m is the movement of the anchor since the progress was measured from it. The paper
+    leaves open how the gap is scaled; here all peers know `a`, an average over the first rounds and later over about
+    the last 1 / `rate`. (In the public code the clip has no effect and L is a constant, 1 by default: `penalty` =
+    false.)
     """
 
     kind: ClassVar[str] = "staleness-penalised"
@@ -144,25 +149,25 @@ class StalenessPenalised(OuterOptimizer):
 
     learning_rate: float = Field(default=1.0, gt=0, le=10)
     momentum: float = Field(default=0.5, ge=0, lt=1)
-    clip: float = Field(default=0.1, gt=0, description="the most that m may be in a coordinate")
+    clip: float = Field(default=0.1, gt=0, description="bound of m in every coordinate")
     penalty: bool = True
-    rate: float = Field(default=0.1, gt=0, le=1, description="of the running mean")
+    rate: float = Field(default=0.1, gt=0, le=1, description="rate of the running mean")
 
     def apply(self, anchor: torch.Tensor, slots: Slots, delta: torch.Tensor, outer_step: OuterStep) -> None:
         penalty = self._update_penalty(slots, outer_step) if self.penalty else 1.0
-        most = self.clip * outer_step.rate_decay
+        limit = self.clip * outer_step.rate_decay
         for part in tensor_slabs(anchor):
             momentum = slots["momentum"][part]
             momentum *= self.momentum
             momentum += delta[part] / penalty
-            momentum.clamp_(-most, most)
+            momentum.clamp_(-limit, limit)
             anchor[part] -= momentum * self.learning_rate
 
     def _update_penalty(self, slots: Slots, outer_step: OuterStep) -> float:
-        """L; moves `a` on. Both in units of eta."""
+        """Update `a` and return L, both in units of eta."""
         momentum, movement = slots["momentum"], slots["movement"]
         weight = max(self.rate, 1 / max(1, outer_step.count))
         for part in tensor_slabs(momentum):
             movement[part] += (momentum[part].abs() - movement[part]) * weight
-        usual = tensor_norm(movement)
-        return 1 + tensor_norm(momentum) / usual if usual else 1.0
+        mean = tensor_norm(movement)
+        return 1 + tensor_norm(momentum) / mean if mean else 1.0
